@@ -1,0 +1,181 @@
+"""The communicator of one rank: groups, transfers, their byte counts and waiting times.
+
+``Comm`` is created once per process and passed along. Every wait happens in :meth:`Handle.wait`, which turns a
+dead or silent peer into a :class:`CommError` that says who waited for whom in which action.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hetero_megatron.comm.errors import CommError
+from hetero_megatron.platform import Platform
+
+
+class Handle:
+    """A transfer under way. ``wait`` returns the received tensor (None for a send)."""
+
+    def __init__(
+        self, comm: Comm, work: dist.Work | None, result: torch.Tensor | None, peers: tuple[int, ...], keep: object = None
+    ) -> None:
+        self._comm, self._work, self._result, self._peers, self._keep = comm, work, result, peers, keep
+
+    def wait(self) -> torch.Tensor | None:
+        if self._work is not None:
+            start = time.perf_counter()
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise self._comm.failure(self._peers, time.perf_counter() - start, error) from error
+            self._comm.wait_seconds += time.perf_counter() - start
+            self._work = self._keep = None
+        return self._result
+
+
+class Comm:
+    """One rank's view of the job.
+
+    Attributes:
+        rank: global rank; world: all ranks of the plan, ascending; device: where tensors live.
+        activity: what the rank is doing now, for diagnosis (set by the executor).
+        sent_bytes: bytes sent so far by destination rank.
+        wait_seconds: time spent blocked in transfers so far.
+    """
+
+    def __init__(self, rank: int, world: Sequence[int], device: torch.device, timeout: timedelta) -> None:
+        self.rank, self.world, self.device, self.timeout = rank, tuple(world), device, timeout
+        self.activity = "start-up"
+        self.sent_bytes: dict[int, int] = defaultdict(int)
+        self.wait_seconds = 0.0
+        self._groups: dict[tuple[int, ...], Group] = {}
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        """The group of ``ranks`` (cached). All its members must ask for their common groups in the same order."""
+        key = tuple(sorted(ranks))
+        assert self.rank in key, f"rank {self.rank} asked for the group {key} it is not in"
+        if key not in self._groups:
+            handle = None
+            if len(key) > 1:
+                handle = dist.new_group(list(key), timeout=self.timeout, use_local_synchronization=True)
+            self._groups[key] = Group(self, key, handle)
+        return self._groups[key]
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Handle:
+        """Send a contiguous tensor; the tensor must not change until the handle was waited for."""
+        self.sent_bytes[dst] += tensor.numel() * tensor.element_size()
+        try:
+            work = dist.isend(tensor, dst, tag=tag)
+        except RuntimeError as error:
+            raise self.failure((dst,), 0.0, error) from error
+        return Handle(self, work, None, (dst,), tensor)
+
+    def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Handle:
+        """Receive into a contiguous tensor."""
+        try:
+            work = dist.irecv(tensor, src, tag=tag)
+        except RuntimeError as error:
+            raise self.failure((src,), 0.0, error) from error
+        return Handle(self, work, tensor, (src,))
+
+    def failure(self, peers: tuple[int, ...], seconds: float, error: Exception) -> CommError:
+        names = ", ".join(map(str, peers[:8])) + (", …" if len(peers) > 8 else "")
+        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return CommError(
+            f"rank {self.rank}, in {self.activity}, waited {seconds:.1f} s for rank {names} and got no answer "
+            f"(time-out {self.timeout.total_seconds():g} s): the peer died, hangs, or runs another plan [{cause[:200]}]"
+        )
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that exchange data together, ascending; ``index`` is this rank's place among them."""
+
+    comm: Comm
+    ranks: tuple[int, ...]
+    _handle: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def index(self) -> int:
+        return self.ranks.index(self.comm.rank)
+
+    def all_to_all(self, send: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
+        """Ragged exchange of a flat buffer.
+
+        Args:
+            send: [sum(send_counts)], parts for the members in group order, contiguous.
+            send_counts, recv_counts: elements per member; zeros are fine. The own part goes through the buffer too.
+
+        Returns:
+            A handle whose result is [sum(recv_counts)], parts in group order.
+        """
+        if self._handle is None:
+            return Handle(self.comm, None, send, ())
+        for peer, count in zip(self.ranks, send_counts, strict=True):
+            if peer != self.comm.rank:
+                self.comm.sent_bytes[peer] += count * send.element_size()
+        recv = send.new_empty(sum(recv_counts))
+        try:
+            work = dist.all_to_all_single(
+                recv, send, list(recv_counts), list(send_counts), group=self._handle, async_op=True
+            )
+        except RuntimeError as error:
+            raise self.comm.failure(self._others(), 0.0, error) from error
+        return Handle(self.comm, work, recv, self._others(), send)
+
+    def gather_vectors(self, vector: torch.Tensor) -> torch.Tensor:
+        """[n] from every member -> [members, n], same on all; for a few numbers per step."""
+        if self._handle is None:
+            return vector[None]
+        out = [torch.empty_like(vector) for _ in self.ranks]
+        try:
+            work = dist.all_gather(out, vector, group=self._handle, async_op=True)
+        except RuntimeError as error:
+            raise self.comm.failure(self._others(), 0.0, error) from error
+        Handle(self.comm, work, None, self._others()).wait()
+        return torch.stack(out)
+
+    def gather_objects(self, value: object) -> list[object]:
+        """Any picklable value from every member, in group order; for start-up agreement and reports only."""
+        if self._handle is None:
+            return [value]
+        out: list[object] = [None] * self.size
+        start = time.perf_counter()
+        try:
+            dist.all_gather_object(out, value, group=self._handle)
+        except RuntimeError as error:
+            raise self.comm.failure(self._others(), time.perf_counter() - start, error) from error
+        return out
+
+    def _others(self) -> tuple[int, ...]:
+        return tuple(r for r in self.ranks if r != self.comm.rank)
+
+
+def start_comm(platform: Platform, timeout_seconds: float, world_size: int | None = None) -> Comm:
+    """Join the job that torchrun's environment describes (RANK, WORLD_SIZE, …), or be alone without it.
+
+    ``world_size`` limits the communicator to the first ranks (idle ranks then have nothing to do).
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    total = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    if total > 1 and not dist.is_initialized():
+        dist.init_process_group(platform.backend, timeout=timeout)
+    return Comm(rank, range(world_size or total), platform.device, timeout)
+
+
+def stop_comm() -> None:
+    """Leave the job; safe to call when never started."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,26 @@
+"""Boxes, layouts and how data moves between them: pure Python and NumPy, no communication.
+
+Everything in the project that moves between ranks is a box (a half-open n-D interval) of a logical index
+space; everything that knows about uneven shapes lives here.
+"""
+
+from hetero_megatron.layout.box import Box
+from hetero_megatron.layout.cut import cut, largest_remainder
+from hetero_megatron.layout.layout import Layout
+from hetero_megatron.layout.owners import assign_owners
+from hetero_megatron.layout.refine import Cell, refine
+from hetero_megatron.layout.transfer import Piece, Transfer, reduction, transfer
+
+__all__ = [
+    "Box",
+    "Cell",
+    "Layout",
+    "Piece",
+    "Transfer",
+    "assign_owners",
+    "cut",
+    "largest_remainder",
+    "reduction",
+    "refine",
+    "transfer",
+]

@@ -1,0 +1,88 @@
+"""A layout: which boxes of one logical tensor each rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hetero_megatron.layout.box import Box
+
+IntArray = np.ndarray
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Boxes of an index space of ``shape``, by rank.
+
+    The boxes of one rank are disjoint; different ranks may hold the same or overlapping boxes (replicas) and
+    need not cover the space. Empty boxes are dropped, ranks without boxes remain listed.
+    """
+
+    shape: tuple[int, ...]
+    boxes: Mapping[int, tuple[Box, ...]]
+    _cache: dict[str, tuple[IntArray, ...]] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        whole = Box.whole(self.shape)
+        kept = {}
+        for rank in sorted(self.boxes):
+            mine = tuple(sorted(b for b in self.boxes[rank] if b.size))
+            assert all(whole.contains(b) for b in mine), f"rank {rank}: {mine} outside {self.shape}"
+            if len(mine) > 1:
+                lo, hi = box_arrays(mine)
+                assert len(overlapping_pairs(lo, hi, lo, hi)[0]) == len(mine), f"rank {rank}: boxes overlap: {mine}"
+            kept[rank] = mine
+        object.__setattr__(self, "boxes", kept)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(self.boxes)
+
+    def of(self, rank: int) -> tuple[Box, ...]:
+        return self.boxes.get(rank, ())
+
+    def items(self) -> Iterable[tuple[int, Box]]:
+        """All (rank, box) pairs, ranks ascending."""
+        return ((rank, box) for rank, boxes in self.boxes.items() for box in boxes)
+
+    def arrays(self) -> tuple[IntArray, IntArray, IntArray]:
+        """(ranks [n], lo [n, d], hi [n, d]) of :meth:`items`, cached."""
+        if "all" not in self._cache:
+            pairs = list(self.items())
+            lo, hi = box_arrays([b for _, b in pairs], len(self.shape))
+            self._cache["all"] = (np.array([r for r, _ in pairs], dtype=np.int64), lo, hi)
+        ranks, lo, hi = self._cache["all"]
+        return ranks, lo, hi
+
+    def elements(self, rank: int) -> int:
+        return sum(b.size for b in self.of(rank))
+
+
+def box_arrays(boxes: Iterable[Box], ndim: int | None = None) -> tuple[IntArray, IntArray]:
+    """(lo [n, d], hi [n, d]) as int64."""
+    boxes = list(boxes)
+    d = len(boxes[0].lo) if boxes else (ndim or 1)
+    lo = np.array([b.lo for b in boxes], dtype=np.int64).reshape(len(boxes), d)
+    hi = np.array([b.hi for b in boxes], dtype=np.int64).reshape(len(boxes), d)
+    return lo, hi
+
+
+def overlapping_pairs(
+    lo_a: IntArray, hi_a: IntArray, lo_b: IntArray, hi_b: IntArray, chunk: int = 1 << 22
+) -> tuple[IntArray, IntArray]:
+    """Indices (i, j) of all pairs of boxes a[i], b[j] that have a common point, ordered by (i, j)."""
+    if not len(lo_a) or not len(lo_b):
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    rows = max(1, chunk // len(lo_b))
+    found_i, found_j = [], []
+    for start in range(0, len(lo_a), rows):
+        la, ha = lo_a[start : start + rows, None], hi_a[start : start + rows, None]
+        hit = np.ones((la.shape[0], len(lo_b)), dtype=bool)
+        for axis in range(lo_a.shape[1]):
+            hit &= (la[..., axis] < hi_b[None, :, axis]) & (lo_b[None, :, axis] < ha[..., axis])
+        i, j = np.nonzero(hit)
+        found_i.append(i + start)
+        found_j.append(j)
+    return np.concatenate(found_i), np.concatenate(found_j)

@@ -1,0 +1,85 @@
+"""Who owns which element: every element of every tensor gets exactly one owner among its holders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hetero_megatron.layout.box import Box
+from hetero_megatron.layout.layout import Layout
+from hetero_megatron.layout.refine import Cell, refine
+
+
+def assign_owners(
+    holders: Mapping[str, Layout], weights: Mapping[int, float] | None = None, whole_below: int = 0
+) -> dict[str, Layout]:
+    """Spread ownership of a set of tensors over their holders, in proportion to ``weights`` (default: equal).
+
+    Owners hold row intervals of cells of the common refinement; cells under ``whole_below`` elements are not
+    split. Cells with the fewest possible owners are placed first, larger before smaller, each filled like
+    water: the least loaded holders get rows until their loads meet. Deterministic, so all ranks agree without
+    talking.
+    """
+    load: dict[int, float] = {}
+    weight = dict(weights or {})
+    owned: dict[str, dict[int, list[Box]]] = {name: {r: [] for r in layout.ranks} for name, layout in holders.items()}
+    cells = [(name, cell) for name, layout in holders.items() for cell in refine(layout)]
+    for _, cell in cells:
+        for rank in cell.holders:
+            load.setdefault(rank, 0.0)
+            # Never quite zero: what only zero-weight ranks hold must still find an owner among them.
+            weight[rank] = max(weight.get(rank, 1.0), 1e-9)
+    cells.sort(key=lambda item: (len(item[1].holders), -item[1].box.size, item[0], item[1].box))
+    for name, cell in cells:
+        for rank, box in _place(cell, load, weight, whole_below):
+            owned[name][rank].append(box)
+            load[rank] += box.size / weight[rank]
+    return {
+        name: Layout(holders[name].shape, {r: tuple(_join(boxes)) for r, boxes in by_rank.items()})
+        for name, by_rank in owned.items()
+    }
+
+
+def _place(
+    cell: Cell, load: Mapping[int, float], weight: Mapping[int, float], whole_below: int
+) -> list[tuple[int, Box]]:
+    order = sorted(cell.holders, key=lambda r: (load[r], r))
+    if len(order) == 1 or cell.box.size < whole_below:
+        return [(order[0], cell.box)]
+    level = _water_level(cell.box.size, order, load, weight)
+    filled = [r for r in order if load[r] < level]
+    share = [max(level - load[r], 0.0) * weight[r] for r in filled]
+    row, start, total = cell.box.size // cell.box.shape[0], 0, 0.0
+    out = []
+    for rank, amount in sorted(zip(filled, share, strict=True)):
+        total += amount
+        stop = min(round(total / row), cell.box.shape[0])
+        if rank == max(filled):
+            stop = cell.box.shape[0]
+        if stop > start:
+            out.append((rank, cell.box.rows(cell.box.lo[0] + start, cell.box.lo[0] + stop)))
+            start = stop
+    return out
+
+
+def _water_level(size: int, order: list[int], load: Mapping[int, float], weight: Mapping[int, float]) -> float:
+    """The load at which ``size`` more elements, given to the least loaded ranks first, are used up."""
+    capacity, filled = 0.0, 0.0
+    for k, rank in enumerate(order):
+        capacity += weight[rank]
+        filled += weight[rank] * load[rank]
+        level = (size + filled) / capacity
+        if k + 1 == len(order) or level <= load[order[k + 1]]:
+            return level
+    raise AssertionError("unreachable: the last rank always closes the loop")
+
+
+def _join(boxes: list[Box]) -> list[Box]:
+    """Merge row intervals of one rank that touch (equal columns)."""
+    out: list[Box] = []
+    for box in sorted(boxes, key=lambda b: (b.lo[1:], b.hi[1:], b.lo[0])):
+        last = out[-1] if out else None
+        if last and last.lo[1:] == box.lo[1:] and last.hi[1:] == box.hi[1:] and last.hi[0] == box.lo[0]:
+            out[-1] = Box(last.lo, box.hi)
+        else:
+            out.append(box)
+    return out

@@ -1,0 +1,70 @@
+"""The common refinement of boxes: cells on which the set of holders is constant."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hetero_megatron.layout.box import Box
+from hetero_megatron.layout.layout import Layout
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    box: Box
+    holders: tuple[int, ...]  # ranks, ascending
+
+
+def refine(*layouts: Layout) -> tuple[Cell, ...]:
+    """Cut the space held by any rank into disjoint cells with one holder set each, ordered by position.
+
+    Several layouts of one space are refined together: a rank holds a point if any layout gives it that point.
+    Neighbouring cells with equal holders are merged along the last possible axis, so plain cases stay plain
+    (replicas of a whole tensor give one cell).
+    """
+    pairs = [pair for layout in layouts for pair in layout.items()]
+    if not pairs:
+        return ()
+    assert len({layout.shape for layout in layouts}) == 1, "layouts of different spaces"
+    cells = _grid_cells(pairs)
+    for axis in reversed(range(len(layouts[0].shape))):
+        cells = _merge(cells, axis)
+    return tuple(sorted(cells))
+
+
+def _grid_cells(pairs: list[tuple[int, Box]]) -> list[Cell]:
+    """Cells of the grid spanned by all box faces."""
+    ndim = len(pairs[0][1].lo)
+    faces = [sorted({c for _, b in pairs for c in (b.lo[a], b.hi[a])}) for a in range(ndim)]
+    index = [{c: i for i, c in enumerate(axis)} for axis in faces]
+    holders: dict[tuple[int, ...], set[int]] = {}
+    for rank, box in pairs:
+        spans = [range(index[a][box.lo[a]], index[a][box.hi[a]]) for a in range(ndim)]
+        for where in itertools.product(*spans):
+            holders.setdefault(where, set()).add(rank)
+    return [
+        Cell(
+            Box(tuple(faces[a][i] for a, i in enumerate(w)), tuple(faces[a][i + 1] for a, i in enumerate(w))),
+            tuple(sorted(ranks)),
+        )
+        for w, ranks in holders.items()
+    ]
+
+
+def _merge(cells: Iterable[Cell], axis: int) -> list[Cell]:
+    """Join cells that touch along ``axis`` and agree in everything else."""
+
+    def key(cell: Cell) -> tuple[tuple[int, ...], ...]:
+        lo, hi = cell.box.lo, cell.box.hi
+        return (lo[:axis] + lo[axis + 1 :], hi[:axis] + hi[axis + 1 :], cell.holders, (lo[axis],))
+
+    merged: list[Cell] = []
+    for cell in sorted(cells, key=key):
+        last = merged[-1] if merged else None
+        if last is not None and key(last)[:3] == key(cell)[:3] and last.box.hi[axis] == cell.box.lo[axis]:
+            hi = last.box.hi[:axis] + (cell.box.hi[axis],) + last.box.hi[axis + 1 :]
+            merged[-1] = Cell(Box(last.box.lo, hi), last.holders)
+        else:
+            merged.append(cell)
+    return merged

@@ -1,0 +1,73 @@
+"""Who holds and who owns each parameter, and in which buckets gradients are synchronised. No torch.
+
+A raw gradient is a partial sum on every rank that holds a copy. Each element has one owner, which sums the
+holders' gradients, counts the element in the norm, updates it and sends it back. A bucket is a run of tensors in
+backward order with the same group of holders; one ragged all-to-all per bucket and direction moves everything.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hetero_megatron.layout import Box, Layout, assign_owners
+from hetero_megatron.plan import Plan
+from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors, shares, stage_tensors, tensor_box
+
+WHOLE_BYTES = 64 << 10  # smaller tensors have one owner: splitting them costs more messages than it saves bytes
+BUCKET_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors synchronised together: ``names`` in backward order, ``ranks`` (holders) ascending."""
+
+    index: int
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+    holders: Mapping[str, Layout]
+    owners: Mapping[str, Layout]
+
+
+def tensor_holders(plan: Plan, spec: ModelSpec) -> dict[str, Layout]:
+    """For every logical tensor, which box each rank of the plan holds."""
+    boxes: dict[str, dict[int, tuple[Box, ...]]] = {t.name: {} for t in logical_tensors(spec)}
+    tensors = {t.name: t for t in logical_tensors(spec)}
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            held = stage_tensors(spec, stage.layer_indices(), stage.embed, stage.head)
+            for unit in stage.units:
+                for rank, share in zip(unit.ranks, shares(spec, unit.tp_split), strict=True):
+                    for tensor in held:
+                        boxes[tensor.name][rank] = (tensor_box(tensor, share),)
+    return {name: Layout(tensors[name].shape, by_rank) for name, by_rank in boxes.items()}
+
+
+def backward_order(tensors: tuple[LogicalTensor, ...]) -> list[list[LogicalTensor]]:
+    """Segments (head, last layer, …, first layer, embedding) in the order in which their gradients are complete."""
+    segments: dict[float, list[LogicalTensor]] = defaultdict(list)
+    for tensor in tensors:
+        key = {"head": float("-inf"), "embed": float("inf")}.get(str(tensor.layer))
+        segments[-float(tensor.layer) if key is None else key].append(tensor)
+    return [segments[key] for key in sorted(segments)]
+
+
+def make_buckets(plan: Plan, spec: ModelSpec, bucket_bytes: int = BUCKET_BYTES, itemsize: int = 4) -> tuple[Bucket, ...]:
+    """The same buckets on every rank, computed without talking."""
+    holders = tensor_holders(plan, spec)
+    runs: list[tuple[tuple[int, ...], list[str], int]] = []
+    for segment in backward_order(logical_tensors(spec)):
+        for name in (t.name for t in segment):
+            ranks = holders[name].ranks
+            size = max(holders[name].elements(r) for r in ranks) * itemsize
+            if runs and runs[-1][0] == ranks and runs[-1][2] + size <= bucket_bytes:
+                runs[-1][1].append(name)
+                runs[-1] = (ranks, runs[-1][1], runs[-1][2] + size)
+            else:
+                runs.append((ranks, [name], size))
+    return tuple(
+        Bucket(i, ranks, tuple(names), held, assign_owners(held, whole_below=WHOLE_BYTES // itemsize))
+        for i, (ranks, names, _) in enumerate(runs)
+        for held in [{name: holders[name] for name in names}]
+    )

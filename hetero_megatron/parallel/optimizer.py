@@ -1,0 +1,90 @@
+"""The sharded optimizer: every rank updates the elements it owns, in at least fp32, and sends them to their holders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hetero_megatron.parallel.exchange import OwnedPiece
+from hetero_megatron.parallel.gradients import GradientSync
+
+OptimizerFactory = Callable[[list[dict[str, object]]], torch.optim.Optimizer]
+
+
+class ShardedOptimizer:
+    """A torch optimizer over the owned pieces of the parameters.
+
+    A piece's master weights are the parameter's own memory where that is contiguous and full precision, else a
+    copy (fp32 for 16-bit parameters). Biases and norm weights (one-dimensional tensors) are not decayed, as in
+    Megatron.
+
+    Args:
+        sync: whose exchanges define the pieces.
+        build: makes the torch optimizer from parameter groups (keys ``params``, ``decay``).
+    """
+
+    def __init__(self, sync: GradientSync, build: OptimizerFactory) -> None:
+        self.sync = sync
+        self.masters = [[self._master(piece) for piece in e.pieces] for e in sync.exchanges]
+        decayed: list[torch.Tensor] = []
+        plain: list[torch.Tensor] = []
+        for exchange, masters in zip(sync.exchanges, self.masters, strict=True):
+            for piece, master in zip(exchange.pieces, masters, strict=True):
+                (decayed if len(piece.box.lo) > 1 else plain).append(master)
+        groups: list[dict[str, object]] = [
+            {"params": params, "decay": decay} for params, decay in ((decayed, True), (plain, False)) if params
+        ]
+        self.torch_optimizer = build(groups) if groups else None
+
+    def _master(self, piece: OwnedPiece) -> torch.Tensor:
+        view = self.sync.params[piece.name].detach()[piece.slices]
+        if view.dtype in (torch.float16, torch.bfloat16):
+            return view.float()
+        return view if view.is_contiguous() else view.clone()
+
+    def set_rates(self, lr: float, weight_decay: float) -> None:
+        for group in self.torch_optimizer.param_groups if self.torch_optimizer else ():
+            group["lr"] = lr
+            group["weight_decay"] = weight_decay if group["decay"] else 0.0
+
+    @torch.no_grad()
+    def step(self, grads: Sequence[Sequence[torch.Tensor]], coefficient: float) -> None:
+        """Scale the owned gradients by ``coefficient``, update, and send the new values to all holders.
+
+        Args:
+            grads: per exchange and piece, as :meth:`GradientSync.finish` returns them; scaled in place.
+        """
+        flat = [g for per in grads for g in per]
+        if coefficient != 1.0 and flat:
+            torch._foreach_mul_(flat, coefficient)
+        for masters, per in zip(self.masters, grads, strict=True):
+            for master, grad in zip(masters, per, strict=True):
+                master.grad = grad
+        if self.torch_optimizer is not None:
+            self.torch_optimizer.step()
+        self.spread()
+
+    @torch.no_grad()
+    def spread(self) -> None:
+        """Make every holder's parameters equal to the owners' masters."""
+        params = {name: p.detach() for name, p in self.sync.params.items()}
+        for exchange, masters in zip(self.sync.exchanges, self.masters, strict=True):
+            if exchange.bucket.names:
+                exchange.start_spread(masters, params[exchange.bucket.names[0]].dtype)
+        for exchange, masters in zip(self.sync.exchanges, self.masters, strict=True):
+            for piece, master in zip(exchange.pieces, masters, strict=True):
+                master.grad = None
+                own = params[piece.name][piece.slices]
+                if own.data_ptr() != master.data_ptr():
+                    own.copy_(master)
+            exchange.finish_spread(params)
+
+
+def squared_norm(grads: Sequence[Sequence[torch.Tensor]]) -> float:
+    """Sum of squares of all owned gradients (each element counted by its one owner), accumulated in fp64."""
+    flat = [g for per in grads for g in per if g.numel()]
+    if not flat:
+        return 0.0
+    norms = torch._foreach_norm(flat)
+    return float(torch.stack([n.double() for n in norms]).square().sum())

@@ -1,0 +1,62 @@
+"""Tensor and sequence parallelism, applied to a plain model stage from outside.
+
+The stage was built with the local sizes of its :class:`~hetero_megatron.spec.Share`. Norms and residuals work on
+a token shard; attention, MLP and head see all tokens of the micro-batch (gathered by a pre-hook) and return
+partial sums that are scattered back to token shards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero_megatron.comm import Group
+from hetero_megatron.model import GPTStage
+from hetero_megatron.parallel.collectives import gather_tokens, scatter_tokens
+from hetero_megatron.parallel.vocab import VocabParallelEmbedding
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer cut along its input: partial products are summed over the group, then the bias is added once."""
+
+    def __init__(self, linear: nn.Module, group: Group, shards: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.group, self.shards = group, shards
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = scatter_tokens(nn.functional.linear(x, self.weight), self.group, self.shards)
+        return y if self.bias is None else y + self.bias
+
+
+def apply_tensor_parallel(
+    stage: GPTStage, group: Group, shards: tuple[int, ...], vocab: tuple[int, int]
+) -> None:
+    """Make ``stage`` compute its TP rank's part.
+
+    Args:
+        group: the unit's ranks; shards: tokens per rank (summing to the sequence length); vocab: this rank's rows.
+    """
+    if group.size == 1:
+        return
+
+    def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (gather_tokens(args[0], group, shards), *args[1:])
+
+    start = sum(shards[: group.index])
+
+    def own_positions(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (args[0][:, start : start + shards[group.index]], *args[1:])
+
+    for layer in stage.layers():
+        for block, row in ((layer.self_attn, "o_proj"), (layer.mlp, "down_proj")):
+            block.register_forward_pre_hook(gather)
+            setattr(block, row, RowParallelLinear(getattr(block, row), group, shards))
+    if stage.has_embed:
+        stage.model["embed_tokens"] = VocabParallelEmbedding(stage.model["embed_tokens"], group, vocab, shards)
+        if "embed_positions" in stage.model:
+            stage.model["embed_positions"].register_forward_pre_hook(own_positions)
+    if stage.has_head:
+        stage.lm_head.register_forward_pre_hook(gather)

@@ -1,0 +1,105 @@
+"""The boundary between two neighbouring stages: any two meshes, each token crosses once.
+
+Activations are [sequences, tokens, hidden]; the transfer between the two stages' layouts says which box goes
+from whom to whom. The gradient takes the adjoint way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hetero_megatron.comm import Comm, Handle
+from hetero_megatron.layout import Box, Layout, Piece, transfer
+
+MAX_PIECES = 256  # messages between two ranks for one action; part of the tag
+
+
+class Boundary:
+    """Both directions between stage ``s`` (upstream) and ``s + 1``, for one micro-batch size.
+
+    Args:
+        upstream, downstream: activation layouts of the two stages, same shape.
+    """
+
+    def __init__(self, comm: Comm, upstream: Layout, downstream: Layout) -> None:
+        forward = transfer(upstream, downstream)
+        backward = forward.adjoint()
+        me = comm.rank
+        self._comm = comm
+        self._layouts = (upstream, downstream)
+        self._sends = (forward.sends(me), backward.sends(me))
+        self._receives = (forward.receives(me), backward.receives(me))
+
+    def send(self, x: torch.Tensor, backward: bool, tag: int) -> list[Handle]:
+        """Start sending this rank's activation shard (or its gradient)."""
+        layout = self._layouts[1 if backward else 0]
+        return [
+            self._comm.isend(x[local].contiguous(), peer, tag * MAX_PIECES + k)
+            for peer, local, k in self._numbered(self._sends[backward], layout, 1)
+        ]
+
+    def receive(self, backward: bool, tag: int, dtype: torch.dtype) -> Receive:
+        """Post the receives of this rank's activation shard (or its gradient)."""
+        layout = self._layouts[0 if backward else 1]
+        parts: list[tuple[tuple[slice, ...], Handle]] = []
+        for peer, local, k in self._numbered(self._receives[backward], layout, 0):
+            shape = [s.stop - s.start for s in local]
+            buffer = torch.empty(shape, dtype=dtype, device=self._comm.device)
+            parts.append((local, self._comm.irecv(buffer, peer, tag * MAX_PIECES + k)))
+        return Receive(parts, local_shape(layout, self._comm.rank), dtype, self._comm.device)
+
+    def _numbered(
+        self, pieces: Sequence[Piece], layout: Layout, peer_field: int
+    ) -> list[tuple[int, tuple[slice, ...], int]]:
+        """(peer, local slices, number of the message between the two) per piece."""
+        seen: dict[int, int] = {}
+        out = []
+        for piece in pieces:
+            peer = piece[peer_field]
+            k = seen[peer] = seen.get(peer, -1) + 1
+            out.append((peer, local_slices(layout.of(self._comm.rank), piece.box), k))
+        return out
+
+
+class Receive:
+    """Posted receives of one shard; ``wait`` assembles it."""
+
+    def __init__(
+        self,
+        parts: list[tuple[tuple[slice, ...], Handle]],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._parts, self._shape, self._dtype, self._device = parts, shape, dtype, device
+
+    def wait(self) -> torch.Tensor:
+        if len(self._parts) == 1:
+            only = self._parts[0][1].wait()
+            assert only is not None and tuple(only.shape) == self._shape
+            return only
+        whole = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        for local, handle in self._parts:
+            whole[local] = handle.wait()
+        return whole
+
+
+def local_shape(layout: Layout, rank: int) -> tuple[int, ...]:
+    """Shape of a rank's shard: its boxes (same sequences, ascending tokens) strung together along tokens."""
+    boxes = layout.of(rank)
+    if not boxes:
+        return (0, 0, layout.shape[2])
+    return (boxes[0].shape[0], sum(b.shape[1] for b in boxes), layout.shape[2])
+
+
+def local_slices(boxes: tuple[Box, ...], part: Box) -> tuple[slice, ...]:
+    """Where ``part``, which lies in one of the rank's boxes, is in its shard."""
+    offset = 0
+    for box in boxes:
+        if box.contains(part):
+            rows, tokens, hidden = part.slices(box)
+            return (rows, slice(tokens.start + offset, tokens.stop + offset), hidden)
+        offset += box.shape[1]
+    raise AssertionError(f"{part} is not in one of {boxes}")
