@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -44,28 +44,38 @@ class Comm:
     """One rank's view of the job.
 
     Attributes:
-        rank: global rank; world: all ranks of the plan, ascending; device: where tensors live.
+        rank: global rank; device: where tensors live.
         activity: what the rank is doing now, for diagnosis (set by the executor).
         sent_bytes: bytes sent so far by destination rank.
         wait_seconds: time spent blocked in transfers so far.
     """
 
-    def __init__(self, rank: int, world: Sequence[int], device: torch.device, timeout: timedelta) -> None:
-        self.rank, self.world, self.device, self.timeout = rank, tuple(world), device, timeout
+    def __init__(self, rank: int, device: torch.device, timeout: timedelta) -> None:
+        self.rank, self.device, self.timeout = rank, device, timeout
         self.activity = "start-up"
         self.sent_bytes: dict[int, int] = defaultdict(int)
         self.wait_seconds = 0.0
         self._groups: dict[tuple[int, ...], Group] = {}
 
-    def group(self, ranks: Sequence[int]) -> Group:
-        """The group of ``ranks`` (cached). All its members must ask for their common groups in the same order."""
-        key = tuple(sorted(ranks))
-        assert self.rank in key, f"rank {self.rank} asked for the group {key} it is not in"
-        if key not in self._groups:
+    def create_groups(self, groups: Iterable[Sequence[int]]) -> None:
+        """Create all groups of a plan, on every rank of the job, member or not, from the same list.
+
+        torch numbers groups by how many a rank has made, so groups made by members only get unlike names on
+        unlike ranks and never meet; hence all ranks make all of them, in sorted order.
+        """
+        for key in sorted({tuple(sorted(ranks)) for ranks in groups} - self._groups.keys()):
             handle = None
             if len(key) > 1:
-                handle = dist.new_group(list(key), timeout=self.timeout, use_local_synchronization=True)
+                made = dist.new_group(list(key), timeout=self.timeout)
+                handle = made if self.rank in key else None
             self._groups[key] = Group(self, key, handle)
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        """The group of ``ranks``, which includes this rank and was created before."""
+        key = tuple(sorted(ranks))
+        assert self.rank in key, f"rank {self.rank} asked for the group {key} it is not in"
+        if len(key) == 1:
+            return Group(self, key, None)
         return self._groups[key]
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Handle:
@@ -162,17 +172,14 @@ class Group:
         return tuple(r for r in self.ranks if r != self.comm.rank)
 
 
-def start_comm(platform: Platform, timeout_seconds: float, world_size: int | None = None) -> Comm:
-    """Join the job that torchrun's environment describes (RANK, WORLD_SIZE, …), or be alone without it.
-
-    ``world_size`` limits the communicator to the first ranks (idle ranks then have nothing to do).
-    """
+def start_comm(platform: Platform, timeout_seconds: float) -> Comm:
+    """Join the job that torchrun's environment describes (RANK, WORLD_SIZE, …), or be alone without it."""
     timeout = timedelta(seconds=timeout_seconds)
     total = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     if total > 1 and not dist.is_initialized():
         dist.init_process_group(platform.backend, timeout=timeout)
-    return Comm(rank, range(world_size or total), platform.device, timeout)
+    return Comm(rank, platform.device, timeout)
 
 
 def stop_comm() -> None:

@@ -8,7 +8,7 @@ backward order with the same group of holders; one ragged all-to-all per bucket 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero_megatron.layout import Box, Layout, assign_owners
@@ -71,3 +71,9 @@ def make_buckets(plan: Plan, spec: ModelSpec, bucket_bytes: int = BUCKET_BYTES, 
         for i, (ranks, names, _) in enumerate(runs)
         for held in [{name: holders[name] for name in names}]
     )
+
+
+def plan_groups(plan: Plan, buckets: Sequence[Bucket]) -> list[tuple[int, ...]]:
+    """All groups that some ranks of the plan exchange data in: TP groups, bucket holders, the world."""
+    units = [u.ranks for p in plan.pipelines for s in p.stages for u in s.units]
+    return [plan.ranks, *units, *(b.ranks for b in buckets)]

@@ -1,0 +1,72 @@
+# Everything runs in the environment .venv, which `make env` builds. `make` alone lists the targets.
+
+SHELL := /bin/bash
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+EXTRAS := data,tensorboard,planner,deepspeed,triton,dev
+PYTHON ?=
+SOURCES = $(wildcard hetero_megatron tools kernels/hetero_kernels plugins/hetero_plugins pretrain_gpt.py)
+
+# Ranks share the cores of one machine: one thread each. No test may reach for a network.
+export OMP_NUM_THREADS := 1
+export HF_HUB_OFFLINE := 1
+export HF_HUB_DISABLE_TELEMETRY := 1
+export TOKENIZERS_PARALLELISM := false
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# For test-parity: number of random plans; without SEED a new one is drawn, and printed.
+N ?= 500
+SEED ?=
+# Further arguments for pytest: make test ARGS="-k layout -x"
+ARGS ?=
+
+.PHONY: help env demo test test-slow test-parity test-scale bench lint types check clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+env: $(STAMP)  ## build .venv with the pinned versions (again only when they change)
+
+$(STAMP): setup.py constraints.txt
+	@tools/make_venv.sh "$(VENV)" "$(EXTRAS)" "$(PYTHON)"
+	@touch $@
+
+demo: env  ## pretrain a small model on 4 unequal ranks of this machine (about 2 minutes)
+	examples/demo.sh
+
+test: env  ## lint, types, import contract, and all tests but the slow ones
+	@$(MAKE) --no-print-directory check
+	$(PY) -m pytest $(ARGS)
+
+test-slow: env  ## fresh install, the commands of README and docs, long kills
+	$(PY) -m pytest -m "slow and not scale" $(ARGS)
+
+test-parity: env  ## N random plans against one process: make test-parity N=500 SEED=1
+	@seed="$(SEED)"; seed="$${seed:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}"; \
+	echo "test-parity: N=$(N) SEED=$$seed"; \
+	N="$(N)" SEED="$$seed" $(PY) -m pytest tests/test_parity.py -q -o timeout=0 $(ARGS) \
+	|| { echo "test-parity: again with: make test-parity N=$(N) SEED=$$seed"; exit 1; }
+
+test-scale: env  ## one step on 32 ranks of this machine
+	$(PY) -m pytest -m scale $(ARGS)
+
+bench: env  ## benchmarks against peers; each prints ratios measured in one run
+	@shopt -s nullglob; files=(benchmarks/bench_*.py); \
+	[ $${#files[@]} -gt 0 ] || { echo "bench: no benchmarks/bench_*.py yet" >&2; exit 1; }; \
+	for file in "$${files[@]}"; do echo "== $$file"; $(PY) "$$file" || exit 1; done
+
+check: lint types
+
+lint: env  ## ruff, layers of imports, vendor-neutral core, file and function lengths
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/lint-imports --no-logo
+	$(PY) tools/lint_vendor_neutral.py
+
+types: env  ## mypy
+	$(PY) -m mypy $(SOURCES)
+
+clean:  ## remove caches and runs (rm -rf .venv for the environment)
+	rm -rf build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf

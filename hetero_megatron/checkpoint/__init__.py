@@ -1,0 +1,1 @@
+"""Model weights in the formats of others."""

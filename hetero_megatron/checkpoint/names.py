@@ -1,0 +1,61 @@
+"""Logical tensor names <-> Hugging Face names: one table per naming, used in both directions.
+
+An entry is the Hugging Face tensor, the rows of it (of its last axis, for GPT-2's Conv1D) that hold our tensor,
+and whether it is stored transposed.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from hetero_megatron.spec import ModelSpec, logical_tensors
+
+
+@dataclass(frozen=True)
+class HFSource:
+    """Where a logical tensor is: elements ``[start, stop)`` of the last axis (None: all) of ``name``, transposed or not."""
+
+    name: str
+    start: int | None = None
+    stop: int | None = None
+    transpose: bool = False
+
+
+# logical suffix -> (GPT-2 suffix, third of the fused QKV or None, transposed)
+_GPT2_LAYER = {
+    "input_layernorm": ("ln_1", None, False),
+    "self_attn.q_proj": ("attn.c_attn", 0, True),
+    "self_attn.k_proj": ("attn.c_attn", 1, True),
+    "self_attn.v_proj": ("attn.c_attn", 2, True),
+    "self_attn.o_proj": ("attn.c_proj", None, True),
+    "post_attention_layernorm": ("ln_2", None, False),
+    "mlp.up_proj": ("mlp.c_fc", None, True),
+    "mlp.down_proj": ("mlp.c_proj", None, True),
+}
+_GPT2_REST = {
+    "model.embed_tokens.weight": "transformer.wte.weight",
+    "model.embed_positions.weight": "transformer.wpe.weight",
+    "model.norm.weight": "transformer.ln_f.weight",
+    "model.norm.bias": "transformer.ln_f.bias",
+    "lm_head.weight": "lm_head.weight",
+}
+
+
+def hf_source(spec: ModelSpec, name: str) -> HFSource:
+    """The Hugging Face tensor that holds logical tensor ``name``."""
+    if spec.naming == "llama":
+        return HFSource(name)
+    if name in _GPT2_REST:
+        return HFSource(_GPT2_REST[name])
+    found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
+    assert found, f"not a logical tensor name: {name}"
+    layer, suffix, kind = found.groups()
+    theirs, third, transpose = _GPT2_LAYER[suffix]
+    start, stop = (None, None) if third is None else (third * spec.hidden_size, (third + 1) * spec.hidden_size)
+    return HFSource(f"transformer.h.{layer}.{theirs}.{kind}", start, stop, transpose and kind == "weight")
+
+
+def name_table(spec: ModelSpec) -> dict[str, HFSource]:
+    """All logical tensors of a model."""
+    return {t.name: hf_source(spec, t.name) for t in logical_tensors(spec)}

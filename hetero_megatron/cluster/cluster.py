@@ -1,0 +1,233 @@
+"""The cluster file: which chips stand in which nodes, and how they are linked."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hetero_megatron.cluster.catalogue import CHIPS, DTYPES, Chip
+from hetero_megatron.cluster.document import Entry, from_data, read_document
+from hetero_megatron.cluster.units import quantity
+from hetero_megatron.errors import UserError
+
+CLUSTER_KEYS = ("version", "nodes", "chips", "links", "rates")
+NODE_KEYS = ("name", "count", "chip", "chips_per_node")
+CHIP_KEYS = ("memory", "tflops", "memory_bandwidth", "link_bandwidth", "dtypes", "emulate", "rates", "source")
+LINK_KEYS = ("bandwidth", "latency", "emulate")
+MAX_RANKS = 1 << 20
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """``count`` equal nodes."""
+
+    name: str
+    count: int
+    chip: str
+    chips_per_node: int
+
+    def node(self, index: int) -> str:
+        """Name of one of its nodes: the group's own when it is the only one, else ``name-index``."""
+        return self.name if self.count == 1 else f"{self.name}-{index}"
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction of a link: bytes/s and seconds; ``emulated`` bytes/s when the testbed is to shape
+    it otherwise."""
+
+    bandwidth: float
+    latency: float = 0.0
+    emulated: float | None = None
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The chip behind a rank: its node, the group of that, its type, and its index inside the node."""
+
+    rank: int
+    node: str
+    group: str
+    chip: str
+    local: int
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster; ``pairs`` holds links by unordered pair of node groups, ``ranks`` is in file order of
+    the nodes."""
+
+    nodes: tuple[NodeGroup, ...]
+    chips: Mapping[str, Chip]
+    intra_node: Link | None = None
+    inter_node: Link | None = None
+    pairs: Mapping[frozenset[str], Link] = field(default_factory=dict)
+    rates: Mapping[str, Any] = field(default_factory=dict)
+    file: str = ""
+    ranks: tuple[Rank, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        found: list[Rank] = []
+        for group in self.nodes:
+            for index in range(group.count):
+                for local in range(group.chips_per_node):
+                    found.append(Rank(len(found), group.node(index), group.name, group.chip, local))
+        object.__setattr__(self, "ranks", tuple(found))
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
+
+    def chip_of(self, rank: int) -> Chip:
+        return self.chips[self.ranks[rank].chip]
+
+    def link(self, a: int, b: int) -> Link | None:
+        """The link from rank ``a`` to ``b``; None when the file and the catalogue say nothing about it."""
+        first, second = self.ranks[a], self.ranks[b]
+        if first.node == second.node:
+            known = self.chip_of(a).link_bandwidth
+            return self.intra_node or (Link(known) if known is not None else None)
+        return self.pairs.get(frozenset((first.group, second.group)), self.inter_node)
+
+    def find(self, node: str, local: int) -> Rank:
+        """The rank of a chip by node name and local index; UserError when the cluster has no such chip."""
+        for rank in self.ranks:
+            if rank.node == node and rank.local == local:
+                return rank
+        names = list(dict.fromkeys(r.node for r in self.ranks))
+        shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+        raise UserError(
+            "the cluster has no such chip",
+            field="node",
+            value=f"{node}, chip {local}",
+            accepted=shown,
+            where=self.file,
+        )
+
+
+def load_cluster(path: str | os.PathLike[str]) -> Cluster:
+    """Read and check a cluster file; UserError names the field, the value and file:line."""
+    return _cluster(read_document(path))
+
+
+def cluster_from_dict(data: Mapping[str, Any]) -> Cluster:
+    """A cluster from Python data with the keys of a cluster file."""
+    return _cluster(from_data(data))
+
+
+def _cluster(document: Entry) -> Cluster:
+    keys = document.mapping(CLUSTER_KEYS, required=("nodes",))
+    if "version" in keys and keys["version"].integer() != 1:
+        keys["version"].fail("unknown version of the cluster format", accepted="1")
+    described = dict((keys["chips"].any_mapping() if "chips" in keys else {}).items())
+    chips = {name: _chip(name, entry) for name, entry in described.items()}
+    nodes = _nodes(keys["nodes"], chips)
+    used = {group.chip for group in nodes}
+    for name, entry in described.items():
+        if name not in used:
+            entry.fail("no node has this chip", accepted="chips of the nodes: " + ", ".join(sorted(used)))
+    links = keys["links"].mapping(("intra_node", "inter_node", "pairs")) if "links" in keys else {}
+    return Cluster(
+        nodes=nodes,
+        chips={name: chips.get(name) or CHIPS[name] for name in sorted(used)},
+        intra_node=_link(links["intra_node"]) if "intra_node" in links else None,
+        inter_node=_link(links["inter_node"]) if "inter_node" in links else None,
+        pairs=_pairs(links["pairs"], nodes) if "pairs" in links else {},
+        rates=keys["rates"].any_mapping() and keys["rates"].plain() if "rates" in keys else {},
+        file=document.file,
+    )
+
+
+def _nodes(entry: Entry, chips: Mapping[str, Chip]) -> tuple[NodeGroup, ...]:
+    items = entry.items()
+    if not items:
+        entry.fail("a cluster has at least one node")
+    groups: list[NodeGroup] = []
+    for item in items:
+        keys = item.mapping(NODE_KEYS, required=("name", "chip"))
+        name, chip = keys["name"].text(), keys["chip"].text()
+        if any(group.name == name for group in groups):
+            keys["name"].fail("two node groups have this name", accepted="a name of its own for each group")
+        if chip not in chips and chip not in CHIPS:
+            known = [*chips, *CHIPS]
+            near = difflib.get_close_matches(chip, known, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            keys["chip"].fail(
+                f"unknown chip{hint}", accepted="a chip under chips:, or one of " + ", ".join(CHIPS)
+            )
+        count = keys["count"].integer(1) if "count" in keys else 1
+        per_node = keys["chips_per_node"].integer(1) if "chips_per_node" in keys else 1
+        if count * per_node + sum(g.count * g.chips_per_node for g in groups) > MAX_RANKS:
+            item.fail("absurdly many chips", accepted=f"at most {MAX_RANKS} in all")
+        groups.append(NodeGroup(name, count, chip, per_node))
+    return tuple(groups)
+
+
+def _chip(name: str, entry: Entry) -> Chip:
+    """A chip of the file; a chip of the catalogue with the same name gives what is not written."""
+    keys = entry.mapping(CHIP_KEYS, required=() if name in CHIPS else ("memory",))
+    chip = CHIPS.get(name) or Chip(name, 0, source="cluster file")
+    changes: dict[str, Any] = {}
+    if "memory" in keys:
+        changes["memory"] = int(quantity(keys["memory"], "bytes"))
+    for key in ("memory_bandwidth", "link_bandwidth"):
+        if key in keys:
+            changes[key] = quantity(keys[key], "bytes/s")
+    if "dtypes" in keys:
+        changes["dtypes"] = tuple(item.choice(DTYPES) for item in keys["dtypes"].items())
+    if "tflops" in keys:
+        changes["flops"] = _flops(keys["tflops"])
+    if "source" in keys:
+        changes["source"] = keys["source"].text()
+    if "rates" in keys:
+        keys["rates"].any_mapping()
+        changes["rates"] = keys["rates"].plain()
+    if "emulate" in keys:
+        emulate = keys["emulate"].mapping(("speed", "memory"))
+        if "speed" in emulate:
+            changes["speed"] = emulate["speed"].number()
+            if not 0 < changes["speed"] <= 1000:
+                emulate["speed"].fail(
+                    "out of range", accepted="a number above 0; 1.0 = one core of this machine"
+                )
+        if "memory" in emulate:
+            changes["memory_budget"] = int(quantity(emulate["memory"], "bytes"))
+    return replace(chip, **changes)
+
+
+def _flops(entry: Entry) -> dict[str, float]:
+    """Dense TFLOP/s by dtype, as plain numbers; FLOP/s in the result."""
+    result = {}
+    for dtype, value in entry.mapping(DTYPES).items():
+        result[dtype] = value.number() * 1e12
+        if result[dtype] <= 0:
+            value.fail("out of range", accepted="dense TFLOP/s, above 0")
+    return result
+
+
+def _link(entry: Entry, keys: dict[str, Entry] | None = None) -> Link:
+    keys = keys or entry.mapping(LINK_KEYS, required=("bandwidth",))
+    emulate = keys["emulate"].mapping(("bandwidth",), required=("bandwidth",)) if "emulate" in keys else {}
+    return Link(
+        bandwidth=quantity(keys["bandwidth"], "bytes/s"),
+        latency=quantity(keys["latency"], "seconds") if "latency" in keys else 0.0,
+        emulated=quantity(emulate["bandwidth"], "bytes/s") if emulate else None,
+    )
+
+
+def _pairs(entry: Entry, nodes: tuple[NodeGroup, ...]) -> dict[frozenset[str], Link]:
+    names = [group.name for group in nodes]
+    result: dict[frozenset[str], Link] = {}
+    for item in entry.items():
+        keys = item.mapping(("between", *LINK_KEYS), required=("between", "bandwidth"))
+        between = keys["between"].items()
+        if len(between) != 2:
+            keys["between"].fail("a link is between two node groups", accepted="[name, name]")
+        pair = frozenset(end.choice(names) for end in between)
+        if pair in result:
+            keys["between"].fail("this pair is written twice", accepted="each pair once, in either order")
+        result[pair] = _link(item, keys)
+    return result

@@ -1,0 +1,78 @@
+"""Quantities as people write them: ``80 GiB``, ``25 GB/s``, ``5 us``, ``312 TFLOP/s``."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hetero_megatron.cluster.document import Entry
+
+_DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_BYTES = {prefix + "B": factor for prefix, factor in (_DECIMAL | _BINARY).items()}
+_BITS = {prefix + unit: factor / 8 for prefix, factor in _DECIMAL.items() for unit in ("bit", "b")}
+
+UNITS: dict[str, dict[str, float]] = {
+    "bytes": {**_BYTES},
+    "bytes/s": {f"{unit}/s": factor for unit, factor in _BYTES.items()}
+    | {f"{unit}/s": factor for unit, factor in _BITS.items()}
+    | {f"{prefix}bps": factor / 8 for prefix, factor in _DECIMAL.items()},
+    "seconds": {"s": 1, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
+    "flop/s": {f"{p}{unit}": f for p, f in _DECIMAL.items() for unit in ("FLOP/s", "FLOPS", "FLOPs")},
+}
+EXAMPLES = {
+    "bytes": "80 GiB or 512 MB",
+    "bytes/s": "25 GB/s, 50 MB/s or 100 Gbit/s",
+    "seconds": "5 us or 0.1 ms",
+    "flop/s": "312 TFLOP/s",
+}
+
+
+def quantity(entry: Entry, kind: str, minimum: float = 0.0) -> float:
+    """The value in base units of ``kind`` (bytes, bytes/s, seconds, flop/s); only zero may lack a unit.
+
+    Raises:
+        UserError: no unit, an unknown one, not a finite number, or not above ``minimum`` (0 is allowed
+            for seconds).
+    """
+    accepted = EXAMPLES[kind]
+    value = entry.value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        entry.fail("a unit is missing", accepted)
+    if not isinstance(value, str):
+        entry.fail("a quantity with its unit was expected", accepted)
+    match = re.fullmatch(r"\s*([-+]?[0-9.]+(?:[eE][-+]?\d+)?)\s*([^\d\s].*?)?\s*", value)
+    if not match:
+        entry.fail("a quantity with its unit was expected", accepted)
+    try:
+        number = float(match[1])
+    except ValueError:
+        entry.fail(f"{match[1]!r} is not a number", accepted)
+    unit = match[2]
+    if unit is None:
+        entry.fail("a unit is missing", accepted)
+    factor = UNITS[kind].get(unit)
+    if factor is None:
+        entry.fail(f"{unit!r} is not a unit of {kind}", accepted)
+    result = number * factor
+    if not math.isfinite(result) or result < minimum or (result == 0 and kind != "seconds"):
+        entry.fail("out of range", f"a positive quantity such as {accepted}")
+    return result
+
+
+def format_bytes(count: float) -> str:
+    """``1.5 GiB``."""
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count) >= factor:
+            return f"{count / factor:.4g} {unit}"
+    return f"{count:.0f} B"
+
+
+def format_rate(rate: float) -> str:
+    """``25 GB/s``."""
+    for unit, factor in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
+        if abs(rate) >= factor:
+            return f"{rate / factor:.4g} {unit}"
+    return f"{rate:.4g} B/s"

@@ -1,0 +1,79 @@
+"""Samples -> the tensors of one micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from hetero_megatron.data.sample import Dataset
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """Megatron's flags of the same names. ``eod`` is the token that ends a document."""
+
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+    eod: int | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """b sequences of s tokens.
+
+    Attributes:
+        tokens, labels, positions: int64 [b, s]; labels are the next tokens.
+        loss_mask: bool [b, s], True where a token counts; None: all count.
+        documents: start offsets per row, where attention must not cross documents; None: one document per row.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    positions: torch.Tensor
+    loss_mask: torch.Tensor | None = None
+    documents: list[list[int]] | None = None
+
+    def num_loss_tokens(self) -> int:
+        return self.labels.numel() if self.loss_mask is None else int(self.loss_mask.sum())
+
+    def to(self, device: torch.device) -> Batch:
+        if device.type == "cpu":
+            return self
+        mask = None if self.loss_mask is None else self.loss_mask.to(device)
+        return replace(
+            self,
+            tokens=self.tokens.to(device),
+            labels=self.labels.to(device),
+            positions=self.positions.to(device),
+            loss_mask=mask,
+        )
+
+
+def make_batch(dataset: Dataset, indices: Sequence[int], options: BatchOptions) -> Batch:
+    """The batch of some global sample indices, in that order."""
+    samples = [dataset[i] for i in indices]
+    tokens = np.stack([s.tokens for s in samples])
+    inputs, length = tokens[:, :-1], tokens.shape[1] - 1
+    positions = np.broadcast_to(np.arange(length), inputs.shape)
+    if options.reset_position_ids:
+        positions = np.stack([_positions(s.documents, length) for s in samples])
+    # As in Megatron: a position whose *input* is the end of a document predicts across a boundary and is masked.
+    mask = torch.from_numpy(inputs != options.eod) if options.eod_mask_loss else None
+    documents = [s.documents.tolist() for s in samples] if options.reset_attention_mask else None
+    return Batch(
+        torch.from_numpy(np.ascontiguousarray(inputs)),
+        torch.from_numpy(np.ascontiguousarray(tokens[:, 1:])),
+        torch.from_numpy(np.ascontiguousarray(positions)),
+        mask,
+        documents,
+    )
+
+
+def _positions(documents: np.ndarray, length: int) -> np.ndarray:
+    """0, 1, 2, … restarting at every document."""
+    lengths = np.diff(np.append(documents, length))
+    return np.arange(length) - np.repeat(documents, lengths)

@@ -1,0 +1,20 @@
+"""One sample: what a dataset returns for a global sample index."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+
+class Sample(NamedTuple):
+    """``tokens`` int64 [seq_length + 1]; ``documents`` int32 [n], ascending start offsets in ``tokens[:-1]``, first 0."""
+
+    tokens: np.ndarray
+    documents: np.ndarray
+
+
+class Dataset(Protocol):
+    """Samples by global index: who asks never changes what comes."""
+
+    def __getitem__(self, index: int) -> Sample: ...

@@ -1,0 +1,45 @@
+"""Initial weights as a function of (seed, tensor, position), never of the plan.
+
+A tensor's rows are drawn in blocks, each from a CPU generator seeded by a hash of the seed, the tensor's name and
+the block's number. A rank draws only the blocks that its box touches and gets what a single process would.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+
+from hetero_megatron.layout import Box
+from hetero_megatron.spec import LogicalTensor, ModelSpec
+
+BLOCK_ROWS = 256
+
+
+def initial_values(tensor: LogicalTensor, box: Box, spec: ModelSpec, seed: int) -> torch.Tensor:
+    """fp32 values of ``box``: norms 1, biases 0, matrices normal(0, init_std).
+
+    The projections that write into the residual stream (``o_proj``, ``down_proj``) get
+    ``init_std / sqrt(2 * num_layers)``, as in GPT-2 and Megatron.
+    """
+    if len(tensor.shape) == 1:
+        return torch.full(box.shape, 0.0 if tensor.name.endswith("bias") else 1.0)
+    std = spec.init_std
+    if tensor.name.endswith(("o_proj.weight", "down_proj.weight")):
+        std /= math.sqrt(2 * spec.num_layers)
+    out = torch.empty(box.shape)
+    rows = tensor.shape[0]
+    for block in range(box.lo[0] // BLOCK_ROWS, -(-box.hi[0] // BLOCK_ROWS)):
+        start, stop = block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, rows)
+        generator = torch.Generator().manual_seed(_block_seed(seed, tensor.name, block))
+        values = torch.randn(stop - start, tensor.shape[1], generator=generator)
+        lo, hi = max(start, box.lo[0]), min(stop, box.hi[0])
+        if lo < hi:
+            out[lo - box.lo[0] : hi - box.lo[0]] = values[lo - start : hi - start, box.lo[1] : box.hi[1]]
+    return out.mul_(std)
+
+
+def _block_seed(seed: int, name: str, block: int) -> int:
+    digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -1,0 +1,83 @@
+"""Causal attention that also returns the log-sum-exp of every row.
+
+Providers: aten's CPU flash kernel (fp64, fp32, 16-bit), and the reference on any device. Both treat packed
+documents as separate sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+Documents = Sequence[Sequence[int]] | None  # per batch row, ascending start offsets, the first is 0
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents = None, window: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q k^T / sqrt(d)) v over the tokens before and including each one, inside its document.
+
+    Args:
+        q: [b, s, heads, d]; k, v: [b, s, kv_heads, d], heads a multiple of kv_heads.
+        documents: start offsets per row; None: each row is one document.
+        window: a token sees itself and ``window - 1`` tokens before it; None: all.
+
+    Returns:
+        out [b, s, heads, d] and lse [b, heads, s] in at least fp32.
+    """
+    if q.numel() == 0:  # aten's kernel divides by the number of heads: the process would die
+        wide = torch.promote_types(q.dtype, torch.float32)
+        return q, q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=wide)
+    if documents is None or all(len(starts) <= 1 for starts in documents):
+        return _attend(q, k, v, window)
+    rows = []
+    for row, starts in enumerate(documents):
+        ends = [*starts[1:], q.shape[1]]
+        parts = [
+            _attend(q[row : row + 1, a:b], k[row : row + 1, a:b], v[row : row + 1, a:b], window)
+            for a, b in zip(starts, ends, strict=True)
+            if b > a
+        ]
+        rows.append((torch.cat([o for o, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=2)))
+    return torch.cat([o for o, _ in rows]), torch.cat([lse for _, lse in rows])
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One document per row."""
+    length, repeat = q.shape[1], q.shape[2] // k.shape[2]
+    windowed = window is not None and window < length
+    if q.device.type != "cpu":
+        return attention_reference(q, k, v, window)
+    if repeat > 1 and q.dtype in (torch.float16, torch.bfloat16):
+        # aten shares KV heads without a copy, but then adds their gradients up in 16 bits: 1.5 times the error.
+        k, v = k.repeat_interleave(repeat, dim=2), v.repeat_interleave(repeat, dim=2)
+    mask = causal_mask(length, window, q.device) if windowed else None
+    bias = None if mask is None else torch.zeros(length, length, dtype=q.dtype).masked_fill_(~mask, -math.inf)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, not windowed, attn_mask=bias
+    )
+    return out.transpose(1, 2), lse
+
+
+def causal_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """[length, length] bool, True where row may see column."""
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None]
+    return (distance >= 0) & (distance < (window or length))
+
+
+def attention_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition: materialised scores in at least fp32. Shapes as in :func:`attention`, one document per row."""
+    repeat = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(repeat, dim=2), v.repeat_interleave(repeat, dim=2)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.to(wide), k.to(wide)) / math.sqrt(q.shape[-1])
+    scores = scores.masked_fill(~causal_mask(q.shape[1], window, q.device), -math.inf)
+    lse = scores.logsumexp(-1)
+    out = torch.einsum("bhqk,bkhd->bqhd", (scores - lse[..., None]).exp(), v.to(wide))
+    return out.to(q.dtype), lse

@@ -1,0 +1,67 @@
+"""Plans: which ranks hold which layers, heads, tokens and sequences. No torch."""
+
+from hetero_megatron.plan.canonical import (
+    Interval,
+    KeyValues,
+    Optimizer,
+    Pipeline,
+    Plan,
+    Recompute,
+    Stage,
+    Unit,
+)
+from hetero_megatron.plan.capabilities import supports
+from hetero_megatron.plan.dump import dump_yaml, rank_ranges, to_dict
+from hetero_megatron.plan.from_flagscale import FlagScaleParallel, from_flagscale
+from hetero_megatron.plan.from_megatron import MegatronParallel, from_megatron
+from hetero_megatron.plan.schema import load_plan, plan_from_dict
+from hetero_megatron.plan.shares import (
+    Place,
+    activation_layout,
+    locate,
+    micro_batch_sizes,
+    pipeline_samples,
+    pipeline_shares,
+    places,
+    stage_at,
+    token_intervals,
+    unit_at,
+    unit_sequences,
+)
+from hetero_megatron.plan.show import format_plan
+from hetero_megatron.plan.validate import idle_ranks, validate
+
+__all__ = [
+    "FlagScaleParallel",
+    "Interval",
+    "KeyValues",
+    "MegatronParallel",
+    "Optimizer",
+    "Pipeline",
+    "Place",
+    "Plan",
+    "Recompute",
+    "Stage",
+    "Unit",
+    "activation_layout",
+    "dump_yaml",
+    "format_plan",
+    "from_flagscale",
+    "from_megatron",
+    "idle_ranks",
+    "load_plan",
+    "locate",
+    "micro_batch_sizes",
+    "pipeline_samples",
+    "pipeline_shares",
+    "places",
+    "plan_from_dict",
+    "rank_ranges",
+    "stage_at",
+    "supports",
+    "to_dict",
+    "token_intervals",
+    "unit_at",
+    "unit_sequences",
+    "validate",
+]

@@ -1,0 +1,179 @@
+"""The canonical plan: what every spelling expands to, and the only thing that the runtime sees.
+
+Terms: a *pipeline* is one data-parallel replica, cut into *stages*; a stage is a list of *units*; a
+unit is one tensor-parallel group, which owns a box of the micro-batch's (sequence, token) space. All
+intervals are half-open.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+Interval = tuple[int, int]
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One tensor-parallel group.
+
+    Args:
+        ranks: its ranks, in the order of their tensor-parallel index.
+        tp_split: one positive integer weight per rank, without a common divisor.
+        sequences: rows of the nominal micro-batch that it computes.
+        tokens: intervals of every sequence that it owns, ascending; the whole sequence without context
+            parallelism.
+        heads: query heads that it computes inside its context group; all of them without context parallelism.
+        group: index of its context group in the stage.
+    """
+
+    ranks: tuple[int, ...]
+    tp_split: tuple[int, ...]
+    sequences: Interval
+    tokens: tuple[Interval, ...]
+    heads: Interval
+    group: int = 0
+
+    @property
+    def tp(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of each sequence that this unit owns."""
+        return sum(b - a for a, b in self.tokens)
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Which activations are recomputed in backward: ``none``, ``selective`` (attention only), ``full``
+    (every layer), or ``first`` (the first ``layers`` decoder layers of the stage, whole)."""
+
+    kind: str = "none"
+    layers: int = 0
+
+    def __str__(self) -> str:
+        return f"first {self.layers}" if self.kind == "first" else self.kind
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Where a stage keeps its optimizer: ``offload`` to host memory; ``shard_weights`` between steps."""
+
+    offload: bool = False
+    shard_weights: bool = False
+
+
+@dataclass(frozen=True)
+class KeyValues:
+    """How keys and values travel between context groups: transport, and tokens per block (0: one block)."""
+
+    transport: str = "ring"
+    block: int = 0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive layers on one mesh of ranks.
+
+    Args:
+        layers: layer ranges, ascending; several are virtual chunks, none is a stage without decoder layers.
+        units: ordered by inner data-parallel replica, then context member.
+        embed, head: whether it holds the input embedding, and the final norm, output head and loss.
+        chip: name of the chip that its ranks must be, checked at start; None: any.
+        kernels: (operator, provider) pairs, sorted.
+    """
+
+    layers: tuple[Interval, ...]
+    units: tuple[Unit, ...]
+    embed: bool
+    head: bool
+    recompute: Recompute = Recompute()
+    chip: str | None = None
+    optimizer: Optimizer = Optimizer()
+    kernels: tuple[tuple[str, str], ...] = ()
+    kv: KeyValues | None = None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All its ranks: TP fastest, then context member, then inner data parallel."""
+        return tuple(rank for unit in self.units for rank in unit.ranks)
+
+    def layer_indices(self) -> tuple[int, ...]:
+        return tuple(i for a, b in self.layers for i in range(a, b))
+
+    @property
+    def num_layers(self) -> int:
+        return sum(b - a for a, b in self.layers)
+
+    @property
+    def replicas(self) -> tuple[Interval, ...]:
+        """The distinct sequence intervals of its units: one per inner data-parallel replica."""
+        return tuple(dict.fromkeys(unit.sequences for unit in self.units))
+
+    @property
+    def dp_split(self) -> tuple[int, ...]:
+        """Sequences of the nominal micro-batch per inner data-parallel replica."""
+        return tuple(b - a for a, b in self.replicas)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """One replica of the model: micro-batches of ``micro_batch_size`` sequences, ``num_micro_batches``
+    of them a step."""
+
+    micro_batch_size: int
+    num_micro_batches: int
+    stages: tuple[Stage, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(rank for stage in self.stages for rank in stage.ranks)
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences per optimizer step, at the nominal global batch size."""
+        return self.micro_batch_size * self.num_micro_batches
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which ranks hold which layers, heads, tokens and sequences. ``global_batch_size`` is in sequences
+    per step."""
+
+    seq_length: int
+    global_batch_size: int
+    schedule: str
+    pipelines: tuple[Pipeline, ...]
+    _cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False, hash=False)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks, ascending."""
+        return tuple(sorted(rank for pipeline in self.pipelines for rank in pipeline.ranks))
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
+
+    def fingerprint(self) -> str:
+        """16 hex digits that depend on the meaning of the plan only: equal plans, however spelled, agree."""
+        if "fingerprint" not in self._cache:
+            text = json.dumps(self.canonical_json(), sort_keys=True, separators=(",", ":"))
+            self._cache["fingerprint"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return str(self._cache["fingerprint"])
+
+    def canonical_json(self) -> Mapping[str, Any]:
+        """The plan as JSON data, one entry per dataclass field."""
+        return {
+            "version": VERSION,
+            "seq_length": self.seq_length,
+            "global_batch_size": self.global_batch_size,
+            "schedule": self.schedule,
+            "pipelines": [asdict(pipeline) for pipeline in self.pipelines],
+        }

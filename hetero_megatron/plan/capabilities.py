@@ -1,0 +1,86 @@
+"""What this version can run: the one table that validation refuses by and the planner searches within."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hetero_megatron.plan.canonical import Plan, Stage
+
+
+@dataclass(frozen=True)
+class Capability:
+    """``what`` names the feature in a refusal; ``instead`` is what this version accepts."""
+
+    supported: bool
+    what: str
+    instead: str = ""
+
+
+_SCHEDULES = "1f1b or gpipe"
+TABLE: dict[str, Capability] = {
+    "schedule.1f1b": Capability(True, "schedule 1f1b"),
+    "schedule.gpipe": Capability(True, "schedule gpipe"),
+    "schedule.interleaved": Capability(False, "the interleaved schedule", _SCHEDULES),
+    "schedule.zero-bubble": Capability(False, "the zero-bubble schedule", _SCHEDULES),
+    "schedule.adaptive": Capability(False, "the adaptive schedule", _SCHEDULES),
+    "layers.chunks": Capability(False, "virtual chunks (several layer ranges in a stage)", "one range or []"),
+    "context": Capability(
+        False, "context groups (context and head parallelism)", "tp, tp_split and dp_split"
+    ),
+    "tp": Capability(True, "tensor parallelism with sequence parallelism"),
+    "tp_split": Capability(True, "uneven tensor parallelism"),
+    "dp_split": Capability(True, "inner data parallelism"),
+    "ranks.unequal": Capability(True, "inner replicas of unequal TP"),
+    "recompute.none": Capability(True, "no recompute"),
+    "recompute.selective": Capability(True, "selective recompute"),
+    "recompute.full": Capability(True, "full recompute"),
+    "recompute.first": Capability(True, "recompute of the first layers"),
+    "optimizer.offload": Capability(False, "offload of the optimizer to host memory", "offload: false"),
+    "optimizer.shard_weights": Capability(False, "sharding of weights between steps", "shard_weights: false"),
+    "kernels": Capability(False, "a kernel plan per stage", "no kernels key: the reference operators"),
+    "expert": Capability(False, "expert parallelism", "1"),
+}
+
+
+def supports(feature: str) -> bool:
+    """Whether this version can run a feature of the table; KeyError for a name that is not in it."""
+    return TABLE[feature].supported
+
+
+def used_features(plan: Plan) -> Iterator[tuple[str, str, object]]:
+    """(feature, path, value) of everything in a plan that needs a capability."""
+    yield f"schedule.{plan.schedule}", "schedule", plan.schedule
+    seen = set()
+    for p, pipeline in enumerate(plan.pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            for feature, key, value in _stage_features(stage):
+                if feature not in seen:  # the first use is the one to report
+                    seen.add(feature)
+                    yield feature, f"pipelines[{p}].stages[{s}].{key}", value
+
+
+def _stage_features(stage: Stage) -> Iterator[tuple[str, str, object]]:
+    if len(stage.layers) > 1:
+        yield "layers.chunks", "layers", [list(r) for r in stage.layers]
+    if (
+        stage.kv is not None
+        or any(unit.group or len(unit.tokens) != 1 for unit in stage.units)
+        or len({unit.tokens for unit in stage.units}) > 1
+        or len({unit.heads for unit in stage.units}) > 1
+    ):
+        yield "context", "context", f"{len(stage.units)} members"
+    if any(unit.tp > 1 for unit in stage.units):
+        yield "tp", "tp", max(unit.tp for unit in stage.units)
+    if any(len(set(unit.tp_split)) > 1 for unit in stage.units):
+        yield "tp_split", "tp_split", stage.units[0].tp_split
+    if len(stage.replicas) > 1:
+        yield "dp_split", "dp_split", stage.dp_split
+    if len({unit.tp for unit in stage.units}) > 1:
+        yield "ranks.unequal", "ranks", stage.ranks
+    yield f"recompute.{stage.recompute.kind}", "recompute", str(stage.recompute)
+    for key in ("offload", "shard_weights"):
+        if getattr(stage.optimizer, key):
+            yield f"optimizer.{key}", f"optimizer.{key}", True
+    if stage.kernels:
+        yield "kernels", "kernels", dict(stage.kernels)

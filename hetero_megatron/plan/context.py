@@ -1,0 +1,157 @@
+"""Context groups (asymmetric context x head parallelism) -> units with their tokens and heads.
+
+Groups divide the tokens of every sequence; inside attention, the members of a group divide its query
+heads. A member is one rank or one TP group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hetero_megatron.plan.canonical import Interval, Unit
+from hetero_megatron.plan.fields import nested_ranks, parse_ranks, tp_splits
+
+if TYPE_CHECKING:
+    from hetero_megatron.cluster.document import Entry
+
+GROUP_KEYS = ("ranks", "tokens", "heads", "intervals")
+ORDERS = ("zigzag", "contiguous")
+
+
+def context_units(
+    keys: dict[str, Entry], seq_length: int, num_heads: int, micro_batch_size: int
+) -> tuple[Unit, ...]:
+    """The units of a stage with ``context`` groups; refuses sums that do not come out and ranks that
+    differ."""
+    entry = keys["context"]
+    groups = [item.mapping(GROUP_KEYS, required=("ranks", "heads")) for item in entry.items()]
+    if not groups:
+        entry.fail("no groups", accepted="at least one context group")
+    members = [nested_ranks(g["ranks"]) or [(rank,) for rank in parse_ranks(g["ranks"])] for g in groups]
+    _check_ranks(keys["ranks"], members)
+    tokens = _tokens(entry, groups, members, keys.get("order"), seq_length)
+    splits = tp_splits(keys.get("tp_split"), [ranks for group in members for ranks in group])
+    units: list[Unit] = []
+    for g, group in enumerate(groups):
+        heads = _counts(group["heads"], len(members[g]))
+        if sum(heads) != num_heads:
+            group["heads"].fail(
+                f"the heads of a group sum to {sum(heads)}, the model has {num_heads} query heads"
+            )
+        first = 0
+        for m, ranks in enumerate(members[g]):
+            rows, cut_heads = (0, micro_batch_size), (first, first + heads[m])
+            units.append(Unit(ranks, splits[len(units)], rows, tokens[g][m], cut_heads, group=g))
+            first += heads[m]
+    return tuple(units)
+
+
+def _check_ranks(entry: Entry, members: list[list[tuple[int, ...]]]) -> None:
+    listed = parse_ranks(entry)
+    used = tuple(rank for group in members for ranks in group for rank in ranks)
+    if sorted(listed) != sorted(used):
+        odd = sorted(set(listed) ^ set(used)) or sorted(used)
+        entry.fail(
+            f"the context groups do not use the same ranks, see {odd[:8]}", accepted="the ranks of all groups"
+        )
+
+
+def _counts(entry: Entry, members: int) -> tuple[int, ...]:
+    counts = entry.integers(0)
+    if len(counts) != members:
+        entry.fail(f"{len(counts)} entries for {members} members", accepted=f"{members} entries")
+    return counts
+
+
+def _tokens(
+    entry: Entry,
+    groups: list[dict[str, Entry]],
+    members: list[list[tuple[int, ...]]],
+    order: Entry | None,
+    seq_length: int,
+) -> list[list[tuple[Interval, ...]]]:
+    """Token intervals per group and member, from counts and an order, or as written."""
+    written = [g for g in groups if "intervals" in g]
+    if written:
+        if len(written) < len(groups) or any("tokens" in g for g in groups) or order is not None:
+            written[0]["intervals"].fail("intervals replace tokens and order, in all groups of the stage")
+        return [_written(g["intervals"], len(m)) for g, m in zip(groups, members, strict=True)]
+    for group, item in zip(groups, entry.items(), strict=True):
+        if "tokens" not in group:
+            item.fail("a context group says which tokens its members own", accepted="tokens: [n, ...]")
+    counts = [_counts(g["tokens"], len(m)) for g, m in zip(groups, members, strict=True)]
+    total = sum(map(sum, counts))
+    if total != seq_length:
+        groups[0]["tokens"].fail(f"the tokens of all groups sum to {total}, seq_length is {seq_length}")
+    chosen = order.choice(ORDERS) if order is not None else "zigzag"
+    return contiguous(counts) if chosen == "contiguous" else nested_zigzag(counts)
+
+
+def _written(entry: Entry, members: int) -> list[tuple[Interval, ...]]:
+    items = entry.items()
+    if len(items) != members:
+        entry.fail(f"{len(items)} entries for {members} members", accepted="one list of intervals per member")
+    result = []
+    for item in items:
+        pairs = [pair.integers() for pair in item.items()]
+        if any(len(pair) != 2 or pair[0] >= pair[1] for pair in pairs):
+            item.fail("not a list of token intervals", accepted="[[first, end], ...] with end excluded")
+        result.append(merged([(a, b) for a, b in pairs]))
+    return result
+
+
+def contiguous(counts: Sequence[Sequence[int]]) -> list[list[tuple[Interval, ...]]]:
+    """One interval per member, groups and members in listed order."""
+    result, start = [], 0
+    for group in counts:
+        row: list[tuple[Interval, ...]] = []
+        for count in group:
+            row.append(((start, start + count),) if count else ())
+            start += count
+        result.append(row)
+    return result
+
+
+def zigzag(counts: Sequence[int]) -> list[tuple[Interval, ...]]:
+    """Each member takes a piece from the front and one from the back, so that causal work is even.
+
+    Front pieces (the larger half) follow in listed order, back pieces in reverse order.
+    """
+    front, back, pieces = 0, sum(counts), []
+    for count in counts:
+        head, tail = count - count // 2, count // 2
+        pieces.append(merged([(front, front + head), (back - tail, back)]))
+        front, back = front + head, back - tail
+    return pieces
+
+
+def nested_zigzag(counts: Sequence[Sequence[int]]) -> list[list[tuple[Interval, ...]]]:
+    """Zigzag over the groups, then over the members inside the tokens of each group."""
+    result = []
+    for group, owned in zip(counts, zigzag([sum(group) for group in counts]), strict=True):
+        result.append([_inside(owned, pieces) for pieces in zigzag(group)])
+    return result
+
+
+def _inside(owned: tuple[Interval, ...], pieces: tuple[Interval, ...]) -> tuple[Interval, ...]:
+    """Map intervals of the line that ``owned`` forms when strung together back to tokens."""
+    result, offset = [], 0
+    for a, b in owned:
+        for lo, hi in pieces:
+            start, stop = max(lo, offset), min(hi, offset + b - a)
+            if start < stop:
+                result.append((a + start - offset, a + stop - offset))
+        offset += b - a
+    return merged(result)
+
+
+def merged(intervals: Sequence[Interval]) -> tuple[Interval, ...]:
+    """Ascending, empty ones dropped, touching ones joined."""
+    result: list[Interval] = []
+    for a, b in sorted(i for i in intervals if i[0] < i[1]):
+        if result and result[-1][1] == a:
+            result[-1] = (result[-1][0], b)
+        else:
+            result.append((a, b))
+    return tuple(result)

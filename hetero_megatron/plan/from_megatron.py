@@ -1,0 +1,316 @@
+"""Megatron's uniform degrees -> a plan. Uniform data parallelism becomes pipelines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan.canonical import Interval, Pipeline, Plan, Recompute, Stage, Unit
+from hetero_megatron.plan.fields import first_layers
+
+if TYPE_CHECKING:
+    from hetero_megatron.spec import ModelSpec
+
+MAX_LAYOUT = 1 << 16
+
+
+@dataclass(frozen=True)
+class MegatronParallel:
+    """Megatron's parallel flags, named like them; ``world_size`` is the number of ranks that were started."""
+
+    world_size: int
+    seq_length: int
+    micro_batch_size: int = 1
+    global_batch_size: int | None = None
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    decoder_first_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+    pipeline_model_parallel_layout: str | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    recompute_activations: bool = False
+    use_tp_pp_dp_mapping: bool = False
+    schedule: str = "1f1b"
+
+
+def flag_error(flag: str, value: object, problem: str, accepted: str = "") -> UserError:
+    """A UserError about a flag, given by the name of its field."""
+    return UserError(
+        problem, field="--" + flag.replace("_", "-"), value=value, accepted=accepted, where="command line"
+    )
+
+
+def from_megatron(flags: MegatronParallel, spec: ModelSpec) -> Plan:
+    """Build the plan that Megatron's flags describe, with Megatron's numbering of ranks.
+
+    Ranks run through tensor parallel first, then data parallel, then pipeline
+    (``--use-tp-pp-dp-mapping``: pipeline before data parallel). Without ``--global-batch-size``, it is
+    one micro-batch per pipeline.
+
+    Raises:
+        UserError: names the flag; also for a plan that breaks a law of ``validate``.
+    """
+    from hetero_megatron.plan.validate import validate
+
+    _refuse_unsupported(flags)
+    tp, pp = flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size
+    if flags.world_size % (tp * pp):
+        raise flag_error(
+            "tensor_model_parallel_size",
+            tp,
+            f"{flags.world_size} ranks are not a multiple of {tp} x {pp} (tensor x pipeline parallel)",
+            f"a number of ranks that is a multiple of {tp * pp}",
+        )
+    dp = flags.world_size // (tp * pp)
+    count = micro_batches(flags.global_batch_size, dp * flags.micro_batch_size)
+    layers, embed, head = _stages(flags, spec.num_layers)
+    pipelines = []
+    for d in range(dp):
+        built = []
+        for p in range(pp):
+            block = d * pp + p if flags.use_tp_pp_dp_mapping else p * dp + d
+            ranks = tuple(range(block * tp, (block + 1) * tp))
+            rows, tokens = (0, flags.micro_batch_size), ((0, flags.seq_length),)
+            unit = Unit(ranks, (1,) * tp, rows, tokens, (0, spec.num_heads))
+            a, b = layers[p]
+            built.append(
+                Stage(
+                    layers=((a, b),) if a < b else (),
+                    units=(unit,),
+                    embed=p == embed,
+                    head=p == head,
+                    recompute=recompute(flags, b - a),
+                )
+            )
+        pipelines.append(Pipeline(flags.micro_batch_size, count, tuple(built)))
+    batch = dp * flags.micro_batch_size * count
+    plan = Plan(flags.seq_length, batch, flags.schedule, tuple(pipelines))
+    try:
+        validate(plan, spec)
+    except UserError as error:
+        raise UserError(
+            error.problem,
+            field=_flag_of(error.field),
+            value=error.value,
+            accepted=error.accepted,
+            where="command line",
+        ) from None
+    return plan
+
+
+def _flag_of(path: str) -> str:
+    """The flag behind a path of the plan that was built from flags."""
+    leaf = path.rpartition(".")[2]
+    flags = {
+        "tp": "--tensor-model-parallel-size",
+        "seq_length": "--seq-length",
+        "layers": "--pipeline-model-parallel-size",
+    }
+    return flags.get(leaf, path)
+
+
+def _refuse_unsupported(flags: MegatronParallel) -> None:
+    sizes = (
+        "world_size", "seq_length", "micro_batch_size", "tensor_model_parallel_size",
+        "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
+    )  # fmt: skip
+    for name in sizes:
+        if getattr(flags, name) < 1:
+            raise flag_error(name, getattr(flags, name), "too small", "an integer >= 1")
+    for name, what in (
+        ("context_parallel_size", "context parallelism by flag"),
+        ("expert_model_parallel_size", "expert parallelism"),
+    ):
+        if getattr(flags, name) != 1:
+            raise flag_error(name, getattr(flags, name), f"this version cannot run {what}", "1")
+    for name in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"):
+        value = getattr(flags, name)
+        if value is not None and not (name.startswith("num_virtual") and value == 1):
+            raise flag_error(
+                name, value, "this version cannot run virtual pipeline stages", "leave the flag out"
+            )
+
+
+def micro_batches(global_batch_size: int | None, per_step: int) -> int:
+    """Micro-batches per pipeline, for ``per_step`` sequences in one micro-batch of all pipelines."""
+    if global_batch_size is None:
+        return 1
+    if global_batch_size < 1 or global_batch_size % per_step:
+        lower = global_batch_size // per_step * per_step
+        near = f"{lower} or {lower + per_step}" if lower > 0 else str(per_step)
+        raise flag_error(
+            "global_batch_size",
+            global_batch_size,
+            f"not a multiple of {per_step} (micro-batch size x data parallel)",
+            f"{near}, or a plan file with unequal shares",
+        )
+    return global_batch_size // per_step
+
+
+def _stages(flags: MegatronParallel, num_layers: int) -> tuple[list[Interval], int, int]:
+    """Layers of each stage, and the stages that hold embedding and head."""
+    pp = flags.pipeline_model_parallel_size
+    if flags.pipeline_model_parallel_layout is not None:
+        for name in (
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+        ):
+            if getattr(flags, name):
+                raise flag_error(
+                    name, getattr(flags, name), "it contradicts --pipeline-model-parallel-layout"
+                )
+        return layout_stages(flags.pipeline_model_parallel_layout, pp, num_layers)
+    counts = layer_counts(flags, num_layers)
+    return intervals(counts), 0, pp - 1
+
+
+def intervals(counts: Sequence[int]) -> list[Interval]:
+    """Consecutive ranges of these lengths."""
+    result, start = [], 0
+    for count in counts:
+        result.append((start, start + count))
+        start += count
+    return result
+
+
+def layer_counts(flags: MegatronParallel, num_layers: int) -> list[int]:
+    """Decoder layers per stage; what does not divide goes to the first stages (30 over 4: 8, 8, 7, 7)."""
+    pp = flags.pipeline_model_parallel_size
+    first, last = flags.decoder_first_pipeline_num_layers, flags.decoder_last_pipeline_num_layers
+    embed, loss = flags.account_for_embedding_in_pipeline_split, flags.account_for_loss_in_pipeline_split
+    if first is None and last is None:
+        slots = _even(num_layers + embed + loss, pp)
+        slots[0] -= embed
+        slots[-1] -= loss
+        if min(slots) < 0:
+            raise flag_error(
+                "pipeline_model_parallel_size", pp, f"more stages than {num_layers} layers can fill"
+            )
+        return slots
+    if embed or loss:
+        name = "account_for_embedding_in_pipeline_split" if embed else "account_for_loss_in_pipeline_split"
+        raise flag_error(
+            name, True, "it contradicts --decoder-first/last-pipeline-num-layers", "one of the two"
+        )
+    fixed = [n for n in (first, last) if n is not None]
+    name = "decoder_first_pipeline_num_layers" if first is not None else "decoder_last_pipeline_num_layers"
+    rest, stages = num_layers - sum(fixed), pp - len(fixed)
+    if min(fixed) < 0 or rest < 0 or stages < 0 or (stages == 0 and rest):
+        raise flag_error(
+            name,
+            fixed[0],
+            f"it leaves {rest} of {num_layers} layers for {max(stages, 0)} of {pp} pipeline stages",
+        )
+    middle = _even(rest, stages) if stages else []
+    return [*([first] if first is not None else []), *middle, *([last] if last is not None else [])]
+
+
+def _even(total: int, parts: int) -> list[int]:
+    each, extra = divmod(total, parts)
+    return [each + (i < extra) for i in range(parts)]
+
+
+def layout_stages(text: str, pp: int, num_layers: int) -> tuple[list[Interval], int, int]:
+    """Megatron's layout language, e.g. ``Et*3|(tt|)*29,m|L``, as layers per stage."""
+    name = "pipeline_model_parallel_layout"
+    stages = expand_layout(text).split("|")
+    symbols = "".join(stages)
+    if "m" in symbols:
+        raise flag_error(name, text, "this version cannot run multi-token prediction ('m')", "E, t, L and |")
+    if len(stages) != pp:
+        problem = f"it has {len(stages)} stages for {pp} pipeline-parallel ranks"
+        if len(stages) % pp == 0:
+            problem += f": {len(stages) // pp} virtual stages each, which this version cannot run"
+        raise flag_error(name, text, problem, f"{pp} stages")
+    if symbols.count("E") != 1 or not symbols.startswith("E"):
+        raise flag_error(name, text, "the embedding 'E' stands once, before everything else", "E…")
+    if symbols.count("L") != 1 or not symbols.endswith("L"):
+        raise flag_error(name, text, "the loss 'L' stands once, after everything else", "…L")
+    counts = [stage.count("t") for stage in stages]
+    if sum(counts) != num_layers:
+        raise flag_error(
+            name, text, f"it has {sum(counts)} decoder layers, the model has {num_layers}", str(num_layers)
+        )
+    embed = next(i for i, stage in enumerate(stages) if "E" in stage)
+    head = next(i for i, stage in enumerate(stages) if "L" in stage)
+    return intervals(counts), embed, head
+
+
+def expand_layout(text: str) -> str:
+    """Multiply out ``x*n`` and ``(...)*n``; commas and blanks are cosmetic."""
+    tokens = re.findall(r"\d+|.", re.sub(r"[\s,]", "", text), flags=re.DOTALL)
+    expanded, rest = _sequence(text, tokens, 0)
+    if rest < len(tokens):
+        raise flag_error("pipeline_model_parallel_layout", text, "a ')' without '('")
+    return expanded
+
+
+def _sequence(text: str, tokens: list[str], i: int, depth: int = 0) -> tuple[str, int]:
+    """Expand tokens from ``i`` to the end of this parenthesis; (expanded, next index)."""
+    name = "pipeline_model_parallel_layout"
+    parts: list[str] = []
+    while i < len(tokens) and tokens[i] != ")":
+        if tokens[i] == "(":
+            if depth > 20:
+                raise flag_error(name, text, "nested too deeply")
+            part, i = _sequence(text, tokens, i + 1, depth + 1)
+            if i == len(tokens):
+                raise flag_error(name, text, "a '(' without ')'")
+        elif tokens[i] in "EtmL|":
+            part = tokens[i]
+        else:
+            raise flag_error(name, text, f"unexpected {tokens[i]!r}", "E, t, m, L, |, x*n and (...)*n")
+        i += 1
+        if i < len(tokens) and tokens[i] == "*":
+            if i + 1 == len(tokens) or not tokens[i + 1].isdecimal():
+                raise flag_error(name, text, "a '*' without a number after it", "x*n")
+            if len(part) * int(tokens[i + 1]) > MAX_LAYOUT:
+                raise flag_error(name, text, "it expands to an absurd length")
+            part *= int(tokens[i + 1])
+            i += 2
+        parts.append(part)
+    return "".join(parts), i
+
+
+def recompute(flags: MegatronParallel, num_layers: int) -> Recompute:
+    """The recompute flags for a stage of ``num_layers``: ``block`` recomputes the first n layers of
+    every stage."""
+    granularity = flags.recompute_granularity or ("selective" if flags.recompute_activations else None)
+    if granularity is None:
+        for name in ("recompute_method", "recompute_num_layers"):
+            if getattr(flags, name) is not None:
+                raise flag_error(name, getattr(flags, name), "it needs --recompute-granularity full")
+        return Recompute()
+    if granularity == "selective":
+        if flags.recompute_method is not None:
+            raise flag_error(
+                "recompute_method", flags.recompute_method, "it needs --recompute-granularity full"
+            )
+        return Recompute("selective") if num_layers else Recompute()
+    if granularity != "full":
+        raise flag_error("recompute_granularity", granularity, "unknown granularity", "selective or full")
+    count = flags.recompute_num_layers
+    if flags.recompute_method == "block":
+        if count is None or count < 1:
+            raise flag_error("recompute_num_layers", count, "the block method needs it", "an integer >= 1")
+        return first_layers(count, num_layers)
+    if flags.recompute_method not in ("uniform", None):
+        raise flag_error("recompute_method", flags.recompute_method, "unknown method", "uniform or block")
+    if count not in (None, 1):
+        raise flag_error(
+            "recompute_num_layers", count, "uniform recompute in chunks of several layers is missing", "1"
+        )
+    return first_layers(num_layers, num_layers)

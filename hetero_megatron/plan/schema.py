@@ -1,0 +1,325 @@
+"""Every spelling of a plan (DESIGN part 3) -> the canonical plan.
+
+This module reads and expands; it refuses what it cannot expand. Laws that a canonical plan must obey are in
+``validate.py``, which ``load_plan`` applies at the end.
+
+How a stage is divided, in order of what is given:
+
+* ``ranks`` as a nested list: each inner list is one TP group;
+* ``tp``, or the length of ``tp_split``: consecutive ranks form TP groups of that size;
+* ``dp_split`` alone: as many TP groups as it has entries, of equal size;
+* none of these: every rank is a group of its own (inner data parallelism).
+
+Several groups divide the sequences of the micro-batch by ``dp_split``, without it evenly, and evenly
+must come out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hetero_megatron.cluster.document import Entry, from_data, read_document
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan.canonical import (
+    VERSION,
+    KeyValues,
+    Optimizer,
+    Pipeline,
+    Plan,
+    Recompute,
+    Stage,
+    Unit,
+)
+from hetero_megatron.plan.context import context_units
+from hetero_megatron.plan.fields import (
+    first_layers,
+    is_nested,
+    nested_ranks,
+    parse_layers,
+    parse_ranks,
+    tp_splits,
+)
+
+if TYPE_CHECKING:
+    from hetero_megatron.cluster import Cluster
+    from hetero_megatron.spec import ModelSpec
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "adaptive")
+PLAN_KEYS = ("version", "seq_length", "global_batch_size", "schedule", "pipelines")
+PIPELINE_KEYS = ("micro_batch_size", "num_micro_batches", "repeat", "stages")
+STAGE_KEYS = (
+    "ranks", "layers", "tp", "tp_split", "dp_split", "context", "embed", "head",
+    "recompute", "optimizer", "kernels", "chip", "kv", "order",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the values of a canonical plan were read, for messages.
+
+    Args:
+        file: name of the file; empty for plans that were built by code.
+        lines: line of each path as spelled.
+        pipelines: canonical pipeline -> pipeline as spelled (they differ after ``repeat``).
+    """
+
+    file: str = ""
+    lines: Mapping[str, int] = field(default_factory=dict)
+    pipelines: tuple[int, ...] = ()
+
+    def error(self, problem: str, path: str, value: Any = None, accepted: str = "") -> UserError:
+        """A UserError about a canonical path, reported by the path and line of the spelling."""
+        spelled = self.spelled(path)
+        return UserError(problem, field=spelled, value=value, accepted=accepted, where=self.where(spelled))
+
+    def spelled(self, path: str) -> str:
+        match = re.match(r"pipelines\[(\d+)\]", path)
+        if match and self.pipelines:
+            return f"pipelines[{self.pipelines[int(match[1])]}]" + path[match.end() :]
+        return path
+
+    def where(self, path: str) -> str:
+        """file:line of a path, or of the nearest value around it."""
+        while path and path not in self.lines:
+            path = path[: max(path.rfind("."), path.rfind("["), 0)]
+        line = self.lines.get(path, 0)
+        return f"{self.file}:{line}" if self.file and line else self.file
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """The sizes that expansion needs from around a stage."""
+
+    seq_length: int
+    num_heads: int
+    micro_batch_size: int
+
+
+def load_plan(
+    path: str | os.PathLike[str], spec: ModelSpec, cluster: Cluster | None = None, dtype: str | None = None
+) -> Plan:
+    """Read, expand and validate a plan file (YAML, or JSON by its suffix).
+
+    Raises:
+        UserError: names the field, the value, what would be accepted, and file:line.
+    """
+    return _load(read_document(path), spec, cluster, dtype)
+
+
+def plan_from_dict(
+    data: Mapping[str, Any], spec: ModelSpec, cluster: Cluster | None = None, dtype: str | None = None
+) -> Plan:
+    """Expand and validate a plan that is spelled as Python data, with the same keys as a plan file."""
+    return _load(from_data(data), spec, cluster, dtype)
+
+
+def _load(document: Entry, spec: ModelSpec, cluster: Cluster | None, dtype: str | None) -> Plan:
+    from hetero_megatron.plan.validate import validate
+
+    plan, source = expand(document, spec.num_heads)
+    validate(plan, spec, cluster, dtype=dtype, source=source)
+    return plan
+
+
+def expand(document: Entry, num_heads: int) -> tuple[Plan, Source]:
+    """Expand a spelled plan to canonical form, without validating it."""
+    keys = document.mapping(PLAN_KEYS, required=("seq_length", "global_batch_size", "pipelines"))
+    if "version" in keys and keys["version"].integer() != VERSION:
+        keys["version"].fail("unknown version of the plan format", accepted=str(VERSION))
+    seq_length = keys["seq_length"].integer(1)
+    entries = keys["pipelines"].items()
+    if not entries:
+        keys["pipelines"].fail("a plan has at least one pipeline")
+    pipelines: list[Pipeline] = []
+    origin: list[int] = []
+    for index, entry in enumerate(entries):
+        copies = _pipelines(entry, seq_length, num_heads)
+        pipelines += copies
+        origin += [index] * len(copies)
+    plan = Plan(
+        seq_length=seq_length,
+        global_batch_size=keys["global_batch_size"].integer(1),
+        schedule=keys["schedule"].choice(SCHEDULES) if "schedule" in keys else "1f1b",
+        pipelines=tuple(pipelines),
+    )
+    return plan, Source(document.file, dict(document.lines()), tuple(origin))
+
+
+def _pipelines(entry: Entry, seq_length: int, num_heads: int) -> list[Pipeline]:
+    """One spelled pipeline -> its copies."""
+    keys = entry.mapping(PIPELINE_KEYS, required=("micro_batch_size", "num_micro_batches", "stages"))
+    size = keys["micro_batch_size"].integer(1)
+    count = keys["num_micro_batches"].integer(1)
+    entries = keys["stages"].items()
+    if not entries:
+        keys["stages"].fail("a pipeline has at least one stage")
+    marks = [e.mapping(STAGE_KEYS, required=("ranks", "layers")) for e in entries]
+    dimensions = Dimensions(seq_length, num_heads, size)
+    embeds, heads = _holders(marks, "embed", 0), _holders(marks, "head", len(marks) - 1)
+    stages = tuple(_stage(m, dimensions, e, h) for m, e, h in zip(marks, embeds, heads, strict=True))
+    first = Pipeline(size, count, stages)
+    repeat = keys["repeat"].integer(1) if "repeat" in keys else 1
+    if repeat == 1:
+        return [first]
+    ranks = sorted(first.ranks)
+    if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
+        keys["repeat"].fail(
+            "only a pipeline on one block of consecutive ranks can be repeated",
+            accepted="1, or pipelines written out",
+        )
+    return [shifted(first, k * len(ranks)) for k in range(repeat)]
+
+
+def _holders(stages: list[dict[str, Entry]], key: str, default: int) -> list[bool]:
+    """Which stages hold the embedding or head: those that say so; if none says ``true``, the default
+    one unless it says ``false``."""
+    said = [stage[key].flag() if key in stage else None for stage in stages]
+    if any(said):
+        return [bool(x) for x in said]
+    return [i == default and said[i] is not False for i in range(len(stages))]
+
+
+def shifted(pipeline: Pipeline, offset: int) -> Pipeline:
+    """The same pipeline on ranks that are ``offset`` higher."""
+
+    def unit(u: Unit) -> Unit:
+        ranks = tuple(r + offset for r in u.ranks)
+        return Unit(ranks, u.tp_split, u.sequences, u.tokens, u.heads, u.group)
+
+    def stage(s: Stage) -> Stage:
+        return Stage(
+            s.layers,
+            tuple(map(unit, s.units)),
+            s.embed,
+            s.head,
+            s.recompute,
+            s.chip,
+            s.optimizer,
+            s.kernels,
+            s.kv,
+        )
+
+    return Pipeline(pipeline.micro_batch_size, pipeline.num_micro_batches, tuple(map(stage, pipeline.stages)))
+
+
+def _stage(keys: dict[str, Entry], dimensions: Dimensions, embed: bool, head: bool) -> Stage:
+    layers = parse_layers(keys["layers"])
+    if "context" in keys:
+        for other in ("tp", "dp_split"):
+            if other in keys:
+                keys[other].fail(
+                    "a stage with context groups cannot have it", accepted="TP groups as context members"
+                )
+        units = context_units(keys, dimensions.seq_length, dimensions.num_heads, dimensions.micro_batch_size)
+    else:
+        for other in ("kv", "order"):
+            if other in keys:
+                keys[other].fail("it needs context groups", accepted="context: [{ranks, tokens, heads}, ...]")
+        units = _replicas(keys, dimensions)
+    kernels = keys["kernels"].any_mapping() if "kernels" in keys else {}
+    return Stage(
+        layers=layers,
+        units=units,
+        embed=embed,
+        head=head,
+        recompute=_recompute(keys.get("recompute"), sum(b - a for a, b in layers)),
+        chip=keys["chip"].text() if "chip" in keys else None,
+        optimizer=_optimizer(keys.get("optimizer")),
+        kernels=tuple(sorted((name, provider.text()) for name, provider in kernels.items())),
+        kv=_key_values(keys["kv"]) if "kv" in keys else None,
+    )
+
+
+def _replicas(keys: dict[str, Entry], dimensions: Dimensions) -> tuple[Unit, ...]:
+    """The units of a stage without context groups: TP groups that divide the sequences."""
+    groups = _tp_groups(keys)
+    splits = tp_splits(keys.get("tp_split"), groups)
+    size = dimensions.micro_batch_size
+    if "dp_split" in keys:
+        weights = keys["dp_split"].integers(1)
+        if len(weights) != len(groups):
+            keys["dp_split"].fail(
+                f"{len(weights)} entries for {len(groups)} TP groups",
+                accepted=f"{len(groups)} entries, one per group",
+            )
+    elif size % len(groups):
+        keys["ranks"].fail(
+            f"micro_batch_size {size} does not divide evenly over {len(groups)} groups of ranks",
+            accepted="tp: (ranks per group), a dp_split, or a micro_batch_size that is a multiple",
+        )
+    else:
+        weights = (size // len(groups),) * len(groups)
+    units, start = [], 0
+    for ranks, split, weight in zip(groups, splits, weights, strict=True):
+        rows = (start, start + weight)
+        units.append(Unit(ranks, split, rows, ((0, dimensions.seq_length),), (0, dimensions.num_heads)))
+        start += weight
+    return tuple(units)
+
+
+def _tp_groups(keys: dict[str, Entry]) -> list[tuple[int, ...]]:
+    entry = keys["ranks"]
+    nested = nested_ranks(entry)
+    if nested is not None:
+        if "tp" in keys and any(len(group) != keys["tp"].integer(1) for group in nested):
+            keys["tp"].fail(f"the groups in ranks have sizes {sorted({len(g) for g in nested})}")
+        return nested
+    ranks = parse_ranks(entry)
+    if "tp" in keys:
+        size = keys["tp"].integer(1)
+        if len(ranks) % size:
+            keys["tp"].fail(
+                f"{len(ranks)} ranks cannot be divided into TP groups of {size}",
+                accepted="a divisor of " + str(len(ranks)),
+            )
+    elif "tp_split" in keys and not is_nested(keys["tp_split"]):
+        size = len(keys["tp_split"].items())
+        if not size or len(ranks) % size:
+            keys["tp_split"].fail(
+                f"{size} weights for {len(ranks)} ranks", accepted="one weight per rank of a TP group"
+            )
+    elif "dp_split" in keys:
+        groups = len(keys["dp_split"].items())
+        if not groups or len(ranks) % groups:
+            keys["dp_split"].fail(
+                f"{len(ranks)} ranks cannot be divided into {groups} equal groups",
+                accepted="as many entries as there are inner replicas",
+            )
+        size = len(ranks) // groups
+    else:
+        size = 1
+    return [ranks[i : i + size] for i in range(0, len(ranks), size)]
+
+
+def _recompute(entry: Entry | None, num_layers: int) -> Recompute:
+    """Reduced to one form: first 0 is none, first of all layers is full, and a stage without layers has
+    none."""
+    accepted = "none, selective, full or {first: n}"
+    if entry is None:
+        return Recompute()
+    if isinstance(entry.value, dict):
+        first = entry.mapping(("first",), required=("first",))["first"]
+        count = first.integer(0)
+        if count > num_layers:
+            first.fail(f"the stage has only {num_layers} layers", accepted=f"0 to {num_layers}")
+        return first_layers(count, num_layers)
+    if entry.value not in ("none", "selective", "full"):
+        entry.fail("unknown recompute", accepted=accepted)
+    return Recompute(entry.value) if num_layers else Recompute()
+
+
+def _optimizer(entry: Entry | None) -> Optimizer:
+    if entry is None:
+        return Optimizer()
+    keys = entry.mapping(("offload", "shard_weights"))
+    return Optimizer(**{key: value.flag() for key, value in keys.items()})
+
+
+def _key_values(entry: Entry) -> KeyValues:
+    keys = entry.mapping(("transport", "block"))
+    transport = keys["transport"].choice(("ring", "gather")) if "transport" in keys else "ring"
+    return KeyValues(transport, keys["block"].integer(0) if "block" in keys else 0)

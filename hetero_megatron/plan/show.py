@@ -1,0 +1,136 @@
+"""A plan as a picture for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hetero_megatron.layout import cut
+from hetero_megatron.plan.canonical import Pipeline, Plan, Stage
+from hetero_megatron.plan.dump import rank_ranges
+
+if TYPE_CHECKING:
+    from hetero_megatron.spec import ModelSpec
+
+INNER = 24  # characters inside a box
+PER_ROW = 4  # boxes in a row: 4 x 27 + 1 = 109 columns at most
+MOST_GROUPS = 24
+
+
+def format_plan(plan: Plan, spec: ModelSpec, chips: Sequence[str] | None = None) -> str:
+    """Boxes per pipeline and stage, at most 109 columns wide; pipelines that differ only in ranks are folded.
+
+    Args:
+        chips: name of the chip of every rank, if known.
+    """
+    groups = _alike(plan)
+    lines = [
+        f"plan {plan.fingerprint()}: {plan.world_size} ranks, {len(plan.pipelines)} "
+        f"pipeline{'s' if len(plan.pipelines) > 1 else ''}, {plan.schedule}",
+        f"{spec.name}: {spec.num_layers} layers, {spec.num_heads} heads ({spec.num_kv_heads} KV), "
+        f"hidden {spec.hidden_size}; {plan.global_batch_size} sequences of {plan.seq_length} tokens per step",
+    ]
+    for members in groups[:MOST_GROUPS]:
+        lines += ["", _title(plan, members)]
+        stages = [
+            _box(plan, members, s, spec.num_layers, chips)
+            for s in range(len(plan.pipelines[members[0]].stages))
+        ]
+        for start in range(0, len(stages), PER_ROW):
+            lines += _row(stages[start : start + PER_ROW], start)
+    if len(groups) > MOST_GROUPS:
+        rest = sum(len(members) for members in groups[MOST_GROUPS:])
+        lines += ["", f"… and {rest} more pipelines"]
+    return "\n".join(lines)
+
+
+def _alike(plan: Plan) -> list[list[int]]:
+    """Pipelines grouped by what they are apart from their ranks, in order of first appearance."""
+    groups: dict[Pipeline, list[int]] = {}
+    for p, pipeline in enumerate(plan.pipelines):
+        stages = tuple(
+            replace(s, units=tuple(replace(u, ranks=(0,) * u.tp) for u in s.units)) for s in pipeline.stages
+        )
+        groups.setdefault(replace(pipeline, stages=stages), []).append(p)
+    return list(groups.values())
+
+
+def _title(plan: Plan, members: list[int]) -> str:
+    first = plan.pipelines[members[0]]
+    percent = 100 * first.batch_size / plan.global_batch_size
+    name = f"pipeline {members[0]}" if len(members) == 1 else f"pipelines {_short(rank_ranges(members), 40)}"
+    each = "" if len(members) == 1 else f" ({len(members)} alike), each"
+    return (
+        f"{name}{each}: {first.batch_size} sequences per step ({percent:.3g} %) = "
+        f"{first.num_micro_batches} micro-batches of {first.micro_batch_size}"
+    )
+
+
+def _box(
+    plan: Plan, members: list[int], index: int, num_layers: int, chips: Sequence[str] | None
+) -> list[str]:
+    """The lines inside a box, all of the same number."""
+    stage = plan.pipelines[members[0]].stages[index]
+    ranks = sorted(rank for p in members for rank in plan.pipelines[p].stages[index].ranks)
+    name = "rank" if len(ranks) == 1 else "ranks"
+    text = f"{name} {rank_ranges(ranks)}"
+    if len(text) > INNER:
+        text = f"{len(ranks)} ranks {ranks[0]}…{ranks[-1]}"
+    kinds = list(dict.fromkeys(chips[rank] for rank in ranks)) if chips is not None else []
+    chip = ", ".join(kinds) or stage.chip or ""
+    lines = [text, *([chip] if chips is not None or any(_chips(plan)) else []), _bar(stage, num_layers)]
+    lines += [_content(stage), _degrees(stage), f"recompute {stage.recompute}"]
+    return [_short(line, INNER) for line in lines]
+
+
+def _chips(plan: Plan) -> list[str]:
+    return [stage.chip for pipeline in plan.pipelines for stage in pipeline.stages if stage.chip]
+
+
+def _bar(stage: Stage, num_layers: int) -> str:
+    """The whole model as a line, with this stage's layers filled."""
+    cells = ["░"] * INNER
+    edges = [a for a, _ in cut(INNER, [1] * num_layers)] + [INNER] if num_layers else [INNER]
+    for a, b in stage.layers:
+        first = min(edges[a], INNER - 1)
+        for i in range(first, max(edges[b], first + 1)):
+            cells[i] = "█"
+    return "".join(cells)
+
+
+def _content(stage: Stage) -> str:
+    held = ",".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in stage.layers)
+    layers = (
+        f"{'layer' if stage.num_layers == 1 else 'layers'} {held} ({stage.num_layers})"
+        if held
+        else "no layers"
+    )
+    return " ".join([*(["E"] if stage.embed else []), layers, *(["L"] if stage.head else [])])
+
+
+def _degrees(stage: Stage) -> str:
+    def ratio(numbers: Sequence[int]) -> str:
+        return (
+            f"{len(numbers)}" if len(set(numbers)) == 1 else f"{len(numbers)} ({':'.join(map(str, numbers))})"
+        )
+
+    parts = [f"tp {ratio(split)}" for split in dict.fromkeys(unit.tp_split for unit in stage.units)]
+    if len(stage.replicas) > 1:
+        parts.append(f"dp {ratio(stage.dp_split)}")
+    if len(stage.units) > len(stage.replicas):
+        parts.append(f"context {len(stage.units) // len(stage.replicas)}")
+    return "  ".join(parts)
+
+
+def _row(boxes: list[list[str]], first: int) -> list[str]:
+    titles = [f" stage {first + i} " for i in range(len(boxes))]
+    top = "┌" + "┬".join("─" + title + "─" * (INNER + 1 - len(title)) for title in titles) + "┐"
+    body = [
+        "│" + "│".join(f" {line:<{INNER}} " for line in lines) + "│" for lines in zip(*boxes, strict=True)
+    ]
+    return [top, *body, "└" + "┴".join("─" * (INNER + 2) for _ in boxes) + "┘"]
+
+
+def _short(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"

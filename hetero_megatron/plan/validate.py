@@ -1,0 +1,321 @@
+"""The laws that a canonical plan obeys, one function each.
+
+Every law raises UserError at the first offence, with the path and line of the spelling when the plan
+came from a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan.canonical import Interval, Pipeline, Plan, Stage
+from hetero_megatron.plan.capabilities import TABLE, used_features
+from hetero_megatron.plan.schema import SCHEDULES, Source
+
+if TYPE_CHECKING:
+    from hetero_megatron.cluster import Cluster
+    from hetero_megatron.spec import ModelSpec
+
+
+def validate(
+    plan: Plan,
+    spec: ModelSpec,
+    cluster: Cluster | None = None,
+    *,
+    dtype: str | None = None,
+    source: Source | None = None,
+) -> None:
+    """Refuse a plan that is not consistent in itself, with the model, or with the cluster.
+
+    Args:
+        cluster: also check size, chip names and, with ``dtype`` (``bf16``, …), that the chips have it.
+        source: where the plan was read; without it, paths are those of the canonical plan.
+
+    Raises:
+        UserError: at the first law that is broken.
+    """
+    source = source or Source()
+    ranks_are_used_once(plan, source)
+    ranks_have_no_gaps(plan, source)
+    for p, pipeline in enumerate(plan.pipelines):
+        layers_are_covered_once(pipeline, f"pipelines[{p}]", spec.num_layers, source)
+        stages_follow_the_layers(pipeline, f"pipelines[{p}]", source)
+        ends_are_held_once(pipeline, f"pipelines[{p}]", source)
+    for path, pipeline, stage in stages(plan):
+        stage_holds_something(stage, path, source)
+        sequences_are_divided(stage, path, pipeline.micro_batch_size, source)
+        tokens_and_heads_are_divided(stage, path, plan.seq_length, spec.num_heads, source)
+        recompute_fits(stage, path, source)
+        tokens_suffice_for_tp(stage, path, source)
+    batch_adds_up(plan, source)
+    sequence_fits_the_model(plan, spec, source)
+    weights_can_be_split(plan, spec, source)
+    features_are_supported(plan, source)
+    if cluster is not None:
+        ranks_fit_the_cluster(plan, cluster, source)
+        chips_match_the_cluster(plan, cluster, source)
+        chips_have_the_dtype(plan, cluster, dtype, source)
+
+
+def stages(plan: Plan) -> Iterator[tuple[str, Pipeline, Stage]]:
+    """(path, pipeline, stage) of all stages."""
+    for p, pipeline in enumerate(plan.pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            yield f"pipelines[{p}].stages[{s}]", pipeline, stage
+
+
+def ranks_are_used_once(plan: Plan, source: Source) -> None:
+    first: dict[int, str] = {}
+    for path, _, stage in stages(plan):
+        for rank in stage.ranks:
+            if rank in first:
+                before = "this stage" if first[rank] == path else source.spelled(first[rank])
+                raise source.error(
+                    f"rank {rank} is used twice, already in {before}",
+                    f"{path}.ranks",
+                    rank,
+                    "each rank once in a plan",
+                )
+            first[rank] = path
+
+
+def ranks_have_no_gaps(plan: Plan, source: Source) -> None:
+    used = plan.ranks
+    for expected, rank in enumerate(used):
+        if rank != expected:
+            path = next(path for path, _, stage in stages(plan) if rank in stage.ranks)
+            raise source.error(
+                f"ranks are positions in the plan and have no gaps, but rank {expected} is not used",
+                f"{path}.ranks",
+                rank,
+                f"ranks 0 to {len(used) - 1}",
+            )
+
+
+def layers_are_covered_once(pipeline: Pipeline, path: str, num_layers: int, source: Source) -> None:
+    ranges = sorted((a, b, s) for s, stage in enumerate(pipeline.stages) for a, b in stage.layers)
+    accepted = f"ranges that cover layers [0, {num_layers}] once in each pipeline"
+    end = 0
+    for a, b, s in ranges:
+        field = f"{path}.stages[{s}].layers"
+        if a < end:
+            raise source.error(f"layer {a} is held twice in this pipeline", field, [a, b], accepted)
+        if a > end:
+            raise source.error(f"layers {end} to {a - 1} are missing before it", field, [a, b], accepted)
+        if b > num_layers:
+            raise source.error(f"the model has {num_layers} layers", field, [a, b], accepted)
+        end = b
+    if end < num_layers:
+        s = ranges[-1][2] if ranges else 0
+        value = list(ranges[-1][:2]) if ranges else []
+        field = f"{path}.stages[{s}].layers"
+        raise source.error(f"layers {end} to {num_layers - 1} are missing after it", field, value, accepted)
+
+
+def stages_follow_the_layers(pipeline: Pipeline, path: str, source: Source) -> None:
+    """With one range per stage, stages are listed in the order in which activations pass them."""
+    if any(len(stage.layers) > 1 for stage in pipeline.stages):
+        return
+    last = -1
+    for s, stage in enumerate(pipeline.stages):
+        if stage.layers and stage.layers[0][0] < last:
+            field = f"{path}.stages[{s}].layers"
+            raise source.error(
+                "it comes after a stage with later layers",
+                field,
+                list(stage.layers[0]),
+                "stages in order of layers",
+            )
+        last = max([last, *(b for _, b in stage.layers)])
+
+
+def ends_are_held_once(pipeline: Pipeline, path: str, source: Source) -> None:
+    """One stage holds the embedding, before all layers, and one the head, after all layers."""
+    busy = [s for s, stage in enumerate(pipeline.stages) if stage.layers]
+    one_range_each = all(len(stage.layers) <= 1 for stage in pipeline.stages)
+    for key, name in (("embed", "embedding"), ("head", "output head")):
+        holders = [s for s, stage in enumerate(pipeline.stages) if getattr(stage, key)]
+        if len(holders) != 1:
+            s = holders[1] if holders else (0 if key == "embed" else len(pipeline.stages) - 1)
+            raise source.error(
+                f"{len(holders)} stages of this pipeline hold the {name}",
+                f"{path}.stages[{s}].{key}",
+                bool(holders),
+                f"{key}: true on exactly one stage",
+            )
+        misplaced = holders[0] > busy[0] if key == "embed" else holders[0] < busy[-1]
+        if one_range_each and misplaced:
+            side = "at or before the first" if key == "embed" else "at or after the last"
+            field = f"{path}.stages[{holders[0]}].{key}"
+            raise source.error(
+                f"the {name} is on the wrong side of the layers", field, True, f"{side} stage with layers"
+            )
+
+
+def stage_holds_something(stage: Stage, path: str, source: Source) -> None:
+    if not (stage.layers or stage.embed or stage.head):
+        raise source.error(
+            "the stage holds no layers, no embedding and no head", f"{path}.layers", [], "leave the stage out"
+        )
+
+
+def sequences_are_divided(stage: Stage, path: str, size: int, source: Source) -> None:
+    """The inner replicas tile the micro-batch, each with at least one sequence."""
+    if not _tiles(stage.replicas, size):
+        split = list(stage.dp_split)
+        raise source.error(
+            f"the split sums to {sum(split)} sequences, micro_batch_size is {size}",
+            f"{path}.dp_split",
+            split,
+            f"positive numbers that sum to {size}",
+        )
+
+
+def tokens_and_heads_are_divided(
+    stage: Stage, path: str, seq_length: int, num_heads: int, source: Source
+) -> None:
+    """In each inner replica, units tile the sequence; in each context group, they tile the query heads."""
+    for rows in stage.replicas:
+        units = [unit for unit in stage.units if unit.sequences == rows]
+        if not _tiles(sorted(i for unit in units for i in unit.tokens), seq_length):
+            owned = [list(map(list, unit.tokens)) for unit in units]
+            raise source.error(
+                "the members do not own every token of a sequence exactly once",
+                f"{path}.context",
+                owned,
+                f"intervals that cover [0, {seq_length}] once",
+            )
+        for group in {unit.group for unit in units}:
+            heads = [unit.heads for unit in units if unit.group == group and unit.heads[0] < unit.heads[1]]
+            if not _tiles(heads, num_heads):
+                raise source.error(
+                    f"the heads of a context group do not cover {num_heads} query heads once",
+                    f"{path}.context[{group}].heads",
+                    heads,
+                )
+
+
+def recompute_fits(stage: Stage, path: str, source: Source) -> None:
+    kinds = ("none", "selective", "full", "first")
+    if stage.recompute.kind not in kinds:
+        raise source.error("unknown recompute", f"{path}.recompute", stage.recompute.kind, ", ".join(kinds))
+    if stage.recompute.layers > stage.num_layers:
+        raise source.error(
+            f"the stage has only {stage.num_layers} layers",
+            f"{path}.recompute.first",
+            stage.recompute.layers,
+            f"0 to {stage.num_layers}",
+        )
+
+
+def tokens_suffice_for_tp(stage: Stage, path: str, source: Source) -> None:
+    for unit in stage.units:
+        if unit.tp > 1 and unit.tp > unit.num_tokens:
+            raise source.error(
+                f"sequence parallelism needs a token per rank, a sequence has {unit.num_tokens} here",
+                f"{path}.tp",
+                unit.tp,
+                f"at most {unit.num_tokens}",
+            )
+
+
+def batch_adds_up(plan: Plan, source: Source) -> None:
+    total = sum(pipeline.batch_size for pipeline in plan.pipelines)
+    if total != plan.global_batch_size:
+        raise source.error(
+            f"the pipelines compute {total} sequences per step (sum of micro_batch_size x num_micro_batches)",
+            "global_batch_size",
+            plan.global_batch_size,
+            str(total),
+        )
+
+
+def sequence_fits_the_model(plan: Plan, spec: ModelSpec, source: Source) -> None:
+    if plan.seq_length > spec.max_position_embeddings:
+        raise source.error(
+            f"the model has {spec.max_position_embeddings} positions",
+            "seq_length",
+            plan.seq_length,
+            f"at most {spec.max_position_embeddings}",
+        )
+
+
+def weights_can_be_split(plan: Plan, spec: ModelSpec, source: Source) -> None:
+    """``spec.shares`` knows how heads, ffn columns and vocabulary rows are cut, and what cannot be."""
+    from hetero_megatron.spec import shares
+
+    checked = set()
+    for path, _, stage in stages(plan):
+        for unit in stage.units:
+            if unit.tp_split in checked:
+                continue
+            checked.add(unit.tp_split)
+            try:
+                shares(spec, unit.tp_split)
+            except UserError as error:
+                key = "tp" if len(set(unit.tp_split)) == 1 else "tp_split"
+                value = unit.tp if key == "tp" else list(unit.tp_split)
+                raise source.error(error.problem, f"{path}.{key}", value, error.accepted) from None
+
+
+def features_are_supported(plan: Plan, source: Source) -> None:
+    if plan.schedule not in SCHEDULES:
+        raise source.error("unknown schedule", "schedule", plan.schedule, "one of " + ", ".join(SCHEDULES))
+    for feature, path, value in used_features(plan):
+        capability = TABLE[feature]
+        if not capability.supported:
+            raise source.error(f"this version cannot run {capability.what}", path, value, capability.instead)
+
+
+def ranks_fit_the_cluster(plan: Plan, cluster: Cluster, source: Source) -> None:
+    if plan.world_size > cluster.world_size:
+        path = next(path for path, _, stage in stages(plan) if plan.world_size - 1 in stage.ranks)
+        raise source.error(
+            f"the cluster {cluster.file or ''} has {cluster.world_size} ranks".replace("  ", " "),
+            f"{path}.ranks",
+            plan.world_size - 1,
+            f"ranks 0 to {cluster.world_size - 1}",
+        )
+
+
+def chips_match_the_cluster(plan: Plan, cluster: Cluster, source: Source) -> None:
+    for path, _, stage in stages(plan):
+        for rank in stage.ranks:
+            there = cluster.ranks[rank]
+            if stage.chip is not None and stage.chip != there.chip:
+                raise source.error(
+                    f"rank {rank} is a {there.chip} (node {there.node})",
+                    f"{path}.chip",
+                    stage.chip,
+                    there.chip,
+                )
+
+
+def chips_have_the_dtype(plan: Plan, cluster: Cluster, dtype: str | None, source: Source) -> None:
+    for path, _, stage in stages(plan):
+        for rank in stage.ranks:
+            chip = cluster.chips[cluster.ranks[rank].chip]
+            if dtype is not None and dtype not in chip.dtypes:
+                raise source.error(
+                    f"rank {rank} is a {chip.name}, which has no {dtype}",
+                    f"{path}.ranks",
+                    rank,
+                    f"one of {', '.join(chip.dtypes)}",
+                )
+
+
+def idle_ranks(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
+    """Ranks of the cluster that the plan leaves without work, to be reported."""
+    return tuple(range(plan.world_size, cluster.world_size))
+
+
+def _tiles(intervals: list[Interval] | tuple[Interval, ...], total: int) -> bool:
+    """Whether non-empty intervals in this order cover [0, total) once."""
+    end = 0
+    for a, b in intervals:
+        if a != end or b <= a:
+            return False
+        end = b
+    return end == total

@@ -1,0 +1,34 @@
+"""What a stage can do: an action is a kind, a micro-batch and a virtual chunk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+COMPUTE = ("F", "B", "B_INPUT", "W")
+COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
+KINDS = (*COMPUTE, *COMMUNICATION, "REDUCE")
+
+
+class Action(NamedTuple):
+    """``F3`` is the forward of micro-batch 3; chunk c > 0 prints as ``F3.c``.
+
+    Kinds: ``F`` forward; ``B`` whole backward, or ``B_INPUT`` (gradient of the input) and ``W`` (of the
+    weights); ``SEND_F``/``RECV_F`` activations to and from the neighbours; ``SEND_B``/``RECV_B`` their
+    gradients; ``REDUCE`` gradient synchronisation of one bucket, whose index stands in ``micro_batch``.
+    """
+
+    kind: str
+    micro_batch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One list of actions per stage; ``name`` is the generator's."""
+
+    name: str
+    stages: tuple[tuple[Action, ...], ...]

@@ -1,0 +1,139 @@
+"""Proving a schedule before it runs: complete, ordered, free of deadlock; and its memory high-water mark."""
+
+from __future__ import annotations
+
+from hetero_megatron.schedule.actions import KINDS, Action, Schedule
+from hetero_megatron.schedule.show import format_grid
+
+_PEER = {"RECV_F": ("SEND_F", -1), "RECV_B": ("SEND_B", +1)}
+_NEEDS = {"B": ("F",), "B_INPUT": ("F",), "W": ("B_INPUT",), "SEND_F": ("F",), "SEND_B": ("B", "B_INPUT")}
+_EXCLUDES = {"B": ("B_INPUT",), "B_INPUT": ("B",)}
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot run; the message holds the grid with the place marked."""
+
+
+def validate(schedule: Schedule) -> None:
+    """Run the lowered schedule without time: sends complete at once, receives block until the peer has sent.
+
+    Raises:
+        ScheduleError: an unknown or repeated action, an action before what it needs, a receive without a
+        send, a
+            send that nobody receives, a forward without a backward, or a deadlock.
+    """
+    _Run(schedule).finish()
+
+
+class _Run:
+    """One execution: how far each stage has come and which messages are under way."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule, self.last = schedule, len(schedule.stages) - 1
+        self.position = [0] * len(schedule.stages)
+        self.done: list[set[Action]] = [set() for _ in schedule.stages]
+        self.waiting: dict[tuple[int, Action], int] = {}  # (sending stage, SEND) -> stage that waits for it
+        self.unread: set[tuple[int, Action]] = set()
+        ready = list(range(len(schedule.stages)))
+        while ready:
+            ready += self._advance(ready.pop())
+
+    def _advance(self, stage: int) -> list[int]:
+        """Run ``stage`` until it blocks or ends; returns the stages that it woke."""
+        row, done = self.schedule.stages[stage], self.done[stage]
+        woken: list[int] = []
+        for at in range(self.position[stage], len(row)):
+            action = row[at]
+            kind = action[0]
+            self.position[stage] = at
+            if action in done:
+                raise self._error(stage, at, "is there twice")
+            if kind in _PEER:
+                key = self._sender(stage, at, action)
+                if key not in self.unread:
+                    self.waiting[key] = stage
+                    return woken
+                self.unread.remove(key)
+            else:
+                self._check_order(stage, at, action)
+            done.add(action)
+            if kind == "SEND_F" or kind == "SEND_B":
+                key = (stage, action)
+                self.unread.add(key)
+                if key in self.waiting:
+                    woken.append(self.waiting.pop(key))
+        self.position[stage] = len(row)
+        return woken
+
+    def _sender(self, stage: int, at: int, action: Action) -> tuple[int, Action]:
+        """(stage, SEND) that the receive ``action`` matches."""
+        kind, step = _PEER[action.kind]
+        if not 0 <= stage + step <= self.last:
+            raise self._error(stage, at, "has no stage to receive from")
+        return stage + step, Action(kind, action.micro_batch, action.chunk)
+
+    def _check_order(self, stage: int, at: int, action: Action) -> None:
+        """What the action needs has been done before it on this stage."""
+        kind, m, c = action
+        done = self.done[stage]
+        if kind not in KINDS:
+            raise self._error(stage, at, f"is of unknown kind (known: {', '.join(KINDS)})")
+        needs = _NEEDS.get(kind, ())
+        if needs and not any((k, m, c) in done for k in needs):
+            raise self._error(stage, at, f"comes before {Action(needs[0], m, c)}")
+        if any((k, m, c) in done for k in _EXCLUDES.get(kind, ())):
+            raise self._error(stage, at, "repeats a backward that was done in another form")
+        if kind == "F" and stage > 0 and ("RECV_F", m, c) not in done:
+            raise self._error(stage, at, f"comes before {Action('RECV_F', m, c)}")
+        if kind in ("B", "B_INPUT") and stage < self.last and ("RECV_B", m, c) not in done:
+            raise self._error(stage, at, f"comes before {Action('RECV_B', m, c)}")
+        if (kind == "SEND_F" and stage == self.last) or (kind == "SEND_B" and stage == 0):
+            raise self._error(stage, at, "has no stage to send to")
+
+    def finish(self) -> None:
+        """Nobody still waits, no message is unread, every forward has its backward."""
+        rows = self.schedule.stages
+        blocked = [
+            (s, rows[s][self.position[s]]) for s in range(len(rows)) if self.position[s] < len(rows[s])
+        ]
+        for stage, action in blocked:
+            sender = self._sender(stage, self.position[stage], action)
+            if sender[1] not in rows[sender[0]]:
+                raise self._error(
+                    stage,
+                    self.position[stage],
+                    f"waits for {sender[1]} of stage {sender[0]}, which is missing",
+                )
+        if blocked:
+            waits = ", ".join(f"stage {s} at {a}" for s, a in blocked[:8])
+            raise self._error(blocked[0][0], self.position[blocked[0][0]], f"never ends: deadlock ({waits})")
+        for stage, action in sorted(self.unread):
+            raise self._error(stage, rows[stage].index(action), "is received by nobody")
+        for stage, done in enumerate(self.done):
+            for kind, m, c in done:
+                action = Action(kind, m, c)
+                if kind == "F" and not {("B", m, c), ("B_INPUT", m, c)} & done:
+                    raise self._error(stage, rows[stage].index(action), "has no backward")
+                if kind == "B_INPUT" and ("W", m, c) not in done:
+                    raise self._error(stage, rows[stage].index(action), "has no W")
+
+    def _error(self, stage: int, at: int, what: str) -> ScheduleError:
+        action = self.schedule.stages[stage][at]
+        return ScheduleError(
+            f"stage {stage}: {Action(*action)} {what}\n{format_grid(self.schedule, error=(stage, at))}"
+        )
+
+
+def in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Per stage, the most micro-batches whose activations are alive at once (from F until B, or W where
+    split).
+    """
+    high = []
+    for row in schedule.stages:
+        alive, most = 0, 0
+        for action in row:
+            alive += action.kind == "F"
+            most = max(most, alive)
+            alive -= action.kind in ("B", "W")
+        high.append(most)
+    return tuple(high)

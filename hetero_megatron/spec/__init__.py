@@ -1,0 +1,24 @@
+"""What a model is, without torch: its configuration, its logical tensors, how they are shared, what they cost."""
+
+from hetero_megatron.spec.hf_config import from_hf_config, to_hf_config
+from hetero_megatron.spec.model_spec import ModelSpec, RopeScaling
+from hetero_megatron.spec.presets import load_model, preset_names
+from hetero_megatron.spec.sharing import Share, shares, tensor_box, whole_share
+from hetero_megatron.spec.tensors import Axis, LogicalTensor, logical_tensors, stage_tensors
+
+__all__ = [
+    "Axis",
+    "LogicalTensor",
+    "ModelSpec",
+    "RopeScaling",
+    "Share",
+    "from_hf_config",
+    "load_model",
+    "logical_tensors",
+    "preset_names",
+    "shares",
+    "stage_tensors",
+    "tensor_box",
+    "to_hf_config",
+    "whole_share",
+]

@@ -1,0 +1,98 @@
+"""What a model costs: FLOPs, parameters and activation bytes, as plain formulas of its configuration.
+
+A multiply-add counts as 2 FLOPs; only matrix products count (the convention behind MFU). Recomputed work is not
+counted: these are *model* FLOPs. Backward is twice forward, because each product has two operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hetero_megatron.spec.model_spec import ModelSpec
+from hetero_megatron.spec.tensors import logical_tensors
+
+
+def visible_pairs(length: int, window: int | None = None) -> int:
+    """(query, key) pairs of causal attention in one document of ``length`` tokens: n(n+1)/2 without a window."""
+    full = min(length, window or length)
+    return full * (full + 1) // 2 + (length - full) * full
+
+
+def document_pairs(lengths: Sequence[int], window: int | None = None) -> int:
+    """The same for documents packed into one sequence."""
+    return sum(visible_pairs(n, window) for n in lengths)
+
+
+def layer_matmul_flops(spec: ModelSpec) -> int:
+    """Forward FLOPs per token of one layer's projections and MLP: 2 x its matrix elements."""
+    h, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    matrices = 3 if spec.activation == "swiglu" else 2
+    return 2 * (h * (2 * q + 2 * kv) + matrices * h * spec.ffn_hidden_size)
+
+
+def layer_attention_flops(spec: ModelSpec, pairs: int) -> int:
+    """Forward FLOPs of one layer's softmax(q k^T) v over ``pairs`` visible (query, key) pairs: 4 d per head and pair."""
+    return 4 * spec.num_heads * spec.head_dim * pairs
+
+
+def layer_flops(spec: ModelSpec, seq_length: int) -> int:
+    """Forward FLOPs of one layer for one sequence of one document."""
+    pairs = visible_pairs(seq_length, spec.sliding_window)
+    return seq_length * layer_matmul_flops(spec) + layer_attention_flops(spec, pairs)
+
+
+def head_flops(spec: ModelSpec, seq_length: int) -> int:
+    """Forward FLOPs of the output head for one sequence."""
+    return 2 * seq_length * spec.hidden_size * spec.vocab_size
+
+
+def sequence_flops(spec: ModelSpec, seq_length: int) -> int:
+    """Forward and backward FLOPs of the whole model for one sequence: about 6 N per token, plus attention."""
+    return 3 * (spec.num_layers * layer_flops(spec, seq_length) + head_flops(spec, seq_length))
+
+
+def parameter_count(spec: ModelSpec) -> int:
+    """All parameters; a tied head counts once."""
+    return sum(t.size for t in logical_tensors(spec))
+
+
+def layer_parameters(spec: ModelSpec) -> int:
+    """Parameters of one decoder layer."""
+    return sum(t.size for t in logical_tensors(spec) if t.layer == 0)
+
+
+def layer_activation_bytes(spec: ModelSpec, tokens: int, recompute: str = "none", itemsize: int = 2, tp: float = 1.0) -> int:
+    """Bytes that one layer keeps from forward to backward, as ``model/gpt.py`` saves them.
+
+    Counted per token, in elements (h hidden, q and kv the widths of queries and keys, f feed-forward):
+
+    - on the token shard: both norms' inputs, 2 h;
+    - after the gather, on every rank whole: the inputs of QKV and of the MLP, 2 h;
+    - cut by ``tp``: q, k, v and the attention output that both attention and o_proj save, 2 q + 2 kv (q and k are
+      saved after rotation), and with SwiGLU gate, up and their product, 3 f, otherwise up and its activation, 2 f;
+      q/k norms save their inputs once more, q + kv; the log-sum-exp is one fp32 number per head.
+
+    ``full`` keeps the layer's input only. ``selective`` recomputes the attention core: a flash kernel keeps no scores,
+    so only the log-sum-exp is saved that way (its inputs stay as the checkpoint, its output as o_proj's input).
+
+    Args:
+        tokens: tokens of the micro-batch (rows x sequence length).
+        recompute: none | selective | full; a stage's ``first: n`` is n layers full and the rest none.
+        tp: this rank's share is 1 / tp of heads and columns; need not be an integer.
+    """
+    h, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    if recompute == "full":
+        return round(tokens * h / tp) * itemsize
+    shard = 2 * h / tp
+    gathered = 2 * h
+    cut = 2 * q + 2 * kv + (3 if spec.activation == "swiglu" else 2) * spec.ffn_hidden_size
+    if spec.qk_norm:
+        cut += q + kv
+    lse = 0 if recompute == "selective" else 4 * spec.num_heads
+    return round(tokens * (itemsize * (shard + gathered + cut / tp) + lse / tp))
+
+
+def head_activation_bytes(spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0) -> int:
+    """Bytes that the head keeps: norm input, head input, logits as fp32 probabilities (see ``ops/cross_entropy.py``)."""
+    h = spec.hidden_size
+    return round(tokens * (itemsize * (h / tp + h) + max(itemsize, 4) * spec.vocab_size / tp))

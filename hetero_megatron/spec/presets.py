@@ -1,0 +1,82 @@
+"""Named models, and reading a model from a directory or a config.json."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.spec.hf_config import from_hf_config
+from hetero_megatron.spec.model_spec import ModelSpec, RopeScaling
+
+
+def _llama(
+    name: str, layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int = 32000, positions: int = 4096
+) -> ModelSpec:
+    return ModelSpec(name, "llama", layers, hidden, ffn, heads, kv_heads, hidden // heads, vocab, positions)
+
+
+_LLAMA31 = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
+_QWEN = {"norm_eps": 1e-6, "rope_theta": 1e6}
+
+_PRESETS: dict[str, ModelSpec] = {
+    spec.name: spec
+    for spec in (
+        # Byte-level vocabulary (256 bytes + end of document): trains on a laptop in a minute.
+        _llama("tiny", 6, 128, 352, 8, 4, vocab=257, positions=2048),
+        _llama("llama2-7b", 32, 4096, 11008, 32, 32),
+        _llama("llama2-13b", 40, 5120, 13824, 40, 40),
+        _llama("llama-30b", 60, 6656, 17920, 52, 52, positions=2048),
+        _llama("llama2-70b", 80, 8192, 28672, 64, 8),
+        replace(_llama("llama3-8b", 32, 4096, 14336, 32, 8, 128256, 8192), rope_theta=5e5),
+        replace(_llama("llama3-70b", 80, 8192, 28672, 64, 8, 128256, 8192), rope_theta=5e5),
+        replace(_llama("llama3.1-8b", 32, 4096, 14336, 32, 8, 128256, 131072), rope_theta=5e5, rope_scaling=_LLAMA31),
+        replace(
+            _llama("mistral-7b", 32, 4096, 14336, 32, 8, 32000, 32768), sliding_window=4096, hf_model_type="mistral"
+        ),
+        replace(
+            _llama("qwen2.5-7b", 28, 3584, 18944, 28, 4, 152064, 131072),
+            qkv_bias=True, hf_model_type="qwen2", **_QWEN,
+        ),
+        ModelSpec(
+            "qwen3-8b", "llama", 36, 4096, 12288, 32, 8, 128, 151936, 40960, qk_norm=True, hf_model_type="qwen3", **_QWEN
+        ),
+        ModelSpec(
+            "gpt2", "gpt2", 12, 768, 3072, 12, 12, 64, 50257, 1024, norm="layer", activation="gelu_tanh", qkv_bias=True,
+            out_bias=True, mlp_bias=True, tied=True, position="learned", hf_model_type="gpt2",
+        ),
+    )
+}  # fmt: skip
+
+
+def preset_names() -> tuple[str, ...]:
+    return tuple(_PRESETS)
+
+
+def load_model(name: str, field: str = "--model") -> ModelSpec:
+    """A preset, a Hugging Face model directory, or a config.json.
+
+    Raises:
+        UserError: no such preset or file, or a configuration that is not supported.
+    """
+    if name in _PRESETS:
+        return _PRESETS[name]
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        close = difflib.get_close_matches(name, _PRESETS, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise UserError(
+            f"is neither a preset nor a directory with a config.json nor a file{hint}", field=field, value=name,
+            accepted=f"{', '.join(_PRESETS)}, or a path",
+        )  # fmt: skip
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"is not readable JSON: {error}", field=field, value=name, where=str(path)) from error
+    if not isinstance(config, dict):
+        raise UserError("holds no JSON object", field=field, value=name, where=str(path))
+    return from_hf_config(config, where=str(path), name=path.resolve().parent.name)

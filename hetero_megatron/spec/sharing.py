@@ -1,0 +1,70 @@
+"""How the axes of a model are cut over the ranks of one tensor-parallel group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.layout import Box, cut
+from hetero_megatron.spec.model_spec import ModelSpec
+from hetero_megatron.spec.tensors import LogicalTensor
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Share:
+    """One TP rank's half-open part of each cut axis, in units (heads, feed-forward columns, vocabulary rows)."""
+
+    q_heads: Interval
+    kv_heads: Interval
+    ffn: Interval
+    vocab: Interval
+
+
+def whole_share(spec: ModelSpec) -> Share:
+    """The share of a rank that is alone."""
+    return Share((0, spec.num_heads), (0, spec.num_kv_heads), (0, spec.ffn_hidden_size), (0, spec.vocab_size))
+
+
+def shares(spec: ModelSpec, tp_split: Sequence[int], heads: Interval | None = None) -> tuple[Share, ...]:
+    """One share per TP rank, in proportion to ``tp_split``.
+
+    Attention is cut at KV heads while there are at least as many as ranks, else at query heads, and then ranks
+    whose query heads use the same KV head hold copies of it. Feed-forward and vocabulary are cut at single
+    columns and rows. Shares of heads and vocabulary may be empty.
+
+    Args:
+        heads: the query heads that the group computes (default all).
+
+    Raises:
+        UserError: some rank would get no feed-forward column.
+    """
+    first, last = heads or (0, spec.num_heads)
+    ffn, vocab = cut(spec.ffn_hidden_size, tp_split), cut(spec.vocab_size, tp_split)
+    if any(a == b for a, b in ffn):
+        raise UserError(
+            f"gives a rank none of the {spec.ffn_hidden_size} feed-forward columns",
+            field="tp_split", value=list(tp_split), accepted="weights that leave every rank at least one column",
+        )  # fmt: skip
+    group = spec.queries_per_kv
+    aligned = first % group == 0 and last % group == 0
+    if aligned and (last - first) // group >= len(tp_split):
+        kv = [(a + first // group, b + first // group) for a, b in cut((last - first) // group, tp_split)]
+        q = [(a * group, b * group) for a, b in kv]
+    else:
+        q = [(a + first, b + first) for a, b in cut(last - first, tp_split)]
+        kv = [(a // group, -(-b // group)) if b > a else (a // group, a // group) for a, b in q]
+    return tuple(map(Share, q, kv, ffn, vocab))
+
+
+def tensor_box(tensor: LogicalTensor, share: Share) -> Box:
+    """The box of a logical tensor that a rank with this share holds (axes of other roles whole)."""
+    lo, hi = [], []
+    for axis, size in zip(tensor.axes, tensor.shape, strict=True):
+        cuts = {"q_heads": share.q_heads, "kv_heads": share.kv_heads, "ffn": share.ffn, "vocab": share.vocab}
+        a, b = cuts.get(axis.role, (0, size // axis.unit))
+        lo.append(a * axis.unit)
+        hi.append(b * axis.unit)
+    return Box(tuple(lo), tuple(hi))

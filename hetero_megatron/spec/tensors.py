@@ -1,0 +1,96 @@
+"""The logical tensors of a model. Names are Hugging Face's Llama names, unfused, for every family."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from hetero_megatron.spec.model_spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What an axis counts (``q_heads``, ``kv_heads``, ``ffn``, ``vocab``, ``hidden``, ``head_dim``, ``position``);
+    cuts fall on multiples of ``unit`` elements."""
+
+    role: str
+    unit: int = 1
+
+
+@dataclass(frozen=True)
+class LogicalTensor:
+    """One parameter of the whole model. ``layer`` is its decoder layer, ``"embed"`` or ``"head"``."""
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[Axis, ...]
+    layer: int | str
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+_HIDDEN = Axis("hidden")
+
+
+@lru_cache(maxsize=64)
+def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
+    """All parameters, in forward order. A tied head has no tensor of its own."""
+    h, vocab = spec.hidden_size, Axis("vocab")
+    out = [LogicalTensor("model.embed_tokens.weight", (spec.vocab_size, h), (vocab, _HIDDEN), "embed")]
+    if spec.position == "learned":
+        shape = (spec.max_position_embeddings, h)
+        out.append(LogicalTensor("model.embed_positions.weight", shape, (Axis("position"), _HIDDEN), "embed"))
+    for i in range(spec.num_layers):
+        out += _layer(spec, i)
+    out += _norm(spec, "model.norm", "head")
+    if not spec.tied:
+        out.append(LogicalTensor("lm_head.weight", (spec.vocab_size, h), (vocab, _HIDDEN), "head"))
+    return tuple(out)
+
+
+def _layer(spec: ModelSpec, i: int) -> Iterator[LogicalTensor]:
+    base = f"model.layers.{i}"
+    q, kv, ffn = Axis("q_heads", spec.head_dim), Axis("kv_heads", spec.head_dim), Axis("ffn")
+    nq, nkv, h, f = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.hidden_size, spec.ffn_hidden_size
+    yield from _norm(spec, f"{base}.input_layernorm", i)
+    for letter, axis, rows in (("q", q, nq), ("k", kv, nkv), ("v", kv, nkv)):
+        name = f"{base}.self_attn.{letter}_proj"
+        yield LogicalTensor(f"{name}.weight", (rows, h), (axis, _HIDDEN), i)
+        if spec.qkv_bias:
+            yield LogicalTensor(f"{name}.bias", (rows,), (axis,), i)
+    if spec.qk_norm:
+        for letter in "qk":
+            yield LogicalTensor(f"{base}.self_attn.{letter}_norm.weight", (spec.head_dim,), (Axis("head_dim"),), i)
+    yield LogicalTensor(f"{base}.self_attn.o_proj.weight", (h, nq), (_HIDDEN, q), i)
+    if spec.out_bias:
+        yield LogicalTensor(f"{base}.self_attn.o_proj.bias", (h,), (_HIDDEN,), i)
+    yield from _norm(spec, f"{base}.post_attention_layernorm", i)
+    for column in ("gate_proj", "up_proj") if spec.activation == "swiglu" else ("up_proj",):
+        yield LogicalTensor(f"{base}.mlp.{column}.weight", (f, h), (ffn, _HIDDEN), i)
+        if spec.mlp_bias:
+            yield LogicalTensor(f"{base}.mlp.{column}.bias", (f,), (ffn,), i)
+    yield LogicalTensor(f"{base}.mlp.down_proj.weight", (h, f), (_HIDDEN, ffn), i)
+    if spec.mlp_bias:
+        yield LogicalTensor(f"{base}.mlp.down_proj.bias", (h,), (_HIDDEN,), i)
+
+
+def _norm(spec: ModelSpec, name: str, layer: int | str) -> Iterator[LogicalTensor]:
+    yield LogicalTensor(f"{name}.weight", (spec.hidden_size,), (_HIDDEN,), layer)
+    if spec.norm == "layer":
+        yield LogicalTensor(f"{name}.bias", (spec.hidden_size,), (_HIDDEN,), layer)
+
+
+def stage_tensors(spec: ModelSpec, layers: Iterable[int], embed: bool, head: bool) -> tuple[LogicalTensor, ...]:
+    """What a stage with these layers holds; with tied weights the head stage holds the embedding matrix too."""
+    chosen = set(layers)
+
+    def held(tensor: LogicalTensor) -> bool:
+        if tensor.layer == "embed":
+            return embed or (head and spec.tied and tensor.name == "model.embed_tokens.weight")
+        return head if tensor.layer == "head" else tensor.layer in chosen
+
+    return tuple(t for t in logical_tensors(spec) if held(t))

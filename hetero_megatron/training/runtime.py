@@ -1,0 +1,224 @@
+"""One rank of a plan, ready to train: the stage, its executor, gradient synchronisation and optimizer.
+
+``train_step`` and ``evaluate`` address data by global sample index and return numbers that are equal on every
+rank and, up to floating-point reassociation, equal for every plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hetero_megatron.comm import Comm
+from hetero_megatron.data.batch import Batch
+from hetero_megatron.errors import UserError
+from hetero_megatron.layout import Box, cut
+from hetero_megatron.model import GPTStage
+from hetero_megatron.ops import cross_entropy
+from hetero_megatron.parallel.buckets import make_buckets, plan_groups
+from hetero_megatron.parallel.gradients import GradientSync
+from hetero_megatron.parallel.optimizer import OptimizerFactory, ShardedOptimizer, squared_norm
+from hetero_megatron.parallel.recompute import apply_recompute
+from hetero_megatron.parallel.tensor import apply_tensor_parallel
+from hetero_megatron.parallel.vocab import vocab_parallel_cross_entropy
+from hetero_megatron.pipeline import PipelineExecutor
+from hetero_megatron.pipeline.boundary import Boundary
+from hetero_megatron.pipeline.executor import StageWork, StepResult
+from hetero_megatron.plan import (
+    Plan,
+    activation_layout,
+    locate,
+    micro_batch_sizes,
+    pipeline_samples,
+    stage_at,
+    unit_at,
+    unit_sequences,
+)
+from hetero_megatron.schedule import Action, generate, lower
+from hetero_megatron.spec import LogicalTensor, ModelSpec, shares, stage_tensors, tensor_box
+
+Fetch = Callable[[Sequence[int]], Batch]  # global sample indices -> batch on the CPU
+Initialize = Callable[[LogicalTensor, Box], torch.Tensor]  # values of a box of a logical tensor
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """One optimizer step, equal on all ranks except ``seconds``.
+
+    Attributes:
+        loss: mean over all tokens that count; tokens: how many they were.
+        grad_norm: of the whole model's gradient of that mean, before clipping.
+        skipped: the step was not taken because the gradient was not finite.
+        result: this rank's own seconds.
+    """
+
+    loss: float
+    tokens: int
+    grad_norm: float
+    skipped: bool
+    result: StepResult
+
+
+class Runtime:
+    """Built alike on every rank of ``plan``; see the module docstring.
+
+    Args:
+        dtype: of parameters and activations (fp64, fp32, bf16, fp16).
+        initialize: initial values by logical tensor and box.
+        optimizer: makes the torch optimizer; None for evaluation only.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        spec: ModelSpec,
+        comm: Comm,
+        dtype: torch.dtype,
+        initialize: Initialize,
+        optimizer: OptimizerFactory | None,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        self.plan, self.spec, self.comm, self.dtype = plan, spec, comm, dtype
+        self.place = locate(plan, comm.rank)
+        self.stage, self.unit = stage_at(plan, self.place), unit_at(plan, self.place)
+        self.share = shares(spec, self.unit.tp_split)[self.place.tp_rank]
+        buckets = make_buckets(plan, spec, *([bucket_bytes] if bucket_bytes else []))
+        comm.create_groups(plan_groups(plan, buckets))
+        self.world, self.tp_group = comm.group(plan.ranks), comm.group(self.unit.ranks)
+        assert self.tp_group.ranks == self.unit.ranks, "TP ranks ascend; the validator sees to it"
+        self.model, self.boxes = self._build_model(initialize)
+        self.executor = self._build_executor()
+        self._boundaries: dict[tuple[int, int], Boundary] = {}
+        self.sync = GradientSync(comm, dict(self.model.named_parameters()), self.boxes, buckets)
+        self.optimizer = ShardedOptimizer(self.sync, optimizer) if optimizer is not None else None
+
+    def _build_model(self, initialize: Initialize) -> tuple[GPTStage, dict[str, Box]]:
+        stage, spec = self.stage, self.spec
+        model = GPTStage(
+            spec, self.share, stage.layer_indices(), stage.embed, stage.head, dtype=self.dtype, device=self.comm.device
+        )
+        held = {t.name: t for t in stage_tensors(spec, stage.layer_indices(), stage.embed, stage.head)}
+        boxes = {name: tensor_box(tensor, self.share) for name, tensor in held.items()}
+        params = dict(model.named_parameters())
+        assert params.keys() == held.keys(), f"model and spec disagree: {params.keys() ^ held.keys()}"
+        with torch.no_grad():
+            for name, param in params.items():
+                param.copy_(initialize(held[name], boxes[name]))
+        shards = tuple(b - a for a, b in cut(self.unit.num_tokens, [1] * self.unit.tp))
+        apply_tensor_parallel(model, self.tp_group, shards, self.share.vocab)
+        apply_recompute(model, stage.recompute)
+        return model, boxes
+
+    def _build_executor(self) -> PipelineExecutor:
+        p, s = self.place.pipeline, self.place.stage
+        last = len(self.plan.pipelines[p].stages) - 1
+        return PipelineExecutor(
+            self.comm,
+            self.model,
+            self._loss if self.stage.head else None,
+            (lambda size: self._boundary(s - 1, size)) if s > 0 else None,
+            (lambda size: self._boundary(s, size)) if s < last else None,
+            self.dtype,
+            f"pipeline {p} stage {s}",
+        )
+
+    def _boundary(self, upstream: int, size: int) -> Boundary:
+        if (upstream, size) not in self._boundaries:
+            up, down = (
+                activation_layout(self.plan, self.place.pipeline, s, size, self.spec.hidden_size)
+                for s in (upstream, upstream + 1)
+            )
+            self._boundaries[upstream, size] = Boundary(self.comm, up, down)
+        return self._boundaries[upstream, size]
+
+    def _loss(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        if self.tp_group.size > 1:
+            losses = vocab_parallel_cross_entropy(logits, batch.labels, self.tp_group, self.share.vocab)
+        else:
+            losses = cross_entropy(logits, batch.labels)
+        return losses.sum() if batch.loss_mask is None else (losses * batch.loss_mask).sum()
+
+    def work(self, fetch: Fetch, first_sample: int, batch_size: int, forward_only: bool = False) -> StageWork:
+        """What this rank does for the global samples ``[first_sample, first_sample + batch_size)``."""
+        p = self.place.pipeline
+        pipeline = self.plan.pipelines[p]
+        start, stop = pipeline_samples(self.plan, batch_size)[p]
+        sizes = micro_batch_sizes(pipeline, stop - start)
+        batches: list[Batch | None] = []
+        for size in sizes:
+            a, b = unit_sequences(self.stage, size)[self.place.unit]
+            indices = range(first_sample + start + a, first_sample + start + b)
+            batches.append(fetch(indices).to(self.comm.device) if indices else None)
+            start += size
+        actions = self._actions(len(sizes), forward_only)
+        return StageWork(actions, batches, sizes)
+
+    def _actions(self, num_micro_batches: int, forward_only: bool) -> tuple[Action, ...]:
+        name = "gpipe" if forward_only else self.plan.schedule
+        stages = len(self.plan.pipelines[self.place.pipeline].stages)
+        actions = lower(generate(name, stages, num_micro_batches)).stages[self.place.stage]
+        if forward_only:
+            return tuple(a for a in actions if a.kind in ("F", "SEND_F", "RECV_F"))
+        return actions
+
+    def train_step(
+        self,
+        fetch: Fetch,
+        first_sample: int,
+        batch_size: int,
+        lr: float,
+        weight_decay: float = 0.0,
+        clip_grad: float = 0.0,
+        loss_scale: float = 1.0,
+    ) -> StepStats:
+        """One optimizer step; ``clip_grad`` 0 means no clipping."""
+        assert self.optimizer is not None
+        nominal = batch_size * self.plan.seq_length
+        work = self.work(fetch, first_sample, batch_size)
+        # Seeding with the nominal token count keeps 16-bit gradients in range; the true count is applied below.
+        work = StageWork(work.actions, work.batches, work.sizes, seed=loss_scale / nominal)
+        result = self.executor.run(work, self.sync.begin_last_micro_batch)
+        grads = self.sync.finish()
+        loss_sum, tokens, square = self._totals(result, squared_norm(grads))
+        if tokens == 0:
+            raise UserError(f"no token of samples {first_sample}..{first_sample + batch_size - 1} counts in the loss")
+        scale = nominal / tokens / loss_scale
+        norm = math.sqrt(square) * scale if math.isfinite(square) else math.inf
+        skipped = not math.isfinite(norm)
+        if not skipped:
+            clip = min(1.0, clip_grad / (norm + 1e-6)) if clip_grad > 0 else 1.0
+            self.optimizer.set_rates(lr, weight_decay)
+            self.optimizer.step(grads, scale * clip)
+        self.sync.clear()
+        return StepStats(loss_sum / tokens, tokens, norm, skipped, result)
+
+    @torch.no_grad()
+    def evaluate(self, fetch: Fetch, first_sample: int, batch_size: int) -> tuple[float, int]:
+        """(sum of token losses, tokens) of some samples, equal on all ranks."""
+        result = self.executor.run(self.work(fetch, first_sample, batch_size, forward_only=True))
+        loss_sum, tokens, _ = self._totals(result, 0.0)
+        return loss_sum, tokens
+
+    def _totals(self, result: StepResult, square: float) -> tuple[float, int, float]:
+        """World sums of (loss sum, tokens, squared norm), added in rank order; a TP group counts its loss once."""
+        counts = self.place.tp_rank == 0
+        mine = torch.tensor(
+            [result.loss_sum * counts, float(result.tokens * counts), square], dtype=torch.float64
+        )
+        loss_sum, tokens, total = self.world.gather_vectors(mine).sum(0).tolist()
+        return loss_sum, int(tokens), total
+
+    def check_agreement(self, *facts: str) -> None:
+        """All ranks run the same plan (and whatever else is passed); otherwise every rank refuses."""
+        mine = (self.plan.fingerprint(), *facts)
+        everyone = self.world.gather_objects(mine)
+        for rank, theirs in zip(self.world.ranks, everyone, strict=True):
+            if theirs != everyone[0]:
+                raise UserError(
+                    f"rank {rank} has {theirs}, rank {self.world.ranks[0]} has {everyone[0]}",
+                    field="plan fingerprint",
+                    accepted="the same plan, model and options on every rank",
+                )

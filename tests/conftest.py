@@ -1,0 +1,18 @@
+"""Settings for all tests. They hold before torch is first imported, and in the ranks that tests start."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+# Ranks share two cores: one thread each. Nothing is looked up on a hub.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Times differ between machines: no deadline per example. In CI the same examples every time, so that no
+# change is blamed for a case that was never drawn before; everywhere else new ones.
+settings.register_profile("local", deadline=None, print_blob=True)
+settings.register_profile("ci", parent=settings.get_profile("local"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")

@@ -1,0 +1,104 @@
+"""A pool of real rank processes (gloo) that stays alive between tests: starting torch per case is too slow.
+
+A job is a module-level function ``job(comm, *args)``; every rank of the job runs it and its return values come
+back in rank order. A failed or silent job ends the pool; the next job starts a fresh one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing as mp
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+RANKS = 8
+COMM_TIMEOUT = 20.0
+JOB_TIMEOUT = 60.0
+
+
+def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
+    import torch
+
+    from hetero_megatron.comm import start_comm
+    from hetero_megatron.platform import Platform
+
+    torch.set_num_threads(1)
+    comm = start_comm(Platform(torch.device("cpu"), "cpu:gloo"), COMM_TIMEOUT)
+    while True:
+        job, args = pipe.recv()
+        try:
+            pipe.send((True, job(comm, *args)))
+        except BaseException as error:
+            pipe.send((False, (error if isinstance(error, ValueError) else None, traceback.format_exc())))
+
+
+class JobFailed(AssertionError):
+    """Some rank raised; the message holds every rank's traceback."""
+
+
+class Pool:
+    def __init__(self, size: int = RANKS) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "hetero_megatron.comm"])
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, port, there), daemon=True)
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
+        """``job(comm, *args)`` on every rank of the pool; a job for fewer ranks lets the others create groups only."""
+        size = len(self.pipes)
+        for pipe in self.pipes:
+            pipe.send((job, args))
+        results: dict[int, Any] = {}
+        failures: dict[int, Any] = {}
+        while len(results) + len(failures) < size:
+            waiting = [p for r, p in enumerate(self.pipes) if r not in results and r not in failures]
+            ready = wait(waiting, timeout=JOB_TIMEOUT)
+            if not ready:
+                self.close()
+                raise JobFailed(f"no answer from ranks {[self.pipes.index(p) for p in waiting]}; failures: {failures}")
+            for pipe in ready:
+                rank = self.pipes.index(pipe)  # type: ignore[arg-type]
+                ok, value = pipe.recv()  # type: ignore[union-attr]
+                (results if ok else failures)[rank] = value
+        if failures:
+            self.close()  # the others may be half-way through a collective
+            user_errors = [error for error, _ in failures.values() if error is not None]
+            if user_errors and len(failures) == size:
+                raise user_errors[0]
+            raise JobFailed("\n".join(f"--- rank {r}\n{text}" for r, (_, text) in sorted(failures.items())))
+        return [results[r] for r in range(size)]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        if _POOLS.get("pool") is self:
+            del _POOLS["pool"]
+
+
+_POOLS: dict[str, Pool] = {}
+
+
+def shared_pool() -> Pool:
+    """The session's pool, started on first use."""
+    if "pool" not in _POOLS:
+        _POOLS["pool"] = Pool()
+        atexit.register(_POOLS["pool"].close)
+    return _POOLS["pool"]

@@ -1,0 +1,89 @@
+"""Random small models and random asymmetric plans, as the dictionaries that users would write."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+
+def composition(rng: random.Random, total: int, parts: int, least: int = 0) -> list[int]:
+    """``parts`` integers >= ``least`` that sum to ``total``."""
+    free = total - parts * least
+    cuts = sorted(rng.randint(0, free) for _ in range(parts - 1))
+    return [b - a + least for a, b in zip([0, *cuts], [*cuts, free], strict=True)]
+
+
+def random_stage(rng: random.Random, ranks: list[int], layers: tuple[int, int], mbs: int, heads: int) -> dict[str, Any]:
+    size = len(ranks)
+    options = [tp for tp in range(1, min(size, 4) + 1) if size % tp == 0 and size // tp <= mbs]
+    tp = rng.choice(options)
+    stage: dict[str, Any] = {"ranks": ranks, "layers": list(layers), "tp": tp}
+    if tp > 1 and rng.random() < 0.6:
+        stage["tp_split"] = [rng.randint(1, 4) for _ in range(tp)]
+    if size // tp > 1:
+        stage["dp_split"] = composition(rng, mbs, size // tp, least=1)
+    recompute = rng.choice(["none", "none", "selective", "full", "first"])
+    if recompute == "first":
+        stage["recompute"] = {"first": rng.randint(0, layers[1] - layers[0])}
+    else:
+        stage["recompute"] = recompute
+    return stage
+
+
+def random_pipeline(rng: random.Random, ranks: list[int], num_layers: int, heads: int) -> dict[str, Any]:
+    mbs = rng.randint(1, 3)
+    while True:
+        stages = rng.randint(1, min(len(ranks), num_layers + 2))
+        sizes = composition(rng, len(ranks), stages, least=1)
+        if all(any(s % tp == 0 and s // tp <= mbs for tp in range(1, min(s, 4) + 1)) for s in sizes):
+            break
+    # A first or last stage may hold the embedding or the head alone; one between must hold layers.
+    middle = max(stages - 2, 0)
+    layers = [n + (0 < i < stages - 1) for i, n in enumerate(composition(rng, num_layers - middle, stages))]
+    out, rank, layer = [], 0, 0
+    for size, count in zip(sizes, layers, strict=True):
+        out.append(random_stage(rng, ranks[rank : rank + size], (layer, layer + count), mbs, heads))
+        rank, layer = rank + size, layer + count
+    return {"micro_batch_size": mbs, "num_micro_batches": rng.randint(1, 4), "stages": out}
+
+
+def random_plan(rng: random.Random, num_layers: int, heads: int, seq_length: int, ranks: int) -> dict[str, Any]:
+    """A plan over exactly ``ranks`` ranks with 1 to 3 pipelines; ranks in random order over the pipelines' stages."""
+    pipelines = []
+    order = list(range(ranks))
+    start = 0
+    for size in composition(rng, ranks, rng.randint(1, min(3, ranks)), least=1):
+        pipelines.append(random_pipeline(rng, order[start : start + size], num_layers, heads))
+        start += size
+    batch = sum(p["micro_batch_size"] * p["num_micro_batches"] for p in pipelines)
+    return {
+        "version": 1,
+        "seq_length": seq_length,
+        "global_batch_size": batch,
+        "schedule": rng.choice(["1f1b", "1f1b", "gpipe"]),
+        "pipelines": pipelines,
+    }
+
+
+def random_model(rng: random.Random) -> dict[str, Any]:
+    """A tiny Hugging Face config: family, GQA, ties, biases, odd vocabulary and feed-forward sizes."""
+    family = rng.choice(["llama", "llama", "mistral", "qwen2", "qwen3", "gpt2"])
+    heads = rng.choice([4, 4, 6, 8])
+    head_dim = rng.choice([4, 8])
+    layers = rng.randint(1, 5)
+    vocab = rng.choice([37, 61, 64])
+    if family == "gpt2":
+        return {
+            "model_type": "gpt2", "n_layer": layers, "n_embd": heads * head_dim, "n_head": heads, "n_inner": rng.choice([None, 50]),
+            "vocab_size": vocab, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        }  # fmt: skip
+    config = {
+        "model_type": family, "num_hidden_layers": layers, "hidden_size": heads * head_dim, "num_attention_heads": heads,
+        "num_key_value_heads": rng.choice([k for k in range(1, heads + 1) if heads % k == 0]), "head_dim": head_dim,
+        "intermediate_size": rng.choice([20, 33, 48]), "vocab_size": vocab, "max_position_embeddings": 64,
+        "tie_word_embeddings": rng.random() < 0.4, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+        "attention_dropout": 0.0,
+    }  # fmt: skip
+    if family == "mistral":
+        config["sliding_window"] = None
+    return config

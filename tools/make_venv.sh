@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Builds or completes the virtual environment: make_venv.sh FOLDER EXTRAS [PYTHON]. Called by `make env`.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=$1 extras=$2 wanted=${3:-}
+
+fail() { printf 'make env: %s\n' "$*" >&2; exit 1; }
+
+# A name on PATH is not enough: pyenv's stand-ins exist for versions that are not installed.
+recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+
+if ! recent "$venv/bin/python"; then
+    python=
+    for candidate in ${wanted:-python3.11 python3.12 python3.13 python3}; do
+        if recent "$candidate"; then python=$candidate; break; fi
+    done
+    [ -n "$python" ] || fail "no Python 3.11 or newer found (tried: ${wanted:-python3.11 python3.12 python3.13 python3});" \
+        "install one, or name it: make env PYTHON=/path/to/python3.11"
+    "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+        fail "$python has no venv module; on Debian and Ubuntu: apt-get install python3-venv"
+    echo "make env: $venv with $("$python" --version)"
+    rm -rf "$venv"
+    "$python" -m venv "$venv"
+fi
+
+start=$SECONDS
+echo "make env: installing the pinned versions (about 90 s on a fast connection)"
+# Errors only: pip would also warn of every index that lacks a package.
+pip=("$venv/bin/python" -m pip --quiet --quiet --no-input)
+# Our own pip and setuptools first: older ones build packages from source more slowly, or refuse to.
+"${pip[@]}" install --constraint constraints.txt pip setuptools
+PIP_BUILD_CONSTRAINT=constraints.txt "${pip[@]}" install --constraint constraints.txt --editable ".[$extras]"
+echo "make env: done in $((SECONDS - start)) s"
