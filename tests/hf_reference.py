@@ -18,7 +18,7 @@ from hetero_megatron.spec import ModelSpec, from_hf_config
 
 
 def make_hf(config: dict[str, Any], seed: int, dtype: torch.dtype = torch.float64) -> tuple[torch.nn.Module, ModelSpec]:
-    """A randomly initialised Hugging Face model (weights large enough that every term matters) and its spec."""
+    """A random Hugging Face model, its weights large enough that every term matters, and its spec."""
     torch.manual_seed(seed)
     hf_config = AutoConfig.for_model(**config)
     hf_config._attn_implementation = "sdpa"
@@ -49,7 +49,7 @@ def _exact_rms_norm(module: Any) -> Any:
 
 def _exact_rotary(module: Any, dtype: torch.dtype) -> Any:
     inv_freq = exact_frequencies(module.config)
-    # transformers computes the same numbers in fp32: guards the rule below against being wrong in the same way as ours.
+    # transformers computes the same numbers in fp32: so the rule below is not wrong in the same way as ours.
     torch.testing.assert_close(inv_freq.float(), module.inv_freq.float(), rtol=2e-6, atol=0)
 
     def forward(x: torch.Tensor, position_ids: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,7 +112,7 @@ def hf_grads(model: torch.nn.Module, spec: ModelSpec) -> dict[str, torch.Tensor]
 def hf_logits(
     model: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor, documents: list[list[int]] | None
 ) -> torch.Tensor:
-    """[b, s, V]; packed documents through an explicit block-diagonal causal mask, because transformers has no other way."""
+    """Logits [b, s, V]; packed documents through an explicit block-diagonal causal mask."""
     b, s = tokens.shape
     kwargs: dict[str, Any] = {"position_ids": positions, "use_cache": False}
     dtype = next(model.parameters()).dtype

@@ -17,8 +17,9 @@ from hetero_megatron.spec import ModelSpec, logical_tensors, shares, stage_tenso
 from tests.hf_reference import hf_grads, hf_logits, hf_loss_sum, hf_to_logical, make_hf
 
 LLAMA: dict[str, Any] = {
-    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 40, "vocab_size": 61, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 40, "vocab_size": 61, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
 }  # fmt: skip
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 61, "n_positions": 64}
 LLAMA3 = {
@@ -35,7 +36,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral_window": LLAMA | {"model_type": "mistral", "sliding_window": 5},
     "mistral_head_dim": LLAMA | {"model_type": "mistral", "sliding_window": None, "head_dim": 12},
     "qwen2": LLAMA | {"model_type": "qwen2"},
-    "qwen2_window": LLAMA | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
+    "qwen2_window": LLAMA
+    | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
     "qwen3": LLAMA | {"model_type": "qwen3", "head_dim": 16},
     "qwen3_tied": LLAMA | {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 8},
     "gpt2": GPT2,
@@ -54,7 +56,12 @@ def micro_batch(vocab: int, documents: list[list[int]] | None, b: int = 3, s: in
 
 
 def build(spec: ModelSpec, weights: dict[str, torch.Tensor], dtype: torch.dtype, **changes: Any) -> GPTStage:
-    what = {"share": whole_share(spec), "layers": range(spec.num_layers), "embed": True, "head": True} | changes
+    what = {
+        "share": whole_share(spec),
+        "layers": range(spec.num_layers),
+        "embed": True,
+        "head": True,
+    } | changes
     stage = GPTStage(spec, what["share"], what["layers"], what["embed"], what["head"], dtype=dtype)
     held = {t.name: t for t in stage_tensors(spec, what["layers"], what["embed"], what["head"])}
     params = dict(stage.named_parameters())
@@ -128,13 +135,18 @@ def test_shares_of_a_layer_sum_to_the_whole(family: str, split: tuple[int, ...])
     x = torch.randn(3, 17, spec.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
     rope = None
     if spec.position == "rope":
-        rope = rope_tables(batch.positions, rope_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling), x.dtype)
+        rope = rope_tables(
+            batch.positions, rope_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling), x.dtype
+        )
     context = Context(batch.documents, rope)
 
     def parts(stage: GPTStage) -> tuple[torch.Tensor, torch.Tensor]:
         (layer,) = stage.layers()
         outs = []
-        for out, row in ((layer.self_attn(x, context), layer.self_attn.o_proj), (layer.mlp(x), layer.mlp.down_proj)):
+        for out, row in (
+            (layer.self_attn(x, context), layer.self_attn.o_proj),
+            (layer.mlp(x), layer.mlp.down_proj),
+        ):
             outs.append(out if row.bias is None else out - row.bias)
         return outs[0], outs[1]
 

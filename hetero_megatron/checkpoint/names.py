@@ -1,7 +1,7 @@
 """Logical tensor names <-> Hugging Face names: one table per naming, used in both directions.
 
-An entry is the Hugging Face tensor, the rows of it (of its last axis, for GPT-2's Conv1D) that hold our tensor,
-and whether it is stored transposed.
+An entry is the Hugging Face tensor, the part of its last axis that holds our tensor (GPT-2 fuses q, k and v),
+and whether it is stored transposed (Conv1D).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hetero_megatron.spec import ModelSpec, logical_tensors
 
 @dataclass(frozen=True)
 class HFSource:
-    """Where a logical tensor is: elements ``[start, stop)`` of the last axis (None: all) of ``name``, transposed or not."""
+    """Where a logical tensor is: ``[start, stop)`` of the last axis (None: all) of ``name``, or its transpose."""
 
     name: str
     start: int | None = None
@@ -52,7 +52,8 @@ def hf_source(spec: ModelSpec, name: str) -> HFSource:
     assert found, f"not a logical tensor name: {name}"
     layer, suffix, kind = found.groups()
     theirs, third, transpose = _GPT2_LAYER[suffix]
-    start, stop = (None, None) if third is None else (third * spec.hidden_size, (third + 1) * spec.hidden_size)
+    h = spec.hidden_size
+    start, stop = (None, None) if third is None else (third * h, (third + 1) * h)
     return HFSource(f"transformer.h.{layer}.{theirs}.{kind}", start, stop, transpose and kind == "weight")
 
 

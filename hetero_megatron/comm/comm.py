@@ -24,9 +24,16 @@ class Handle:
     """A transfer under way. ``wait`` returns the received tensor (None for a send)."""
 
     def __init__(
-        self, comm: Comm, work: dist.Work | None, result: torch.Tensor | None, peers: tuple[int, ...], keep: object = None
+        self,
+        comm: Comm,
+        work: dist.Work | None,
+        result: torch.Tensor | None,
+        peers: tuple[int, ...],
+        keep: torch.Tensor | None = None,
+        collective: bool = False,
     ) -> None:
-        self._comm, self._work, self._result, self._peers, self._keep = comm, work, result, peers, keep
+        self._comm, self._work, self._result, self._peers = comm, work, result, peers
+        self._keep, self._collective = keep, collective  # the tensor being sent must live until then
 
     def wait(self) -> torch.Tensor | None:
         if self._work is not None:
@@ -35,9 +42,23 @@ class Handle:
                 self._work.wait()
             except RuntimeError as error:
                 raise self._comm.failure(self._peers, time.perf_counter() - start, error) from error
-            self._comm.wait_seconds += time.perf_counter() - start
+            self._comm.seconds.add(time.perf_counter() - start, self._collective)
             self._work = self._keep = None
         return self._result
+
+
+@dataclass
+class WaitSeconds:
+    """Seconds blocked so far: in point-to-point transfers (pipeline neighbours) and in collectives."""
+
+    neighbours: float = 0.0
+    collectives: float = 0.0
+
+    def add(self, seconds: float, collective: bool) -> None:
+        if collective:
+            self.collectives += seconds
+        else:
+            self.neighbours += seconds
 
 
 class Comm:
@@ -47,14 +68,14 @@ class Comm:
         rank: global rank; device: where tensors live.
         activity: what the rank is doing now, for diagnosis (set by the executor).
         sent_bytes: bytes sent so far by destination rank.
-        wait_seconds: time spent blocked in transfers so far.
+        seconds: time spent blocked in transfers so far.
     """
 
     def __init__(self, rank: int, device: torch.device, timeout: timedelta) -> None:
         self.rank, self.device, self.timeout = rank, device, timeout
         self.activity = "start-up"
         self.sent_bytes: dict[int, int] = defaultdict(int)
-        self.wait_seconds = 0.0
+        self.seconds = WaitSeconds()
         self._groups: dict[tuple[int, ...], Group] = {}
 
     def create_groups(self, groups: Iterable[Sequence[int]]) -> None:
@@ -142,7 +163,7 @@ class Group:
             )
         except RuntimeError as error:
             raise self.comm.failure(self._others(), 0.0, error) from error
-        return Handle(self.comm, work, recv, self._others(), send)
+        return Handle(self.comm, work, recv, self._others(), send, collective=True)
 
     def gather_vectors(self, vector: torch.Tensor) -> torch.Tensor:
         """[n] from every member -> [members, n], same on all; for a few numbers per step."""
@@ -153,7 +174,7 @@ class Group:
             work = dist.all_gather(out, vector, group=self._handle, async_op=True)
         except RuntimeError as error:
             raise self.comm.failure(self._others(), 0.0, error) from error
-        Handle(self.comm, work, None, self._others()).wait()
+        Handle(self.comm, work, None, self._others(), collective=True).wait()
         return torch.stack(out)
 
     def gather_objects(self, value: object) -> list[object]:

@@ -58,7 +58,7 @@ def make_batch(dataset: Dataset, indices: Sequence[int], options: BatchOptions) 
     samples = [dataset[i] for i in indices]
     tokens = np.stack([s.tokens for s in samples])
     inputs, length = tokens[:, :-1], tokens.shape[1] - 1
-    positions = np.broadcast_to(np.arange(length), inputs.shape)
+    positions = np.tile(np.arange(length), (len(samples), 1))
     if options.reset_position_ids:
         positions = np.stack([_positions(s.documents, length) for s in samples])
     # As in Megatron: a position whose *input* is the end of a document predicts across a boundary and is masked.

@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Sample(NamedTuple):
-    """``tokens`` int64 [seq_length + 1]; ``documents`` int32 [n], ascending start offsets in ``tokens[:-1]``, first 0."""
+    """``tokens`` int64 [seq_length + 1]; ``documents`` int32 [n], ascending starts in ``tokens[:-1]``, first 0."""
 
     tokens: np.ndarray
     documents: np.ndarray

@@ -1,8 +1,8 @@
-"""A run of decoder layers, with the embedding before it or the head after it: one definition for every family.
+"""A run of decoder layers, with the embedding before or the head after it: one definition for all families.
 
 It reads and runs like a single-device model. ``Share`` says how many heads, columns and rows this copy has;
-tensor parallelism and recomputation are applied from outside (``parallel/``). Parameters carry the logical names
-of ``spec/tensors.py``.
+tensor parallelism and recomputation are applied from outside (``parallel/``). Parameters carry the logical
+names of ``spec/tensors.py``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,17 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
-from hetero_megatron.ops import apply_rope, attention, gelu, layer_norm, rms_norm, rope_frequencies, rope_tables
-from hetero_megatron.ops import squared_relu, swiglu
+from hetero_megatron.ops import (
+    apply_rope,
+    attention,
+    gelu,
+    layer_norm,
+    rms_norm,
+    rope_frequencies,
+    rope_tables,
+    squared_relu,
+    swiglu,
+)
 from hetero_megatron.spec import ModelSpec, Share
 
 
@@ -86,7 +95,8 @@ class Attention(nn.Module):
         # Where the query heads do not use the local key-value heads evenly, each one's head is looked up.
         users = [i // spec.queries_per_kv - kv0 for i in range(q0, q1)]
         local = max(kv1 - kv0, 1)
-        even = len(users) % local == 0 and users == [i // max(len(users) // local, 1) for i in range(len(users))]
+        each = max(len(users) // local, 1)
+        even = len(users) % local == 0 and users == [i // each for i in range(len(users))]
         self.kv_of_query = None if even else users
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
@@ -100,7 +110,8 @@ class Attention(nn.Module):
             q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
         if self.kv_of_query is not None:
             k, v = k[:, :, self.kv_of_query], v[:, :, self.kv_of_query]
-        return cast(torch.Tensor, self.o_proj(self.core_attention(q, k, v, context).reshape(b, s, self.heads * self.head_dim)))
+        out = self.core_attention(q, k, v, context).reshape(b, s, self.heads * self.head_dim)
+        return cast(torch.Tensor, self.o_proj(out))
 
 
 class MLP(nn.Module):
@@ -183,7 +194,9 @@ class GPTStage(nn.Module):
     ) -> None:
         super().__init__()
         self.has_embed, self.has_head = embed, head
-        self._freqs = rope_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling) if spec.position == "rope" else None
+        self._freqs = None
+        if spec.position == "rope":
+            self._freqs = rope_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling)
         rows, h = share.vocab[1] - share.vocab[0], spec.hidden_size
         with _default_dtype(dtype), torch.device(device):
             self.model = nn.ModuleDict()

@@ -1,7 +1,7 @@
 """Initial weights as a function of (seed, tensor, position), never of the plan.
 
-A tensor's rows are drawn in blocks, each from a CPU generator seeded by a hash of the seed, the tensor's name and
-the block's number. A rank draws only the blocks that its box touches and gets what a single process would.
+A tensor's rows are drawn in blocks, each from a CPU generator seeded by a hash of the seed, the tensor's name
+and the block's number. A rank draws only the blocks that its box touches and gets what one process would.
 """
 
 from __future__ import annotations

@@ -44,16 +44,14 @@ def attention(
     return torch.cat([o for o, _ in rows]), torch.cat([lse for _, lse in rows])
 
 
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """One document per row."""
     length, repeat = q.shape[1], q.shape[2] // k.shape[2]
     windowed = window is not None and window < length
     if q.device.type != "cpu":
         return attention_reference(q, k, v, window)
     if repeat > 1 and q.dtype in (torch.float16, torch.bfloat16):
-        # aten shares KV heads without a copy, but then adds their gradients up in 16 bits: 1.5 times the error.
+        # aten shares KV heads without a copy, but then adds their gradients in 16 bits: 1.5 times the error.
         k, v = k.repeat_interleave(repeat, dim=2), v.repeat_interleave(repeat, dim=2)
     mask = causal_mask(length, window, q.device) if windowed else None
     bias = None if mask is None else torch.zeros(length, length, dtype=q.dtype).masked_fill_(~mask, -math.inf)
@@ -72,7 +70,7 @@ def causal_mask(length: int, window: int | None, device: torch.device) -> torch.
 def attention_reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition: materialised scores in at least fp32. Shapes as in :func:`attention`, one document per row."""
+    """The definition: materialised scores in at least fp32. Shapes as in :func:`attention`; no documents."""
     repeat = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(repeat, dim=2), v.repeat_interleave(repeat, dim=2)
     wide = torch.promote_types(q.dtype, torch.float32)

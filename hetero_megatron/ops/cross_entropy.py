@@ -19,10 +19,10 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         probs = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
-        target = probs.gather(-1, labels[..., None])
-        top = probs.amax(-1, keepdim=True)
-        total = probs.sub_(top).exp_().sum(-1, keepdim=True)
-        loss = total.log() + top - target
+        probs.sub_(probs.amax(-1, keepdim=True))
+        target = probs.gather(-1, labels[..., None])  # after the shift, so that large logits lose no digits
+        total = probs.exp_().sum(-1, keepdim=True)
+        loss = total.log() - target
         ctx.save_for_backward(probs, labels, total)
         ctx.dtype = logits.dtype
         return loss.squeeze(-1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -21,7 +20,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
         return (wide * rstd).to(x.dtype).mul_(weight)
 
@@ -52,14 +52,12 @@ def layer_norm_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
 
 
 class _LayerNorm(torch.autograd.Function):
-    """aten's kernels on at least fp32: on 16-bit input they add up weight gradients in 16 bits (error 2e-2)."""
+    """aten's kernels in at least fp32: in 16 bits they add up weight gradients in 16 bits (error 2e-2)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        y, mean, rstd = torch.ops.aten.native_layer_norm(
-            x.to(wide), [x.shape[-1]], weight.to(wide), bias.to(wide), eps
-        )
+        y, mean, rstd = torch.ops.aten.native_layer_norm(x.to(wide), [x.shape[-1]], weight.to(wide), bias.to(wide), eps)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         return y.to(x.dtype)  # type: ignore[no-any-return]
 

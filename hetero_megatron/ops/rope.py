@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021), in Hugging Face's half layout: feature i turns with i + d/2."""
+"""Rotary position embedding (Su et al., 2021) in Hugging Face's half layout: feature i turns with i + d/2."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
 
 
 def rope_tables(positions: torch.Tensor, freqs: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin), each [b, s, 1, d / 2] in at least fp32; angles are computed in fp64 so long positions stay exact."""
+    """(cos, sin), each [b, s, 1, d / 2] in at least fp32; angles in fp64, so that long positions stay exact."""
     angles = positions.to(torch.float64)[..., None, None] * freqs.to(positions.device)
     wide = torch.promote_types(dtype, torch.float32)
     return angles.cos().to(wide), angles.sin().to(wide)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -44,12 +44,14 @@ class StageWork:
 
 @dataclass
 class StepResult:
-    """Sum of token losses and number of tokens (of this rank's head stage, else 0), and seconds by kind."""
+    """Sum of token losses and number of tokens (of this rank's head stage, else 0), and seconds: computing,
+    waiting for pipeline neighbours, communicating inside the stage."""
 
     loss_sum: float = 0.0
     tokens: int = 0
-    compute_seconds: float = 0.0
-    wait_seconds: float = 0.0
+    busy_seconds: float = 0.0
+    bubble_seconds: float = 0.0
+    communication_seconds: float = 0.0
 
 
 @dataclass
@@ -94,7 +96,7 @@ class PipelineExecutor:
         receives = [a for a in work.actions if a.kind.startswith("RECV")]
         posted, taken = 0, 0
         last_b = max((i for i, a in enumerate(work.actions) if a.kind == "B"), default=-1)
-        start, waited = time.perf_counter(), self.comm.wait_seconds
+        start, before = time.perf_counter(), replace(self.comm.seconds)
         for i, action in enumerate(work.actions):
             self.comm.activity = f"{self.place}, action {action}"
             while posted < min(taken + LOOKAHEAD, len(receives)):
@@ -109,8 +111,10 @@ class PipelineExecutor:
             _wait(handles)
         if live.losses:
             result.loss_sum = float(torch.stack([x.double() for x in live.losses]).sum())
-        result.wait_seconds = self.comm.wait_seconds - waited
-        result.compute_seconds = time.perf_counter() - start - result.wait_seconds
+        result.bubble_seconds = self.comm.seconds.neighbours - before.neighbours
+        result.communication_seconds = self.comm.seconds.collectives - before.collectives
+        waited = result.bubble_seconds + result.communication_seconds
+        result.busy_seconds = time.perf_counter() - start - waited
         self.comm.activity = "the optimizer step"
         return result
 

@@ -19,8 +19,7 @@ def validate(schedule: Schedule) -> None:
 
     Raises:
         ScheduleError: an unknown or repeated action, an action before what it needs, a receive without a
-        send, a
-            send that nobody receives, a forward without a backward, or a deadlock.
+            send, a send that nobody receives, a forward without a backward, or a deadlock.
     """
     _Run(schedule).finish()
 

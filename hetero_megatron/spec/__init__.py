@@ -1,4 +1,4 @@
-"""What a model is, without torch: its configuration, its logical tensors, how they are shared, what they cost."""
+"""What a model is, without torch: configuration, logical tensors, how they are shared, what they cost."""
 
 from hetero_megatron.spec.hf_config import from_hf_config, to_hf_config
 from hetero_megatron.spec.model_spec import ModelSpec, RopeScaling

@@ -1,7 +1,7 @@
 """What a model costs: FLOPs, parameters and activation bytes, as plain formulas of its configuration.
 
-A multiply-add counts as 2 FLOPs; only matrix products count (the convention behind MFU). Recomputed work is not
-counted: these are *model* FLOPs. Backward is twice forward, because each product has two operands.
+A multiply-add counts as 2 FLOPs; only matrix products count (the convention behind MFU). Recomputed work is
+not counted: these are *model* FLOPs. Backward is twice forward, because each product has two operands.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hetero_megatron.spec.tensors import logical_tensors
 
 
 def visible_pairs(length: int, window: int | None = None) -> int:
-    """(query, key) pairs of causal attention in one document of ``length`` tokens: n(n+1)/2 without a window."""
+    """(query, key) pairs of causal attention in a document of ``length`` tokens: n(n+1)/2 without a window."""
     full = min(length, window or length)
     return full * (full + 1) // 2 + (length - full) * full
 
@@ -31,7 +31,7 @@ def layer_matmul_flops(spec: ModelSpec) -> int:
 
 
 def layer_attention_flops(spec: ModelSpec, pairs: int) -> int:
-    """Forward FLOPs of one layer's softmax(q k^T) v over ``pairs`` visible (query, key) pairs: 4 d per head and pair."""
+    """Forward FLOPs of one layer's softmax(q k^T) v: 4 d per head and visible (query, key) pair."""
     return 4 * spec.num_heads * spec.head_dim * pairs
 
 
@@ -61,19 +61,21 @@ def layer_parameters(spec: ModelSpec) -> int:
     return sum(t.size for t in logical_tensors(spec) if t.layer == 0)
 
 
-def layer_activation_bytes(spec: ModelSpec, tokens: int, recompute: str = "none", itemsize: int = 2, tp: float = 1.0) -> int:
+def layer_activation_bytes(
+    spec: ModelSpec, tokens: int, recompute: str = "none", itemsize: int = 2, tp: float = 1.0
+) -> int:
     """Bytes that one layer keeps from forward to backward, as ``model/gpt.py`` saves them.
 
     Counted per token, in elements (h hidden, q and kv the widths of queries and keys, f feed-forward):
 
     - on the token shard: both norms' inputs, 2 h;
     - after the gather, on every rank whole: the inputs of QKV and of the MLP, 2 h;
-    - cut by ``tp``: q, k, v and the attention output that both attention and o_proj save, 2 q + 2 kv (q and k are
-      saved after rotation), and with SwiGLU gate, up and their product, 3 f, otherwise up and its activation, 2 f;
-      q/k norms save their inputs once more, q + kv; the log-sum-exp is one fp32 number per head.
+    - cut by ``tp``: q, k, v (q and k after rotation) and the attention output, 2 q + 2 kv; with SwiGLU gate, up
+      and their product, 3 f, otherwise up and its activation, 2 f; q/k norms save their inputs too, q + kv; the
+      log-sum-exp is one fp32 number per head.
 
-    ``full`` keeps the layer's input only. ``selective`` recomputes the attention core: a flash kernel keeps no scores,
-    so only the log-sum-exp is saved that way (its inputs stay as the checkpoint, its output as o_proj's input).
+    ``full`` keeps the layer's input only. ``selective`` recomputes the attention core: a flash kernel keeps no
+    scores, so only the log-sum-exp is saved that way.
 
     Args:
         tokens: tokens of the micro-batch (rows x sequence length).
@@ -93,6 +95,6 @@ def layer_activation_bytes(spec: ModelSpec, tokens: int, recompute: str = "none"
 
 
 def head_activation_bytes(spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0) -> int:
-    """Bytes that the head keeps: norm input, head input, logits as fp32 probabilities (see ``ops/cross_entropy.py``)."""
+    """Bytes that the head keeps: norm input, head input, and the probabilities in at least fp32."""
     h = spec.hidden_size
     return round(tokens * (itemsize * (h / tp + h) + max(itemsize, 4) * spec.vocab_size / tp))

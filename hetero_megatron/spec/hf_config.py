@@ -1,4 +1,4 @@
-"""Hugging Face ``config.json`` <-> ModelSpec. What changes numbers and is not supported is refused by name."""
+"""Hugging Face ``config.json`` <-> ModelSpec. What changes numbers and is unsupported is refused by name."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ from hetero_megatron.spec.model_spec import ModelSpec, RopeScaling
 
 Config = Mapping[str, Any]
 
-# What transformers assumes where a config.json leaves a key out; None: as many KV heads as heads, or hidden / heads.
+# What transformers assumes where a config.json lacks a key; None: as many KV heads as heads, hidden / heads.
 _LLAMA_LIKE: dict[str, dict[str, Any]] = {
     "llama": {"kv_heads": None, "head_dim": None, "positions": 2048},
     "mistral": {"kv_heads": 8, "head_dim": None, "positions": 131072},
     "qwen2": {"kv_heads": 32, "head_dim": None, "positions": 32768},
     "qwen3": {"kv_heads": 32, "head_dim": 128, "positions": 32768},
 }
-_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu2": "squared_relu"}
+_ACTIVATIONS = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "relu2": "squared_relu",
+}
+_DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 _ROPE_KEYS = {
     "default": ("rope_theta", "rope_type", "type", "partial_rotary_factor"),
     "linear": ("factor",),
@@ -95,12 +101,22 @@ def _llama_like(read: _Reader, family: str, name: str) -> ModelSpec:
     if family != "llama":
         read.must_be("mlp_bias", False, None)
     heads, hidden = read.integer("num_attention_heads"), read.integer("hidden_size")
-    kv_heads = heads if _is_null(read, "num_key_value_heads") else read.integer("num_key_value_heads", defaults["kv_heads"] or heads)
+    kv_heads = (
+        heads
+        if _is_null(read, "num_key_value_heads")
+        else read.integer("num_key_value_heads", defaults["kv_heads"] or heads)
+    )
     if heads % kv_heads:
-        raise read.refuse(f"{heads} query heads cannot share them evenly", "num_key_value_heads", f"a divisor of {heads}")
+        raise read.refuse(
+            f"{heads} query heads cannot share them evenly", "num_key_value_heads", f"a divisor of {heads}"
+        )
     head_dim = defaults["head_dim"]
     if head_dim is None and read.config.get("head_dim") is None and hidden % heads:
-        raise read.refuse(f"does not divide hidden_size {hidden}", "num_attention_heads", f"a divisor of {hidden}, or a head_dim")
+        raise read.refuse(
+            f"does not divide hidden_size {hidden}",
+            "num_attention_heads",
+            f"a divisor of {hidden}, or a head_dim",
+        )
     bias = read.flag("attention_bias")
     theta, scaling = _rope(read)
     return ModelSpec(
@@ -174,14 +190,18 @@ def _rope(read: _Reader) -> tuple[float, RopeScaling | None]:
         if rope[unknown] is not None and kind != "default":
             raise inner.refuse(f"unknown with rope_type {kind}", unknown, ", ".join(sorted(known)))
         if isinstance(rope[unknown], dict):
-            raise inner.refuse("rotary parameters per kind of layer are not supported", unknown, "one rope_type for all layers")
+            raise inner.refuse(
+                "rotary parameters per kind of layer are not supported",
+                unknown,
+                "one rope_type for all layers",
+            )
     if kind == "default":
         return theta, None
     if kind == "linear":
         return theta, RopeScaling("linear", inner.positive("factor"))
     original = inner.integer("original_max_position_embeddings", read.integer("max_position_embeddings"))
-    factors = (inner.positive(k) for k in ("factor", "low_freq_factor", "high_freq_factor"))
-    return theta, RopeScaling("llama3", *factors, original)
+    factor, low, high = (inner.positive(k) for k in ("factor", "low_freq_factor", "high_freq_factor"))
+    return theta, RopeScaling("llama3", factor, low, high, original)
 
 
 def _gpt2(read: _Reader, name: str) -> ModelSpec:
@@ -189,10 +209,9 @@ def _gpt2(read: _Reader, name: str) -> ModelSpec:
     read.must_be("scale_attn_by_inverse_layer_idx", False)
     read.must_be("reorder_and_upcast_attn", False)
     read.must_be("add_cross_attention", False)
-    dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-    for key in dropouts:
+    for key in _DROPOUTS:
         read.must_be(key, 0, 0.1, None)
-    dropped = [key for key in dropouts if read.config.get(key, 0.1)]
+    dropped = [key for key in _DROPOUTS if read.config.get(key, 0.1)]
     activation = read.config.get("activation_function", "gelu_new")
     if activation not in _ACTIVATIONS:
         raise read.refuse("this activation is not supported", "activation_function", ", ".join(_ACTIVATIONS))
@@ -245,32 +264,51 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
 def _gpt2_config(spec: ModelSpec) -> dict[str, Any]:
     names = {"gelu_tanh": "gelu_new", "gelu": "gelu", "squared_relu": "relu2"}
     return {
-        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": spec.num_layers, "n_embd": spec.hidden_size,
-        "n_head": spec.num_heads, "n_inner": spec.ffn_hidden_size, "vocab_size": spec.vocab_size,
-        "n_positions": spec.max_position_embeddings, "layer_norm_epsilon": spec.norm_eps,
-        "activation_function": names.get(spec.activation, "gelu_new"), "tie_word_embeddings": spec.tied,
-        "initializer_range": spec.init_std, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-    }  # fmt: skip
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_layer": spec.num_layers,
+        "n_embd": spec.hidden_size,
+        "n_head": spec.num_heads,
+        "n_inner": spec.ffn_hidden_size,
+        "vocab_size": spec.vocab_size,
+        "n_positions": spec.max_position_embeddings,
+        "layer_norm_epsilon": spec.norm_eps,
+        "activation_function": names.get(spec.activation, "gelu_new"),
+        "tie_word_embeddings": spec.tied,
+        "initializer_range": spec.init_std,
+        **dict.fromkeys(_DROPOUTS, 0.0),
+    }
 
 
 def _llama_config(spec: ModelSpec) -> dict[str, Any]:
     family = spec.hf_model_type
-    architecture = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
     config: dict[str, Any] = {
-        "model_type": family, "architectures": [f"{architecture}ForCausalLM"], "num_hidden_layers": spec.num_layers,
-        "hidden_size": spec.hidden_size, "intermediate_size": spec.ffn_hidden_size, "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads, "head_dim": spec.head_dim, "vocab_size": spec.vocab_size,
-        "max_position_embeddings": spec.max_position_embeddings, "rms_norm_eps": spec.norm_eps, "hidden_act": "silu",
-        "tie_word_embeddings": spec.tied, "rope_theta": spec.rope_theta, "initializer_range": spec.init_std,
+        "model_type": family,
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "num_hidden_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.ffn_hidden_size,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "vocab_size": spec.vocab_size,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "rms_norm_eps": spec.norm_eps,
+        "hidden_act": "silu",
+        "tie_word_embeddings": spec.tied,
+        "rope_theta": spec.rope_theta,
+        "initializer_range": spec.init_std,
         "attention_dropout": 0.0,
-    }  # fmt: skip
+    }
     if family in ("llama", "qwen3"):
         config["attention_bias"] = spec.qkv_bias and spec.out_bias
     if family == "llama":
         config["mlp_bias"] = spec.mlp_bias
     if spec.rope_scaling is not None:
         scaling = spec.rope_scaling
-        config["rope_scaling"] = {"rope_type": scaling.kind} | {k: getattr(scaling, k) for k in _ROPE_KEYS[scaling.kind]}
+        config["rope_scaling"] = {"rope_type": scaling.kind} | {
+            k: getattr(scaling, k) for k in _ROPE_KEYS[scaling.kind]
+        }
     if family == "mistral":
         config["sliding_window"] = spec.sliding_window
     elif family != "llama" and spec.sliding_window is not None:

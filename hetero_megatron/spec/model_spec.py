@@ -20,11 +20,11 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One decoder-only model. ``naming`` picks the Hugging Face name table (``llama`` covers Mistral and Qwen).
+    """One decoder-only model; ``naming`` picks the Hugging Face name table (``llama`` covers Mistral and Qwen).
 
-    ``num_kv_heads`` < ``num_heads`` is grouped-query attention. ``sliding_window``: a token sees itself and the
-    ``sliding_window - 1`` tokens before it. ``tied``: the output head is the embedding matrix. ``notices``: what
-    reading the configuration changed, for the user to see; no part of the model's identity.
+    ``num_kv_heads`` < ``num_heads`` is grouped-query attention. ``sliding_window``: a token sees itself and
+    the ``sliding_window - 1`` tokens before it. ``tied``: the output head is the embedding matrix. ``notices``:
+    what reading the configuration changed, for the user to see; no part of the model's identity.
     """
 
     name: str
@@ -54,17 +54,32 @@ class ModelSpec:
     notices: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
+        sizes = (
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "vocab_size",
+        )
         for name in (*sizes, "max_position_embeddings"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise UserError("must be a positive integer", field=name, value=getattr(self, name), accepted="1 or more")
+                raise UserError(
+                    "must be a positive integer", field=name, value=getattr(self, name), accepted="1 or more"
+                )
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads evenly",
                 field="num_kv_heads", value=self.num_kv_heads, accepted=f"a divisor of {self.num_heads}",
             )  # fmt: skip
         if self.position == "rope" and self.head_dim % 2:
-            raise UserError("rotary embedding turns pairs of features", field="head_dim", value=self.head_dim, accepted="an even number")
+            raise UserError(
+                "rotary embedding turns pairs of features",
+                field="head_dim",
+                value=self.head_dim,
+                accepted="an even number",
+            )
         choices = {
             "naming": ("llama", "gpt2"), "norm": ("rms", "layer"), "position": ("rope", "learned"),
             "activation": ("swiglu", "gelu", "gelu_tanh", "squared_relu"),

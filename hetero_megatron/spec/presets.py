@@ -13,13 +13,19 @@ from hetero_megatron.spec.model_spec import ModelSpec, RopeScaling
 
 
 def _llama(
-    name: str, layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int = 32000, positions: int = 4096
+    name: str,
+    layers: int,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int = 32000,
+    positions: int = 4096,
 ) -> ModelSpec:
     return ModelSpec(name, "llama", layers, hidden, ffn, heads, kv_heads, hidden // heads, vocab, positions)
 
 
 _LLAMA31 = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
-_QWEN = {"norm_eps": 1e-6, "rope_theta": 1e6}
 
 _PRESETS: dict[str, ModelSpec] = {
     spec.name: spec
@@ -32,20 +38,25 @@ _PRESETS: dict[str, ModelSpec] = {
         _llama("llama2-70b", 80, 8192, 28672, 64, 8),
         replace(_llama("llama3-8b", 32, 4096, 14336, 32, 8, 128256, 8192), rope_theta=5e5),
         replace(_llama("llama3-70b", 80, 8192, 28672, 64, 8, 128256, 8192), rope_theta=5e5),
-        replace(_llama("llama3.1-8b", 32, 4096, 14336, 32, 8, 128256, 131072), rope_theta=5e5, rope_scaling=_LLAMA31),
         replace(
-            _llama("mistral-7b", 32, 4096, 14336, 32, 8, 32000, 32768), sliding_window=4096, hf_model_type="mistral"
+            _llama("llama3.1-8b", 32, 4096, 14336, 32, 8, 128256, 131072),
+            rope_theta=5e5, rope_scaling=_LLAMA31,
+        ),
+        replace(
+            _llama("mistral-7b", 32, 4096, 14336, 32, 8, 32000, 32768),
+            sliding_window=4096, hf_model_type="mistral",
         ),
         replace(
             _llama("qwen2.5-7b", 28, 3584, 18944, 28, 4, 152064, 131072),
-            qkv_bias=True, hf_model_type="qwen2", **_QWEN,
+            norm_eps=1e-6, qkv_bias=True, rope_theta=1e6, hf_model_type="qwen2",
         ),
         ModelSpec(
-            "qwen3-8b", "llama", 36, 4096, 12288, 32, 8, 128, 151936, 40960, qk_norm=True, hf_model_type="qwen3", **_QWEN
+            "qwen3-8b", "llama", 36, 4096, 12288, 32, 8, 128, 151936, 40960,
+            norm_eps=1e-6, qk_norm=True, rope_theta=1e6, hf_model_type="qwen3",
         ),
         ModelSpec(
-            "gpt2", "gpt2", 12, 768, 3072, 12, 12, 64, 50257, 1024, norm="layer", activation="gelu_tanh", qkv_bias=True,
-            out_bias=True, mlp_bias=True, tied=True, position="learned", hf_model_type="gpt2",
+            "gpt2", "gpt2", 12, 768, 3072, 12, 12, 64, 50257, 1024, norm="layer", activation="gelu_tanh",
+            qkv_bias=True, out_bias=True, mlp_bias=True, tied=True, position="learned", hf_model_type="gpt2",
         ),
     )
 }  # fmt: skip
@@ -70,8 +81,8 @@ def load_model(name: str, field: str = "--model") -> ModelSpec:
         close = difflib.get_close_matches(name, _PRESETS, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise UserError(
-            f"is neither a preset nor a directory with a config.json nor a file{hint}", field=field, value=name,
-            accepted=f"{', '.join(_PRESETS)}, or a path",
+            f"is neither a preset nor a directory with a config.json nor a file{hint}", field=field,
+            value=name, accepted=f"{', '.join(_PRESETS)}, or a path",
         )  # fmt: skip
     try:
         config = json.loads(path.read_text())

@@ -15,7 +15,7 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class Share:
-    """One TP rank's half-open part of each cut axis, in units (heads, feed-forward columns, vocabulary rows)."""
+    """One TP rank's half-open part of each cut axis, in units (heads, feed-forward columns, vocabulary)."""
 
     q_heads: Interval
     kv_heads: Interval
@@ -31,9 +31,9 @@ def whole_share(spec: ModelSpec) -> Share:
 def shares(spec: ModelSpec, tp_split: Sequence[int], heads: Interval | None = None) -> tuple[Share, ...]:
     """One share per TP rank, in proportion to ``tp_split``.
 
-    Attention is cut at KV heads while there are at least as many as ranks, else at query heads, and then ranks
-    whose query heads use the same KV head hold copies of it. Feed-forward and vocabulary are cut at single
-    columns and rows. Shares of heads and vocabulary may be empty.
+    Attention is cut at KV heads while there are at least as many as ranks, else at query heads, and then
+    ranks whose query heads use the same KV head hold copies of it. Feed-forward and vocabulary are cut at
+    single columns and rows. Shares of heads and vocabulary may be empty.
 
     Args:
         heads: the query heads that the group computes (default all).
@@ -46,7 +46,8 @@ def shares(spec: ModelSpec, tp_split: Sequence[int], heads: Interval | None = No
     if any(a == b for a, b in ffn):
         raise UserError(
             f"gives a rank none of the {spec.ffn_hidden_size} feed-forward columns",
-            field="tp_split", value=list(tp_split), accepted="weights that leave every rank at least one column",
+            field="tp_split", value=list(tp_split),
+            accepted="weights that leave every rank at least one column",
         )  # fmt: skip
     group = spec.queries_per_kv
     aligned = first % group == 0 and last % group == 0

@@ -12,8 +12,10 @@ from hetero_megatron.spec.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis counts (``q_heads``, ``kv_heads``, ``ffn``, ``vocab``, ``hidden``, ``head_dim``, ``position``);
-    cuts fall on multiples of ``unit`` elements."""
+    """What an axis counts, and the ``unit`` of elements on whose multiples cuts fall.
+
+    ``role``: q_heads, kv_heads, ffn, vocab, hidden, head_dim or position.
+    """
 
     role: str
     unit: int = 1
@@ -55,7 +57,12 @@ def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
 def _layer(spec: ModelSpec, i: int) -> Iterator[LogicalTensor]:
     base = f"model.layers.{i}"
     q, kv, ffn = Axis("q_heads", spec.head_dim), Axis("kv_heads", spec.head_dim), Axis("ffn")
-    nq, nkv, h, f = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.hidden_size, spec.ffn_hidden_size
+    nq, nkv, h, f = (
+        spec.num_heads * spec.head_dim,
+        spec.num_kv_heads * spec.head_dim,
+        spec.hidden_size,
+        spec.ffn_hidden_size,
+    )
     yield from _norm(spec, f"{base}.input_layernorm", i)
     for letter, axis, rows in (("q", q, nq), ("k", kv, nkv), ("v", kv, nkv)):
         name = f"{base}.self_attn.{letter}_proj"
@@ -85,7 +92,7 @@ def _norm(spec: ModelSpec, name: str, layer: int | str) -> Iterator[LogicalTenso
 
 
 def stage_tensors(spec: ModelSpec, layers: Iterable[int], embed: bool, head: bool) -> tuple[LogicalTensor, ...]:
-    """What a stage with these layers holds; with tied weights the head stage holds the embedding matrix too."""
+    """What a stage with these layers holds; with tied weights the head stage has the embedding matrix too."""
     chosen = set(layers)
 
     def held(tensor: LogicalTensor) -> bool:

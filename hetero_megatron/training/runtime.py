@@ -46,20 +46,24 @@ Initialize = Callable[[LogicalTensor, Box], torch.Tensor]  # values of a box of 
 
 @dataclass(frozen=True)
 class StepStats:
-    """One optimizer step, equal on all ranks except ``seconds``.
+    """One optimizer step, equal on all ranks.
 
     Attributes:
         loss: mean over all tokens that count; tokens: how many they were.
         grad_norm: of the whole model's gradient of that mean, before clipping.
         skipped: the step was not taken because the gradient was not finite.
-        result: this rank's own seconds.
+        stop: some rank asked to stop.
+        busy, bubble, communication: seconds per rank of the plan (forward and backward; the update is not in them).
     """
 
     loss: float
     tokens: int
     grad_norm: float
     skipped: bool
-    result: StepResult
+    stop: bool
+    busy: list[float]
+    bubble: list[float]
+    communication: list[float]
 
 
 class Runtime:
@@ -143,18 +147,21 @@ class Runtime:
 
     def work(self, fetch: Fetch, first_sample: int, batch_size: int, forward_only: bool = False) -> StageWork:
         """What this rank does for the global samples ``[first_sample, first_sample + batch_size)``."""
+        sizes, rows = self.samples(first_sample, batch_size)
+        batches = [fetch(indices).to(self.comm.device) if indices else None for indices in rows]
+        return StageWork(self._actions(len(sizes), forward_only), batches, sizes)
+
+    def samples(self, first_sample: int, batch_size: int) -> tuple[tuple[int, ...], list[range]]:
+        """(sequences of each micro-batch, the global sample indices of this rank's rows of it)."""
         p = self.place.pipeline
-        pipeline = self.plan.pipelines[p]
         start, stop = pipeline_samples(self.plan, batch_size)[p]
-        sizes = micro_batch_sizes(pipeline, stop - start)
-        batches: list[Batch | None] = []
+        sizes = micro_batch_sizes(self.plan.pipelines[p], stop - start)
+        rows = []
         for size in sizes:
             a, b = unit_sequences(self.stage, size)[self.place.unit]
-            indices = range(first_sample + start + a, first_sample + start + b)
-            batches.append(fetch(indices).to(self.comm.device) if indices else None)
+            rows.append(range(first_sample + start + a, first_sample + start + b))
             start += size
-        actions = self._actions(len(sizes), forward_only)
-        return StageWork(actions, batches, sizes)
+        return sizes, rows
 
     def _actions(self, num_micro_batches: int, forward_only: bool) -> tuple[Action, ...]:
         name = "gpipe" if forward_only else self.plan.schedule
@@ -173,8 +180,9 @@ class Runtime:
         weight_decay: float = 0.0,
         clip_grad: float = 0.0,
         loss_scale: float = 1.0,
+        stop: bool = False,
     ) -> StepStats:
-        """One optimizer step; ``clip_grad`` 0 means no clipping."""
+        """One optimizer step; ``clip_grad`` 0 means no clipping; ``stop`` is told to all ranks."""
         assert self.optimizer is not None
         nominal = batch_size * self.plan.seq_length
         work = self.work(fetch, first_sample, batch_size)
@@ -182,7 +190,8 @@ class Runtime:
         work = StageWork(work.actions, work.batches, work.sizes, seed=loss_scale / nominal)
         result = self.executor.run(work, self.sync.begin_last_micro_batch)
         grads = self.sync.finish()
-        loss_sum, tokens, square = self._totals(result, squared_norm(grads))
+        every = self._gather(result, squared_norm(grads), stop)
+        loss_sum, tokens, square, stops = every[:, :4].sum(0).tolist()
         if tokens == 0:
             raise UserError(f"no token of samples {first_sample}..{first_sample + batch_size - 1} counts in the loss")
         scale = nominal / tokens / loss_scale
@@ -193,23 +202,22 @@ class Runtime:
             self.optimizer.set_rates(lr, weight_decay)
             self.optimizer.step(grads, scale * clip)
         self.sync.clear()
-        return StepStats(loss_sum / tokens, tokens, norm, skipped, result)
+        seconds = every[:, 4:].T.tolist()
+        return StepStats(loss_sum / tokens, int(tokens), norm, skipped, stops > 0, *seconds)
 
     @torch.no_grad()
     def evaluate(self, fetch: Fetch, first_sample: int, batch_size: int) -> tuple[float, int]:
         """(sum of token losses, tokens) of some samples, equal on all ranks."""
         result = self.executor.run(self.work(fetch, first_sample, batch_size, forward_only=True))
-        loss_sum, tokens, _ = self._totals(result, 0.0)
-        return loss_sum, tokens
+        loss_sum, tokens = self._gather(result, 0.0)[:, :2].sum(0).tolist()
+        return loss_sum, int(tokens)
 
-    def _totals(self, result: StepResult, square: float) -> tuple[float, int, float]:
-        """World sums of (loss sum, tokens, squared norm), added in rank order; a TP group counts its loss once."""
+    def _gather(self, result: StepResult, square: float, stop: bool = False) -> torch.Tensor:
+        """One row per rank, fp64: loss sum, tokens, squared norm, stop, seconds. A TP group counts its loss once."""
         counts = self.place.tp_rank == 0
-        mine = torch.tensor(
-            [result.loss_sum * counts, float(result.tokens * counts), square], dtype=torch.float64
-        )
-        loss_sum, tokens, total = self.world.gather_vectors(mine).sum(0).tolist()
-        return loss_sum, int(tokens), total
+        row = [result.loss_sum * counts, result.tokens * counts, square, float(stop)]
+        seconds = [result.busy_seconds, result.bubble_seconds, result.communication_seconds]
+        return self.world.gather_vectors(torch.tensor(row + seconds, dtype=torch.float64))
 
     def check_agreement(self, *facts: str) -> None:
         """All ranks run the same plan (and whatever else is passed); otherwise every rank refuses."""

@@ -1,0 +1,193 @@
+"""DataConfig -> datasets. Every rank builds for itself and waits for nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from hetero_megatron.data.blend import BlendedDataset
+from hetero_megatron.data.cache import Log, cache_folder, say
+from hetero_megatron.data.config import DEFAULT_SPLIT, SPLITS, DataConfig, parse_blend, parse_split, split_documents
+from hetero_megatron.data.corpus import find_corpus, indexed_prefix, is_indexed
+from hetero_megatron.data.indexed import TokenStore, open_indexed
+from hetero_megatron.data.mock import MockDataset
+from hetero_megatron.data.packing import PackedDataset
+from hetero_megatron.data.sample import Dataset
+from hetero_megatron.data.streaming import StreamingDataset
+from hetero_megatron.data.tokenize import tokenize
+from hetero_megatron.data.tokenizers import NullTokenizer, Tokenizer, build_tokenizer
+from hetero_megatron.errors import UserError
+
+_ALL: tuple[Fraction, Fraction, Fraction] = (Fraction(1), Fraction(0), Fraction(0))
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """Attributes: train, valid, test: None where no samples were asked for; eod: the id that ends a document.
+
+    ``vocab_size`` counts the ids of the tokenizer; a model needs at least as many rows.
+    """
+
+    train: Dataset | None
+    valid: Dataset | None
+    test: Dataset | None
+    tokenizer: Tokenizer
+    streams: tuple[StreamingDataset, ...] = field(default=())
+
+    @property
+    def eod(self) -> int:
+        return self.tokenizer.eod
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer.vocab_size
+
+    def state_dict(self, consumed_train_samples: int) -> dict[str, Any]:
+        """What a checkpoint must hold besides the number of samples; empty unless streaming. Fit for JSON."""
+        return {"streams": [s.state_dict(consumed_train_samples) for s in self.streams]} if self.streams else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where ``state_dict`` was taken; without a state, streams read from the beginning."""
+        for stream, saved in zip(self.streams, state.get("streams", [])):
+            stream.load_state_dict(saved)
+
+
+def build_datasets(
+    config: DataConfig,
+    seq_length: int,
+    seed: int,
+    num_samples: tuple[int, int, int],
+    model_vocab_size: int | None = None,
+    log: Log = say,
+) -> Datasets:
+    """Datasets for training, validation and test.
+
+    Args:
+        num_samples: how many of each will be used; 0: that one is not built. Content does not depend on it.
+        model_vocab_size: rows of the model's embedding; UserError for data or a tokenizer that exceeds it.
+        log: called with progress messages.
+    """
+    if seq_length < 1:
+        raise UserError("must be positive", field="--seq-length", value=seq_length, accepted="an integer >= 1")
+    tokenizer = config_tokenizer(config, model_vocab_size)
+    limit = tokenizer.vocab_size if model_vocab_size is None else min(model_vocab_size, tokenizer.vocab_size)
+    builder = _Builder(config, seq_length, seed, tokenizer, limit, log)
+    train, valid, test = (builder.split(i) if n else None for i, n in enumerate(num_samples))
+    for name, dataset, n in zip(SPLITS, (train, valid, test), num_samples):
+        if isinstance(dataset, PackedDataset):
+            log(
+                f"data: {name}: {n:,} samples = {dataset.num_epochs(n)} epoch(s) of "
+                f"{dataset.documents[1] - dataset.documents[0]:,} documents, {dataset.num_tokens:,} tokens"
+            )
+    streams = (train,) if isinstance(train, StreamingDataset) else ()
+    return Datasets(train, valid, test, tokenizer, streams)
+
+
+def config_tokenizer(config: DataConfig, model_vocab_size: int | None = None) -> Tokenizer:
+    """The tokenizer of a config; UserError if the model has fewer rows than it has ids."""
+    kind = config.tokenizer_type
+    size = config.vocab_size
+    if kind is None:
+        paths = [p for words in (config.data_path, *map(config.paths_of, SPLITS)) for p in words or ()]
+        tokens_only = config.mock_data or any(is_indexed(p) for p in paths)
+        if tokens_only and size is None and model_vocab_size is not None:
+            size = model_vocab_size - 1  # NullTokenizer adds its end of document
+        kind = "NullTokenizer" if tokens_only and size is not None else "ByteTokenizer"
+        if tokens_only and size is None and not config.mock_data:
+            raise UserError(
+                ".bin/.idx data does not say which tokenizer made it", field="--tokenizer-type",
+                accepted="the tokenizer it was made with, or NullTokenizer with --vocab-size",
+            )  # fmt: skip
+    tokenizer = build_tokenizer(
+        kind, config.tokenizer_model, config.vocab_file, config.merge_file, size, config.trust_remote_code
+    )
+    known = not isinstance(tokenizer, NullTokenizer)  # the ids of a NullTokenizer are checked where they are read
+    if known and model_vocab_size is not None and tokenizer.vocab_size > model_vocab_size:
+        raise UserError(
+            f"{tokenizer.name} has {tokenizer.vocab_size} ids, but the model's vocabulary has {model_vocab_size} rows",
+            field="--tokenizer-type", value=kind, accepted=f"a model with at least {tokenizer.vocab_size} rows",
+        )  # fmt: skip
+    return tokenizer
+
+
+@dataclass
+class _Builder:
+    config: DataConfig
+    seq_length: int
+    seed: int
+    tokenizer: Tokenizer
+    limit: int
+    log: Log
+    _stores: dict[str, TokenStore] = field(default_factory=dict)
+
+    def split(self, which: int) -> Dataset:
+        """The dataset of one split: a single corpus or a blend."""
+        config, name = self.config, SPLITS[which]
+        if config.mock_data:  # different seeds, so that validation samples are not training samples
+            return MockDataset(self.seq_length, self.seed + (which << 32), min(self.tokenizer.eod, self.limit - 1))
+        flag, words, shares = "--data-path", config.data_path, parse_split(config.split or DEFAULT_SPLIT)
+        if words is None:
+            flag, words, shares = f"--{name}-data-path", config.paths_of(name), _ALL
+            if words is None:
+                raise UserError(
+                    f"{name} samples are needed, but no data is given for them", field=flag,
+                    accepted="a path, or " + ("--data-path" if which == 0 else "--eval-iters 0"),
+                )  # fmt: skip
+        paths, weights = parse_blend(words, flag)
+        if config.dataloader_type == "streaming":
+            return self._stream(which, paths, weights, flag)
+        if flag != "--data-path":
+            which = 0  # all documents of these paths
+        parts = [self._packed(path, which, shares, flag) for path in paths]
+        if len(parts) == 1:
+            return parts[0]
+        return BlendedDataset(parts, weights or [Fraction(p.num_tokens) for p in parts], flag)
+
+    def _packed(self, path: str, which: int, shares: tuple[Fraction, Fraction, Fraction], flag: str) -> PackedDataset:
+        store = self._store(path, flag)
+        documents = split_documents(store.num_documents, shares)[which]
+        if documents[0] == documents[1]:
+            raise UserError(
+                f"leaves no document of {path} ({store.num_documents} in all) for {SPLITS[which]}",
+                field="--split" if flag == "--data-path" else flag,
+                value=self.config.split or f"{DEFAULT_SPLIT} (the default)",
+                accepted=f"a larger share, a --{SPLITS[which]}-data-path of its own"
+                + ("" if which == 0 else ", or --eval-iters 0"),
+            )
+        return PackedDataset(
+            store, documents, self.seq_length, self.seed, self.tokenizer.eod, self.limit, self._cache(), self.log, flag
+        )
+
+    def _store(self, path: str, flag: str) -> TokenStore:
+        if path not in self._stores:
+            if path != "stdlib" and is_indexed(path):
+                self._stores[path] = open_indexed(indexed_prefix(path), flag)
+            else:
+                corpus = find_corpus(path, self.config.json_keys, flag)
+                self._stores[path] = tokenize(corpus, self.tokenizer, self.config.data_cache_path, self.log)
+        return self._stores[path]
+
+    def _cache(self) -> Path | None:
+        """Indices are cached only where the user said so: building one takes under a second per million documents."""
+        return cache_folder(self.config.data_cache_path) if self.config.data_cache_path else None
+
+    def _stream(self, which: int, paths: list[str], weights: list[float] | None, flag: str) -> Dataset:
+        if len(paths) > 1 or weights:
+            raise UserError(
+                "cannot stream a blend", field="--dataloader-type", value="streaming", accepted="one path, or single"
+            )
+        if flag == "--data-path" and (which or parse_split(self.config.split or "1") != _ALL):
+            raise UserError(
+                "a stream cannot be split: its length is not known", field="--split",
+                value=self.config.split or "not given",
+                accepted="--train-data-path and --valid-data-path, or --split 1 and --eval-iters 0",
+            )  # fmt: skip
+        if paths[0] != "stdlib" and is_indexed(paths[0]):
+            raise UserError(
+                ".bin/.idx is mapped, not streamed", field="--dataloader-type", value="streaming", accepted="single"
+            )
+        corpus = find_corpus(paths[0], self.config.json_keys, flag)
+        return StreamingDataset(corpus, self.tokenizer, self.seq_length, self.limit)

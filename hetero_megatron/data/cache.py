@@ -1,0 +1,71 @@
+"""Files that any rank may build at any time, and that appear only when complete.
+
+No rank waits for another: whoever lacks a file builds it. The name holds a hash of everything that the content depends
+on, so two builders write the same bytes, and the later rename replaces like by like.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hetero_megatron.errors import UserError
+
+FORMAT = 1  # raise it when the meaning of a cached file changes
+Log = Callable[[str], None]
+
+
+def say(message: str) -> None:
+    """The default log: standard output, at once."""
+    print(message, flush=True)
+
+
+def cache_key(*parts: Any) -> str:
+    """16 hex digits of the parts, which json must be able to write."""
+    return hashlib.sha256(json.dumps([FORMAT, *parts]).encode()).hexdigest()[:16]
+
+
+def cache_folder(path: str | None) -> Path:
+    """--data-cache-path, or the user's cache folder, created; UserError if nothing can be written there."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(path).expanduser() if path else Path(base) / "hetero_megatron"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"cannot write there: {error.strerror}", field="--data-cache-path", value=str(folder),
+            accepted="a folder with write permission",
+        ) from None  # fmt: skip
+    return folder
+
+
+def cached_arrays(
+    folder: Path | None, name: str, build: Callable[[], dict[str, np.ndarray]], log: Log
+) -> dict[str, np.ndarray]:
+    """Arrays from ``folder/name.npz``, built and stored if they are not there (or damaged); no folder: only built."""
+    if folder is None:
+        return build()
+    path = folder / f"{name}.npz"
+    try:
+        with np.load(path) as stored:
+            return dict(stored)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, zipfile.BadZipFile, KeyError, EOFError) as error:
+        log(f"data: {path} is damaged ({error}), building it again")
+    arrays = build()
+    descriptor, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
+    with os.fdopen(descriptor, "wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+    os.replace(temporary, path)
+    return arrays

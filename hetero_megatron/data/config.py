@@ -1,0 +1,115 @@
+"""What data to train on: the fields are Megatron's flags of the same names."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+from hetero_megatron.errors import UserError
+
+SPLITS = ("train", "valid", "test")
+DEFAULT_SPLIT = "969,30,1"  # Megatron's
+DATALOADER_TYPES = ("single", "streaming")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """``None`` means that the flag was not given.
+
+    Attributes:
+        data_path: words of --data-path: one path, several paths, or ``weight path weight path ...``.
+        train_data_path, valid_data_path, test_data_path: the same, per split; not together with data_path or split.
+        split: shares of the documents for training, validation and test, e.g. ``99,1,0``.
+        tokenizer_type: None: ByteTokenizer for text; for .bin/.idx NullTokenizer, which needs vocab_size.
+        json_keys: the key (jsonl) or column (parquet) that holds the text.
+        dataloader_type: ``single``: packed and shuffled by global sample index; ``streaming``: read in order.
+    """
+
+    data_path: tuple[str, ...] | None = None
+    train_data_path: tuple[str, ...] | None = None
+    valid_data_path: tuple[str, ...] | None = None
+    test_data_path: tuple[str, ...] | None = None
+    split: str | None = None
+    mock_data: bool = False
+    tokenizer_type: str | None = None
+    tokenizer_model: str | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    vocab_size: int | None = None
+    trust_remote_code: bool = False
+    json_keys: str = "text"
+    data_cache_path: str | None = None
+    dataloader_type: str = "single"
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+    num_workers: int = 2
+
+    def __post_init__(self) -> None:
+        per_split = [f"--{s}-data-path" for s in SPLITS if self.paths_of(s)]
+        if self.dataloader_type not in DATALOADER_TYPES:
+            raise UserError(
+                "no such loader", field="--dataloader-type", value=self.dataloader_type,
+                accepted=", ".join(DATALOADER_TYPES),
+            )  # fmt: skip
+        if self.num_workers < 0:
+            raise UserError("negative", field="--num-workers", value=self.num_workers, accepted="an integer >= 0")
+        given = [name for name, value in (("--mock-data", self.mock_data), ("--data-path", self.data_path)) if value]
+        if len(given) + bool(per_split) > 1:
+            raise UserError(
+                f"these flags exclude one another: {', '.join(given + per_split)}", field=(given + per_split)[-1],
+                accepted="one of --mock-data, --data-path, --train-data-path (with --valid-data-path ...)",
+            )  # fmt: skip
+        if not given and not per_split:
+            raise UserError(
+                "no data to train on", field="--data-path",
+                accepted="--data-path PATH (stdlib: the built-in corpus), --train-data-path PATH or --mock-data",
+            )  # fmt: skip
+        if per_split and self.split is not None:
+            raise UserError(f"not together with {per_split[0]}", field="--split", value=self.split)
+
+    def paths_of(self, split: str) -> tuple[str, ...] | None:
+        """Words of --train-data-path and so on."""
+        return {"train": self.train_data_path, "valid": self.valid_data_path, "test": self.test_data_path}[split]
+
+
+def parse_split(text: str, field: str = "--split") -> tuple[Fraction, Fraction, Fraction]:
+    """Shares of train, valid and test, adding up to 1. One to three numbers; those left out are 0."""
+    accepted = "one to three numbers >= 0 for train,valid,test, not all 0, e.g. 99,1,0"
+    try:
+        numbers = [Fraction(part.strip()) for part in text.replace("/", ",").split(",")]
+    except (ValueError, ZeroDivisionError):
+        raise UserError("not a list of numbers", field=field, value=text, accepted=accepted) from None
+    if len(numbers) > 3 or any(n < 0 for n in numbers) or not sum(numbers):
+        raise UserError("cannot be used as shares", field=field, value=text, accepted=accepted)
+    shares = [n / sum(numbers) for n in [*numbers, Fraction(0), Fraction(0)][:3]]
+    return shares[0], shares[1], shares[2]
+
+
+def split_documents(count: int, shares: tuple[Fraction, Fraction, Fraction]) -> list[tuple[int, int]]:
+    """Half-open ranges of documents: consecutive, cut at the rounded cumulative shares."""
+    cuts = [0] + [round(count * sum(shares[: i + 1], Fraction(0))) for i in range(3)]
+    return list(zip(cuts, cuts[1:]))
+
+
+def parse_blend(words: tuple[str, ...], field: str = "--data-path") -> tuple[list[str], list[float] | None]:
+    """(paths, weights): ``p``, ``p1 p2 ...`` (weights None: by size) or ``w1 p1 w2 p2 ...``."""
+    numbers = [_number(word) for word in words]
+    shown, accepted = " ".join(words), "PATH, or WEIGHT PATH WEIGHT PATH ..."
+    if len(words) == 1 or all(n is None for n in numbers):
+        return list(words), None
+    if len(words) % 2 or any((n is None) == (i % 2 == 0) for i, n in enumerate(numbers)):
+        raise UserError("weights and paths do not alternate", field=field, value=shown, accepted=accepted)
+    weights = [n for n in numbers[::2] if n is not None]
+    for weight in weights:
+        if not math.isfinite(weight) or weight <= 0:
+            raise UserError(f"weight {weight:g} is not positive", field=field, value=shown, accepted="weights > 0")
+    return list(words[1::2]), weights
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None

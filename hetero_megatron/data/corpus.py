@@ -1,0 +1,118 @@
+"""A corpus is a list of files of one kind, read in order as documents; ``find_corpus`` says what a path means."""
+
+from __future__ import annotations
+
+import functools
+import glob
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetero_megatron.data.sources import jsonl, parquet, stdlib, text
+from hetero_megatron.errors import UserError
+
+Cursor = tuple[int, ...]  # (file, *position in it); the empty tuple is the beginning
+START: Cursor = ()
+
+_READERS: dict[str, Callable[..., Iterator[tuple[str, tuple[int, ...]]]]] = {
+    "text": text.read,
+    "jsonl": jsonl.read,
+    "parquet": parquet.read,
+    "stdlib": functools.partial(text.read, errors="replace"),
+}
+_ACCEPTED = "stdlib, a .bin/.idx prefix, or a file, folder or glob of text, *.jsonl or *.parquet"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Attributes: name: as given on the command line; kind: text, jsonl, parquet or stdlib; key: of the text."""
+
+    name: str
+    kind: str
+    files: tuple[Path, ...]
+    key: str = "text"
+
+    def documents(self, cursor: Cursor = START) -> Iterator[tuple[str, Cursor]]:
+        """(text, cursor after it) from a cursor to the end of the last file; UserError for bad content."""
+        first, position = (cursor[0], cursor[1:]) if cursor else (0, ())
+        for number in range(first, len(self.files)):
+            for document, after in _READERS[self.kind](self.files[number], self.key, position):
+                yield document, (number, *after)
+            position = ()
+
+    def identity(self) -> str:
+        """Changes when a file does; cache keys are made of it."""
+        stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in self.files]
+        return json.dumps([self.kind, self.key, stats])
+
+    def num_bytes(self) -> int:
+        return sum(f.stat().st_size for f in self.files)
+
+
+def is_indexed(path: str) -> bool:
+    """Does a path name a .bin/.idx pair? UserError when only one of the two is there."""
+    prefix = indexed_prefix(path)
+    found = [os.path.isfile(prefix + end) for end in (".idx", ".bin")]
+    if any(found) and not all(found) and not os.path.exists(prefix):
+        have, lack = (".idx", ".bin") if found[0] else (".bin", ".idx")
+        raise UserError(
+            f"there is {prefix}{have} but no {prefix}{lack}", field="--data-path", value=path, accepted="both files"
+        )
+    return all(found)
+
+
+def indexed_prefix(path: str) -> str:
+    return path[:-4] if path.endswith((".bin", ".idx")) else path
+
+
+def find_corpus(path: str, key: str = "text", field: str = "--data-path") -> Corpus:
+    """What a path means: the built-in corpus, a file, all files below a folder, or a glob, in sorted order."""
+    if path == stdlib.NAME:
+        return Corpus(path, "stdlib", tuple(stdlib.stdlib_files()), key)
+    files = _files(path, field)
+    kinds = {_kind(f) for f in files}
+    if len(kinds) > 1:
+        raise UserError(
+            f"holds files of several kinds ({', '.join(sorted(kinds))})",
+            field=field, value=path, accepted="a glob that selects one kind, e.g. 'folder/*.jsonl'",
+        )  # fmt: skip
+    if sum(f.stat().st_size for f in files) == 0:
+        raise UserError("the corpus is empty (0 bytes)", field=field, value=path, accepted="files with text")
+    return Corpus(path, kinds.pop(), tuple(files), key)
+
+
+def _files(path: str, field: str) -> list[Path]:
+    target = Path(path).expanduser()
+    if target.is_dir():
+        if not os.access(target, os.R_OK | os.X_OK):
+            raise UserError("the folder cannot be read: permission denied", field=field, value=path)
+        files = sorted(f for f in target.rglob("*") if f.is_file() and not _hidden(f.relative_to(target)))
+        if not files:
+            raise UserError("the folder holds no files", field=field, value=path, accepted=_ACCEPTED)
+        return files
+    if target.is_file():
+        return [target]
+    if glob.has_magic(path):
+        files = sorted(Path(f) for f in glob.glob(str(target), recursive=True) if os.path.isfile(f))
+        if files:
+            return files
+        raise UserError("the glob matches no file", field=field, value=path, accepted=_ACCEPTED)
+    raise UserError("no such file or folder", field=field, value=path, accepted=_ACCEPTED)
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _kind(path: Path) -> str:
+    if path.suffix in (".jsonl", ".json"):
+        return "jsonl"
+    if path.suffix == ".parquet":
+        return "parquet"
+    if path.suffix in (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar"):
+        raise UserError(
+            "compressed files are not read", field="--data-path", value=str(path), accepted="the same file, unpacked"
+        )
+    return "text"

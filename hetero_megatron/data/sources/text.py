@@ -1,0 +1,25 @@
+"""Plain text: one document per file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from hetero_megatron.errors import UserError
+
+Position = tuple[int, ...]
+
+
+def read(path: Path, key: str, position: Position, errors: str = "strict") -> Iterator[tuple[str, Position]]:
+    """The file as one document; UserError if it is not UTF-8 or cannot be read."""
+    if position:
+        return
+    try:
+        yield path.read_bytes().decode("utf-8", errors), (1,)
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"not UTF-8 text (byte {error.start} is 0x{error.object[error.start]:02x})",
+            field="--data-path", value=str(path), accepted="UTF-8 text, *.jsonl, *.parquet, or a .bin/.idx prefix",
+        ) from None  # fmt: skip
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", field="--data-path", value=str(path)) from None

@@ -1,0 +1,138 @@
+"""--dataloader-type streaming: a corpus read once from front to back, never indexed, its cursor saved in checkpoints.
+
+Documents keep their order; sample i is tokens ``[i*s, i*s + s + 1)`` of the endless repetition of the corpus. Samples
+are to be asked for nearly in order: a window of them is kept, going back further reads again from the beginning.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from hetero_megatron.data.corpus import START, Corpus, Cursor
+from hetero_megatron.data.packing import check_tokens, document_starts
+from hetero_megatron.data.sample import Sample
+from hetero_megatron.data.tokenize import empty_corpus, encode_document
+from hetero_megatron.data.tokenizers import Tokenizer
+from hetero_megatron.errors import UserError
+
+WINDOW = 4096
+
+
+class _Reader:
+    """Samples one after another, with what is needed to begin again at each of them."""
+
+    def __init__(self, corpus: Corpus, tokenizer: Tokenizer, seq_length: int, sample: int, cursor: Cursor, skip: int):
+        self._corpus, self._tokenizer, self._length = corpus, tokenizer, seq_length
+        self.sample = sample  # the next one to be produced
+        self._documents = self._read(cursor)
+        self._pending: list[tuple[Cursor, np.ndarray, int]] = []  # (cursor before it, tokens, tokens already used)
+        self._have = 0  # unused tokens in _pending
+        if skip or cursor:
+            before, tokens = next(self._documents)
+            if skip > len(tokens):
+                raise UserError(
+                    "the corpus is not the one that the state was saved with", field="--data-path", value=corpus.name,
+                    accepted="the same files and tokenizer as in the run that saved the checkpoint",
+                )  # fmt: skip
+            self._push(before, tokens, skip)
+
+    def next(self) -> tuple[Sample, Cursor, int]:
+        """(sample, cursor, skip): ``cursor`` and ``skip`` make a reader that begins with this sample."""
+        while self._have < self._length + 1:
+            self._push(*next(self._documents), 0)
+        cursor, _, skip = self._pending[0]
+        tokens = np.concatenate([piece[used:] for _, piece, used in self._pending])
+        lengths = [len(piece) - used for _, piece, used in self._pending]
+        starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
+        starts = starts[1:] if skip else starts
+        tokens = tokens[: self._length + 1]
+        self._drop(self._length)
+        self.sample += 1
+        return Sample(tokens.astype(np.int64), document_starts(tokens, starts, self._tokenizer.eod)), cursor, skip
+
+    def _push(self, before: Cursor, tokens: np.ndarray, used: int) -> None:
+        self._pending.append((before, tokens, used))
+        self._have += len(tokens) - used
+
+    def _drop(self, count: int) -> None:
+        self._have -= count
+        while count:
+            before, tokens, used = self._pending[0]
+            step = min(count, len(tokens) - used)
+            self._pending[0] = (before, tokens, used + step)
+            count -= step
+            if used + step == len(tokens):
+                self._pending.pop(0)
+
+    def _read(self, cursor: Cursor) -> Iterator[tuple[Cursor, np.ndarray]]:
+        """(cursor before it, tokens with eod) of each document, for ever."""
+        while True:
+            before, empty = cursor, cursor == START
+            for text, after in self._corpus.documents(cursor):
+                if text:
+                    empty = False
+                    yield before, encode_document(text, self._tokenizer)
+                before = after
+            if empty:
+                raise empty_corpus(self._corpus)
+            cursor = START
+
+
+class StreamingDataset:
+    """Samples of a corpus in its own order. Thread-safe; every rank that asks reads for itself.
+
+    Args:
+        vocab_size: every token must be smaller; None: not checked.
+        window: how many samples before the newest one can be had again cheaply.
+    """
+
+    def __init__(
+        self, corpus: Corpus, tokenizer: Tokenizer, seq_length: int, vocab_size: int | None = None, window: int = WINDOW
+    ) -> None:
+        self.corpus, self.tokenizer, self.seq_length = corpus, tokenizer, seq_length
+        self._vocab_size, self._window, self._lock = vocab_size, window, threading.Lock()
+        self._recent: dict[int, tuple[Sample, Cursor, int]] = {}
+        self._reader = _Reader(corpus, tokenizer, seq_length, 0, START, 0)
+
+    def __getitem__(self, index: int) -> Sample:
+        if index < 0:
+            raise IndexError(f"sample {index}")
+        with self._lock:
+            if index not in self._recent:
+                if index < self._reader.sample:
+                    self._restart(0, START, 0)
+                while self._reader.sample <= index:
+                    self._step()
+            return self._recent[index][0]
+
+    def state_dict(self, sample: int) -> dict[str, Any]:
+        """Small, for JSON: where to read from so that ``sample`` and those after it can be had.
+
+        If this rank has not read so far, the state is of an earlier sample, which is as good but slower.
+        """
+        with self._lock:
+            known = [i for i in self._recent if i <= sample]
+            if not known:
+                return {"sample": 0, "cursor": [], "skip": 0}
+            _, cursor, skip = self._recent[max(known)]
+            return {"sample": max(known), "cursor": list(cursor), "skip": skip}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin where ``state_dict`` said."""
+        with self._lock:
+            self._restart(int(state["sample"]), tuple(int(n) for n in state["cursor"]), int(state["skip"]))
+
+    def _restart(self, sample: int, cursor: Cursor, skip: int) -> None:
+        self._recent.clear()
+        self._reader = _Reader(self.corpus, self.tokenizer, self.seq_length, sample, cursor, skip)
+
+    def _step(self) -> None:
+        number = self._reader.sample
+        found = self._reader.next()
+        check_tokens(found[0].tokens, self._vocab_size, self.corpus.name, "--data-path")
+        self._recent[number] = found
+        self._recent.pop(number - self._window, None)

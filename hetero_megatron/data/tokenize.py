@@ -1,0 +1,66 @@
+"""Text corpus -> token store, once: large ones are kept as .bin/.idx in the cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from hetero_megatron.data.cache import Log, cache_folder, cache_key
+from hetero_megatron.data.corpus import Corpus
+from hetero_megatron.data.indexed import IndexedWriter, TokenStore, open_indexed, token_dtype
+from hetero_megatron.data.tokenizers import ByteTokenizer, Tokenizer
+from hetero_megatron.errors import UserError
+
+IN_MEMORY_BYTES = 64 * 2**20  # bytes of this much text become tokens faster than they could be read from a cache
+_REPORT_SECONDS = 10.0
+
+
+def tokenize(corpus: Corpus, tokenizer: Tokenizer, cache_path: str | None, log: Log) -> TokenStore:
+    """The documents of a corpus, each with ``eod`` at its end; empty documents are left out."""
+    key = cache_key("tokens", corpus.identity(), tokenizer.fingerprint)
+    dtype = token_dtype(tokenizer.vocab_size)
+    if isinstance(tokenizer, ByteTokenizer) and corpus.num_bytes() <= IN_MEMORY_BYTES:
+        documents = [d.astype(dtype) for d in _documents(corpus, tokenizer, log)]
+        if not documents:
+            raise empty_corpus(corpus)
+        offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
+        return TokenStore(corpus.name, key, np.concatenate(documents), offsets)
+    folder = cache_folder(cache_path)
+    prefix = str(folder / f"tokens-{key}")
+    if not (folder / f"tokens-{key}.idx").exists():
+        log(f"data: tokenizing {corpus.name} ({corpus.num_bytes():,} bytes, {tokenizer.name}) into {prefix}.bin ...")
+        with IndexedWriter(prefix, dtype) as writer:
+            count = 0
+            for document in _documents(corpus, tokenizer, log):
+                writer.add(document)
+                count += 1
+            if not count:
+                raise empty_corpus(corpus)
+    store = open_indexed(prefix, "--data-cache-path")
+    return TokenStore(corpus.name, key, store.tokens, store.offsets)
+
+
+def encode_document(text: str, tokenizer: Tokenizer) -> np.ndarray:
+    """Token ids with ``eod`` at the end."""
+    ids = tokenizer.encode(text)
+    return np.append(ids.astype(np.int32 if ids.dtype.itemsize < 4 else ids.dtype), tokenizer.eod)
+
+
+def _documents(corpus: Corpus, tokenizer: Tokenizer, log: Log) -> Iterator[np.ndarray]:
+    start = last = time.monotonic()
+    total = 0
+    for text, _ in corpus.documents():
+        if text:
+            document = encode_document(text, tokenizer)
+            total += len(document)
+            yield document
+        if time.monotonic() - last > _REPORT_SECONDS:
+            last = time.monotonic()
+            log(f"data: tokenizing {corpus.name}: {total:,} tokens after {last - start:.0f} s")
+
+
+def empty_corpus(corpus: Corpus) -> UserError:
+    """For a corpus without a single character."""
+    return UserError("the corpus is empty (no text)", field="--data-path", value=corpus.name, accepted="some text")

@@ -1,0 +1,66 @@
+"""How many sequences a step takes: constant, or Megatron's ramp-up. A function of consumed samples only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hetero_megatron.errors import UserError
+
+FLAG = "--rampup-batch-size"
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """Global batch size in sequences.
+
+    With a ramp-up it starts at ``start`` and grows by ``increment`` in equal parts of the first
+    ``ramp_samples`` samples until it is ``final`` (start 0: no ramp-up).
+    """
+
+    final: int
+    start: int = 0
+    increment: int = 0
+    ramp_samples: int = 0
+
+    def __post_init__(self) -> None:
+        _check("--global-batch-size", self.final, self.final >= 1, "1 or more")
+        if self.start == 0 and self.increment == 0 and self.ramp_samples == 0:
+            return
+        _check(FLAG, self.start, 1 <= self.start < self.final, f"a start of 1 to {self.final - 1}")
+        _check(FLAG, self.increment, self.increment >= 1, "an increment of 1 or more")
+        _check(FLAG, self.ramp_samples, self.ramp_samples >= 1, "1 or more samples")
+        growth = self.final - self.start
+        accepted = f"a divisor of {growth} (global batch size {self.final} - start {self.start})"
+        _check(FLAG, self.increment, growth % self.increment == 0, accepted)
+
+    def at(self, consumed: int) -> int:
+        """Sequences of the step that begins after ``consumed`` samples."""
+        if self.start == 0 or consumed > self.ramp_samples:
+            return self.final
+        increments = (self.final - self.start) // self.increment
+        return self.start + consumed * increments // self.ramp_samples * self.increment
+
+    def steps_for(self, samples: int) -> int:
+        """Whole steps that fit into ``samples`` samples; what is left over is not trained on, as in
+        Megatron.
+        """
+        steps, consumed = 0, 0
+        while self.start and consumed <= self.ramp_samples and consumed + self.at(consumed) <= samples:
+            consumed += self.at(consumed)
+            steps += 1
+        if self.start and consumed <= self.ramp_samples:
+            return steps
+        return steps + (samples - consumed) // self.final
+
+    def sizes(self) -> tuple[int, ...]:
+        """Every size that occurs, ascending."""
+        return (
+            tuple(range(self.start, self.final, self.increment)) + (self.final,)
+            if self.start
+            else (self.final,)
+        )
+
+
+def _check(field: str, value: int, good: bool, accepted: str) -> None:
+    if not good:
+        raise UserError("out of range", field=field, value=value, accepted=accepted)

@@ -1,0 +1,86 @@
+"""Megatron's log line, with tokens/s, MFU and time left. Scripts grep its fields, so names and order stay."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a line says. ``None`` leaves a field out.
+
+    Attributes:
+        seconds: per iteration, averaged since the last line.
+        tflops: model TFLOP/s per chip; mfu: its share of the chip's peak (0 to 1).
+        loss: mean since the last line.
+    """
+
+    iteration: int
+    iterations: int
+    consumed_samples: int
+    seconds: float
+    learning_rate: float
+    batch_size: int
+    loss: float | None
+    grad_norm: float | None
+    loss_scale: float = 1.0
+    tokens_per_second: float | None = None
+    tflops: float | None = None
+    mfu: float | None = None
+    skipped: int = 0
+    nan: int = 0
+    num_zeros: int | None = None
+    params_norm: float | None = None
+    eta_seconds: float | None = None
+
+
+def format_line(p: Progress, now: datetime.datetime | None = None) -> str:
+    """One line, without a newline."""
+    now = now or datetime.datetime.now()
+    parts = [
+        f" [{now.strftime('%Y-%m-%d %H:%M:%S.%f')}] iteration {p.iteration:8d}/{p.iterations:8d}",
+        f"consumed samples: {p.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {p.seconds * 1000:.1f}",
+    ]
+    if p.tflops is not None:
+        parts.append(f"throughput per GPU (TFLOP/s/GPU): {p.tflops:.{1 if p.tflops >= 10 else 4}f}")
+    if p.tokens_per_second is not None:
+        parts.append(f"tokens/s: {p.tokens_per_second:.0f}")
+    if p.mfu is not None:
+        parts.append(f"MFU: {100 * p.mfu:.1f}%")
+    eta = p.eta_seconds if p.eta_seconds is not None else (p.iterations - p.iteration) * p.seconds
+    parts.append(f"ETA: {format_duration(eta)}")
+    parts.append(f"learning rate: {p.learning_rate:.6E}")
+    parts.append(f"global batch size: {p.batch_size:5d}")
+    if p.loss is not None:
+        parts.append(f"lm loss: {p.loss:.6E}")
+    parts.append(f"loss scale: {p.loss_scale:.1f}")
+    if p.grad_norm is not None:
+        parts.append(f"grad norm: {p.grad_norm:.3f}")
+    if p.num_zeros is not None:
+        parts.append(f"num zeros: {p.num_zeros}")
+    if p.params_norm is not None:
+        parts.append(f"params norm: {p.params_norm:.3f}")
+    parts.append(f"number of skipped iterations: {p.skipped:3d}")
+    parts.append(f"number of nan iterations: {p.nan:3d}")
+    return " | ".join(parts) + " |"
+
+
+def format_validation(iteration: int, loss: float, perplexity: float, name: str = "validation set") -> str:
+    """Megatron's line after an evaluation."""
+    line = f" validation loss at iteration {iteration} on {name} | lm loss value: {loss:.6E} | "
+    return line + f"lm loss PPL: {perplexity:.6E} | "
+
+
+def format_duration(seconds: float) -> str:
+    """``42s``, ``3:05``, ``2:03:05`` or ``3d 02:03``."""
+    whole = max(0, round(seconds))
+    minutes, s = divmod(whole, 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    if days:
+        return f"{days}d {h:02d}:{m:02d}"
+    if hours:
+        return f"{hours}:{m:02d}:{s:02d}"
+    return f"{m}:{s:02d}" if minutes else f"{s}s"

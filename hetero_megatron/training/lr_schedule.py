@@ -1,0 +1,131 @@
+"""Learning rate and weight decay as functions of the samples trained on: Megatron's formulas, to the letter.
+
+Everything counts samples, also where the flags say iterations (times the global batch size), so that
+neither a batch-size ramp-up nor the plan changes the curve.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hetero_megatron.errors import UserError
+
+DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
+WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
+
+# Share of the way from minimum to maximum that is left after a fraction r of the decay.
+_SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda r: 1.0 - r,
+    "cosine": lambda r: 0.5 * (math.cos(math.pi * r) + 1.0),
+    "exponential": lambda r: 2.0 * math.pow(0.5, r) - 1.0,
+    "minus_sqrt": lambda r: 1.0 - math.sqrt(r),
+}
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """The learning rate at a number of samples.
+
+    Args:
+        peak, minimum, initial: the rate after warm-up, at the end, and before the first step of a warm-up.
+        style: one of ``DECAY_STYLES``.
+        warmup, decay: samples of linear warm-up, and samples (warm-up included) until the minimum is reached.
+        wsd_style, wsd_decay: shape and samples of the last part of ``WSD`` (warm-up, stable, decay).
+    """
+
+    peak: float
+    minimum: float = 0.0
+    initial: float = 0.0
+    style: str = "linear"
+    warmup: float = 0.0
+    decay: float = 0.0
+    wsd_style: str = "exponential"
+    wsd_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _choice("--lr-decay-style", self.style, DECAY_STYLES)
+        _choice("--lr-wsd-decay-style", self.wsd_style, WSD_DECAY_STYLES)
+        _range("--lr", self.peak, self.peak >= 0, "0 or more")
+        _range("--min-lr", self.minimum, 0 <= self.minimum <= self.peak, f"0 to --lr = {self.peak}")
+        accepted = f"0 to --lr = {self.peak}"
+        _range("--lr-warmup-init", self.initial, 0 <= self.initial <= self.peak, accepted)
+        if self.style == "constant":
+            return
+        _range("--lr-decay-iters or --lr-decay-samples", self.decay, self.decay > 0, "more than 0 samples")
+        accepted = f"less than the {self.decay:g} samples of the decay"
+        _range("warm-up", self.warmup, self.warmup < self.decay, accepted)
+        if self.style == "WSD":
+            accepted = f"more than 0 and at most the {self.decay:g} samples of the decay"
+            _range("--lr-wsd-decay-iters", self.wsd_decay, 0 < self.wsd_decay <= self.decay, accepted)
+
+    def at(self, samples: int) -> float:
+        """The rate of the step that begins after ``samples`` samples (0 for the first step, so that a
+        warm-up from 0 makes the first step a step of length 0, as in Megatron)."""
+        if self.warmup > 0 and samples <= self.warmup:
+            return self.initial + (self.peak - self.initial) * samples / self.warmup
+        if self.style == "constant":
+            return self.peak
+        if samples > self.decay:
+            return self.minimum
+        if self.style == "inverse-square-root":
+            rate = self.peak * max(self.warmup, 1.0) ** 0.5 / max(samples, 1) ** 0.5
+            return max(self.minimum, rate)
+        return self.minimum + self._coefficient(samples) * (self.peak - self.minimum)
+
+    def _coefficient(self, samples: int) -> float:
+        if self.style != "WSD":
+            return _SHAPES[self.style]((samples - self.warmup) / (self.decay - self.warmup))
+        start = self.decay - self.wsd_decay
+        return 1.0 if samples <= start else _SHAPES[self.wsd_style]((samples - start) / self.wsd_decay)
+
+
+@dataclass(frozen=True)
+class WeightDecay:
+    """Weight decay at a number of samples: from ``start`` to ``end`` over ``samples``; constant when they
+    are equal.
+    """
+
+    start: float
+    end: float
+    style: str = "constant"
+    samples: float = 0.0
+
+    def __post_init__(self) -> None:
+        _choice("--weight-decay-incr-style", self.style, WEIGHT_DECAY_STYLES)
+        _range("--start-weight-decay", self.start, self.start >= 0, "0 or more")
+        _range(
+            "--end-weight-decay",
+            self.end,
+            self.end >= self.start,
+            f"{self.start} or more (--start-weight-decay)",
+        )
+        if self.style == "constant" and self.start != self.end:
+            raise UserError(
+                "a constant weight decay cannot grow",
+                field="--weight-decay-incr-style",
+                value=self.style,
+                accepted="linear or cosine, or equal --start-weight-decay and --end-weight-decay",
+            )
+        if self.style != "constant":
+            _range("length of training", self.samples, self.samples > 0, "more than 0 samples")
+
+    def at(self, samples: int) -> float:
+        """Weight decay of the step that begins after ``samples`` samples."""
+        if self.style == "constant" or samples > self.samples:
+            return self.end
+        ratio = samples / self.samples
+        grown = ratio if self.style == "linear" else 0.5 * (math.cos(math.pi * (1.0 - ratio)) + 1.0)
+        return self.start + grown * (self.end - self.start)
+
+
+def _choice(field: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UserError("unknown style", field=field, value=value, accepted=", ".join(known))
+
+
+def _range(field: str, value: float, good: bool, accepted: str) -> None:
+    if not good:
+        raise UserError("out of range", field=field, value=value, accepted=accepted)

@@ -1,0 +1,52 @@
+"""How fast is fast: peak rates for MFU, and tokens per chip and second by chip type."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+
+from hetero_megatron.plan import Plan
+from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.flops import head_flops, layer_flops
+
+
+def measured_peak_flops(device: torch.device, dtype: torch.dtype, size: int = 512, seconds: float = 0.3) -> float:
+    """FLOP/s of repeated [size, size] matrix products: the best of several, on this device as it is now."""
+    a = torch.randn(size, size, device=device).to(dtype)
+    best, end = 0.0, time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        a @ a
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        best = max(best, 2 * size**3 / (time.perf_counter() - start))
+    return best
+
+
+def work_shares(plan: Plan, spec: ModelSpec) -> dict[int, float]:
+    """The share of a step's model FLOPs that each rank computes; they sum to 1."""
+    layer, head = layer_flops(spec, plan.seq_length), head_flops(spec, plan.seq_length)
+    total = plan.global_batch_size * (spec.num_layers * layer + head)
+    shares: dict[int, float] = {}
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            flops = stage.num_layers * layer + stage.head * head
+            for unit in stage.units:
+                rows = (unit.sequences[1] - unit.sequences[0]) * pipeline.num_micro_batches
+                for rank, weight in zip(unit.ranks, unit.tp_split, strict=True):
+                    shares[rank] = rows * flops * weight / sum(unit.tp_split) / total
+    return shares
+
+
+def tokens_per_chip_second(
+    shares: Mapping[int, float], chips: Mapping[int, str], tokens_per_second: float
+) -> dict[str, float]:
+    """TGS by chip type: a type's part of the tokens (by work) per chip of it."""
+    work, count = defaultdict[str, float](float), defaultdict[str, int](int)
+    for rank, share in shares.items():
+        work[chips[rank]] += share
+        count[chips[rank]] += 1
+    return {chip: tokens_per_second * work[chip] / count[chip] for chip in sorted(work)}

@@ -1,0 +1,163 @@
+"""Batch-size ramp-up, loss scale, metrics and the console line."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.training.batch_size import BatchSize
+from hetero_megatron.training.console import Progress, format_duration, format_line, format_validation
+from hetero_megatron.training.loss_scale import LossScale
+from hetero_megatron.training.metrics import MetricsWriter, StepMetrics
+
+
+def test_constant_batch() -> None:
+    batch = BatchSize(16)
+    assert batch.at(0) == batch.at(10**12) == 16
+    assert batch.steps_for(160) == batch.steps_for(175) == 10
+    assert batch.sizes() == (16,)
+
+
+def test_ramp_up() -> None:
+    # 32 to 128 by 32 over 960 samples: three increments of 320 samples each.
+    batch = BatchSize(128, 32, 32, 960)
+    assert [batch.at(n) for n in (0, 319, 320, 639, 640, 959, 960, 961)] == [32, 32, 64, 64, 96, 96, 128, 128]
+    assert batch.sizes() == (32, 64, 96, 128)
+
+
+@pytest.mark.parametrize("samples", [0, 31, 32, 500, 960, 1000, 5000])
+def test_steps_are_those_that_one_would_count(samples: int) -> None:
+    batch = BatchSize(128, 32, 32, 960)
+    consumed = steps = 0
+    while consumed + batch.at(consumed) <= samples:
+        consumed += batch.at(consumed)
+        steps += 1
+    assert batch.steps_for(samples) == steps
+
+
+@pytest.mark.parametrize(
+    "numbers", [(0,), (8, 9, 1, 5), (8, 8, 1, 5), (8, 2, 4, 5), (8, 2, 0, 5), (8, 2, 2, 0), (8, -1, 1, 5)]
+)
+def test_bad_batches(numbers: tuple[int, ...]) -> None:
+    with pytest.raises(UserError, match="batch-size"):
+        BatchSize(*numbers)
+
+
+def test_loss_scale_is_constant_without_dynamics() -> None:
+    scale = LossScale(1024.0)
+    assert scale.update(True).update(False) == scale
+    assert scale.with_state({"scale": 2.0, "good_steps": 0, "patience": 0}).scale == 1024.0
+
+
+def test_dynamic_loss_scale() -> None:
+    scale = LossScale(64.0, True, minimum=16.0, window=3, hysteresis=2)
+    scale = scale.update(True)
+    assert scale.scale == 64.0  # the first overflow is survived
+    scale = scale.update(True)
+    assert scale.scale == 32.0
+    assert scale.update(True).scale == 16.0  # patience comes back only with a doubling
+    for _ in range(3):
+        scale = scale.update(False)
+    assert scale.scale == 64.0 and scale.patience == 2
+    for _ in range(20):
+        scale = scale.update(True)
+    assert scale.scale == 16.0
+
+
+def test_loss_scale_goes_on_from_its_state() -> None:
+    fresh = LossScale(2.0**32, True)
+    used = fresh
+    for overflow in (True, True, False, True, False, False):
+        used = used.update(overflow)
+    again = fresh.with_state(json.loads(json.dumps(used.state_dict())))
+    assert again == used and used.scale == 2.0**30
+    assert again.update(False) == used.update(False)
+
+
+@pytest.mark.parametrize(
+    "arguments, flag",
+    [
+        ((0.0,), "--loss-scale"),
+        ((8.0, True, 16.0), "--min-loss-scale"),
+        ((8.0, True, 1.0, 0), "--loss-scale-window"),
+        ((8.0, True, 1.0, 10, 0), "--hysteresis"),
+        ((-8.0, True), "--initial-loss-scale"),
+    ],
+)
+def test_bad_loss_scales(arguments: tuple, flag: str) -> None:
+    with pytest.raises(UserError, match=flag):
+        LossScale(*arguments)
+
+
+def _metrics(step: int, loss: float = 2.0) -> StepMetrics:
+    return StepMetrics(step, 8 * step, loss, 1.0, 1e-3, 1000, 0.5, 0.4, busy_seconds=[0.1, 0.2])
+
+
+def test_metrics_file(tmp_path: Path) -> None:
+    writer = MetricsWriter(str(tmp_path / "run"))
+    writer.step(_metrics(1))
+    writer.step(_metrics(2, math.nan))
+    writer.validation(2, 1.5)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["tokens_per_second"] == 2000.0 and lines[0]["busy_seconds"] == [0.1, 0.2]
+    named = ["step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second", "predicted_step_seconds"]
+    assert set(named) <= lines[0].keys()
+    assert lines[1]["loss"] is None and lines[1]["not_finite"] == ["loss"]
+    assert lines[2] == {"step": 2, "validation_loss": 1.5, "validation_perplexity": math.exp(1.5)}
+    writer.close()
+
+
+def test_a_fresh_run_keeps_older_metrics_and_a_resumed_one_appends(tmp_path: Path) -> None:
+    for step, resume in ((1, False), (2, True), (1, False)):
+        writer = MetricsWriter(str(tmp_path), resume=resume)
+        writer.step(_metrics(step))
+        writer.close()
+    assert len((tmp_path / "metrics.1.jsonl").read_text().splitlines()) == 2
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--save"):
+        MetricsWriter(str(tmp_path / "file"))
+
+
+def test_what_is_not_installed_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(
+        UserError, match="--wandb-project = p: Weights & Biases is not installed.*pip install wandb"
+    ):
+        MetricsWriter(None, wandb={"project": "p"})
+    with pytest.raises(UserError, match="--tensorboard-dir = d: TensorBoard is not installed"):
+        MetricsWriter(None, tensorboard_dir="d")
+
+
+def test_console_line_has_megatrons_fields() -> None:
+    progress = Progress(
+        3, 10, 48, 0.25, 1e-4, 16, 5.5, 1.25, tokens_per_second=65536, tflops=0.5, mfu=0.125, skipped=1
+    )
+    line = format_line(progress, datetime.datetime(2026, 1, 2, 3, 4, 5))
+    assert line == (
+        " [2026-01-02 03:04:05.000000] iteration        3/      10 | consumed samples:           48 | "
+        "elapsed time per iteration (ms): 250.0 | throughput per GPU (TFLOP/s/GPU): 0.5000 | tokens/s: 65536 | "
+        "MFU: 12.5% | ETA: 2s | learning rate: 1.000000E-04 | global batch size:    16 | lm loss: 5.500000E+00 | "
+        "loss scale: 1.0 | grad norm: 1.250 | number of skipped iterations:   1 | number of nan iterations:   0 |"
+    )
+    assert "lm loss PPL: 2.000000E+00" in format_validation(5, 0.7, 2.0)
+
+
+def test_durations() -> None:
+    assert [format_duration(s) for s in (0, 42.4, 185, 7385, 266600)] == [
+        "0s",
+        "42s",
+        "3:05",
+        "2:03:05",
+        "3d 02:03",
+    ]
