@@ -42,7 +42,8 @@ class Case:
     clip_grad: float = 1.0
 
     def describe(self) -> str:
-        return f"seed {self.seed}, {self.dtype}, {self.optimizer}, packed={self.packed}, model={self.model}, plan={self.plan}"
+        kind = f"seed {self.seed}, {self.dtype}, {self.optimizer}, packed={self.packed}"
+        return f"{kind}, model={self.model}, plan={self.plan}"
 
 
 def random_case(seed: int, dtype: str = "fp64") -> Case:
@@ -159,7 +160,12 @@ def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[
         for i in range(STEPS)
     ]
     weights = [(n, runtime.boxes[n], p.detach().double().numpy().copy()) for n, p in runtime.sync.params.items()]
-    return {"losses": [s.loss for s in stats], "norms": [s.grad_norm for s in stats], "grads": grads, "weights": weights}
+    return {
+        "losses": [s.loss for s in stats],
+        "norms": [s.grad_norm for s in stats],
+        "grads": grads,
+        "weights": weights,
+    }
 
 
 def run_case(case: Case, pool: Any) -> tuple[Outcome, list[dict[str, Any]]]:

@@ -74,16 +74,33 @@ def random_model(rng: random.Random) -> dict[str, Any]:
     vocab = rng.choice([37, 61, 64])
     if family == "gpt2":
         return {
-            "model_type": "gpt2", "n_layer": layers, "n_embd": heads * head_dim, "n_head": heads, "n_inner": rng.choice([None, 50]),
-            "vocab_size": vocab, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-        }  # fmt: skip
+            "model_type": "gpt2",
+            "n_layer": layers,
+            "n_embd": heads * head_dim,
+            "n_head": heads,
+            "n_inner": rng.choice([None, 50]),
+            "vocab_size": vocab,
+            "n_positions": 64,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        }
     config = {
-        "model_type": family, "num_hidden_layers": layers, "hidden_size": heads * head_dim, "num_attention_heads": heads,
-        "num_key_value_heads": rng.choice([k for k in range(1, heads + 1) if heads % k == 0]), "head_dim": head_dim,
-        "intermediate_size": rng.choice([20, 33, 48]), "vocab_size": vocab, "max_position_embeddings": 64,
-        "tie_word_embeddings": rng.random() < 0.4, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+        "model_type": family,
+        "num_hidden_layers": layers,
+        "hidden_size": heads * head_dim,
+        "num_attention_heads": heads,
+        "num_key_value_heads": rng.choice([k for k in range(1, heads + 1) if heads % k == 0]),
+        "head_dim": head_dim,
+        "intermediate_size": rng.choice([20, 33, 48]),
+        "vocab_size": vocab,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": rng.random() < 0.4,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
         "attention_dropout": 0.0,
-    }  # fmt: skip
+    }
     if family == "mistral":
         config["sliding_window"] = None
     return config

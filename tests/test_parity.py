@@ -14,15 +14,31 @@ SEED = int(os.environ.get("SEED", "2026"))
 COUNT = int(os.environ.get("N", "48"))
 
 LLAMA = {
-    "model_type": "llama", "num_hidden_layers": 3, "hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 3,
-    "intermediate_size": 20, "vocab_size": 37, "max_position_embeddings": 64, "tie_word_embeddings": False,
-    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "attention_dropout": 0.0,
-}  # fmt: skip
+    "model_type": "llama",
+    "num_hidden_layers": 3,
+    "hidden_size": 24,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "intermediate_size": 20,
+    "vocab_size": 37,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+}
 
 
 def plan(pipelines: list[dict[str, Any]], seq_length: int = 10, schedule: str = "1f1b") -> dict[str, Any]:
     batch = sum(p["micro_batch_size"] * p["num_micro_batches"] for p in pipelines)
-    return {"version": 1, "seq_length": seq_length, "global_batch_size": batch, "schedule": schedule, "pipelines": pipelines}
+    return {
+        "version": 1,
+        "seq_length": seq_length,
+        "global_batch_size": batch,
+        "schedule": schedule,
+        "pipelines": pipelines,
+    }
 
 
 def stage(ranks: list[int], layers: list[int], **more: Any) -> dict[str, Any]:
@@ -46,17 +62,36 @@ def test_random_plan_equals_one_process(index: int) -> None:
 HAND_WRITTEN = {
     # HexiScale weights replicas wrongly when batch shares and TP degrees differ.
     "unequal_batch_and_tp": fixed_case(
-        LLAMA, plan([pipe(2, 3, stage([0, 1], [0, 2], tp=2), stage([2], [2, 3], tp=1)), pipe(1, 1, stage([3], [0, 3], tp=1))])
+        LLAMA,
+        plan([pipe(2, 3, stage([0, 1], [0, 2], tp=2), stage([2], [2, 3], tp=1)), pipe(1, 1, stage([3], [0, 3], tp=1))]),
     ),
     # Tied embeddings whose first and last stages have unlike inner data parallelism.
     "tied_unlike_dp": fixed_case(
         LLAMA | {"tie_word_embeddings": True},
-        plan([pipe(4, 2, stage([0, 1, 2], [0, 1], tp=1, dp_split=[1, 2, 1]), stage([3, 4], [1, 3], tp=2, tp_split=[1, 2]))]),
+        plan(
+            [
+                pipe(
+                    4,
+                    2,
+                    stage([0, 1, 2], [0, 1], tp=1, dp_split=[1, 2, 1]),
+                    stage([3, 4], [1, 3], tp=2, tp_split=[1, 2]),
+                )
+            ]
+        ),
     ),
     # FlagScale adds a rank's norm several times when neighbouring meshes differ in DP; clipping must see the true norm.
     "norm_unlike_dp": fixed_case(
         LLAMA,
-        plan([pipe(4, 2, stage([0, 1, 2, 3], [0, 2], tp=1, dp_split=[1, 1, 1, 1]), stage([4, 5], [2, 3], tp=1, dp_split=[2, 2]))]),
+        plan(
+            [
+                pipe(
+                    4,
+                    2,
+                    stage([0, 1, 2, 3], [0, 2], tp=1, dp_split=[1, 1, 1, 1]),
+                    stage([4, 5], [2, 3], tp=1, dp_split=[2, 2]),
+                )
+            ]
+        ),
         clip_grad=0.01,
     ),
     # Megatron once trained 28 layers when asked for 30 over 4 stages.
@@ -77,7 +112,7 @@ HAND_WRITTEN = {
     "more_ranks_than_kv_heads": fixed_case(
         LLAMA | {"num_key_value_heads": 1}, plan([pipe(1, 2, stage([0, 1, 2, 3], [0, 3], tp=4))])
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HAND_WRITTEN)

@@ -144,12 +144,22 @@ def test_console_line_has_megatrons_fields() -> None:
         3, 10, 48, 0.25, 1e-4, 16, 5.5, 1.25, tokens_per_second=65536, tflops=0.5, mfu=0.125, skipped=1
     )
     line = format_line(progress, datetime.datetime(2026, 1, 2, 3, 4, 5))
-    assert line == (
-        " [2026-01-02 03:04:05.000000] iteration        3/      10 | consumed samples:           48 | "
-        "elapsed time per iteration (ms): 250.0 | throughput per GPU (TFLOP/s/GPU): 0.5000 | tokens/s: 65536 | "
-        "MFU: 12.5% | ETA: 2s | learning rate: 1.000000E-04 | global batch size:    16 | lm loss: 5.500000E+00 | "
-        "loss scale: 1.0 | grad norm: 1.250 | number of skipped iterations:   1 | number of nan iterations:   0 |"
-    )
+    assert line.split(" | ") == [
+        " [2026-01-02 03:04:05.000000] iteration        3/      10",
+        "consumed samples:           48",
+        "elapsed time per iteration (ms): 250.0",
+        "throughput per GPU (TFLOP/s/GPU): 0.5000",
+        "tokens/s: 65536",
+        "MFU: 12.5%",
+        "ETA: 2s",
+        "learning rate: 1.000000E-04",
+        "global batch size:    16",
+        "lm loss: 5.500000E+00",
+        "loss scale: 1.0",
+        "grad norm: 1.250",
+        "number of skipped iterations:   1",
+        "number of nan iterations:   0 |",
+    ]
     assert "lm loss PPL: 2.000000E+00" in format_validation(5, 0.7, 2.0)
 
 

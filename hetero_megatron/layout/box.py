@@ -19,7 +19,7 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(max(h - l, 0) for l, h in zip(self.lo, self.hi, strict=True))
+        return tuple(max(b - a, 0) for a, b in zip(self.lo, self.hi, strict=True))
 
     @property
     def size(self) -> int:
@@ -29,7 +29,7 @@ class Box:
         """The common part, or None when there is none."""
         lo = tuple(map(max, self.lo, other.lo))
         hi = tuple(map(min, self.hi, other.hi))
-        return Box(lo, hi) if all(l < h for l, h in zip(lo, hi, strict=True)) else None
+        return Box(lo, hi) if all(a < b for a, b in zip(lo, hi, strict=True)) else None
 
     def contains(self, other: Box) -> bool:
         return all(a <= b for a, b in zip(self.lo, other.lo, strict=True)) and all(
@@ -39,11 +39,11 @@ class Box:
     def slices(self, origin: Box | None = None) -> tuple[slice, ...]:
         """Index expression of this box in an array that stores ``origin`` (default: the whole space)."""
         base = origin.lo if origin is not None else (0,) * len(self.lo)
-        return tuple(slice(l - b, h - b) for l, h, b in zip(self.lo, self.hi, base, strict=True))
+        return tuple(slice(a - o, b - o) for a, b, o in zip(self.lo, self.hi, base, strict=True))
 
     def rows(self, start: int, stop: int) -> Box:
         """The part with ``start <= i0 < stop`` (absolute indices of the first axis)."""
         return Box((start, *self.lo[1:]), (stop, *self.hi[1:]))
 
     def __str__(self) -> str:
-        return "[" + ", ".join(f"{l}:{h}" for l, h in zip(self.lo, self.hi, strict=True)) + "]"
+        return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.lo, self.hi, strict=True)) + "]"

@@ -22,7 +22,7 @@ def cut(units: int, weights: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def largest_remainder(total: int, weights: Sequence[int]) -> tuple[int, ...]:
-    """Share ``total`` out in proportion to ``weights``; left-over units go to the largest remainders, first index first."""
+    """Share ``total`` out in proportion to ``weights``; the rest goes to the largest remainders, first index first."""
     weight_sum = sum(weights)
     assert weight_sum > 0 and min(weights) >= 0, f"weights must be >= 0 with a positive sum, got {list(weights)}"
     exact = [Fraction(total * weight, weight_sum) for weight in weights]

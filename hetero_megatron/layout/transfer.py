@@ -8,7 +8,7 @@ of pieces with source and destination exchanged.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -36,11 +36,11 @@ class Transfer:
 
     @cached_property
     def _by_src(self) -> dict[int, list[Piece]]:
-        return _group(self.pieces, 0)
+        return _group((p.src, p) for p in self.pieces)
 
     @cached_property
     def _by_dst(self) -> dict[int, list[Piece]]:
-        return _group(self.pieces, 1)
+        return _group((p.dst, p) for p in self.pieces)
 
     def sends(self, rank: int) -> list[Piece]:
         return self._by_src.get(rank, [])
@@ -55,10 +55,10 @@ class Transfer:
         return sum(p.box.size for p in self.sends(src) if p.dst == dst)
 
 
-def _group(pieces: tuple[Piece, ...], key: int) -> dict[int, list[Piece]]:
+def _group(keyed: Iterable[tuple[int, Piece]]) -> dict[int, list[Piece]]:
     out: dict[int, list[Piece]] = defaultdict(list)
-    for piece in pieces:
-        out[piece[key]].append(piece)
+    for rank, piece in keyed:
+        out[rank].append(piece)
     return dict(out)
 
 

@@ -1,1 +1,1 @@
-"""Tensor and sequence parallelism, gradient synchronisation and the sharded optimizer, applied from outside the model."""
+"""Tensor and sequence parallelism, gradient synchronisation, sharded optimizer: applied from outside the model."""

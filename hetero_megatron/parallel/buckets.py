@@ -53,7 +53,9 @@ def backward_order(tensors: tuple[LogicalTensor, ...]) -> list[list[LogicalTenso
     return [segments[key] for key in sorted(segments)]
 
 
-def make_buckets(plan: Plan, spec: ModelSpec, bucket_bytes: int = BUCKET_BYTES, itemsize: int = 4) -> tuple[Bucket, ...]:
+def make_buckets(
+    plan: Plan, spec: ModelSpec, bucket_bytes: int = BUCKET_BYTES, itemsize: int = 4
+) -> tuple[Bucket, ...]:
     """The same buckets on every rank, computed without talking."""
     holders = tensor_holders(plan, spec)
     runs: list[tuple[tuple[int, ...], list[str], int]] = []

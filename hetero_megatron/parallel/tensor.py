@@ -7,13 +7,13 @@ partial sums that are scattered back to token shards.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from hetero_megatron.comm import Group
-from hetero_megatron.model import GPTStage
+from hetero_megatron.model.gpt import Embedding, GPTStage, Linear
 from hetero_megatron.parallel.collectives import gather_tokens, scatter_tokens
 from hetero_megatron.parallel.vocab import VocabParallelEmbedding
 
@@ -21,7 +21,7 @@ from hetero_megatron.parallel.vocab import VocabParallelEmbedding
 class RowParallelLinear(nn.Module):
     """A linear layer cut along its input: partial products are summed over the group, then the bias is added once."""
 
-    def __init__(self, linear: nn.Module, group: Group, shards: tuple[int, ...]) -> None:
+    def __init__(self, linear: Linear, group: Group, shards: tuple[int, ...]) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.group, self.shards = group, shards
@@ -31,9 +31,7 @@ class RowParallelLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def apply_tensor_parallel(
-    stage: GPTStage, group: Group, shards: tuple[int, ...], vocab: tuple[int, int]
-) -> None:
+def apply_tensor_parallel(stage: GPTStage, group: Group, shards: tuple[int, ...], vocab: tuple[int, int]) -> None:
     """Make ``stage`` compute its TP rank's part.
 
     Args:
@@ -55,7 +53,9 @@ def apply_tensor_parallel(
             block.register_forward_pre_hook(gather)
             setattr(block, row, RowParallelLinear(getattr(block, row), group, shards))
     if stage.has_embed:
-        stage.model["embed_tokens"] = VocabParallelEmbedding(stage.model["embed_tokens"], group, vocab, shards)
+        stage.model["embed_tokens"] = VocabParallelEmbedding(
+            cast(Embedding, stage.model["embed_tokens"]).weight, group, vocab, shards
+        )
         if "embed_positions" in stage.model:
             stage.model["embed_positions"].register_forward_pre_hook(own_positions)
     if stage.has_head:

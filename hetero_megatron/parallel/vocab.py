@@ -14,11 +14,9 @@ from hetero_megatron.parallel.collectives import scatter_tokens
 class VocabParallelEmbedding(nn.Module):
     """Rows ``[start, stop)`` of the embedding; the output is this rank's token shard [b, shard, hidden]."""
 
-    def __init__(
-        self, embedding: nn.Module, group: Group, vocab: tuple[int, int], shards: tuple[int, ...]
-    ) -> None:
+    def __init__(self, weight: nn.Parameter, group: Group, vocab: tuple[int, int], shards: tuple[int, ...]) -> None:
         super().__init__()
-        self.weight = embedding.weight  # [stop - start, hidden]; the same Parameter, so names and ties stay
+        self.weight = weight  # [stop - start, hidden]; the same Parameter, so names and ties stay
         self.group, self.vocab, self.shards = group, vocab, shards
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -36,7 +34,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     """Per-token loss from logits whose last axis is one rank's share of the vocabulary."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: Group, vocab: tuple[int, int]) -> torch.Tensor:
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: Group, vocab: tuple[int, int]
+    ) -> torch.Tensor:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))  # [..., V_local]
         start, stop = vocab
         mine = (labels >= start) & (labels < stop)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from hetero_megatron.comm import Comm, Handle
-from hetero_megatron.layout import Box, Layout, Piece, transfer
+from hetero_megatron.layout import Box, Layout, transfer
 
 MAX_PIECES = 256  # messages between two ranks for one action; part of the tag
 
@@ -37,29 +37,26 @@ class Boundary:
         layout = self._layouts[1 if backward else 0]
         return [
             self._comm.isend(x[local].contiguous(), peer, tag * MAX_PIECES + k)
-            for peer, local, k in self._numbered(self._sends[backward], layout, 1)
+            for peer, local, k in self._numbered([(p.dst, p.box) for p in self._sends[backward]], layout)
         ]
 
     def receive(self, backward: bool, tag: int, dtype: torch.dtype) -> Receive:
         """Post the receives of this rank's activation shard (or its gradient)."""
         layout = self._layouts[0 if backward else 1]
         parts: list[tuple[tuple[slice, ...], Handle]] = []
-        for peer, local, k in self._numbered(self._receives[backward], layout, 0):
+        for peer, local, k in self._numbered([(p.src, p.box) for p in self._receives[backward]], layout):
             shape = [s.stop - s.start for s in local]
             buffer = torch.empty(shape, dtype=dtype, device=self._comm.device)
             parts.append((local, self._comm.irecv(buffer, peer, tag * MAX_PIECES + k)))
         return Receive(parts, local_shape(layout, self._comm.rank), dtype, self._comm.device)
 
-    def _numbered(
-        self, pieces: Sequence[Piece], layout: Layout, peer_field: int
-    ) -> list[tuple[int, tuple[slice, ...], int]]:
+    def _numbered(self, pieces: Sequence[tuple[int, Box]], layout: Layout) -> list[tuple[int, tuple[slice, ...], int]]:
         """(peer, local slices, number of the message between the two) per piece."""
         seen: dict[int, int] = {}
         out = []
-        for piece in pieces:
-            peer = piece[peer_field]
+        for peer, box in pieces:
             k = seen[peer] = seen.get(peer, -1) + 1
-            out.append((peer, local_slices(layout.of(self._comm.rank), piece.box), k))
+            out.append((peer, local_slices(layout.of(self._comm.rank), box), k))
         return out
 
 
@@ -82,7 +79,9 @@ class Receive:
             return only
         whole = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         for local, handle in self._parts:
-            whole[local] = handle.wait()
+            part = handle.wait()
+            assert part is not None
+            whole[local] = part
         return whole
 
 

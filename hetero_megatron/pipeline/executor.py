@@ -120,7 +120,7 @@ class PipelineExecutor:
 
     def _post(self, action: Action, work: StageWork, live: _Live) -> None:
         backward = action.kind == "RECV_B"
-        boundary = (self.after if backward else self.before)
+        boundary = self.after if backward else self.before
         assert boundary is not None, f"{action} on a stage without that neighbour"
         live.receives[action] = boundary(work.sizes[action.micro_batch]).receive(
             backward, _tag(action.micro_batch, backward), self.dtype

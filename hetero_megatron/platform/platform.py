@@ -45,8 +45,9 @@ def detect_platform(backend: str | None = None, local_rank: int = 0) -> Platform
     if accelerator is None:
         if backend not in (None, "auto", "gloo"):
             raise UserError(
-                "this machine has no accelerator that speaks it", field="--distributed-backend", value=backend, accepted="gloo"
-            )
+                "this machine has no accelerator that speaks it",
+                field="--distributed-backend", value=backend, accepted="gloo",
+            )  # fmt: skip
         return Platform(torch.device("cpu"), "cpu:gloo")
     torch.accelerator.set_device_index(local_rank)
     own = backend if backend not in (None, "auto") else torch.distributed.get_default_backend_for_device(accelerator)

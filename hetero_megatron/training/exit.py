@@ -12,7 +12,9 @@ class ExitConditions:
     reason: why this rank wants to stop; empty while it does not.
     """
 
-    def __init__(self, minutes: float | None = None, interval: int | None = None, signal_name: str | None = None) -> None:
+    def __init__(
+        self, minutes: float | None = None, interval: int | None = None, signal_name: str | None = None
+    ) -> None:
         self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self._minutes, self._interval = minutes, interval
         self.reason = ""

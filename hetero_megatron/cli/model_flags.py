@@ -1,0 +1,176 @@
+"""Megatron's architecture flags, or --model, -> a ModelSpec."""
+
+from __future__ import annotations
+
+from hetero_megatron.cli.parse import Arguments, flag_error
+from hetero_megatron.data import DataConfig, config_tokenizer
+from hetero_megatron.errors import UserError
+from hetero_megatron.spec import ModelSpec, RopeScaling, load_model
+
+# --vocab-size is not among them: with --model it says how many ids a NullTokenizer has.
+ARCHITECTURE = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention",
+    "num_query_groups", "kv_channels", "max_position_embeddings", "position_embedding_type",
+    "use_rotary_position_embeddings", "rotary_base", "use_rope_scaling", "rope_scaling_factor", "normalization",
+    "norm_epsilon", "swiglu", "squared_relu", "openai_gelu", "no_bias_gelu_fusion", "disable_bias_linear",
+    "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights", "init_method_std", "window_size",
+)  # fmt: skip
+
+
+def build_spec(args: Arguments, data: DataConfig | None) -> ModelSpec:
+    """The model that the flags describe.
+
+    Raises:
+        UserError: --model together with an architecture flag, a missing or contradictory flag, or what
+            ``load_model`` refuses.
+    """
+    if args["model"] is not None:
+        for key in ARCHITECTURE:
+            if key in args.given:
+                raise flag_error(key, args[key], "--model says this already", "one of the two")
+        return load_model(args["model"])
+    for key in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
+        if args[key] is None:
+            raise flag_error(key, None, "missing, and there is no --model", "a number, or --model")
+        _positive(args, key)
+    try:
+        return _spec(args, _vocabulary(args, data))
+    except UserError as error:
+        raise _renamed(error) from None
+
+
+def _spec(args: Arguments, vocab_size: int) -> ModelSpec:
+    heads, head_dim = _heads(args), _head_dim(args)
+    rope, norm = _rope(args), {"RMSNorm": "rms", "LayerNorm": "layer"}[args["normalization"]]
+    bias = not args["disable_bias_linear"]
+    window = _window(args["window_size"])
+    naming = "gpt2" if norm == "layer" and not rope else "llama"
+    return ModelSpec(
+        name="flags",
+        naming=naming,
+        num_layers=args["num_layers"],
+        hidden_size=args["hidden_size"],
+        ffn_hidden_size=_ffn(args),
+        num_heads=args["num_attention_heads"],
+        num_kv_heads=heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        max_position_embeddings=args["max_position_embeddings"] or args["seq_length"],
+        norm=norm,
+        norm_eps=args["norm_epsilon"],
+        activation=_activation(args),
+        qkv_bias=bias or args["add_qkv_bias"],
+        out_bias=bias,
+        mlp_bias=bias,
+        qk_norm=args["qk_layernorm"],
+        tied=not args["untie_embeddings_and_output_weights"],
+        position="rope" if rope else "learned",
+        rope_theta=args["rotary_base"],
+        rope_scaling=RopeScaling("llama3", args["rope_scaling_factor"]) if args["use_rope_scaling"] else None,
+        sliding_window=window,
+        init_std=args["init_method_std"],
+        hf_model_type="gpt2" if naming == "gpt2" else _family(args, window),
+    )
+
+
+def _family(args: Arguments, window: int | None) -> str:
+    """The Hugging Face family whose config can say the same."""
+    if args["qk_layernorm"]:
+        return "qwen3"
+    if args["disable_bias_linear"] and args["add_qkv_bias"]:
+        return "qwen2"
+    return "mistral" if window is not None else "llama"
+
+
+def _heads(args: Arguments) -> int:
+    """Key-value heads."""
+    if not args["group_query_attention"]:
+        if args.has("num_query_groups") and args["num_query_groups"] not in (1, args["num_attention_heads"]):
+            raise flag_error("num_query_groups", args["num_query_groups"], "it needs --group-query-attention")
+        return int(args["num_attention_heads"])
+    _positive(args, "num_query_groups")
+    return int(args["num_query_groups"])
+
+
+def _head_dim(args: Arguments) -> int:
+    if args["kv_channels"] is not None:
+        _positive(args, "kv_channels")
+        return int(args["kv_channels"])
+    hidden, heads = args["hidden_size"], args["num_attention_heads"]
+    if hidden % heads:
+        problem = f"--hidden-size {hidden} does not divide into that many heads"
+        raise flag_error("num_attention_heads", heads, problem, f"a divisor of {hidden}, or --kv-channels")
+    return int(hidden // heads)
+
+
+def _ffn(args: Arguments) -> int:
+    if args["ffn_hidden_size"] is not None:
+        _positive(args, "ffn_hidden_size")
+        return int(args["ffn_hidden_size"])
+    wide = 4 * int(args["hidden_size"])
+    return max(64, int(wide * 2 / 3 / 64) * 64) if args["swiglu"] else wide
+
+
+def _activation(args: Arguments) -> str:
+    kinds = {"swiglu": "swiglu", "squared_relu": "squared_relu", "openai_gelu": "gelu_tanh"}
+    chosen = [key for key in kinds if args[key]]
+    if len(chosen) > 1:
+        raise flag_error(chosen[1], True, f"it contradicts --{chosen[0].replace('_', '-')}", "one of the two")
+    if chosen:
+        return kinds[chosen[0]]
+    return "gelu" if args["no_bias_gelu_fusion"] else "gelu_tanh"
+
+
+def _rope(args: Arguments) -> bool:
+    kind = args["position_embedding_type"]
+    if args["use_rotary_position_embeddings"] and args.has("position_embedding_type") and kind != "rope":
+        raise flag_error("position_embedding_type", kind, "it contradicts --use-rotary-position-embeddings", "rope")
+    rope = kind == "rope" or bool(args["use_rotary_position_embeddings"])
+    for key in ("use_rope_scaling", "rotary_base"):
+        if not rope and key in args.given:
+            raise flag_error(key, args[key], "the model has no rotary embedding", "--position-embedding-type rope")
+    if args.has("rope_scaling_factor") and not args["use_rope_scaling"]:
+        raise flag_error("rope_scaling_factor", args["rope_scaling_factor"], "it needs --use-rope-scaling")
+    return rope
+
+
+def _window(text: str | None) -> int | None:
+    """Megatron counts earlier tokens only; a window here includes the token itself."""
+    if text is None:
+        return None
+    try:
+        left, right = (int(part) for part in text.strip("()[] ").split(","))
+    except ValueError:
+        raise flag_error("window_size", text, "is not two integers", "LEFT,RIGHT, e.g. 4095,0") from None
+    if left < 0 or right != 0:
+        raise flag_error("window_size", text, "cannot be used as a causal window", "LEFT >= 0 and RIGHT = 0")
+    return left + 1
+
+
+def _vocabulary(args: Arguments, data: DataConfig | None) -> int:
+    """Rows of the embedding: given, or as many as the tokenizer has ids (a NullTokenizer has one more)."""
+    if args["vocab_size"] is not None:
+        _positive(args, "vocab_size")
+        return int(args["vocab_size"]) + (args["tokenizer_type"] == "NullTokenizer")
+    if data is None:
+        raise flag_error("vocab_size", None, "missing, and there is no tokenizer to read it from", "a number")
+    return config_tokenizer(data).vocab_size
+
+
+def _positive(args: Arguments, key: str) -> None:
+    if args[key] < 1:
+        raise flag_error(key, args[key], "too small", "an integer >= 1")
+
+
+_FLAG_OF = {
+    "num_heads": "--num-attention-heads", "num_kv_heads": "--num-query-groups", "head_dim": "--kv-channels",
+    "norm_eps": "--norm-epsilon", "rope_theta": "--rotary-base",
+}  # fmt: skip
+
+
+def _renamed(error: UserError) -> UserError:
+    """A refusal of a field of ModelSpec, as one of the flag that it came from."""
+    if error.field.startswith("--"):
+        return error
+    name = _FLAG_OF.get(error.field, "--" + error.field.replace("_", "-"))
+    return UserError(error.problem, field=name, value=error.value, accepted=error.accepted, where="command line")

@@ -1,0 +1,134 @@
+"""--plan, Megatron's parallel flags, or FlagScale's meshes -> a Plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hetero_megatron.cli.parse import Arguments, flag_error
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan import FlagScaleParallel, MegatronParallel, Plan, from_flagscale, from_megatron, load_plan
+from hetero_megatron.spec import ModelSpec
+
+_UNIFORM = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+    "expert_model_parallel_size", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank", "recompute_granularity",
+    "recompute_method", "recompute_num_layers", "recompute_activations", "use_tp_pp_dp_mapping", "schedule",
+)  # fmt: skip
+_LISTS = (
+    "recompute_granularity_per_stage_micro_batch", "recompute_method_per_stage_micro_batch",
+    "recompute_num_layers_per_stage_micro_batch",
+)  # fmt: skip
+_MESHES = ("hetero_process_meshes", "hetero_pipeline_layer_split", "hetero_device_types", *_LISTS)
+_WITH_MESHES = (
+    "pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "use_tp_pp_dp_mapping",
+    "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations",
+)  # fmt: skip
+
+
+def build_plan(args: Arguments, spec: ModelSpec, environment: Mapping[str, str]) -> Plan:
+    """The plan that the flags ask for, valid for the model and for the ranks that were started.
+
+    Args:
+        environment: torchrun's WORLD_SIZE; absent: one rank.
+
+    Raises:
+        UserError: contradictory flags, a plan that breaks a law, or one for another number of ranks.
+    """
+    if args["plan"] is not None:
+        return _from_file(args, spec, environment)
+    for key in ("seq_length", "micro_batch_size"):
+        if args[key] is None:
+            raise flag_error(key, None, "missing, and there is no --plan", "an integer >= 1, or --plan FILE")
+    if args.has(*_MESHES):
+        plan = _from_meshes(args, spec, environment)
+    else:
+        chosen = {key: args[key] for key in _UNIFORM if args[key] is not None}
+        plan = from_megatron(
+            MegatronParallel(
+                world_size=_ranks(args, environment, 0),
+                seq_length=args["seq_length"],
+                micro_batch_size=args["micro_batch_size"],
+                global_batch_size=args["global_batch_size"],
+                **chosen,
+            ),
+            spec,
+        )
+    return plan
+
+
+def _from_file(args: Arguments, spec: ModelSpec, environment: Mapping[str, str]) -> Plan:
+    for key in (*_UNIFORM, *_MESHES, "micro_batch_size"):
+        if key in args.given:
+            raise flag_error(key, args[key], "the plan file says this already", "one of the two")
+    plan = load_plan(args["plan"], spec)
+    for key, mine in (("seq_length", plan.seq_length), ("global_batch_size", plan.global_batch_size)):
+        if key in args.given and args[key] != mine:
+            raise flag_error(key, args[key], f"the plan file says {mine}", f"{mine}, or leave the flag out")
+    _ranks(args, environment, plan.world_size)
+    return plan
+
+
+def _from_meshes(args: Arguments, spec: ModelSpec, environment: Mapping[str, str]) -> Plan:
+    for key in _WITH_MESHES:
+        if key in args.given:
+            raise flag_error(key, args[key], "it contradicts --hetero-process-meshes", "one of the two")
+    for key in ("hetero_process_meshes", "hetero_pipeline_layer_split"):
+        if args[key] is None:
+            raise flag_error(key, None, "missing beside the other --hetero flags", "one or more integers")
+    numbers = args["hetero_process_meshes"]
+    total = sum(tp * cp * dp * pp for tp, cp, _, dp, pp in zip(*[iter(numbers)] * 5))
+    plan = from_flagscale(
+        FlagScaleParallel(
+            seq_length=args["seq_length"],
+            hetero_process_meshes=numbers,
+            hetero_pipeline_layer_split=args["hetero_pipeline_layer_split"],
+            hetero_device_types=args["hetero_device_types"] or (),
+            micro_batch_size=args["micro_batch_size"],
+            global_batch_size=args["global_batch_size"],
+            world_size=_ranks(args, environment, total) if total > 0 and len(numbers) % 5 == 0 else None,
+            schedule=args["schedule"],
+            **{key: args[key] for key in _LISTS},
+        ),
+        spec,
+    )
+    # FlagScale's launch lines repeat the sizes of Megatron's flags; what they say must agree with the meshes.
+    stages = len(plan.pipelines[0].stages)
+    if args.has("pipeline_model_parallel_size") and args["pipeline_model_parallel_size"] != stages:
+        value = args["pipeline_model_parallel_size"]
+        raise flag_error("pipeline_model_parallel_size", value, f"the meshes have {stages} stages", str(stages))
+    return plan
+
+
+def _ranks(args: Arguments, environment: Mapping[str, str], needed: int) -> int:
+    """Number of ranks: torchrun's, or --world-size in a dry run. ``needed`` by the plan; 0: any number."""
+    if args["world_size"] is not None:
+        if not args["dry_run"]:
+            raise flag_error("world_size", args["world_size"], "torchrun says how many ranks there are", "--dry-run")
+        count, source = int(args["world_size"]), "--world-size"
+    else:
+        count, source = _environment_size(environment), "WORLD_SIZE"
+        if args["dry_run"] and "WORLD_SIZE" not in environment:
+            count = needed or args["tensor_model_parallel_size"] * args["pipeline_model_parallel_size"]
+    if needed and count != needed:
+        field = "--plan" if args["plan"] is not None else "--hetero-process-meshes"
+        problem = f"it needs {needed} ranks and {count} {'was' if count == 1 else 'were'} started ({source})"
+        raise UserError(
+            problem, field=field, value=args["plan"] or args["hetero_process_meshes"],
+            accepted=f"torchrun --nproc-per-node with {needed} ranks in all", where="command line",
+        )  # fmt: skip
+    return count
+
+
+def _environment_size(environment: Mapping[str, str]) -> int:
+    text: Any = environment.get("WORLD_SIZE", "1")
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise UserError("is no number of ranks", field="WORLD_SIZE", value=text, accepted="1 or more", where="environment")
+    return count

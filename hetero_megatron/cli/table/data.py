@@ -1,0 +1,36 @@
+"""Megatron's flags about data and tokenizers."""
+
+from hetero_megatron.cli.flag import notice, refused, switch, value
+
+_FILE = "lists of data in a file are not supported"
+
+FLAGS = (
+    value("--data-path", str, None, "corpora, or weights and corpora in turn; 'stdlib' is built in", nargs="*"),
+    value("--split", str, None, "train,validation,test shares, e.g. 99,1,0"),
+    value("--train-data-path", str, None, "corpora to train on, instead of --data-path", nargs="*"),
+    value("--valid-data-path", str, None, "corpora to evaluate on", nargs="*"),
+    value("--test-data-path", str, None, "corpora to test on", nargs="*"),
+    refused("--data-args-path", _FILE, "--data-path", nargs=1),
+    refused("--per-split-data-args-path", _FILE, "--train-data-path and --valid-data-path", nargs=1),
+    value("--data-cache-path", str, None, "where indices of corpora are kept"),
+    switch("--mock-data", "made-up tokens, no files"),
+    value("--num-workers", int, 2, "threads of each rank that read batches ahead"),
+    value("--json-keys", str, "text", "key (jsonl) or column (parquet) that holds the text"),
+    value("--tokenizer-type", str, None, "kind of tokenizer, e.g. HuggingFaceTokenizer or NullTokenizer"),
+    value("--tokenizer-model", str, None, "tokenizer directory, file or name"),
+    value("--vocab-file", str, None, "vocab.json of a GPT-2 tokenizer"),
+    value("--merge-file", str, None, "merges.txt of a GPT-2 tokenizer"),
+    switch("--reset-position-ids", "positions start again at every document"),
+    switch("--reset-attention-mask", "attention does not cross documents"),
+    switch("--eod-mask-loss", "what follows the end of a document does not count in the loss"),
+    notice("--no-mmap-bin-files", "it does not change results"),
+    notice("--no-create-attention-mask-in-dataloader", "no attention mask is ever built"),
+    switch("--trust-remote-code", "run code that comes with a Hugging Face tokenizer"),
+    value(
+        "--dataloader-type",
+        str,
+        "single",
+        "single: packed and shuffled by global sample index; streaming: read in order",
+        choices=("single", "streaming"),
+    ),
+)

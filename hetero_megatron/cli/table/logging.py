@@ -1,0 +1,64 @@
+"""Megatron's flags about logs, profiles, exits and faults."""
+
+from hetero_megatron.cli.flag import notice, only, refused, switch, value
+
+_SECONDS = "metrics.jsonl always holds busy, waiting and communication seconds of every rank"
+_NOT_LOGGED = "this version does not log it"
+_PROFILE = "profiles are not built yet"
+_WITHOUT = "it has no effect without --profile"
+_ELASTIC = "restarts inside a process are not supported"
+
+FLAGS = (
+    value("--log-interval", int, 100, "steps between lines on the console"),
+    value("--tensorboard-dir", str, None, "write TensorBoard events there"),
+    value("--tensorboard-queue-size", int, 1000, "events that TensorBoard may hold back"),
+    value("--tensorboard-log-interval", int, 1, "steps between TensorBoard events"),
+    notice("--log-timers-to-tensorboard", _SECONDS),
+    switch("--log-validation-ppl-to-tensorboard", "also write the perplexity of evaluations"),
+    notice("--log-memory-to-tensorboard", _NOT_LOGGED),
+    notice("--log-world-size-to-tensorboard", "the plan is printed at start"),
+    notice("--log-num-zeros-in-grad", _NOT_LOGGED),
+    notice("--log-params-norm", _NOT_LOGGED),
+    notice("--log-throughput", "throughput is always logged"),
+    notice("--log-progress", "metrics.jsonl is the record of progress"),
+    notice("--log-straggler", _SECONDS),
+    notice("--timing-log-level", _SECONDS, nargs=1),
+    notice("--timing-log-option", _SECONDS, nargs=1),
+    value("--wandb-project", str, None, "log to this Weights & Biases project"),
+    value("--wandb-entity", str, None, "owner of the project"),
+    value("--wandb-exp-name", str, None, "name of the run"),
+    value("--wandb-save-dir", str, None, "where Weights & Biases keeps its files"),
+    refused("--profile", _PROFILE),
+    notice("--profile-step-start", _WITHOUT, nargs=1),
+    notice("--profile-step-end", _WITHOUT, nargs=1),
+    notice("--profile-ranks", _WITHOUT, nargs="+"),
+    notice("--use-pytorch-profiler", _WITHOUT),
+    refused("--record-memory-history", _PROFILE),
+    refused("--memory-snapshot-path", _PROFILE, nargs=1),
+    value("--exit-interval", int, None, "stop after a step that is a multiple of this"),
+    value("--exit-duration-in-mins", int, None, "stop after so many minutes"),
+    switch("--exit-signal-handler", "stop cleanly, on all ranks, when the signal comes"),
+    value(
+        "--exit-signal",
+        str,
+        "SIGTERM",
+        "that signal",
+        choices=("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"),
+    ),
+    refused("--iterations-to-skip", "steps cannot be left out", nargs="+"),
+    only(
+        "--rerun-mode",
+        str,
+        ("disabled",),
+        "steps are not run a second time",
+        "disabled, or leave the flag out",
+        differs="validate_results in Megatron; here a step whose gradient is not finite is skipped and counted",
+    ),
+    notice(
+        "--no-check-for-nan-in-loss-and-grad", "a step whose gradient is not finite is skipped and counted"
+    ),
+    refused("--check-for-spiky-loss", "spikes of the loss are not acted on"),
+    refused("--check-weight-hash-across-dp-replicas-interval", "this check is not built", nargs=1),
+    refused("--inprocess-restart", _ELASTIC, "torchrun --max-restarts"),
+    refused("--enable-ft-package", _ELASTIC, "torchrun --max-restarts"),
+)

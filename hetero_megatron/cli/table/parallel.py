@@ -1,0 +1,95 @@
+"""Megatron's flags about parallelism, FlagScale's about unlike chips, and ours about plans."""
+
+import json
+from typing import Any
+
+from hetero_megatron.cli.flag import notice, only, refused, switch, value
+
+_ALWAYS = "it is always so here"
+_EXPERTS = "expert parallelism is not supported by this version"
+_CHUNKS = "virtual pipeline stages are not supported by this version"
+_SHARDING = "sharding of weights between steps is not supported by this version"
+
+
+def rows(text: str) -> Any:
+    """A list of lists in JSON, as FlagScale writes them."""
+    found = json.loads(text)
+    if not isinstance(found, list) or not all(isinstance(row, list) for row in found):
+        raise ValueError("not a list of lists")
+    return found
+
+
+PLAN = (
+    value("--plan", str, None, "plan file (YAML or JSON): which ranks hold what"),
+    refused("--auto-plan", "the planner is not built yet", "--plan FILE, or Megatron's parallel flags"),
+    refused("--cluster", "the planner, which reads it, is not built yet", "--plan FILE", nargs=1),
+    value("--model", str, None, "preset, Hugging Face directory or config.json, instead of architecture flags"),
+    switch("--dry-run", "check and print the plan, then stop"),
+    refused("--as-rank", "running one rank of a large plan alone is not built yet", "--dry-run", nargs=1),
+    value("--world-size", int, None, "number of ranks, for --dry-run without torchrun"),
+    value("--schedule", str, "1f1b", "pipeline schedule of a plan that is built from flags", choices=("1f1b", "gpipe")),
+    value(
+        "--dtype",
+        str,
+        None,
+        "of weights and activations; fp64 is for proofs. --bf16 and --fp16 say the same",
+        choices=("fp32", "bf16", "fp16", "fp64"),
+    ),
+)
+
+FLAGS = (
+    value("--tensor-model-parallel-size", int, 1, "ranks that share every layer"),
+    value("--pipeline-model-parallel-size", int, 1, "stages"),
+    only(
+        "--context-parallel-size",
+        int,
+        (1,),
+        "context parallelism is not supported by this version",
+        "1, or leave the flag out",
+        default=1,
+    ),
+    only("--expert-model-parallel-size", int, (1,), _EXPERTS, "1, or leave the flag out", default=1),
+    only("--expert-tensor-parallel-size", int, (1,), _EXPERTS, "1, or leave the flag out"),
+    notice("--sequence-parallel", "it is always on where tensor parallelism is"),
+    notice("--use-distributed-optimizer", "the optimizer is always sharded over replicas"),
+    notice("--overlap-grad-reduce", _ALWAYS),
+    notice("--overlap-param-gather", "parameters are sent bucket by bucket as they are updated"),
+    notice("--tp-comm-overlap", "it needs Transformer Engine and does not change results"),
+    refused("--num-layers-per-virtual-pipeline-stage", _CHUNKS, nargs=1),
+    only("--num-virtual-stages-per-pipeline-rank", int, (1,), _CHUNKS, "1, or leave the flag out"),
+    refused("--microbatch-group-size-per-virtual-pipeline-stage", _CHUNKS, nargs=1),
+    value("--decoder-first-pipeline-num-layers", int, None, "layers of the first stage; the rest is spread evenly"),
+    value("--decoder-last-pipeline-num-layers", int, None, "layers of the last stage; the rest is spread evenly"),
+    value("--pipeline-model-parallel-layout", str, None, "layers per stage in Megatron's language, e.g. Et*3|t*4L"),
+    switch("--account-for-embedding-in-pipeline-split", "count the embedding as one layer"),
+    switch("--account-for-loss-in-pipeline-split", "count the loss as one layer"),
+    notice("--distributed-backend", "each group of ranks asks its platforms for a backend", nargs=1),
+    value("--distributed-timeout-minutes", int, 10, "how long a rank waits for another before the job ends"),
+    switch("--use-tp-pp-dp-mapping", "number the ranks through pipeline before data parallelism"),
+    notice("--cp-comm-type", "it concerns context parallelism only", nargs="+"),
+    value("--ddp-bucket-size", int, None, "gradient elements per bucket; chosen by size in bytes if left out"),
+    refused("--use-torch-fsdp2", _SHARDING),
+    refused("--use-megatron-fsdp", _SHARDING),
+    only(
+        "--data-parallel-sharding-strategy",
+        str,
+        ("optim",),
+        "the optimizer is sharded over replicas, weights and gradients are not",
+        "optim, or leave the flag out",
+    ),
+    notice("--local-rank", "torchrun's environment variables say which rank this is", nargs=1, aliases=("--local_rank",)),
+)
+
+HETERO = (
+    notice("--enable-hetero", "every plan is of the same kind here; the meshes are given by their own flags"),
+    value("--hetero-device-types", str, None, "chip of every mesh, checked at start", nargs="+"),
+    notice("--hetero-current-device-type", "the platform says which chip a rank has", nargs=1),
+    value("--hetero-pipeline-layer-split", int, None, "layers per pipeline stage", nargs="+"),
+    value("--hetero-process-meshes", int, None, "tp cp ep dp pp of every mesh", nargs="+"),
+    refused("--expert-tensor-parallel-size-per-process-mesh", _EXPERTS, nargs="+"),
+    notice("--hetero-use-cpu-communication", "the transport is chosen per pair of chips"),
+    notice("--use-partial-reduce-for-shared-embedding", "tied weights are reduced over whatever holders there are"),
+    value("--recompute-granularity-per-stage-micro-batch", rows, None, "FlagScale's run-length lists, as JSON"),
+    value("--recompute-method-per-stage-micro-batch", rows, None, "FlagScale's run-length lists, as JSON"),
+    value("--recompute-num-layers-per-stage-micro-batch", rows, None, "FlagScale's run-length lists, as JSON"),
+)

@@ -1,0 +1,189 @@
+"""Flags about training -> the frozen parts of a TrainConfig."""
+
+from __future__ import annotations
+
+from hetero_megatron.cli.parse import Arguments, flag_error
+from hetero_megatron.training.batch_size import BatchSize
+from hetero_megatron.training.config import (
+    EvaluationConfig,
+    ExitConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RuntimeConfig,
+    ScheduleConfig,
+    WandbConfig,
+)
+from hetero_megatron.training.loss_scale import LossScale
+from hetero_megatron.training.lr_schedule import LearningRate, WeightDecay
+
+_BY_ITERATION = ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
+_BY_SAMPLE = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples", "rampup_batch_size")
+
+
+def build_schedule(args: Arguments, global_batch_size: int) -> ScheduleConfig:
+    """Length, batch size, learning rate and weight decay. Iterations and samples cannot be mixed, as in Megatron.
+
+    A dry run needs neither a length nor a learning rate.
+    """
+    by_sample = args["train_samples"] is not None
+    if args["train_iters"] is None and not by_sample and not (args["dry_run"] or args["skip_train"]):
+        raise flag_error("train_iters", None, "missing: how long to train", "--train-iters or --train-samples")
+    for key in _BY_ITERATION if by_sample else _BY_SAMPLE:
+        if key in args.given:
+            other = "--train-samples" if by_sample else "--train-iters"
+            counts = "samples" if by_sample else "iterations"
+            raise flag_error(key, args[key], f"training with {other} counts {counts}", "flags of one kind")
+    ramp = args["rampup_batch_size"] or (0, 0, 0)
+    if args["rampup_batch_size"] is not None and not any(ramp):
+        raise flag_error("rampup_batch_size", "0 0 0", "a batch cannot start at 0", "START INCREMENT SAMPLES")
+    batch = BatchSize(global_batch_size, *ramp)
+    for key in ("train_samples", "train_iters"):
+        if args[key] is not None and args[key] < 1:
+            raise flag_error(key, args[key], "too small", "an integer >= 1")
+    samples = args["train_samples"] if by_sample else (args["train_iters"] or 0) * global_batch_size
+    lr = _learning_rate(args, samples, 1 if by_sample else global_batch_size)
+    return ScheduleConfig(
+        train_iters=batch.steps_for(samples),
+        train_samples=samples,
+        batch=batch,
+        lr=lr,
+        weight_decay=_weight_decay(args, samples),
+    )
+
+
+def _learning_rate(args: Arguments, train_samples: int, unit: int) -> LearningRate:
+    """``unit``: samples that one unit of the flags stands for (1, or the batch size for iterations)."""
+    idle = args["dry_run"] or args["skip_train"]
+    if args["lr"] is None:
+        if not idle:
+            raise flag_error("lr", None, "missing: the learning rate", "a number, e.g. 3e-4")
+        return LearningRate(0.0, style="constant")
+    kind = "samples" if unit == 1 else "iters"
+    counts = ("lr_decay", "lr_warmup", "lr_wsd_decay")
+    for key in counts:
+        count = args[f"{key}_{kind}"]
+        if count is not None and count < 0:
+            raise flag_error(f"{key}_{kind}", count, "is negative", "0 or more")
+    decay, warmup, wsd = (
+        (args[f"{key}_{kind}"] * unit if args[f"{key}_{kind}"] is not None else None) for key in counts
+    )
+    decay = train_samples if decay is None else decay
+    fraction = args["lr_warmup_fraction"]
+    if fraction is not None:
+        if warmup:
+            raise flag_error("lr_warmup_fraction", fraction, f"it contradicts --lr-warmup-{kind}", "one of the two")
+        if not 0 <= fraction < 1:
+            raise flag_error("lr_warmup_fraction", fraction, "out of range", "0 or more and less than 1")
+        warmup = fraction * decay
+    if idle and not decay:
+        return LearningRate(args["lr"], style="constant")
+    if args["lr_decay_style"] == "WSD" and wsd is None:
+        raise flag_error(f"lr_wsd_decay_{kind}", None, "missing: WSD needs it", "an integer >= 1")
+    return LearningRate(
+        peak=args["lr"],
+        minimum=args["min_lr"],
+        initial=args["lr_warmup_init"],
+        style=args["lr_decay_style"],
+        warmup=warmup or 0,
+        decay=decay,
+        wsd_style=args["lr_wsd_decay_style"],
+        wsd_decay=wsd or 0,
+    )
+
+
+def _weight_decay(args: Arguments, train_samples: int) -> WeightDecay:
+    style = args["weight_decay_incr_style"]
+    ends = ("start_weight_decay", "end_weight_decay")
+    if style == "constant":
+        for key in ends:
+            if args[key] is not None:
+                raise flag_error(key, args[key], "weight decay is constant", "--weight-decay-incr-style linear or cosine")
+        return WeightDecay(args["weight_decay"], args["weight_decay"])
+    for key in ends:
+        if args[key] is None:
+            raise flag_error(key, None, f"missing: weight decay grows ({style})", "a number")
+    return WeightDecay(args["start_weight_decay"], args["end_weight_decay"], style, max(train_samples, 1))
+
+
+def build_optimizer(args: Arguments) -> OptimizerConfig:
+    for key in ("adam_beta1", "adam_beta2", "sgd_momentum"):
+        if not 0 <= args[key] < 1:
+            raise flag_error(key, args[key], "out of range", "0 or more and less than 1")
+    for key, good in (("adam_eps", args["adam_eps"] > 0), ("clip_grad", args["clip_grad"] >= 0)):
+        if not good:
+            raise flag_error(key, args[key], "out of range", "more than 0" if key == "adam_eps" else "0 or more")
+    return OptimizerConfig(
+        args["optimizer"],
+        args["adam_beta1"],
+        args["adam_beta2"],
+        args["adam_eps"],
+        args["sgd_momentum"],
+        args["clip_grad"],
+    )
+
+
+def build_precision(args: Arguments) -> PrecisionConfig:
+    chosen = [key for key in ("bf16", "fp16", "fp64") if args[key]]
+    dtype = args["dtype"] or (chosen[0] if chosen else "fp32")
+    for key in chosen:
+        if key != dtype:
+            raise flag_error(key, True, f"it contradicts {dtype}", "one of --bf16, --fp16, --fp64, --dtype")
+    scales = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+    if dtype != "fp16":
+        for key in scales:
+            if key in args.given:
+                raise flag_error(key, args[key], f"{dtype} needs no loss scale", "leave it out, or --fp16")
+        return PrecisionConfig(dtype, deterministic=args["deterministic_mode"])
+    if args["loss_scale"] is not None:
+        scale = LossScale(args["loss_scale"])
+    else:
+        _, *rest = (args[key] for key in scales)
+        scale = LossScale(rest[0], True, rest[1], rest[2], rest[3])
+    return PrecisionConfig(dtype, scale, args["deterministic_mode"])
+
+
+def build_evaluation(args: Arguments) -> EvaluationConfig:
+    for key, least in (("eval_interval", 1), ("eval_iters", 0)):
+        if args[key] is not None and args[key] < least:
+            raise flag_error(key, args[key], "too small", f"an integer >= {least}")
+    # Megatron's scripts write --eval-iters 0 to switch evaluation off.
+    interval = args["eval_interval"] if args["eval_iters"] else None
+    return EvaluationConfig(interval, args["eval_iters"], args["skip_train"])
+
+
+def build_exit(args: Arguments) -> ExitConfig:
+    for key in ("exit_interval", "exit_duration_in_mins"):
+        if args[key] is not None and args[key] < 1:
+            raise flag_error(key, args[key], "too small", "an integer >= 1")
+    if args.has("exit_signal") and not args["exit_signal_handler"]:
+        raise flag_error("exit_signal", args["exit_signal"], "it needs --exit-signal-handler")
+    signal = args["exit_signal"] if args["exit_signal_handler"] else None
+    return ExitConfig(args["exit_interval"], args["exit_duration_in_mins"], signal)
+
+
+def build_logging(args: Arguments) -> LoggingConfig:
+    for key in ("log_interval", "tensorboard_log_interval", "tensorboard_queue_size"):
+        if args[key] < 1:
+            raise flag_error(key, args[key], "too small", "an integer >= 1")
+    wandb = None
+    if args["wandb_project"] is not None:
+        names = ("wandb_entity", "wandb_exp_name", "wandb_save_dir")
+        wandb = WandbConfig(args["wandb_project"], *(args[key] for key in names))
+    return LoggingConfig(
+        args["log_interval"],
+        args["save"],
+        args["tensorboard_dir"],
+        args["tensorboard_queue_size"],
+        args["tensorboard_log_interval"],
+        args["log_validation_ppl_to_tensorboard"],
+        wandb,
+    )
+
+
+def build_runtime(args: Arguments) -> RuntimeConfig:
+    for key in ("distributed_timeout_minutes", "ddp_bucket_size"):
+        if args[key] is not None and args[key] < 1:
+            raise flag_error(key, args[key], "too small", "an integer >= 1")
+    elements = args["ddp_bucket_size"]
+    return RuntimeConfig(args["distributed_timeout_minutes"], None if elements is None else 4 * elements)

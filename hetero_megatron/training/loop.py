@@ -1,0 +1,174 @@
+"""The training loop: data, steps, evaluation, logging, stopping. One object per run, one run per process."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+
+import torch
+
+from hetero_megatron.comm import Comm, start_comm, stop_comm
+from hetero_megatron.data import Datasets, build_datasets
+from hetero_megatron.data.batch import BatchOptions
+from hetero_megatron.data.loader import BatchLoader
+from hetero_megatron.data.sample import Dataset
+from hetero_megatron.errors import UserError
+from hetero_megatron.layout import Box
+from hetero_megatron.model import initial_values
+from hetero_megatron.parallel.buckets import make_buckets, plan_groups
+from hetero_megatron.parallel.optimizer import OptimizerFactory
+from hetero_megatron.plan import format_plan, idle_ranks
+from hetero_megatron.platform import Platform, detect_platform
+from hetero_megatron.spec import LogicalTensor
+from hetero_megatron.training.config import OptimizerConfig, RunConfig
+from hetero_megatron.training.exit import ExitConditions
+from hetero_megatron.training.report import Reporter
+from hetero_megatron.training.runtime import Runtime
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def train(config: RunConfig) -> None:
+    """Run ``config`` on this rank of the job that torchrun's environment describes.
+
+    Raises:
+        UserError: something in the configuration, data or cluster cannot be honoured (all ranks raise it).
+        CommError: a peer died or does not answer.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    check_world(config, world)
+    platform = detect_platform(config.distributed.backend, int(os.environ.get("LOCAL_RANK", "0")))
+    comm = start_comm(platform, 60 * config.distributed.timeout_minutes)
+    try:
+        if comm.rank == 0:
+            announce(config, world, platform)
+        if comm.rank in config.plan.ranks:
+            Training(config, comm, platform).run()
+        else:  # idle, but torch wants every rank to take part in making groups
+            comm.create_groups(plan_groups(config.plan, make_buckets(config.plan, config.spec)))
+    finally:
+        stop_comm()
+
+
+def check_world(config: RunConfig, world: int) -> None:
+    """The plan's ranks are there."""
+    needed = max(config.plan.ranks) + 1
+    if needed > world:
+        raise UserError(
+            f"the plan uses ranks 0 to {needed - 1}, but this job has {world}",
+            field="WORLD_SIZE", value=world, accepted=f"{needed} ranks, e.g. torchrun --nproc-per-node {needed}",
+        )  # fmt: skip
+
+
+def announce(config: RunConfig, world: int, platform: Platform) -> None:
+    """Print what will run, and every choice that was made for the user."""
+    cluster = config.cluster
+    chips = [cluster.chip_of(r).name for r in range(cluster.world_size)] if cluster is not None else None
+    print(format_plan(config.plan, config.spec, chips), flush=True)
+    print(f"device: {platform.device.type}, backend {platform.backend}, {config.dtype}", flush=True)
+    idle = sorted(set(range(world)) - set(config.plan.ranks))
+    if config.cluster is not None:
+        idle = sorted({*idle, *idle_ranks(config.plan, config.cluster)})
+    if idle:
+        print(f"idle ranks: {', '.join(map(str, idle))}", flush=True)
+    for notice in config.notices:
+        print(f"notice: {notice}", flush=True)
+
+
+def optimizer_factory(config: OptimizerConfig, dtype: str) -> OptimizerFactory:
+    """Adam with decoupled weight decay, or SGD; rates are set before every step."""
+
+    def build(groups: list[dict[str, object]]) -> torch.optim.Optimizer:
+        if config.name == "sgd":
+            return torch.optim.SGD(groups, lr=0.0, momentum=config.momentum)
+        return torch.optim.AdamW(groups, lr=0.0, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+
+    return build
+
+
+class Training:
+    """The state of a run: what is built once, and how far it has come."""
+
+    def __init__(self, config: RunConfig, comm: Comm, platform: Platform) -> None:
+        self.config, self.platform = config, platform
+        dtype = DTYPES[config.dtype]
+        self.runtime = Runtime(
+            config.plan, config.spec, comm, dtype, self._initialize, optimizer_factory(config.optimizer, config.dtype)
+        )
+        self.runtime.check_agreement(repr((config.seed, config.steps, config.dtype)), repr(config.spec))
+        self.data, self.train_samples = self._datasets()
+        options = BatchOptions(
+            config.data.reset_position_ids, config.data.reset_attention_mask, config.data.eod_mask_loss, self.data.eod
+        )
+        self._loader: Callable[[Dataset], BatchLoader] = lambda d: BatchLoader(d, options, config.data.num_workers)
+        self.exit = ExitConditions(config.exit.minutes, config.exit.interval, config.exit.signal)
+        self.reporter = Reporter(config, self.runtime, platform)
+        self.step = self.consumed = 0
+        self.loss_scale = config.loss_scale
+
+    def _initialize(self, tensor: LogicalTensor, box: Box) -> torch.Tensor:
+        return initial_values(tensor, box, self.config.spec, self.config.seed)
+
+    def _datasets(self) -> tuple[Datasets, int]:
+        """(datasets, training samples of the whole run)."""
+        config, train = self.config, 0
+        for _ in range(config.steps):
+            train += config.batch_size.at(train)
+        valid = config.evaluation.iterations * config.plan.global_batch_size
+        wanted = (train if not config.skip_train else 0, valid, 0)
+        log = print if self.runtime.comm.rank == config.plan.ranks[0] else (lambda _: None)
+        return build_datasets(
+            config.data, config.plan.seq_length, config.seed, wanted, config.spec.vocab_size, log
+        ), train
+
+    def run(self) -> None:
+        config = self.config
+        if not config.skip_train:
+            assert self.data.train is not None
+            with self._loader(self.data.train) as loader:
+                self._train(loader)
+        if config.evaluation.iterations:
+            self._evaluate()
+        self.reporter.finish(self.step, self.exit.reason)
+
+    def _train(self, loader: BatchLoader) -> None:
+        config, stop = self.config, False
+        while self.step < config.steps and not stop:
+            start = time.perf_counter()
+            size = config.batch_size.at(self.consumed)
+            lr, decay = config.learning_rate.at(self.consumed), config.weight_decay.at(self.consumed)
+            stats = self.runtime.train_step(
+                loader, self.consumed, size, lr, decay, config.optimizer.clip_grad, self.loss_scale.scale,
+                stop=self.exit.check(self.step + 1),
+            )  # fmt: skip
+            loader.advance(size)
+            self.step, self.consumed, stop = self.step + 1, self.consumed + size, stats.stop
+            scale, self.loss_scale = self.loss_scale, self.loss_scale.update(stats.skipped)
+            self._check_finite(stats.loss, stats.skipped)
+            self.reporter.step(self.step, self.consumed, size, lr, scale.scale, stats, time.perf_counter() - start)
+            every = config.evaluation
+            if every.iterations and self.step % every.interval == 0 and self.step < config.steps:
+                self._evaluate()
+
+    def _check_finite(self, loss: float, skipped: bool) -> None:
+        if self.config.dtype == "fp16" or not self.config.check_nan:
+            return
+        if not math.isfinite(loss) or skipped:
+            what = f"the loss is {loss}" if not math.isfinite(loss) else "the gradient norm is not finite"
+            raise UserError(
+                f"{what} at step {self.step} (samples up to {self.consumed}); the step was not taken",
+                field="--lr", accepted="a smaller learning rate or other data, or --no-check-for-nan-in-loss-and-grad",
+            )  # fmt: skip
+
+    def _evaluate(self) -> None:
+        """Mean loss over the validation batches; the same batches every time."""
+        assert self.data.valid is not None
+        size, total, tokens = self.config.plan.global_batch_size, 0.0, 0
+        with self._loader(self.data.valid) as loader:
+            for i in range(self.config.evaluation.iterations):
+                loss_sum, count = self.runtime.evaluate(loader, i * size, size)
+                loader.advance(size)
+                total, tokens = total + loss_sum, tokens + count
+        self.reporter.validation(self.step, total / max(tokens, 1))

@@ -1,0 +1,105 @@
+"""What a run tells its user while it runs: the console line, metrics.jsonl, and a summary at the end."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from hetero_megatron.platform import Platform
+from hetero_megatron.spec.flops import sequence_flops
+from hetero_megatron.training.config import RunConfig
+from hetero_megatron.training.console import Progress, format_line, format_validation
+from hetero_megatron.training.metrics import MetricsWriter, StepMetrics
+from hetero_megatron.training.runtime import Runtime, StepStats
+from hetero_megatron.training.throughput import measured_peak_flops, tokens_per_chip_second, work_shares
+
+
+class Reporter:
+    """The first rank of the plan prints and writes; the others only take part in gathering."""
+
+    def __init__(self, config: RunConfig, runtime: Runtime, platform: Platform) -> None:
+        self.config, self.runtime = config, runtime
+        self.speaks = runtime.comm.rank == config.plan.ranks[0]
+        peak = measured_peak_flops(platform.device, runtime.dtype)
+        self.peak = float(runtime.world.gather_vectors(torch.tensor([peak], dtype=torch.float64)).sum())
+        self.flops = sequence_flops(config.spec, config.plan.seq_length)
+        cluster = config.cluster
+        kind = platform.device.type
+        self.chips = {r: cluster.chip_of(r).name if cluster is not None else kind for r in config.plan.ranks}
+        self.shares = work_shares(config.plan, config.spec)
+        self.writer = self._writer() if self.speaks else None
+        self.first_loss: float | None = None
+        self.last_loss = 0.0
+        self._since: list[tuple[float, float, int]] = []  # (loss, seconds, tokens) since the last line
+        self._skipped = self._nan = 0
+
+    def _writer(self) -> MetricsWriter:
+        logging = self.config.logging
+        return MetricsWriter(
+            logging.save,
+            logging.tensorboard_dir,
+            logging.wandb,
+            tensorboard_queue_size=logging.tensorboard_queue_size,
+            tensorboard_interval=logging.tensorboard_interval,
+        )
+
+    def step(
+        self, step: int, consumed: int, size: int, lr: float, scale: float, stats: StepStats, seconds: float
+    ) -> None:
+        """Record one step; print a line at the logging interval and at the last step."""
+        self.first_loss = stats.loss if self.first_loss is None else self.first_loss
+        self.last_loss = stats.loss
+        self._skipped += stats.skipped
+        self._nan += not math.isfinite(stats.loss)
+        self._since.append((stats.loss, seconds, stats.tokens))
+        if self.writer is None:
+            return
+        tgs = tokens_per_chip_second(self.shares, self.chips, stats.tokens / seconds)
+        self.writer.step(
+            StepMetrics(
+                step,
+                consumed,
+                stats.loss,
+                stats.grad_norm,
+                lr,
+                stats.tokens,
+                seconds,
+                loss_scale=scale,
+                skipped=stats.skipped,
+                batch_size=size,
+                busy_seconds=stats.busy,
+                bubble_seconds=stats.bubble,
+                communication_seconds=stats.communication,
+                tgs_per_chip=tgs,
+            )  # fmt: skip
+        )
+        if step % self.config.logging.interval == 0 or step == self.config.steps or stats.stop:
+            self._line(step, consumed, size, lr, scale, stats)
+
+    def _line(self, step: int, consumed: int, size: int, lr: float, scale: float, stats: StepStats) -> None:
+        losses, seconds, tokens = map(sum, zip(*self._since, strict=True))
+        count = len(self._since)
+        rate = self.flops * size * count / seconds
+        progress = Progress(
+            step, self.config.steps, consumed, seconds / count, lr, size, losses / count, stats.grad_norm, scale,
+            tokens_per_second=tokens / seconds, tflops=rate / len(self.config.plan.ranks) / 1e12, mfu=rate / self.peak,
+            skipped=self._skipped, nan=self._nan,
+        )  # fmt: skip
+        print(format_line(progress), flush=True)
+        self._since.clear()
+        self._skipped = self._nan = 0
+
+    def validation(self, step: int, loss: float) -> None:
+        if self.writer is not None:
+            self.writer.validation(step, loss, perplexity=self.config.logging.validation_perplexity)
+            print(format_validation(step, loss, math.exp(min(20.0, loss))), flush=True)
+
+    def finish(self, step: int, reason: str) -> None:
+        """Say how it ended, and close the files."""
+        if self.writer is None:
+            return
+        self.writer.close()
+        if self.first_loss is not None:
+            print(f"loss: {self.first_loss:.4f} at step 1, {self.last_loss:.4f} at step {step}", flush=True)
+        print(f"stopped at step {step}: {reason}" if reason else f"done: {step} steps", flush=True)
