@@ -1,4 +1,4 @@
-"""Megatron's .bin/.idx: against bytes laid out by hand, in round trips, damaged in every field; and the tool that writes it."""
+"""Megatron's .bin/.idx: against bytes laid out by hand, in round trips, damaged in every field; and its tool."""
 
 from __future__ import annotations
 

@@ -112,13 +112,8 @@ def test_damage_is_found_and_marked(damaged: Schedule, message: str) -> None:
 
 def test_a_deadlock_names_who_waits() -> None:
     # Stage 0 wants the gradient before it has sent the activation that stage 1 needs for it.
-    a, b = (
-        [Action(k, 0) for k in row]
-        for row in (["RECV_B", "F", "SEND_F", "B"], ["RECV_F", "F", "B", "SEND_B"])
-    )
-    with pytest.raises(
-        ScheduleError, match=r"stage 0: RECV_B0 .*deadlock \(stage 0 at RECV_B0, stage 1 at RECV_F0\)"
-    ):
+    a, b = ([Action(k, 0) for k in row] for row in (["RECV_B", "F", "SEND_F", "B"], ["RECV_F", "F", "B", "SEND_B"]))
+    with pytest.raises(ScheduleError, match=r"stage 0: RECV_B0 .*deadlock \(stage 0 at RECV_B0, stage 1 at RECV_F0\)"):
         validate(Schedule("x", (tuple(a), tuple(b))))
 
 

@@ -20,7 +20,7 @@ from hetero_megatron.training.metrics import MetricsWriter, StepMetrics
 def test_constant_batch() -> None:
     batch = BatchSize(16)
     assert batch.at(0) == batch.at(10**12) == 16
-    assert batch.steps_for(160) == batch.steps_for(175) == 10
+    assert batch.steps_for(160) == batch.steps_for(175) == (10, 160)
     assert batch.sizes() == (16,)
 
 
@@ -38,7 +38,7 @@ def test_steps_are_those_that_one_would_count(samples: int) -> None:
     while consumed + batch.at(consumed) <= samples:
         consumed += batch.at(consumed)
         steps += 1
-    assert batch.steps_for(samples) == steps
+    assert batch.steps_for(samples) == (steps, consumed)
 
 
 @pytest.mark.parametrize(
@@ -131,18 +131,14 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 def test_what_is_not_installed_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(
-        UserError, match="--wandb-project = p: Weights & Biases is not installed.*pip install wandb"
-    ):
+    with pytest.raises(UserError, match="--wandb-project = p: Weights & Biases is not installed.*pip install wandb"):
         MetricsWriter(None, wandb={"project": "p"})
     with pytest.raises(UserError, match="--tensorboard-dir = d: TensorBoard is not installed"):
         MetricsWriter(None, tensorboard_dir="d")
 
 
 def test_console_line_has_megatrons_fields() -> None:
-    progress = Progress(
-        3, 10, 48, 0.25, 1e-4, 16, 5.5, 1.25, tokens_per_second=65536, tflops=0.5, mfu=0.125, skipped=1
-    )
+    progress = Progress(3, 10, 48, 0.25, 1e-4, 16, 5.5, 1.25, tokens_per_second=65536, tflops=0.5, mfu=0.125, skipped=1)
     line = format_line(progress, datetime.datetime(2026, 1, 2, 3, 4, 5))
     assert line.split(" | ") == [
         " [2026-01-02 03:04:05.000000] iteration        3/      10",

@@ -1,4 +1,4 @@
-"""A command line -> a TrainConfig. Nothing here or below imports torch, so refusals come at once."""
+"""A command line -> a RunConfig. Nothing here or below imports torch, so refusals come at once."""
 
 from __future__ import annotations
 
@@ -7,57 +7,84 @@ from collections.abc import Mapping, Sequence
 
 from hetero_megatron.cli import training_flags as training
 from hetero_megatron.cli.model_flags import build_spec
-from hetero_megatron.cli.parse import WHERE, Arguments, parse
+from hetero_megatron.cli.parse import WHERE, Arguments, flag_error, parse
 from hetero_megatron.cli.plan_flags import build_plan
+from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.data import DataConfig
 from hetero_megatron.errors import UserError
-from hetero_megatron.training.config import TrainConfig
+from hetero_megatron.plan import Plan
+from hetero_megatron.training.config import RunConfig
 
 _SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data")
 
 
-def configure(argv: Sequence[str], environment: Mapping[str, str]) -> TrainConfig:
+def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
     """Parse, build and check everything that can be known before the ranks start.
+
+    Args:
+        environment: WORLD_SIZE is read from it.
 
     Raises:
         UserError: the first thing that cannot be honoured.
     """
     args = parse(argv)
     # What the command line alone decides comes before what needs files.
-    optimizer, precision = training.build_optimizer(args), training.build_precision(args)
-    evaluation, stop = training.build_evaluation(args), training.build_exit(args)
-    logging, runtime = training.build_logging(args), training.build_runtime(args)
+    optimizer, evaluation = training.build_optimizer(args), training.build_evaluation(args)
+    dtype, loss_scale = training.build_precision(args)
+    stop, logging = training.build_exit(args), training.build_logging(args)
+    distributed, seed = training.build_distributed(args), _seed(args)
     data = _data(args)
     spec = build_spec(args, data)
-    plan = build_plan(args, spec, environment)
-    schedule = training.build_schedule(args, plan.global_batch_size)
-    return TrainConfig(
+    cluster = _cluster(args)
+    plan = build_plan(args, spec, environment, cluster, dtype)
+    return RunConfig(
         spec=spec,
         plan=plan,
-        seed=_seed(args),
-        schedule=schedule,
+        data=data,
+        schedule=training.build_schedule(args, plan.global_batch_size),
+        cluster=cluster,
+        seed=seed,
+        dtype=dtype,
+        loss_scale=loss_scale,
         optimizer=optimizer,
-        precision=precision,
         evaluation=evaluation,
         exit=stop,
         logging=logging,
-        runtime=runtime,
-        data=data,
+        distributed=distributed,
+        check_nan=not args["no_check_for_nan_in_loss_and_grad"],
+        deterministic=args["deterministic_mode"],
+        skip_train=args["skip_train"],
         dry_run=args["dry_run"],
+        as_rank=_as_rank(args, plan),
         notices=tuple(dict.fromkeys(args.notices)),
     )
 
 
 def _data(args: Arguments) -> DataConfig | None:
-    """DataConfig's fields are flags of the same names; a flag that it does not know would be a bug."""
+    """DataConfig's fields are flags of the same names."""
     if args["dry_run"] and not args.has(*_SOURCES):
         return None
-    names = [f.name for f in dataclasses.fields(DataConfig)]
-    return DataConfig(**{name: args[name] for name in names})
+    return DataConfig(**{f.name: args[f.name] for f in dataclasses.fields(DataConfig)})
+
+
+def _cluster(args: Arguments) -> Cluster | None:
+    if args["cluster"] is None:
+        return None
+    if args["plan"] is None:
+        raise flag_error("cluster", args["cluster"], "it needs a plan; the planner is not built yet", "--plan FILE")
+    return load_cluster(args["cluster"])
+
+
+def _as_rank(args: Arguments, plan: Plan) -> int | None:
+    rank: int | None = args["as_rank"]
+    if rank is not None and not args["dry_run"]:
+        raise flag_error("as_rank", rank, "it needs --dry-run", "--dry-run --as-rank R")
+    if rank is not None and rank not in plan.ranks:
+        raise flag_error("as_rank", rank, "the plan has no such rank", f"0 to {plan.ranks[-1]}")
+    return rank
 
 
 def _seed(args: Arguments) -> int:
     if args["seed"] < 0:
         raise UserError("is negative", field="--seed", value=args["seed"], accepted="0 or more", where=WHERE)
     return int(args["seed"])
-

@@ -24,6 +24,7 @@ class Flag:
         choices: accepted values; with ``remedy``, other values are refused for the reason in ``help``.
         differs: how the default differs from Megatron's, and why.
         aliases: other spellings.
+        says: printed when the flag is given, where an accepted value has no effect.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Flag:
     choices: tuple[Any, ...] = ()
     differs: str = ""
     aliases: tuple[str, ...] = ()
+    says: str = ""
 
     @property
     def key(self) -> str:
@@ -73,16 +75,23 @@ def only(
     default: Any = None,
     nargs: int | str = 1,
     differs: str = "",
+    says: str = "",
 ) -> Flag:
     """A flag that changes something which this version cannot do: only these values are accepted."""
-    return Flag(name, SUPPORTED, nargs, type, default, reason, remedy, choices, differs)
+    return Flag(name, SUPPORTED, nargs, type, default, reason, remedy, choices, differs, says=says)
 
 
 def notice(
-    name: str, reason: str, *, nargs: int | str = 0, differs: str = "", aliases: tuple[str, ...] = ()
+    name: str,
+    reason: str,
+    *,
+    nargs: int | str = 0,
+    type: Callable[[str], Any] = str,
+    differs: str = "",
+    aliases: tuple[str, ...] = (),
 ) -> Flag:
     """A harmless flag: accepted, without effect, and the start of the run says why."""
-    return Flag(name, NOTICE, nargs, str, None, reason, differs=differs, aliases=aliases)
+    return Flag(name, NOTICE, nargs, type, None, reason, differs=differs, aliases=aliases)
 
 
 def refused(name: str, reason: str, remedy: str = "leave the flag out", *, nargs: int | str = 0) -> Flag:

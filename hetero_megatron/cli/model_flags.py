@@ -7,28 +7,19 @@ from hetero_megatron.data import DataConfig, config_tokenizer
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import ModelSpec, RopeScaling, load_model
 
-# --vocab-size is not among them: with --model it says how many ids a NullTokenizer has.
-ARCHITECTURE = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention",
-    "num_query_groups", "kv_channels", "max_position_embeddings", "position_embedding_type",
-    "use_rotary_position_embeddings", "rotary_base", "use_rope_scaling", "rope_scaling_factor", "normalization",
-    "norm_epsilon", "swiglu", "squared_relu", "openai_gelu", "no_bias_gelu_fusion", "disable_bias_linear",
-    "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights", "init_method_std", "window_size",
-)  # fmt: skip
-
 
 def build_spec(args: Arguments, data: DataConfig | None) -> ModelSpec:
     """The model that the flags describe.
 
     Raises:
-        UserError: --model together with an architecture flag, a missing or contradictory flag, or what
+        UserError: an architecture flag that contradicts --model, a missing or contradictory flag, or what
             ``load_model`` refuses.
     """
     if args["model"] is not None:
-        for key in ARCHITECTURE:
-            if key in args.given:
-                raise flag_error(key, args[key], "--model says this already", "one of the two")
-        return load_model(args["model"])
+        spec = load_model(args["model"])
+        _check_agreement(args, spec)
+        args.notices.extend(spec.notices)
+        return spec
     for key in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
         if args[key] is None:
             raise flag_error(key, None, "missing, and there is no --model", "a number, or --model")
@@ -37,6 +28,50 @@ def build_spec(args: Arguments, data: DataConfig | None) -> ModelSpec:
         return _spec(args, _vocabulary(args, data))
     except UserError as error:
         raise _renamed(error) from None
+
+
+def _check_agreement(args: Arguments, spec: ModelSpec) -> None:
+    """Architecture flags beside --model must say what it says. Not --vocab-size: it sizes a NullTokenizer there."""
+    rope, grouped = spec.position == "rope", spec.num_kv_heads < spec.num_heads
+    said: dict[str, object] = {
+        "num_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "ffn_hidden_size": spec.ffn_hidden_size,
+        "num_attention_heads": spec.num_heads,
+        "group_query_attention": grouped,
+        "num_query_groups": spec.num_kv_heads,
+        "kv_channels": spec.head_dim,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "position_embedding_type": "rope" if rope else "learned_absolute",
+        "use_rotary_position_embeddings": rope,
+        "rotary_base": spec.rope_theta if rope else None,
+        "use_rope_scaling": spec.rope_scaling is not None and spec.rope_scaling.kind == "llama3",
+        "rope_scaling_factor": spec.rope_scaling.factor if spec.rope_scaling is not None else None,
+        "normalization": {"rms": "RMSNorm", "layer": "LayerNorm"}[spec.norm],
+        "norm_epsilon": spec.norm_eps,
+        "swiglu": spec.activation == "swiglu",
+        "squared_relu": spec.activation == "squared_relu",
+        "openai_gelu": spec.activation == "gelu_tanh",
+        "no_bias_gelu_fusion": spec.activation != "gelu_tanh",
+        "disable_bias_linear": not (spec.out_bias or spec.mlp_bias),
+        "add_qkv_bias": spec.qkv_bias,
+        "qk_layernorm": spec.qk_norm,
+        "untie_embeddings_and_output_weights": not spec.tied,
+        "init_method_std": spec.init_std,
+        "window_size": spec.sliding_window,
+    }
+    for key, model_says in said.items():
+        if key not in args.given:
+            continue
+        mine = _window(args[key]) if key == "window_size" else args[key]
+        if mine != model_says:
+            problem = f"--model {args['model']} says {_shown(model_says)}"
+            raise flag_error(key, args[key], problem, "leave the flag or --model out")
+
+
+def _shown(value: object) -> str:
+    words = {"True": "yes", "False": "no", "None": "none"}
+    return words.get(str(value), str(value))
 
 
 def _spec(args: Arguments, vocab_size: int) -> ModelSpec:

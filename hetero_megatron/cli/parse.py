@@ -58,47 +58,71 @@ def parse(argv: Sequence[str]) -> Arguments:
     """Read all words; of a flag that stands twice the last one counts, as in Megatron, with a notice.
 
     Raises:
-        UserError: an unknown or refused flag, a missing, superfluous or unreadable value.
+        UserError: an unknown or refused flag, a missing, superfluous or unreadable value. Refusals come last, so
+            that one message can list every flag to take out.
     """
     flags = index()
     result = Arguments({flag.key: flag.default for flag in ALL})
+    refusals: list[_Refusal] = []
     at = 0
     while at < len(argv):
         name, separator, attached = argv[at].partition("=")
         if not _OPTION.match(name):
-            raise UserError("belongs to no flag", field=argv[at], accepted="--flag value", where=WHERE)
+            raise UserError("belongs to no flag", field="word", value=argv[at], accepted="--flag value", where=WHERE)
         if name not in flags:
             raise _unknown(name, flags)
         flag = flags[name]
-        if flag.status == REFUSED:
-            raise UserError(flag.help, field=flag.name, accepted=flag.remedy, where=WHERE)
         at += 1
         words = [attached] if separator else []
         while not separator and at < len(argv) and not _OPTION.match(argv[at]) and _wants(flag, len(words)):
             words.append(argv[at])
             at += 1
-        _store(flag, words, result)
+        _check_count(flag, words)
+        try:
+            _store(flag, words, result)
+        except _Refusal as refusal:
+            refusals.append(refusal)
+    if refusals:
+        raise _first_of(refusals)
     return result
+
+
+class _Refusal(UserError):
+    """A flag, or a value of it, that Megatron knows and this version cannot honour."""
+
+    def __init__(self, flag: Flag, words: Sequence[str]) -> None:
+        value = " ".join(words) if words else "given"
+        super().__init__(flag.help, field=flag.name, value=value, accepted=flag.remedy, where=WHERE)
+
+
+def _first_of(refusals: list[_Refusal]) -> UserError:
+    """The first refusal; the others are listed in it, so that one edit of the command line is enough."""
+    first = refusals[0]
+    others = [name for name in dict.fromkeys(r.field for r in refusals) if name != first.field]
+    also = f" (also refused here: {', '.join(others)})" if others else ""
+    return UserError(first.problem + also, field=first.field, value=first.value, accepted=first.accepted, where=WHERE)
 
 
 def _wants(flag: Flag, count: int) -> bool:
     return flag.nargs in ("+", "*") or (isinstance(flag.nargs, int) and count < flag.nargs)
 
 
-def _store(flag: Flag, words: list[str], result: Arguments) -> None:
+def _check_count(flag: Flag, words: list[str]) -> None:
     wrong = len(words) != flag.nargs if isinstance(flag.nargs, int) else flag.nargs == "+" and not words
     if wrong:
         wanted = {0: "no value", 1: "one value", "+": "one or more values"}.get(flag.nargs, f"{flag.nargs} values")
         raise UserError("wrong number of values", field=flag.name, value=" ".join(words), accepted=wanted, where=WHERE)
+
+
+def _store(flag: Flag, words: list[str], result: Arguments) -> None:
+    if flag.status == REFUSED:
+        raise _Refusal(flag, words)
+    values = tuple(_convert(flag, word) for word in words)
+    value: Any = True if flag.nargs == 0 else values[0] if flag.nargs == 1 else values
+    if flag.status == NOTICE or flag.says:
+        result.notices.append(f"{flag.name} has no effect: {flag.says or flag.help}")
     if flag.status == NOTICE:
-        result.notices.append(f"{flag.name} has no effect: {flag.help}")
         return
-    if flag.nargs == 0:
-        value: Any = True
-    elif flag.nargs == 1:
-        value = _convert(flag, words[0])
-    else:
-        value = tuple(_convert(flag, word) for word in words)
     if flag.key in result.given and result.values[flag.key] != value:
         result.notices.append(f"{flag.name} stands twice: the last value counts")
     result.given.add(flag.key)
@@ -110,13 +134,16 @@ def _convert(flag: Flag, word: str) -> Any:
         value = flag.type(word)
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError("not finite")
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise ValueError("absurdly large")
     except ValueError:
         accepted = _TYPES.get(flag.type, "JSON: a list of lists")  # type: ignore[call-overload]
         raise UserError(f"is not {accepted}", field=flag.name, value=word, accepted=accepted, where=WHERE) from None
     if flag.choices and value not in flag.choices:
-        problem = flag.help if flag.remedy else "unknown value"
-        accepted = flag.remedy or ", ".join(map(str, flag.choices))
-        raise UserError(problem, field=flag.name, value=word, accepted=accepted, where=WHERE)
+        if flag.remedy:
+            raise _Refusal(flag, [word])
+        accepted = ", ".join(map(str, flag.choices))
+        raise UserError("unknown value", field=flag.name, value=word, accepted=accepted, where=WHERE)
     return value
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hetero_megatron.cli.parse import Arguments, flag_error
+from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import FlagScaleParallel, MegatronParallel, Plan, from_flagscale, from_megatron, load_plan
 from hetero_megatron.spec import ModelSpec
@@ -21,7 +22,10 @@ _LISTS = (
     "recompute_granularity_per_stage_micro_batch", "recompute_method_per_stage_micro_batch",
     "recompute_num_layers_per_stage_micro_batch",
 )  # fmt: skip
-_MESHES = ("hetero_process_meshes", "hetero_pipeline_layer_split", "hetero_device_types", *_LISTS)
+_MESHES = (
+    "hetero_process_meshes", "hetero_pipeline_layer_split", "hetero_device_types", "hetero_current_device_type",
+    *_LISTS,
+)  # fmt: skip
 _WITH_MESHES = (
     "pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "use_tp_pp_dp_mapping",
@@ -29,17 +33,24 @@ _WITH_MESHES = (
 )  # fmt: skip
 
 
-def build_plan(args: Arguments, spec: ModelSpec, environment: Mapping[str, str]) -> Plan:
+def build_plan(
+    args: Arguments,
+    spec: ModelSpec,
+    environment: Mapping[str, str],
+    cluster: Cluster | None = None,
+    dtype: str | None = None,
+) -> Plan:
     """The plan that the flags ask for, valid for the model and for the ranks that were started.
 
     Args:
         environment: torchrun's WORLD_SIZE; absent: one rank.
+        cluster: a plan file is also checked against it, with the ``dtype`` that its chips must have.
 
     Raises:
         UserError: contradictory flags, a plan that breaks a law, or one for another number of ranks.
     """
     if args["plan"] is not None:
-        return _from_file(args, spec, environment)
+        return _from_file(args, spec, environment, cluster, dtype)
     for key in ("seq_length", "micro_batch_size"):
         if args[key] is None:
             raise flag_error(key, None, "missing, and there is no --plan", "an integer >= 1, or --plan FILE")
@@ -60,11 +71,13 @@ def build_plan(args: Arguments, spec: ModelSpec, environment: Mapping[str, str])
     return plan
 
 
-def _from_file(args: Arguments, spec: ModelSpec, environment: Mapping[str, str]) -> Plan:
+def _from_file(
+    args: Arguments, spec: ModelSpec, environment: Mapping[str, str], cluster: Cluster | None, dtype: str | None
+) -> Plan:
     for key in (*_UNIFORM, *_MESHES, "micro_batch_size"):
         if key in args.given:
             raise flag_error(key, args[key], "the plan file says this already", "one of the two")
-    plan = load_plan(args["plan"], spec)
+    plan = load_plan(args["plan"], spec, cluster, dtype)
     for key, mine in (("seq_length", plan.seq_length), ("global_batch_size", plan.global_batch_size)):
         if key in args.given and args[key] != mine:
             raise flag_error(key, args[key], f"the plan file says {mine}", f"{mine}, or leave the flag out")
@@ -96,15 +109,35 @@ def _from_meshes(args: Arguments, spec: ModelSpec, environment: Mapping[str, str
         spec,
     )
     # FlagScale's launch lines repeat the sizes of Megatron's flags; what they say must agree with the meshes.
-    stages = len(plan.pipelines[0].stages)
+    stages, degrees = len(plan.pipelines[0].stages), sorted(set(numbers[::5]))
+    if args.has("tensor_model_parallel_size") and args["tensor_model_parallel_size"] not in degrees:
+        value = args["tensor_model_parallel_size"]
+        accepted = " or ".join(map(str, degrees)) + ", or leave the flag out"
+        raise flag_error("tensor_model_parallel_size", value, "no mesh has it", accepted)
     if args.has("pipeline_model_parallel_size") and args["pipeline_model_parallel_size"] != stages:
         value = args["pipeline_model_parallel_size"]
         raise flag_error("pipeline_model_parallel_size", value, f"the meshes have {stages} stages", str(stages))
+    _check_chip(args, plan, environment)
     return plan
 
 
+def _check_chip(args: Arguments, plan: Plan, environment: Mapping[str, str]) -> None:
+    """--hetero-current-device-type: the chip of the mesh that this rank is in."""
+    mine, types = args["hetero_current_device_type"], args["hetero_device_types"]
+    if mine is None:
+        return
+    if not types:
+        raise flag_error("hetero_current_device_type", mine, "it needs --hetero-device-types")
+    rank = environment.get("RANK", "")
+    stages = (stage for pipeline in plan.pipelines for stage in pipeline.stages)
+    wanted = next((stage.chip for stage in stages if rank in map(str, stage.ranks)), None)
+    if mine not in types or (wanted is not None and mine != wanted):
+        problem = f"rank {rank} is in a mesh of {wanted}" if mine in types and wanted else "no mesh has this chip"
+        raise flag_error("hetero_current_device_type", mine, problem, wanted or ", ".join(types))
+
+
 def _ranks(args: Arguments, environment: Mapping[str, str], needed: int) -> int:
-    """Number of ranks: torchrun's, or --world-size in a dry run. ``needed`` by the plan; 0: any number."""
+    """Number of ranks: torchrun's, or --world-size in a dry run. ``needed``: by the plan at least; 0: any number."""
     if args["world_size"] is not None:
         if not args["dry_run"]:
             raise flag_error("world_size", args["world_size"], "torchrun says how many ranks there are", "--dry-run")
@@ -113,7 +146,7 @@ def _ranks(args: Arguments, environment: Mapping[str, str], needed: int) -> int:
         count, source = _environment_size(environment), "WORLD_SIZE"
         if args["dry_run"] and "WORLD_SIZE" not in environment:
             count = needed or args["tensor_model_parallel_size"] * args["pipeline_model_parallel_size"]
-    if needed and count != needed:
+    if count < needed:
         field = "--plan" if args["plan"] is not None else "--hetero-process-meshes"
         problem = f"it needs {needed} ranks and {count} {'was' if count == 1 else 'were'} started ({source})"
         raise UserError(
@@ -130,5 +163,7 @@ def _environment_size(environment: Mapping[str, str]) -> int:
     except ValueError:
         count = 0
     if count < 1:
-        raise UserError("is no number of ranks", field="WORLD_SIZE", value=text, accepted="1 or more", where="environment")
+        raise UserError(
+            "is no number of ranks", field="WORLD_SIZE", value=text, accepted="1 or more", where="environment"
+        )
     return count

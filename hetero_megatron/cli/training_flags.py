@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from hetero_megatron.cli.parse import Arguments, flag_error
+from hetero_megatron.cli.parse import Arguments, flag_error, flag_name
 from hetero_megatron.training.batch_size import BatchSize
 from hetero_megatron.training.config import (
+    DistributedConfig,
     EvaluationConfig,
     ExitConfig,
     LoggingConfig,
     OptimizerConfig,
-    PrecisionConfig,
-    RuntimeConfig,
     ScheduleConfig,
-    WandbConfig,
 )
 from hetero_megatron.training.loss_scale import LossScale
 from hetero_megatron.training.lr_schedule import LearningRate, WeightDecay
@@ -42,14 +40,8 @@ def build_schedule(args: Arguments, global_batch_size: int) -> ScheduleConfig:
         if args[key] is not None and args[key] < 1:
             raise flag_error(key, args[key], "too small", "an integer >= 1")
     samples = args["train_samples"] if by_sample else (args["train_iters"] or 0) * global_batch_size
-    lr = _learning_rate(args, samples, 1 if by_sample else global_batch_size)
-    return ScheduleConfig(
-        train_iters=batch.steps_for(samples),
-        train_samples=samples,
-        batch=batch,
-        lr=lr,
-        weight_decay=_weight_decay(args, samples),
-    )
+    rate = _learning_rate(args, samples, 1 if by_sample else global_batch_size)
+    return ScheduleConfig(*batch.steps_for(samples), batch, rate, _weight_decay(args, samples))
 
 
 def _learning_rate(args: Arguments, train_samples: int, unit: int) -> LearningRate:
@@ -98,7 +90,9 @@ def _weight_decay(args: Arguments, train_samples: int) -> WeightDecay:
     if style == "constant":
         for key in ends:
             if args[key] is not None:
-                raise flag_error(key, args[key], "weight decay is constant", "--weight-decay-incr-style linear or cosine")
+                raise flag_error(
+                    key, args[key], "weight decay is constant", "--weight-decay-incr-style linear or cosine"
+                )
         return WeightDecay(args["weight_decay"], args["weight_decay"])
     for key in ends:
         if args[key] is None:
@@ -123,7 +117,8 @@ def build_optimizer(args: Arguments) -> OptimizerConfig:
     )
 
 
-def build_precision(args: Arguments) -> PrecisionConfig:
+def build_precision(args: Arguments) -> tuple[str, LossScale]:
+    """(dtype, loss scale)."""
     chosen = [key for key in ("bf16", "fp16", "fp64") if args[key]]
     dtype = args["dtype"] or (chosen[0] if chosen else "fp32")
     for key in chosen:
@@ -131,25 +126,27 @@ def build_precision(args: Arguments) -> PrecisionConfig:
             raise flag_error(key, True, f"it contradicts {dtype}", "one of --bf16, --fp16, --fp64, --dtype")
     scales = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
     if dtype != "fp16":
+        if args.has("loss_scale") and args["loss_scale"] != 1:
+            raise flag_error("loss_scale", args["loss_scale"], f"{dtype} needs no loss scale", "1, or --fp16")
         for key in scales:
             if key in args.given:
-                raise flag_error(key, args[key], f"{dtype} needs no loss scale", "leave it out, or --fp16")
-        return PrecisionConfig(dtype, deterministic=args["deterministic_mode"])
+                args.notices.append(f"{flag_name(key)} has no effect: {dtype} needs no loss scale")
+        return dtype, LossScale()
     if args["loss_scale"] is not None:
-        scale = LossScale(args["loss_scale"])
-    else:
-        _, *rest = (args[key] for key in scales)
-        scale = LossScale(rest[0], True, rest[1], rest[2], rest[3])
-    return PrecisionConfig(dtype, scale, args["deterministic_mode"])
+        return dtype, LossScale(args["loss_scale"])
+    initial, minimum, window, hysteresis = (args[key] for key in scales[1:])
+    return dtype, LossScale(initial, True, minimum, window, hysteresis)
 
 
 def build_evaluation(args: Arguments) -> EvaluationConfig:
+    """Without --eval-interval (or with --eval-iters 0, as scripts write) nothing is evaluated."""
     for key, least in (("eval_interval", 1), ("eval_iters", 0)):
         if args[key] is not None and args[key] < least:
             raise flag_error(key, args[key], "too small", f"an integer >= {least}")
-    # Megatron's scripts write --eval-iters 0 to switch evaluation off.
-    interval = args["eval_interval"] if args["eval_iters"] else None
-    return EvaluationConfig(interval, args["eval_iters"], args["skip_train"])
+    if args["skip_train"] and not args["eval_iters"]:
+        raise flag_error("skip_train", True, "with --eval-iters 0 there is nothing to do", "--eval-iters 1 or more")
+    asked = args["eval_interval"] is not None or args["skip_train"]
+    return EvaluationConfig(args["eval_iters"] if asked else 0, args["eval_interval"] or 1)
 
 
 def build_exit(args: Arguments) -> ExitConfig:
@@ -159,7 +156,7 @@ def build_exit(args: Arguments) -> ExitConfig:
     if args.has("exit_signal") and not args["exit_signal_handler"]:
         raise flag_error("exit_signal", args["exit_signal"], "it needs --exit-signal-handler")
     signal = args["exit_signal"] if args["exit_signal_handler"] else None
-    return ExitConfig(args["exit_interval"], args["exit_duration_in_mins"], signal)
+    return ExitConfig(args["exit_duration_in_mins"], args["exit_interval"], signal)
 
 
 def build_logging(args: Arguments) -> LoggingConfig:
@@ -167,9 +164,13 @@ def build_logging(args: Arguments) -> LoggingConfig:
         if args[key] < 1:
             raise flag_error(key, args[key], "too small", "an integer >= 1")
     wandb = None
+    names = {"wandb_project": "project", "wandb_entity": "entity", "wandb_exp_name": "name", "wandb_save_dir": "dir"}
     if args["wandb_project"] is not None:
-        names = ("wandb_entity", "wandb_exp_name", "wandb_save_dir")
-        wandb = WandbConfig(args["wandb_project"], *(args[key] for key in names))
+        wandb = {name: args[key] for key, name in names.items() if args[key] is not None}
+    else:
+        for key in names:
+            if key in args.given:
+                raise flag_error(key, args[key], "it needs --wandb-project")
     return LoggingConfig(
         args["log_interval"],
         args["save"],
@@ -181,9 +182,8 @@ def build_logging(args: Arguments) -> LoggingConfig:
     )
 
 
-def build_runtime(args: Arguments) -> RuntimeConfig:
-    for key in ("distributed_timeout_minutes", "ddp_bucket_size"):
-        if args[key] is not None and args[key] < 1:
-            raise flag_error(key, args[key], "too small", "an integer >= 1")
-    elements = args["ddp_bucket_size"]
-    return RuntimeConfig(args["distributed_timeout_minutes"], None if elements is None else 4 * elements)
+def build_distributed(args: Arguments) -> DistributedConfig:
+    minutes = args["distributed_timeout_minutes"]
+    if minutes < 1:
+        raise flag_error("distributed_timeout_minutes", minutes, "too small", "an integer >= 1")
+    return DistributedConfig(args["distributed_backend"], minutes)

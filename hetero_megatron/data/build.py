@@ -26,23 +26,20 @@ _ALL: tuple[Fraction, Fraction, Fraction] = (Fraction(1), Fraction(0), Fraction(
 
 @dataclass(frozen=True)
 class Datasets:
-    """Attributes: train, valid, test: None where no samples were asked for; eod: the id that ends a document.
-
-    ``vocab_size`` counts the ids of the tokenizer; a model needs at least as many rows.
+    """Attributes: train, valid, test: None where no samples were asked for; eod: the id that ends a document;
+    streams: those of them that have a state to save.
     """
 
     train: Dataset | None
     valid: Dataset | None
     test: Dataset | None
     tokenizer: Tokenizer
-    streams: tuple[StreamingDataset, ...] = field(default=())
-
-    @property
-    def eod(self) -> int:
-        return self.tokenizer.eod
+    eod: int
+    streams: tuple[StreamingDataset, ...] = ()
 
     @property
     def vocab_size(self) -> int:
+        """Ids of the tokenizer; a model needs at least as many rows (only what occurs, with NullTokenizer)."""
         return self.tokenizer.vocab_size
 
     def state_dict(self, consumed_train_samples: int) -> dict[str, Any]:
@@ -83,7 +80,7 @@ def build_datasets(
                 f"{dataset.documents[1] - dataset.documents[0]:,} documents, {dataset.num_tokens:,} tokens"
             )
     streams = (train,) if isinstance(train, StreamingDataset) else ()
-    return Datasets(train, valid, test, tokenizer, streams)
+    return Datasets(train, valid, test, tokenizer, builder.eod, streams)
 
 
 def config_tokenizer(config: DataConfig, model_vocab_size: int | None = None) -> Tokenizer:
@@ -94,9 +91,11 @@ def config_tokenizer(config: DataConfig, model_vocab_size: int | None = None) ->
         paths = [p for words in (config.data_path, *map(config.paths_of, SPLITS)) for p in words or ()]
         tokens_only = config.mock_data or any(is_indexed(p) for p in paths)
         if tokens_only and size is None and model_vocab_size is not None:
-            size = model_vocab_size - 1  # NullTokenizer adds its end of document
+            # NullTokenizer adds its end of document: inside the model's vocabulary for mock data, outside for ids
+            # whose meaning we do not know.
+            size = model_vocab_size - config.mock_data
         kind = "NullTokenizer" if tokens_only and size is not None else "ByteTokenizer"
-        if tokens_only and size is None and not config.mock_data:
+        if tokens_only and not config.mock_data and (size is None or config.eod_mask_loss):
             raise UserError(
                 ".bin/.idx data does not say which tokenizer made it", field="--tokenizer-type",
                 accepted="the tokenizer it was made with, or NullTokenizer with --vocab-size",
@@ -123,11 +122,16 @@ class _Builder:
     log: Log
     _stores: dict[str, TokenStore] = field(default_factory=dict)
 
+    @property
+    def eod(self) -> int:
+        """The tokenizer's; mock data, which can choose, keeps it inside the model's vocabulary."""
+        return min(self.tokenizer.eod, self.limit - 1) if self.config.mock_data else self.tokenizer.eod
+
     def split(self, which: int) -> Dataset:
         """The dataset of one split: a single corpus or a blend."""
         config, name = self.config, SPLITS[which]
         if config.mock_data:  # different seeds, so that validation samples are not training samples
-            return MockDataset(self.seq_length, self.seed + (which << 32), min(self.tokenizer.eod, self.limit - 1))
+            return MockDataset(self.seq_length, self.seed + (which << 32), self.eod)
         flag, words, shares = "--data-path", config.data_path, parse_split(config.split or DEFAULT_SPLIT)
         if words is None:
             flag, words, shares = f"--{name}-data-path", config.paths_of(name), _ALL

@@ -42,6 +42,11 @@ class Corpus:
                 yield document, (number, *after)
             position = ()
 
+    def place(self, cursor: Cursor) -> str:
+        """For messages: where the document that ends at a cursor was read."""
+        file, *position = cursor
+        return f"{self.files[file]}:{position[-1]}" if self.kind == "jsonl" else str(self.files[file])
+
     def identity(self) -> str:
         """Changes when a file does; cache keys are made of it."""
         stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in self.files]
@@ -84,15 +89,17 @@ def find_corpus(path: str, key: str = "text", field: str = "--data-path") -> Cor
 
 
 def _files(path: str, field: str) -> list[Path]:
-    target = Path(path).expanduser()
-    if target.is_dir():
+    if not path:
+        raise UserError("the path is empty", field=field, value=path, accepted=_ACCEPTED)
+    target = Path(os.path.expanduser(path))  # unlike Path.expanduser, takes ~nobody for a plain name
+    if os.path.isdir(target):
         if not os.access(target, os.R_OK | os.X_OK):
             raise UserError("the folder cannot be read: permission denied", field=field, value=path)
         files = sorted(f for f in target.rglob("*") if f.is_file() and not _hidden(f.relative_to(target)))
         if not files:
             raise UserError("the folder holds no files", field=field, value=path, accepted=_ACCEPTED)
         return files
-    if target.is_file():
+    if os.path.isfile(target):  # unlike Path.is_file, False also for a name that is too long
         return [target]
     if glob.has_magic(path):
         files = sorted(Path(f) for f in glob.glob(str(target), recursive=True) if os.path.isfile(f))

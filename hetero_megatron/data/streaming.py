@@ -34,10 +34,7 @@ class _Reader:
         if skip or cursor:
             before, tokens = next(self._documents)
             if skip > len(tokens):
-                raise UserError(
-                    "the corpus is not the one that the state was saved with", field="--data-path", value=corpus.name,
-                    accepted="the same files and tokenizer as in the run that saved the checkpoint",
-                )  # fmt: skip
+                raise _other_corpus(corpus)
             self._push(before, tokens, skip)
 
     def next(self) -> tuple[Sample, Cursor, int]:
@@ -45,7 +42,8 @@ class _Reader:
         while self._have < self._length + 1:
             self._push(*next(self._documents), 0)
         cursor, _, skip = self._pending[0]
-        tokens = np.concatenate([piece[used:] for _, piece, used in self._pending])
+        # Not more than is needed: a document may be a whole file, and is cut here once per sample.
+        tokens = np.concatenate([piece[used : used + self._length + 1] for _, piece, used in self._pending])
         lengths = [len(piece) - used for _, piece, used in self._pending]
         starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
         starts = starts[1:] if skip else starts
@@ -116,13 +114,13 @@ class StreamingDataset:
         """
         with self._lock:
             known = [i for i in self._recent if i <= sample]
-            if not known:
-                return {"sample": 0, "cursor": [], "skip": 0}
-            _, cursor, skip = self._recent[max(known)]
-            return {"sample": max(known), "cursor": list(cursor), "skip": skip}
+            start, (_, cursor, skip) = (max(known), self._recent[max(known)]) if known else (0, (None, START, 0))
+            return {"sample": start, "cursor": list(cursor), "skip": skip, "corpus": self._size()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin where ``state_dict`` said."""
+        """Begin where ``state_dict`` said; UserError if the files are not of the same number and size."""
+        if state["corpus"] != self._size():
+            raise _other_corpus(self.corpus)
         with self._lock:
             self._restart(int(state["sample"]), tuple(int(n) for n in state["cursor"]), int(state["skip"]))
 
@@ -130,9 +128,22 @@ class StreamingDataset:
         self._recent.clear()
         self._reader = _Reader(self.corpus, self.tokenizer, self.seq_length, sample, cursor, skip)
 
+    def _size(self) -> list[int]:
+        """What a cursor relies on: which file is which. Paths and times may differ between machines."""
+        return [len(self.corpus.files), self.corpus.num_bytes()]
+
     def _step(self) -> None:
         number = self._reader.sample
         found = self._reader.next()
         check_tokens(found[0].tokens, self._vocab_size, self.corpus.name, "--data-path")
         self._recent[number] = found
         self._recent.pop(number - self._window, None)
+
+
+def _other_corpus(corpus: Corpus) -> UserError:
+    return UserError(
+        "the corpus is not the one that the state was saved with",
+        field="--data-path",
+        value=corpus.name,
+        accepted="the same files and tokenizer as in the run that saved the checkpoint",
+    )

@@ -51,9 +51,12 @@ def encode_document(text: str, tokenizer: Tokenizer) -> np.ndarray:
 def _documents(corpus: Corpus, tokenizer: Tokenizer, log: Log) -> Iterator[np.ndarray]:
     start = last = time.monotonic()
     total = 0
-    for text, _ in corpus.documents():
+    for text, after in corpus.documents():
         if text:
-            document = encode_document(text, tokenizer)
+            try:
+                document = encode_document(text, tokenizer)
+            except UserError as error:
+                raise UserError(str(error), where=corpus.place(after)) from None
             total += len(document)
             yield document
         if time.monotonic() - last > _REPORT_SECONDS:

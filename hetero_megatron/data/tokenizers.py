@@ -63,7 +63,7 @@ class ByteTokenizer:
     name, fingerprint, vocab_size, eod = "ByteTokenizer", "bytes", 257, 256
 
     def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode("utf-8", "surrogateescape"), dtype=np.uint8)
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return bytes(int(i) for i in ids if i < 256).decode("utf-8", "replace")

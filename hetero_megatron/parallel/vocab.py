@@ -37,23 +37,24 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: Group, vocab: tuple[int, int]
     ) -> torch.Tensor:
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))  # [..., V_local]
+        probs = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))  # [..., V_local], made in place
         start, stop = vocab
         mine = (labels >= start) & (labels < stop)
         local = (labels - start).clamp(0, max(stop - start - 1, 0))
+        top = torch.full(labels.shape, -torch.inf, dtype=probs.dtype, device=probs.device)
+        total, target = torch.zeros_like(top), torch.zeros_like(top)
         if stop > start:
-            top = wide.amax(-1)
-            probs = (wide - top[..., None]).exp_()
-            total = probs.sum(-1)
-            target = torch.where(mine, wide.gather(-1, local[..., None]).squeeze(-1), 0)
-        else:
-            probs, top = wide, torch.full(labels.shape, -torch.inf, dtype=wide.dtype, device=wide.device)
-            total = target = torch.zeros_like(top)
-        # One exchange of three numbers per token instead of three reductions; combined in rank order everywhere.
-        every = group.gather_vectors(torch.stack([top, total, target]).reshape(-1)).view(group.size, 3, *labels.shape)
-        peak = every[:, 0].amax(0)
-        normalizer = (every[:, 1] * (every[:, 0] - peak).exp()).sum(0)
-        loss = normalizer.log() + peak - every[:, 2].sum(0)
+            top = probs.amax(-1)
+            probs.sub_(top[..., None])
+            target = probs.gather(-1, local[..., None]).squeeze(-1)
+            total = probs.exp_().sum(-1)
+        # One exchange of four numbers per token instead of three reductions; combined in rank order everywhere.
+        row = torch.stack([top, total, target, mine.to(top.dtype)])
+        tops, totals, targets, owns = group.gather_vectors(row.reshape(-1)).view(group.size, *row.shape).unbind(1)
+        peak = tops.amax(0)
+        normalizer = (totals * (tops - peak).exp()).sum(0)
+        # Differences to the peak first, so that large logits lose no digits.
+        loss = normalizer.log() - torch.where(owns > 0, targets + (tops - peak), 0).sum(0)
         if stop > start:
             probs *= ((top - peak).exp() / normalizer)[..., None]
         ctx.save_for_backward(probs, local, mine)
@@ -62,11 +63,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        probs, local, mine = ctx.saved_tensors
-        if probs.shape[-1] == 0:
-            return probs.to(ctx.dtype), None, None, None
-        out = probs * grad[..., None]
-        out.scatter_add_(-1, local[..., None], torch.where(mine, -grad, 0)[..., None])
+        out, local, mine = ctx.saved_tensors
+        if out.shape[-1] > 0:
+            out.mul_(grad[..., None])
+            out.scatter_add_(-1, local[..., None], torch.where(mine, -grad, 0)[..., None])
         return out.to(ctx.dtype), None, None, None
 
 
@@ -76,7 +76,8 @@ def vocab_parallel_cross_entropy(
     """Loss per token, at least fp32, equal on all ranks of the group.
 
     Args:
-        logits: [..., V_local], columns ``vocab`` of the full logits (V_local may be 0).
+        logits: [..., V_local], columns ``vocab`` of the full logits (V_local may be 0); fp32 and fp64 logits are
+            overwritten, and backward may run once.
         labels: [...] int64, indices in the full vocabulary.
     """
     return _VocabParallelCrossEntropy.apply(logits, labels, group, vocab)  # type: ignore[no-any-return]

@@ -53,7 +53,5 @@ def generate(name: str, num_stages: int, num_micro_batches: int) -> Schedule:
     if num_stages < 1:
         raise UserError("too few stages", field="num_stages", value=num_stages, accepted="1 or more")
     if num_micro_batches < 0:
-        raise UserError(
-            "is negative", field="num_micro_batches", value=num_micro_batches, accepted="0 or more"
-        )
+        raise UserError("is negative", field="num_micro_batches", value=num_micro_batches, accepted="0 or more")
     return Schedule(name, GENERATORS[name](num_stages, num_micro_batches))

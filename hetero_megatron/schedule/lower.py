@@ -12,9 +12,7 @@ def lower(schedule: Schedule) -> Schedule:
     gradient. Everything else (W, REDUCE) stays where it is.
     """
     last = len(schedule.stages) - 1
-    return Schedule(
-        schedule.name, tuple(_lower_stage(row, s > 0, s < last) for s, row in enumerate(schedule.stages))
-    )
+    return Schedule(schedule.name, tuple(_lower_stage(row, s > 0, s < last) for s, row in enumerate(schedule.stages)))
 
 
 def _lower_stage(row: tuple[Action, ...], has_before: bool, has_after: bool) -> tuple[Action, ...]:

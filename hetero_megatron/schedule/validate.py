@@ -92,9 +92,7 @@ class _Run:
     def finish(self) -> None:
         """Nobody still waits, no message is unread, every forward has its backward."""
         rows = self.schedule.stages
-        blocked = [
-            (s, rows[s][self.position[s]]) for s in range(len(rows)) if self.position[s] < len(rows[s])
-        ]
+        blocked = [(s, rows[s][self.position[s]]) for s in range(len(rows)) if self.position[s] < len(rows[s])]
         for stage, action in blocked:
             sender = self._sender(stage, self.position[stage], action)
             if sender[1] not in rows[sender[0]]:

@@ -40,25 +40,21 @@ class BatchSize:
         increments = (self.final - self.start) // self.increment
         return self.start + consumed * increments // self.ramp_samples * self.increment
 
-    def steps_for(self, samples: int) -> int:
-        """Whole steps that fit into ``samples`` samples; what is left over is not trained on, as in
-        Megatron.
-        """
+    def steps_for(self, samples: int) -> tuple[int, int]:
+        """(whole steps that fit into ``samples`` samples, samples that they take). As in Megatron, nothing is trained
+        on what is left over."""
         steps, consumed = 0, 0
         while self.start and consumed <= self.ramp_samples and consumed + self.at(consumed) <= samples:
             consumed += self.at(consumed)
             steps += 1
         if self.start and consumed <= self.ramp_samples:
-            return steps
-        return steps + (samples - consumed) // self.final
+            return steps, consumed
+        more = (samples - consumed) // self.final
+        return steps + more, consumed + more * self.final
 
     def sizes(self) -> tuple[int, ...]:
         """Every size that occurs, ascending."""
-        return (
-            tuple(range(self.start, self.final, self.increment)) + (self.final,)
-            if self.start
-            else (self.final,)
-        )
+        return tuple(range(self.start, self.final, self.increment)) + (self.final,) if self.start else (self.final,)
 
 
 def _check(field: str, value: int, good: bool, accepted: str) -> None:

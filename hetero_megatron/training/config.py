@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from hetero_megatron.cluster import Cluster
 from hetero_megatron.data import DataConfig
 from hetero_megatron.plan import Plan
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.batch_size import BatchSize
 from hetero_megatron.training.loss_scale import LossScale
 from hetero_megatron.training.lr_schedule import LearningRate, WeightDecay
-
-DTYPES = ("fp32", "bf16", "fp16", "fp64")
-
-
-@dataclass(frozen=True)
-class ScheduleConfig:
-    """Length of training and what changes on the way; all but ``train_iters`` are functions of samples.
-
-    Attributes:
-        train_iters: optimizer steps.
-        train_samples: sequences of all steps; where the flags gave samples, the last step may end before them.
-    """
-
-    train_iters: int
-    train_samples: int
-    batch: BatchSize
-    lr: LearningRate
-    weight_decay: WeightDecay
 
 
 @dataclass(frozen=True)
@@ -43,49 +28,28 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class PrecisionConfig:
-    """``dtype`` of weights and activations (one of ``DTYPES``); the loss scale is 1 except for fp16."""
-
-    dtype: str = "fp32"
-    loss_scale: LossScale = LossScale()
-    deterministic: bool = False
-
-
-@dataclass(frozen=True)
 class EvaluationConfig:
-    """``iters`` global batches after every ``interval`` steps (None: never); ``skip_train``: once, and nothing else."""
+    """``iterations`` global batches after every ``interval`` steps and at the end; 0 iterations: never."""
 
-    interval: int | None = None
-    iters: int = 100
-    skip_train: bool = False
+    iterations: int = 0
+    interval: int = 1
 
 
 @dataclass(frozen=True)
 class ExitConfig:
     """Stop after a step that is a multiple of ``interval``, after ``minutes``, or on a signal (its name)."""
 
-    interval: int | None = None
     minutes: int | None = None
+    interval: int | None = None
     signal: str | None = None
 
 
 @dataclass(frozen=True)
-class WandbConfig:
-    """Arguments of ``wandb.init``."""
-
-    project: str
-    entity: str | None = None
-    name: str | None = None
-    directory: str | None = None
-
-    def arguments(self) -> dict[str, str]:
-        pairs = {"project": self.project, "entity": self.entity, "name": self.name, "dir": self.directory}
-        return {key: value for key, value in pairs.items() if value is not None}
-
-
-@dataclass(frozen=True)
 class LoggingConfig:
-    """``save``: directory for metrics.jsonl (None: not written). ``interval``: steps between console lines."""
+    """``save``: directory for metrics.jsonl (None: not written). ``interval``: steps between console lines.
+
+    ``wandb``: arguments of ``wandb.init``; None: off. ``validation_perplexity``: of evaluations, for TensorBoard.
+    """
 
     interval: int = 100
     save: str | None = None
@@ -93,36 +57,84 @@ class LoggingConfig:
     tensorboard_queue_size: int = 1000
     tensorboard_interval: int = 1
     validation_perplexity: bool = False
-    wandb: WandbConfig | None = None
+    wandb: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
-class RuntimeConfig:
-    """``timeout_minutes``: how long a rank waits for another; ``bucket_bytes`` of gradients (None: chosen)."""
+class DistributedConfig:
+    """``backend``: of torch.distributed (None: the device's own); ``timeout_minutes``: how long a rank waits."""
 
+    backend: str | None = None
     timeout_minutes: int = 10
-    bucket_bytes: int | None = None
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class ScheduleConfig:
+    """Length of training and what changes on the way, as functions of consumed samples.
+
+    Attributes:
+        steps: optimizer steps.
+        train_samples: sequences of all steps together.
+    """
+
+    steps: int
+    train_samples: int
+    batch_size: BatchSize
+    learning_rate: LearningRate
+    weight_decay: WeightDecay
+
+
+@dataclass(frozen=True)
+class RunConfig:
     """Everything about one run.
 
     Attributes:
         data: None in a dry run without data flags, never in training.
+        dtype: of weights and activations: fp32, bf16, fp16 or fp64.
+        loss_scale: constant 1 except for fp16.
+        check_nan: end the run at the first step whose loss or gradient is not finite, instead of skipping it.
+        deterministic: refuse operators that do not give the same bits every time.
+        as_rank: with ``dry_run``: the rank of the plan to run alone, with fake tensors; None: only print the plan.
+        skip_train: evaluate once, and nothing else.
         notices: what was accepted without effect, and why; rank 0 prints them.
     """
 
     spec: ModelSpec
     plan: Plan
-    seed: int
     schedule: ScheduleConfig
-    optimizer: OptimizerConfig
-    precision: PrecisionConfig
-    evaluation: EvaluationConfig
-    exit: ExitConfig
-    logging: LoggingConfig
-    runtime: RuntimeConfig
     data: DataConfig | None = None
+    cluster: Cluster | None = None
+    seed: int = 1234
+    dtype: str = "fp32"
+    loss_scale: LossScale = LossScale()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    exit: ExitConfig = ExitConfig()
+    logging: LoggingConfig = LoggingConfig()
+    distributed: DistributedConfig = DistributedConfig()
+    check_nan: bool = True
+    deterministic: bool = False
+    skip_train: bool = False
     dry_run: bool = False
+    as_rank: int | None = None
     notices: tuple[str, ...] = ()
+
+    @property
+    def steps(self) -> int:
+        return self.schedule.steps
+
+    @property
+    def train_samples(self) -> int:
+        return self.schedule.train_samples
+
+    @property
+    def batch_size(self) -> BatchSize:
+        return self.schedule.batch_size
+
+    @property
+    def learning_rate(self) -> LearningRate:
+        return self.schedule.learning_rate
+
+    @property
+    def weight_decay(self) -> WeightDecay:
+        return self.schedule.weight_decay

@@ -77,7 +77,7 @@ def announce(config: RunConfig, world: int, platform: Platform) -> None:
         print(f"notice: {notice}", flush=True)
 
 
-def optimizer_factory(config: OptimizerConfig, dtype: str) -> OptimizerFactory:
+def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
     """Adam with decoupled weight decay, or SGD; rates are set before every step."""
 
     def build(groups: list[dict[str, object]]) -> torch.optim.Optimizer:
@@ -95,33 +95,36 @@ class Training:
         self.config, self.platform = config, platform
         dtype = DTYPES[config.dtype]
         self.runtime = Runtime(
-            config.plan, config.spec, comm, dtype, self._initialize, optimizer_factory(config.optimizer, config.dtype)
+            config.plan, config.spec, comm, dtype, self._initialize, optimizer_factory(config.optimizer)
         )
-        self.runtime.check_agreement(repr((config.seed, config.steps, config.dtype)), repr(config.spec))
-        self.data, self.train_samples = self._datasets()
+        self.runtime.check_agreement(repr((config.seed, config.steps, config.learning_rate, config.dtype)), repr(config.spec))
+        self.data = self._datasets()
+        flags = config.data
+        assert flags is not None, "the command line refuses training without data"
         options = BatchOptions(
-            config.data.reset_position_ids, config.data.reset_attention_mask, config.data.eod_mask_loss, self.data.eod
+            flags.reset_position_ids, flags.reset_attention_mask, flags.eod_mask_loss, self.data.eod
         )
-        self._loader: Callable[[Dataset], BatchLoader] = lambda d: BatchLoader(d, options, config.data.num_workers)
+        self._loader: Callable[[Dataset], BatchLoader] = lambda d: BatchLoader(d, options, flags.num_workers)
         self.exit = ExitConditions(config.exit.minutes, config.exit.interval, config.exit.signal)
         self.reporter = Reporter(config, self.runtime, platform)
         self.step = self.consumed = 0
         self.loss_scale = config.loss_scale
+        if config.deterministic:
+            torch.use_deterministic_algorithms(True)
 
     def _initialize(self, tensor: LogicalTensor, box: Box) -> torch.Tensor:
         return initial_values(tensor, box, self.config.spec, self.config.seed)
 
-    def _datasets(self) -> tuple[Datasets, int]:
-        """(datasets, training samples of the whole run)."""
-        config, train = self.config, 0
-        for _ in range(config.steps):
-            train += config.batch_size.at(train)
-        valid = config.evaluation.iterations * config.plan.global_batch_size
-        wanted = (train if not config.skip_train else 0, valid, 0)
+    def _datasets(self) -> Datasets:
+        config = self.config
+        assert config.data is not None
+        wanted = (
+            0 if config.skip_train else config.train_samples,
+            config.evaluation.iterations * config.plan.global_batch_size,
+            0,
+        )
         log = print if self.runtime.comm.rank == config.plan.ranks[0] else (lambda _: None)
-        return build_datasets(
-            config.data, config.plan.seq_length, config.seed, wanted, config.spec.vocab_size, log
-        ), train
+        return build_datasets(config.data, config.plan.seq_length, config.seed, wanted, config.spec.vocab_size, log)
 
     def run(self) -> None:
         config = self.config

@@ -121,9 +121,7 @@ class MetricsWriter:
         """Record an evaluation after ``step``; ``perplexity`` adds it to TensorBoard and W&B."""
         ppl = math.exp(min(20.0, loss))
         finite = loss if math.isfinite(loss) else None
-        self._line(
-            {"step": step, f"{name}_loss": finite, f"{name}_perplexity": ppl if finite is not None else None}
-        )
+        self._line({"step": step, f"{name}_loss": finite, f"{name}_perplexity": ppl if finite is not None else None})
         scalars = {f"lm loss {name}": loss}
         self._scalars(scalars | ({f"lm loss {name} ppl": ppl} if perplexity else {}), step)
 
@@ -162,9 +160,7 @@ def _open(directory: Path, resume: bool) -> IO[str]:
             path.rename(aside)
         return path.open("a", encoding="utf-8")
     except OSError as error:
-        raise UserError(
-            f"cannot be written: {error.strerror}", field="--save", value=str(directory)
-        ) from error
+        raise UserError(f"cannot be written: {error.strerror}", field="--save", value=str(directory)) from error
 
 
 def _tensorboard(directory: str, queue_size: int) -> Any:

@@ -1,6 +1,7 @@
 """Megatron's flags about data and tokenizers."""
 
-from hetero_megatron.cli.flag import notice, refused, switch, value
+from hetero_megatron.cli.flag import notice, only, refused, switch, value
+from hetero_megatron.data.tokenizers import TOKENIZER_TYPES
 
 _FILE = "lists of data in a file are not supported"
 
@@ -15,8 +16,15 @@ FLAGS = (
     value("--data-cache-path", str, None, "where indices of corpora are kept"),
     switch("--mock-data", "made-up tokens, no files"),
     value("--num-workers", int, 2, "threads of each rank that read batches ahead"),
-    value("--json-keys", str, "text", "key (jsonl) or column (parquet) that holds the text"),
-    value("--tokenizer-type", str, None, "kind of tokenizer, e.g. HuggingFaceTokenizer or NullTokenizer"),
+    value("--json-keys", str, "text", "key (jsonl) or column (parquet) that holds the text", aliases=("--json-key",)),
+    only(
+        "--tokenizer-type",
+        str,
+        TOKENIZER_TYPES,
+        "this version does not read that tokenizer",
+        f"{', '.join(TOKENIZER_TYPES)} (HuggingFaceTokenizer reads the same tokenizer in Hugging Face's format)",
+        differs="required in Megatron; here ByteTokenizer for text",
+    ),
     value("--tokenizer-model", str, None, "tokenizer directory, file or name"),
     value("--vocab-file", str, None, "vocab.json of a GPT-2 tokenizer"),
     value("--merge-file", str, None, "merges.txt of a GPT-2 tokenizer"),

@@ -13,19 +13,24 @@ _SHARDING = "sharding of weights between steps is not supported by this version"
 
 def rows(text: str) -> Any:
     """A list of lists in JSON, as FlagScale writes them."""
-    found = json.loads(text)
-    if not isinstance(found, list) or not all(isinstance(row, list) for row in found):
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(found, list) or not found or not all(isinstance(row, list) for row in found):
         raise ValueError("not a list of lists")
+    if not all(type(number) is int for row in found for number in row):
+        raise ValueError("not integers")
     return found
 
 
 PLAN = (
     value("--plan", str, None, "plan file (YAML or JSON): which ranks hold what"),
     refused("--auto-plan", "the planner is not built yet", "--plan FILE, or Megatron's parallel flags"),
-    refused("--cluster", "the planner, which reads it, is not built yet", "--plan FILE", nargs=1),
+    value("--cluster", str, None, "cluster file that the plan is checked against; needs --plan"),
     value("--model", str, None, "preset, Hugging Face directory or config.json, instead of architecture flags"),
     switch("--dry-run", "check and print the plan, then stop"),
-    refused("--as-rank", "running one rank of a large plan alone is not built yet", "--dry-run", nargs=1),
+    value("--as-rank", int, None, "with --dry-run: run this rank of the plan alone, with fake tensors"),
     value("--world-size", int, None, "number of ranks, for --dry-run without torchrun"),
     value("--schedule", str, "1f1b", "pipeline schedule of a plan that is built from flags", choices=("1f1b", "gpipe")),
     value(
@@ -36,6 +41,12 @@ PLAN = (
         choices=("fp32", "bf16", "fp16", "fp64"),
     ),
 )
+
+_GRID = "an encoder and a language model on grids of their own are not supported"
+_GRID_FLAGS = (
+    "--encoder-tp", "--encoder-dp", "--llm-offset", "--llm-tp", "--llm-cp", "--llm-pp", "--llm-dp", "--llm-ep",
+    "--llm-expt-tp",
+)  # fmt: skip
 
 FLAGS = (
     value("--tensor-model-parallel-size", int, 1, "ranks that share every layer"),
@@ -50,8 +61,16 @@ FLAGS = (
     ),
     only("--expert-model-parallel-size", int, (1,), _EXPERTS, "1, or leave the flag out", default=1),
     only("--expert-tensor-parallel-size", int, (1,), _EXPERTS, "1, or leave the flag out"),
-    notice("--sequence-parallel", "it is always on where tensor parallelism is"),
-    notice("--use-distributed-optimizer", "the optimizer is always sharded over replicas"),
+    notice(
+        "--sequence-parallel",
+        "it is always on where tensor parallelism is",
+        differs="off in Megatron; here no two ranks hold copies of one activation",
+    ),
+    notice(
+        "--use-distributed-optimizer",
+        "the optimizer is always sharded over replicas",
+        differs="off in Megatron; here every weight has exactly one owner",
+    ),
     notice("--overlap-grad-reduce", _ALWAYS),
     notice("--overlap-param-gather", "parameters are sent bucket by bucket as they are updated"),
     notice("--tp-comm-overlap", "it needs Transformer Engine and does not change results"),
@@ -63,11 +82,23 @@ FLAGS = (
     value("--pipeline-model-parallel-layout", str, None, "layers per stage in Megatron's language, e.g. Et*3|t*4L"),
     switch("--account-for-embedding-in-pipeline-split", "count the embedding as one layer"),
     switch("--account-for-loss-in-pipeline-split", "count the loss as one layer"),
-    notice("--distributed-backend", "each group of ranks asks its platforms for a backend", nargs=1),
+    value(
+        "--distributed-backend",
+        str,
+        None,
+        "backend of torch.distributed; gloo keeps to the CPU",
+        differs="nccl in Megatron; here the one that torch names for the device",
+    ),
     value("--distributed-timeout-minutes", int, 10, "how long a rank waits for another before the job ends"),
     switch("--use-tp-pp-dp-mapping", "number the ranks through pipeline before data parallelism"),
     notice("--cp-comm-type", "it concerns context parallelism only", nargs="+"),
-    value("--ddp-bucket-size", int, None, "gradient elements per bucket; chosen by size in bytes if left out"),
+    notice("--ddp-bucket-size", "buckets are cut by layers and size in bytes", nargs=1, type=int),
+    refused(
+        "--standalone-embedding-stage",
+        "Megatron has dropped this flag",
+        "--pipeline-model-parallel-layout, or a stage with layers: [] in a plan",
+    ),
+    *(refused(name, _GRID, "a model of one tower", nargs=1) for name in _GRID_FLAGS),
     refused("--use-torch-fsdp2", _SHARDING),
     refused("--use-megatron-fsdp", _SHARDING),
     only(
@@ -77,17 +108,21 @@ FLAGS = (
         "the optimizer is sharded over replicas, weights and gradients are not",
         "optim, or leave the flag out",
     ),
-    notice("--local-rank", "torchrun's environment variables say which rank this is", nargs=1, aliases=("--local_rank",)),
+    notice("--local-rank", "torchrun says which rank this is", nargs=1, type=int, aliases=("--local_rank",)),
 )
 
 HETERO = (
     notice("--enable-hetero", "every plan is of the same kind here; the meshes are given by their own flags"),
     value("--hetero-device-types", str, None, "chip of every mesh, checked at start", nargs="+"),
-    notice("--hetero-current-device-type", "the platform says which chip a rank has", nargs=1),
+    value("--hetero-current-device-type", str, None, "chip of this rank; must be that of its mesh"),
     value("--hetero-pipeline-layer-split", int, None, "layers per pipeline stage", nargs="+"),
     value("--hetero-process-meshes", int, None, "tp cp ep dp pp of every mesh", nargs="+"),
     refused("--expert-tensor-parallel-size-per-process-mesh", _EXPERTS, nargs="+"),
-    notice("--hetero-use-cpu-communication", "the transport is chosen per pair of chips"),
+    refused(
+        "--hetero-use-cpu-communication",
+        "transports between chips of unlike vendors are not built yet",
+        "--distributed-backend gloo, which also computes on the CPU",
+    ),
     notice("--use-partial-reduce-for-shared-embedding", "tied weights are reduced over whatever holders there are"),
     value("--recompute-granularity-per-stage-micro-batch", rows, None, "FlagScale's run-length lists, as JSON"),
     value("--recompute-method-per-stage-micro-batch", rows, None, "FlagScale's run-length lists, as JSON"),

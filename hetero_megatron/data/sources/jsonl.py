@@ -39,13 +39,21 @@ def text_of(record: dict[str, Any], key: str, where: str) -> str:
         raise UserError("the object has no such key", field="--json-keys", value=key, accepted=keys, where=where)
     if not isinstance(record[key], str):
         raise UserError("the value is not a string", field=key, value=record[key], accepted="a string", where=where)
-    return str(record[key])
+    text = str(record[key])
+    try:
+        text.encode()  # JSON can spell half of a surrogate pair, which no tokenizer takes
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"holds half of a surrogate pair at character {error.start}, which is no Unicode text",
+            field=key, value=ascii(text[error.start : error.start + 20]), accepted="Unicode text", where=where,
+        ) from None  # fmt: skip
+    return text
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError as error:  # also UnicodeDecodeError
+    except (ValueError, RecursionError) as error:  # ValueError: also UnicodeDecodeError
         raise _bad(line, f"not JSON ({error})", where) from None
     if not isinstance(record, dict):
         raise _bad(line, "not a JSON object", where)

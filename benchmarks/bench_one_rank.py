@@ -1,0 +1,114 @@
+"""One rank against transformers + torch AdamW: same model, batch, threads and clipping; time and peak memory per step.
+
+    python benchmarks/bench_one_rank.py [--rounds 3] [--steps 8]
+
+Goal: time ratio (transformers / ours) >= 1, memory ratio (ours / transformers) <= 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.common import alternate, machine, median, peak_rss, timed
+
+# name: (Hugging Face config, sequences, tokens per sequence)
+CASES: dict[str, tuple[dict[str, Any], int, int]] = {
+    "llama-10M": (
+        {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4,
+         "intermediate_size": 704, "vocab_size": 8192}, 4, 256),
+    "llama-50M": (
+        {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8,
+         "intermediate_size": 1408, "vocab_size": 32000}, 2, 256),
+}  # fmt: skip
+
+
+def config(case: str) -> dict[str, Any]:
+    return {
+        "model_type": "llama", "max_position_embeddings": 2048, "tie_word_embeddings": False, "rms_norm_eps": 1e-5, **CASES[case][0]
+    }  # fmt: skip
+
+
+def run_transformers(case: str, steps: int) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    _, b, s = CASES[case]
+    torch.manual_seed(0)
+    hf_config = AutoConfig.for_model(**config(case))
+    before = peak_rss()
+    model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, attn_implementation="sdpa")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    tokens = torch.randint(0, hf_config.vocab_size, (b, s + 1))
+
+    def step() -> None:
+        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    print(json.dumps({"seconds": timed(step, steps), "bytes": peak_rss() - before}))
+
+
+def run_ours(case: str, steps: int) -> None:
+    import torch
+
+    from hetero_megatron.comm import start_comm
+    from hetero_megatron.data.batch import Batch
+    from hetero_megatron.model import initial_values
+    from hetero_megatron.plan import plan_from_dict
+    from hetero_megatron.platform import Platform
+    from hetero_megatron.spec import from_hf_config
+    from hetero_megatron.training.config import OptimizerConfig
+    from hetero_megatron.training.loop import optimizer_factory
+    from hetero_megatron.training.runtime import Runtime
+
+    _, b, s = CASES[case]
+    spec = from_hf_config(config(case))
+    plan = plan_from_dict(
+        {"seq_length": s, "global_batch_size": b, "pipelines": [
+            {"micro_batch_size": b, "num_micro_batches": 1, "stages": [{"ranks": [0], "layers": [0, spec.num_layers]}]}]},
+        spec,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    tokens = torch.randint(0, spec.vocab_size, (b, s + 1))
+    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.arange(s).expand(b, s))
+    comm = start_comm(Platform(torch.device("cpu"), "cpu:gloo"), 60)
+    before = peak_rss()
+    runtime = Runtime(
+        plan, spec, comm, torch.float32, lambda t, box: initial_values(t, box, spec, 0), optimizer_factory(OptimizerConfig())
+    )
+    seconds = timed(lambda: runtime.train_step(lambda _: batch, 0, b, 1e-4, 0.01, 1.0), steps)
+    print(json.dumps({"seconds": seconds, "bytes": peak_rss() - before}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--side", choices=["transformers", "ours"])
+    parser.add_argument("--case", choices=list(CASES))
+    args = parser.parse_args()
+    if args.side:
+        {"transformers": run_transformers, "ours": run_ours}[args.side](args.case, args.steps)
+        return
+    print(f"{machine()}; fp32, AdamW fused, clip 1.0, {args.rounds} rounds of {args.steps} steps, sides alternate")
+    print(f"{'case':<12}{'transformers ms':>16}{'ours ms':>10}{'time ratio':>12}{'theirs MiB':>12}{'ours MiB':>10}{'mem ratio':>11}")
+    for case in CASES:
+        sides = {s: [__file__, "--side", s, "--case", case, "--steps", str(args.steps)] for s in ("transformers", "ours")}
+        results = alternate(sides, args.rounds)
+        time = {s: median([x for r in results[s] for x in r["seconds"]]) * 1e3 for s in sides}
+        size = {s: median([r["bytes"] for r in results[s]]) / 2**20 for s in sides}
+        print(
+            f"{case:<12}{time['transformers']:>16.1f}{time['ours']:>10.1f}{time['transformers'] / time['ours']:>12.3f}"
+            f"{size['transformers']:>12.0f}{size['ours']:>10.0f}{size['ours'] / size['transformers']:>11.3f}", flush=True
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Shared by the benchmarks: medians, machine description, a subprocess per measured side."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def machine() -> str:
+    model = next((x.split(":")[1].strip() for x in open("/proc/cpuinfo") if x.startswith("model name")), platform.machine())
+    return f"{datetime.date.today()}, {os.cpu_count()} x {model}, Python {platform.python_version()}"
+
+
+def timed(step: Callable[[], Any], count: int, warm_up: int = 2) -> list[float]:
+    """Seconds of each of ``count`` calls after ``warm_up`` untimed ones."""
+    for _ in range(warm_up):
+        step()
+    seconds = []
+    for _ in range(count):
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def peak_rss() -> int:
+    """Peak resident bytes of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def alternate(sides: dict[str, list[str]], rounds: int, env: dict[str, str] | None = None) -> dict[str, list[dict[str, Any]]]:
+    """Run the sides' commands in turn, ``rounds`` times; each prints one JSON object on its last line.
+
+    Alternating shares out the noise of a busy machine between the sides.
+    """
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, command in sides.items():
+            done = subprocess.run(
+                [sys.executable, *command], capture_output=True, text=True, env={**os.environ, "MALLOC_ARENA_MAX": "1", **(env or {})}
+            )
+            if done.returncode:
+                raise SystemExit(f"{name} failed:\n{done.stdout}\n{done.stderr}")
+            results[name].append(json.loads(done.stdout.strip().splitlines()[-1]))
+    return results
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values)

@@ -1,0 +1,129 @@
+"""``hetero-megatron doctor``: what this machine has, what is missing, how to mend it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from hetero_megatron.errors import UserError
+
+OK, OPTIONAL, BROKEN = "ok", "missing (optional)", "MISSING"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was looked for, what was found, and how to mend it where that is not enough."""
+
+    name: str
+    status: str
+    found: str
+    remedy: str = ""
+
+
+def examine() -> list[Finding]:
+    """Look at everything; nothing is changed, and no accelerator is started."""
+    checks: list[Callable[[], Finding]] = [_python, _torch, _compiler, _cores, _memory, _loopback]
+    packages = {
+        "numpy": ("", True), "yaml": ("plans and clusters", True), "safetensors": ("Hugging Face weights", False),
+        "transformers": ("Hugging Face tokenizers", False), "datasets": ("parquet and streaming data", False),
+        "tensorboard": ("--tensorboard-dir", False), "wandb": ("--wandb-project", False),
+        "triton": ("kernels for accelerators", False), "deepspeed": ("offloaded optimizers", False),
+    }  # fmt: skip
+    return [check() for check in checks] + [_package(n, use, needed) for n, (use, needed) in packages.items()]
+
+
+def _python() -> Finding:
+    version = platform.python_version()
+    good = sys.version_info >= (3, 11)
+    return Finding("python", OK if good else BROKEN, f"{version} ({sys.executable})", "" if good else "3.11 or later")
+
+
+def _torch() -> Finding:
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("torch", BROKEN, "not installed", "make env")
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if (major, minor) < (2, 11):
+        return Finding("torch", BROKEN, version, "2.11 or later: make env")
+    import torch
+
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    chips = f", {torch.accelerator.device_count()} x {kind}" if kind is not None else ", CPU only"
+    gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+    remedy = "" if gloo else "a build of torch with gloo: make env"
+    return Finding("torch", OK if gloo else BROKEN, version + chips + ("" if gloo else ", no gloo"), remedy)
+
+
+def _compiler() -> Finding:
+    path = shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
+    if path is None:
+        return Finding("C compiler", OPTIONAL, "none", "apt-get install gcc (torch.compile and triton want one)")
+    run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
+    return Finding("C compiler", OK, (run.stdout.splitlines() or [path])[0])
+
+
+def _cores() -> Finding:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = os.environ.get("OMP_NUM_THREADS", "not set (torchrun sets 1)")
+    return Finding("cores", OK, f"{usable} usable; OMP_NUM_THREADS {threads}")
+
+
+def _memory() -> Finding:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
+    except (OSError, ValueError, IndexError):
+        return Finding("memory", OK, "unknown on this system")
+    free, total = sizes.get("MemAvailable", 0) / 2**30, sizes.get("MemTotal", 0) / 2**30
+    enough = free >= 1.0
+    remedy = "" if enough else "free some: a rank of the demo takes about 0.4 GiB"
+    return Finding("memory", OK if enough else BROKEN, f"{free:.1f} of {total:.1f} GiB available", remedy)
+
+
+def _loopback() -> Finding:
+    import socket
+
+    try:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+    except OSError as error:
+        return Finding("loopback network", BROKEN, str(error), "ip link set lo up")
+    return Finding("loopback network", OK, "127.0.0.1")
+
+
+def _package(name: str, use: str, needed: bool) -> Finding:
+    if importlib.util.find_spec(name) is None:
+        why = f" (for {use})" if use else ""
+        remedy = "make env" if needed else f"pip install {name}{why}"
+        return Finding(name, BROKEN if needed else OPTIONAL, "not installed", remedy)
+    try:
+        version = importlib.metadata.version({"yaml": "PyYAML"}.get(name, name))
+    except importlib.metadata.PackageNotFoundError:
+        version = "version unknown"
+    return Finding(name, OK, version)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the findings (``--json``: as one object); 1 if something needed is missing."""
+    for word in argv:
+        if word != "--json":
+            raise UserError("unknown flag", field=word, accepted="--json")
+    findings = examine()
+    broken = [f for f in findings if f.status == BROKEN]
+    if argv:
+        print(json.dumps({"ok": not broken, "findings": [asdict(f) for f in findings]}))
+        return 1 if broken else 0
+    for finding in findings:
+        mend = f"  -> {finding.remedy}" if finding.remedy else ""
+        print(f"{finding.name:<17} {finding.status:<19} {finding.found}{mend}")
+    print("\neverything that is needed is here" if not broken else f"\n{len(broken)} needed things are missing")
+    return 1 if broken else 0

@@ -1,0 +1,95 @@
+"""The table of flags as help and as docs/flags.md: ``python -m hetero_megatron.cli.flags --markdown``."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from hetero_megatron.cli.flag import NOTICE, REFUSED, Flag
+from hetero_megatron.cli.table import ALL, GROUPS
+
+_INTRO = """\
+# Flags of `pretrain_gpt.py`
+
+Written by `python -m hetero_megatron.cli.flags --markdown` from the table in `hetero_megatron/cli/table/`; do not edit.
+
+Names are Megatron's unless they stand under *Plan and run*. A flag is **supported**; or accepted with a
+**notice**, because it cannot change results or what has to fit into memory; or **refused**. Unknown flags are
+refused, and so are abbreviations. Of a flag that stands twice the last one counts.
+"""
+
+
+def markdown() -> str:
+    """docs/flags.md."""
+    lines = [_INTRO, "## Defaults that differ from Megatron's", "", "| flag | difference |", "|---|---|"]
+    lines += [f"| `{flag.name}` | {flag.differs} |" for flag in ALL if flag.differs]
+    for group, flags in GROUPS.items():
+        lines += ["", f"## {group}", "", "| flag | values | default | what it does |", "|---|---|---|---|"]
+        lines += [_row(flag) for flag in flags]
+    return "\n".join(lines) + "\n"
+
+
+def _row(flag: Flag) -> str:
+    names = ", ".join(f"`{name}`" for name in (flag.name, *flag.aliases))
+    text = flag.help
+    if flag.status == NOTICE:
+        text = f"*no effect*: {flag.help}"
+    elif flag.status == REFUSED:
+        text = f"**refused**: {flag.help}. Instead: {flag.remedy}"
+    elif flag.remedy:
+        accepted = ", ".join(str(choice) for choice in flag.choices)
+        text = f"only {accepted}; other values are **refused**: {flag.help}"
+    return f"| {names} | {_values(flag)} | {_default(flag)} | {text} |".replace("Et*3|t*4L", "Et*3\\|t*4L")
+
+
+def _values(flag: Flag) -> str:
+    if flag.choices and not flag.remedy:
+        return ", ".join(f"`{choice}`" for choice in flag.choices)
+    if flag.nargs == 0:
+        return "switch"
+    name = {int: "integer", float: "number"}.get(flag.type, "word")  # type: ignore[call-overload]
+    many = {1: "", "+": " (one or more)", "*": " (any number)"}.get(flag.nargs, f" x {flag.nargs}")
+    return f"{name}{many}"
+
+
+def _default(flag: Flag) -> str:
+    if flag.status != "supported" or flag.default is None:
+        return ""
+    return "off" if flag.default is False else f"`{flag.default:g}`" if isinstance(flag.default, float) else (
+        f"`{flag.default}`"
+    )  # fmt: skip
+
+
+def help_text() -> str:
+    """What ``--help`` prints: the supported flags."""
+    lines = ["usage: pretrain_gpt.py --plan FILE | Megatron's parallel flags, --model M, data, training ...", ""]
+    for group, flags in GROUPS.items():
+        shown = [flag for flag in flags if flag.status == "supported" and not flag.remedy]
+        if shown:
+            lines.append(f"{group}:")
+        for flag in shown:
+            default = _default(flag).replace("`", "")
+            tail = f" [{default}]" if default and default != "off" else ""
+            choices = f" ({' | '.join(map(str, flag.choices))})" if flag.choices else ""
+            text = textwrap.wrap(f"{flag.help}{choices}{tail}", 64)
+            name = f"  {flag.name}"
+            first = [f"{name:<42} {text[0]}"] if len(name) <= 42 else [name, " " * 43 + text[0]]
+            lines += first + [" " * 43 + more for more in text[1:]]
+        if shown:
+            lines.append("")
+    accepted = sum(flag.status == NOTICE for flag in ALL)
+    lines.append(f"{accepted} more of Megatron's flags are accepted without effect; docs/flags.md lists all of them.")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    if list(argv) == ["--markdown"]:
+        print(markdown(), end="")
+        return 0
+    print(help_text())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,63 @@
+"""What ``pretrain_gpt.py`` does: flags -> configuration -> a dry run or a training run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from hetero_megatron.errors import UserError
+
+if TYPE_CHECKING:
+    from hetero_megatron.training.config import RunConfig
+
+USER_ERROR = 2  # exit code of every refusal, on every rank
+PEER_ERROR = 3  # a peer died or does not answer
+
+
+def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
+    """Returns the exit code; a refusal is one line on standard error."""
+    if "-h" in argv or "--help" in argv:
+        from hetero_megatron.cli.flags import help_text
+
+        print(help_text())
+        return 0
+    try:
+        from hetero_megatron.cli.configure import configure
+
+        config = configure(argv, environment)
+        if config.dry_run:
+            return dry_run(config, environment)
+        # Only now: importing torch takes seconds, and a refusal should not.
+        from hetero_megatron.training.loop import train
+
+        train(config)
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return USER_ERROR
+    except RuntimeError as error:
+        from hetero_megatron.comm.errors import CommError
+
+        if not isinstance(error, CommError):
+            raise
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return PEER_ERROR
+    return 0
+
+
+def dry_run(config: RunConfig, environment: Mapping[str, str]) -> int:
+    """Print the plan and the notices (rank 0 only)."""
+    from hetero_megatron.plan import format_plan
+
+    if config.as_rank is not None:
+        raise UserError(
+            "running one rank of a plan alone is not built yet", field="--as-rank", value=config.as_rank,
+            accepted="--dry-run without it",
+        )  # fmt: skip
+    if environment.get("RANK", "0") == "0":
+        cluster = config.cluster
+        print(format_plan(config.plan, config.spec, None if cluster is None else [r.chip for r in cluster.ranks]))
+        for sentence in config.notices:
+            print(f"notice: {sentence}")
+    return 0
