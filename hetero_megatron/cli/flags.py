@@ -40,7 +40,8 @@ def _row(flag: Flag) -> str:
     elif flag.remedy:
         accepted = ", ".join(str(choice) for choice in flag.choices)
         text = f"only {accepted}; other values are **refused**: {flag.help}"
-    return f"| {names} | {_values(flag)} | {_default(flag)} | {text} |".replace("Et*3|t*4L", "Et*3\\|t*4L")
+    cells = (names, _values(flag), _default(flag), text)
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def _values(flag: Flag) -> str:

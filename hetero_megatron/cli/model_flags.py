@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetero_megatron.cli.parse import Arguments, flag_error
+from hetero_megatron.cli.parse import Arguments, flag_error, flag_name
 from hetero_megatron.data import DataConfig, config_tokenizer
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import ModelSpec, RopeScaling, load_model
@@ -24,6 +24,9 @@ def build_spec(args: Arguments, data: DataConfig | None) -> ModelSpec:
         if args[key] is None:
             raise flag_error(key, None, "missing, and there is no --model", "a number, or --model")
         _positive(args, key)
+    for key in ("norm_epsilon", "rotary_base", "rope_scaling_factor", "init_method_std"):
+        if args[key] <= 0:
+            raise flag_error(key, args[key], "out of range", "a number above 0")
     try:
         return _spec(args, _vocabulary(args, data))
     except UserError as error:
@@ -76,6 +79,7 @@ def _shown(value: object) -> str:
 
 def _spec(args: Arguments, vocab_size: int) -> ModelSpec:
     heads, head_dim = _heads(args), _head_dim(args)
+    _say_no_dropout(args)
     rope, norm = _rope(args), {"RMSNorm": "rms", "LayerNorm": "layer"}[args["normalization"]]
     bias = not args["disable_bias_linear"]
     window = _window(args["window_size"])
@@ -106,6 +110,12 @@ def _spec(args: Arguments, vocab_size: int) -> ModelSpec:
         init_std=args["init_method_std"],
         hf_model_type="gpt2" if naming == "gpt2" else _family(args, window),
     )
+
+
+def _say_no_dropout(args: Arguments) -> None:
+    absent = [flag_name(key) for key in ("attention_dropout", "hidden_dropout") if key not in args.given]
+    if absent:
+        args.notices.append(f"no dropout, as if by {' 0 '.join([*absent, ''])}(Megatron's default is 0.1)")
 
 
 def _family(args: Arguments, window: int | None) -> str:
@@ -161,7 +171,7 @@ def _rope(args: Arguments) -> bool:
     if args["use_rotary_position_embeddings"] and args.has("position_embedding_type") and kind != "rope":
         raise flag_error("position_embedding_type", kind, "it contradicts --use-rotary-position-embeddings", "rope")
     rope = kind == "rope" or bool(args["use_rotary_position_embeddings"])
-    for key in ("use_rope_scaling", "rotary_base"):
+    for key in ("use_rope_scaling", "rotary_base", "no_position_embedding"):
         if not rope and key in args.given:
             raise flag_error(key, args[key], "the model has no rotary embedding", "--position-embedding-type rope")
     if args.has("rope_scaling_factor") and not args["use_rope_scaling"]:

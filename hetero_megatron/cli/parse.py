@@ -46,7 +46,7 @@ def flag_name(key: str) -> str:
 def flag_error(key: str, value: object, problem: str, accepted: str = "") -> UserError:
     """A refusal of the flag with this key."""
     name = next((flag.name for flag in ALL if flag.key == key), flag_name(key))
-    return UserError(problem, field=name, value=value, accepted=accepted, where=WHERE)
+    return UserError(problem, field=name, value=value, accepted=accepted or "leave the flag out", where=WHERE)
 
 
 def index(flags: Sequence[Flag] = ALL) -> Mapping[str, Flag]:
@@ -149,7 +149,7 @@ def _convert(flag: Flag, word: str) -> Any:
 
 def _unknown(name: str, flags: Mapping[str, Flag]) -> UserError:
     spelled = name.replace("_", "-")
-    near = [spelled] if spelled in flags else difflib.get_close_matches(spelled, flags, n=1, cutoff=0.75)
-    near = near or [known for known in flags if known.startswith(name)][:1]
+    longer = [known for known in flags if known.startswith(spelled) and len(spelled) > 5]
+    near = longer or difflib.get_close_matches(spelled, flags, n=1, cutoff=0.75)
     hint = f"; did you mean {near[0]}?" if near else ""
     return UserError(f"unknown flag{hint}", field=name, accepted="the flags of docs/flags.md", where=WHERE)

@@ -137,15 +137,20 @@ def _check_chip(args: Arguments, plan: Plan, environment: Mapping[str, str]) -> 
 
 
 def _ranks(args: Arguments, environment: Mapping[str, str], needed: int) -> int:
-    """Number of ranks: torchrun's, or --world-size in a dry run. ``needed``: by the plan at least; 0: any number."""
+    """Number of ranks: torchrun's, or in a dry run --world-size, else what is needed.
+
+    ``needed`` is by the plan, at least; 0: any number will do.
+    """
     if args["world_size"] is not None:
         if not args["dry_run"]:
             raise flag_error("world_size", args["world_size"], "torchrun says how many ranks there are", "--dry-run")
         count, source = int(args["world_size"]), "--world-size"
     else:
         count, source = _environment_size(environment), "WORLD_SIZE"
+        if args["dry_run"] and needed:
+            return needed
         if args["dry_run"] and "WORLD_SIZE" not in environment:
-            count = needed or args["tensor_model_parallel_size"] * args["pipeline_model_parallel_size"]
+            return int(args["tensor_model_parallel_size"] * args["pipeline_model_parallel_size"])
     if count < needed:
         field = "--plan" if args["plan"] is not None else "--hetero-process-meshes"
         problem = f"it needs {needed} ranks and {count} {'was' if count == 1 else 'were'} started ({source})"

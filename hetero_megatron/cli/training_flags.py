@@ -68,6 +68,9 @@ def _learning_rate(args: Arguments, train_samples: int, unit: int) -> LearningRa
         if not 0 <= fraction < 1:
             raise flag_error("lr_warmup_fraction", fraction, "out of range", "0 or more and less than 1")
         warmup = fraction * decay
+    elif warmup and args["lr_decay_style"] != "constant" and warmup >= decay:
+        key = f"lr_warmup_{kind}"
+        raise flag_error(key, args[key], "warm-up is as long as the whole decay", f"less than {decay // unit}")
     if idle and not decay:
         return LearningRate(args["lr"], style="constant")
     if args["lr_decay_style"] == "WSD" and wsd is None:

@@ -103,7 +103,7 @@ class Cluster:
             "the cluster has no such chip",
             field="node",
             value=f"{node}, chip {local}",
-            accepted=shown,
+            accepted=f"{shown} (HETERO_NODE names the node; without it, the host's name does)",
             where=self.file,
         )
 

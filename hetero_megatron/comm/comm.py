@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hetero_megatron.comm.errors import CommError
+from hetero_megatron.errors import UserError
 from hetero_megatron.platform import Platform
 
 
@@ -193,14 +194,40 @@ class Group:
         return tuple(r for r in self.ranks if r != self.comm.rank)
 
 
-def start_comm(platform: Platform, timeout_seconds: float) -> Comm:
-    """Join the job that torchrun's environment describes (RANK, WORLD_SIZE, …), or be alone without it."""
+def start_comm(platform: Platform, timeout_seconds: float, position: int | None = None) -> Comm:
+    """Join the job that torchrun's environment describes (RANK, WORLD_SIZE, …), or be alone without it.
+
+    Args:
+        position: this process's rank in the plan where a cluster file fixes it: torchrun may number nodes otherwise,
+            and does after a restart.
+
+    Raises:
+        UserError: two processes claim one position, or the launcher cannot renumber ranks.
+    """
     timeout = timedelta(seconds=timeout_seconds)
-    total = int(os.environ.get("WORLD_SIZE", "1"))
-    rank = int(os.environ.get("RANK", "0"))
+    total, launched_as = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    rank = launched_as if position is None else position
     if total > 1 and not dist.is_initialized():
-        dist.init_process_group(platform.backend, timeout=timeout)
+        if rank != launched_as and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            raise UserError(
+                f"the cluster file makes this process rank {rank}, and only torchrun can renumber ranks",
+                field="RANK", value=launched_as, accepted=f"{rank}, or torchrun",
+            )  # fmt: skip
+        store, _, _ = next(dist.rendezvous("env://", rank, total, timeout=timeout))
+        _claim(store, rank, launched_as)
+        dist.init_process_group(platform.backend, timeout=timeout, store=store, rank=rank, world_size=total)
     return Comm(rank, platform.device, timeout)
+
+
+def _claim(store: dist.Store, rank: int, launched_as: int) -> None:
+    """Two processes with one rank would wait for a third for ever; the second one to come is refused instead."""
+    key = f"hetero_megatron/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/rank/{rank}"
+    first = store.compare_set(key, "", str(launched_as)).decode()
+    if first != str(launched_as):
+        raise UserError(
+            f"the processes that torchrun started as ranks {first} and {launched_as} are both rank {rank} of the cluster file",
+            field="HETERO_NODE", value=os.environ.get("HETERO_NODE", "not set"), accepted="one process per chip",
+        )  # fmt: skip
 
 
 def stop_comm() -> None:

@@ -99,10 +99,11 @@ def from_megatron(flags: MegatronParallel, spec: ModelSpec) -> Plan:
     try:
         validate(plan, spec)
     except UserError as error:
+        name = _flag_of(error.field)
         raise UserError(
             error.problem,
-            field=_flag_of(error.field),
-            value=error.value,
+            field=name,
+            value=getattr(flags, name[2:].replace("-", "_"), error.value),
             accepted=error.accepted,
             where="command line",
         ) from None
@@ -292,12 +293,12 @@ def recompute(flags: MegatronParallel, num_layers: int) -> Recompute:
     if granularity is None:
         for name in ("recompute_method", "recompute_num_layers"):
             if getattr(flags, name) is not None:
-                raise flag_error(name, getattr(flags, name), "it needs --recompute-granularity full")
+                raise flag_error(name, getattr(flags, name), "it needs --recompute-granularity full", "leave it out")
         return Recompute()
     if granularity == "selective":
         if flags.recompute_method is not None:
             raise flag_error(
-                "recompute_method", flags.recompute_method, "it needs --recompute-granularity full"
+                "recompute_method", flags.recompute_method, "it needs --recompute-granularity full", "leave it out"
             )
         return Recompute("selective") if num_layers else Recompute()
     if granularity != "full":

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import time
 from collections.abc import Callable
 
 import torch
 
+from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import Comm, start_comm, stop_comm
-from hetero_megatron.data import Datasets, build_datasets
+from hetero_megatron.data import Datasets, build_datasets, unigram_entropy
 from hetero_megatron.data.batch import BatchOptions
 from hetero_megatron.data.loader import BatchLoader
 from hetero_megatron.data.sample import Dataset
@@ -40,7 +42,7 @@ def train(config: RunConfig) -> None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     check_world(config, world)
     platform = detect_platform(config.distributed.backend, int(os.environ.get("LOCAL_RANK", "0")))
-    comm = start_comm(platform, 60 * config.distributed.timeout_minutes)
+    comm = start_comm(platform, 60 * config.distributed.timeout_minutes, position(config.cluster))
     try:
         if comm.rank == 0:
             announce(config, world, platform)
@@ -50,6 +52,18 @@ def train(config: RunConfig) -> None:
             comm.create_groups(plan_groups(config.plan, make_buckets(config.plan, config.spec)))
     finally:
         stop_comm()
+
+
+def position(cluster: Cluster | None) -> int | None:
+    """This process's rank by the cluster file: node ($HETERO_NODE, else the host's name) and local index.
+
+    Raises:
+        UserError: the file has no such node or chip.
+    """
+    if cluster is None:
+        return None
+    node = os.environ.get("HETERO_NODE") or socket.gethostname()
+    return cluster.find(node, int(os.environ.get("LOCAL_RANK", "0"))).rank
 
 
 def check_world(config: RunConfig, world: int) -> None:
@@ -130,6 +144,9 @@ class Training:
         config = self.config
         if not config.skip_train:
             assert self.data.train is not None
+            if self.reporter.speaks:
+                entropy = unigram_entropy(self.data.train)
+                print(f"data: unigram entropy {entropy:.3f} nats: the loss of a model that only counts tokens", flush=True)
             with self._loader(self.data.train) as loader:
                 self._train(loader)
         if config.evaluation.iterations:

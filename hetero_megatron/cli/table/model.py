@@ -30,11 +30,7 @@ FLAGS = (
         choices=("learned_absolute", "rope"),
     ),
     switch("--use-rotary-position-embeddings", "the same as --position-embedding-type rope"),
-    refused(
-        "--no-position-embedding",
-        "a model without position embedding is not supported",
-        "--position-embedding-type rope",
-    ),
+    switch("--no-position-embedding", "no learned positions; needs --position-embedding-type rope"),
     value("--rotary-base", float, 10000.0, "base of the rotary frequencies"),
     only(
         "--rotary-percent",
