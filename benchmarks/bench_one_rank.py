@@ -19,18 +19,40 @@ from benchmarks.common import alternate, machine, median, peak_rss, timed
 # name: (Hugging Face config, sequences, tokens per sequence)
 CASES: dict[str, tuple[dict[str, Any], int, int]] = {
     "llama-10M": (
-        {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4,
-         "intermediate_size": 704, "vocab_size": 8192}, 4, 256),
+        {
+            "hidden_size": 256,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "intermediate_size": 704,
+            "vocab_size": 8192,
+        },
+        4,
+        256,
+    ),
     "llama-50M": (
-        {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8,
-         "intermediate_size": 1408, "vocab_size": 32000}, 2, 256),
-}  # fmt: skip
+        {
+            "hidden_size": 512,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "intermediate_size": 1408,
+            "vocab_size": 32000,
+        },
+        2,
+        256,
+    ),
+}
 
 
 def config(case: str) -> dict[str, Any]:
     return {
-        "model_type": "llama", "max_position_embeddings": 2048, "tie_word_embeddings": False, "rms_norm_eps": 1e-5, **CASES[case][0]
-    }  # fmt: skip
+        "model_type": "llama",
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-5,
+        **CASES[case][0],
+    }
 
 
 def run_transformers(case: str, steps: int) -> None:
@@ -71,17 +93,31 @@ def run_ours(case: str, steps: int) -> None:
     _, b, s = CASES[case]
     spec = from_hf_config(config(case))
     plan = plan_from_dict(
-        {"seq_length": s, "global_batch_size": b, "pipelines": [
-            {"micro_batch_size": b, "num_micro_batches": 1, "stages": [{"ranks": [0], "layers": [0, spec.num_layers]}]}]},
+        {
+            "seq_length": s,
+            "global_batch_size": b,
+            "pipelines": [
+                {
+                    "micro_batch_size": b,
+                    "num_micro_batches": 1,
+                    "stages": [{"ranks": [0], "layers": [0, spec.num_layers]}],
+                }
+            ],
+        },
         spec,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     tokens = torch.randint(0, spec.vocab_size, (b, s + 1))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.arange(s).expand(b, s))
     comm = start_comm(Platform(torch.device("cpu"), "cpu:gloo"), 60)
     before = peak_rss()
     runtime = Runtime(
-        plan, spec, comm, torch.float32, lambda t, box: initial_values(t, box, spec, 0), optimizer_factory(OptimizerConfig())
+        plan,
+        spec,
+        comm,
+        torch.float32,
+        lambda t, box: initial_values(t, box, spec, 0),
+        optimizer_factory(OptimizerConfig()),
     )
     seconds = timed(lambda: runtime.train_step(lambda _: batch, 0, b, 1e-4, 0.01, 1.0), steps)
     print(json.dumps({"seconds": seconds, "bytes": peak_rss() - before}))
@@ -98,16 +134,21 @@ def main() -> None:
         {"transformers": run_transformers, "ours": run_ours}[args.side](args.case, args.steps)
         return
     print(f"{machine()}; fp32, AdamW fused, clip 1.0, {args.rounds} rounds of {args.steps} steps, sides alternate")
-    print(f"{'case':<12}{'transformers ms':>16}{'ours ms':>10}{'time ratio':>12}{'theirs MiB':>12}{'ours MiB':>10}{'mem ratio':>11}")
+    print(
+        f"{'case':<12}{'transformers ms':>16}{'ours ms':>10}{'time ratio':>12}{'theirs MiB':>12}{'ours MiB':>10}{'mem ratio':>11}"
+    )
     for case in CASES:
-        sides = {s: [__file__, "--side", s, "--case", case, "--steps", str(args.steps)] for s in ("transformers", "ours")}
+        sides = {
+            s: [__file__, "--side", s, "--case", case, "--steps", str(args.steps)] for s in ("transformers", "ours")
+        }
         results = alternate(sides, args.rounds)
         time = {s: median([x for r in results[s] for x in r["seconds"]]) * 1e3 for s in sides}
         size = {s: median([r["bytes"] for r in results[s]]) / 2**20 for s in sides}
         print(
             f"{case:<12}{time['transformers']:>16.1f}{time['ours']:>10.1f}{time['transformers'] / time['ours']:>12.3f}"
-            f"{size['transformers']:>12.0f}{size['ours']:>10.0f}{size['ours'] / size['transformers']:>11.3f}", flush=True
-        )  # fmt: skip
+            f"{size['transformers']:>12.0f}{size['ours']:>10.0f}{size['ours'] / size['transformers']:>11.3f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

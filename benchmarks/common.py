@@ -12,11 +12,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
 def machine() -> str:
-    model = next((x.split(":")[1].strip() for x in open("/proc/cpuinfo") if x.startswith("model name")), platform.machine())
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    model = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.machine())
     return f"{datetime.date.today()}, {os.cpu_count()} x {model}, Python {platform.python_version()}"
 
 
@@ -37,7 +39,9 @@ def peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def alternate(sides: dict[str, list[str]], rounds: int, env: dict[str, str] | None = None) -> dict[str, list[dict[str, Any]]]:
+def alternate(
+    sides: dict[str, list[str]], rounds: int, env: dict[str, str] | None = None
+) -> dict[str, list[dict[str, Any]]]:
     """Run the sides' commands in turn, ``rounds`` times; each prints one JSON object on its last line.
 
     Alternating shares out the noise of a busy machine between the sides.
@@ -46,7 +50,10 @@ def alternate(sides: dict[str, list[str]], rounds: int, env: dict[str, str] | No
     for _ in range(rounds):
         for name, command in sides.items():
             done = subprocess.run(
-                [sys.executable, *command], capture_output=True, text=True, env={**os.environ, "MALLOC_ARENA_MAX": "1", **(env or {})}
+                [sys.executable, *command],
+                capture_output=True,
+                text=True,
+                env={**os.environ, "MALLOC_ARENA_MAX": "1", **(env or {})},
             )
             if done.returncode:
                 raise SystemExit(f"{name} failed:\n{done.stdout}\n{done.stderr}")

@@ -115,7 +115,8 @@ def test_plan_from_file_and_agreeing_flags() -> None:
 def test_plan_from_flagscale_flags() -> None:
     words = (
         f"{FLAGS} --enable-hetero --hetero-device-types A100 BI150 --hetero-current-device-type BI150 "
-        "--hetero-process-meshes 1 1 1 2 1 2 1 1 1 1 --hetero-pipeline-layer-split 3 1 --pipeline-model-parallel-size 2 "
+        "--hetero-process-meshes 1 1 1 2 1 2 1 1 1 1 --hetero-pipeline-layer-split 3 1 "
+        "--pipeline-model-parallel-size 2 "
         "--recompute-granularity-per-stage-micro-batch '[[1, 1, 1], [1, 1, 0]]'"
     )
     c = config(words, ranks=4, RANK="3")

@@ -7,6 +7,8 @@ from hetero_megatron.data import DataConfig, config_tokenizer
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import ModelSpec, RopeScaling, load_model
 
+MAX_LAYERS = 100_000
+
 
 def build_spec(args: Arguments, data: DataConfig | None) -> ModelSpec:
     """The model that the flags describe.
@@ -24,6 +26,8 @@ def build_spec(args: Arguments, data: DataConfig | None) -> ModelSpec:
         if args[key] is None:
             raise flag_error(key, None, "missing, and there is no --model", "a number, or --model")
         _positive(args, key)
+    if args["num_layers"] > MAX_LAYERS:
+        raise flag_error("num_layers", args["num_layers"], "absurdly many", f"at most {MAX_LAYERS}")
     for key in ("norm_epsilon", "rotary_base", "rope_scaling_factor", "init_method_std"):
         if args[key] <= 0:
             raise flag_error(key, args[key], "out of range", "a number above 0")

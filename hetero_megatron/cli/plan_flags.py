@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hetero_megatron.cli.parse import Arguments, flag_error
+from hetero_megatron.cli.parse import WHERE, Arguments, flag_error
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import FlagScaleParallel, MegatronParallel, Plan, from_flagscale, from_megatron, load_plan
@@ -31,6 +31,8 @@ _WITH_MESHES = (
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "use_tp_pp_dp_mapping",
     "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations",
 )  # fmt: skip
+
+MAX_RANKS = 1 << 16
 
 
 def build_plan(
@@ -151,6 +153,8 @@ def _ranks(args: Arguments, environment: Mapping[str, str], needed: int) -> int:
             return needed
         if args["dry_run"] and "WORLD_SIZE" not in environment:
             return int(args["tensor_model_parallel_size"] * args["pipeline_model_parallel_size"])
+    if not 1 <= count <= MAX_RANKS:
+        raise UserError("is no number of ranks", field=source, value=count, accepted=f"1 to {MAX_RANKS}", where=WHERE)
     if count < needed:
         field = "--plan" if args["plan"] is not None else "--hetero-process-meshes"
         problem = f"it needs {needed} ranks and {count} {'was' if count == 1 else 'were'} started ({source})"

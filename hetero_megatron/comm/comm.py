@@ -225,7 +225,7 @@ def _claim(store: dist.Store, rank: int, launched_as: int) -> None:
     first = store.compare_set(key, "", str(launched_as)).decode()
     if first != str(launched_as):
         raise UserError(
-            f"the processes that torchrun started as ranks {first} and {launched_as} are both rank {rank} of the cluster file",
+            f"torchrun's ranks {first} and {launched_as} are both rank {rank} of the cluster file",
             field="HETERO_NODE", value=os.environ.get("HETERO_NODE", "not set"), accepted="one process per chip",
         )  # fmt: skip
 

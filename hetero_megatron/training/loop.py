@@ -111,7 +111,9 @@ class Training:
         self.runtime = Runtime(
             config.plan, config.spec, comm, dtype, self._initialize, optimizer_factory(config.optimizer)
         )
-        self.runtime.check_agreement(repr((config.seed, config.steps, config.learning_rate, config.dtype)), repr(config.spec))
+        self.runtime.check_agreement(
+            repr((config.seed, config.steps, config.learning_rate, config.dtype)), repr(config.spec)
+        )
         self.data = self._datasets()
         flags = config.data
         assert flags is not None, "the command line refuses training without data"
@@ -146,7 +148,7 @@ class Training:
             assert self.data.train is not None
             if self.reporter.speaks:
                 entropy = unigram_entropy(self.data.train)
-                print(f"data: unigram entropy {entropy:.3f} nats: the loss of a model that only counts tokens", flush=True)
+                print(f"data: unigram entropy {entropy:.3f} nats, the loss of counting tokens alone", flush=True)
             with self._loader(self.data.train) as loader:
                 self._train(loader)
         if config.evaluation.iterations:
