@@ -135,7 +135,8 @@ def main() -> None:
         return
     print(f"{machine()}; fp32, AdamW fused, clip 1.0, {args.rounds} rounds of {args.steps} steps, sides alternate")
     print(
-        f"{'case':<12}{'transformers ms':>16}{'ours ms':>10}{'time ratio':>12}{'theirs MiB':>12}{'ours MiB':>10}{'mem ratio':>11}"
+        f"{'case':<12}{'transformers ms':>16}{'ours ms':>10}{'time ratio':>12}"
+        f"{'theirs MiB':>12}{'ours MiB':>10}{'mem ratio':>11}"
     )
     for case in CASES:
         sides = {

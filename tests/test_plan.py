@@ -5,15 +5,12 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
-from hetero_megatron.cluster import cluster_from_dict, load_cluster
 from hetero_megatron.cluster.document import from_data, parse_document
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import (
@@ -26,7 +23,6 @@ from hetero_megatron.plan import (
     format_plan,
     from_flagscale,
     from_megatron,
-    idle_ranks,
     load_plan,
     locate,
     micro_batch_sizes,
@@ -439,13 +435,11 @@ def test_the_picture_of_1024_ranks_is_readable() -> None:
     assert "ranks 0-127" in picture and "16 alike" in picture
 
 
-def test_1024_ranks_load_fast(tmp_path: Path) -> None:
+def test_1024_ranks_round_trip(tmp_path: Path) -> None:
     plan, spec = big_plan(), small_spec(64, heads=32)
     path = tmp_path / "plan.yaml"
     path.write_text(dump_yaml(plan))
-    start = time.perf_counter()
     assert load_plan(path, spec) == plan
-    assert time.perf_counter() - start < 2.0
 
 
 def test_plans_load_without_torch() -> None:
@@ -455,51 +449,3 @@ def test_plans_load_without_torch() -> None:
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
-
-
-CLUSTER = """
-version: 1
-nodes:
-  - {name: fast, count: 2, chip: big,   chips_per_node: 2}
-  - {name: slow, chip: small}
-chips:
-  big:   {memory: 2 GiB, emulate: {speed: 0.6, memory: 1 GiB}, dtypes: [fp32, bf16], tflops: {bf16: 1.5}}
-  small: {memory: 512 MB, emulate: {speed: 0.2}}
-links:
-  intra_node: {bandwidth: 2 GB/s,  latency: 20 us}
-  inter_node: {bandwidth: 400 Mbit/s, latency: 0.1 ms}
-  pairs:
-    - {between: [slow, fast], bandwidth: 25 MB/s, emulate: {bandwidth: 20 MB/s}}
-"""
-
-
-def test_cluster_file(tmp_path: Path) -> None:
-    path = tmp_path / "cluster.yaml"
-    path.write_text(CLUSTER)
-    cluster = load_cluster(path)
-    assert [(r.node, r.chip, r.local) for r in cluster.ranks] == [
-        ("fast-0", "big", 0),
-        ("fast-0", "big", 1),
-        ("fast-1", "big", 0),
-        ("fast-1", "big", 1),
-        ("slow", "small", 0),
-    ]
-    assert cluster.chips["big"].memory == 2 << 30 and cluster.chips["small"].memory == 512_000_000
-    assert cluster.chips["big"].flops == {"bf16": 1.5e12} and cluster.chips["big"].speed == 0.6
-    within, between, pair = cluster.link(0, 1), cluster.link(1, 2), cluster.link(4, 0)
-    assert within is not None and within.latency == pytest.approx(20e-6)
-    assert between is not None and between.bandwidth == pytest.approx(50e6)
-    assert pair is not None and (pair.bandwidth, pair.emulated) == (25e6, 20e6)
-    assert cluster.find("fast-1", 1).rank == 3
-    with pytest.raises(UserError, match="no such chip"):
-        cluster.find("fast-2", 0)
-
-
-def test_plan_on_a_cluster_leaves_ranks_idle() -> None:
-    cluster = cluster_from_dict(yaml.safe_load(CLUSTER))
-    spec = small_spec()
-    plan = plan_from_dict(
-        spelled([{"ranks": "0-1", "layers": [0, 6], "tp": 2, "chip": "big"}]), spec, cluster, "bf16"
-    )
-    assert idle_ranks(plan, cluster) == (2, 3, 4)
-    assert cluster_from_dict({"nodes": [{"name": "n", "chip": "T4"}]}).link(0, 0) is not None
