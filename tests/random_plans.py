@@ -27,6 +27,8 @@ def random_stage(rng: random.Random, ranks: list[int], layers: tuple[int, int], 
         stage["recompute"] = {"first": rng.randint(0, layers[1] - layers[0])}
     else:
         stage["recompute"] = recompute
+    if rng.random() < 0.3:
+        stage["optimizer"] = {"share": rng.choice([0, 2, 5])}
     return stage
 
 

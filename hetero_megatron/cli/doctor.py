@@ -58,7 +58,8 @@ def _torch() -> Finding:
 
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     chips = f", {torch.accelerator.device_count()} x {kind}" if kind is not None else ", CPU only"
-    gloo = torch.distributed.is_gloo_available()  # lint: allow distributed (asks what this build has)
+    dist = torch.distributed  # lint: allow distributed (it is only asked what this build has)
+    gloo = dist.is_available() and dist.is_gloo_available()
     remedy = "" if gloo else "a build of torch with gloo: make env"
     return Finding("torch", OK if gloo else BROKEN, version + chips + ("" if gloo else ", no gloo"), remedy)
 

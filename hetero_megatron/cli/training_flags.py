@@ -187,6 +187,6 @@ def build_logging(args: Arguments) -> LoggingConfig:
 
 def build_distributed(args: Arguments) -> DistributedConfig:
     minutes = args["distributed_timeout_minutes"]
-    if minutes < 1:
-        raise flag_error("distributed_timeout_minutes", minutes, "too small", "an integer >= 1")
+    if not 0 < minutes < float("inf"):
+        raise flag_error("distributed_timeout_minutes", minutes, "out of range", "a number > 0")
     return DistributedConfig(args["distributed_backend"], minutes)

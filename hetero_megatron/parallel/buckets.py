@@ -58,6 +58,7 @@ def make_buckets(
 ) -> tuple[Bucket, ...]:
     """The same buckets on every rank, computed without talking."""
     holders = tensor_holders(plan, spec)
+    weights = {rank: float(s.optimizer.share) for p in plan.pipelines for s in p.stages for rank in s.ranks}
     runs: list[tuple[tuple[int, ...], list[str], int]] = []
     for segment in backward_order(logical_tensors(spec)):
         for name in (t.name for t in segment):
@@ -69,7 +70,7 @@ def make_buckets(
             else:
                 runs.append((ranks, [name], size))
     return tuple(
-        Bucket(i, ranks, tuple(names), held, assign_owners(held, whole_below=WHOLE_BYTES // itemsize))
+        Bucket(i, ranks, tuple(names), held, assign_owners(held, weights, whole_below=WHOLE_BYTES // itemsize))
         for i, (ranks, names, _) in enumerate(runs)
         for held in [{name: holders[name] for name in names}]
     )

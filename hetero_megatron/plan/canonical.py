@@ -63,10 +63,12 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Where a stage keeps its optimizer: ``offload`` to host memory; ``shard_weights`` between steps."""
+    """Where a stage keeps its optimizer: ``offload`` to host memory; ``shard_weights`` between steps; ``share``: how
+    much of the optimizer state each of its ranks owns, relative to other holders of the same tensors."""
 
     offload: bool = False
     shard_weights: bool = False
+    share: int = 1
 
 
 @dataclass(frozen=True)

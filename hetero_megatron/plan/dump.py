@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import yaml
@@ -91,7 +92,7 @@ def _stage(pipeline: Pipeline, index: int) -> dict[str, Any]:
     if stage.chip is not None:
         entry["chip"] = stage.chip
     if stage.optimizer != Optimizer():
-        entry["optimizer"] = {k: True for k in ("offload", "shard_weights") if getattr(stage.optimizer, k)}
+        entry["optimizer"] = {k: v for k, v in asdict(stage.optimizer).items() if v != getattr(Optimizer(), k)}
     if stage.kernels:
         entry["kernels"] = dict(stage.kernels)
     return entry

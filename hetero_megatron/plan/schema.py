@@ -315,8 +315,9 @@ def _recompute(entry: Entry | None, num_layers: int) -> Recompute:
 def _optimizer(entry: Entry | None) -> Optimizer:
     if entry is None:
         return Optimizer()
-    keys = entry.mapping(("offload", "shard_weights"))
-    return Optimizer(**{key: value.flag() for key, value in keys.items()})
+    keys = entry.mapping(("offload", "shard_weights", "share"))
+    share = keys.pop("share").integer() if "share" in keys else 1
+    return Optimizer(**{key: value.flag() for key, value in keys.items()}, share=share)
 
 
 def _key_values(entry: Entry) -> KeyValues:

@@ -65,7 +65,7 @@ class DistributedConfig:
     """``backend``: of torch.distributed (None: the device's own); ``timeout_minutes``: how long a rank waits."""
 
     backend: str | None = None
-    timeout_minutes: int = 10
+    timeout_minutes: float = 10.0
 
 
 @dataclass(frozen=True)

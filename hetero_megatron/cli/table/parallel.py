@@ -89,7 +89,7 @@ FLAGS = (
         "backend of torch.distributed; gloo keeps to the CPU",
         differs="nccl in Megatron; here the one that torch names for the device",
     ),
-    value("--distributed-timeout-minutes", int, 10, "how long a rank waits for another before the job ends"),
+    value("--distributed-timeout-minutes", float, 10.0, "how long a rank waits for another before the job ends"),
     switch("--use-tp-pp-dp-mapping", "number the ranks through pipeline before data parallelism"),
     notice("--cp-comm-type", "it concerns context parallelism only", nargs="+"),
     notice("--ddp-bucket-size", "buckets are cut by layers and size in bytes", nargs=1, type=int),
