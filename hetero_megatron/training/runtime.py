@@ -37,7 +37,7 @@ from hetero_megatron.plan import (
     unit_at,
     unit_sequences,
 )
-from hetero_megatron.schedule import Action, generate, lower
+from hetero_megatron.schedule import Action, generate, lower, validate
 from hetero_megatron.spec import LogicalTensor, ModelSpec, shares, stage_tensors, tensor_box
 
 Fetch = Callable[[Sequence[int]], Batch]  # global sample indices -> batch on the CPU
@@ -95,6 +95,7 @@ class Runtime:
         assert self.tp_group.ranks == self.unit.ranks, "TP ranks ascend; the validator sees to it"
         self.model, self.boxes = self._build_model(initialize)
         self.executor = self._build_executor()
+        self._schedules: dict[tuple[int, bool], tuple[Action, ...]] = {}
         self._boundaries: dict[tuple[int, int], Boundary] = {}
         self.sync = GradientSync(comm, dict(self.model.named_parameters()), self.boxes, buckets)
         self.optimizer = ShardedOptimizer(self.sync, optimizer) if optimizer is not None else None
@@ -164,12 +165,17 @@ class Runtime:
         return sizes, rows
 
     def _actions(self, num_micro_batches: int, forward_only: bool) -> tuple[Action, ...]:
-        name = "gpipe" if forward_only else self.plan.schedule
-        stages = len(self.plan.pipelines[self.place.pipeline].stages)
-        actions = lower(generate(name, stages, num_micro_batches)).stages[self.place.stage]
-        if forward_only:
-            return tuple(a for a in actions if a.kind in ("F", "SEND_F", "RECV_F"))
-        return actions
+        """This stage's actions; a schedule is validated before it first runs."""
+        key = (num_micro_batches, forward_only)
+        if key not in self._schedules:
+            name = "gpipe" if forward_only else self.plan.schedule
+            stages = len(self.plan.pipelines[self.place.pipeline].stages)
+            schedule = lower(generate(name, stages, num_micro_batches))
+            validate(schedule)
+            actions = schedule.stages[self.place.stage]
+            forward = ("F", "SEND_F", "RECV_F")
+            self._schedules[key] = tuple(a for a in actions if a.kind in forward) if forward_only else actions
+        return self._schedules[key]
 
     def train_step(
         self,
