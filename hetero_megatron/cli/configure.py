@@ -54,6 +54,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
         check_nan=not args["no_check_for_nan_in_loss_and_grad"],
         deterministic=args["deterministic_mode"],
         skip_train=args["skip_train"],
+        load_hf=args["load_hf"],
         dry_run=args["dry_run"],
         as_rank=_as_rank(args, plan),
         notices=tuple(dict.fromkeys(args.notices)),

@@ -17,8 +17,9 @@ def build_spec(args: Arguments, data: DataConfig | None) -> ModelSpec:
         UserError: an architecture flag that contradicts --model, a missing or contradictory flag, or what
             ``load_model`` refuses.
     """
-    if args["model"] is not None:
-        spec = load_model(args["model"])
+    if args["model"] is not None or args["load_hf"] is not None:
+        named = "model" if args["model"] is not None else "load_hf"
+        spec = load_model(args[named], flag_name(named))
         _check_agreement(args, spec)
         args.notices.extend(spec.notices)
         return spec
@@ -72,8 +73,8 @@ def _check_agreement(args: Arguments, spec: ModelSpec) -> None:
             continue
         mine = _window(args[key]) if key == "window_size" else args[key]
         if mine != model_says:
-            problem = f"--model {args['model']} says {_shown(model_says)}"
-            raise flag_error(key, args[key], problem, "leave the flag or --model out")
+            source = f"--model {args['model']}" if args["model"] is not None else f"--load-hf {args['load_hf']}"
+            raise flag_error(key, args[key], f"{source} says {_shown(model_says)}", "leave the flag out")
 
 
 def _shown(value: object) -> str:

@@ -26,7 +26,7 @@ def format_plan(plan: Plan, spec: ModelSpec, chips: Sequence[str] | None = None)
     """
     groups = _alike(plan)
     lines = [
-        f"plan {plan.fingerprint()}: {plan.world_size} ranks, {len(plan.pipelines)} "
+        f"plan {plan.fingerprint()}: {plan.world_size} rank{'s' if plan.world_size > 1 else ''}, {len(plan.pipelines)} "
         f"pipeline{'s' if len(plan.pipelines) > 1 else ''}, {plan.schedule}",
         f"{spec.name}: {spec.num_layers} layers, {spec.num_heads} heads ({spec.num_kv_heads} KV), "
         f"hidden {spec.hidden_size}; {plan.global_batch_size} sequences of {plan.seq_length} tokens per step",

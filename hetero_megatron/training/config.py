@@ -95,6 +95,7 @@ class RunConfig:
         check_nan: end the run at the first step whose loss or gradient is not finite, instead of skipping it.
         deterministic: refuse operators that do not give the same bits every time.
         as_rank: with ``dry_run``: the rank of the plan to run alone, with fake tensors; None: only print the plan.
+        load_hf: directory whose safetensors are the initial weights; None: drawn from ``seed``.
         skip_train: evaluate once, and nothing else.
         notices: what was accepted without effect, and why; rank 0 prints them.
     """
@@ -115,6 +116,7 @@ class RunConfig:
     check_nan: bool = True
     deterministic: bool = False
     skip_train: bool = False
+    load_hf: str | None = None
     dry_run: bool = False
     as_rank: int | None = None
     notices: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from hetero_megatron.checkpoint.hf_load import HFWeights
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import Comm, start_comm, stop_comm
 from hetero_megatron.data import Datasets, build_datasets, unigram_entropy
@@ -42,7 +43,7 @@ def train(config: RunConfig) -> None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     check_world(config, world)
     platform = detect_platform(config.distributed.backend, int(os.environ.get("LOCAL_RANK", "0")))
-    comm = start_comm(platform, 60 * config.distributed.timeout_minutes, position(config.cluster))
+    comm = start_comm(platform, 60 * config.distributed.timeout_minutes, position(config.cluster, world))
     try:
         if comm.rank == 0:
             announce(config, world, platform)
@@ -54,16 +55,22 @@ def train(config: RunConfig) -> None:
         stop_comm()
 
 
-def position(cluster: Cluster | None) -> int | None:
+def position(cluster: Cluster | None, world: int) -> int | None:
     """This process's rank by the cluster file: node ($HETERO_NODE, else the host's name) and local index.
 
     Raises:
-        UserError: the file has no such node or chip.
+        UserError: the file has no such node or chip, or the job has fewer ranks.
     """
     if cluster is None:
         return None
     node = os.environ.get("HETERO_NODE") or socket.gethostname()
-    return cluster.find(node, int(os.environ.get("LOCAL_RANK", "0"))).rank
+    rank = cluster.find(node, int(os.environ.get("LOCAL_RANK", "0"))).rank
+    if rank >= world:
+        raise UserError(
+            f"its chip is rank {rank} of the cluster file, but this job has {world} rank{'s' if world > 1 else ''}",
+            field="HETERO_NODE", value=node, accepted=f"the chips of ranks 0 to {world - 1}, or more ranks",
+        )  # fmt: skip
+    return rank
 
 
 def check_world(config: RunConfig, world: int) -> None:
@@ -107,6 +114,7 @@ class Training:
 
     def __init__(self, config: RunConfig, comm: Comm, platform: Platform) -> None:
         self.config, self.platform = config, platform
+        self.weights = HFWeights(config.load_hf, config.spec) if config.load_hf is not None else None
         dtype = DTYPES[config.dtype]
         self.runtime = Runtime(
             config.plan, config.spec, comm, dtype, self._initialize, optimizer_factory(config.optimizer)
@@ -129,6 +137,8 @@ class Training:
             torch.use_deterministic_algorithms(True)
 
     def _initialize(self, tensor: LogicalTensor, box: Box) -> torch.Tensor:
+        if self.weights is not None:
+            return self.weights.read(tensor, box)
         return initial_values(tensor, box, self.config.spec, self.config.seed)
 
     def _datasets(self) -> Datasets:

@@ -19,9 +19,9 @@ class Reporter:
     """The first rank of the plan prints and writes; the others only take part in gathering."""
 
     def __init__(self, config: RunConfig, runtime: Runtime, platform: Platform) -> None:
-        self.config, self.runtime = config, runtime
+        self.config, self.runtime, self.platform = config, runtime, platform
         self.speaks = runtime.comm.rank == config.plan.ranks[0]
-        peak = measured_peak_flops(platform.device, runtime.dtype)
+        peak = measured_peak_flops(platform, runtime.dtype)
         self.peak = float(runtime.world.gather_vectors(torch.tensor([peak], dtype=torch.float64)).sum())
         self.flops = sequence_flops(config.spec, config.plan.seq_length)
         cluster = config.cluster
@@ -96,9 +96,12 @@ class Reporter:
             print(format_validation(step, loss, math.exp(min(20.0, loss))), flush=True)
 
     def finish(self, step: int, reason: str) -> None:
-        """Say how it ended, and close the files."""
+        """Say how it ended, and close the files. Called on all ranks."""
+        peak = torch.tensor([self.platform.peak_memory()], dtype=torch.float64)
+        peaks = self.runtime.world.gather_vectors(peak).flatten() / 2**20
         if self.writer is None:
             return
+        print(f"peak memory per rank: {peaks.min():.0f} to {peaks.max():.0f} MiB", flush=True)
         self.writer.close()
         if self.first_loss is not None:
             print(f"loss: {self.first_loss:.4f} at step 1, {self.last_loss:.4f} at step {step}", flush=True)

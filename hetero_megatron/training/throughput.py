@@ -9,24 +9,24 @@ from collections.abc import Mapping
 import torch
 
 from hetero_megatron.plan import Plan
+from hetero_megatron.platform import Platform
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import head_flops, layer_flops
 
 
-def measured_peak_flops(device: torch.device, dtype: torch.dtype, size: int = 512, seconds: float = 0.2) -> float:
+def measured_peak_flops(platform: Platform, dtype: torch.dtype, size: int = 512, seconds: float = 0.2) -> float:
     """FLOP/s of repeated [size, size] matrix products: the best of several, on this device as it is now.
 
     The better of ``dtype`` and fp32: where 16-bit products are emulated, fp32 is what the chip can do.
     """
     best = 0.0
     for kind in {dtype, torch.float32}:
-        a = torch.randn(size, size, device=device).to(kind)
+        a = torch.randn(size, size, device=platform.device).to(kind)
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
             start = time.perf_counter()
             a @ a
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
+            platform.synchronize()
             best = max(best, 2 * size**3 / (time.perf_counter() - start))
     return best
 

@@ -8,7 +8,7 @@ _NONE = "no checkpoint is written or read by this version"
 FLAGS = (
     value("--save", str, None, "directory of the run: metrics.jsonl is written there"),
     refused("--load", _WHY, "leave it out: training starts from --seed", nargs=1),
-    refused("--load-hf", _WHY, "leave it out: training starts from --seed", nargs=1),
+    value("--load-hf", str, None, "directory of a Hugging Face model: its weights, and its config without --model"),
     refused("--save-hf", _WHY, nargs=1),
     refused("--save-interval", _WHY, nargs=1),
     refused("--save-retain-interval", _WHY, nargs=1),

@@ -1,0 +1,130 @@
+"""Weights from a Hugging Face directory: every rank reads the slices that it holds, from safetensors."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero_megatron.checkpoint.names import HFSource, hf_source
+from hetero_megatron.errors import UserError
+from hetero_megatron.layout import Box
+from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors
+
+FLAG = "--load-hf"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# Buffers that old exports contain and that hold no weights.
+_BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)$")
+
+
+class HFWeights:
+    """The tensors of a Hugging Face directory, checked against a model before anything is read.
+
+    Args:
+        directory: holds ``model.safetensors``, or several files and ``model.safetensors.index.json``.
+
+    Raises:
+        UserError: no safetensors, an unreadable file, or tensors that are missing, unexpected or misshapen (all of
+            them are listed at once).
+    """
+
+    def __init__(self, directory: str, spec: ModelSpec) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self.directory, self.spec = Path(directory), spec
+        self._open: Any = safe_open
+        self._error = SafetensorError
+        self._handles: dict[str, Any] = {}
+        self._file_of = self._read_index()
+        self._shapes = dict(self._all_shapes())
+        # GPT-2 on the hub has no "transformer." prefix; what transformers itself writes has it.
+        self._prefix = "transformer." if any(n.startswith("transformer.") for n in self._shapes) else ""
+        self._check()
+
+    def _read_index(self) -> dict[str, str]:
+        """Tensor name -> file name."""
+        index = self.directory / INDEX
+        if index.is_file():
+            with suppress(json.JSONDecodeError, UnicodeDecodeError, KeyError, AttributeError, TypeError):
+                found = json.loads(index.read_text())["weight_map"]
+                return {str(name): str(file) for name, file in found.items()}
+            raise self._refuse("is not an index: a JSON object with a weight_map", index)
+        if (self.directory / SINGLE).is_file():
+            return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
+        others = sorted(p.name for p in self.directory.glob("*.bin")) if self.directory.is_dir() else []
+        hint = f" (it holds {others[0]}, which is pickle: save it as safetensors with transformers)" if others else ""
+        raise self._refuse(f"holds neither {SINGLE} nor {INDEX}{hint}", self.directory)
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._handles:
+            path = self.directory / file
+            try:
+                self._handles[file] = self._open(path, framework="pt", device="cpu")
+            except (OSError, self._error) as error:
+                raise self._refuse(f"cannot be read: {error}", path) from error
+        return self._handles[file]
+
+    def _all_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        for file in sorted(set(self._file_of.values())):
+            handle = self._handle(file)
+            for name in handle.keys():  # noqa: SIM118  not a dict
+                yield name, tuple(handle.get_slice(name).get_shape())
+
+    def _source(self, name: str) -> HFSource:
+        """Where a logical tensor is in these files."""
+        source = hf_source(self.spec, name)
+        if self.spec.naming == "gpt2" and not self._prefix:
+            return HFSource(source.name.removeprefix("transformer."), source.start, source.stop, source.transpose)
+        return source
+
+    def _check(self) -> None:
+        problems, used = [], set()
+        for tensor in logical_tensors(self.spec):
+            source = self._source(tensor.name)
+            used.add(source.name)
+            expected = self._stored_shape(tensor, source)
+            got = self._shapes.get(source.name)
+            if got is None:
+                problems.append(f"missing {source.name} {list(expected)}")
+            elif got != expected:
+                problems.append(f"{source.name} is {list(got)}, not {list(expected)}")
+        tied = {"lm_head.weight"} if self.spec.tied else set()
+        spare = sorted(n for n in self._shapes if n not in used | tied and not _BUFFERS.match(n))
+        problems += [f"unexpected {name}" for name in spare]
+        if problems:
+            shown = "; ".join(dict.fromkeys(problems[:12])) + (
+                f"; and {len(problems) - 12} more" if len(problems) > 12 else ""
+            )
+            raise self._refuse(f"does not fit the model {self.spec.name}: {shown}", self.directory)
+
+    def _stored_shape(self, tensor: LogicalTensor, source: HFSource) -> tuple[int, ...]:
+        """The shape that the file's tensor must have."""
+        shape = tensor.shape[::-1] if source.transpose else tensor.shape
+        if source.start is None:
+            return shape
+        # GPT-2's fused c_attn: query, key and value along the last axis.
+        return (*shape[:-1], 3 * self.spec.hidden_size)
+
+    def read(self, tensor: LogicalTensor, box: Box) -> torch.Tensor:
+        """The values of one box, in the file's dtype; only these bytes are read."""
+        if math.prod(box.shape) == 0:
+            return torch.empty(box.shape)
+        source = self._source(tensor.name)
+        slices = list(box.slices())
+        if source.transpose:
+            slices.reverse()
+        if source.start is not None:
+            last = slices[-1]
+            slices[-1] = slice(last.start + source.start, last.stop + source.start)
+        values: torch.Tensor = self._handle(self._file_of[source.name]).get_slice(source.name)[tuple(slices)]
+        return values.T if source.transpose else values
+
+    def _refuse(self, problem: str, path: Path) -> UserError:
+        return UserError(problem, field=FLAG, value=str(path), accepted="a directory that save_pretrained wrote")

@@ -1,0 +1,138 @@
+"""Hugging Face weights in: any plan computes what transformers computes, reading only its slices."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_megatron.checkpoint.hf_load import HFWeights
+from hetero_megatron.comm import Comm
+from hetero_megatron.errors import UserError
+from hetero_megatron.layout import Box
+from hetero_megatron.parallel.buckets import make_buckets, plan_groups
+from hetero_megatron.plan import Plan, plan_from_dict
+from hetero_megatron.spec import ModelSpec, load_model, logical_tensors
+from hetero_megatron.training.runtime import Runtime
+from tests.hf_reference import hf_loss_sum, hf_to_logical, make_hf
+from tests.parity import RandomSamples, fixed_case
+from tests.pool import shared_pool
+from tests.test_parity import LLAMA, pipe, plan, stage
+
+GPT2 = {"model_type": "gpt2", "n_layer": 3, "n_embd": 24, "n_head": 6, "vocab_size": 37, "n_positions": 64}
+GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "llama tied": LLAMA | {"tie_word_embeddings": True},
+    "llama3 scaled": LLAMA
+    | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                        "original_max_position_embeddings": 16}},
+    "mistral": LLAMA | {"model_type": "mistral", "sliding_window": 4},
+    "qwen2": LLAMA | {"model_type": "qwen2"},
+    "qwen3": LLAMA | {"model_type": "qwen3", "head_dim": 4},
+    "gpt2": GPT2,
+}  # fmt: skip
+PLANS = {
+    "one rank": plan([pipe(2, 2, stage([0], [0, 3]))]),
+    "uneven tp": plan([pipe(2, 2, stage([0, 1, 2], [0, 3], tp=3, tp_split=[1, 3, 2]))]),
+    "pipelines": plan([pipe(2, 1, stage([0, 1], [0, 2], tp=2), stage([2], [2, 3])), pipe(1, 2, stage([3], [0, 3]))]),
+}
+
+
+def save(directory: Path, name: str, dtype: torch.dtype = torch.float64, shards: bool = False) -> torch.nn.Module:
+    model, _ = make_hf(MODELS[name], seed=3, dtype=dtype)
+    model.save_pretrained(directory, max_shard_size="4KB" if shards else "5GB")  # type: ignore[operator]
+    return model
+
+
+def evaluate(comm: Comm, chosen: Plan, spec: ModelSpec, directory: str, case: Any) -> tuple[float, int] | None:
+    if comm.rank not in chosen.ranks:
+        comm.create_groups(plan_groups(chosen, make_buckets(chosen, spec)))
+        return None
+    weights = HFWeights(directory, spec)
+    runtime = Runtime(chosen, spec, comm, torch.float64, weights.read, None)
+    return runtime.evaluate(RandomSamples(case, spec.vocab_size).fetch, 0, chosen.global_batch_size)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_any_plan_computes_what_transformers_computes(name: str, tmp_path: Path) -> None:
+    model = save(tmp_path, name, shards=True)
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    spec = load_model(str(tmp_path))
+    for spelled in PLANS.values():
+        case = fixed_case(MODELS[name], spelled)
+        batch = RandomSamples(case, spec.vocab_size).fetch(range(spelled["global_batch_size"]))
+        want = hf_loss_sum(model, batch.tokens, batch.labels, batch.positions, None, None).item()
+        results = shared_pool().run(evaluate, plan_from_dict(spelled, spec), spec, str(tmp_path), case)
+        for loss, tokens in results[: case.ranks]:
+            assert loss == pytest.approx(want, rel=1e-12) and tokens == batch.tokens.numel()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_boxes_are_slices_of_the_saved_tensors(name: str, tmp_path: Path) -> None:
+    """bf16 files; GPT-2 also without the prefix, as on the hub."""
+    model = save(tmp_path, name, torch.bfloat16)
+    spec = load_model(str(tmp_path))
+    whole = hf_to_logical(model, spec)
+    if name == "gpt2":
+        from safetensors.torch import load_file, save_file
+
+        file = tmp_path / "model.safetensors"
+        save_file({n.removeprefix("transformer."): t for n, t in load_file(file).items()}, file)
+    weights = HFWeights(str(tmp_path), spec)
+    for tensor in logical_tensors(spec):
+        lo = tuple(n // 3 for n in tensor.shape)
+        hi = tuple(n - n // 4 for n in tensor.shape)
+        box = Box(lo, hi)
+        assert torch.equal(weights.read(tensor, box), whole[tensor.name][box.slices()])
+
+
+def damage(directory: Path, kind: str) -> None:
+    file, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if kind == "truncated":
+        file.write_bytes(file.read_bytes()[:-50])
+    elif kind == "not safetensors":
+        file.write_text("hello")
+    elif kind == "pickle only":
+        file.rename(directory / "pytorch_model.bin")
+    elif kind == "bad index":
+        index.write_text("[]")
+    elif kind == "missing shard":
+        index.write_text(json.dumps({"weight_map": {"lm_head.weight": "gone.safetensors"}}))
+    elif kind == "empty":
+        shutil.rmtree(directory)
+        directory.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("truncated", "cannot be read"),
+        ("not safetensors", "cannot be read"),
+        ("pickle only", "pytorch_model.bin, which is pickle"),
+        ("bad index", "is not an index"),
+        ("missing shard", "cannot be read"),
+        ("empty", "holds neither"),
+    ],
+)
+def test_damaged_directories_are_refused(kind: str, message: str, tmp_path: Path) -> None:
+    save(tmp_path / "model", "llama")
+    spec = load_model(str(tmp_path / "model"))
+    damage(tmp_path / "model", kind)
+    with pytest.raises(UserError, match=message) as caught:
+        HFWeights(str(tmp_path / "model"), spec)
+    assert caught.value.field == "--load-hf" and str(tmp_path) in str(caught.value)
+
+
+def test_all_misfits_are_listed_at_once(tmp_path: Path) -> None:
+    save(tmp_path / "qwen", "qwen2")
+    save(tmp_path / "llama", "llama")
+    with pytest.raises(UserError) as caught:
+        HFWeights(str(tmp_path / "qwen"), load_model(str(tmp_path / "llama")))
+    assert str(caught.value).count("unexpected model.layers.") == 9
+    with pytest.raises(UserError, match=r"missing .*q_proj.bias \[24\].*; missing"):
+        HFWeights(str(tmp_path / "llama"), load_model(str(tmp_path / "qwen")))
