@@ -89,7 +89,7 @@ class HFWeights:
         for tensor in logical_tensors(self.spec):
             source = self._source(tensor.name)
             used.add(source.name)
-            expected = self._stored_shape(tensor, source)
+            expected = source.shape(tensor.shape)
             got = self._shapes.get(source.name)
             if got is None:
                 problems.append(f"missing {source.name} {list(expected)}")
@@ -104,26 +104,12 @@ class HFWeights:
             )
             raise self._refuse(f"does not fit the model {self.spec.name}: {shown}", self.directory)
 
-    def _stored_shape(self, tensor: LogicalTensor, source: HFSource) -> tuple[int, ...]:
-        """The shape that the file's tensor must have."""
-        shape = tensor.shape[::-1] if source.transpose else tensor.shape
-        if source.start is None:
-            return shape
-        # GPT-2's fused c_attn: query, key and value along the last axis.
-        return (*shape[:-1], 3 * self.spec.hidden_size)
-
     def read(self, tensor: LogicalTensor, box: Box) -> torch.Tensor:
         """The values of one box, in the file's dtype; only these bytes are read."""
         if math.prod(box.shape) == 0:
             return torch.empty(box.shape)
         source = self._source(tensor.name)
-        slices = list(box.slices())
-        if source.transpose:
-            slices.reverse()
-        if source.start is not None:
-            last = slices[-1]
-            slices[-1] = slice(last.start + source.start, last.stop + source.start)
-        values: torch.Tensor = self._handle(self._file_of[source.name]).get_slice(source.name)[tuple(slices)]
+        values: torch.Tensor = self._handle(self._file_of[source.name]).get_slice(source.name)[source.slices(box)]
         return values.T if source.transpose else values
 
     def _refuse(self, problem: str, path: Path) -> UserError:

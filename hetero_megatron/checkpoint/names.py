@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from hetero_megatron.layout import Box
 from hetero_megatron.spec import ModelSpec, logical_tensors
 
 
@@ -20,6 +21,22 @@ class HFSource:
     start: int | None = None
     stop: int | None = None
     transpose: bool = False
+
+    def shape(self, logical: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the stored tensor, given the logical one's."""
+        stored = logical[::-1] if self.transpose else logical
+        if self.start is None or self.stop is None:
+            return stored
+        return (*stored[:-1], 3 * (self.stop - self.start))  # c_attn: query, key and value side by side
+
+    def slices(self, box: Box) -> tuple[slice, ...]:
+        """Where a box of the logical tensor is in the stored one (to be transposed where ``transpose`` says so)."""
+        slices = list(box.slices())
+        if self.transpose:
+            slices.reverse()
+        if self.start is not None:
+            slices[-1] = slice(slices[-1].start + self.start, slices[-1].stop + self.start)
+        return tuple(slices)
 
 
 # logical suffix -> (GPT-2 suffix, third of the fused QKV or None, transposed)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from hetero_megatron.layout import Box
 from hetero_megatron.parallel.exchange import OwnedPiece
 from hetero_megatron.parallel.gradients import GradientSync
 
@@ -42,6 +43,12 @@ class ShardedOptimizer:
         if view.dtype in (torch.float16, torch.bfloat16):
             return view.float()
         return view if view.is_contiguous() else view.clone()
+
+    def owned(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        """(logical name, box, master values) of everything this rank owns."""
+        for exchange, masters in zip(self.sync.exchanges, self.masters, strict=True):
+            for piece, master in zip(exchange.pieces, masters, strict=True):
+                yield piece.name, piece.box, master
 
     def set_rates(self, lr: float, weight_decay: float) -> None:
         for group in self.torch_optimizer.param_groups if self.torch_optimizer else ():

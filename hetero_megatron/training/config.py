@@ -96,6 +96,7 @@ class RunConfig:
         deterministic: refuse operators that do not give the same bits every time.
         as_rank: with ``dry_run``: the rank of the plan to run alone, with fake tensors; None: only print the plan.
         load_hf: directory whose safetensors are the initial weights; None: drawn from ``seed``.
+        save_hf: where the weights go at the end, as a Hugging Face directory in ``save_hf_dtype``; None: nowhere.
         skip_train: evaluate once, and nothing else.
         notices: what was accepted without effect, and why; rank 0 prints them.
     """
@@ -117,6 +118,8 @@ class RunConfig:
     deterministic: bool = False
     skip_train: bool = False
     load_hf: str | None = None
+    save_hf: str | None = None
+    save_hf_dtype: str = "fp32"
     dry_run: bool = False
     as_rank: int | None = None
     notices: tuple[str, ...] = ()

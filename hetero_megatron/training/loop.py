@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from hetero_megatron.checkpoint.hf_load import HFWeights
+from hetero_megatron.checkpoint.hf_save import check_target, save_hf
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import Comm, start_comm, stop_comm
 from hetero_megatron.data import Datasets, build_datasets, unigram_entropy
@@ -114,6 +115,8 @@ class Training:
 
     def __init__(self, config: RunConfig, comm: Comm, platform: Platform) -> None:
         self.config, self.platform = config, platform
+        if config.save_hf is not None:
+            check_target(config.save_hf, config.spec)
         self.weights = HFWeights(config.load_hf, config.spec) if config.load_hf is not None else None
         dtype = DTYPES[config.dtype]
         self.runtime = Runtime(
@@ -163,6 +166,10 @@ class Training:
                 self._train(loader)
         if config.evaluation.iterations:
             self._evaluate()
+        if config.save_hf is not None:
+            assert self.runtime.optimizer is not None
+            owned, dtype = self.runtime.optimizer.owned(), DTYPES[config.save_hf_dtype]
+            save_hf(config.save_hf, config.spec, owned, dtype, self.runtime.world, config.load_hf)
         self.reporter.finish(self.step, self.exit.reason)
 
     def _train(self, loader: BatchLoader) -> None:

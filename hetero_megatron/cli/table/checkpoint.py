@@ -2,6 +2,7 @@
 
 from hetero_megatron.cli.flag import notice, refused, value
 
+DTYPES = ("fp32", "bf16", "fp16", "fp64")
 _WHY = "checkpoints are not built yet"
 _NONE = "no checkpoint is written or read by this version"
 
@@ -9,7 +10,8 @@ FLAGS = (
     value("--save", str, None, "directory of the run: metrics.jsonl is written there"),
     refused("--load", _WHY, "leave it out: training starts from --seed", nargs=1),
     value("--load-hf", str, None, "directory of a Hugging Face model: its weights, and its config without --model"),
-    refused("--save-hf", _WHY, nargs=1),
+    value("--save-hf", str, None, "new directory: the trained weights as a Hugging Face model, at the end"),
+    value("--save-hf-dtype", str, None, "dtype of its files; that of training if left out", choices=DTYPES),
     refused("--save-interval", _WHY, nargs=1),
     refused("--save-retain-interval", _WHY, nargs=1),
     refused("--ckpt-step", _WHY, nargs=1),
