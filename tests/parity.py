@@ -213,8 +213,11 @@ def check_case(case: Case, pool: Any) -> None:
             covered[name][box.slices()] += 1
         for kind, expected, bound in (("grads", want.grads, tol.grads), ("weights", want.weights, tol.weights)):
             for name, box, array in got[kind]:
-                if name.endswith("k_proj.bias") and case.dtype != "fp64":
-                    continue  # its true gradient is zero; AdamW turns the rounding noise into full steps
+                # A key bias has zero true gradient (softmax ignores a shift), so what is left is rounding noise,
+                # which AdamW divides by its own size: only its fp64 gradient and SGD weights can be compared.
+                noise = case.dtype != "fp64" or (kind == "weights" and case.optimizer == "adamw")
+                if name.endswith("k_proj.bias") and noise:
+                    continue
                 part = expected[name].double().numpy()
                 # Relative to the tensor's largest entry: a key bias has zero true gradient, pure noise.
                 scale = max(float(np.abs(part).max()), 1e-3)
