@@ -61,5 +61,24 @@ def alternate(
     return results
 
 
+def ranks(count: int, file: str, *arguments: str) -> list[str]:
+    """A command for :func:`alternate` that starts ``count`` ranks of ``file``; rank 0 prints the result."""
+    launch = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "127.0.0.1",
+        "--nproc-per-node",
+        str(count),
+    ]
+    return [*launch, file, *arguments]
+
+
+def rank_env() -> dict[str, str]:
+    """Ranks share the cores: one thread each, and they talk over the loopback interface."""
+    return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
 def median(values: list[float]) -> float:
     return statistics.median(values)

@@ -47,17 +47,27 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
 
 
 def dry_run(config: RunConfig, environment: Mapping[str, str]) -> int:
-    """Print the plan and the notices (rank 0 only)."""
+    """Print the plan, memory per rank and the notices; with --as-rank run that rank with fake tensors (rank 0 only)."""
+    from hetero_megatron.cluster import format_bytes
     from hetero_megatron.plan import format_plan
+    from hetero_megatron.training.estimate import estimate_memory, format_memory
 
+    if environment.get("RANK", "0") != "0":
+        return 0
+    cluster = config.cluster
+    print(format_plan(config.plan, config.spec, None if cluster is None else [r.chip for r in cluster.ranks]))
+    for sentence in config.notices:
+        print(f"notice: {sentence}")
+    memory = estimate_memory(config.plan, config.spec, config.dtype, 2 if config.optimizer.name == "adam" else 1)
+    print(format_memory(memory))
+    if cluster is not None:
+        for rank, needs in memory.items():
+            has = cluster.chip_of(rank).memory
+            if needs.total > has:
+                over = format_bytes(needs.total - has)
+                print(f"notice: rank {rank} is {over} over the memory of {cluster.chip_of(rank).name}")
     if config.as_rank is not None:
-        raise UserError(
-            "running one rank of a plan alone is not built yet", field="--as-rank", value=config.as_rank,
-            accepted="--dry-run without it",
-        )  # fmt: skip
-    if environment.get("RANK", "0") == "0":
-        cluster = config.cluster
-        print(format_plan(config.plan, config.spec, None if cluster is None else [r.chip for r in cluster.ranks]))
-        for sentence in config.notices:
-            print(f"notice: {sentence}")
+        from hetero_megatron.training.dry_run import format_dry_run, run_rank
+
+        print(format_dry_run(run_rank(config, config.as_rank), config), flush=True)
     return 0

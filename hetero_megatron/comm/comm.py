@@ -154,9 +154,7 @@ class Group:
         """
         if self._handle is None:
             return Handle(self.comm, None, send, ())
-        for peer, count in zip(self.ranks, send_counts, strict=True):
-            if peer != self.comm.rank:
-                self.comm.sent_bytes[peer] += count * send.element_size()
+        self.count(send, send_counts)
         recv = send.new_empty(sum(recv_counts))
         try:
             work = dist.all_to_all_single(
@@ -165,6 +163,12 @@ class Group:
         except RuntimeError as error:
             raise self.comm.failure(self._others(), 0.0, error) from error
         return Handle(self.comm, work, recv, self._others(), send, collective=True)
+
+    def count(self, send: torch.Tensor, send_counts: Sequence[int]) -> None:
+        """Book the bytes that go to each other member."""
+        for peer, count in zip(self.ranks, send_counts, strict=True):
+            if peer != self.comm.rank:
+                self.comm.sent_bytes[peer] += count * send.element_size()
 
     def gather_vectors(self, vector: torch.Tensor) -> torch.Tensor:
         """[n] from every member -> [members, n], same on all; for a few numbers per step."""

@@ -40,9 +40,7 @@ class ShardedOptimizer:
 
     def _master(self, piece: OwnedPiece) -> torch.Tensor:
         view = self.sync.params[piece.name].detach()[piece.slices]
-        if view.dtype in (torch.float16, torch.bfloat16):
-            return view.float()
-        return view if view.is_contiguous() else view.clone()
+        return view if in_place(view) else view.to(torch.promote_types(view.dtype, torch.float32), copy=True)
 
     def owned(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
         """(logical name, box, master values) of everything this rank owns."""
@@ -83,9 +81,14 @@ class ShardedOptimizer:
             for piece, master in zip(exchange.pieces, masters, strict=True):
                 master.grad = None
                 own = params[piece.name][piece.slices]
-                if own.data_ptr() != master.data_ptr():
+                if not in_place(own):
                     own.copy_(master)
             exchange.finish_spread(params)
+
+
+def in_place(view: torch.Tensor) -> bool:
+    """Whether a piece of a parameter can be its own master: full precision and contiguous."""
+    return view.dtype not in (torch.float16, torch.bfloat16) and view.is_contiguous()
 
 
 def squared_norm(grads: Sequence[Sequence[torch.Tensor]]) -> float:

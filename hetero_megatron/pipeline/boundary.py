@@ -56,6 +56,7 @@ class Boundary:
         out = []
         for peer, box in pieces:
             k = seen[peer] = seen.get(peer, -1) + 1
+            assert k < MAX_PIECES, f"more than {MAX_PIECES} messages to rank {peer} in one action"
             out.append((peer, local_slices(layout.of(self._comm.rank), box), k))
         return out
 

@@ -47,7 +47,7 @@ class StepResult:
     """Sum of token losses and number of tokens (of this rank's head stage, else 0), and seconds: computing,
     waiting for pipeline neighbours, communicating inside the stage."""
 
-    loss_sum: float = 0.0
+    loss_sum: float | torch.Tensor = 0.0  # a tensor [], so that the executor never waits for the device
     tokens: int = 0
     busy_seconds: float = 0.0
     bubble_seconds: float = 0.0
@@ -110,12 +110,12 @@ class PipelineExecutor:
         for handles in [*live.old_sends, *live.sends.values()]:
             _wait(handles)
         if live.losses:
-            result.loss_sum = float(torch.stack([x.double() for x in live.losses]).sum())
+            result.loss_sum = torch.stack([x.double() for x in live.losses]).sum()
         result.bubble_seconds = self.comm.seconds.neighbours - before.neighbours
         result.communication_seconds = self.comm.seconds.collectives - before.collectives
         waited = result.bubble_seconds + result.communication_seconds
         result.busy_seconds = time.perf_counter() - start - waited
-        self.comm.activity = "the optimizer step"
+        self.comm.activity = f"{self.place}, after its last action"
         return result
 
     def _post(self, action: Action, work: StageWork, live: _Live) -> None:

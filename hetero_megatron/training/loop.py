@@ -160,7 +160,7 @@ class Training:
         if not config.skip_train:
             assert self.data.train is not None
             if self.reporter.speaks:
-                entropy = unigram_entropy(self.data.train)
+                entropy = unigram_entropy(self.data.train, num_samples=64)
                 print(f"data: unigram entropy {entropy:.3f} nats, the loss of counting tokens alone", flush=True)
             with self._loader(self.data.train) as loader:
                 self._train(loader)

@@ -195,6 +195,7 @@ class Runtime:
         # Seeding with the nominal token count keeps 16-bit gradients in range; the true count is applied below.
         work = StageWork(work.actions, work.batches, work.sizes, seed=loss_scale / nominal)
         result = self.executor.run(work, self.sync.begin_last_micro_batch)
+        self.comm.activity = "gradient synchronisation"
         grads = self.sync.finish()
         every = self._gather(result, squared_norm(grads), stop)
         loss_sum, tokens, square, stops = every[:, :4].sum(0).tolist()
@@ -205,6 +206,7 @@ class Runtime:
         skipped = not math.isfinite(norm)
         if not skipped:
             clip = min(1.0, clip_grad / (norm + 1e-6)) if clip_grad > 0 else 1.0
+            self.comm.activity = "the optimizer step"
             self.optimizer.set_rates(lr, weight_decay)
             self.optimizer.step(grads, scale * clip)
         self.sync.clear()
@@ -221,7 +223,7 @@ class Runtime:
     def _gather(self, result: StepResult, square: float, stop: bool = False) -> torch.Tensor:
         """One row per rank, fp64: loss sum, tokens, squared norm, stop, seconds. A TP group counts its loss once."""
         counts = self.place.tp_rank == 0
-        row = [result.loss_sum * counts, result.tokens * counts, square, float(stop)]
+        row = [float(result.loss_sum) * counts, result.tokens * counts, square, float(stop)]
         seconds = [result.busy_seconds, result.bubble_seconds, result.communication_seconds]
         return self.world.gather_vectors(torch.tensor(row + seconds, dtype=torch.float64))
 

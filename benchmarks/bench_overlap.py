@@ -1,0 +1,194 @@
+"""Share of transfer time hidden behind compute, over gloo: pipeline transfers, and gradient synchronisation.
+
+    python benchmarks/bench_overlap.py [--rounds 6]
+
+Pipeline: two stages, 1F1B. ``without`` runs the same schedule and the same compute with messages of one element,
+so both step times contain the same bubble; ``alone`` is the same messages back to back, nothing else running.
+Gradients: two data-parallel ranks; ``with`` sends buckets during the last backward, ``after`` when it is over.
+
+    hidden = 1 - (with - without) / alone        hidden = (after - with) / alone
+
+The modes alternate step by step in one run. Gloo moves bytes with the same cores that compute, so a machine with no
+core to spare cannot hide all of it; a small ``alone`` also makes the share noisy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.common import alternate, machine, median, rank_env, ranks
+
+MODEL = {
+    "model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "intermediate_size": 1024, "vocab_size": 512, "max_position_embeddings": 2048,
+    "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+MICRO_BATCH, MICRO_BATCHES, SEQ = 4, 4, 256  # 4 MiB per message
+
+
+def make_runtime(pipelines: list[dict[str, Any]], samples: int) -> tuple[Any, Callable[[], Any]]:
+    """(runtime on 2 ranks, a function that makes the step's work)."""
+    import torch
+
+    from hetero_megatron.comm import start_comm
+    from hetero_megatron.data.batch import Batch
+    from hetero_megatron.model import initial_values
+    from hetero_megatron.plan import plan_from_dict
+    from hetero_megatron.platform import Platform
+    from hetero_megatron.spec import from_hf_config
+    from hetero_megatron.training.runtime import Runtime
+
+    spec = from_hf_config(MODEL)
+    plan = plan_from_dict({"seq_length": SEQ, "global_batch_size": samples, "pipelines": pipelines}, spec)
+    comm = start_comm(Platform(torch.device("cpu"), "cpu:gloo"), 60)
+    torch.manual_seed(0)
+    tokens = torch.randint(0, spec.vocab_size, (MICRO_BATCH, SEQ + 1))
+    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.arange(SEQ).expand(MICRO_BATCH, SEQ))
+    # The optimizer takes no part in what is measured.
+    runtime = Runtime(plan, spec, comm, torch.float32, lambda t, box: initial_values(t, box, spec, 0), None)
+    return runtime, lambda: runtime.work(lambda _: batch, 0, samples)
+
+
+def together(runtime: Any, call: Callable[[], object]) -> float:
+    """Seconds until the slower of the ranks is done, all having started together."""
+    import torch
+
+    runtime.world.gather_vectors(torch.zeros(1))
+    start = time.perf_counter()
+    call()
+    seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+    return float(runtime.world.gather_vectors(seconds).max())
+
+
+class EmptyBoundary:
+    """Stands in for a Boundary: same messages, order and waits, one element each."""
+
+    def __init__(self, comm: Any, peer: int, shape: tuple[int, ...]) -> None:
+        import torch
+
+        self.comm, self.peer = comm, peer
+        self.value, self.one = torch.randn(shape), torch.zeros(1)
+
+    def send(self, x: Any, backward: bool, tag: int) -> list[Any]:
+        return [self.comm.isend(self.one, self.peer, tag)]
+
+    def receive(self, backward: bool, tag: int, dtype: Any) -> EmptyReceive:
+        return EmptyReceive(self.comm.irecv(self.one.clone(), self.peer, tag), self.value)
+
+
+class EmptyReceive:
+    def __init__(self, handle: Any, value: Any) -> None:
+        self.handle, self.value = handle, value
+
+    def wait(self) -> Any:
+        self.handle.wait()
+        return self.value.detach()  # a new leaf on the same memory
+
+
+def run_pipeline(rounds: int) -> None:
+    import torch
+
+    stages = [{"ranks": [0], "layers": [0, 1]}, {"ranks": [1], "layers": [1, 2]}]
+    pipeline = {"micro_batch_size": MICRO_BATCH, "num_micro_batches": MICRO_BATCHES, "stages": stages}
+    runtime, work = make_runtime([pipeline], MICRO_BATCH * MICRO_BATCHES)
+    real, me = runtime._boundary, runtime.comm.rank
+    empty = EmptyBoundary(runtime.comm, 1 - me, (MICRO_BATCH, SEQ, MODEL["hidden_size"]))
+    step_work = work()
+    x = torch.randn(MICRO_BATCH, SEQ, MODEL["hidden_size"])
+
+    def step(boundary: Callable[[int, int], Any]) -> Callable[[], None]:
+        def run() -> None:
+            runtime._boundary = boundary
+            runtime.executor.run(step_work)
+            runtime.sync.clear()
+
+        return run
+
+    def alone() -> None:
+        boundary = real(0, MICRO_BATCH)
+        for backward in (False, True):
+            for i in range(MICRO_BATCHES):
+                if me == int(backward):
+                    for handle in boundary.send(x, backward, 2 * i + backward):
+                        handle.wait()
+                else:
+                    boundary.receive(backward, 2 * i + backward, torch.float32).wait()
+
+    measure(runtime, {"with": step(real), "without": step(lambda _, __: empty), "alone": alone}, rounds)
+
+
+def run_gradients(rounds: int) -> None:
+    pipelines = [
+        {"micro_batch_size": MICRO_BATCH, "num_micro_batches": 1, "stages": [{"ranks": [r], "layers": [0, 2]}]}
+        for r in (0, 1)
+    ]
+    runtime, work = make_runtime(pipelines, 2 * MICRO_BATCH)
+    step_work, sync = work(), runtime.sync
+
+    def step(last_backward: Callable[[], None] | None) -> Callable[[], None]:
+        def run() -> None:
+            runtime.executor.run(step_work, last_backward)
+            sync.finish()
+            sync.clear()
+
+        return run
+
+    def alone() -> None:  # all gradients are zeros, and are packed, exchanged and added as usual
+        sync.finish()
+
+    modes = {"with": step(sync.begin_last_micro_batch), "after": step(None), "alone": alone}
+    measure(runtime, modes, rounds, lambda: [sync.gradient(n) for n in sync.params])
+
+
+def measure(
+    runtime: Any, modes: dict[str, Callable[[], None]], rounds: int, prepare: Callable[[], object] = lambda: None
+) -> None:
+    """Alternate the modes; ``prepare`` comes, untimed, before ``alone``, and what it leaves is cleared after."""
+    import torch
+
+    from hetero_megatron.comm.comm import stop_comm
+
+    seconds: dict[str, list[float]] = {name: [] for name in modes}
+    for i in range(rounds + 1):
+        for name, call in modes.items():
+            if name == "alone":
+                prepare()
+            taken = together(runtime, call)
+            runtime.sync.clear()
+            if i:  # the first round warms up
+                seconds[name].append(taken)
+    if runtime.comm.rank == 0:
+        print(json.dumps(seconds), flush=True)
+    runtime.world.gather_vectors(torch.zeros(1))
+    stop_comm()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--side", choices=["pipeline", "gradients"])
+    args = parser.parse_args()
+    if args.side:
+        {"pipeline": run_pipeline, "gradients": run_gradients}[args.side](args.rounds)
+        return
+    print(f"{machine()}; 2 ranks over gloo, 1 thread each, fp32, {args.rounds} rounds, modes alternate")
+    sides = {s: ranks(2, __file__, "--side", s, "--rounds", str(args.rounds)) for s in ("pipeline", "gradients")}
+    results = alternate(sides, 1, rank_env())
+    ms = {side: {k: median(v) * 1e3 for k, v in runs[0].items()} for side, runs in results.items()}
+    p, g = ms["pipeline"], ms["gradients"]
+    print(f"{'what':<12}{'with ms':>10}{'compared':>20}{'alone ms':>10}{'hidden':>9}")
+    hidden = 1 - (p["with"] - p["without"]) / p["alone"]
+    print(f"{'pipeline':<12}{p['with']:>10.1f}{'without':>10}{p['without']:>10.1f}{p['alone']:>10.1f}{hidden:>9.0%}")
+    hidden = (g["after"] - g["with"]) / g["alone"]
+    print(f"{'gradients':<12}{g['with']:>10.1f}{'after':>10}{g['after']:>10.1f}{g['alone']:>10.1f}{hidden:>9.0%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""A communicator without peers: shapes, byte counts and message order are real, values are not.
+
+It lets one process run any rank of any plan, with fake tensors, to see what that rank would send and hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+
+import torch
+
+from hetero_megatron.comm.comm import Comm, Group, Handle
+
+
+class FakeGroup(Group):
+    """Receives uninitialised values of the right size at once."""
+
+    def all_to_all(self, send: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
+        if self.size == 1:
+            return Handle(self.comm, None, send, ())
+        assert send.numel() == sum(send_counts), f"{send.numel()} elements for counts {send_counts}"
+        self.count(send, send_counts)
+        return Handle(self.comm, None, send.new_empty(sum(recv_counts)), ())
+
+    def gather_vectors(self, vector: torch.Tensor) -> torch.Tensor:
+        return torch.stack([vector] * self.size)
+
+    def gather_objects(self, value: object) -> list[object]:
+        return [value] * self.size
+
+
+class FakeComm(Comm):
+    """Rank ``rank`` of a job that does not exist."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        super().__init__(rank, device, timedelta(0))
+
+    def create_groups(self, groups: Iterable[Sequence[int]]) -> None:
+        for ranks in groups:
+            key = tuple(sorted(ranks))
+            self._groups[key] = FakeGroup(self, key, None)
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Handle:
+        self.sent_bytes[dst] += tensor.numel() * tensor.element_size()
+        return Handle(self, None, None, ())
+
+    def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Handle:
+        return Handle(self, None, tensor, ())

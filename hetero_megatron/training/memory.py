@@ -1,0 +1,44 @@
+"""Bytes of live tensors, by watching every operator: exact for fake tensors, which hold none."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts the storages of tensors made while it is active, until they are freed.
+
+    Attributes:
+        live, peak: bytes now, and at most so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves(out):
+            if isinstance(value, torch.Tensor):
+                self._watch(value.untyped_storage())
+        return out
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = storage.nbytes()
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        self._known[key] = weakref.ref(storage, lambda _: self._freed(key, size))
+
+    def _freed(self, key: int, size: int) -> None:
+        self._known.pop(key, None)
+        self.live -= size

@@ -1,0 +1,100 @@
+"""The dry run of one rank against real ranks, and the memory formulas against both."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_megatron.cli.configure import configure
+from hetero_megatron.comm import Comm
+from hetero_megatron.model import initial_values
+from hetero_megatron.parallel.buckets import make_buckets, plan_groups
+from hetero_megatron.plan import dump_yaml, plan_from_dict
+from hetero_megatron.spec import load_model
+from hetero_megatron.training.config import OptimizerConfig, RunConfig
+from hetero_megatron.training.dry_run import run_rank
+from hetero_megatron.training.estimate import estimate_memory
+from hetero_megatron.training.loop import DTYPES, optimizer_factory
+from hetero_megatron.training.runtime import Runtime
+from tests.pool import shared_pool
+from tests.test_parity import pipe, plan, stage
+
+SPELLED = plan(
+    [
+        pipe(2, 3, stage([0, 1], [0, 4], tp=2, tp_split=[3, 1], recompute={"first": 1}), stage([2], [4, 6])),
+        pipe(2, 1, stage([3, 4], [0, 6], tp=1, dp_split=[1, 1], optimizer={"share": 3})),
+    ],
+    seq_length=48,
+)
+
+
+def config(dtype: str, directory: Path) -> RunConfig:
+    path = directory / "plan.yaml"
+    path.write_text(dump_yaml(plan_from_dict(SPELLED, load_model("tiny"))))
+    flags = {"fp32": [], "bf16": ["--bf16"]}[dtype]
+    return configure(["--plan", str(path), "--model", "tiny", "--dry-run", *flags], {"WORLD_SIZE": "5"})
+
+
+def real_step(comm: Comm, run: RunConfig) -> tuple[dict[int, int], int, int] | None:
+    """(bytes sent by rank, bytes of weights, bytes of moments and copied masters) of one real step."""
+    if comm.rank not in run.plan.ranks:
+        comm.create_groups(plan_groups(run.plan, make_buckets(run.plan, run.spec)))
+        return None
+    runtime = Runtime(
+        run.plan,
+        run.spec,
+        comm,
+        DTYPES[run.dtype],
+        lambda t, box: initial_values(t, box, run.spec, 0),
+        optimizer_factory(OptimizerConfig()),
+    )
+    before = dict(comm.sent_bytes)
+    tokens = torch.zeros(8, run.plan.seq_length, dtype=torch.int64)
+
+    def fetch(indices: Any) -> Any:
+        from hetero_megatron.data.batch import Batch
+
+        rows = tokens[: len(indices)]
+        return Batch(rows, rows, torch.arange(rows.shape[1]).expand(rows.shape))
+
+    runtime.train_step(fetch, 0, run.plan.global_batch_size, 1e-3)
+    assert runtime.optimizer is not None and runtime.optimizer.torch_optimizer is not None
+    states = runtime.optimizer.torch_optimizer.state.values()
+    moments = sum(t.nbytes for s in states for t in s.values() if t.dim())
+    own = {p.untyped_storage().data_ptr() for p in runtime.sync.params.values()}
+    masters = [m for per in runtime.optimizer.masters for m in per]
+    copies = sum(m.nbytes for m in masters if m.untyped_storage().data_ptr() not in own)
+    weights = sum(p.nbytes for p in runtime.sync.params.values())
+    return {r: n - before.get(r, 0) for r, n in comm.sent_bytes.items()}, weights, moments + copies
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_dry_rank_sends_and_holds_what_a_real_one_does(dtype: str, tmp_path: Path) -> None:
+    run = config(dtype, tmp_path)
+    real = shared_pool().run(real_step, run)
+    estimates = estimate_memory(run.plan, run.spec, run.dtype)
+    for rank in run.plan.ranks:
+        dry, (sent, weights, optimizer) = run_rank(run, rank), real[rank]
+        total: dict[int, int] = {}
+        for by_rank in dry.sent.values():
+            for peer, count in by_rank.items():
+                total[peer] = total.get(peer, 0) + count
+        assert total == {r: n for r, n in sent.items() if n}
+        assert (dry.parameters, dry.optimizer) == (weights, optimizer)
+        estimate = estimates[rank]
+        assert estimate.weights == weights
+        assert 0.8 * optimizer <= estimate.optimizer <= optimizer  # without the copies of non-contiguous pieces
+        # The formula adds up what is rarely alive at the same time: it errs on the safe side, within a factor.
+        assert 0.75 * dry.peak <= estimate.total <= 1.6 * dry.peak
+
+
+def test_the_command_prints_memory_and_the_rank() -> None:
+    words = ["pretrain_gpt.py", "--plan", "examples/plans/demo.yaml", "--model", "tiny", "--dry-run", "--as-rank", "2"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "estimated memory per rank" in done.stdout and "rank 2: pipeline 0, stage 1" in done.stdout
