@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-TIMEOUT = 6.0  # seconds that a rank waits for another
+TIMEOUT = 5.0  # seconds that a rank waits for another
 PLAN = """
 version: 1
 seq_length: 32
@@ -53,7 +53,7 @@ def start(directory: Path) -> list[subprocess.Popen[str]]:
     ]
 
 
-@pytest.mark.parametrize(("how", "victim"), [(signal.SIGKILL, 2), (signal.SIGSTOP, 1), (signal.SIGKILL, 3)])
+@pytest.mark.parametrize(("how", "victim"), [(signal.SIGKILL, 2), (signal.SIGSTOP, 1)])
 def test_survivors_end_and_say_why(how: signal.Signals, victim: int, tmp_path: Path) -> None:
     ranks = start(tmp_path)
     try:
@@ -62,6 +62,7 @@ def test_survivors_end_and_say_why(how: signal.Signals, victim: int, tmp_path: P
         while not (metrics.exists() and metrics.read_text().count("\n") >= 2) and time.monotonic() < deadline:
             assert all(p.poll() is None for p in ranks), [p.communicate()[1] for p in ranks if p.poll() is not None]
             time.sleep(0.1)
+        assert metrics.exists(), "no step within the deadline"
         ranks[victim].send_signal(how)
         named = set()
         for rank, process in enumerate(ranks):
@@ -72,9 +73,7 @@ def test_survivors_end_and_say_why(how: signal.Signals, victim: int, tmp_path: P
             assert "Traceback" not in err
             found = MESSAGE.search(err)
             assert found and int(found[1]) == rank, err
-            assert re.search(
-                r"pipeline \d stage \d, action \w+|the optimizer step|waiting for its last sends", found[2]
-            )
+            assert re.search(r"pipeline \d stage \d, |gradient synchronisation|the optimizer step", found[2])
             named |= set(map(int, found[4].split(", ")))
         assert victim in named  # some survivor waited for the victim itself
     finally:
