@@ -107,7 +107,6 @@ def run_pipeline(rounds: int) -> None:
         def run() -> None:
             runtime._boundary = boundary
             runtime.executor.run(step_work)
-            runtime.sync.clear()
 
         return run
 
@@ -136,7 +135,6 @@ def run_gradients(rounds: int) -> None:
         def run() -> None:
             runtime.executor.run(step_work, last_backward)
             sync.finish()
-            sync.clear()
 
         return run
 
@@ -161,7 +159,6 @@ def measure(
             if name == "alone":
                 prepare()
             taken = together(runtime, call)
-            runtime.sync.clear()
             if i:  # the first round warms up
                 seconds[name].append(taken)
     if runtime.comm.rank == 0:

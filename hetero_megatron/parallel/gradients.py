@@ -82,16 +82,19 @@ class GradientSync:
         return grad
 
     def finish(self) -> list[list[torch.Tensor]]:
-        """Send what was not sent yet, wait, and return the summed gradients of the owned pieces per exchange."""
+        """Send what was not sent yet, wait, and return the summed gradients of the owned pieces per exchange.
+
+        A bucket's local gradients are given up as soon as they are summed.
+        """
         if not self._armed:
             self._arm()
         for ranks in self._queues:
             self._launch_ready(ranks, force=True)
         self._armed = False
-        return [e.finish_reduce({n: self.gradient(n) for n in e.bucket.names}) for e in self.exchanges]
-
-    def clear(self) -> None:
-        """Forget the step's gradients."""
-        self._wide.clear()
-        for param in self.params.values():
-            param.grad = None
+        owned = []
+        for exchange in self.exchanges:
+            owned.append(exchange.finish_reduce({n: self.gradient(n) for n in exchange.bucket.names}))
+            for name in exchange.bucket.names:
+                self._wide.pop(name, None)
+                self.params[name].grad = None
+        return owned

@@ -54,11 +54,12 @@ class ShardedOptimizer:
             group["weight_decay"] = weight_decay if group["decay"] else 0.0
 
     @torch.no_grad()
-    def step(self, grads: Sequence[Sequence[torch.Tensor]], coefficient: float) -> None:
+    def step(self, grads: list[list[torch.Tensor]], coefficient: float) -> None:
         """Scale the owned gradients by ``coefficient``, update, and send the new values to all holders.
 
         Args:
-            grads: per exchange and piece, as :meth:`GradientSync.finish` returns them; scaled in place.
+            grads: per exchange and piece, as :meth:`GradientSync.finish` returns them; used up, to free their memory
+                before the new values travel.
         """
         flat = [g for per in grads for g in per]
         if coefficient != 1.0 and flat:
@@ -68,6 +69,11 @@ class ShardedOptimizer:
                 master.grad = grad
         if self.torch_optimizer is not None:
             self.torch_optimizer.step()
+        for masters, per in zip(self.masters, grads, strict=True):
+            per.clear()
+            for master in masters:
+                master.grad = None
+        flat.clear()
         self.spread()
 
     @torch.no_grad()
@@ -79,7 +85,6 @@ class ShardedOptimizer:
                 exchange.start_spread(masters, params[exchange.bucket.names[0]].dtype)
         for exchange, masters in zip(self.sync.exchanges, self.masters, strict=True):
             for piece, master in zip(exchange.pieces, masters, strict=True):
-                master.grad = None
                 own = params[piece.name][piece.slices]
                 if not in_place(own):
                     own.copy_(master)

@@ -209,7 +209,6 @@ class Runtime:
             self.comm.activity = "the optimizer step"
             self.optimizer.set_rates(lr, weight_decay)
             self.optimizer.step(grads, scale * clip)
-        self.sync.clear()
         seconds = every[:, 4:].T.tolist()
         return StepStats(loss_sum / tokens, int(tokens), norm, skipped, stops > 0, *seconds)
 
