@@ -53,9 +53,9 @@ def run(rounds: int) -> None:
             return received
 
         def all_gather(b: int = b, h: int = h, part: torch.Tensor = part) -> torch.Tensor:
-            flat = torch.empty(2, *part.shape)
+            flat = torch.empty(2 * b, *part.shape[1:])
             dist.all_gather_into_tensor(flat, part)
-            return flat.transpose(0, 1).reshape(b, -1, h)
+            return flat.view(2, *part.shape).transpose(0, 1).reshape(b, -1, h)
 
         def gather_p2p(part: torch.Tensor = part) -> torch.Tensor:
             parts = [part, swap(part)] if me == 0 else [swap(part), part]
@@ -63,7 +63,7 @@ def run(rounds: int) -> None:
 
         def reduce_scatter(part: torch.Tensor = part, whole: torch.Tensor = whole) -> torch.Tensor:
             result = torch.empty_like(part)
-            dist.reduce_scatter_tensor(result, torch.stack(whole.chunk(2, dim=1)))
+            dist.reduce_scatter_tensor(result, torch.cat(whole.chunk(2, dim=1)))
             return result
 
         def scatter_p2p(whole: torch.Tensor = whole) -> torch.Tensor:
