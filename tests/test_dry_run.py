@@ -89,7 +89,7 @@ def test_a_dry_rank_sends_and_holds_what_a_real_one_does(dtype: str, tmp_path: P
         estimate = estimates[rank]
         assert estimate.weights == weights
         assert 0.8 * optimizer <= estimate.optimizer <= optimizer  # without the copies of non-contiguous pieces
-        # The formula adds up what is rarely alive at the same time: it errs on the safe side, within a factor.
+        # The formula adds up what is rarely alive at the same time: it is right within a factor.
         assert 0.75 * dry.peak <= estimate.total <= 1.6 * dry.peak
 
 

@@ -44,7 +44,8 @@ class Handle:
             except RuntimeError as error:
                 raise self._comm.failure(self._peers, time.perf_counter() - start, error) from error
             self._comm.seconds.add(time.perf_counter() - start, self._collective)
-            self._work = self._keep = None
+            self._work = None
+        self._keep = None
         return self._result
 
 

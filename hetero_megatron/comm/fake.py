@@ -21,7 +21,9 @@ class FakeGroup(Group):
             return Handle(self.comm, None, send, ())
         assert send.numel() == sum(send_counts), f"{send.numel()} elements for counts {send_counts}"
         self.count(send, send_counts)
-        return Handle(self.comm, None, send.new_empty(sum(recv_counts)), ())
+        return Handle(
+            self.comm, None, send.new_empty(sum(recv_counts)), (), send
+        )  # alive until waited for, as in earnest
 
     def gather_vectors(self, vector: torch.Tensor) -> torch.Tensor:
         return torch.stack([vector] * self.size)
@@ -43,7 +45,7 @@ class FakeComm(Comm):
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Handle:
         self.sent_bytes[dst] += tensor.numel() * tensor.element_size()
-        return Handle(self, None, None, ())
+        return Handle(self, None, None, (), tensor)
 
     def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Handle:
         return Handle(self, None, tensor, ())

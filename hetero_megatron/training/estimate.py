@@ -17,7 +17,7 @@ ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 @dataclass(frozen=True)
 class Memory:
     """Bytes of one rank: weights, accumulated gradients, optimizer (moments, and fp32 masters of 16-bit weights),
-    activations of the micro-batches in flight, and the largest bucket in transit."""
+    activations of the micro-batches in flight, and what is packed, received and summed when gradients travel."""
 
     weights: int
     gradients: int
@@ -47,7 +47,8 @@ def estimate_memory(plan: Plan, spec: ModelSpec, dtype: str, moments: int = 2) -
             taken = mine * (len(bucket.ranks) - 1)
             owned[rank] += mine
             if len(bucket.ranks) > 1:
-                buffers[rank] = max(buffers[rank], wide * (given + taken + mine))
+                # Every bucket is sent before the first is waited for, so all of them travel at once.
+                buffers[rank] += wide * (given + taken + mine)
     activations = _activations(plan, spec, item)
     master = 4 if item == 2 else 0
     return {
