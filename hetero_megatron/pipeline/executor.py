@@ -105,6 +105,7 @@ class PipelineExecutor:
             if i == last_b and last_backward is not None:
                 last_backward()
             self._handlers[action.kind](self, action, work, live, result)
+            self.comm.clock.settle()
             taken += action.kind.startswith("RECV")
         self.comm.activity = f"{self.place}, waiting for its last sends"
         for handles in [*live.old_sends, *live.sends.values()]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hetero_megatron.cluster import format_bytes
-from hetero_megatron.parallel.buckets import make_buckets, tensor_holders
+from hetero_megatron.parallel.buckets import IN_FLIGHT, make_buckets, tensor_holders
 from hetero_megatron.plan import Plan, Stage, rank_ranges
 from hetero_megatron.schedule import generate, in_flight
 from hetero_megatron.spec import ModelSpec
@@ -36,7 +36,8 @@ def estimate_memory(plan: Plan, spec: ModelSpec, dtype: str, moments: int = 2) -
     item = ITEM_BYTES[dtype]
     wide = max(item, 4)
     holders = tensor_holders(plan, spec)
-    held, owned, buffers = (dict.fromkeys(plan.ranks, 0) for _ in range(3))
+    held, owned = (dict.fromkeys(plan.ranks, 0) for _ in range(2))
+    travelling: dict[int, list[int]] = {rank: [] for rank in plan.ranks}  # per bucket: packed, received and summed
     for layout in holders.values():
         for rank in layout.ranks:
             held[rank] += layout.elements(rank)
@@ -46,9 +47,8 @@ def estimate_memory(plan: Plan, spec: ModelSpec, dtype: str, moments: int = 2) -
             given = sum(h.elements(rank) for h in bucket.holders.values()) - mine
             taken = mine * (len(bucket.ranks) - 1)
             owned[rank] += mine
-            if len(bucket.ranks) > 1:
-                # Every bucket is sent before the first is waited for, so all of them travel at once.
-                buffers[rank] += wide * (given + taken + mine)
+            travelling[rank].append(wide * (given + taken + mine) if len(bucket.ranks) > 1 else 0)
+    buffers = {r: max(sum(sizes[i : i + IN_FLIGHT]) for i in range(len(sizes))) for r, sizes in travelling.items()}
     activations = _activations(plan, spec, item)
     master = 4 if item == 2 else 0
     return {

@@ -189,6 +189,20 @@ class Runtime:
         stop: bool = False,
     ) -> StepStats:
         """One optimizer step; ``clip_grad`` 0 means no clipping; ``stop`` is told to all ranks."""
+        with self.comm.clock.counting():
+            return self._train_step(fetch, first_sample, batch_size, lr, weight_decay, clip_grad, loss_scale, stop)
+
+    def _train_step(
+        self,
+        fetch: Fetch,
+        first_sample: int,
+        batch_size: int,
+        lr: float,
+        weight_decay: float,
+        clip_grad: float,
+        loss_scale: float,
+        stop: bool,
+    ) -> StepStats:
         assert self.optimizer is not None
         nominal = batch_size * self.plan.seq_length
         work = self.work(fetch, first_sample, batch_size)
@@ -215,8 +229,9 @@ class Runtime:
     @torch.no_grad()
     def evaluate(self, fetch: Fetch, first_sample: int, batch_size: int) -> tuple[float, int]:
         """(sum of token losses, tokens) of some samples, equal on all ranks."""
-        result = self.executor.run(self.work(fetch, first_sample, batch_size, forward_only=True))
-        loss_sum, tokens = self._gather(result, 0.0)[:, :2].sum(0).tolist()
+        with self.comm.clock.counting():
+            result = self.executor.run(self.work(fetch, first_sample, batch_size, forward_only=True))
+            loss_sum, tokens = self._gather(result, 0.0)[:, :2].sum(0).tolist()
         return loss_sum, int(tokens)
 
     def _gather(self, result: StepResult, square: float, stop: bool = False) -> torch.Tensor:
