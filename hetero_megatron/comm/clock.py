@@ -26,19 +26,53 @@ OVERRUN_LIMIT = 0.01  # share of emulated seconds by which real CPU time may exc
 
 
 class RealClock:
-    """The chip at hand, at its own speed."""
+    """The chip at hand, at its own speed.
+
+    Attributes:
+        computed: wall seconds of all segments so far, which is what a rank's compute took.
+    """
+
+    def __init__(self) -> None:
+        self.computed = 0.0
+        self._running = False
+        self._mark = 0.0
 
     def pause(self) -> None:
-        """A segment ends: communication begins."""
+        """A segment ends: communication begins. Does nothing between two segments."""
+        if self._running:
+            self._running = False
+            self._end()
+            self.computed += time.perf_counter() - self._mark
 
     def resume(self, blocked: float = 0.0) -> None:
         """The next segment begins; ``blocked``: seconds that the call waited for a peer."""
+        self._running = True
+        self._mark = time.perf_counter()
+        self._begin(blocked)
 
     def settle(self) -> None:
         """Bring the wall clock up to the emulated one in mid-segment."""
+        if self._running:
+            self.pause()
+            self.resume()
 
-    def counting(self) -> AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
         """While this is open, compute is counted."""
+        with self._inside():
+            self.resume()
+            try:
+                yield
+            finally:
+                self.pause()
+
+    def _begin(self, blocked: float) -> None:
+        pass
+
+    def _end(self) -> None:
+        pass
+
+    def _inside(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
 
     def report(self) -> dict[str, float]:
@@ -58,49 +92,34 @@ class EmulatedClock(RealClock):
     """
 
     def __init__(self, speed: Callable[[], float], nominal: OperatorSeconds | None = None) -> None:
+        super().__init__()
         self.speed, self.nominal = speed, nominal
         self.emulated = self.overrun = self.late = 0.0
-        self._running = False
-        self._mark = self._cpu = self._lateness = self._paused = 0.0
+        self._cpu = self._lateness = self._due = 0.0
         _sleep_precisely()
 
-    def pause(self) -> None:
-        if not self._running:
-            return
-        self._running = False
+    def _end(self) -> None:
         cpu = time.thread_time() - self._cpu
         seconds = (cpu if self.nominal is None else self.nominal.take()) / self.speed()
         self.emulated += seconds
         self.overrun += max(0.0, cpu - seconds)
-        target = self._mark + seconds
+        target = self._due + seconds
         while (left := target - time.perf_counter()) > 0:
             time.sleep(left)
-        self._paused = time.perf_counter()
-        self._lateness = self._paused - target
+        self._lateness = time.perf_counter() - target
 
-    def resume(self, blocked: float = 0.0) -> None:
+    def _begin(self, blocked: float) -> None:
         # A little lateness (the sleep's own, another process on this core) is made up in the next segment, unless
         # the rank blocked for a peer meanwhile: then it is lost, and counted.
-        now = time.perf_counter()
         if blocked > BLOCKED:
             self.late += self._lateness
             self._lateness = 0.0
-        self._mark = now - self._lateness
-        self._running = True
+        self._due = self._mark - self._lateness
         self._cpu = time.thread_time()
 
-    def settle(self) -> None:
-        if self._running:
-            self.pause()
-            self.resume()
-
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
+    def _inside(self) -> AbstractContextManager[object]:
         self._lateness = 0.0
-        self.resume()
-        with self.nominal if self.nominal is not None else contextlib.nullcontext():
-            yield
-        self.pause()
+        return self.nominal if self.nominal is not None else contextlib.nullcontext()
 
     def report(self) -> dict[str, float]:
         """``emulated`` seconds of compute, and the shares of it by which the CPU was too slow (``overrun``: the run is

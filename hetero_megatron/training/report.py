@@ -122,5 +122,5 @@ class Reporter:
         worst = self.config.plan.ranks[int(every[:, 0].argmax())]
         text = f"testbed: woken late by up to {late:.2%} of a rank's compute"
         if overrun > OVERRUN_LIMIT:
-            text += f"; INVALID: rank {worst} needed {overrun:.1%} more CPU time than its emulated chip; lower its speed"
+            text += f"; INVALID: rank {worst} took {overrun:.1%} more CPU time than its emulated chip; lower its speed"
         return text

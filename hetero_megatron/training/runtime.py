@@ -26,7 +26,7 @@ from hetero_megatron.parallel.tensor import apply_tensor_parallel
 from hetero_megatron.parallel.vocab import vocab_parallel_cross_entropy
 from hetero_megatron.pipeline import PipelineExecutor
 from hetero_megatron.pipeline.boundary import Boundary
-from hetero_megatron.pipeline.executor import StageWork, StepResult
+from hetero_megatron.pipeline.executor import StageWork, StepResult, TimedAction
 from hetero_megatron.plan import (
     Plan,
     activation_layout,
@@ -54,6 +54,7 @@ class StepStats:
         skipped: the step was not taken because the gradient was not finite.
         stop: some rank asked to stop.
         busy, bubble, communication: seconds per rank of the plan (forward and backward; the update is not in them).
+        actions: what this rank did, and when.
     """
 
     loss: float
@@ -64,6 +65,7 @@ class StepStats:
     busy: list[float]
     bubble: list[float]
     communication: list[float]
+    actions: Sequence[TimedAction] = ()
 
 
 class Runtime:
@@ -223,8 +225,9 @@ class Runtime:
             self.comm.activity = "the optimizer step"
             self.optimizer.set_rates(lr, weight_decay)
             self.optimizer.step(grads, scale * clip)
-        seconds = every[:, 4:].T.tolist()
-        return StepStats(loss_sum / tokens, int(tokens), norm, skipped, stops > 0, *seconds)
+        busy, bubble, communication = every[:, 4:].T.tolist()
+        mean = loss_sum / tokens
+        return StepStats(mean, int(tokens), norm, skipped, stops > 0, busy, bubble, communication, result.actions)
 
     @torch.no_grad()
     def evaluate(self, fetch: Fetch, first_sample: int, batch_size: int) -> tuple[float, int]:
