@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from hetero_megatron.layout import Box
-from hetero_megatron.parallel.buckets import IN_FLIGHT
 from hetero_megatron.parallel.exchange import BucketExchange, OwnedPiece
 from hetero_megatron.parallel.gradients import GradientSync
+from hetero_megatron.plan.buckets import IN_FLIGHT
 
 OptimizerFactory = Callable[[list[dict[str, object]]], torch.optim.Optimizer]
 

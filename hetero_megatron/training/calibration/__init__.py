@@ -1,4 +1,4 @@
-"""Measuring the cluster that a job runs on: chips (:mod:`.chips`), links (:mod:`.links`), and writing the rates down."""
+"""Measuring the cluster that a job runs on: its chips (:mod:`.chips`) and its links (:mod:`.links`)."""
 
 from hetero_megatron.training.calibration.run import CalibrationOptions, calibrate, format_calibration
 

@@ -13,8 +13,8 @@ from hetero_megatron.data.batch import Batch
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
 from hetero_megatron.ops import attention
-from hetero_megatron.parallel.buckets import make_buckets, plan_groups
 from hetero_megatron.parallel.optimizer import OptimizerFactory, squared_norm
+from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.training.calibration.runs import Observation, Run
 from hetero_megatron.training.runtime import Runtime

@@ -180,7 +180,8 @@ def format_calibration(found: Calibration) -> str:
     for row in found.links:
         name = f"{row.source} -> {row.target}" + (" (same node)" if row.same_node else "")
         rate = 1 / row.beta / 1e6 if row.beta else float("inf")
-        lines.append(f"{name:<27}{1e6 * row.alpha:>7.0f} us{rate:>9.1f} MB/s{1e6 * row.message:>12.0f} us{row.spread:>9.1%}")
+        times = f"{1e6 * row.alpha:>7.0f} us{rate:>9.1f} MB/s{1e6 * row.message:>12.0f} us"
+        lines.append(f"{name:<27}{times}{row.spread:>9.1%}")
     for ranks, times in found.slow.items():
         lines.append(f"straggler: ranks {', '.join(map(str, ranks))} {times:.2f} times slower than their chip type")
     return "\n".join(lines)
