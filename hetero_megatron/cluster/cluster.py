@@ -36,12 +36,13 @@ class NodeGroup:
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of a link: bytes/s and seconds; ``emulated`` bytes/s when the testbed is to shape
-    it otherwise."""
+    """One direction of a link: bytes/s and seconds; ``emulated`` bytes/s and ``emulated_latency`` when the testbed
+    is to shape it otherwise."""
 
     bandwidth: float
     latency: float = 0.0
     emulated: float | None = None
+    emulated_latency: float | None = None
 
 
 @dataclass(frozen=True)
@@ -210,11 +211,14 @@ def _flops(entry: Entry) -> dict[str, float]:
 
 def _link(entry: Entry, keys: dict[str, Entry] | None = None) -> Link:
     keys = keys or entry.mapping(LINK_KEYS, required=("bandwidth",))
-    emulate = keys["emulate"].mapping(("bandwidth",), required=("bandwidth",)) if "emulate" in keys else {}
+    emulate = keys["emulate"].mapping(("bandwidth", "latency")) if "emulate" in keys else {}
+    if "emulate" in keys and not emulate:
+        keys["emulate"].fail("nothing to emulate", accepted="{bandwidth: 25 MB/s}, {latency: 5 ms} or both")
     return Link(
         bandwidth=quantity(keys["bandwidth"], "bytes/s"),
         latency=quantity(keys["latency"], "seconds") if "latency" in keys else 0.0,
-        emulated=quantity(emulate["bandwidth"], "bytes/s") if emulate else None,
+        emulated=quantity(emulate["bandwidth"], "bytes/s") if "bandwidth" in emulate else None,
+        emulated_latency=quantity(emulate["latency"], "seconds") if "latency" in emulate else None,
     )
 
 
