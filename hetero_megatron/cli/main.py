@@ -12,7 +12,6 @@ _NOT_BUILT = {
     "plan": "search for the best plan",
     "predict": "simulate one plan",
     "calibrate": "measure chips and links",
-    "testbed": "emulate a cluster on this machine",
     "convert": "convert checkpoints",
     "plugins": "list and check platforms",
     "report": "a page about a run",
@@ -25,8 +24,15 @@ def _doctor(argv: Sequence[str]) -> int:
     return doctor(argv)
 
 
+def _testbed(argv: Sequence[str]) -> int:
+    from hetero_megatron.cli.testbed import main as testbed
+
+    return testbed(argv)
+
+
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "doctor": (_doctor, "what this machine has, what is missing, how to mend it"),
+    "testbed": (_testbed, "run a command on a heterogeneous cluster that is emulated on this machine"),
 }
 
 
