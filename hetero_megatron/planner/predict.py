@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, validate
-from hetero_megatron.plan.buckets import make_buckets
 from hetero_megatron.planner.costs import CostModel, CostOptions, UnitSeconds
 from hetero_megatron.planner.footprint import OverLimit, estimate_memory, over_limit, refuse
 from hetero_megatron.planner.memory import MemoryBytes
@@ -107,8 +106,7 @@ class _Step:
         self.plan, self.costs = plan, costs
         self.chips = {r: costs.cluster.ranks[r].chip for r in plan.ranks}
         self.stages = StageCosts(plan, costs)
-        self.buckets = make_buckets(plan, costs.model)
-        self.sync = Synchronisation(plan, costs, self.buckets, self.stages.network)
+        self.sync = Synchronisation(plan, costs, self.stages.network)
 
     def prediction(self) -> Prediction:
         costs = self.costs
@@ -184,20 +182,8 @@ class _Step:
 
     def _add_seconds(self, rank: int) -> float:
         """Packing what goes to other owners and adding what came from other holders, bound by memory."""
-        moved = self._moved().get(rank, 0)
+        moved = self.sync.structure.moved.get(rank, 0)
         return moved * self.costs.wide / self.costs.chip_rates(self.chips[rank]).bytes_per_second
-
-    def _moved(self) -> Mapping[int, int]:
-        """Elements read and written by each rank: twice what it gives, three times what it takes."""
-        if not hasattr(self, "_moved_elements"):
-            found: dict[int, int] = {}
-            for bucket in self.sync.buckets:
-                for (src, dst), count in self.sync.elements(bucket).items():
-                    if src != dst:
-                        found[src] = found.get(src, 0) + 2 * count
-                        found[dst] = found.get(dst, 0) + 3 * count
-            self._moved_elements = found
-        return self._moved_elements
 
     def _barrier_seconds(self) -> float:
         """The exchange of loss and norm between all ranks: a few bytes, so only latency."""
@@ -225,7 +211,7 @@ class _Step:
 
     def _memory(self) -> tuple[dict[int, MemoryBytes], dict[int, int]]:
         costs = self.costs
-        found = estimate_memory(self.plan, costs.model, costs.dtype, costs.options.moments, self.buckets)
+        found = estimate_memory(self.plan, costs.model, costs.dtype, costs.options.moments, self.sync.all_buckets)
         memory = {}
         for rank, needs in found.items():
             optimizer = 0 if self._offloads(rank) else needs.optimizer
