@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, validate
+from hetero_megatron.plan.buckets import Bucket
 from hetero_megatron.planner.costs import CostModel, CostOptions, UnitSeconds
 from hetero_megatron.planner.footprint import OverLimit, estimate_memory, over_limit, refuse
-from hetero_megatron.planner.memory import MemoryBytes
+from hetero_megatron.planner.memory import MemoryBytes, state_bytes
 from hetero_megatron.planner.stages import PipelineCosts, StageCosts
 from hetero_megatron.planner.sync import Span, Synchronisation
 from hetero_megatron.schedule import Schedule, Timeline, generate, lower, simulate
@@ -113,7 +114,13 @@ class _Step:
         pipelines = [self.stages.of(p) for p in self.plan.pipelines]
         timelines = self._timelines(pipelines)
         computed, begin, parts = self._last_backwards(pipelines, timelines)
-        arrived, reduces = self.sync.run(lambda b: self.sync.ready_at(b, begin, parts), costs.wide, False)
+
+        def ready(bucket: Bucket) -> float:
+            if costs.options.overlap:
+                return self.sync.ready_at(bucket, begin, parts)
+            return max(computed[r] for r in bucket.ranks)
+
+        arrived, reduces = self.sync.run(ready, costs.options.gradient_bytes or costs.wide, False)
         summed = {r: max(computed[r], arrived.get(r, 0.0)) + self._add_seconds(r) for r in self.plan.ranks}
         barrier = max(summed.values()) + self._barrier_seconds()
         updated = {r: barrier + self._update_seconds(r) for r in self.plan.ranks}
@@ -196,7 +203,8 @@ class _Step:
 
     def _update_seconds(self, rank: int) -> float:
         rates = self.costs.chip_rates(self.chips[rank])
-        owned = self.sync.owned.get(rank, 0)
+        updated = self.sync.owned if self.costs.options.sharded else self.sync.structure.held
+        owned = updated.get(rank, 0)
         seconds = self.costs.operators(self.chips[rank]).optimizer(owned) + rates.step_seconds
         if self._offloads(rank):
             seconds += owned * (FP32 + self.costs.item) / self.costs.options.host_bandwidth
@@ -215,6 +223,9 @@ class _Step:
         memory = {}
         for rank, needs in found.items():
             optimizer = 0 if self._offloads(rank) else needs.optimizer
+            if not costs.options.sharded:
+                held = self.sync.structure.held[rank]
+                optimizer = state_bytes(held, held, 1, costs.item, costs.options.moments)[2]
             overhead = costs.overhead(self.chips[rank])
             memory[rank] = MemoryBytes(
                 needs.weights, needs.gradients, optimizer, needs.activations, needs.buffers, overhead

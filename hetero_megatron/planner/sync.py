@@ -34,16 +34,18 @@ class _Structure:
         self.model, self.cluster, self.network = model.model, model.cluster, network
         self.buckets = make_buckets(plan, model.model)
         self.owned: dict[int, int] = defaultdict(int)
+        self.held: dict[int, int] = defaultdict(int)
         self.moved: dict[int, int] = defaultdict(int)  # elements read and written to pack and to add
         self._elements: dict[tuple[int, ...], dict[tuple[int, int], int]] = {}
         self._traffic: dict[tuple[int, bool], Traffic] = {}
         known: dict[int, list[tuple[int, int]]] = {}
         for bucket in self.buckets:
-            for layout in bucket.owners.values():
-                if id(layout) not in known:
-                    known[id(layout)] = [(r, layout.elements(r)) for r in layout.ranks]
-                for rank, count in known[id(layout)]:
-                    self.owned[rank] += count
+            for layouts, total in ((bucket.owners, self.owned), (bucket.holders, self.held)):
+                for layout in layouts.values():
+                    if id(layout) not in known:
+                        known[id(layout)] = [(r, layout.elements(r)) for r in layout.ranks]
+                    for rank, count in known[id(layout)]:
+                        total[rank] += count
             for (src, dst), count in self.elements(bucket).items() if len(bucket.ranks) > 1 else ():
                 if src != dst:
                     self.moved[src] += 2 * count
