@@ -33,8 +33,8 @@ measured takes the nearest rows, scaled by the operator rates.
 Cold start: data sheet x default efficiency. Matrix products: achievable share of peak ("MAMF") as tabulated in
 stas00/ml-engineering and FlagPerf (research/hethub_planners.md, 3.7) x :data:`IN_TRAINING`, because inside a layer
 products are smaller and colder than in that benchmark (a fit of vTrain's A100 runs gives 0.62-0.70 of peak,
-half-saturation at h/tp of 290-455; same source, 3.6). Memory: 0.85 of the data sheet (A100 measured 0.854). Links: 0.8 (A100 NVLink
-0.86, 200 Gb NIC 0.77).
+half-saturation at h/tp of 290-455; same source, 3.6). Memory: 0.85 of the data sheet (A100 measured 0.854).
+Links: 0.8 (A100 NVLink 0.86, 200 Gb NIC 0.77).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, cut
 from hetero_megatron.model import GPTStage
 from hetero_megatron.ops import cross_entropy
-from hetero_megatron.parallel.buckets import make_buckets, plan_groups
+from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.parallel.gradients import GradientSync
 from hetero_megatron.parallel.optimizer import OptimizerFactory, ShardedOptimizer, squared_norm
 from hetero_megatron.parallel.recompute import apply_recompute
