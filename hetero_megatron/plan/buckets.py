@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hetero_megatron.layout import Box, Layout, assign_owners
+from hetero_megatron.layout import Layout, assign_owners
 from hetero_megatron.plan.canonical import Plan
 from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors, shares, stage_tensors, tensor_box
 
@@ -31,7 +31,7 @@ class Bucket:
 
 
 def tensor_holders(plan: Plan, spec: ModelSpec) -> dict[str, Layout]:
-    """For every logical tensor, which box each rank of the plan holds. Layers on the same stages share their layouts."""
+    """For every logical tensor, which box each rank of the plan holds; layers on the same stages share layouts."""
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
     of_layer: dict[int, list[int]] = defaultdict(list)
     for at, stage in enumerate(stages):

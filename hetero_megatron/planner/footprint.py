@@ -1,4 +1,4 @@
-"""What each rank of a plan needs in memory, and which rank of a plan that does not fit is over by how much. No torch."""
+"""What each rank of a plan needs in memory, and which rank is over by how much where it does not fit. No torch."""
 
 from __future__ import annotations
 
