@@ -61,6 +61,24 @@ class CostOptions:
     host_bandwidth: float = 25e9
 
 
+@dataclass(frozen=True)
+class UnitSeconds:
+    """(forward, backward) seconds of one layer, of the embedding and of the head, TP collectives included; ``action``
+    once per F or B."""
+
+    layer: tuple[float, float]
+    embed: tuple[float, float]
+    head: tuple[float, float]
+    action: float = 0.0
+
+    def total(self, layers: int, full: int, embed: bool, head: bool) -> tuple[float, float]:
+        """(forward, backward) of a stage; ``full`` of its layers run again in backward."""
+        forward, backward = (
+            layers * self.layer[i] + embed * self.embed[i] + head * self.head[i] + self.action for i in (0, 1)
+        )
+        return forward, backward + full * self.layer[0]
+
+
 class CostModel:
     """Costs of stages of one model on one cluster at one sequence length.
 
@@ -115,43 +133,30 @@ class CostModel:
         if key not in self._seconds:
             rows = -(-micro_batch_size // stage.dp)
             link = self.tp_link(stage.chip, stage.tp) if stage.tp > 1 else None
-            self._seconds[key] = self.unit_seconds(
-                self.operators(stage.chip), 1 / stage.tp, stage.tp, rows, link, stage.layers, stage.embed, stage.head,
-                stage.recompute, stage.first,
-            )  # fmt: skip
+            swap = self.tp_exchange_seconds(stage.tp, rows, link)
+            parts = self.unit_seconds(self.operators(stage.chip), 1 / stage.tp, rows, swap, stage.recompute)
+            full = {"full": stage.layers, "first": stage.first}.get(stage.recompute, 0)
+            self._seconds[key] = parts.total(stage.layers, full, stage.embed, stage.head)
         return self._seconds[key]
 
     def unit_seconds(
-        self,
-        operators: Operators,
-        share: float,
-        tp: int,
-        rows: int,
-        link: LinkRates | None,
-        layers: int,
-        embed: bool,
-        head: bool,
-        recompute: str,
-        first: int,
-    ) -> tuple[float, float]:
-        """(forward, backward) of one rank of a TP group; ``share``: its part of heads and columns."""
+        self, operators: Operators, share: float, rows: int, swap: float, recompute: str = "none"
+    ) -> UnitSeconds:
+        """Times of one rank of a TP group.
+
+        Args:
+            share: its part of heads and columns; rows: sequences of the micro-batch that the group computes.
+            swap: seconds of one gather or scatter of the group's activations.
+        """
         length = self.seq_length
-        layer = operators.layer(share, rows, length)
-        swap = self.tp_exchange_seconds(tp, rows, link)  # one gather or scatter of the unit's activations
-        forward = layer[0] + 4 * swap
-        full = {"full": layers, "first": first}.get(recompute, 0)
-        again = full * forward
-        if recompute == "selective":
-            again += layers * operators.attention(share, rows, length)[0]
-        seconds = [layers * forward, layers * (layer[1] + 4 * swap) + again]
-        if embed:
-            for i, compute in enumerate(operators.embed(share, rows, length)):
-                seconds[i] += compute + swap
-        if head:
-            for i, compute in enumerate(operators.head(share, rows, length)):
-                seconds[i] += compute + swap
-        fixed = operators.rates.action_seconds
-        return seconds[0] + fixed, seconds[1] + fixed
+        layer, embed, head = (f(share, rows, length) for f in (operators.layer, operators.embed, operators.head))
+        again = operators.attention(share, rows, length)[0] if recompute == "selective" else 0.0
+        return UnitSeconds(
+            layer=(layer[0] + 4 * swap, layer[1] + 4 * swap + again),
+            embed=(embed[0] + swap, embed[1] + swap),
+            head=(head[0] + swap, head[1] + swap),
+            action=operators.rates.action_seconds if rows else 0.0,
+        )
 
     def tp_exchange_seconds(self, tp: int, rows: int, link: LinkRates | None) -> float:
         """One gather or scatter-sum of [rows, seq, hidden] inside a TP group: a ragged all-to-all in which every rank
@@ -159,7 +164,7 @@ class CostModel:
         if tp == 1 or link is None:
             return 0.0
         size = rows * self.seq_length * self.model.hidden_size * self.item * (tp - 1) / tp
-        alpha, beta = link.all_to_all or (link.alpha * (tp - 1), link.beta)
+        alpha, beta = link.all_to_all or (link.alpha, link.beta)
         # Over a node's shared network cards all ranks of the group send at once.
         return alpha + size * beta
 

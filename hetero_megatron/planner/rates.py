@@ -335,8 +335,8 @@ def _rows(value: Any, width: int, where: str, cluster: Cluster) -> tuple[tuple[A
 
 
 def as_document(rates: ChipRates) -> dict[str, Any]:
-    """Rates as the mapping below ``<dtype>:`` in a cluster file; zero values and empty tables left out."""
-    out: dict[str, Any] = {k: getattr(rates, k) for k in NUMBERS if getattr(rates, k)}
+    """Rates as the mapping below ``<dtype>:`` in a cluster file; empty tables are left out."""
+    out: dict[str, Any] = {k: getattr(rates, k) for k in NUMBERS}
     for key in ROWS:
         rows = getattr(rates, key)
         if rows:
