@@ -7,11 +7,11 @@ of gradient synchronisation does not hide behind the last backward, optimizer an
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero_megatron.cluster import Link
+from hetero_megatron.planner.loads import Loads, sync_loads
 from hetero_megatron.planner.place import Placed, Units, place
 from hetero_megatron.planner.pool import Pool
 from hetero_megatron.planner.shape import Candidate, PipelineShape, StageShape, in_flight
@@ -31,17 +31,6 @@ class Score:
     over_stage: tuple[int, int] = (0, 0)  # (part, stage)
 
 
-@dataclass(frozen=True)
-class _Holder:
-    """One stage of one pipeline: its layers [a, b), and copies of it that lie alike."""
-
-    part: int
-    stage: int
-    start: int
-    stop: int
-    copies: int
-
-
 class Evaluator:
     """Scores candidates over one pool."""
 
@@ -49,7 +38,6 @@ class Evaluator:
         self.tables, self.pool, self.costs = tables, pool, tables.costs
         self.node = {r: (g, n) for g, group in enumerate(pool.groups) for n, ranks in enumerate(group.ranks) for r in ranks}
         self.evaluated = 0
-        self._sync: dict[tuple[object, ...], tuple[float, float]] = {}
         self._after: dict[tuple[object, ...], tuple[float, float]] = {}
 
     def score(self, candidate: Candidate) -> Score | None:
@@ -62,25 +50,43 @@ class Evaluator:
         candidate = placed.candidate
         times: dict[tuple[object, ...], float] = {}
         by_part: list[float] = []
+        users = self._users(placed)
         index = 0
         for p, part in enumerate(candidate.parts):
             worst = 0.0
             for _ in range(part.copies):
                 shape, m, units = placed.pipelines[index]
                 index += 1
-                near = tuple(self.together(a, b) for a, b in zip(units, units[1:]))
+                near = tuple(self.sharing(a, b, users) for a, b in zip(units, units[1:]))
                 key = (p, near)
                 if key not in times:
                     times[key] = self.pipeline_seconds(shape, m, candidate.schedule, near)
                 worst = max(worst, times[key])
             by_part.append(worst)
-        ends, over, where = self._ends(placed, by_part)
-        return Score(max(ends), tuple(by_part), over, where)
+        end, over, where = self._ends(placed, by_part)
+        return Score(end, tuple(by_part), over, where)
 
-    def together(self, a: Units, b: Units) -> bool:
-        """Whether two stages lie in one node."""
-        nodes = {self.node[unit[0]] for unit in (*a, *b)} | {self.node[unit[-1]] for unit in (*a, *b)}
-        return len(nodes) == 1
+    def nodes(self, units: Units) -> set[tuple[int, int]]:
+        """Nodes that a stage lies in."""
+        return {self.node[unit[0]] for unit in units} | {self.node[unit[-1]] for unit in units}
+
+    def sharing(self, a: Units, b: Units, users: Mapping[tuple[int, int], int]) -> int:
+        """0 where two stages lie in one node; else how many pipelines send through the busier node's cards."""
+        nodes = self.nodes(a) | self.nodes(b)
+        return 0 if len(nodes) == 1 else max(users[n] for n in nodes)
+
+    def _users(self, placed: Placed) -> Mapping[tuple[int, int], int]:
+        """By node: how many pipelines send activations through its cards (replicas do it at the same time)."""
+        users: dict[tuple[int, int], int] = {}
+        for _, _, stages in placed.pipelines:
+            found: set[tuple[int, int]] = set()
+            lies = [self.nodes(units) for units in stages]
+            for a, b in zip(lies, lies[1:]):
+                if len(a | b) > 1:
+                    found |= a | b
+            for node in found:
+                users[node] = users.get(node, 0) + 1
+        return users
 
     def stage_seconds(self, shape: PipelineShape) -> tuple[list[float], list[float]]:
         """(forward, backward) per stage of one micro-batch, messages of the host included."""
@@ -93,19 +99,24 @@ class Evaluator:
             backward.append(self.costs.backward_seconds(choice, shape.micro_batch_size) + messages)
         return forward, backward
 
-    def links(self, shape: PipelineShape, near: Sequence[bool] | None = None) -> list[float]:
-        """Seconds of a transfer over each boundary."""
+    def links(self, shape: PipelineShape, sharing: Sequence[int] | None = None) -> list[float]:
+        """Seconds of a transfer over each boundary; ``sharing``: 0 in one node, else the pipelines at its cards."""
         found = []
         for s, (a, b) in enumerate(zip(shape.stages, shape.stages[1:])):
-            same = near[s] if near is not None else self.tables.likely_same_node(a, b)
-            found.append(self.tables.boundary(a, b, shape.micro_batch_size, same))
+            count = sharing[s] if sharing is not None else int(not self.tables.likely_same_node(a, b))
+            found.append(self.tables.boundary(a, b, shape.micro_batch_size, count == 0, max(1, count)))
         return found
 
     def pipeline_seconds(
-        self, shape: PipelineShape, micro_batches: int, schedule: str, near: Sequence[bool] | None = None, exact: bool = True
+        self,
+        shape: PipelineShape,
+        micro_batches: int,
+        schedule: str,
+        sharing: Sequence[int] | None = None,
+        exact: bool = True,
     ) -> float:
         forward, backward = self.stage_seconds(shape)
-        link = self.links(shape, near)
+        link = self.links(shape, sharing)
         if not exact:
             return closed_form(forward, backward, link, micro_batches, schedule)
         if len(forward) * micro_batches <= EXACT:
@@ -146,53 +157,54 @@ class Evaluator:
                     best = min(best, exposed(reduce, backward, stage.layers) + spread)
         return best + optimizer, backward
 
-    def _holders(self, placed: Placed) -> list[_Holder]:
-        holders = []
-        for p, part in enumerate(placed.candidate.parts):
-            start = 0
-            for s, stage in enumerate(part.shape.stages):
-                holders.append(_Holder(p, s, start, start + stage.layers, part.copies))
-                start += stage.layers
-        return holders
-
-    def _ends(self, placed: Placed, by_part: Sequence[float]) -> tuple[list[float], int, tuple[int, int]]:
-        """(per stage, when its parameters are updated everywhere; bytes over; where)."""
+    def _ends(self, placed: Placed, by_part: Sequence[float]) -> tuple[float, int, tuple[int, int]]:
+        """(when all parameters are updated everywhere; bytes over; where)."""
         parts = placed.candidate.parts
-        holders = self._holders(placed)
+        loads = sync_loads(placed, self.pool, self.costs, self.node)
         backward, done = self._backward_ends(placed, by_part)
-        cuts = sorted({h.start for h in holders} | {h.stop for h in holders})
-        reduce: dict[tuple[int, int], float] = defaultdict(float)
-        spread: dict[tuple[int, int], float] = defaultdict(float)
-        shared: dict[tuple[int, int], float] = defaultdict(float)  # sum over layers of dp / copies
-        ready = dict(done)
-        links = self._worst_links(placed)
-        for a, b in zip(cuts, cuts[1:]):
-            inside = [h for h in holders if h.start <= a and h.stop >= b]
-            copies = sum(h.copies * parts[h.part].shape.stages[h.stage].dp for h in inside)
-            link, near = links(inside)
-            stages = [(parts[h.part].shape.stages[h.stage], h.copies) for h in inside]
-            cost = self._sync_parts(stages, b - a, link, near) if copies > 1 else (0.0, 0.0)
-            last = max(done[h.part, h.stage] for h in inside)
-            for h in inside:
-                at = (h.part, h.stage)
-                reduce[at] += cost[0]
-                spread[at] += cost[1]
-                ready[at] = max(ready[at], last)
-                shared[at] += (b - a) * parts[h.part].shape.stages[h.stage].dp / copies
-        ends, over, where = [], 0, (0, 0)
-        for h in holders:
-            at, shape = (h.part, h.stage), parts[h.part].shape
-            stage = shape.stages[h.stage]
-            choice = self.tables.choice(stage, h.stage == 0, h.stage == len(shape.stages) - 1)
-            replicas = stage.layers / shared[at] if stage.layers else float(placed.candidate.pipelines)
-            optimizer = self.costs.optimizer_seconds(choice, replicas)  # type: ignore[arg-type]
-            ends.append(ready[at] + exposed(reduce[at], backward[at], stage.layers) + spread[at] + optimizer)
-            alive = in_flight(placed.candidate.schedule, len(shape.stages), parts[h.part].num_micro_batches)[h.stage]
-            needs = self.costs.memory_bytes(choice, shape.micro_batch_size, alive, replicas).total  # type: ignore[arg-type]
-            excess = needs - self.costs.memory_limit(choice.chip)
-            if excess > over:
-                over, where = excess, at
-        return ends, over, where
+        barrier = spread = 0.0
+        begin: dict[tuple[int, int], float] = {}
+        for at, partners in loads.partners.items():
+            ready = max(done[p] for p in partners)
+            own = loads.own[at] * self._own_beta(parts[at[0]].shape.stages[at[1]])
+            last = ready + exposed(own * self.costs.wide, backward[at], parts[at[0]].shape.stages[at[1]].layers)
+            chip = self.pool.groups[parts[at[0]].shape.stages[at[1]].group].chip
+            add = loads.moved[at] * self.costs.wide / self.costs.chip_rates(chip).bytes_per_second
+            spread = max(spread, own * self.costs.item)
+            start = max(done[p] - backward[p] for p in partners)
+            for node in loads.nodes[at]:
+                begin[node] = min(begin.get(node, math.inf), start)
+                one = loads.cards[node] * loads.slow[node] * self.costs.wide
+                last = max(last, ready + one / max(4, self.tables.layers))
+            barrier = max(barrier, last + add)
+        for node, load in loads.cards.items():
+            seconds_ = load * loads.slow[node]
+            barrier = max(barrier, begin[node] + seconds_ * self.costs.wide)
+            spread = max(spread, seconds_ * self.costs.item)
+        barrier = max([barrier + loads.latency, *by_part])
+        optimizer, over, where = self._states(placed, loads)
+        return barrier + optimizer + spread, over, where
+
+    def _own_beta(self, stage: StageShape) -> float:
+        """Seconds per byte of a chip's own link inside its node."""
+        link = self.pool.intra[stage.group]
+        return 1 / link.bandwidth if link is not None else 0.0
+
+    def _states(self, placed: Placed, loads: Loads) -> tuple[float, int, tuple[int, int]]:
+        """(seconds of the slowest optimizer, bytes over, where)."""
+        optimizer, over, where = 0.0, 0, (0, 0)
+        for p, part in enumerate(placed.candidate.parts):
+            count = len(part.shape.stages)
+            alive = in_flight(placed.candidate.schedule, count, part.num_micro_batches)
+            for s, stage in enumerate(part.shape.stages):
+                choice = self.tables.choice(stage, s == 0, s == count - 1)
+                replicas = stage.layers / loads.shared[p, s] if stage.layers else float(placed.candidate.pipelines)
+                optimizer = max(optimizer, self.costs.optimizer_seconds(choice, replicas))  # type: ignore[arg-type]
+                needs = self.costs.memory_bytes(choice, part.shape.micro_batch_size, alive[s], replicas)  # type: ignore[arg-type]
+                excess = needs.total - self.costs.memory_limit(choice.chip)
+                if excess > over:
+                    over, where = excess, (p, s)
+        return optimizer, over, where
 
     def _backward_ends(
         self, placed: Placed, by_part: Sequence[float]
@@ -204,53 +216,9 @@ class Evaluator:
             times, links, drain = self.stage_seconds(part.shape)[1], self.links(part.shape), 0.0
             for s, seconds_ in enumerate(times):
                 backward[p, s], done[p, s] = seconds_, by_part[p] - drain
-                drain += seconds_ + (links[s] if s < len(links) else 0.0)
+                if s + 1 < len(times):
+                    drain += times[s] + links[s]
         return backward, done
-
-    def _sync_parts(
-        self, stages: list[tuple[StageShape, int]], layers: int, link: Link, near: bool
-    ) -> tuple[float, float]:
-        key = (tuple((s.group, s.tp, s.dp, n) for s, n in stages), layers, link, near)
-        if key not in self._sync:
-            choices = [
-                (self.tables.choice(StageShape(s.group, s.tp, s.dp, layers), False, False), layers)
-                for s, n in stages
-                for _ in range(n)
-            ]
-            self._sync[key] = self.costs.sync_parts(choices, link, near)
-        return self._sync[key]
-
-    def _worst_links(self, placed: Placed):  # type: ignore[no-untyped-def]
-        """A function: holders of a segment -> (slowest link between them, whether all lie in one node)."""
-        first: list[int] = []
-        index = 0
-        for part in placed.candidate.parts:
-            first.append(index)
-            index += part.copies
-
-        def find(inside: list[_Holder]) -> tuple[Link, bool]:
-            nodes = set()
-            for h in inside:
-                for copy in range(h.copies):
-                    for unit in placed.pipelines[first[h.part] + copy][2][h.stage]:
-                        nodes.add(self.node[unit[0]])
-                        if len(unit) > 1:
-                            nodes.add(self.node[unit[-1]])
-                    if len(nodes) > 64:  # enough to know that it leaves the node and which groups are there
-                        break
-            groups = sorted({g for g, _ in nodes})
-            if len(nodes) == 1:
-                link = self.pool.intra[groups[0]] or next(x for x in self.pool.inter[groups[0]] if x is not None)
-                return link, True
-            found = [
-                self.pool.inter[g][h]
-                for i, g in enumerate(groups)
-                for h in groups[i:]
-                if g != h or sum(1 for n in nodes if n[0] == g) > 1
-            ]
-            return max((x for x in found if x is not None), key=lambda x: 1 / x.bandwidth), False
-
-        return find
 
 
 def exposed(reduce: float, backward: float, layers: int) -> float:

@@ -170,18 +170,17 @@ class Tables:
             self._kept[key] = both - per, per, a - both
         return self._kept[key]
 
-    def boundary(self, a: StageShape, b: StageShape, size: int, same_node: bool) -> float:
-        """Seconds of one transfer from stage ``a`` to stage ``b``."""
-        key = (a.group, a.tp, a.dp, b.group, b.tp, b.dp, size, same_node)
+    def boundary(self, a: StageShape, b: StageShape, size: int, same_node: bool, sharing: int = 1) -> float:
+        """Seconds of one transfer from stage ``a`` to stage ``b``; ``sharing``: such transfers at a time over a node's
+        cards."""
+        key = (a.group, a.tp, a.dp, b.group, b.tp, b.dp, size, same_node, sharing)
         if key not in self._links:
             link = self.pool.link(a.group, b.group, same_node) or self.pool.link(a.group, a.group, True)
             assert link is not None, "two stages with no link between them"
-            self._links[key] = self.boundary_over(a, b, size, link, same_node)
+            first, second = (self.choice(StageShape(s.group, s.tp, s.dp), False, False) for s in (a, b))
+            link = Link(link.bandwidth / sharing, link.latency)
+            self._links[key] = self.costs.boundary_seconds(first, second, size, link, same_node)
         return self._links[key]
-
-    def boundary_over(self, a: StageShape, b: StageShape, size: int, link: Link, same_node: bool) -> float:
-        first, second = (self.choice(StageShape(s.group, s.tp, s.dp), False, False) for s in (a, b))
-        return self.costs.boundary_seconds(first, second, size, link, same_node)
 
     def likely_same_node(self, a: StageShape, b: StageShape) -> bool:
         """Whether neighbouring stages can lie in one node."""
