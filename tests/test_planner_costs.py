@@ -200,7 +200,8 @@ def test_sync_and_optimizer_shrink_with_replicas() -> None:
     stage = StageChoice("A100-80-SXM", 8, 1, 32, True, True)
     link = Link(1e11, 0.0)
     assert model.sync_seconds([(stage, 32)], link) == 0.0
-    two, four = (model.sync_seconds([(stage, 32)] * n, link) for n in (2, 4))
+    posting = 2 * model.message_seconds("A100-80-SXM")
+    two, four = (model.sync_seconds([(stage, 32)] * n, link) - (8 * n - 1) * posting for n in (2, 4))
     assert two == pytest.approx(0.5 / 0.75 * four)
     # Half of every layer's gradient (fp32) and weights (bf16) through the node's cards, which eight chips share.
     assert two == pytest.approx((4 + 2) * 32 * 202.38e6 / 2 / 1e11, rel=1e-3)

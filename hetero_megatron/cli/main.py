@@ -10,7 +10,6 @@ from hetero_megatron.errors import UserError
 
 _NOT_BUILT = {
     "plan": "search for the best plan",
-    "predict": "simulate one plan",
     "calibrate": "measure chips and links",
     "testbed": "emulate a cluster on this machine",
     "convert": "convert checkpoints",
@@ -25,8 +24,15 @@ def _doctor(argv: Sequence[str]) -> int:
     return doctor(argv)
 
 
+def _predict(argv: Sequence[str]) -> int:
+    from hetero_megatron.cli.predict import main as predict
+
+    return predict(argv)
+
+
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "doctor": (_doctor, "what this machine has, what is missing, how to mend it"),
+    "predict": (_predict, "step time, memory and timeline of one plan, by simulation"),
 }
 
 

@@ -216,7 +216,8 @@ class CostModel:
             sent = held * (copies - 1) / copies
             sharing = 1 if same_node else min(stage.tp * stage.dp, self._node[stage.chip])
             for i, item in enumerate((self.wide, self.item)):
-                total[i] = max(total[i], link.latency * (copies - 1) + sent * item * sharing / link.bandwidth)
+                posting = (ranks - 1) * self.message_seconds(stage.chip)
+                total[i] = max(total[i], link.latency + posting + sent * item * sharing / link.bandwidth)
         return total[0], total[1]
 
     @staticmethod
