@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from hetero_megatron.errors import UserError
 
 _NOT_BUILT = {
-    "plan": "search for the best plan",
     "calibrate": "measure chips and links",
     "testbed": "emulate a cluster on this machine",
     "convert": "convert checkpoints",
@@ -30,8 +29,15 @@ def _predict(argv: Sequence[str]) -> int:
     return predict(argv)
 
 
+def _plan(argv: Sequence[str]) -> int:
+    from hetero_megatron.cli.plan import main as plan
+
+    return plan(argv)
+
+
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "doctor": (_doctor, "what this machine has, what is missing, how to mend it"),
+    "plan": (_plan, "the best plan of a model on a cluster, with a bound on how good any could be"),
     "predict": (_predict, "step time, memory and timeline of one plan, by simulation"),
 }
 

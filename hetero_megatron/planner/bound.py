@@ -2,12 +2,13 @@
 
 *Enumeration* (small clusters): the least lower bound over all combinations of pipelines that the search went through.
 
-*Prices* (large clusters): give every chip of group g a price. A pipeline that computes q sequences within T seconds uses
-chips worth at least P(q); if no pipeline computes more than r sequences per unit of price within T, no plan computes more
-than r x (price of all chips) sequences, so a batch above that needs more than T. P comes from a dynamic program over
-(stages from the end, layers covered), which is exact but for three things that only help the pipelines: transfers,
-synchronisation and optimizer take no time, states are divided among all chips, and the stages before one are as fast as
-the fastest chip. Lagrangian duality makes this valid for *any* prices; good ones make it tight.
+*Prices* (large clusters): give every chip of group g a price. A pipeline that computes q sequences within T seconds
+uses chips worth at least P(q); if no pipeline computes more than r sequences per unit of price within T, no plan
+computes more than r x (price of all chips) sequences, so a batch above that needs more than T. P comes from a
+dynamic program over (stages from the end, layers covered), which is exact but for three things that only help the
+pipelines: transfers, synchronisation and optimizer take no time, states are divided among all chips, and the stages
+before one are as fast as the fastest chip. Lagrangian duality makes this valid for *any* prices; good ones make it
+tight.
 
 Assumptions, stated in the report: stages of one chip type each with equal TP shares, one recompute choice per stage,
 schedules that compute a micro-batch's backward after its forward, no context groups, rates as given.
@@ -90,7 +91,8 @@ class _Prices:
         return rates / max(rates.max(), 1e-300)
 
     def price(self, size: int, counts: Floats, limit: float) -> Floats:
-        """Least price of a pipeline that computes ``counts`` micro-batches within ``limit`` seconds; inf: impossible."""
+        """Least price of a pipeline that computes ``counts`` micro-batches within ``limit`` seconds; inf:
+        impossible."""
         layers, n = self.model.num_layers, len(counts)
         fastest = min((self.per_layer(o, size) for o in self.options[size]), default=math.inf)
         grid = np.arange(layers + 1)
@@ -122,9 +124,7 @@ class _Prices:
     def rate(self, limit: float, enough: float) -> float:
         """The most sequences per unit of price that any pipeline computes within ``limit``; stops below ``enough``."""
         intervals = [
-            (size, float(a), float(b))
-            for size in self.sizes
-            for a, b in _intervals(max(1, self.batch // size))
+            (size, float(a), float(b)) for size in self.sizes for a, b in _intervals(max(1, self.batch // size))
         ]
         worst = 0.0
         while intervals:

@@ -130,9 +130,7 @@ def divide(lines: Sequence[_Line], batch: int) -> list[list[tuple[int, int]]] | 
     return [sorted(row.items(), reverse=True) for row in found]
 
 
-def _take_off(
-    lines: Sequence[_Line], pipelines: Sequence[tuple[int, int]], counts: list[int], surplus: int
-) -> int:
+def _take_off(lines: Sequence[_Line], pipelines: Sequence[tuple[int, int]], counts: list[int], surplus: int) -> int:
     """Give up micro-batches of the pipelines that end last until nothing is too much; returns what is left over."""
     import heapq
 

@@ -9,28 +9,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.planner.shape import PipelineShape
+from hetero_megatron.planner.timing import closed_form
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Column:
-    """One pipeline. Its time for m micro-batches is at least ``max_i(before[i] + m x seconds[i]) + after`` (after: least
-    time of synchronisation and optimizer); it fits into memory for up to ``most`` micro-batches."""
+    """One pipeline: seconds of its stages and transfers, and the least that follows its end (synchronisation and
+    optimizer)."""
 
     shape: PipelineShape
-    seconds: tuple[float, ...]
-    before: tuple[float, ...]
-    most: int
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    link: tuple[float, ...]
+    schedule: str
     after: float = 0.0
 
     def time(self, micro_batches: int) -> float:
-        return self.after + max(b + micro_batches * s for b, s in zip(self.before, self.seconds))
-
-    def micro_batches(self, limit: float) -> int:
-        """The most that end within ``limit`` seconds."""
-        count = min((limit - self.after - b) / s if s > 0 else np.inf for b, s in zip(self.before, self.seconds))
-        return int(max(0, min(np.floor(count + 1e-9), self.most)))
+        """Lower bound on the time until its parameters are updated."""
+        return self.after + closed_form(self.forward, self.backward, self.link, micro_batches, self.schedule)
 
 
 @dataclass
@@ -39,7 +37,7 @@ class Shelf:
     columns that reach about that."""
 
     batch: int
-    keep: int = 3
+    keep: int = 6
     columns: list[Column] = field(default_factory=list)
     times: Floats = field(init=False)
     best: list[list[tuple[float, int]]] = field(init=False)
@@ -47,20 +45,6 @@ class Shelf:
     def __post_init__(self) -> None:
         self.times = np.full(self.batch + 1, np.inf)
         self.best = [[] for _ in range(self.batch + 1)]
-
-    def add(self, column: Column) -> None:
-        """Take a column into the tables."""
-        size = column.shape.micro_batch_size
-        counts = np.arange(1, min(self.batch // size, column.most) + 1)
-        if not len(counts):
-            return
-        index = len(self.columns)
-        self.columns.append(column)
-        times = column.after + np.max(
-            np.asarray(column.before)[:, None] + counts[None, :] * np.asarray(column.seconds)[:, None], axis=0
-        )
-        for m, t in zip(counts.tolist(), times.tolist()):
-            self._insert(m * size, t, index)
 
     def add_at(self, column: Column, counts: Sequence[int]) -> None:
         """Take a column for these numbers of micro-batches only."""

@@ -1,7 +1,8 @@
 """Step time and memory of a candidate, exact under the cost model: what the search compares by.
 
-The time is that of the pipelines' schedules (every action, transfers over the links that the placement gives), then what
-of gradient synchronisation does not hide behind the last backward, optimizer and spread of parameters. ``predict`` judges the few best again, on concrete plans.
+The time is that of the pipelines' schedules (every action, transfers over the links that the placement gives), then
+what of gradient synchronisation does not hide behind the last backward, optimizer and spread of parameters.
+``predict`` judges the few best again, on concrete plans.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ EXACT = 400_000  # micro-batches x stages of one pipeline above which the recurr
 
 @dataclass(frozen=True)
 class Score:
-    """Seconds of a step and, per part, of its pipelines; ``over``: bytes by which the worst stage exceeds its chip (0: fits)."""
+    """Seconds of a step and, per part, of its pipelines; ``over``: bytes by which the worst stage exceeds its chip
+    (0: fits)."""
 
     step_seconds: float
     pipelines: tuple[float, ...]
@@ -36,7 +38,9 @@ class Evaluator:
 
     def __init__(self, tables: Tables, pool: Pool) -> None:
         self.tables, self.pool, self.costs = tables, pool, tables.costs
-        self.node = {r: (g, n) for g, group in enumerate(pool.groups) for n, ranks in enumerate(group.ranks) for r in ranks}
+        self.node = {
+            r: (g, n) for g, group in enumerate(pool.groups) for n, ranks in enumerate(group.ranks) for r in ranks
+        }
         self.evaluated = 0
         self._after: dict[tuple[object, ...], tuple[float, float]] = {}
 
@@ -138,7 +142,9 @@ class Evaluator:
             drain += backward + (links[s] if s < last else 0.0)
         return after
 
-    def _least_after(self, stage: StageShape, size: int, pipelines: int, embed: bool, head: bool) -> tuple[float, float]:
+    def _least_after(
+        self, stage: StageShape, size: int, pipelines: int, embed: bool, head: bool
+    ) -> tuple[float, float]:
         choice = self.tables.choice(stage, embed, head)
         backward = self.costs.backward_seconds(choice, size)
         optimizer = self.costs.optimizer_seconds(choice, -(-self.pool.chips // stage.dp))
@@ -227,7 +233,9 @@ def exposed(reduce: float, backward: float, layers: int) -> float:
     return max(reduce - backward, reduce / max(1, layers))
 
 
-def best_recompute(tables: Tables, shape: PipelineShape, schedule: str, micro_batches: int, replicas: int) -> PipelineShape | None:
+def best_recompute(
+    tables: Tables, shape: PipelineShape, schedule: str, micro_batches: int, replicas: int
+) -> PipelineShape | None:
     """The shape with the fastest recompute of each stage that fits; None when a stage does not."""
     alive = in_flight(schedule, len(shape.stages), micro_batches)
     last = len(shape.stages) - 1

@@ -1,8 +1,8 @@
 """What gradient synchronisation puts on the links, from where the replicas of each stage lie.
 
 Each element has one owner among its holders, evenly divided; a holder sends the owners what is theirs and gets new
-parameters back. So of what a rank holds, the share of the copies outside its node crosses the node's network cards, which
-all ranks of the node use together, and the share of the other copies inside crosses its own link.
+parameters back. So of what a rank holds, the share of the copies outside its node crosses the node's network cards,
+which all ranks of the node use together, and the share of the other copies inside crosses its own link.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ MOST_BUDGETS, MOST_COLUMNS, ROUNDS = 60, 240, 7
 
 
 def budgets(search: LargeSearch) -> list[tuple[int, tuple[int, ...]]]:
-    """Unequal numbers of chips per group: for every pair of divisors of two groups' counts that gives pipelines of about
-    the size of the best ones; the rest of the groups absent."""
+    """Unequal numbers of chips per group: for every pair of divisors of two groups' counts that gives pipelines of
+    about the size of the best ones; the rest of the groups absent."""
     counts = search.pool.counts
     good = sorted({sum(f.budget) for f in search.families[:40]})
     low, high = (good[0] / 2, good[-1] * 2) if good else (1, search.pool.chips)

@@ -62,7 +62,10 @@ def sub_clusters(cluster: Cluster) -> Iterator[Cluster]:
                 "the objective needs it", field=f"chips.{chip.name}.cost_per_hour", where=cluster.file,
                 accepted="cost of one chip per hour, the same currency for all chips",
             )  # fmt: skip
-    shares = [sorted({g.count, g.count // 2, g.count // 4, 0} - ({0} if len(cluster.nodes) == 1 else set())) for g in cluster.nodes]
+    shares = [
+        sorted({g.count, g.count // 2, g.count // 4, 0} - ({0} if len(cluster.nodes) == 1 else set()))
+        for g in cluster.nodes
+    ]
     rows = sorted(itertools.product(*(s[::-1] for s in shares)), key=lambda row: -sum(row))
     for row in rows[:MOST_CLUSTERS]:
         if not any(row):
@@ -110,7 +113,9 @@ def search_objective(
                 result.best, result.others = choice, others
                 best = (value, result)
                 if progress is not None:
-                    progress(f"{tokens_per_cost(choice):.4g} tokens per currency unit on {choice.plan.world_size} chips")
+                    progress(
+                        f"{tokens_per_cost(choice):.4g} tokens per currency unit on {choice.plan.world_size} chips"
+                    )
     if best is not None:
         return best[1]
     if deadline is not None and fastest:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hetero_megatron.cluster import Cluster, Link, NodeGroup
 from hetero_megatron.plan import Interval, Pipeline, Plan, Recompute, Stage, Unit
@@ -101,9 +102,7 @@ def to_plan(placed: Placed, cluster: Cluster, seq_length: int, num_heads: int) -
         for s, (stage, units) in enumerate(zip(shape.stages, stages, strict=True)):
             layers = ((start, start + stage.layers),) if stage.layers else ()
             start += stage.layers
-            built.append(
-                _stage(stage, units, number, shape, layers, s, seq_length, num_heads, smaller)
-            )
+            built.append(_stage(stage, units, number, shape, layers, s, seq_length, num_heads, smaller))
         pipelines.append(Pipeline(shape.micro_batch_size, count, tuple(built)))
     batch = sum(p.batch_size for p in pipelines)
     return Plan(seq_length, batch, placed.candidate.schedule, tuple(pipelines)), smaller
@@ -122,15 +121,19 @@ def _stage(
 ) -> Stage:
     rows = shape.micro_batch_size // stage.dp
     made = tuple(
-        Unit(tuple(number[r] for r in ranks), (1,) * stage.tp, (d * rows, (d + 1) * rows), ((0, seq_length),), (0, num_heads))
+        Unit(
+            tuple(number[r] for r in ranks),
+            (1,) * stage.tp,
+            (d * rows, (d + 1) * rows),
+            ((0, seq_length),),
+            (0, num_heads),
+        )
         for d, ranks in enumerate(units)
     )
     recompute = Recompute(stage.recompute, stage.first) if stage.layers else Recompute()
     chip = cluster.ranks[made[0].ranks[0]].chip
     last = len(shape.stages) - 1
-    return Stage(
-        layers, made, index == 0, index == last, recompute, chip, Optimizer(offload=stage.offload)
-    )
+    return Stage(layers, made, index == 0, index == last, recompute, chip, Optimizer(offload=stage.offload))
 
 
 def shrink(cluster: Cluster, keep: Sequence[int]) -> Cluster:
@@ -172,13 +175,13 @@ def shrink(cluster: Cluster, keep: Sequence[int]) -> Cluster:
             link = cluster.pairs.get(frozenset((origin[a.name], origin[b.name])))
             if link is not None and (a.name != b.name or origin[a.name] == a.name):
                 pairs[frozenset((a.name, b.name))] = link
-    chips = {name: chip for name, chip in cluster.chips.items() if any(g.chip == name for g in groups)}
+    left_chips = {name: chip for name, chip in cluster.chips.items() if any(g.chip == name for g in groups)}
     rates = dict(cluster.rates)
     if rates.get("chips"):
-        rates["chips"] = {name: value for name, value in rates["chips"].items() if name in chips}
+        rates["chips"] = {name: value for name, value in rates["chips"].items() if name in left_chips}
     if rates.get("links"):
         rates["links"] = _link_rows(rates["links"], origin)
-    return Cluster(tuple(groups), chips, cluster.intra_node, cluster.inter_node, pairs, rates, cluster.file)
+    return Cluster(tuple(groups), left_chips, cluster.intra_node, cluster.inter_node, pairs, rates, cluster.file)
 
 
 def _link_rows(rows: Sequence[Mapping[str, object]], origin: Mapping[str, str]) -> list[dict[str, object]]:
@@ -188,8 +191,8 @@ def _link_rows(rows: Sequence[Mapping[str, object]], origin: Mapping[str, str]) 
         if "within" in row:
             found += [{**row, "within": name} for name, old in origin.items() if old == row["within"]]
             continue
-        ends = row["between"] if "between" in row else (row["from"], row["to"])
-        first, second = ends  # type: ignore[misc]
+        ends: Any = row["between"] if "between" in row else (row["from"], row["to"])
+        first, second = str(ends[0]), str(ends[1])
         pairs = [(a, b) for a, x in origin.items() if x == first for b, y in origin.items() if y == second]
         if first == second and "between" in row:
             pairs = [(a, b) for a, b in pairs if a <= b]

@@ -71,9 +71,7 @@ def _grown(evaluator: Evaluator, g: int, more: int) -> Evaluator:
     pool = evaluator.pool
     start = 1 + max(r for group in pool.groups for node in group.ranks for r in node)
     group = pool.groups[g]
-    extra = tuple(
-        tuple(range(start + i * group.per_node, start + (i + 1) * group.per_node)) for i in range(more)
-    )
+    extra = tuple(tuple(range(start + i * group.per_node, start + (i + 1) * group.per_node)) for i in range(more))
     groups = tuple(Group(x.chip, x.per_node, x.ranks + extra) if i == g else x for i, x in enumerate(pool.groups))
     known = next((x for row in pool.inter for x in row if x is not None), None) or next(
         (x for x in pool.intra if x is not None), Link(math.inf)

@@ -40,6 +40,7 @@ class SearchOptions:
     space: what may be chosen.
     costs: assumptions of the cost model.
     exhaustive: False: never enumerate completely; None: where possible.
+    seed: of graph partitioning, the only part with random choices.
     """
 
     dtype: str = "bf16"
@@ -48,6 +49,7 @@ class SearchOptions:
     space: Space = Space()
     costs: CostOptions = CostOptions()
     exhaustive: bool | None = None
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -177,9 +179,7 @@ def _seeds(evaluator: Evaluator, model: ModelSpec, batch: int, space: Space, bes
             return
 
 
-def few_uniform(
-    evaluator: Evaluator, model: ModelSpec, batch: int, most: int
-) -> list[tuple[object, Candidate]]:
+def few_uniform(evaluator: Evaluator, model: ModelSpec, batch: int, most: int) -> list[tuple[object, Candidate]]:
     """The uniform plans that come first by closed form."""
     rows = []
     for i, (uniform, candidate) in enumerate(uniform_plans(evaluator.pool, model, batch)):
@@ -193,7 +193,8 @@ def few_uniform(
         )  # fmt: skip
         if fits:
             time_ = max(
-                evaluator.pipeline_seconds(part.shape, part.num_micro_batches, "1f1b", exact=False) for part in parts[:8]
+                evaluator.pipeline_seconds(part.shape, part.num_micro_batches, "1f1b", exact=False)
+                for part in parts[:8]
             )
             rows.append((time_, i, uniform, candidate))
     rows.sort(key=lambda row: row[:2])
@@ -209,7 +210,7 @@ def judge(
     evaluator: Evaluator,
 ) -> list[Choice]:
     """Concrete plans of the best candidates, predicted exactly; those that fit, best first."""
-    found = []
+    found: list[Choice] = []
     for seconds, _, candidate in rows:
         if len(found) >= options.top or (found and seconds > 1.1 * rows[0][0]):
             break

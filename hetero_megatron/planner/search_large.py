@@ -1,11 +1,11 @@
 """Search for clusters that are too large to enumerate.
 
 1. *Pipelines by dynamic programming.* For a number of chips per group, a micro-batch size and a bottleneck time tau, a
-   program over (set of chip groups used, stages so far, counted from the last one) finds the most layers that a pipeline
-   can hold, over all orders of groups, TP and inner DP per group, stages per group, and recompute per stage. Memory counts
-   the micro-batches in flight of that place in the pipeline. A grid of taus is done at once.
-2. *Side by side.* Groups are divided into islands (a program over sets of groups); each island runs equal pipelines of its
-   own, and all islands end together.
+   program over (set of chip groups used, stages so far, counted from the last one) finds the most layers that a
+   pipeline can hold, over all orders of groups, TP and inner DP per group, stages per group, and recompute per
+   stage. Memory counts the micro-batches in flight of that place in the pipeline. A grid of taus is done at once.
+2. *Side by side.* Groups are divided into islands (a program over sets of groups); each island runs equal pipelines
+   of its own, and all islands end together.
 3. *Mixed columns.* An integer program (HiGHS) combines pipelines of unlike make-up that share a group.
 4. The best few are made concrete (exact layers, recompute, batch shares) and evaluated exactly.
 """
@@ -34,8 +34,8 @@ RUNS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 
 @dataclass(frozen=True)
 class Family:
-    """Equal pipelines over a set of groups (``mask``), as the program found them: with ``stages`` stages of at most ``tau``
-    seconds, on at most ``budget`` chips per group and pipeline."""
+    """Equal pipelines over a set of groups (``mask``), as the program found them: with ``stages`` stages of at most
+    ``tau`` seconds, on at most ``budget`` chips per group and pipeline."""
 
     mask: int
     budget: tuple[int, ...]
@@ -59,9 +59,7 @@ class Program:
         self.search, self.budget, self.size, self.replicas = search, budget, size, replicas
         tables = search.evaluator.tables
         self.depth = min(tables.depth, search.model.num_layers + 2, sum(budget))
-        self.options = [
-            [o for o in search.options(g, size) if o.chips <= budget[g]] for g in range(len(budget))
-        ]
+        self.options = [[o for o in search.options(g, size) if o.chips <= budget[g]] for g in range(len(budget))]
 
     def table(self, option: Option, embed: bool, head: bool) -> Floats:
         """[in flight, layers] seconds, with memory at a conservative power of four of replicas."""
@@ -72,7 +70,8 @@ class Program:
         return self.search.evaluator.tables.table(kind).seconds
 
     def least_tau(self) -> float:
-        """No pipeline over the whole budget has a smaller bottleneck: all chips busy all the time at their best rate."""
+        """No pipeline over the whole budget has a smaller bottleneck: all chips busy all the time at their best
+        rate."""
         rate = 0.0
         for g, found in enumerate(self.options):
             best = 0.0
@@ -92,8 +91,8 @@ class Program:
         return np.where(counts - 1 >= least, counts - 1, NONE)
 
     def matrices(self, taus: Floats) -> list[tuple[Floats, Floats]]:
-        """Per group, [tau, stages before, stages after]: most layers of a run of stages of this group behind (nearer the
-        end: before) others; as inner stages, and with the embedding on the last one added."""
+        """Per group, [tau, stages before, stages after]: most layers of a run of stages of this group behind (nearer
+        the end: before) others; as inner stages, and with the embedding on the last one added."""
         n, found = len(taus), []
         for choices in self.options:
             inner = np.full((n, self.depth + 1, self.depth + 1), NONE)
@@ -142,7 +141,7 @@ class Program:
         least = self.least_tau()
         if not math.isfinite(least):
             return
-        taus = least * RATIO ** np.arange(GRID)
+        taus: Floats = least * RATIO ** np.arange(GRID, dtype=np.float64)
         _, whole, _ = self.solve(taus)
         stages = np.arange(self.depth + 1)[None, :]
         for mask, layers in whole.items():
@@ -340,7 +339,8 @@ class LargeSearch:
         return best
 
     def _cover(self, families: Sequence[Family], limit: float) -> list[Family] | None:
-        """Families of disjoint sets of groups that compute the batch within ``limit`` seconds; None if there are none."""
+        """Families of disjoint sets of groups that compute the batch within ``limit`` seconds; None if there are
+        none."""
         best: dict[int, tuple[int, Family]] = {}
         for family in families:
             total = family.most(limit) * family.replicas

@@ -17,7 +17,7 @@ from hetero_megatron.planner.pool import Pool
 from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape, in_flight
 from hetero_megatron.planner.space import Option, Space, batch_sizes, options
 from hetero_megatron.planner.split import best_split
-from hetero_megatron.planner.tables import Kind, Tables
+from hetero_megatron.planner.tables import Kind, StageTable
 from hetero_megatron.spec import ModelSpec
 
 Usage = tuple[int, ...]
@@ -114,7 +114,9 @@ class SmallSearch:
         """True when the whole space was searched; False when ``improve`` asked to stop."""
         shelves = {d: self._shelves(d) for d in range(1, self._most_pipelines() + 1)}
         rows: list[tuple[float, tuple[Usage, ...], tuple[int, ...]]] = []
-        for combination in multisets(sorted({u for s in shelves.values() for u in s}), self.pool.counts, self._most_pipelines()):
+        for combination in multisets(
+            sorted({u for s in shelves.values() for u in s}), self.pool.counts, self._most_pipelines()
+        ):
             shelf = shelves[len(combination)]
             if any(u not in shelf for u in combination):
                 continue
@@ -190,33 +192,35 @@ class SmallSearch:
             if max(alive) > self.tables.depth:
                 continue
             times = [t.seconds[t.row(k)] for t, k in zip(tables, alive)]
-            found = best_split(times, links, m)
+            found = best_split(times, links, m, schedule, [t.forward for t in tables])
             if found is not None:
                 by_split[found[1], alive].append(m)
         for (layers, alive), found_at in by_split.items():
-            column = self._column(stages, tables, layers, alive, size, links, max(found_at), pipelines)
+            column = self._column(stages, tables, layers, alive, size, links, schedule, pipelines)
             yield column, found_at if len(counts) == most or pipelines == 1 else list(range(1, max(found_at) + 1))
 
     def _column(
         self,
         stages: list[StageShape],
-        tables: Sequence[object],
+        tables: Sequence[StageTable],
         layers: tuple[int, ...],
         alive: tuple[int, ...],
         size: int,
         links: list[float],
-        most: int,
+        schedule: str,
         pipelines: int,
     ) -> Column:
-        made, seconds, before, total = [], [], [], 0.0
+        made, forward, backward = [], [], []
         for s, (stage, table) in enumerate(zip(stages, tables)):
-            recompute, first = table.choice(alive[s], layers[s])  # type: ignore[attr-defined]
+            recompute, first = table.choice(alive[s], layers[s])
+            if self.space.recompute is not None:
+                recompute, first = self.space.recompute, 0
             made.append(StageShape(stage.group, stage.tp, stage.dp, layers[s], recompute, first))
-            seconds.append(float(table.seconds[table.row(alive[s]), layers[s]]))  # type: ignore[attr-defined]
-            before.append(total)
-            total += seconds[-1] + (2 * links[s] if s < len(links) else 0.0)
+            forward.append(float(table.forward[layers[s]]))
+            backward.append(float(table.seconds[table.row(alive[s]), layers[s]]) - forward[-1])
         after = self.evaluator.least_after(made, size, links, pipelines)
-        return Column(PipelineShape(size, tuple(made)), tuple(seconds), tuple(before), most, after)
+        shape = PipelineShape(size, tuple(made))
+        return Column(shape, tuple(forward), tuple(backward), tuple(links), schedule, after)
 
     def _candidates(
         self, combination: tuple[Usage, ...], shares: tuple[int, ...], shelves: dict[Usage, Shelf]
@@ -234,7 +238,8 @@ class SmallSearch:
                         shape = best_recompute(self.tables, shape, schedule, m, len(combination))
                     if shape is None:
                         continue
-                    time = self.evaluator.pipeline_seconds(shape, m, schedule)
+                    column = shelves[usage].columns[index]
+                    time = self.evaluator.pipeline_seconds(shape, m, schedule) + column.after
                     if best is None or time < best[0]:
                         best = (time, shape, m)
                 if best is None:
@@ -252,4 +257,3 @@ def _anchors(most: int) -> list[int]:
         found.append(m)
         m = max(m + 1, math.ceil(m * 1.125)) if m >= 16 else m + 1
     return [*found, most]
-

@@ -107,7 +107,9 @@ def describe(shape: PipelineShape, chips: Sequence[str]) -> str:
     for (group, tp, dp), stages in runs:
         word = chips[group] + (f" tp{tp}" if tp > 1 else "") + (f" dp{dp}" if dp > 1 else "")
         counts = [s.layers for s in stages]
-        layers = f"{len(counts)}x{counts[0]}" if len(counts) > 3 and len(set(counts)) == 1 else ",".join(map(str, counts))
+        layers = (
+            f"{len(counts)}x{counts[0]}" if len(counts) > 3 and len(set(counts)) == 1 else ",".join(map(str, counts))
+        )
         recompute = {s.recompute for s in stages} - {"none"}
         words.append(f"{word} [{layers}]" + (f" recompute {'/'.join(sorted(recompute))}" if recompute else ""))
     return " > ".join(words)

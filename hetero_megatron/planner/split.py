@@ -43,11 +43,18 @@ def count_splits(layers: int, stages: int) -> int:
     return comb(layers - inner + stages - 1, stages - 1) if layers >= inner else 0
 
 
-def best_split(seconds: list[Floats], links: list[float], micro_batches: int) -> tuple[float, tuple[int, ...]] | None:
+def best_split(
+    seconds: list[Floats],
+    links: list[float],
+    micro_batches: int,
+    schedule: str = "1f1b",
+    forward: list[Floats] | None = None,
+) -> tuple[float, tuple[int, ...]] | None:
     """(closed form, layers per stage), or None when no split fits.
 
     Args:
-        seconds: per stage, [layers + 1]: time of one micro-batch with so many layers.
+        seconds: per stage, [layers + 1]: time of one micro-batch with so many layers; forward: of its forward alone,
+            which only gpipe needs.
     """
     layers, count = len(seconds[0]) - 1, len(seconds)
     if count_splits(layers, count) <= LISTED:
@@ -56,6 +63,13 @@ def best_split(seconds: list[Floats], links: list[float], micro_batches: int) ->
             return None
         times = np.stack([seconds[i][ways[:, i]] for i in range(count)], axis=1)
         worst = closed_forms(times, links, micro_batches)
+        if schedule == "1f1b" and any(links):
+            worst = np.maximum(worst, _round_trips(times, links, micro_batches))
+        elif schedule == "gpipe" and forward is not None:
+            first = np.stack([forward[i][ways[:, i]] for i in range(count)], axis=1)
+            slow = max([*links, 0.0])
+            phases = np.maximum(first.max(axis=1), slow) + np.maximum((times - first).max(axis=1), slow)
+            worst = np.maximum(worst, micro_batches * phases)
         at = int(np.argmin(worst))
         return (float(worst[at]), tuple(int(x) for x in ways[at])) if np.isfinite(worst[at]) else None
     return _bisect(seconds, links, micro_batches)
@@ -72,6 +86,18 @@ def _closed_forms(times: Floats, links: list[float], micro_batches: int) -> Floa
     steps[:, :-1] += 2 * np.asarray(links)
     before = np.cumsum(steps, axis=1) - steps
     worst: Floats = np.max(before + micro_batches * times, axis=1)
+    return np.where(np.isnan(worst), np.inf, worst)
+
+
+def _round_trips(times: Floats, links: list[float], m: int) -> Floats:
+    """[ways, stages] -> [ways]: stage i has P - i micro-batches in flight, which go to the end and back."""
+    with np.errstate(invalid="ignore"):
+        steps = times.copy()
+        steps[:, :-1] += 2 * np.asarray(links)
+        before = np.cumsum(steps, axis=1) - steps
+        trips = np.cumsum(steps[:, ::-1], axis=1)[:, ::-1]
+        rounds = (m - 1) // np.arange(times.shape[1], 0, -1) + 1
+        worst: Floats = np.max(before + trips * rounds, axis=1)
     return np.where(np.isnan(worst), np.inf, worst)
 
 

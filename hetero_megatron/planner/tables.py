@@ -40,8 +40,8 @@ class Kind:
 
 @dataclass(frozen=True)
 class StageTable:
-    """Arrays [in flight - 1, layers]: ``seconds`` of forward and backward together (inf: does not fit), ``full``: layers
-    recomputed whole, ``selective``: whether attention is recomputed; ``forward`` [layers]."""
+    """Arrays [in flight - 1, layers]: ``seconds`` of forward and backward together (inf: does not fit), ``full``:
+    layers recomputed whole, ``selective``: whether attention is recomputed; ``forward`` [layers]."""
 
     seconds: Floats
     full: NDArray[np.int32]
@@ -158,7 +158,7 @@ class Tables:
             best = np.where(better, seconds, best)
             selective = np.where(better, False, selective)
             full = np.where(better, np.where(np.isfinite(need), need, 0), full).astype(np.int32)
-        return StageTable(best + forward, full, selective, forward)
+        return StageTable(np.asarray(best + forward, np.float64), full, selective, forward)
 
     def _activations(self, kind: Kind, recompute: str) -> tuple[float, float, float]:
         """(bytes of the ends, bytes per layer, bytes while a layer runs again): activations are

@@ -24,24 +24,30 @@ def lower_bound(forward: Times, backward: Times, link: Times, micro_batches: int
         before += f + b
         if i < len(link):
             before += 2 * link[i]
+            worst = max(worst, micro_batches * link[i])
     return max(worst, total + 2 * sum(link))
 
 
 def closed_form(forward: Times, backward: Times, link: Times, micro_batches: int, schedule: str = "1f1b") -> float:
-    """``lower_bound`` and, for 1f1b, the round trip that limits a stage with few micro-batches in flight: stage i keeps
-    P - i of them, so each takes at least the way to the end and back divided by that."""
+    """A lower bound for one schedule, to rank by.
+
+    Beside :func:`lower_bound`: in 1f1b a stage i keeps P - i micro-batches in flight, so each takes at least the way to
+    the end and back divided by that. In gpipe all forwards end before the last stage's first backward, and each
+    phase is as long as its slowest stage or transfer.
+    """
     bound = lower_bound(forward, backward, link, micro_batches)
+    count, m = len(forward), micro_batches
+    if schedule == "gpipe":
+        return max(bound, m * (max(*forward, *link, 0.0) + max(*backward, *link, 0.0)))
     if schedule != "1f1b" or not any(link):
         return bound
-    count = len(forward)
     trip = 0.0
     before = [0.0] * count
     for i in range(1, count):
         before[i] = before[i - 1] + forward[i - 1] + backward[i - 1] + 2 * link[i - 1]
     for i in range(count - 1, -1, -1):
         trip += forward[i] + backward[i] + (2 * link[i] if i < count - 1 else 0.0)
-        rounds = (micro_batches - 1) // (count - i)
-        bound = max(bound, before[i] + trip * (rounds + 1) if micro_batches > 1 else before[i] + trip)
+        bound = max(bound, before[i] + trip * ((m - 1) // (count - i) + 1))
     return bound
 
 

@@ -80,7 +80,8 @@ def document(cluster: Cluster) -> dict[str, Any]:
     data: dict[str, Any] = {
         "version": 1,
         "nodes": [
-            {"name": g.name, "count": g.count, "chip": g.chip, "chips_per_node": g.chips_per_node} for g in cluster.nodes
+            {"name": g.name, "count": g.count, "chip": g.chip, "chips_per_node": g.chips_per_node}
+            for g in cluster.nodes
         ],
     }
     chips = {name: _chip(chip) for name, chip in cluster.chips.items() if CHIPS.get(name) != chip}
