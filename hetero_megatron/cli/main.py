@@ -13,11 +13,11 @@ from hetero_megatron.errors import UserError
 _COMMANDS = {
     "calibrate": "measure the chips and links of a cluster, and write the rates into its file",
     "doctor": "what this machine has, what is missing, how to mend it",
+    "plan": "search for the best plan of a model on a cluster",
     "predict": "simulate one plan: step time, memory, timeline",
     "testbed": "run a command on a heterogeneous cluster that is emulated on this machine",
 }
 _NOT_BUILT = {
-    "plan": "search for the best plan",
     "convert": "convert checkpoints",
     "plugins": "list and check platforms",
     "report": "a page about a run",
