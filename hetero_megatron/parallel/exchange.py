@@ -10,7 +10,7 @@ import torch
 
 from hetero_megatron.comm import Comm, Handle
 from hetero_megatron.layout import Box, reduction
-from hetero_megatron.parallel.buckets import Bucket
+from hetero_megatron.plan.buckets import Bucket
 
 Slices = tuple[slice, ...]
 

@@ -9,8 +9,8 @@ import torch
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.layout import Box
-from hetero_megatron.parallel.buckets import Bucket
 from hetero_megatron.parallel.exchange import BucketExchange
+from hetero_megatron.plan.buckets import Bucket
 
 
 class GradientSync:

@@ -21,9 +21,9 @@ from hetero_megatron.data.sample import Dataset
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
-from hetero_megatron.parallel.buckets import make_buckets, plan_groups
 from hetero_megatron.parallel.optimizer import OptimizerFactory
 from hetero_megatron.plan import format_plan, idle_ranks
+from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.platform import Platform, detect_platform
 from hetero_megatron.spec import LogicalTensor
 from hetero_megatron.training.config import OptimizerConfig, RunConfig

@@ -18,7 +18,6 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, cut
 from hetero_megatron.model import GPTStage
 from hetero_megatron.ops import cross_entropy
-from hetero_megatron.parallel.buckets import make_buckets, plan_groups
 from hetero_megatron.parallel.gradients import GradientSync
 from hetero_megatron.parallel.optimizer import OptimizerFactory, ShardedOptimizer, squared_norm
 from hetero_megatron.parallel.recompute import apply_recompute
@@ -37,6 +36,7 @@ from hetero_megatron.plan import (
     unit_at,
     unit_sequences,
 )
+from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.schedule import Action, generate, lower, validate
 from hetero_megatron.spec import LogicalTensor, ModelSpec, shares, stage_tensors, tensor_box
 

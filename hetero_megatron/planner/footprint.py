@@ -1,0 +1,127 @@
+"""What each rank of a plan needs in memory, and which rank is over by how much where it does not fit. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from hetero_megatron.cluster import format_bytes
+from hetero_megatron.errors import UserError
+from hetero_megatron.layout import Layout
+from hetero_megatron.plan import Plan, rank_ranges
+from hetero_megatron.plan.buckets import Bucket, make_buckets
+from hetero_megatron.planner.memory import ITEM_BYTES, MemoryBytes, activation_bytes, state_bytes
+from hetero_megatron.schedule import generate, in_flight
+from hetero_megatron.spec import ModelSpec
+
+
+def estimate_memory(
+    plan: Plan, spec: ModelSpec, dtype: str, moments: int = 2, buckets: tuple[Bucket, ...] | None = None
+) -> dict[int, MemoryBytes]:
+    """Memory of every rank, without the framework's overhead.
+
+    Args:
+        moments: per element: 2 for Adam, 1 for SGD.
+        buckets: those of the plan, if they were made already.
+    """
+    item = ITEM_BYTES[dtype]
+    out = _activations(plan, spec, item)
+    held, owned, sent = (dict.fromkeys(plan.ranks, 0) for _ in range(3))
+    sizes: dict[int, dict[int, int]] = {}
+    for bucket in buckets if buckets is not None else make_buckets(plan, spec):
+        for rank in bucket.ranks:
+            mine = sum(_elements(layout, sizes)[rank] for layout in bucket.owners.values())
+            whole = sum(_elements(layout, sizes)[rank] for layout in bucket.holders.values())
+            held[rank] += whole
+            owned[rank] += mine
+            # Every bucket is sent before the first is waited for, so all of them travel at once.
+            sent[rank] += state_bytes(whole, mine, len(bucket.ranks), item)[3]
+    for rank, memory in out.items():
+        weights, gradients, optimizer, _ = state_bytes(held[rank], owned[rank], 1, item, moments)
+        out[rank] = replace(memory, weights=weights, gradients=gradients, optimizer=optimizer, buffers=sent[rank])
+    return out
+
+
+def _elements(layout: Layout, known: dict[int, dict[int, int]]) -> dict[int, int]:
+    """Elements by rank; buckets of equal layers share their layouts, so few are counted."""
+    if id(layout) not in known:
+        known[id(layout)] = {rank: layout.elements(rank) for rank in layout.ranks}
+    return known[id(layout)]
+
+
+def _activations(plan: Plan, spec: ModelSpec, item: int) -> dict[int, MemoryBytes]:
+    out: dict[int, MemoryBytes] = {}
+    known: dict[tuple[object, ...], MemoryBytes] = {}
+    for pipeline in plan.pipelines:
+        alive = in_flight(generate(plan.schedule, len(pipeline.stages), pipeline.num_micro_batches))
+        for stage, count in zip(pipeline.stages, alive, strict=True):
+            for unit in stage.units:
+                tokens = (unit.sequences[1] - unit.sequences[0]) * unit.num_tokens
+                kind = stage.recompute
+                for rank, weight in zip(unit.ranks, unit.tp_split, strict=True):
+                    tp = sum(unit.tp_split) / weight
+                    what = (stage.num_layers, stage.head, kind.kind, kind.layers, tokens, count, item, tp)
+                    if what not in known:
+                        known[what] = MemoryBytes(activations=activation_bytes(spec, *what))
+                    out[rank] = known[what]
+    return out
+
+
+@dataclass(frozen=True)
+class OverLimit:
+    """A rank that needs ``over`` bytes more than its ``limit``."""
+
+    rank: int
+    chip: str
+    need: int
+    limit: int
+
+    @property
+    def over(self) -> int:
+        return self.need - self.limit
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} ({self.chip}) needs {format_bytes(self.need)} of {format_bytes(self.limit)} usable: "
+            f"over by {self.over} bytes ({format_bytes(self.over)})"
+        )
+
+
+def over_limit(
+    memory: Mapping[int, MemoryBytes], limits: Mapping[int, int], chips: Mapping[int, str]
+) -> tuple[OverLimit, ...]:
+    """The ranks that do not fit, worst first."""
+    found = [OverLimit(r, chips[r], m.total, limits[r]) for r, m in memory.items() if m.total > limits[r]]
+    return tuple(sorted(found, key=lambda o: (-o.over, o.rank)))
+
+
+def refuse(over: tuple[OverLimit, ...], memory: Mapping[int, MemoryBytes], where: str = "") -> UserError:
+    """The error for a plan that does not fit: its worst rank, what fills it, and what would help most."""
+    worst = over[0]
+    parts = memory[worst.rank].parts()
+    largest = max(parts, key=parts.__getitem__)
+    help_by = {
+        "activations": "recompute: full on its stage, a smaller micro_batch_size, or fewer layers there",
+        "overhead": "a chip with more memory",
+    }
+    more = f"; {len(over)} ranks do not fit" if len(over) > 1 else ""
+    return UserError(
+        f"the plan does not fit: {worst}{more}. Most of it is {largest}, {format_bytes(parts[largest])}",
+        field="memory", where=where,
+        accepted=help_by.get(largest, "more tp, fewer layers on its stage, or more replicas that share the optimizer"),
+    )  # fmt: skip
+
+
+def format_memory(memory: Mapping[int, MemoryBytes]) -> str:
+    """A table with one row per run of ranks whose memory is the same."""
+    rows: dict[MemoryBytes, list[int]] = {}
+    for rank, needs in sorted(memory.items()):
+        rows.setdefault(needs, []).append(rank)
+    heads = ["weights", "gradients", "optimizer", "activations", "buffers", "overhead", "total"]
+    if not any(needs.overhead for needs in rows):
+        heads.remove("overhead")
+    lines = ["estimated memory per rank", f"{'ranks':<16}" + "".join(f"{h:>13}" for h in heads)]
+    for needs, ranks in rows.items():
+        values = [getattr(needs, head) for head in heads]
+        lines.append(f"{rank_ranges(ranks):<16}" + "".join(f"{format_bytes(v):>13}" for v in values))
+    return "\n".join(lines)
