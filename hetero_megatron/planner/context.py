@@ -1,8 +1,8 @@
 """The context scheduler: groups, tokens, heads and transport that minimise the time of a step under memory.
 
-Three levels, as in HexiSeq: the topology gives groupings, groups are levelled by their cost, members are refined one unit
-at a time. All Ring, Ulysses and USP layouts with equal shards are candidates, so the result is never worse than them under
-this model. No randomness and no clock: the same problem gives the same layout.
+Three levels, as in HexiSeq: the topology gives groupings, groups are levelled by their cost, members are refined one
+unit at a time. All Ring, Ulysses and USP layouts with equal shards are candidates, so the result is never worse than
+them under this model. No randomness and no clock: the same problem gives the same layout.
 """
 
 from __future__ import annotations
@@ -202,9 +202,8 @@ def _does_not_fit(search: _Search) -> UserError:
             field="memory", value=f"{members[worst].memory / 2**30:.2f} GiB",
             accepted="fewer layers per stage, larger tp, sharded states, or chips with more memory",
         )  # fmt: skip
-    over = min(
-        max(m - member.memory for m, member in zip(found.memory, members, strict=True)) for found in search.seen.values()
-    )
+    limit = [member.memory for member in members]
+    over = min(max(m - x for m, x in zip(found.memory, limit, strict=True)) for found in search.seen.values())
     return UserError(
         f"no division of {search.problem.seq_length} tokens over {len(members)} members fits in their memory; "
         f"the closest of {len(search.seen)} layouts lacks {over / 2**30:.2f} GiB",

@@ -57,17 +57,16 @@ class Balancer:
         groups = [tuple(m for m in group if m not in self.idle) for group in grouping]
         return [group for group in groups if group]
 
-    def _with_idle(
-        self, built: list[ContextGroup], grouping: Grouping, transport: str, block: int
-    ) -> ContextLayout:
+    def _with_idle(self, built: list[ContextGroup], grouping: Grouping, transport: str, block: int) -> ContextLayout:
         """Members without work stand at the end of the first group, with zeros."""
         used = {m for group in built for m in group.members}
         spare = tuple(m for group in grouping for m in group if m not in used)
         if spare:
             first, zeros = built[0], (0,) * len(spare)
             built[0] = ContextGroup(first.members + spare, first.tokens + zeros, first.heads + zeros)
-        single = len(built) == 1
-        return ContextLayout(tuple(built), "a2a" if single else transport, block if transport == "ring" and not single else 0)
+        if len(built) == 1:
+            return ContextLayout(tuple(built), "a2a")
+        return ContextLayout(tuple(built), transport, block if transport == "ring" else 0)
 
     def heads(self, group: tuple[int, ...], whole_kv: bool) -> tuple[int, ...]:
         """Query heads per member, so that the slowest takes least time (exact)."""
@@ -76,9 +75,7 @@ class Balancer:
             return tuple(int(n) * model.queries_per_kv for n in min_max_shares(model.num_kv_heads, cost))
         return tuple(int(n) for n in min_max_shares(model.num_heads, cost))
 
-    def _limits(
-        self, group: tuple[int, ...], heads: tuple[int, ...], buffer: float
-    ) -> tuple[Floats, Floats, float]:
+    def _limits(self, group: tuple[int, ...], heads: tuple[int, ...], buffer: float) -> tuple[Floats, Floats, float]:
         """Tokens that member d may own: (free_d - group's tokens x each_d) / per token."""
         h = np.array(heads, dtype=np.float64)
         kv = np.array(kv_heads(heads, self.costs.per_kv), dtype=np.float64)
@@ -94,13 +91,12 @@ class Balancer:
             low, high = 0.0, float(self.problem.seq_length)
             if (free < 0).any():
                 high = 0.0
-            for _ in range(40):
-                if high - low < 0.5:
-                    break
-                middle = (low + high) / 2 if low else high if _ == 0 else (low + high) / 2
+            middle = high
+            while high - low >= 0.5:
                 room = free - middle * each
                 good = (room >= 0).all() and float((room / per_token).sum()) >= middle
                 low, high = (middle, high) if good else (low, middle)
+                middle = (low + high) / 2
             self._caps[key] = low
         return self._caps[key]
 
@@ -172,9 +168,7 @@ class Balancer:
             result[best] += rest
         return result
 
-    def _slopes(
-        self, groups: list[tuple[int, ...]], heads: list[tuple[int, ...]]
-    ) -> tuple[Floats, Floats, Floats]:
+    def _slopes(self, groups: list[tuple[int, ...]], heads: list[tuple[int, ...]]) -> tuple[Floats, Floats, Floats]:
         """Per group, over one layer forward and backward: seconds per token, fixed seconds, and the seconds per token
         without attention."""
         problem = self.problem
@@ -199,9 +193,7 @@ class Balancer:
         slope, delay, lines = np.array(rows).T
         return slope, delay, np.maximum(lines, slope * 1e-9)
 
-    def _travel(
-        self, groups: list[tuple[int, ...]], heads: list[tuple[int, ...]], transport: str, block: int
-    ) -> float:
+    def _travel(self, groups: list[tuple[int, ...]], heads: list[tuple[int, ...]], transport: str, block: int) -> float:
         """Seconds that keys and values travel in the ring per layer, all passes together, whatever the shares."""
         if transport != "ring":
             return 0.0

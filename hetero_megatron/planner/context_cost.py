@@ -8,9 +8,9 @@ arXiv 2605.07569, with the points that decide on real clusters made explicit):
     layer      = max_k forward_k + max_k backward_k        (groups wait for each other's keys and values)
 
 The all-to-all is ragged: member i sends s_i (h_j + 2 kv_j) numbers to j. A ring moves at the pace of its slowest hop,
-because every block passes every hop; blocks are of equal size and independent of ownership, so a large shard costs no more
-than its tokens. ``gather`` fetches all before computing. Members' own links and the network cards of a node work at the
-same time; the cards are shared by the members of a node if the fabric says so.
+because every block passes every hop; blocks are of equal size and independent of ownership, so a large shard costs no
+more than its tokens. ``gather`` fetches all before computing. Members' own links and the network cards of a node
+work at the same time; the cards are shared by the members of a node if the fabric says so.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class GroupParts:
-    """One group's seconds per layer, forward; ``bytes`` per member without exchange buffers, ``kv`` heads per member."""
+    """One group's forward seconds per layer; ``bytes`` (without exchange buffers) and ``kv`` heads per member."""
 
     tokens: float
     linear: float
@@ -83,7 +83,7 @@ class _Hop:
 
 @lru_cache(maxsize=65536)
 def kv_heads(heads: tuple[int, ...], per_kv: int) -> tuple[int, ...]:
-    """Key-value heads that each member needs when query heads are contiguous in listed order (shared ones count twice)."""
+    """Key-value heads that each member needs; query heads are contiguous in listed order, shared KV heads count twice."""
     first, counts = 0, []
     for count in heads:
         counts.append((first + count - 1) // per_kv - first // per_kv + 1 if count else 0)

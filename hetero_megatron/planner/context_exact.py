@@ -31,10 +31,8 @@ def exact_context(problem: ContextProblem, blocks: Sequence[int]) -> tuple[Conte
     units, rest = divmod(problem.seq_length, problem.unit)
     assert not rest, "the sequence is a multiple of the unit"
     costs, best = ContextCosts(problem), None
-    tried = 0
-    for layout in _layouts(problem, units, blocks):
-        tried += 1
-        if tried > LIMIT:
+    for tried, layout in enumerate(_layouts(problem, units, blocks)):
+        if tried >= LIMIT:
             raise UserError(
                 "too many layouts for the exact solver", field="members", value=len(problem.members),
                 accepted="fewer members, token units or heads",

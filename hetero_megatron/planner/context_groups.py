@@ -72,7 +72,7 @@ def clusters(problem: ContextProblem) -> list[Grouping]:
 
 def _sizes(limit: int) -> list[int]:
     """1 to 4, then powers of two and three times powers of two, and the limit itself."""
-    small = [n for n in range(1, min(limit, 4) + 1)]
+    small = range(1, min(limit, 4) + 1)
     return sorted({*small, *(n for k in range(2, 12) for n in (2**k, 3 * 2 ** (k - 1)) if n <= limit), limit} - {0})
 
 
@@ -95,8 +95,8 @@ def equal_shares(total: int, parts: int) -> list[int]:
 def equal_layouts(problem: ContextProblem) -> list[ContextLayout]:
     """Every Ring, Ulysses and USP layout with equal shards: P = u x r with u a divisor of the query heads.
 
-    ``u`` members form an all-to-all group, of consecutive members (as in USP) or strided; r groups form the ring. Key-value
-    heads are copied where u exceeds them. Shards differ by a token where the sequence does not divide.
+    ``u`` members form an all-to-all group, of consecutive members (as in USP) or strided; r groups form the ring.
+    Key-value heads are copied where u exceeds them. Shards differ by a token where the sequence does not divide.
     """
     world, heads = len(problem.members), problem.model.num_heads
     tokens = equal_shares(problem.seq_length, world)

@@ -149,9 +149,7 @@ def _check(problem: ContextProblem) -> None:
     if problem.seq_length < 1:
         raise UserError("a sequence has a token", field="seq_length", value=problem.seq_length, accepted="1 or more")
     if options.recompute not in RECOMPUTE:
-        raise UserError(
-            "unknown recompute", field="recompute", value=options.recompute, accepted=" | ".join(RECOMPUTE)
-        )
+        raise UserError("unknown recompute", field="recompute", value=options.recompute, accepted=" | ".join(RECOMPUTE))
     unknown = [t for t in options.transports if t not in TRANSPORTS]
     if unknown:
         raise UserError("unknown transport", field="kv.transport", value=unknown[0], accepted=" | ".join(TRANSPORTS))

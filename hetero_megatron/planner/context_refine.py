@@ -51,7 +51,7 @@ def _moves(costs: ContextCosts, layout: ContextLayout, found: Evaluation, step: 
     few = len(costs.problem.members) <= FEW
     order = sorted(range(len(layout.groups)), key=lambda k: -found.group_seconds[k])
     sources = order if few else order[:1]
-    targets = order[::-1] if few else order[: -4 : -1]
+    targets = order[::-1] if few else order[:-4:-1]
     for k in sources:
         for other in targets:
             yield from _tokens(costs, layout, k, other, step, few)

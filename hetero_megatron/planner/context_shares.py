@@ -12,7 +12,9 @@ Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 
-def min_max_shares(total: int, cost: Sequence[float] | Floats, caps: Sequence[int] | Integers | None = None) -> Integers:
+def min_max_shares(
+    total: int, cost: Sequence[float] | Floats, caps: Sequence[int] | Integers | None = None
+) -> Integers:
     """Integers n_i >= 0 that sum to ``total``, n_i <= caps_i, with the least max n_i cost_i (exact).
 
     Args:
@@ -22,7 +24,9 @@ def min_max_shares(total: int, cost: Sequence[float] | Floats, caps: Sequence[in
         ValueError: the caps sum to less than ``total``.
     """
     price = np.asarray(cost, dtype=np.float64)
-    limit = np.full(len(price), total, dtype=np.int64) if caps is None else np.minimum(np.asarray(caps, np.int64), total)
+    limit = (
+        np.full(len(price), total, dtype=np.int64) if caps is None else np.minimum(np.asarray(caps, np.int64), total)
+    )
     if int(limit.sum()) < total:
         raise ValueError("caps sum to less than the total")
     level = water_level(total, 1.0 / price, limit.astype(np.float64))
