@@ -83,7 +83,7 @@ class _Hop:
 
 @lru_cache(maxsize=65536)
 def kv_heads(heads: tuple[int, ...], per_kv: int) -> tuple[int, ...]:
-    """Key-value heads that each member needs; query heads are contiguous in listed order, shared KV heads count twice."""
+    """Key-value heads that each member needs; query heads are contiguous in listed order, shared ones count twice."""
     first, counts = 0, []
     for count in heads:
         counts.append((first + count - 1) // per_kv - first // per_kv + 1 if count else 0)
