@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/bench_context_scheduler.py [--cards node|chip|both] [--quick]
 
-Nothing runs on accelerators: seconds are those of ``planner/context_cost.py`` with data-sheet rates x default efficiencies
-(``planner/rates.py``), the same for all layouts. The paper's figures stand beside ours for orientation; its cost model,
-its 13B and 70B configurations and most of its clusters' compositions are not public.
+Nothing runs on accelerators: seconds are those of ``planner/context_cost.py`` with data-sheet rates x default
+efficiencies (``planner/rates.py``), the same for all layouts. The paper's figures stand beside ours for orientation; its
+cost model, its 13B and 70B configurations and most of its clusters' compositions are not public.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import machine  # noqa: E402
-from hetero_megatron.cluster import Cluster, load_cluster  # noqa: E402
-from hetero_megatron.errors import UserError  # noqa: E402
-from hetero_megatron.planner.context import ContextChoice, schedule_context  # noqa: E402
-from hetero_megatron.planner.context_cluster import problem_from_cluster  # noqa: E402
-from hetero_megatron.planner.context_problem import ContextOptions, ContextProblem  # noqa: E402
-from hetero_megatron.spec import ModelSpec, load_model  # noqa: E402
+from benchmarks.common import machine
+from hetero_megatron.cluster import Cluster, load_cluster
+from hetero_megatron.errors import UserError
+from hetero_megatron.planner.context import ContextChoice, schedule_context
+from hetero_megatron.planner.context_cluster import problem_from_cluster
+from hetero_megatron.planner.context_problem import ContextOptions, ContextProblem
+from hetero_megatron.spec import ModelSpec, load_model
 
 CLUSTERS = Path(__file__).resolve().parent.parent / "examples" / "clusters"
 SIMULATIONS = {"sim 1": "hexiseq_sim1_32", "sim 2": "hexiseq_sim2_64", "sim 3": "hexiseq_sim3_128"}
@@ -46,18 +46,6 @@ def cluster_of(name: str) -> Cluster:
 
 def problem_of(model: str, cluster: Cluster, length: int, shared: bool) -> ContextProblem:
     return problem_from_cluster(model_of(model), cluster, length, options=OPTIONS, cards_shared=shared)
-
-
-def ideal_seconds(problem: ContextProblem) -> float:
-    """Seconds if all work were divided in proportion to speed and nothing had to travel: below any layout."""
-    tokens, model = problem.seq_length, problem.model
-    runs = 2 if problem.options.recompute == "full" else 1
-    rows = problem.members
-    linear = problem.layers * (runs + 2) * problem.linear_flops + 3 * problem.head_flops
-    backward = min(m.attention_backward for m in rows)
-    attention = problem.layers * (runs + backward) * problem.pair_flops * model.num_heads
-    # One chip may be relatively better at attention: the bound gives every FLOP to the rate it runs at everywhere.
-    return tokens * (linear / sum(m.gemm_flops for m in rows) + attention / sum(m.attention_flops for m in rows))
 
 
 def share_text(choice: ContextChoice) -> str:
@@ -83,7 +71,7 @@ def gains(lengths: Sequence[int], shared: bool) -> None:
                 except UserError:
                     print(f"{start} none fits | - | none fits | - | - | - |")
                     continue
-                bound = ideal_seconds(problem) / choice.seconds
+                bound = choice.bound / choice.seconds
                 equal, name = choice.baseline_evaluation, choice.baseline.name if choice.baseline else ""
                 if equal is None or choice.gain is None:
                     print(f"{start} none fits | - | {share_text(choice)} | {choice.seconds:.2f} | - | {bound:.2f} |")
@@ -93,17 +81,18 @@ def gains(lengths: Sequence[int], shared: bool) -> None:
                     f"{start} {name} | {equal.seconds:.2f} | {share_text(choice)} | {choice.seconds:.2f} | "
                     f"{choice.gain:.2f} | {bound:.2f} |"
                 )
+    geometric = math.exp(statistics.mean(map(math.log, found)))
     print(
-        f"\nMean {statistics.mean(found):.2f} x (geometric {math.exp(statistics.mean(map(math.log, found))):.2f}), most "
-        f"{max(found):.2f} x, least {min(found):.2f} x over {len(found)} cases. Paper (simulated): mean 1.36 x, most 1.72 x."
+        f"\nMean {statistics.mean(found):.2f} x (geometric {geometric:.2f}), most {max(found):.2f} x, least "
+        f"{min(found):.2f} x over {len(found)} cases. Paper (simulated): mean 1.36 x, most 1.72 x."
     )
 
 
 def matched(lengths: Sequence[int], shared: bool) -> None:
     print(
         f"\n## FLOP-matched: ours on the mixed cluster against the best equal layout on A100s; 25 GB/s for each "
-        f"{'node' if shared else 'chip'}\n\n| pair | model | tokens | mixed tokens/s | A100 tokens/s | layout | ratio | "
-        "per data-sheet FLOP | per assumed FLOP |\n|---|---|---|---|---|---|---|---|---|"
+        f"{'node' if shared else 'chip'}\n\n| pair | model | tokens | mixed tokens/s | A100 tokens/s | layout | "
+        "ratio | per data-sheet FLOP | per assumed FLOP |\n|---|---|---|---|---|---|---|---|---|"
     )
     ratios = []
     for pair, files in PAIRS.items():
@@ -131,16 +120,15 @@ def matched(lengths: Sequence[int], shared: bool) -> None:
                 )
     means = [statistics.mean(column) for column in zip(*ratios)]
     print(
-        f"\nMean ratio {means[0]:.3f}, per data-sheet FLOP {means[1]:.3f}, per assumed FLOP {means[2]:.3f}. Paper: 0.995 "
-        "against its best homogeneous layout (about 0.94 per data-sheet FLOP: the mixed sides have 5.4 % more)."
+        f"\nMean ratio {means[0]:.3f}, per data-sheet FLOP {means[1]:.3f}, per assumed FLOP {means[2]:.3f}. Paper: "
+        "0.995 against its best homogeneous layout (about 0.94 per data-sheet FLOP: the mixed sides have 5.4 % more)."
     )
 
 
 def times(scales: Sequence[int], lengths: Sequence[int]) -> None:
     base = cluster_of("hexiseq_sim3_128")
-    print(
-        "\n## Scheduling time\n\n| chips | model | tokens | CPU s | wall s | layouts | paper s |\n|---|---|---|---|---|---|---|"
-    )
+    print("\n## Scheduling time\n\n| chips | model | tokens | CPU s | wall s | layouts | paper s |")
+    print("|---|---|---|---|---|---|---|")
     for scale in scales:
         nodes = tuple(replace(group, count=group.count * scale) for group in base.nodes)
         cluster = replace(base, nodes=nodes)

@@ -123,7 +123,8 @@ def test_never_worse_than_ring_ulysses_and_usp(seed: int) -> None:
     for layout in equal_layouts(problem):
         found = costs.evaluate(layout)
         assert not found.fits or choice.seconds <= found.seconds * (1 + 1e-12), layout
-    assert choice.gain is not None and choice.gain >= 1
+        assert found.seconds >= choice.bound * (1 - 1e-9)
+    assert choice.gain is not None and choice.gain >= 1 and choice.seconds >= choice.bound * (1 - 1e-9)
 
 
 def test_equal_layouts_are_all_factorisations() -> None:

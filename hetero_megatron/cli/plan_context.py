@@ -108,6 +108,7 @@ def report(problem: ContextProblem, choice: ContextChoice, plan: Plan, notices: 
             "micro_batch_seconds": choice.baseline_evaluation.seconds if choice.baseline_evaluation else None,
         },
         "gain": choice.gain,
+        "bound_seconds": choice.bound,
         "layouts_tried": choice.tried,
         "layouts_too_large": choice.rejected,
         "notices": list(notices),
@@ -140,7 +141,7 @@ def _text(problem: ContextProblem, choice: ContextChoice, plan: Plan, notices: S
         "",
         f"exchange between groups: {describe(choice.layout)}",
         f"micro-batch: {choice.seconds:.4g} s, {tokens_per_second:.4g} tokens/s ({choice.tried} layouts tried, "
-        f"{choice.rejected} too large)",
+        f"{choice.rejected} too large); no layout can take less than {choice.bound:.4g} s at these speeds",
     ]
     equal = choice.baseline_evaluation
     if choice.baseline is None or equal is None:

@@ -7,26 +7,30 @@ them under this model. No randomness and no clock: the same problem gives the sa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.context_balance import Balancer
+from hetero_megatron.planner.context_bound import speed_bound
 from hetero_megatron.planner.context_cost import ContextCosts, Evaluation
 from hetero_megatron.planner.context_groups import (
     Grouping,
     block_sizes,
-    by_node,
     clusters,
     equal_layouts,
-    nodes_of,
+    nodes_by_kind,
     partitions,
+    per_kind,
 )
 from hetero_megatron.planner.context_problem import ContextLayout, ContextProblem
 from hetero_megatron.planner.context_refine import refine
 
 SMALL = 6  # up to so many members, all groupings are tried
 KEPT = 4  # layouts that are refined
+VARIED = 8  # groupings that are tried by every transport and with whole key-value heads
+MOST_GATHERED = 64  # groups beyond which gathering is not tried: every member would message hundreds of others
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class ContextChoice:
     Args:
         seconds: of one micro-batch, forward and backward through the stage.
         baseline: the best of Ring, Ulysses and USP with equal shards; None where none of them fits in memory.
+        bound: seconds that no layout can be below, by the members' speeds.
         tried: layouts that were evaluated; rejected: of those, how many do not fit.
     """
 
@@ -43,6 +48,7 @@ class ContextChoice:
     evaluation: Evaluation
     baseline: ContextLayout | None
     baseline_evaluation: Evaluation | None
+    bound: float
     tried: int
     rejected: int
 
@@ -93,6 +99,7 @@ def schedule_context(problem: ContextProblem, exhaustive: bool | None = None) ->
     found = _balanced(search, Balancer(search.costs), groupings)
     if not small:
         found = _sizes_per_kind(search, found)
+    _balanced(search, Balancer(search.costs), [grouping for _, grouping in found[: None if small else VARIED]], True)
     _without_slow(search, found)
     for layout in search.best(KEPT):
         _polish(search, layout)
@@ -105,23 +112,31 @@ def schedule_context(problem: ContextProblem, exhaustive: bool | None = None) ->
         evaluation=search.seen[best[0]],
         baseline=baseline,
         baseline_evaluation=search.seen[baseline] if baseline is not None else None,
+        bound=speed_bound(problem),
         tried=len(search.seen),
         rejected=sum(not found.fits for found in search.seen.values()),
     )
 
 
-def _balanced(search: _Search, balancer: Balancer, groupings: Iterable[Grouping]) -> list[tuple[float, Grouping]]:
-    """Evaluate the balanced shares of every grouping, by every transport; (seconds, grouping), best first."""
+def _balanced(
+    search: _Search, balancer: Balancer, groupings: Iterable[Grouping], variants: bool = False
+) -> list[tuple[float, Grouping]]:
+    """Evaluate the balanced shares of every grouping; (seconds, grouping), best first.
+
+    Args:
+        variants: also by gathering, and with whole key-value heads; else as a ring (or by all-to-all alone).
+    """
     problem, found = search.problem, []
-    variants = (False, True) if problem.model.queries_per_kv > 1 else (False,)
+    whole = (False, True) if variants and problem.model.queries_per_kv > 1 else (False,)
     for grouping in groupings:
-        block = _first_block(problem, len(grouping))
+        transports = [t for t in problem.options.transports if t != "gather" or len(grouping) <= MOST_GATHERED]
+        if len(grouping) == 1 or not transports:
+            transports = ["a2a"][: 1 if len(grouping) == 1 else 0]
         seconds = float("inf")
-        for transport in problem.options.transports if len(grouping) > 1 else ("a2a",):
-            if transport == "gather" and len(grouping) > 256:
-                continue  # every rank would message hundreds of others
-            for whole_kv in variants:
-                evaluation = search.add(balancer.balance(grouping, transport, block, whole_kv))
+        for transport in transports if variants else transports[:1]:
+            for whole_kv in whole:
+                layout = balancer.balance(grouping, transport, _first_block(problem, len(grouping)), whole_kv)
+                evaluation = search.add(layout)
                 if evaluation is not None and evaluation.fits:
                     seconds = min(seconds, evaluation.seconds)
         found.append((seconds, grouping))
@@ -134,28 +149,37 @@ def _first_block(problem: ContextProblem, groups: int) -> int:
 
 
 def _sizes_per_kind(search: _Search, found: list[tuple[float, Grouping]]) -> list[tuple[float, Grouping]]:
-    """Coordinate descent over the group size inside the nodes of each kind."""
+    """Coordinate descent over (nodes per group, members of each) of every kind of node, from the best common pair."""
     problem = search.problem
-    widths: dict[int, int] = {}
-    for node in nodes_of(problem):
-        kind = problem.members[node[0]].kind
-        widths[kind] = max(widths.get(kind, 0), len(node))
-    if len(widths) == 1:
+    kinds = nodes_by_kind(problem)
+    if len(kinds) == 1:
         return found
     balancer = Balancer(search.costs)
-    best: tuple[float, dict[int, int]] = (float("inf"), dict.fromkeys(widths, 1))
-    for size in (1, 2, 4, 8, 16):  # the best common size is where the descent starts
-        chosen = {kind: min(size, width) for kind, width in widths.items()}
-        seconds = _balanced(search, balancer, [by_node(problem, lambda k, c=chosen: c[k])])[0][0]  # type: ignore[misc]
-        best = min(best, (seconds, chosen), key=lambda item: item[0])
-    for kind, width in widths.items():
-        for size in {1, 2, 4, 8, width} - {best[1][kind]}:
-            if size <= width:
-                chosen = {**best[1], kind: size}
-                grouping = by_node(problem, lambda k, c=chosen: c[k])  # type: ignore[misc]
-                found += _balanced(search, balancer, [grouping])
-                best = min(best, (found[-1][0], chosen), key=lambda item: item[0])
-    return sorted(found, key=lambda item: item[0])
+
+    def trial(sizes: dict[int, tuple[int, int]]) -> float:
+        grouping = per_kind(problem, sizes)
+        if grouping not in known:
+            known[grouping] = _balanced(search, balancer, [grouping])[0][0]
+        return known[grouping]
+
+    known = {grouping: seconds for seconds, grouping in found}
+    options = {kind: _pairs(len(row), max(map(len, row))) for kind, row in kinds.items()}
+    common = {pair for row in options.values() for pair in row}
+    starts = [{kind: _nearest(row, pair) for kind, row in options.items()} for pair in sorted(common)]
+    best = min(starts, key=trial)
+    for kind, row in options.items():
+        best = min([best, *({**best, kind: pair} for pair in row)], key=trial)
+    return sorted(((seconds, grouping) for grouping, seconds in known.items()), key=lambda item: item[0])
+
+
+def _pairs(nodes: int, width: int) -> list[tuple[int, int]]:
+    """(nodes, members of each) for one kind: whole nodes and parts of them, and strides over a few nodes or all."""
+    each = sorted({1, 2, 4, width} & set(range(1, width + 1)))
+    return [(n, e) for n in sorted({1, 2, 4, nodes}) if n <= nodes for e in each]
+
+
+def _nearest(pairs: list[tuple[int, int]], to: tuple[int, int]) -> tuple[int, int]:
+    return min(pairs, key=lambda p: (abs(math.log(p[0] / to[0])) + abs(math.log(p[1] / to[1])), p))
 
 
 def _without_slow(search: _Search, found: list[tuple[float, Grouping]]) -> None:
@@ -168,7 +192,7 @@ def _without_slow(search: _Search, found: list[tuple[float, Grouping]]) -> None:
     for count in range(1, len(order)):
         dropped = frozenset(i for i, m in enumerate(problem.members) if m.kind in order[:count])
         balancer = Balancer(search.costs, dropped)
-        _balanced(search, balancer, [grouping for _, grouping in found[:3]])
+        _balanced(search, balancer, [grouping for _, grouping in found[:3]], True)
 
 
 def _polish(search: _Search, layout: ContextLayout) -> None:

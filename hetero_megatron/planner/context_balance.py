@@ -23,6 +23,7 @@ class Balancer:
 
     def __init__(self, costs: ContextCosts, idle: frozenset[int] = frozenset()) -> None:
         self.costs, self.problem, self.idle = costs, costs.problem, idle
+        self._heads: dict[object, tuple[int, ...]] = {}
         self._caps: dict[object, float] = {}
         self._tokens: dict[object, tuple[int, ...]] = {}
 
@@ -70,10 +71,15 @@ class Balancer:
 
     def heads(self, group: tuple[int, ...], whole_kv: bool) -> tuple[int, ...]:
         """Query heads per member, so that the slowest takes least time (exact)."""
-        model, cost = self.problem.model, self.costs.pair[list(group)]
-        if whole_kv and model.num_kv_heads >= len(group):
-            return tuple(int(n) * model.queries_per_kv for n in min_max_shares(model.num_kv_heads, cost))
-        return tuple(int(n) for n in min_max_shares(model.num_heads, cost))
+        model = self.problem.model
+        whole_kv = whole_kv and model.num_kv_heads >= len(group)
+        key = (self.costs.signature(group), whole_kv)
+        if key not in self._heads:
+            cost = self.costs.pair[list(group)]
+            size = model.queries_per_kv if whole_kv else 1
+            shares = min_max_shares(model.num_heads // size, cost)
+            self._heads[key] = tuple(int(n) * size for n in shares)
+        return self._heads[key]
 
     def _limits(self, group: tuple[int, ...], heads: tuple[int, ...], buffer: float) -> tuple[Floats, Floats, float]:
         """Tokens that member d may own: (free_d - group's tokens x each_d) / per token."""

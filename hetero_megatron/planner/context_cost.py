@@ -340,7 +340,8 @@ class ContextCosts:
             return float(size * self.intra[self.kind].max())
         kinds = np.unique(self.kind)
         # Gathered once per node over its cards, then spread over the faster links inside.
-        return float(size * max(self.inter[np.ix_(kinds, kinds)].max(), self.intra[kinds].max()))
+        cards = 1 if self.problem.fabric.shared else int(np.bincount(self.node).min())
+        return float(size * max(self.inter[np.ix_(kinds, kinds)].max() / cards, self.intra[kinds].max()))
 
     def _memory(self, layout: ContextLayout, parts: Sequence[GroupParts]) -> tuple[bool, tuple[float, ...]]:
         buffer = kv_bytes(self.problem, layout) if len(parts) > 1 else 0.0

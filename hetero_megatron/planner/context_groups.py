@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from hetero_megatron.planner.context_problem import ContextGroup, ContextLayout, ContextProblem
 
@@ -21,24 +21,56 @@ def chunks(items: Sequence[int], size: int) -> list[tuple[int, ...]]:
     return [tuple(items[i : i + size]) for i in range(0, len(items), size)]
 
 
-def by_node(problem: ContextProblem, size_of: Callable[[int], int]) -> Grouping:
-    """Every node cut into groups of ``size_of(kind)`` members."""
-    result: list[tuple[int, ...]] = []
-    for node in nodes_of(problem):
-        result += chunks(node, max(1, size_of(problem.members[node[0]].kind)))
-    return tuple(result)
+def grid(problem: ContextProblem, nodes: int, each: int, order: str) -> Grouping:
+    """Groups of ``each`` members from each of ``nodes`` nodes; the groups of a block of nodes follow one another.
+
+    With ``each`` below a node's width the ring runs inside nodes and crosses once per block, while the all-to-all runs
+    between nodes (LoongTrain's context-first placement); with all of a node, groups are whole nodes.
+
+    Args:
+        order: ``file``; ``kind``: no block has nodes of two kinds; ``mixed``: kinds evenly through all blocks.
+    """
+    listed, kinds = nodes_of(problem), nodes_by_kind(problem)
+    rows = [listed]
+    if order == "kind":
+        rows = list(kinds.values())
+    elif order == "mixed":
+        spread = [((i + 0.5) / len(row), kind, node) for kind, row in kinds.items() for i, node in enumerate(row)]
+        rows = [[node for _, _, node in sorted(spread)]]
+    return tuple(group for row in rows for group in blocks_of(row, nodes, each))
 
 
-def across_nodes(problem: ContextProblem, nodes: int, mixed: bool) -> Grouping:
-    """Groups of ``nodes`` consecutive nodes, of one kind each unless ``mixed``."""
+def blocks_of(row: Sequence[tuple[int, ...]], nodes: int, each: int) -> list[tuple[int, ...]]:
+    """Groups of ``each`` members from each of ``nodes`` consecutive nodes of a row."""
     result: list[tuple[int, ...]] = []
+    for start in range(0, len(row), nodes):
+        block = row[start : start + nodes]
+        for at in range(0, max(map(len, block)), each):
+            result.append(tuple(m for node in block for m in node[at : at + each]))
+    return [group for group in result if group]
+
+
+def nodes_by_kind(problem: ContextProblem) -> dict[int, list[tuple[int, ...]]]:
     kinds: dict[int, list[tuple[int, ...]]] = {}
     for node in nodes_of(problem):
-        kinds.setdefault(0 if mixed else problem.members[node[0]].kind, []).append(node)
-    for listed in kinds.values():
-        for start in range(0, len(listed), nodes):
-            result.append(tuple(m for node in listed[start : start + nodes] for m in node))
-    return tuple(result)
+        kinds.setdefault(problem.members[node[0]].kind, []).append(node)
+    return kinds
+
+
+def per_kind(problem: ContextProblem, sizes: dict[int, tuple[int, int]]) -> Grouping:
+    """Each kind's nodes cut by its own (nodes, each), kinds one after the other."""
+    return tuple(g for kind, row in nodes_by_kind(problem).items() for g in blocks_of(row, *sizes[kind]))
+
+
+def filled(problem: ContextProblem, size: int) -> Grouping:
+    """Groups of ``size`` where nodes give that many; smaller nodes and what is left of larger ones go together."""
+    result: list[tuple[int, ...]] = []
+    rest: list[int] = []
+    for node in nodes_of(problem):
+        whole = chunks(node, size)
+        result += [part for part in whole if len(part) == size]
+        rest += [m for part in whole if len(part) < size for m in part]
+    return (*result, *chunks(rest, size))
 
 
 def striped(problem: ContextProblem, count: int) -> Grouping:
@@ -57,23 +89,25 @@ def clusters(problem: ContextProblem) -> list[Grouping]:
     """Groupings by topology, without repetitions: inside nodes, over several nodes, strided, and striped over kinds."""
     nodes = nodes_of(problem)
     widest, world = max(map(len, nodes)), len(problem.members)
-    found: list[Grouping] = [by_node(problem, lambda kind, u=size: u) for size in _sizes(widest)]  # type: ignore[misc]
-    count = 2
-    while count < 2 * len(nodes):
-        found += [across_nodes(problem, count, False), across_nodes(problem, count, True)]
-        count *= 2
+    kinds = len({member.kind for member in problem.members})
+    found: list[Grouping] = [tuple(blocks_of(nodes, 1, size)) for size in _sizes(widest)]
+    for order in ("file", "kind", "mixed") if kinds > 1 else ("file",):
+        for count in _sizes(len(nodes), 2):
+            found += [grid(problem, count, each, order) for each in _sizes(widest, 2)]
     found.append((tuple(range(world)),))
-    # Strided: the ring runs inside nodes, the all-to-all between them (LoongTrain's context-first placement).
-    found += [tuple(tuple(range(k, world, r)) for k in range(r)) for r in _sizes(min(world // 2, 256))]
-    if len({member.kind for member in problem.members}) > 1:
+    # Strided over everything: the ring stays inside nodes as far as it can.
+    found += [tuple(tuple(range(k, world, r)) for k in range(r)) for r in _sizes(min(world // 2, 128))]
+    if len(set(map(len, nodes))) > 1:
+        found += [filled(problem, size) for size in _sizes(widest)]
+    if kinds > 1:
         found += [striped(problem, k) for k in _sizes(min(world // 2, 256))]
     return list(dict.fromkeys(found))
 
 
-def _sizes(limit: int) -> list[int]:
-    """1 to 4, then powers of two and three times powers of two, and the limit itself."""
-    small = range(1, min(limit, 4) + 1)
-    return sorted({*small, *(n for k in range(2, 12) for n in (2**k, 3 * 2 ** (k - 1)) if n <= limit), limit} - {0})
+def _sizes(limit: int, base: int = 3) -> list[int]:
+    """Powers of two up to the limit, and the limit; with base 3 also three times powers of two."""
+    powers = {2**k for k in range(12)} | ({3 * 2**k for k in range(11)} if base == 3 else set())
+    return sorted({n for n in powers if n <= limit} | {limit})
 
 
 def partitions(items: Sequence[int]) -> Iterator[Grouping]:
