@@ -10,9 +10,7 @@ from hetero_megatron.errors import UserError
 
 _NOT_BUILT = {
     "plan": "search for the best plan",
-    "predict": "simulate one plan",
     "calibrate": "measure chips and links",
-    "testbed": "emulate a cluster on this machine",
     "convert": "convert checkpoints",
     "plugins": "list and check platforms",
     "report": "a page about a run",
@@ -25,8 +23,22 @@ def _doctor(argv: Sequence[str]) -> int:
     return doctor(argv)
 
 
+def _predict(argv: Sequence[str]) -> int:
+    from hetero_megatron.cli.predict import main as predict
+
+    return predict(argv)
+
+
+def _testbed(argv: Sequence[str]) -> int:
+    from hetero_megatron.cli.testbed import main as testbed
+
+    return testbed(argv)
+
+
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "doctor": (_doctor, "what this machine has, what is missing, how to mend it"),
+    "predict": (_predict, "step time, memory and timeline of one plan, by simulation"),
+    "testbed": (_testbed, "run a command on a heterogeneous cluster that is emulated on this machine"),
 }
 
 

@@ -54,15 +54,44 @@ class CostOptions:
         margin: share of a chip's memory that no plan may use (fragmentation, kernels' workspaces).
         moments: per element: 2 for Adam, 1 for SGD with momentum.
         host_bandwidth: bytes/s between chip and host memory, for offloaded optimizers (PCIe 4: 0.8 x 31 GB/s).
+        overlap: gradients leave during the last backward, as our runtime sends them; False: after it.
+        sharded: a rank updates what it owns, as in our runtime; False: all that it holds (the bytes of an all-reduce
+            are those of reduction and spread together).
+        gradient_bytes: per element on the way; None: as in our runtime, at least 4.
+        The last three describe other frameworks, whose runs are predicted to judge the predictor.
     """
 
     margin: float = 0.06
     moments: int = 2
     host_bandwidth: float = 25e9
+    overlap: bool = True
+    sharded: bool = True
+    gradient_bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class UnitSeconds:
+    """(forward, backward) seconds of one layer, of the embedding and of the head, TP collectives included; ``action``
+    once per F or B."""
+
+    layer: tuple[float, float]
+    embed: tuple[float, float]
+    head: tuple[float, float]
+    action: float = 0.0
+
+    def total(self, layers: int, full: int, embed: bool, head: bool) -> tuple[float, float]:
+        """(forward, backward) of a stage; ``full`` of its layers run again in backward."""
+        forward, backward = (
+            layers * self.layer[i] + embed * self.embed[i] + head * self.head[i] + self.action for i in (0, 1)
+        )
+        return forward, backward + full * self.layer[0]
 
 
 class CostModel:
     """Costs of stages of one model on one cluster at one sequence length.
+
+    Args:
+        rates: instead of those that the cluster file and the data sheets give.
 
     Raises:
         UserError: chips without rates and without a usable data sheet, malformed rates, an unknown dtype.
@@ -75,12 +104,13 @@ class CostModel:
         seq_length: int,
         dtype: str = "bf16",
         options: CostOptions = CostOptions(),
+        rates: Rates | None = None,
     ) -> None:
         if dtype not in ITEM_BYTES:
             raise UserError("unknown dtype", field="dtype", value=dtype, accepted=", ".join(ITEM_BYTES))
         self.model, self.cluster, self.seq_length, self.dtype, self.options = model, cluster, seq_length, dtype, options
         self.item, self.wide = ITEM_BYTES[dtype], max(ITEM_BYTES[dtype], 4)
-        self.rates: Rates = load_rates(cluster, dtype)
+        self.rates: Rates = rates or load_rates(cluster, dtype)
         self._operators: dict[str, Operators] = {}
         self._node = {c: max(g.chips_per_node for g in cluster.nodes if g.chip == c) for c in cluster.chips}
         self._home = {c: next(g.name for g in cluster.nodes if g.chip == c) for c in cluster.chips}
@@ -115,43 +145,30 @@ class CostModel:
         if key not in self._seconds:
             rows = -(-micro_batch_size // stage.dp)
             link = self.tp_link(stage.chip, stage.tp) if stage.tp > 1 else None
-            self._seconds[key] = self.unit_seconds(
-                self.operators(stage.chip), 1 / stage.tp, stage.tp, rows, link, stage.layers, stage.embed, stage.head,
-                stage.recompute, stage.first,
-            )  # fmt: skip
+            swap = self.tp_exchange_seconds(stage.tp, rows, link)
+            parts = self.unit_seconds(self.operators(stage.chip), 1 / stage.tp, rows, swap, stage.recompute)
+            full = {"full": stage.layers, "first": stage.first}.get(stage.recompute, 0)
+            self._seconds[key] = parts.total(stage.layers, full, stage.embed, stage.head)
         return self._seconds[key]
 
     def unit_seconds(
-        self,
-        operators: Operators,
-        share: float,
-        tp: int,
-        rows: int,
-        link: LinkRates | None,
-        layers: int,
-        embed: bool,
-        head: bool,
-        recompute: str,
-        first: int,
-    ) -> tuple[float, float]:
-        """(forward, backward) of one rank of a TP group; ``share``: its part of heads and columns."""
+        self, operators: Operators, share: float, rows: int, swap: float, recompute: str = "none"
+    ) -> UnitSeconds:
+        """Times of one rank of a TP group.
+
+        Args:
+            share: its part of heads and columns; rows: sequences of the micro-batch that the group computes.
+            swap: seconds of one gather or scatter of the group's activations.
+        """
         length = self.seq_length
-        layer = operators.layer(share, rows, length)
-        swap = self.tp_exchange_seconds(tp, rows, link)  # one gather or scatter of the unit's activations
-        forward = layer[0] + 4 * swap
-        full = {"full": layers, "first": first}.get(recompute, 0)
-        again = full * forward
-        if recompute == "selective":
-            again += layers * operators.attention(share, rows, length)[0]
-        seconds = [layers * forward, layers * (layer[1] + 4 * swap) + again]
-        if embed:
-            for i, compute in enumerate(operators.embed(share, rows, length)):
-                seconds[i] += compute + swap
-        if head:
-            for i, compute in enumerate(operators.head(share, rows, length)):
-                seconds[i] += compute + swap
-        fixed = operators.rates.action_seconds
-        return seconds[0] + fixed, seconds[1] + fixed
+        layer, embed, head = (f(share, rows, length) for f in (operators.layer, operators.embed, operators.head))
+        again = operators.attention(share, rows, length)[0] if recompute == "selective" else 0.0
+        return UnitSeconds(
+            layer=(layer[0] + 4 * swap, layer[1] + 4 * swap + again),
+            embed=(embed[0] + swap, embed[1] + swap),
+            head=(head[0] + swap, head[1] + swap),
+            action=operators.rates.action_seconds if rows else 0.0,
+        )
 
     def tp_exchange_seconds(self, tp: int, rows: int, link: LinkRates | None) -> float:
         """One gather or scatter-sum of [rows, seq, hidden] inside a TP group: a ragged all-to-all in which every rank
@@ -159,7 +176,7 @@ class CostModel:
         if tp == 1 or link is None:
             return 0.0
         size = rows * self.seq_length * self.model.hidden_size * self.item * (tp - 1) / tp
-        alpha, beta = link.all_to_all or (link.alpha * (tp - 1), link.beta)
+        alpha, beta = link.all_to_all or (link.alpha, link.beta)
         # Over a node's shared network cards all ranks of the group send at once.
         return alpha + size * beta
 
@@ -211,7 +228,8 @@ class CostModel:
             sent = held * (copies - 1) / copies
             sharing = 1 if same_node else min(stage.tp * stage.dp, self._node[stage.chip])
             for i, item in enumerate((self.wide, self.item)):
-                total[i] = max(total[i], link.latency * (copies - 1) + sent * item * sharing / link.bandwidth)
+                posting = (ranks - 1) * self.message_seconds(stage.chip)
+                total[i] = max(total[i], link.latency + posting + sent * item * sharing / link.bandwidth)
         return total[0], total[1]
 
     @staticmethod

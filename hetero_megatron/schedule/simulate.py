@@ -140,7 +140,11 @@ class _Run:
             end(arrival)
 
 
-def _seconds(count: int, costs: Costs):  # type: ignore[no-untyped-def]
+Table = list[Mapping[str, float]]
+Directions = tuple[list[float], list[float]]
+
+
+def _seconds(count: int, costs: Costs) -> tuple[Table, Table, Directions, Directions]:
     """(compute by stage and kind, host by stage and kind, link and latency by direction and sending stage)."""
     link = list(costs.link or (0.0,) * (count - 1))
     back, latency = list(costs.link_back or link), list(costs.latency or (0.0,) * (count - 1))
@@ -158,7 +162,7 @@ def _seconds(count: int, costs: Costs):  # type: ignore[no-untyped-def]
             raise UserError(
                 f"the schedule has {count} stages", field=name, value=list(values), accepted=f"{want} values"
             )
-    compute = [
+    compute: Table = [
         {
             "F": costs.forward[s],
             "B": costs.backward[s],
@@ -168,5 +172,5 @@ def _seconds(count: int, costs: Costs):  # type: ignore[no-untyped-def]
         }
         for s in range(count)
     ]
-    by_kind = [{kind: host[s].get(kind, 0.0) for kind in COMMUNICATION} for s in range(count)]
+    by_kind: Table = [{kind: host[s].get(kind, 0.0) for kind in COMMUNICATION} for s in range(count)]
     return compute, by_kind, ([*link, 0.0], [0.0, *back]), ([*latency, 0.0], [0.0, *latency])
