@@ -13,17 +13,19 @@ from hetero_megatron.ops.spec import OpSpec
 
 
 class Split(NamedTuple):
-    """Forward and backward of an operator that autograd does not call, because a collective lies between them."""
+    """Forward and backward of an operator that autograd does not call, because a collective lies between them.
 
-    forward: Callable[..., tuple[Any, ...]]
+    ``forward(*args)`` returns (results, saved), ``backward(grad, saved, ...)`` the gradients.
+    """
+
+    forward: Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]
     backward: Callable[..., tuple[Any, ...]]
 
 
 def bind(spec: OpSpec, kernel: Kernel) -> Any:
     """``kernel`` as the operator is called: results as a tensor (or a tuple of several)."""
     if spec.split:
-        assert kernel.backward is not None
-        return Split(kernel.forward, kernel.backward)
+        return _split(spec, kernel)
     if kernel.apply is not None:
         return kernel.apply
     if spec.differentiable:
@@ -31,6 +33,20 @@ def bind(spec: OpSpec, kernel: Kernel) -> Any:
     if spec.in_place:
         return kernel.forward
     return _first(kernel.forward) if len(spec.results) == 1 else kernel.forward
+
+
+def _split(spec: OpSpec, kernel: Kernel) -> Split:
+    pick, count, run = _picker([spec.index(name) for name in spec.saves]), len(spec.results), kernel.backward
+    assert run is not None, f"{kernel}: no backward"
+
+    def forward(*args: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        made = kernel.forward(*args)
+        return made[:count], made[count:] if kernel.private else pick(args + made)
+
+    def backward(grad: torch.Tensor, saved: tuple[Any, ...], *rest: Any) -> tuple[Any, ...]:
+        return run(grad, *saved, *rest)
+
+    return Split(forward, backward)
 
 
 def _first(forward: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -47,8 +48,28 @@ def default_kernels(
     tp: int = 1,
     requests: Mapping[str, str] | None = None,
     field: str = "kernels",
+    compiled: bool = False,
 ) -> KernelPlan:
     """The kernel plan of a stage from torch's own providers, without plugins."""
-    kind = torch.device(device).type
-    signatures = [Signature(op, kind, dtype, dims=dims) for op, dims in stage_operators(spec, share, head, tp)]
-    return resolve(torch_registry(), signatures, requests, field)
+    base = Signature("", torch.device(device).type, dtype, compiled=compiled)
+    return resolve(torch_registry(), stage_signatures(base, spec, share, head, tp), requests, field)
+
+
+# What a compiled layer calls; loss and update are called outside.
+_IN_LAYERS = ("gemm", "rms_norm", "add_rms_norm", "layer_norm", "rope", "swiglu", "gelu", "squared_relu", "attention")
+
+
+def stage_signatures(
+    base: Signature, spec: ModelSpec, share: Share, head: bool, tp: int, wanted: Iterable[str] = ()
+) -> list[Signature]:
+    """A signature per operator of a stage; device, dtype and the like are those of ``base``.
+
+    Args:
+        wanted: further operators, which only run if somebody asks for them (``linear_cross_entropy``).
+    """
+    operators = dict(stage_operators(spec, share, head, tp))
+    if "linear_cross_entropy" in wanted and head and tp == 1:
+        operators["linear_cross_entropy"] = operators.pop("cross_entropy")
+    return [
+        replace(base, op=op, dims=dims, compiled=base.compiled and op in _IN_LAYERS) for op, dims in operators.items()
+    ]

@@ -1,6 +1,7 @@
 """One rank's part of cross-entropy over a vocabulary that is cut, evenly or not, over a tensor-parallel group.
 
-``forward`` gives three numbers per token, which the group combines; ``backward`` gets the combined ones.
+``forward`` gives three numbers per token, which the group combines; ``backward`` gets (grad, saved, labels, peak,
+normalizer, start) with the combined peak and normalizer.
 """
 
 from __future__ import annotations
@@ -50,15 +51,28 @@ def gradient(
 
 
 def statistics(logits: torch.Tensor, labels: torch.Tensor, start: int) -> tuple[torch.Tensor, ...]:
-    """The definition without a second copy of the logits."""
+    """The definition in place: full-precision logits become exp(logit - top), which backward needs."""
+    like = logits.new_empty(0)  # remembers the dtype
     if logits.shape[-1] == 0:
-        return definition(logits, labels, start)
-    values = logits.to(wide(logits.dtype), copy=True)
+        top, total, target = definition(logits, labels, start)
+        return top, total, target, logits.to(wide(logits.dtype)), like, top
+    values = logits.detach().to(wide(logits.dtype))
     top = values.amax(-1)
     values.sub_(top[..., None])
     mine, local = _local(labels, start, logits.shape[-1])
     target = torch.where(mine, values.gather(-1, local[..., None]).squeeze(-1), 0.0)
-    return top, values.exp_().sum(-1), target
+    return top, values.exp_().sum(-1), target, values, like, top
+
+
+def gradient_in_place(
+    grad: torch.Tensor, values: torch.Tensor, like: torch.Tensor, top: torch.Tensor, labels: torch.Tensor,
+    peak: torch.Tensor, normalizer: torch.Tensor, start: int,
+) -> tuple[torch.Tensor]:  # fmt: skip
+    if values.shape[-1] > 0:
+        values.mul_(((top - peak).exp() / normalizer * grad)[..., None])
+        mine, local = _local(labels, start, values.shape[-1])
+        values.scatter_add_(-1, local[..., None], torch.where(mine, -grad, 0.0).to(values.dtype)[..., None])
+    return (values.to(like.dtype),)
 
 
 def _local(labels: torch.Tensor, start: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,9 +95,11 @@ def _fake(logits: torch.Tensor, labels: torch.Tensor, start: int) -> tuple[torch
 SPEC = OpSpec(
     name="vocab_cross_entropy", tensors=("logits", "labels"), options=("start",), schema=None,
     results=("top", "total", "target"), definition=definition, forward=reference_forward(definition),
-    backward=gradient, split=True, gradients=("logits",), fake=_fake,
+    backward=gradient, split=True, saves=("logits",), gradients=("logits",), fake=_fake,
     flops=lambda logits, labels, start: 4 * logits.numel(), cases=_cases,
     bounds=Bounds((1e-6, 2e-6), (1e-5, 1e-3), (1e-5, 5e-3)), backward_flops=1.0,
     speed=lambda: Case("512x8192", (normal(512, 8192, seed=0), labels_for((512,), 16_384), 4096)),
 )  # fmt: skip
-KERNELS = (Kernel("vocab_cross_entropy", "aten", ATEN, statistics, gradient, traceable=True),)
+KERNELS = (
+    Kernel("vocab_cross_entropy", "aten", ATEN, statistics, gradient_in_place, private=True, overwrites=("logits",)),
+)
