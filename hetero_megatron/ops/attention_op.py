@@ -201,18 +201,18 @@ def _merge_cases() -> Iterable[Case]:
 
 
 DELTA_SPEC = OpSpec(
-    name="attn_delta", tensors=("dout", "out"), options=(), results=("delta",), definition=attn_delta,
+    name="attn_delta", tensors=("dout", "out"), options=(), results=("delta",), schema=None, definition=attn_delta,
     forward=reference_forward(attn_delta), backward=None, flops=lambda dout, out: 2 * out.numel(),
     fake=lambda dout, out: (out.new_empty(out.shape[0], out.shape[2], out.shape[1], dtype=wide(out.dtype)),),
     cases=lambda: (
         Case(name, (normal(*shape, seed=1), normal(*shape, seed=2)))
-        for name, shape in {"plain": (2, 7, 3, 16), "one": (1, 1, 1, 1), "none": (2, 0, 3, 8), "odd": (1, 5, 3, 13)}.items()
+        for name, shape in (("plain", (2, 7, 3, 16)), ("one", (1,) * 4), ("none", (2, 0, 3, 8)), ("odd", (1, 5, 3, 13)))
     ),
     speed=lambda: Case("1024 tokens", (normal(1, 1024, 8, 64, seed=1), normal(1, 1024, 8, 64, seed=2))),
     bounds=Bounds((1e-6, 0), (1e-4, 0), (1e-4, 0)),
 )  # fmt: skip
 MERGE_SPEC = OpSpec(
-    name="attn_merge", tensors=("out_a", "lse_a", "out_b", "lse_b"), options=(), results=("out", "lse"),
+    name="attn_merge", tensors=("out_a", "lse_a", "out_b", "lse_b"), options=(), results=("out", "lse"), schema=None,
     definition=attn_merge, forward=reference_forward(attn_merge), backward=None, wide=("lse_a", "lse_b"),
     fake=lambda oa, la, ob, lb: (torch.empty_like(oa), torch.empty_like(la)),
     flops=lambda oa, la, ob, lb: 3 * oa.numel(), cases=_merge_cases,
@@ -229,7 +229,7 @@ SPECS = (SPEC, DELTA_SPEC, MERGE_SPEC)
 
 
 def _on_cpu(signature: Signature) -> list[str]:
-    return [] if signature.device == "cpu" else [f"aten's flash kernel with log-sum-exp is for the CPU, not {signature.device}"]
+    return [] if signature.device == "cpu" else [f"only on the CPU, not {signature.device}"]
 
 
 KERNELS = (

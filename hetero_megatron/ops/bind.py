@@ -22,14 +22,18 @@ class Split(NamedTuple):
     backward: Callable[..., tuple[Any, ...]]
 
 
-def bind(spec: OpSpec, kernel: Kernel) -> Any:
-    """``kernel`` as the operator is called: results as a tensor (or a tuple of several)."""
+def bind(spec: OpSpec, kernel: Kernel, traced: bool = False) -> Any:
+    """``kernel`` as the operator is called: results as a tensor (or a tuple of several).
+
+    Args:
+        traced: ``torch.compile`` will look inside.
+    """
     if spec.split:
         return _split(spec, kernel)
     if kernel.apply is not None:
         return kernel.apply
     if spec.differentiable:
-        return make_function(spec, kernel).apply
+        return make_function(spec, kernel, traced).apply
     if spec.in_place:
         return kernel.forward
     return _first(kernel.forward) if len(spec.results) == 1 else kernel.forward
@@ -56,15 +60,15 @@ def _first(forward: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
     return call
 
 
-def make_function(spec: OpSpec, kernel: Kernel) -> type[torch.autograd.Function]:
+def make_function(spec: OpSpec, kernel: Kernel, traced: bool = False) -> type[torch.autograd.Function]:
     """The autograd.Function of one kernel."""
-    forward, backward = kernel.forward, kernel.backward
-    assert backward is not None, f"{kernel}: no backward"
+    assert kernel.backward is not None, f"{kernel}: no backward"
+    run_forward, run_backward = kernel.forward, kernel.backward
     tensors, count = len(spec.tensors), len(spec.results)
     fixed = tuple(spec.results.index(name) for name in spec.fixed)
     live = count - len(fixed)
     assert fixed == tuple(range(live, count)), f"{spec.name}: results without gradients come last"
-    pick = _picker([spec.index(name) for name in spec.saves])
+    pick = _picker([spec.index(name) for name in spec.saves], traced)
     place = [spec.gradients.index(name) if name in spec.gradients else None for name in spec.args]
     direct = place == list(range(len(spec.gradients)))  # the gradients are those of all arguments, in order
     private = kernel.private
@@ -74,7 +78,7 @@ def make_function(spec: OpSpec, kernel: Kernel) -> type[torch.autograd.Function]
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            made = forward(*args)
+            made = run_forward(*args)
             ctx.save_for_backward(*(made[count:] if private else pick(args + made)))
             ctx.options = args[tensors:]
             if fixed:
@@ -83,7 +87,7 @@ def make_function(spec: OpSpec, kernel: Kernel) -> type[torch.autograd.Function]
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            found = backward(*grads[:live], *ctx.saved_tensors, *ctx.options)
+            found = run_backward(*grads[:live], *ctx.saved_tensors, *ctx.options)
             if direct:
                 return found
             if leading:
@@ -94,7 +98,7 @@ def make_function(spec: OpSpec, kernel: Kernel) -> type[torch.autograd.Function]
     return Function
 
 
-def _picker(indices: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    if len(indices) > 1:
+def _picker(indices: list[int], traced: bool = False) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    if len(indices) > 1 and not traced:  # three times as fast, but nothing that dynamo knows
         return itemgetter(*indices)
     return lambda values: tuple(values[i] for i in indices)

@@ -152,6 +152,6 @@ def _reference_weight(dy: torch.Tensor, x: torch.Tensor, into: torch.Tensor | No
     return product.to(x.dtype) if into is None else into.add_(product)
 
 
-REFERENCE_PARTS = {"input": _reference_input, "weight": _reference_weight}
-PARTS = {"input": input_gradient, "weight": weight_gradient}
+REFERENCE_PARTS: dict[str, Callable[..., object]] = {"input": _reference_input, "weight": _reference_weight}
+PARTS: dict[str, Callable[..., object]] = {"input": input_gradient, "weight": weight_gradient}
 KERNELS = (Kernel("gemm", "aten", ATEN, linear_forward, linear_backward, parts=PARTS, traceable=True),)

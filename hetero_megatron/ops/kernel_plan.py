@@ -47,7 +47,9 @@ class KernelPlan:
         rms_norm, rope, …: one callable per operator of the plan.
     """
 
-    def __init__(self, registry: Registry, choices: Mapping[str, Choice], calls: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, registry: Registry, choices: Mapping[str, Choice], calls: Mapping[str, Any] | None = None
+    ) -> None:
         self.registry = registry
         self.choices = dict(choices)
         self.weight_gradients = WeightGradients()
@@ -61,7 +63,7 @@ class KernelPlan:
             return compiled_call(spec, kernel)
         if spec.name == "gemm":
             return bind_gemm(kernel, self.weight_gradients)
-        return bind(spec, kernel)
+        return bind(spec, kernel, choice.signature.compiled)
 
     def __getattr__(self, name: str) -> Any:  # reached only for operators that are not in the plan
         if name.startswith("_"):

@@ -50,9 +50,9 @@ def define(spec: OpSpec, kernel: Kernel) -> Any:
     """The torch operator of ``kernel``: forward with all extras as results, fake and autograd registered."""
     name = re.sub(r"\W", "_", f"{spec.name}__{kernel.provider}")
     if name in _DEFINED:
-        known, operator = _DEFINED[name]
+        known, defined = _DEFINED[name]
         assert (known.forward, known.backward) == (kernel.forward, kernel.backward), f"two kernels are called {name}"
-        return operator
+        return defined
     kernel_backward = kernel.backward
     assert kernel_backward is not None
     tensor_args = ", ".join(f"Tensor{'?' if t in spec.optional else ''} {t}" for t in spec.tensors)

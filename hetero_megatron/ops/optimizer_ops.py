@@ -82,7 +82,8 @@ def _adamw_cases() -> Iterable[Case]:
     for step, decay in ((1, 0.0), (1, 0.1), (1000, 0.1)):
         state = (_tensors(3), _tensors(4, True)) if step > 1 else ([torch.zeros_like(x) for x in _tensors(3)],) * 2
         state = tuple([x.clone() for x in part] for part in state)  # type: ignore[assignment]
-        yield Case(f"step {step}, decay {decay}", (_tensors(1), _tensors(2), *state, step, 1e-2, 0.9, 0.95, 1e-8, decay))
+        options = (step, 1e-2, 0.9, 0.95, 1e-8, decay)
+        yield Case(f"step {step}, decay {decay}", (_tensors(1), _tensors(2), *state, *options))
     yield Case("no tensors", ([], [], [], [], 1, 1e-2, 0.9, 0.95, 1e-8, 0.0))
 
 
@@ -101,6 +102,8 @@ def _large(seed: int) -> list[torch.Tensor]:
     return [normal(512, 512, seed=seed) for _ in range(4)]
 
 
+_OPTIONS = (10, 1e-3, 0.9, 0.95, 1e-8, 0.1)
+
 SPECS = (
     OpSpec(
         name="adamw", tensors=("params", "grads", "first", "second"), lists=("params", "grads", "first", "second"),
@@ -108,8 +111,7 @@ SPECS = (
         in_place=("params", "first", "second"), definition=adamw_definition, forward=adamw_reference, backward=None,
         fake=lambda *args: (), flops=lambda params, *rest: 12 * _numel(params), cases=_adamw_cases,
         wide=("params", "grads", "first", "second"), bounds=Bounds((1e-6, 0), (1e-6, 0), (1e-6, 0)),
-        speed=lambda: Case("1M elements", (_large(1), _large(2), _large(3), [x.square() for x in _large(4)], 10, 1e-3, 0.9,
-                                            0.95, 1e-8, 0.1)),
+        speed=lambda: Case("1M elements", (*map(_large, (1, 2, 3)), [x.square() for x in _large(4)], *_OPTIONS)),
     ),
     OpSpec(
         name="l2norm", tensors=("tensors",), lists=("tensors",), options=(), results=("norm",), schema=None,

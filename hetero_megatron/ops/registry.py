@@ -43,8 +43,8 @@ class Registry:
             return UserError("another version of the operator", field=f"{field}: version", value=kernel.version,
                              accepted=str(spec.version))  # fmt: skip
         if kernel.backward is None and spec.gradients:
-            return UserError("it has no backward", field=field,
-                             accepted=f"forward and backward together: gradients of {', '.join(spec.gradients)}")  # fmt: skip
+            wanted = f"forward and backward together: gradients of {', '.join(spec.gradients)}"
+            return UserError("it has no backward", field=field, accepted=wanted)
         if kernel.provider in self._kernels[kernel.op]:
             return UserError("registered twice: its provider already serves this operator", field=field,
                              accepted="one kernel per operator and provider")  # fmt: skip

@@ -62,7 +62,7 @@ class PluginApi:
 
 @dataclass
 class Plugin:
-    """A plugin that was looked at. ``error``: why it does not take part; ``trace``: the traceback, where there is one."""
+    """A plugin that was looked at. ``error``: why it does not take part; ``trace``: the traceback, if any."""
 
     source: Source
     kernels: list[Kernel] = field(default_factory=list)
@@ -169,9 +169,10 @@ def version_problem(module: str) -> str:
     except SyntaxError as error:
         return f"SyntaxError: {path.name}:{error.lineno}: {error.msg}"
     for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        if any(isinstance(t, ast.Name) and t.id == "HETERO_PLUGIN_API" for t in targets):
-            value = getattr(getattr(node, "value", None), "value", None)
+        if not isinstance(node, ast.Assign):
+            continue
+        if any(isinstance(t, ast.Name) and t.id == "HETERO_PLUGIN_API" for t in node.targets):
+            value = getattr(node.value, "value", None)
             if value == API_VERSION:
                 return ""
             return f"it is for plugin API {value!r}; this version speaks {API_VERSION}; nothing of it was run"
