@@ -8,7 +8,11 @@ import torch
 from torch import nn
 
 from hetero_megatron.comm import Group
+from hetero_megatron.ops.bind import Split, bind
+from hetero_megatron.ops.vocab_cross_entropy import KERNELS, SPEC
 from hetero_megatron.parallel.collectives import scatter_tokens
+
+_DEFAULT: Split = bind(SPEC, KERNELS[0])
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -35,19 +39,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: Group, vocab: tuple[int, int]
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: Group, vocab: tuple[int, int], op: Split
     ) -> torch.Tensor:
-        probs = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))  # [..., V_local], made in place
-        start, stop = vocab
-        mine = (labels >= start) & (labels < stop)
-        local = (labels - start).clamp(0, max(stop - start - 1, 0))
-        top = torch.full(labels.shape, -torch.inf, dtype=probs.dtype, device=probs.device)
-        total, target = torch.zeros_like(top), torch.zeros_like(top)
-        if stop > start:
-            top = probs.amax(-1)
-            probs.sub_(top[..., None])
-            target = probs.gather(-1, local[..., None]).squeeze(-1)
-            total = probs.exp_().sum(-1)
+        (top, total, target), saved = op.forward(logits, labels, vocab[0])
+        mine = (labels >= vocab[0]) & (labels < vocab[1])
         # One exchange of four numbers per token instead of three reductions; combined in rank order everywhere.
         row = torch.stack([top, total, target, mine.to(top.dtype)])
         tops, totals, targets, owns = group.gather_vectors(row.reshape(-1)).view(group.size, *row.shape).unbind(1)
@@ -55,23 +50,19 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         normalizer = (totals * (tops - peak).exp()).sum(0)
         # Differences to the peak first, so that large logits lose no digits.
         loss = normalizer.log() - torch.where(owns > 0, targets + (tops - peak), 0).sum(0)
-        if stop > start:
-            probs *= ((top - peak).exp() / normalizer)[..., None]
-        ctx.save_for_backward(probs, local, mine)
-        ctx.dtype = logits.dtype
+        ctx.save_for_backward(labels, peak, normalizer, *saved)
+        ctx.start, ctx.op = vocab[0], op
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        out, local, mine = ctx.saved_tensors
-        if out.shape[-1] > 0:
-            out.mul_(grad[..., None])
-            out.scatter_add_(-1, local[..., None], torch.where(mine, -grad, 0)[..., None])
-        return out.to(ctx.dtype), None, None, None
+        labels, peak, normalizer, *saved = ctx.saved_tensors
+        (found,) = ctx.op.backward(grad, tuple(saved), labels, peak, normalizer, ctx.start)
+        return found, None, None, None, None
 
 
 def vocab_parallel_cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, group: Group, vocab: tuple[int, int]
+    logits: torch.Tensor, labels: torch.Tensor, group: Group, vocab: tuple[int, int], op: Split = _DEFAULT
 ) -> torch.Tensor:
     """Loss per token, at least fp32, equal on all ranks of the group.
 
@@ -79,5 +70,6 @@ def vocab_parallel_cross_entropy(
         logits: [..., V_local], columns ``vocab`` of the full logits (V_local may be 0); fp32 and fp64 logits are
             overwritten, and backward may run once.
         labels: [...] int64, indices in the full vocabulary.
+        op: the operator ``vocab_cross_entropy`` of the kernel plan.
     """
-    return _VocabParallelCrossEntropy.apply(logits, labels, group, vocab)  # type: ignore[no-any-return]
+    return _VocabParallelCrossEntropy.apply(logits, labels, group, vocab, op)  # type: ignore[no-any-return]

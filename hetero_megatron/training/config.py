@@ -94,6 +94,8 @@ class RunConfig:
         loss_scale: constant 1 except for fp16.
         check_nan: end the run at the first step whose loss or gradient is not finite, instead of skipping it.
         deterministic: refuse operators that do not give the same bits every time.
+        platform: name of the platform to run on; None: the one that is here.
+        compile: backend of torch.compile; None: layers run as they are.
         as_rank: with ``dry_run``: the rank of the plan to run alone, with fake tensors; None: only print the plan.
         load_hf: directory whose safetensors are the initial weights; None: drawn from ``seed``.
         save_hf: where the weights go at the end, as a Hugging Face directory in ``save_hf_dtype``; None: nowhere.
@@ -116,6 +118,8 @@ class RunConfig:
     distributed: DistributedConfig = DistributedConfig()
     check_nan: bool = True
     deterministic: bool = False
+    platform: str | None = None
+    compile: str | None = None
     skip_train: bool = False
     load_hf: str | None = None
     save_hf: str | None = None

@@ -17,7 +17,8 @@ from hetero_megatron.data.batch import Batch
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, cut
 from hetero_megatron.model import GPTStage
-from hetero_megatron.ops import cross_entropy
+from hetero_megatron.ops import KernelPlan, default_kernels
+from hetero_megatron.parallel.compile import apply_compile
 from hetero_megatron.parallel.gradients import GradientSync
 from hetero_megatron.parallel.optimizer import OptimizerFactory, ShardedOptimizer, squared_norm
 from hetero_megatron.parallel.recompute import apply_recompute
@@ -75,6 +76,8 @@ class Runtime:
         dtype: of parameters and activations (fp64, fp32, bf16, fp16).
         initialize: initial values by logical tensor and box.
         optimizer: makes the torch optimizer; None for evaluation only.
+        kernels: of this rank's stage; None: without plugins, as the plan's stage wishes.
+        compile_backend: of torch.compile, for the layers; None: they run as they are.
     """
 
     def __init__(
@@ -86,16 +89,24 @@ class Runtime:
         initialize: Initialize,
         optimizer: OptimizerFactory | None,
         bucket_bytes: int | None = None,
+        kernels: KernelPlan | None = None,
+        compile_backend: str | None = None,
     ) -> None:
         self.plan, self.spec, self.comm, self.dtype = plan, spec, comm, dtype
         self.place = locate(plan, comm.rank)
         self.stage, self.unit = stage_at(plan, self.place), unit_at(plan, self.place)
         self.share = shares(spec, self.unit.tp_split)[self.place.tp_rank]
+        self.kernels = kernels or default_kernels(
+            spec, self.share, self.stage.head, dtype, comm.device, self.unit.tp, dict(self.stage.kernels),
+            f"pipelines[{self.place.pipeline}].stages[{self.place.stage}].kernels", compile_backend is not None,
+        )  # fmt: skip
         buckets = make_buckets(plan, spec, *([bucket_bytes] if bucket_bytes else []))
         comm.create_groups(plan_groups(plan, buckets))
         self.world, self.tp_group = comm.group(plan.ranks), comm.group(self.unit.ranks)
         assert self.tp_group.ranks == self.unit.ranks, "TP ranks ascend; the validator sees to it"
         self.model, self.boxes = self._build_model(initialize)
+        if compile_backend is not None:
+            apply_compile(self.model, compile_backend)
         self.executor = self._build_executor()
         self._schedules: dict[tuple[int, bool], tuple[Action, ...]] = {}
         self._boundaries: dict[tuple[int, int], Boundary] = {}
@@ -105,8 +116,9 @@ class Runtime:
     def _build_model(self, initialize: Initialize) -> tuple[GPTStage, dict[str, Box]]:
         stage, spec = self.stage, self.spec
         model = GPTStage(
-            spec, self.share, stage.layer_indices(), stage.embed, stage.head, dtype=self.dtype, device=self.comm.device
-        )
+            spec, self.share, stage.layer_indices(), stage.embed, stage.head, dtype=self.dtype,
+            device=self.comm.device, kernels=self.kernels,
+        )  # fmt: skip
         held = {t.name: t for t in stage_tensors(spec, stage.layer_indices(), stage.embed, stage.head)}
         boxes = {name: tensor_box(tensor, self.share) for name, tensor in held.items()}
         params = dict(model.named_parameters())
@@ -143,9 +155,10 @@ class Runtime:
 
     def _loss(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
         if self.tp_group.size > 1:
-            losses = vocab_parallel_cross_entropy(logits, batch.labels, self.tp_group, self.share.vocab)
+            op = self.kernels.vocab_cross_entropy
+            losses = vocab_parallel_cross_entropy(logits, batch.labels, self.tp_group, self.share.vocab, op)
         else:
-            losses = cross_entropy(logits, batch.labels)
+            losses = self.kernels.cross_entropy(logits, batch.labels)
         return losses.sum() if batch.loss_mask is None else (losses * batch.loss_mask).sum()
 
     def work(self, fetch: Fetch, first_sample: int, batch_size: int, forward_only: bool = False) -> StageWork:
