@@ -34,7 +34,7 @@ _DTYPES: dict[torch.dtype, tuple[str, np.dtype[Any]]] = {
     torch.float16: ("F16", np.dtype("<f2")),
     torch.bfloat16: ("BF16", np.dtype("<u2")),
 }
-_TRAVEL_ALONG = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json")
+TRAVEL_ALONG = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json")
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _create(
     if work.exists():
         shutil.rmtree(work)
     work.mkdir(parents=True)
-    for pattern in _TRAVEL_ALONG if source is not None else ():
+    for pattern in TRAVEL_ALONG if source is not None else ():
         for along in Path(str(source)).glob(pattern):
             shutil.copy(along, work / along.name)
     (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
