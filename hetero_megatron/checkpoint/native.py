@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from hetero_megatron.checkpoint.boxes import BoxedTensor, BoxLoadPlanner, BoxSavePlanner
 from hetero_megatron.checkpoint.directory import CheckpointDirectory
-from hetero_megatron.checkpoint.manifest import Damaged, read_metadata, read_sums, verify
+from hetero_megatron.checkpoint.manifest import METADATA, SUMS, Damaged, read_metadata, read_sums, verify
 from hetero_megatron.checkpoint.storage import BoxReader, BoxWriter, empty_like_box
 from hetero_megatron.comm import CommError, Group
 from hetero_megatron.errors import UserError
@@ -118,14 +118,14 @@ class CheckpointSaver:
                     dict(staged), storage_writer=writer, planner=BoxSavePlanner(),
                     process_group=self.group.process_group, no_dist=self.group.size == 1,
                 )  # fmt: skip
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # DCP's is no Exception
             if self.group.index == 0:
                 with suppress(OSError):
                     shutil.rmtree(self.directory.work(step))
             self._error = _cause(error, "--save", str(self.directory.path))
 
 
-def _cause(error: Exception, field: str, value: str) -> Exception:
+def _cause(error: BaseException, field: str, value: str) -> BaseException:
     """What to tell the user: the first rank's failure behind DCP's exception, or a lost peer."""
     if isinstance(error, CheckpointException):
         rank, (inner, _) = min(error.failures.items())
@@ -183,6 +183,11 @@ class Checkpoint:
         entry = self.metadata.state_dict_metadata.get(name)
         return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
 
+    def extra(self) -> dict[str, bytes]:
+        """The small files that travel along."""
+        own = {METADATA, SUMS, *(place.file for place in self.metadata.storage_data.values())}
+        return {p.name: p.read_bytes() for p in sorted(self.path.iterdir()) if p.name not in own}
+
     def read_into(self, tensors: Mapping[str, BoxedTensor], group: Group) -> None:
         """Overwrite the values of all boxes, converting dtypes. Called on all ranks of ``group``."""
         try:
@@ -192,7 +197,7 @@ class Checkpoint:
                     dict(tensors), storage_reader=BoxReader(self.path, self.metadata), planner=BoxLoadPlanner(),
                     process_group=group.process_group, no_dist=group.size == 1,
                 )  # fmt: skip
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             raise _cause(error, "--load", str(self.path)) from error
 
 

@@ -57,6 +57,7 @@ class Checkpointing:
             self.saver = CheckpointSaver(
                 options.save, group, options.keep, options.retain_interval, options.asynchronous, synchronize
             )
+            self.saver.extra.update(travel_along(config.load_hf))
 
     @property
     def failed(self) -> bool:
@@ -124,6 +125,8 @@ class Checkpointing:
         if found is None:
             return fresh
         state = found.state
+        if self.saver is not None:
+            self.saver.extra.update(found.extra())
         check_spec(state["model"], config, found.path, finetune)
         with_optimizer = not finetune and options.load_optim
         if with_optimizer:
