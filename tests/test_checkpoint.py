@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +58,15 @@ def steps(runtime: Runtime, case: Case, size: int, first: int, count: int) -> li
     return out
 
 
-def save(runtime: Runtime, directory: str, step: int, asynchronous: bool = True) -> CheckpointSaver:
+def save(
+    runtime: Runtime, directory: str, step: int, asynchronous: bool = True, dtype: str = "fp64"
+) -> CheckpointSaver:
     group = runtime.comm.background_group(runtime.plan.ranks)
     assert group is not None and runtime.optimizer is not None
     saver = CheckpointSaver(directory, group, asynchronous=asynchronous)
     tensors, numbers = owned_tensors(runtime.optimizer, runtime.spec)
     merge = lambda ranks: {"optimizer": {"numbers": merge_numbers(ranks)}}  # noqa: E731
-    saver.save(step, tensors, {"step": step}, numbers, merge)
+    saver.save(step, tensors, {"step": step, "dtype": dtype, "model": asdict(runtime.spec)}, numbers, merge)
     return saver
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,16 @@ def header(entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[str, int]:
-    """Write and fsync; (sha256, bytes) of the file. OSError if it cannot be written."""
-    head = header({key: (t.dtype, tuple(t.shape)) for key, t in tensors.items()})
-    size = len(head) + sum(t.numel() * t.element_size() for t in tensors.values())
+def write_file(
+    path: Path, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], get: Callable[[str], torch.Tensor]
+) -> tuple[str, int]:
+    """Write and fsync, one tensor at a time; (sha256, bytes) of the file. OSError if it cannot be written."""
+    head = header(entries)
+    size = len(head) + sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in entries.values())
     digest = hashlib.sha256()
     with path.open("wb", buffering=0) as file:
         os.posix_fallocate(file.fileno(), 0, size)  # a full disk is noticed before anything is written
-        for block in (head, *_blocks(tensors)):
+        for block in itertools.chain([head], _blocks(map(get, entries))):
             digest.update(block)
             view = memoryview(block)
             while len(view):
@@ -50,8 +53,8 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[str, in
     return digest.hexdigest(), size
 
 
-def _blocks(tensors: Mapping[str, torch.Tensor]) -> Iterator[Any]:
-    for tensor in tensors.values():
+def _blocks(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    for tensor in tensors:
         flat = tensor.detach().cpu().contiguous().view(-1)
         if flat.numel():
             data = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]

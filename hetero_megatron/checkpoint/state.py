@@ -66,7 +66,7 @@ def load_tensors(
     """Masters and, if asked, moments from a checkpoint; then every holder's parameters. Called on all ranks."""
     check_model(checkpoint, spec)
     if with_optimizer:
-        _make_states(optimizer, moments(checkpoint), checkpoint.state["optimizer"]["numbers"])
+        _make_states(optimizer, moments(checkpoint), (checkpoint.state["optimizer"] or {}).get("numbers", {}))
     tensors, _ = owned_tensors(optimizer, spec, with_optimizer)
     checkpoint.read_into(tensors, group)
     optimizer.spread()

@@ -64,17 +64,18 @@ class BoxWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         done: Future[list[WriteResult]] = Future()
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for item in plan.items:
             assert item.type is WriteItemType.SHARD and item.index.offset is not None, "only boxes are written"
-            tensors[_key(item.index)] = planner.resolve_data(item)
+            tensors[_key(item.index)] = planner.resolve_data(item)  # type: ignore[assignment]
         results = []
         if tensors:
             name = f"rank_{self.rank:05d}.safetensors"
-            digest, _ = write_file(self.directory.work(self.step) / name, tensors)  # type: ignore[arg-type]
+            entries = {key: (t.dtype, tuple(t.shape)) for key, t in tensors.items()}
+            digest, _ = write_file(self.directory.work(self.step) / name, entries, tensors.__getitem__)
             for item in plan.items:
                 key = _key(item.index)
-                size = tensors[key].nbytes  # type: ignore[union-attr]
+                size = tensors[key].nbytes
                 results.append(WriteResult(item.index, size, Written(Place(name, key), digest)))
         done.set_result(results)
         return done

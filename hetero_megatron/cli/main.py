@@ -13,7 +13,6 @@ _NOT_BUILT = {
     "predict": "simulate one plan",
     "calibrate": "measure chips and links",
     "testbed": "emulate a cluster on this machine",
-    "convert": "convert checkpoints",
     "plugins": "list and check platforms",
     "report": "a page about a run",
 }
@@ -25,8 +24,15 @@ def _doctor(argv: Sequence[str]) -> int:
     return doctor(argv)
 
 
+def _convert(argv: Sequence[str]) -> int:
+    from hetero_megatron.cli.convert import main as convert
+
+    return convert(argv)
+
+
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "doctor": (_doctor, "what this machine has, what is missing, how to mend it"),
+    "convert": (_convert, "Hugging Face directory <-> native checkpoint"),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hetero_megatron import __version__
-from hetero_megatron.checkpoint.hf_save import TRAVEL_ALONG
+from hetero_megatron.checkpoint.hf_save import travel_along
 from hetero_megatron.checkpoint.native import Checkpoint, CheckpointSaver, check_writable, open_checkpoint
 from hetero_megatron.checkpoint.state import load_tensors, merge_numbers, moments, owned_tensors
 from hetero_megatron.data import Datasets
@@ -145,7 +145,8 @@ class Checkpointing:
             self.last_saved = progress.step
         what = "" if with_optimizer else ", without its optimizer state"
         self._log(f"loaded {found.path}{what}: step {progress.step}, {progress.consumed} samples")
-        return config, progress, config.loss_scale.with_state(state["loss_scale"])
+        scale = config.loss_scale if state["loss_scale"] is None else config.loss_scale.with_state(state["loss_scale"])
+        return config, progress, scale
 
     def _find(self) -> Checkpoint | None:
         options = self.config.checkpoint
@@ -163,6 +164,8 @@ class Checkpointing:
 
     def _check_optimizer(self, found: Checkpoint) -> None:
         mine, saved = self.config.optimizer.name, found.state["optimizer"]
+        if saved is None and found.step == 0:  # converted: nothing was trained yet
+            return
         if saved is None:
             problem, accepted = "the checkpoint holds no optimizer state", "--no-load-optim, or --finetune"
         elif saved["name"] != mine:
@@ -177,9 +180,9 @@ class Checkpointing:
     def _say_differences(self, found: Checkpoint) -> None:
         """What may differ, and changes numbers."""
         for key, flag, mine in (("seed", "--seed", self.config.seed), ("dtype", "--dtype", self.config.dtype)):
-            if found.state[key] != mine:
+            if found.state[key] not in (mine, None):
                 self._log(f"notice: {flag} is {mine}; the checkpoint was made with {found.state[key]}")
-        if found.state["plan_fingerprint"] != self.config.plan.fingerprint():
+        if found.state["plan_fingerprint"] not in (None, self.config.plan.fingerprint()):
             self._log("the checkpoint was made under another plan; each rank reads what it now owns")
 
 
@@ -213,6 +216,8 @@ def check_spec(saved: Mapping[str, Any], config: RunConfig, path: Path, finetune
 def same_schedule(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
     """As Megatron: a learning rate or weight decay other than the checkpoint's is refused unless a flag decides."""
     source = config.checkpoint.schedule_from
+    if state["learning_rate"] is None:  # converted: nothing was trained yet
+        return config
     rate, decay = LearningRate(**state["learning_rate"]), WeightDecay(**state["weight_decay"])
     if source == "flags" or (rate, decay) == (config.learning_rate, config.weight_decay):
         return config
@@ -229,10 +234,3 @@ def same_schedule(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
         field="--load", value=config.checkpoint.load,
         accepted="--override-opt_param-scheduler (the flags count) or --use-checkpoint-opt_param-scheduler (it counts)",
     )  # fmt: skip
-
-
-def travel_along(source: str | None) -> dict[str, bytes]:
-    """Tokenizer and generation config of a Hugging Face directory."""
-    if source is None:
-        return {}
-    return {p.name: p.read_bytes() for pattern in TRAVEL_ALONG for p in sorted(Path(source).glob(pattern))}
