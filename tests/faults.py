@@ -1,4 +1,4 @@
-"""Kill runs: one rank of a torchrun job gets SIGKILL at a random moment; the job must end as if nothing had happened."""
+"""Kill runs: a rank of a torchrun job gets SIGKILL at a random moment; the job must end as if nothing had happened."""
 
 from __future__ import annotations
 
