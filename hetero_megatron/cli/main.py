@@ -12,13 +12,13 @@ from hetero_megatron.errors import UserError
 # Each is a module of this package with a function main(arguments) -> exit code, imported when it is called.
 _COMMANDS = {
     "calibrate": "measure the chips and links of a cluster, and write the rates into its file",
+    "convert": "Hugging Face checkpoint <-> native checkpoint",
     "doctor": "what this machine has, what is missing, how to mend it",
     "plan": "search for the best plan of a model on a cluster",
     "predict": "simulate one plan: step time, memory, timeline",
     "testbed": "run a command on a heterogeneous cluster that is emulated on this machine",
 }
 _NOT_BUILT = {
-    "convert": "convert checkpoints",
     "plugins": "list and check platforms",
     "report": "a page about a run",
 }
