@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero_megatron.layout import Box, Layout, assign_owners
+from hetero_megatron.parallel.context_plan import context_groups
 from hetero_megatron.plan import Plan
 from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors, shares, stage_tensors, tensor_box
 
@@ -77,6 +78,8 @@ def make_buckets(
 
 
 def plan_groups(plan: Plan, buckets: Sequence[Bucket]) -> list[tuple[int, ...]]:
-    """All groups that some ranks of the plan exchange data in: TP groups, bucket holders, the world."""
-    units = [u.ranks for p in plan.pipelines for s in p.stages for u in s.units]
-    return [plan.ranks, *units, *(b.ranks for b in buckets)]
+    """All groups that some ranks of the plan exchange data in: TP and context groups, bucket holders, the world."""
+    stages = [s for p in plan.pipelines for s in p.stages]
+    units = [u.ranks for s in stages for u in s.units]
+    context = [ranks for s in stages for ranks in context_groups(s, plan.seq_length)]
+    return [plan.ranks, *units, *context, *(b.ranks for b in buckets)]

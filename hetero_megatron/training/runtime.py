@@ -19,6 +19,8 @@ from hetero_megatron.layout import Box, cut
 from hetero_megatron.model import GPTStage
 from hetero_megatron.ops import cross_entropy
 from hetero_megatron.parallel.buckets import make_buckets, plan_groups
+from hetero_megatron.parallel.context import apply_context_parallel
+from hetero_megatron.parallel.context_plan import stage_contexts
 from hetero_megatron.parallel.gradients import GradientSync
 from hetero_megatron.parallel.optimizer import OptimizerFactory, ShardedOptimizer, squared_norm
 from hetero_megatron.parallel.recompute import apply_recompute
@@ -114,6 +116,9 @@ class Runtime:
                 param.copy_(initialize(held[name], boxes[name]))
         shards = tuple(b - a for a, b in cut(self.unit.num_tokens, [1] * self.unit.tp))
         apply_tensor_parallel(model, self.tp_group, shards, self.share.vocab)
+        for context in stage_contexts(spec, stage, self.plan.seq_length):
+            if self.comm.rank in context.ranks:
+                apply_context_parallel(model, context, self.comm, spec.sliding_window)
         apply_recompute(model, stage.recompute)
         return model, boxes
 
@@ -149,7 +154,8 @@ class Runtime:
     def work(self, fetch: Fetch, first_sample: int, batch_size: int, forward_only: bool = False) -> StageWork:
         """What this rank does for the global samples ``[first_sample, first_sample + batch_size)``."""
         sizes, rows = self.samples(first_sample, batch_size)
-        batches = [fetch(indices).to(self.comm.device) if indices else None for indices in rows]
+        tokens = self.unit.tokens
+        batches = [fetch(indices).select(tokens).to(self.comm.device) if indices else None for indices in rows]
         return StageWork(self._actions(len(sizes), forward_only), batches, sizes)
 
     def samples(self, first_sample: int, batch_size: int) -> tuple[tuple[int, ...], list[range]]:
