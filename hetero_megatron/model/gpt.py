@@ -69,19 +69,13 @@ class Norm(nn.Module):
 
 
 class CoreAttention(nn.Module):
-    """Softmax attention; a module of its own so that it can be recomputed or distributed.
+    """Softmax attention; a module of its own so that it can be recomputed or distributed."""
 
-    Args:
-        kv_of_query: local key-value head of each local query head, where they do not share them evenly.
-    """
-
-    def __init__(self, window: int | None, kv_of_query: list[int] | None = None) -> None:
+    def __init__(self, window: int | None) -> None:
         super().__init__()
-        self.window, self.kv_of_query = window, kv_of_query
+        self.window = window
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
-        if self.kv_of_query is not None:
-            k, v = k[:, :, self.kv_of_query], v[:, :, self.kv_of_query]
         return attention(q, k, v, context.documents, self.window)[0]
 
 
@@ -97,12 +91,13 @@ class Attention(nn.Module):
         self.o_proj = Linear(self.heads * d, h, bias=spec.out_bias)
         self.q_norm = Norm(spec, d, "rms") if spec.qk_norm else None
         self.k_norm = Norm(spec, d, "rms") if spec.qk_norm else None
+        self.core_attention = CoreAttention(spec.sliding_window)
         # Where the query heads do not use the local key-value heads evenly, each one's head is looked up.
         users = [i // spec.queries_per_kv - kv0 for i in range(q0, q1)]
         local = max(kv1 - kv0, 1)
         each = max(len(users) // local, 1)
         even = len(users) % local == 0 and users == [i // each for i in range(len(users))]
-        self.core_attention = CoreAttention(spec.sliding_window, None if even else users)
+        self.kv_of_query = None if even else users
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         b, s, _ = x.shape
@@ -113,6 +108,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if context.rope is not None:
             q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
+        if self.kv_of_query is not None:
+            k, v = k[:, :, self.kv_of_query], v[:, :, self.kv_of_query]
         out = self.core_attention(q, k, v, context).reshape(b, s, self.heads * self.head_dim)
         return cast(torch.Tensor, self.o_proj(out))
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from hetero_megatron.layout.mask import BAND, CAUSAL, Tile
+from hetero_megatron.layout.mask import BAND, Tile
 from hetero_megatron.ops.attn_merge import attn_merge_
 
 RowTile = tuple[int | None, Tile]  # (batch row or None for all rows, tile)
@@ -21,13 +21,13 @@ RowTile = tuple[int | None, Tile]  # (batch row or None for all rows, tile)
 class TileKernel(Protocol):
     """Attention of one tile. q [b, sq, heads, d]; k, v [b, sk, kv_heads, d], heads a multiple of kv_heads.
 
-    ``forward`` returns out like q and lse [b, heads, sq] in at least fp32, natural logarithm; a row without keys
-    has out 0 and lse -inf. ``backward`` takes the *whole* row's out and lse and returns this tile's share of
-    (dq, dk, dv). ``mask`` [sq, sk] bool, True where seen, stands in place of ``causal``.
+    Query i sees key j where 0 <= distance + i - j < window. ``forward`` returns out like q and lse [b, heads, sq]
+    in at least fp32, natural logarithm; a row without keys has out 0 and lse -inf. ``backward`` takes the *whole*
+    row's out and lse and returns this tile's share of (dq, dk, dv).
     """
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, distance: int, window: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def backward(
@@ -38,8 +38,8 @@ class TileKernel(Protocol):
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        causal: bool,
-        mask: torch.Tensor | None,
+        distance: int,
+        window: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
@@ -94,8 +94,8 @@ class BlockAttention:
                 q[rows, queries],
                 _spread(k[rows, keys], self.heads),
                 _spread(v[rows, keys], self.heads),
-                tile.kind == CAUSAL,
-                self._mask(tile, q.device),
+                tile.distance,
+                self.window if tile.kind == BAND else None,
             )
             attn_merge_(out[rows, queries], lse[rows, :, queries], part, part_lse)
 
@@ -123,21 +123,12 @@ class BlockAttention:
                 _spread(v[rows, keys], self.heads),
                 out[rows, queries],
                 lse[rows, :, queries],
-                tile.kind == CAUSAL,
-                self._mask(tile, q.device),
+                tile.distance,
+                self.window if tile.kind == BAND else None,
             )
             dq[rows, queries] += parts[0]
             _collect(dk[rows, keys], parts[1], self.heads)
             _collect(dv[rows, keys], parts[2], self.heads)
-
-    def _mask(self, tile: Tile, device: torch.device) -> torch.Tensor | None:
-        """[sq, sk] bool of a tile across the edge of the window."""
-        if tile.kind != BAND:
-            return None
-        assert self.window is not None, "a banded tile without a window"
-        rows = torch.arange(tile.q1 - tile.q0, device=device)[:, None] + tile.distance
-        distance = rows - torch.arange(tile.k1 - tile.k0, device=device)[None]
-        return (distance >= 0) & (distance < self.window)
 
 
 def _slices(row: int | None, tile: Tile) -> tuple[slice, slice, slice]:

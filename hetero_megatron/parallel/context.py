@@ -123,5 +123,6 @@ def apply_context_parallel(
     """Make the layers of ``stage`` attend across the context groups."""
     shared = StageAttention(context, comm, window, kernel)
     for layer in stage.layers():
+        layer.self_attn.kv_of_query = None  # keys travel as they are; heads are matched where they are computed
         setattr(layer.self_attn, "core_attention", ContextAttention(shared))  # noqa: B010 (its type is another)
     return shared
