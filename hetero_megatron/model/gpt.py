@@ -158,8 +158,13 @@ class Head(nn.Module):
             self.weight = nn.Parameter(torch.empty(rows, width))
         self._tied = [weight] if weight is not None else []  # a list hides it from named_parameters
 
+    @property
+    def matrix(self) -> torch.Tensor:
+        """[rows, width], its own or the embedding's."""
+        return self._tied[0] if self._tied else self.weight
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self._tied[0] if self._tied else self.weight)
+        return nn.functional.linear(x, self.matrix)
 
 
 class Embedding(nn.Module):

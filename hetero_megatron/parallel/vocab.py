@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,6 +30,46 @@ class VocabParallelEmbedding(nn.Module):
         return scatter_tokens(partial, self.group, self.shards)
 
 
+class ShareStatistics(NamedTuple):
+    """What one share of the vocabulary knows about its tokens; the first four are [...] in at least fp32.
+
+    ``exps`` [..., V_local]: exp(logit - top), in the memory of the logits. ``local``: the label's place in the share.
+    """
+
+    top: torch.Tensor
+    total: torch.Tensor  # sum of exps
+    target: torch.Tensor  # the label's logit - top
+    mine: torch.Tensor  # bool: the label is in this share
+    exps: torch.Tensor
+    local: torch.Tensor
+
+
+def share_statistics(logits: torch.Tensor, labels: torch.Tensor, vocab: tuple[int, int]) -> ShareStatistics:
+    """From [..., V_local] logits in at least fp32, which are overwritten."""
+    start, stop = vocab
+    mine = (labels >= start) & (labels < stop)
+    local = (labels - start).clamp(0, max(stop - start - 1, 0))
+    top = torch.full(labels.shape, -torch.inf, dtype=logits.dtype, device=logits.device)
+    total, target = torch.zeros_like(top), torch.zeros_like(top)
+    if stop > start:
+        top = logits.amax(-1)
+        logits.sub_(top[..., None])
+        target = logits.gather(-1, local[..., None]).squeeze(-1)
+        total = logits.exp_().sum(-1)
+    return ShareStatistics(top, total, target, mine, logits, local)
+
+
+def combine_shares(share: ShareStatistics, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss, log-sum-exp) per token over all shares: the same on all ranks of the group."""
+    # One exchange of four numbers per token instead of three reductions; combined in rank order everywhere.
+    row = torch.stack([share.top, share.total, share.target, share.mine.to(share.top.dtype)])
+    tops, totals, targets, owns = group.gather_vectors(row.reshape(-1)).view(group.size, *row.shape).unbind(1)
+    peak = tops.amax(0)
+    spread = (totals * (tops - peak).exp()).sum(0).log()
+    # Differences to the peak first, so that large logits lose no digits.
+    return spread - torch.where(owns > 0, targets + (tops - peak), 0).sum(0), peak + spread
+
+
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     """Per-token loss from logits whose last axis is one rank's share of the vocabulary."""
 
@@ -37,27 +77,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: Group, vocab: tuple[int, int]
     ) -> torch.Tensor:
-        probs = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))  # [..., V_local], made in place
-        start, stop = vocab
-        mine = (labels >= start) & (labels < stop)
-        local = (labels - start).clamp(0, max(stop - start - 1, 0))
-        top = torch.full(labels.shape, -torch.inf, dtype=probs.dtype, device=probs.device)
-        total, target = torch.zeros_like(top), torch.zeros_like(top)
-        if stop > start:
-            top = probs.amax(-1)
-            probs.sub_(top[..., None])
-            target = probs.gather(-1, local[..., None]).squeeze(-1)
-            total = probs.exp_().sum(-1)
-        # One exchange of four numbers per token instead of three reductions; combined in rank order everywhere.
-        row = torch.stack([top, total, target, mine.to(top.dtype)])
-        tops, totals, targets, owns = group.gather_vectors(row.reshape(-1)).view(group.size, *row.shape).unbind(1)
-        peak = tops.amax(0)
-        normalizer = (totals * (tops - peak).exp()).sum(0)
-        # Differences to the peak first, so that large logits lose no digits.
-        loss = normalizer.log() - torch.where(owns > 0, targets + (tops - peak), 0).sum(0)
-        if stop > start:
-            probs *= ((top - peak).exp() / normalizer)[..., None]
-        ctx.save_for_backward(probs, local, mine)
+        wide = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
+        share = share_statistics(wide, labels, vocab)
+        loss, lse = combine_shares(share, group)
+        if share.exps.shape[-1] > 0:
+            share.exps.mul_((share.top - lse).exp()[..., None])
+        ctx.save_for_backward(share.exps, share.local, share.mine)
         ctx.dtype = logits.dtype
         return loss
 

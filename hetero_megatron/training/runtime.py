@@ -22,6 +22,7 @@ from hetero_megatron.parallel.buckets import make_buckets, plan_groups
 from hetero_megatron.parallel.context import apply_context_parallel
 from hetero_megatron.parallel.context_plan import stage_contexts
 from hetero_megatron.parallel.gradients import GradientSync
+from hetero_megatron.parallel.long_loss import chunked_loss
 from hetero_megatron.parallel.optimizer import OptimizerFactory, ShardedOptimizer, squared_norm
 from hetero_megatron.parallel.recompute import apply_recompute
 from hetero_megatron.parallel.tensor import apply_tensor_parallel
@@ -43,6 +44,8 @@ from hetero_megatron.schedule import Action, generate, lower, validate
 from hetero_megatron.spec import LogicalTensor, ModelSpec, shares, stage_tensors, tensor_box
 
 Fetch = Callable[[Sequence[int]], Batch]  # global sample indices -> batch on the CPU
+LOGITS_BYTES = 1 << 30
+
 Initialize = Callable[[LogicalTensor, Box], torch.Tensor]  # values of a box of a logical tensor
 
 
@@ -75,6 +78,7 @@ class Runtime:
         dtype: of parameters and activations (fp64, fp32, bf16, fp16).
         initialize: initial values by logical tensor and box.
         optimizer: makes the torch optimizer; None for evaluation only.
+        logits_bytes: where the logits of a micro-batch would be more, head and loss go through its tokens in chunks.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class Runtime:
         initialize: Initialize,
         optimizer: OptimizerFactory | None,
         bucket_bytes: int | None = None,
+        logits_bytes: int = LOGITS_BYTES,
     ) -> None:
         self.plan, self.spec, self.comm, self.dtype = plan, spec, comm, dtype
         self.place = locate(plan, comm.rank)
@@ -96,6 +101,9 @@ class Runtime:
         self.world, self.tp_group = comm.group(plan.ranks), comm.group(self.unit.ranks)
         assert self.tp_group.ranks == self.unit.ranks, "TP ranks ascend; the validator sees to it"
         self.model, self.boxes = self._build_model(initialize)
+        self.loss_chunk = self._loss_chunk(logits_bytes) if self.stage.head else None
+        if self.loss_chunk is not None:
+            self.model.lm_head.forward = lambda x: x  # type: ignore[method-assign]
         self.executor = self._build_executor()
         self._schedules: dict[tuple[int, bool], tuple[Action, ...]] = {}
         self._boundaries: dict[tuple[int, int], Boundary] = {}
@@ -144,12 +152,26 @@ class Runtime:
             self._boundaries[upstream, size] = Boundary(self.comm, up, down)
         return self._boundaries[upstream, size]
 
-    def _loss(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-        if self.tp_group.size > 1:
-            losses = vocab_parallel_cross_entropy(logits, batch.labels, self.tp_group, self.share.vocab)
-        else:
-            losses = cross_entropy(logits, batch.labels)
+    def _loss_chunk(self, logits_bytes: int) -> int | None:
+        """Tokens per chunk of head and loss; None: all at once, the logits are few. Equal in the whole TP group."""
+        rows, vocab = self.unit.sequences, [s.vocab for s in shares(self.spec, self.unit.tp_split)]
+        per_token = max(b - a for a, b in vocab) * max(self.dtype.itemsize, 4)
+        if (rows[1] - rows[0]) * self.unit.num_tokens * per_token <= logits_bytes:
+            return None
+        return max(logits_bytes // 4 // per_token, 1)  # a chunk's logits, probabilities and their gradients
+
+    def _loss(self, out: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Sum of token losses from logits, or from the head's input where there are chunks."""
+        losses = self._token_losses(out, batch)
         return losses.sum() if batch.loss_mask is None else (losses * batch.loss_mask).sum()
+
+    def _token_losses(self, out: torch.Tensor, batch: Batch) -> torch.Tensor:
+        group, vocab = self.tp_group, self.share.vocab
+        if self.loss_chunk is not None:
+            return chunked_loss(out, self.model.lm_head.matrix, batch.labels, self.loss_chunk, group, vocab)
+        if group.size > 1:
+            return vocab_parallel_cross_entropy(out, batch.labels, group, vocab)
+        return cross_entropy(out, batch.labels)
 
     def work(self, fetch: Fetch, first_sample: int, batch_size: int, forward_only: bool = False) -> StageWork:
         """What this rank does for the global samples ``[first_sample, first_sample + batch_size)``."""
