@@ -13,8 +13,17 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.model.gpt import Context
 from hetero_megatron.parallel.context import ContextAttention, StageAttention
 from hetero_megatron.parallel.context_plan import context_groups, stage_contexts
-from hetero_megatron.plan import Plan, plan_from_dict
+from hetero_megatron.plan import (
+    FlagScaleParallel,
+    MegatronParallel,
+    Plan,
+    from_flagscale,
+    from_megatron,
+    plan_from_dict,
+    to_dict,
+)
 from hetero_megatron.spec import ModelSpec, from_hf_config
+from tests.parity import Case, check_case
 from tests.pool import shared_pool
 from tests.random_plans import random_context
 
@@ -23,7 +32,7 @@ LLAMA = {
     "num_hidden_layers": 1,
     "intermediate_size": 32,
     "vocab_size": 32,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 1 << 20,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "hidden_act": "silu",
@@ -146,3 +155,67 @@ def test_random_ragged_groups_equal_whole_attention(seed: int) -> None:
     plan = make_plan(spec, stage, length, batch)
     documents = random_documents(rng, length, batch) if rng.random() < 0.5 else None
     check(spec, plan, seed, documents, (torch.float64, torch.float32))
+
+
+# From Megatron's flags, whole training steps
+
+
+MODEL = {
+    **LLAMA,
+    "num_hidden_layers": 2,
+    "hidden_size": 24,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 64,
+}
+BY_FLAGS = {
+    "ring": (4, {"context_parallel_size": 4}),
+    "gathered": (3, {"context_parallel_size": 3, "cp_comm_type": ["allgather"]}),
+    "heads": (4, {"context_parallel_size": 4, "cp_comm_type": ["a2a"]}),
+    "both": (
+        6,
+        {
+            "context_parallel_size": 6,
+            "cp_comm_type": ["a2a+p2p"],
+            "hierarchical_context_parallel_sizes": [2, 3],
+        },
+    ),
+    "with_tp_and_pp": (
+        8,
+        {
+            "context_parallel_size": 2,
+            "cp_comm_type": ["a2a"],
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+        },
+    ),
+    "with_dp": (8, {"context_parallel_size": 4, "tensor_model_parallel_size": 1, "recompute_granularity": "full"}),
+}
+
+
+@pytest.mark.parametrize("name", BY_FLAGS)
+def test_megatron_flags_equal_one_process(name: str) -> None:
+    ranks, flags = BY_FLAGS[name]
+    size = MegatronParallel(ranks, 11, micro_batch_size=2, global_batch_size=8, **flags)  # type: ignore[arg-type]
+    plan = from_megatron(size, from_hf_config(MODEL))
+    case = Case(11, ranks, MODEL, to_dict(plan), packed=name in ("ring", "both"), masked=True)
+    check_case(case, shared_pool())
+
+
+def test_flagscale_meshes_may_differ_in_context_parallelism() -> None:
+    spec = from_hf_config(MODEL)
+    meshes = [1, 2, 1, 1, 1, 2, 1, 1, 1, 1]
+    plan = from_flagscale(FlagScaleParallel(11, meshes, [1, 1], micro_batch_size=2, global_batch_size=4), spec)
+    first, second = plan.pipelines[0].stages
+    assert [u.ranks for u in first.units] == [(0,), (1,)] and [u.ranks for u in second.units] == [(2, 3)]
+    assert [u.num_tokens for u in first.units] == [6, 5]
+    check_case(Case(12, 4, MODEL, to_dict(plan)), shared_pool())
+
+
+def test_megatron_ranks_run_through_tp_then_cp_then_dp() -> None:
+    spec = from_hf_config(MODEL)
+    plan = from_megatron(MegatronParallel(8, 16, tensor_model_parallel_size=2, context_parallel_size=2), spec)
+    assert [[u.ranks for u in p.stages[0].units] for p in plan.pipelines] == [[(0, 1), (2, 3)], [(4, 5), (6, 7)]]
+    assert plan.pipelines[0].stages[0].units[0].tokens == ((0, 4), (12, 16))

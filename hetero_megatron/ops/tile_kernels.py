@@ -45,6 +45,8 @@ class FlashCpuKernel:
         window: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         repeat, (causal, mask) = _copies(q, k), _kind(q, k, distance, window)
+        if mask is not None:  # a row that sees nothing at all: exp(-inf - 0) is 0, exp(-inf + inf) no number
+            lse = lse.masked_fill(lse == -math.inf, 0.0)
         dq, dk, dv = _flash_backward(
             grad.transpose(1, 2), q.transpose(1, 2), _repeat(k, repeat), _repeat(v, repeat), out.transpose(1, 2),
             lse.contiguous(), 0.0, causal, attn_mask=_bias(mask, q),
