@@ -223,7 +223,8 @@ def test_the_reaper_is_replaced(start: Callable[..., Running], tmp_path: Path) -
 def test_links_are_as_fast_as_asked(start: Callable[..., Running], tmp_path: Path) -> None:
     """Also both ways: what goes to one node does not count for another, up to the node's fastest link."""
     wanted = {"0-1": 40e6, "1-2": 20e6, "3-0": 20e6, "3-2": 40e6}
-    pairs = json.dumps([[int(rank) for rank in pair.split("-")] for pair in wanted])
+    ends = [[int(rank) for rank in pair.split("-")] for pair in wanted]
+    pairs = json.dumps([[source, destination, destination] for source, destination in ends])  # one rank per node
     flags = ("--links", "namespaces", "--log-dir", str(tmp_path / "log"))
     one = start("transfer", pairs, str(4_000_000), "5", str(tmp_path), flags=flags, up=0)
     out, err = one.launcher.communicate(timeout=120)

@@ -144,7 +144,7 @@ class Launcher:
             self._network = namespaces.Network(len(settings.node_names), settings.node_rates)
             try:
                 self._network.open()
-            except OSError as error:
+            except (OSError, RuntimeError) as error:
                 problem = f"namespaces cannot be made: {error}"
                 raise UserError(problem, field="--links", accepted="--links paced") from None
             for name, a, b, _ in describe_links(settings):
@@ -170,13 +170,18 @@ class Launcher:
             groups = self._groups[rank] = quota.RankGroups()
             if settings.chips == "quota":
                 groups.cpu = quota.make_group(found["cpu"], self._testbed.id, rank)
-                speed = settings.speeds[rank]
-                assert speed is not None
-                quota.set_quota(groups.cpu, speed)
+                groups.version = found["cpu"].version
+                if not (settings.memory and groups.version == 2):  # there the rank is in the group from its start
+                    self._set_quota(rank)
             if settings.memory:
                 groups.memory = quota.make_group(found["memory"], self._testbed.id, rank)
                 groups.version = found["memory"].version
                 quota.set_memory(groups.memory, settings.memory[rank])
+
+    def _set_quota(self, rank: int) -> None:
+        speed, group = self.settings.speeds[rank], self._groups[rank].cpu
+        assert speed is not None and group is not None
+        quota.set_quota(group, speed)
 
     def _record(self) -> None:
         """Write down what there is, for status, faults and clean-up."""
@@ -307,6 +312,8 @@ class Launcher:
             if rank in self._throttled or rank in self.codes:
                 continue
             if (self._testbed.directory / f"ready-{rank}").exists():
+                if self.settings.memory and self._groups[rank].version == 2:
+                    self._set_quota(rank)
                 for entry in all_status():
                     if entry.session == child.pid:
                         self._groups[rank].attach(entry.pid, "cpu")
