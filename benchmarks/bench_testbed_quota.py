@@ -39,8 +39,8 @@ def measure(types: list[tuple[int, float]], seconds: float) -> tuple[list[list[f
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         (path / "cluster.json").write_text(json.dumps(description))
-        run = [sys.executable, "-m", "hetero_megatron.cli.main", "testbed", "run", "--chips", "quota", "--links", "none"]
-        run += ["--cluster", str(path / "cluster.json"), "--log-dir", str(path / "log"), "--"]
+        run = [sys.executable, "-m", "hetero_megatron.cli.main", "testbed", "run", "--chips", "quota"]
+        run += ["--links", "none", "--cluster", str(path / "cluster.json"), "--log-dir", str(path / "log"), "--"]
         run += [sys.executable, str(ROOT / "tests" / "testbed_job.py"), "count", folder, "1", str(seconds)]
         done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
@@ -71,7 +71,8 @@ def main() -> None:
             values = [share for shares, _ in repeats for share in shares[index]]
             middle = median(values)
             spread = (max(values) - min(values)) / middle
-            print(f"| {name} | {speed} | {middle:.3f} | {spread:.1%} | {middle / speed - 1:+.1%} | {loads} |", flush=True)
+            numbers = f"{speed} | {middle:.3f} | {spread:.1%} | {middle / speed - 1:+.1%} | {loads}"
+            print(f"| {name} | {numbers} |", flush=True)
 
 
 if __name__ == "__main__":
