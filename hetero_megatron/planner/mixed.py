@@ -27,7 +27,7 @@ def budgets(search: LargeSearch) -> list[tuple[int, tuple[int, ...]]]:
     good = sorted({sum(f.budget) for f in search.families[:40]})
     low, high = (good[0] / 2, good[-1] * 2) if good else (1, search.pool.chips)
     found: dict[tuple[int, ...], int] = {}
-    parts = [sorted({max(1, round(n / 2 ** (i / 2))) for i in range(0, 2 * n.bit_length())}) for n in counts]
+    parts = [sorted({max(1, round(n / 2 ** (i / 2))) for i in range(2 * n.bit_length())}) for n in counts]
     for g in range(len(counts)):
         for h in range(g + 1, len(counts)):
             for a in parts[g]:
