@@ -145,7 +145,7 @@ def test_bytes_are_the_runtimes(tmp_path: Path) -> None:
         }
     )
     step = _Step(ready.plan, CostModel(ready.spec, where, ready.plan.seq_length, "bf16"))
-    for rank in ready.plan.ranks:
+    for rank in (0, 2, 3):  # of an uneven TP pair, of a second stage, of inner replicas
         sent = run_rank(ready, rank).sent
         want = {"pipeline": sent["pipeline"], "gradients": sent["gradients"], "weights": sent["weights"]}
         assert _sent_by(step, rank) == {k: {r: n for r, n in v.items() if n} for k, v in want.items()}

@@ -10,7 +10,6 @@ from hetero_megatron.errors import UserError
 
 _NOT_BUILT = {
     "calibrate": "measure chips and links",
-    "testbed": "emulate a cluster on this machine",
     "convert": "convert checkpoints",
     "plugins": "list and check platforms",
     "report": "a page about a run",
@@ -35,10 +34,17 @@ def _plan(argv: Sequence[str]) -> int:
     return plan(argv)
 
 
+def _testbed(argv: Sequence[str]) -> int:
+    from hetero_megatron.cli.testbed import main as testbed
+
+    return testbed(argv)
+
+
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "doctor": (_doctor, "what this machine has, what is missing, how to mend it"),
     "plan": (_plan, "the best plan of a model on a cluster, with a bound on how good any could be"),
     "predict": (_predict, "step time, memory and timeline of one plan, by simulation"),
+    "testbed": (_testbed, "run a command on a heterogeneous cluster that is emulated on this machine"),
 }
 
 

@@ -67,6 +67,11 @@ class BucketExchange:
         """This rank holds and owns everything in the bucket: nothing to exchange."""
         return self.group.size == 1
 
+    @property
+    def arrived(self) -> bool:
+        """Whether :meth:`finish_reduce` would not wait."""
+        return self._handle is None or self._handle.done
+
     def start_reduce(self, grads: Mapping[str, torch.Tensor]) -> None:
         """Pack the parts of my partial gradients that others own and send them off."""
         if self.alone:

@@ -17,6 +17,7 @@ from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors, shar
 
 WHOLE_BYTES = 64 << 10  # smaller tensors have one owner: splitting them costs more messages than it saves bytes
 BUCKET_BYTES = 32 << 20
+IN_FLIGHT = 2  # buckets under way at once: what is packed and received for them is extra memory
 
 
 @dataclass(frozen=True)

@@ -54,11 +54,19 @@ class CostOptions:
         margin: share of a chip's memory that no plan may use (fragmentation, kernels' workspaces).
         moments: per element: 2 for Adam, 1 for SGD with momentum.
         host_bandwidth: bytes/s between chip and host memory, for offloaded optimizers (PCIe 4: 0.8 x 31 GB/s).
+        overlap: gradients leave during the last backward, as our runtime sends them; False: after it.
+        sharded: a rank updates what it owns, as in our runtime; False: all that it holds (the bytes of an all-reduce
+            are those of reduction and spread together).
+        gradient_bytes: per element on the way; None: as in our runtime, at least 4.
+        The last three describe other frameworks, whose runs are predicted to judge the predictor.
     """
 
     margin: float = 0.06
     moments: int = 2
     host_bandwidth: float = 25e9
+    overlap: bool = True
+    sharded: bool = True
+    gradient_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,9 @@ class UnitSeconds:
 class CostModel:
     """Costs of stages of one model on one cluster at one sequence length.
 
+    Args:
+        rates: instead of those that the cluster file and the data sheets give.
+
     Raises:
         UserError: chips without rates and without a usable data sheet, malformed rates, an unknown dtype.
     """
@@ -93,12 +104,13 @@ class CostModel:
         seq_length: int,
         dtype: str = "bf16",
         options: CostOptions = CostOptions(),
+        rates: Rates | None = None,
     ) -> None:
         if dtype not in ITEM_BYTES:
             raise UserError("unknown dtype", field="dtype", value=dtype, accepted=", ".join(ITEM_BYTES))
         self.model, self.cluster, self.seq_length, self.dtype, self.options = model, cluster, seq_length, dtype, options
         self.item, self.wide = ITEM_BYTES[dtype], max(ITEM_BYTES[dtype], 4)
-        self.rates: Rates = load_rates(cluster, dtype)
+        self.rates: Rates = rates or load_rates(cluster, dtype)
         self._operators: dict[str, Operators] = {}
         self._node = {c: max(g.chips_per_node for g in cluster.nodes if g.chip == c) for c in cluster.chips}
         self._home = {c: next(g.name for g in cluster.nodes if g.chip == c) for c in cluster.chips}

@@ -9,7 +9,7 @@ from hetero_megatron.cluster import format_bytes
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Layout
 from hetero_megatron.plan import Plan, rank_ranges
-from hetero_megatron.plan.buckets import Bucket, make_buckets
+from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, make_buckets
 from hetero_megatron.planner.memory import ITEM_BYTES, MemoryBytes, activation_bytes, state_bytes
 from hetero_megatron.schedule import generate, in_flight
 from hetero_megatron.spec import ModelSpec
@@ -26,7 +26,8 @@ def estimate_memory(
     """
     item = ITEM_BYTES[dtype]
     out = _activations(plan, spec, item)
-    held, owned, sent = (dict.fromkeys(plan.ranks, 0) for _ in range(3))
+    held, owned = (dict.fromkeys(plan.ranks, 0) for _ in range(2))
+    travelling: dict[int, list[int]] = {rank: [] for rank in plan.ranks}  # by bucket, in the order of their sending
     sizes: dict[int, dict[int, int]] = {}
     for bucket in buckets if buckets is not None else make_buckets(plan, spec):
         for rank in bucket.ranks:
@@ -34,11 +35,12 @@ def estimate_memory(
             whole = sum(_elements(layout, sizes)[rank] for layout in bucket.holders.values())
             held[rank] += whole
             owned[rank] += mine
-            # Every bucket is sent before the first is waited for, so all of them travel at once.
-            sent[rank] += state_bytes(whole, mine, len(bucket.ranks), item)[3]
+            travelling[rank].append(state_bytes(whole, mine, len(bucket.ranks), item)[3])
     for rank, memory in out.items():
         weights, gradients, optimizer, _ = state_bytes(held[rank], owned[rank], 1, item, moments)
-        out[rank] = replace(memory, weights=weights, gradients=gradients, optimizer=optimizer, buffers=sent[rank])
+        sizes_of = travelling[rank]
+        buffers = max(sum(sizes_of[i : i + IN_FLIGHT]) for i in range(len(sizes_of)))
+        out[rank] = replace(memory, weights=weights, gradients=gradients, optimizer=optimizer, buffers=buffers)
     return out
 
 

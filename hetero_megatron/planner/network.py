@@ -14,6 +14,7 @@ from hetero_megatron.planner.rates import LinkRates, Rates
 
 Flow = tuple[int, int, float]  # source rank, destination rank, bytes
 Port = tuple[str, int | str]  # ("out" | "in", rank or node)
+LinkKind = tuple[str, str, bool]  # node group of the sender, of the receiver, whether inside one node
 
 
 @dataclass(frozen=True)
@@ -29,38 +30,62 @@ class Exchange:
         return max(self.ports.values(), default=0.0)
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Messages that start together, added up by port and kind of link: all that their price depends on but rates."""
+
+    bytes_by: Mapping[tuple[Port, LinkKind], float]
+
+
 class Network:
     """Prices of messages between the ranks of a cluster."""
 
     def __init__(self, rates: Rates) -> None:
         self.rates, self.ranks = rates, rates.cluster.ranks
 
-    def exchange(
-        self, flows: Iterable[Flow], sharing: Mapping[str, int] | None = None, collective: bool = False
+    def traffic(self, flows: Iterable[Flow]) -> Traffic:
+        """Those to itself cost nothing."""
+        total: dict[tuple[Port, LinkKind], float] = defaultdict(float)
+        for src, dst, size in flows:
+            if src == dst:
+                continue
+            a, b = self.ranks[src], self.ranks[dst]
+            same = a.node == b.node
+            kind = (a.group, b.group, same)
+            total[("out", src if same else a.node), kind] += size
+            total[("in", dst if same else b.node), kind] += size
+        return Traffic(dict(total))
+
+    def price(
+        self, traffic: Traffic, item: float = 1.0, sharing: Mapping[str, int] | None = None, collective: bool = False
     ) -> Exchange:
-        """Messages that start together; those to itself cost nothing.
+        """What messages cost.
 
         Args:
+            item: bytes per unit in which the traffic was counted.
             sharing: by node, how many such exchanges use its cards at a time.
             collective: one all-to-all, which may have been measured as such.
         """
         ports: dict[Port, float] = defaultdict(float)
         latency = 0.0
-        for src, dst, size in flows:
-            if src == dst:
-                continue
-            link = self.rates.link(src, dst)
+        for (port, kind), size in traffic.bytes_by.items():
+            link = self.rates.between(*kind)
             alpha, beta = (link.all_to_all if collective else None) or (link.alpha, link.beta)
             latency = max(latency, alpha)
-            a, b = self.ranks[src], self.ranks[dst]
-            seconds = size * beta
-            if a.node == b.node:
-                ports["out", src] += seconds
-                ports["in", dst] += seconds
-            else:
-                ports["out", a.node] += seconds * (sharing.get(a.node, 1) if sharing else 1)
-                ports["in", b.node] += seconds * (sharing.get(b.node, 1) if sharing else 1)
+            others = sharing.get(port[1], 1) if sharing and isinstance(port[1], str) else 1
+            ports[port] += size * item * beta * others
         return Exchange(dict(ports), latency)
+
+    def exchange(
+        self, flows: Iterable[Flow], sharing: Mapping[str, int] | None = None, collective: bool = False
+    ) -> Exchange:
+        """Messages that start together; see :meth:`price`."""
+        return self.price(self.traffic(flows), 1.0, sharing, collective)
+
+    def posting(self, ranks: tuple[int, ...]) -> float:
+        """Host seconds that a collective of these ranks costs the slowest of them: a message to each other member."""
+        first, second = ranks[:2]
+        return (len(ranks) - 1) * max(self.message_seconds(r, second if r == first else first) for r in ranks)
 
     def tp_exchange(self, ranks: tuple[int, ...], size: float) -> float:
         """Seconds of one gather or scatter-sum in a TP group whose activations have ``size`` bytes in all."""
@@ -68,7 +93,10 @@ class Network:
             return 0.0
         part = size / len(ranks)
         found = self.exchange(((a, b, part) for a in ranks for b in ranks), collective=True)
-        return found.seconds + found.latency
+        link = self.rates.link(ranks[0], ranks[-1])
+        # Inside a node posting is part of what was measured as latency, unless the link says what a message costs.
+        posting = (len(ranks) - 1) * (link.message_seconds or 0.0)
+        return found.seconds + found.latency + posting
 
     def message_seconds(self, rank: int, peer: int) -> float:
         """Host seconds that a message to or from ``peer`` costs ``rank``."""

@@ -48,7 +48,8 @@ class Operators:
         found = self.rates.attention
         if not found:
             forward = flops / self.rates.attention_flops
-            return forward, ATTENTION_BACKWARD * forward
+            scores = self.rates.score_seconds * share * rows * self.model.num_heads * length**2
+            return forward + scores, ATTENTION_BACKWARD * forward + 2 * scores
         row = min(found, key=lambda r: (abs(math.log(r[0] / length)), abs(math.log(r[2] / self.model.head_dim))))
         work = 4 * row[1] * row[2] * visible_pairs(round(row[0]))
         return flops / work * row[3], flops / work * row[4]
@@ -120,8 +121,9 @@ class Operators:
         local = 2 * (q + kv) * (model.position == "rope") + columns + model.ffn_hidden_size
         small = tokens * self.item * share * (10 * h + local) / self.rates.bytes_per_second
         core = self.attention(share, rows, length)
-        fixed = self.rates.layer_seconds
-        return products + small + core[0] + fixed, 2 * (products + small + fixed) + core[1]
+        # Kernels are launched ahead of the device, so launching counts only where it takes longer than they do.
+        forward = max(products + small + core[0], self.rates.layer_seconds)
+        return forward, max(2 * (products + small) + core[1], self.rates.layer_backward_seconds)
 
     def _embed_by_operators(self, share: float, rows: float, length: int) -> Seconds:
         moved = 2 * self.item * rows * length * self.model.hidden_size / self.rates.bytes_per_second

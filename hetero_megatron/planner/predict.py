@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, validate
-from hetero_megatron.plan.buckets import make_buckets
+from hetero_megatron.plan.buckets import Bucket
 from hetero_megatron.planner.costs import CostModel, CostOptions, UnitSeconds
 from hetero_megatron.planner.footprint import OverLimit, estimate_memory, over_limit, refuse
-from hetero_megatron.planner.memory import MemoryBytes
+from hetero_megatron.planner.memory import MemoryBytes, state_bytes
 from hetero_megatron.planner.stages import PipelineCosts, StageCosts
 from hetero_megatron.planner.sync import Span, Synchronisation
 from hetero_megatron.schedule import Schedule, Timeline, generate, lower, simulate
@@ -107,15 +107,20 @@ class _Step:
         self.plan, self.costs = plan, costs
         self.chips = {r: costs.cluster.ranks[r].chip for r in plan.ranks}
         self.stages = StageCosts(plan, costs)
-        self.buckets = make_buckets(plan, costs.model)
-        self.sync = Synchronisation(plan, costs, self.buckets, self.stages.network)
+        self.sync = Synchronisation(plan, costs, self.stages.network)
 
     def prediction(self) -> Prediction:
         costs = self.costs
         pipelines = [self.stages.of(p) for p in self.plan.pipelines]
         timelines = self._timelines(pipelines)
         computed, begin, parts = self._last_backwards(pipelines, timelines)
-        arrived, reduces = self.sync.run(lambda b: self.sync.ready_at(b, begin, parts), costs.wide, False)
+
+        def ready(bucket: Bucket) -> float:
+            if costs.options.overlap:
+                return self.sync.ready_at(bucket, begin, parts)
+            return max(computed[r] for r in bucket.ranks)
+
+        arrived, reduces = self.sync.run(ready, costs.options.gradient_bytes or costs.wide, False)
         summed = {r: max(computed[r], arrived.get(r, 0.0)) + self._add_seconds(r) for r in self.plan.ranks}
         barrier = max(summed.values()) + self._barrier_seconds()
         updated = {r: barrier + self._update_seconds(r) for r in self.plan.ranks}
@@ -184,20 +189,8 @@ class _Step:
 
     def _add_seconds(self, rank: int) -> float:
         """Packing what goes to other owners and adding what came from other holders, bound by memory."""
-        moved = self._moved().get(rank, 0)
+        moved = self.sync.structure.moved.get(rank, 0)
         return moved * self.costs.wide / self.costs.chip_rates(self.chips[rank]).bytes_per_second
-
-    def _moved(self) -> Mapping[int, int]:
-        """Elements read and written by each rank: twice what it gives, three times what it takes."""
-        if not hasattr(self, "_moved_elements"):
-            found: dict[int, int] = {}
-            for bucket in self.sync.buckets:
-                for (src, dst), count in self.sync.elements(bucket).items():
-                    if src != dst:
-                        found[src] = found.get(src, 0) + 2 * count
-                        found[dst] = found.get(dst, 0) + 3 * count
-            self._moved_elements = found
-        return self._moved_elements
 
     def _barrier_seconds(self) -> float:
         """The exchange of loss and norm between all ranks: a few bytes, so only latency."""
@@ -210,7 +203,8 @@ class _Step:
 
     def _update_seconds(self, rank: int) -> float:
         rates = self.costs.chip_rates(self.chips[rank])
-        owned = self.sync.owned.get(rank, 0)
+        updated = self.sync.owned if self.costs.options.sharded else self.sync.structure.held
+        owned = updated.get(rank, 0)
         seconds = self.costs.operators(self.chips[rank]).optimizer(owned) + rates.step_seconds
         if self._offloads(rank):
             seconds += owned * (FP32 + self.costs.item) / self.costs.options.host_bandwidth
@@ -225,10 +219,13 @@ class _Step:
 
     def _memory(self) -> tuple[dict[int, MemoryBytes], dict[int, int]]:
         costs = self.costs
-        found = estimate_memory(self.plan, costs.model, costs.dtype, costs.options.moments, self.buckets)
+        found = estimate_memory(self.plan, costs.model, costs.dtype, costs.options.moments, self.sync.all_buckets)
         memory = {}
         for rank, needs in found.items():
             optimizer = 0 if self._offloads(rank) else needs.optimizer
+            if not costs.options.sharded:
+                held = self.sync.structure.held[rank]
+                optimizer = state_bytes(held, held, 1, costs.item, costs.options.moments)[2]
             overhead = costs.overhead(self.chips[rank])
             memory[rank] = MemoryBytes(
                 needs.weights, needs.gradients, optimizer, needs.activations, needs.buffers, overhead

@@ -12,7 +12,9 @@ A cluster file holds rates under ``rates:`` (or, for one chip, under ``chips: <c
             attention: [[length, heads, head_dim, forward s, backward s], …]   # causal, one sequence
             attention_flops: 1.5e14                   # or: achieved FLOP/s over the visible pairs
             bytes_per_second: 1.2e12                  # of bandwidth-bound operators (read + written)
-            layer_seconds: 0.0                        # fixed seconds per layer, forward (launches), twice in backward
+            score_seconds: 0.0                        # per (head, query, key), where kernels write the scores out
+            layer_seconds: 0.0                        # least host seconds per layer (launches), forward …
+            layer_backward_seconds: 0.0               # … and backward (default: twice)
             action_seconds: 0.0                       # fixed host seconds per F or B of a stage
             message_seconds: 0.0                      # host seconds that one send or receive costs the rank itself
             step_seconds: 0.0                         # fixed host seconds per optimizer step
@@ -67,7 +69,7 @@ LATENCY = {"intra": 10e-6, "inter": 20e-6}  # where the cluster file gives none 
 ROWS = {"gemm": 4, "attention": 5, "layers": 6, "embed": 6, "head": 6, "optimizer": 2}
 NUMBERS = (
     "gemm_flops", "gemm_half", "attention_flops", "bytes_per_second", "layer_seconds", "action_seconds",
-    "message_seconds", "step_seconds", "overhead_bytes",
+    "message_seconds", "step_seconds", "overhead_bytes", "score_seconds", "layer_backward_seconds",
 )  # fmt: skip
 
 Row = tuple[float, ...]
@@ -107,6 +109,8 @@ class ChipRates:
     head: tuple[LayerRow, ...] = ()
     optimizer: tuple[Row, ...] = ()
     calibrated: bool = False
+    score_seconds: float = 0.0
+    layer_backward_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -220,6 +224,8 @@ def chip_rates(chip: Chip, dtype: str, given: Any, cluster: Cluster) -> ChipRate
     for key, width in ROWS.items():
         rows = _rows(entries.get(key, []), width, f"{where}.{key}", cluster)
         values[key] = tuple(LayerRow(*r) for r in rows) if key in ("layers", "embed", "head") else rows
+    if "layer_seconds" in values:
+        values.setdefault("layer_backward_seconds", 2 * values["layer_seconds"])
     base = _cold_start(chip, dtype, values, cluster)
     return replace(base, **values, calibrated=bool(entries))
 
@@ -250,7 +256,7 @@ def _cold_start(chip: Chip, dtype: str, given: Mapping[str, Any], cluster: Clust
         )  # fmt: skip
     return ChipRates(
         chip.name, dtype, rate, rate * ATTENTION, memory, 0.0 if "gemm_flops" in given else HALF, LAYER_SECONDS,
-        ACTION_SECONDS, MESSAGE_SECONDS, STEP_SECONDS, OVERHEAD_BYTES,
+        ACTION_SECONDS, MESSAGE_SECONDS, STEP_SECONDS, OVERHEAD_BYTES, layer_backward_seconds=2 * LAYER_SECONDS,
     )  # fmt: skip
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero_megatron.plan import Plan, Stage
-from hetero_megatron.plan.buckets import Bucket
+from hetero_megatron.plan.buckets import Bucket, make_buckets
 from hetero_megatron.planner.costs import CostModel, UnitSeconds
-from hetero_megatron.planner.network import Exchange, Flow, Network, volumes
+from hetero_megatron.planner.network import Exchange, Network, Traffic, volumes
 from hetero_megatron.spec import logical_tensors
 
 
@@ -27,67 +27,89 @@ class Span:
     end: float
 
 
-class Synchronisation:
-    """All buckets of a plan and their prices."""
+class _Structure:
+    """Which elements of which bucket go where."""
 
-    def __init__(self, plan: Plan, model: CostModel, buckets: Sequence[Bucket], network: Network) -> None:
-        self.plan, self.model, self.network = plan, model, network
-        self.buckets = [b for b in buckets if len(b.ranks) > 1]
-        self.all_buckets = buckets
-        self.layer_of = {t.name: t.layer for t in logical_tensors(model.model)}
-        self.owned = self._owned(buckets)
-        self._volumes: dict[tuple[int, ...], dict[tuple[int, int], int]] = {}
-        self._prices: dict[tuple[object, ...], Exchange] = {}
-
-    @staticmethod
-    def _owned(buckets: Sequence[Bucket]) -> Mapping[int, int]:
-        """Elements that each rank owns and updates."""
+    def __init__(self, plan: Plan, model: CostModel, network: Network) -> None:
+        self.model, self.cluster, self.network = model.model, model.cluster, network
+        self.buckets = make_buckets(plan, model.model)
+        self.owned: dict[int, int] = defaultdict(int)
+        self.held: dict[int, int] = defaultdict(int)
+        self.moved: dict[int, int] = defaultdict(int)  # elements read and written to pack and to add
+        self._elements: dict[tuple[int, ...], dict[tuple[int, int], int]] = {}
+        self._traffic: dict[tuple[int, bool], Traffic] = {}
         known: dict[int, list[tuple[int, int]]] = {}
-        out: dict[int, int] = defaultdict(int)
-        for bucket in buckets:
-            for layout in bucket.owners.values():
-                if id(layout) not in known:
-                    known[id(layout)] = [(r, layout.elements(r)) for r in layout.ranks]
-                for rank, count in known[id(layout)]:
-                    out[rank] += count
-        return out
+        for bucket in self.buckets:
+            for layouts, total in ((bucket.owners, self.owned), (bucket.holders, self.held)):
+                for layout in layouts.values():
+                    if id(layout) not in known:
+                        known[id(layout)] = [(r, layout.elements(r)) for r in layout.ranks]
+                    for rank, count in known[id(layout)]:
+                        total[rank] += count
+            for (src, dst), count in self.elements(bucket).items() if len(bucket.ranks) > 1 else ():
+                if src != dst:
+                    self.moved[src] += 2 * count
+                    self.moved[dst] += 3 * count
+
+    def serves(self, model: CostModel) -> bool:
+        return self.model == model.model and self.cluster is model.cluster
 
     def elements(self, bucket: Bucket) -> dict[tuple[int, int], int]:
-        """Elements from every holder to every owner of a bucket."""
         key = tuple(id(layout) for layout in (*bucket.holders.values(), *bucket.owners.values()))
-        if key not in self._volumes:
+        if key not in self._elements:
             total: dict[tuple[int, int], int] = defaultdict(int)
             for name in bucket.names:
                 for pair, count in volumes(bucket.holders[name], bucket.owners[name]).items():
                     total[pair] += count
-            self._volumes[key] = dict(total)
-        return self._volumes[key]
+            self._elements[key] = dict(total)
+        return self._elements[key]
 
-    def price(self, bucket: Bucket, item: int, spread: bool) -> Exchange:
+    def traffic(self, bucket: Bucket, spread: bool) -> Traffic:
+        """In elements; from holders to owners, or back to spread the new parameters."""
         elements = self.elements(bucket)
-        key = (id(elements), item, spread)
+        key = (id(elements), spread)
+        if key not in self._traffic:
+            flows = [(b, a, float(n)) if spread else (a, b, float(n)) for (a, b), n in elements.items() if n]
+            self._traffic[key] = self.network.traffic(flows)
+        return self._traffic[key]
+
+
+class Synchronisation:
+    """All buckets of a plan and their prices. What does not depend on rates is kept with the plan, for fits."""
+
+    def __init__(self, plan: Plan, model: CostModel, network: Network) -> None:
+        self.plan, self.model, self.network = plan, model, network
+        known: _Structure | None = plan._cache.get("sync")
+        if known is None or not known.serves(model):
+            known = plan._cache["sync"] = _Structure(plan, model, network)
+        self.structure = known
+        self.all_buckets = self.structure.buckets
+        self.buckets = [b for b in self.all_buckets if len(b.ranks) > 1]
+        self.layer_of = {t.name: t.layer for t in logical_tensors(model.model)}
+        self.owned = self.structure.owned
+        self.stage_of = {r: s for p in plan.pipelines for s in p.stages for r in s.ranks}
+        self._prices: dict[tuple[object, ...], Exchange] = {}
+        self._posting: dict[tuple[int, ...], float] = {}
+
+    def elements(self, bucket: Bucket) -> Mapping[tuple[int, int], int]:
+        """Elements from every holder to every owner of a bucket."""
+        return self.structure.elements(bucket)
+
+    def price(self, bucket: Bucket, item: float, spread: bool) -> Exchange:
+        traffic = self.structure.traffic(bucket, spread)
+        key = (id(traffic), item)
         if key not in self._prices:
-            flows: list[Flow] = [
-                (b, a, n * item) if spread else (a, b, n * item) for (a, b), n in elements.items() if n and a != b
-            ]
-            found = self.network.exchange(flows, collective=True)
-            # Posting: a rank sends and receives one message per other member.
-            peers = len(bucket.ranks) - 1
-            first, second = bucket.ranks[:2]
-            posting = max(self.network.message_seconds(r, second if r == first else first) for r in bucket.ranks)
-            self._prices[key] = Exchange(found.ports, found.latency + peers * posting)
+            found = self.network.price(traffic, item, collective=True)
+            if bucket.ranks not in self._posting:
+                self._posting[bucket.ranks] = self.network.posting(bucket.ranks)
+            self._prices[key] = Exchange(found.ports, found.latency + self._posting[bucket.ranks])
         return self._prices[key]
 
     def ready_at(self, bucket: Bucket, begin: Mapping[int, float], parts: Mapping[int, UnitSeconds]) -> float:
         """When all members have the bucket's gradients; ``begin``: of each rank's last backward."""
-        stages = self._stages()
+        stages = self.stage_of
         layers = [self.layer_of[name] for name in bucket.names]
         return max(begin[r] + self._into_backward(stages[r], parts[r], layers) for r in bucket.ranks)
-
-    def _stages(self) -> Mapping[int, Stage]:
-        if not hasattr(self, "_by_rank"):
-            self._by_rank = {r: s for p in self.plan.pipelines for s in p.stages for r in s.ranks}
-        return self._by_rank
 
     @staticmethod
     def _into_backward(stage: Stage, part: UnitSeconds, layers: Sequence[int | str]) -> float:
@@ -104,7 +126,7 @@ class Synchronisation:
             return part.action + head + (len(held) - held.index(min(decoder))) * each
         return part.action + head
 
-    def run(self, ready: Callable[[Bucket], float], item: int, spread: bool) -> tuple[dict[int, float], list[Span]]:
+    def run(self, ready: Callable[[Bucket], float], item: float, spread: bool) -> tuple[dict[int, float], list[Span]]:
         """(when each rank has its last bucket, when each bucket travels).
 
         Args:

@@ -47,7 +47,7 @@ def train(config: RunConfig) -> None:
     comm = start_comm(platform, 60 * config.distributed.timeout_minutes, position(config.cluster, world))
     try:
         if comm.rank == 0:
-            announce(config, world, platform)
+            announce(config, world, platform, comm.emulation.describe())
         if comm.rank in config.plan.ranks:
             Training(config, comm, platform).run()
         else:  # idle, but torch wants every rank to take part in making groups
@@ -84,12 +84,14 @@ def check_world(config: RunConfig, world: int) -> None:
         )  # fmt: skip
 
 
-def announce(config: RunConfig, world: int, platform: Platform) -> None:
-    """Print what will run, and every choice that was made for the user."""
+def announce(config: RunConfig, world: int, platform: Platform, testbed: str) -> None:
+    """Print what will run, and every choice that was made for the user; ``testbed``: what is emulated, if anything."""
     cluster = config.cluster
     chips = [cluster.chip_of(r).name for r in range(cluster.world_size)] if cluster is not None else None
     print(format_plan(config.plan, config.spec, chips), flush=True)
     print(f"device: {platform.device.type}, backend {platform.backend}, {config.dtype}", flush=True)
+    if testbed:
+        print(testbed, flush=True)
     idle = sorted(set(range(world)) - set(config.plan.ranks))
     if config.cluster is not None:
         idle = sorted({*idle, *idle_ranks(config.plan, config.cluster)})
@@ -162,6 +164,7 @@ class Training:
             if self.reporter.speaks:
                 entropy = unigram_entropy(self.data.train, num_samples=64)
                 print(f"data: unigram entropy {entropy:.3f} nats, the loss of counting tokens alone", flush=True)
+            self.runtime.comm.emulation.started()
             with self._loader(self.data.train) as loader:
                 self._train(loader)
         if config.evaluation.iterations:

@@ -25,7 +25,7 @@ from hetero_megatron.parallel.tensor import apply_tensor_parallel
 from hetero_megatron.parallel.vocab import vocab_parallel_cross_entropy
 from hetero_megatron.pipeline import PipelineExecutor
 from hetero_megatron.pipeline.boundary import Boundary
-from hetero_megatron.pipeline.executor import StageWork, StepResult
+from hetero_megatron.pipeline.executor import StageWork, StepResult, TimedAction
 from hetero_megatron.plan import (
     Plan,
     activation_layout,
@@ -54,6 +54,7 @@ class StepStats:
         skipped: the step was not taken because the gradient was not finite.
         stop: some rank asked to stop.
         busy, bubble, communication: seconds per rank of the plan (forward and backward; the update is not in them).
+        actions: what this rank did, and when.
     """
 
     loss: float
@@ -64,6 +65,7 @@ class StepStats:
     busy: list[float]
     bubble: list[float]
     communication: list[float]
+    actions: Sequence[TimedAction] = ()
 
 
 class Runtime:
@@ -189,6 +191,20 @@ class Runtime:
         stop: bool = False,
     ) -> StepStats:
         """One optimizer step; ``clip_grad`` 0 means no clipping; ``stop`` is told to all ranks."""
+        with self.comm.clock.counting():
+            return self._train_step(fetch, first_sample, batch_size, lr, weight_decay, clip_grad, loss_scale, stop)
+
+    def _train_step(
+        self,
+        fetch: Fetch,
+        first_sample: int,
+        batch_size: int,
+        lr: float,
+        weight_decay: float,
+        clip_grad: float,
+        loss_scale: float,
+        stop: bool,
+    ) -> StepStats:
         assert self.optimizer is not None
         nominal = batch_size * self.plan.seq_length
         work = self.work(fetch, first_sample, batch_size)
@@ -209,14 +225,16 @@ class Runtime:
             self.comm.activity = "the optimizer step"
             self.optimizer.set_rates(lr, weight_decay)
             self.optimizer.step(grads, scale * clip)
-        seconds = every[:, 4:].T.tolist()
-        return StepStats(loss_sum / tokens, int(tokens), norm, skipped, stops > 0, *seconds)
+        busy, bubble, communication = every[:, 4:].T.tolist()
+        mean = loss_sum / tokens
+        return StepStats(mean, int(tokens), norm, skipped, stops > 0, busy, bubble, communication, result.actions)
 
     @torch.no_grad()
     def evaluate(self, fetch: Fetch, first_sample: int, batch_size: int) -> tuple[float, int]:
         """(sum of token losses, tokens) of some samples, equal on all ranks."""
-        result = self.executor.run(self.work(fetch, first_sample, batch_size, forward_only=True))
-        loss_sum, tokens = self._gather(result, 0.0)[:, :2].sum(0).tolist()
+        with self.comm.clock.counting():
+            result = self.executor.run(self.work(fetch, first_sample, batch_size, forward_only=True))
+            loss_sum, tokens = self._gather(result, 0.0)[:, :2].sum(0).tolist()
         return loss_sum, int(tokens)
 
     def _gather(self, result: StepResult, square: float, stop: bool = False) -> torch.Tensor:
