@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/bench_context_scheduler.py [--cards node|chip|both] [--quick]
 
 Nothing runs on accelerators: seconds are those of ``planner/context_cost.py`` with data-sheet rates x default
-efficiencies (``planner/rates.py``), the same for all layouts. The paper's figures stand beside ours for orientation; its
-cost model, its 13B and 70B configurations and most of its clusters' compositions are not public.
+efficiencies (``planner/rates.py``), the same for all layouts. The paper's figures stand beside ours for orientation;
+its cost model, its 13B and 70B configurations and most of its clusters' compositions are not public.
 """
 
 from __future__ import annotations
