@@ -25,7 +25,7 @@ from hetero_megatron.parallel.long_loss import chunked_loss
 from hetero_megatron.parallel.optimizer import OptimizerFactory, ShardedOptimizer, squared_norm
 from hetero_megatron.parallel.recompute import apply_recompute
 from hetero_megatron.parallel.tensor import apply_tensor_parallel
-from hetero_megatron.parallel.vocab import vocab_parallel_cross_entropy
+from hetero_megatron.parallel.vocab import VOCAB_CROSS_ENTROPY, vocab_parallel_cross_entropy
 from hetero_megatron.pipeline import PipelineExecutor
 from hetero_megatron.pipeline.boundary import Boundary
 from hetero_megatron.pipeline.executor import StageWork, StepResult, TimedAction
@@ -180,7 +180,8 @@ class Runtime:
         return losses.sum() if batch.loss_mask is None else (losses * batch.loss_mask).sum()
 
     def _token_losses(self, out: torch.Tensor, batch: Batch) -> torch.Tensor:
-        group, vocab, op = self.tp_group, self.share.vocab, self.kernels.vocab_cross_entropy
+        group, vocab = self.tp_group, self.share.vocab
+        op = self.kernels.vocab_cross_entropy if group.size > 1 else VOCAB_CROSS_ENTROPY
         if self.loss_chunk is not None:
             return chunked_loss(out, self.model.lm_head.matrix, batch.labels, self.loss_chunk, group, vocab, op)
         if group.size > 1:
