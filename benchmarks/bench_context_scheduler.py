@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/bench_context_scheduler.py [--cards node|chip|both] [--quick]
 
 Nothing runs on accelerators: seconds are those of ``planner/context_cost.py`` with data-sheet rates x default
-efficiencies (``planner/rates.py``), the same for all layouts. The paper's figures stand beside ours for orientation; its
-cost model, its 13B and 70B configurations and most of its clusters' compositions are not public.
+efficiencies (``planner/rates.py``), the same for all layouts. The paper's figures stand beside ours for orientation;
+its cost model, its 13B and 70B configurations and most of its clusters' compositions are not public.
 """
 
 from __future__ import annotations
@@ -125,6 +125,36 @@ def matched(lengths: Sequence[int], shared: bool) -> None:
     )
 
 
+MEASURED = (  # (what, model, tokens, chips, tokens/s per GPU) of BurstEngine's spreadsheet; its ring, its USP
+    ("BurstEngine, ring to USP", "llama2-13b", 1048576, 32, (118.4, 122.0)),
+    ("BurstEngine, ring to USP", "llama2-7b", 1048576, 32, (150.2, 153.5)),
+    ("BurstEngine, ring to USP", "llama2-7b", 524288, 32, (272.0, 287.0)),
+    ("BurstEngine, ring", "llama2-7b", 262144, 8, (553.0, 553.0)),
+)
+
+
+def absolute() -> None:
+    """Does the model's scale hold? Equal layouts against published measurements on A800."""
+    print(
+        "\n## Scale of the model: tokens/s per A800, best equal layout\n\n| measured by | model | tokens | chips | "
+        "measured | computed, full recompute | computed, none |\n|---|---|---|---|---|---|---|"
+    )
+    cluster = cluster_of("burst_a800_32")
+    for source, name, length, chips, (low, high) in MEASURED:
+        rates = []
+        for recompute in ("full", "none"):
+            model = replace(load_model(name), max_position_embeddings=length)
+            options = replace(OPTIONS, recompute=recompute)
+            problem = problem_from_cluster(model, cluster, length, range(chips), options=options, cards_shared=False)
+            # Time only: what is kept where nothing is recomputed would not fit.
+            problem = replace(problem, members=tuple(replace(m, memory=1e15) for m in problem.members))
+            found = schedule_context(problem).baseline_evaluation
+            assert found is not None
+            rates.append(length / found.seconds / chips)
+        seen = f"{low:.0f}-{high:.0f}" if low < high else f"{low:.0f}"
+        print(f"| {source} | {name} | {length // 1024}K | {chips} | {seen} | {rates[0]:.0f} | {rates[1]:.0f} |")
+
+
 def times(scales: Sequence[int], lengths: Sequence[int]) -> None:
     base = cluster_of("hexiseq_sim3_128")
     print("\n## Scheduling time\n\n| chips | model | tokens | CPU s | wall s | layouts | paper s |")
@@ -153,6 +183,7 @@ def main() -> None:
     for shared in {"node": [True], "chip": [False], "both": [False, True]}[args.cards]:
         gains(lengths, shared)
         matched(lengths, shared)
+    absolute()
     times((1, 8), lengths[::2] if args.quick else (262144, 1048576))
 
 

@@ -340,3 +340,79 @@ def test_real_models_have_the_memory_that_the_estimate_counts() -> None:
         kept = 32 * layer_activation_bytes(model, 8192, recompute)
         working = 8192 * 128 * ((4 + 2) * 32 + 2 * 4 * 8)
         assert parts == pytest.approx(kept + working)
+
+
+# ---- the ring, message by message; memory against brute force; many members
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_ring_rate_by_counting_messages(seed: int) -> None:
+    """Bytes per token over every member's own link and every node's cards, from who needs which KV head of whom."""
+    rng = random.Random(500 + seed)
+    world, nodes = rng.randint(2, 7), rng.randint(1, 3)
+    problem = random_problem(rng, world, heads=4, nodes=nodes)
+    grouping = rng.choice(clusters(problem))
+    if len(grouping) == 1:
+        grouping = tuple((m,) for m in range(world))
+    groups = [ContextGroup(g, (1,) * len(g), rng.choice(list(compositions(4, len(g))))) for g in grouping]
+    per_kv = problem.model.queries_per_kv
+    own: dict[tuple[str, int], float] = {}  # seconds per byte on (direction, member)
+    cards: dict[tuple[str, int], float] = {}
+    shared = problem.fabric.shared
+    for k, group in enumerate(groups):
+        needs = []
+        for g in (groups[k - 1], group):
+            ends = np.cumsum([0, *g.heads])
+            needs.append([{q // per_kv for q in range(ends[i], ends[i + 1])} for i in range(len(g.members))])
+        for j, wanted in enumerate(needs[1]):
+            for head in wanted:
+                src = groups[k - 1].members[next(i for i, held in enumerate(needs[0]) if head in held)]
+                dst = group.members[j]
+                a, b = problem.members[src], problem.members[dst]
+                same = a.node == b.node
+                beta = problem.fabric.intra[a.kind][1] if same else problem.fabric.inter[a.kind][b.kind][1]
+                for direction, end in (("out", a), ("into", b)):
+                    at = end.node if shared and not same else end.ranks[0]
+                    table = own if same or not shared else cards
+                    port = (f"{direction} {'near' if same else 'far'}", at)
+                    table[port] = table.get(port, 0.0) + beta
+    rate, _, _ = ContextCosts(problem).ring(groups)
+    assert rate == pytest.approx(max([*own.values(), *cards.values()]))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_close_to_the_exact_optimum_where_memory_binds(seed: int) -> None:
+    rng = random.Random(600 + seed)
+    problem = random_problem(rng, 3, units=6)
+    free = schedule_context(problem)
+    most = max(free.evaluation.memory)
+    scale = [1.0, 1.0, 1.0]
+    scale[max(range(3), key=lambda m: free.evaluation.memory[m])] = rng.choice([0.6, 0.8])
+    members = tuple(replace(m, memory=most * scale[i]) for i, m in enumerate(problem.members))
+    tight = replace(problem, members=members)
+    try:
+        best = exact_seconds(tight, free.layout.block)
+    except UserError:
+        with pytest.raises(UserError):
+            schedule_context(tight)
+        return
+    assert schedule_context(tight).seconds <= best * 1.05
+
+
+def test_blocks_of_unlike_size_cost_the_pace_of_the_largest_shard() -> None:
+    problem = random_problem(random.Random(0), 4, nodes=1)
+    costs = ContextCosts(problem)
+    groups = tuple(ContextGroup((m,), (n,), (4,)) for m, n in enumerate((1024, 512, 256, 256)))
+    tokens = np.array([1024.0, 512, 256, 256])
+    assert costs.lock_step(ContextLayout(groups, "ring", 1024), tokens) == 4 * 1024 / 2048
+    assert costs.lock_step(ContextLayout(groups, "ring", 256), tokens) == 1.0
+
+
+@pytest.mark.parametrize("world", [32, 96])
+def test_many_members(world: int) -> None:
+    """Structured groupings only: legal, never worse than equal layouts, and above the bound."""
+    problem = random_problem(random.Random(world), world, heads=8, units=1000, nodes=world // 8)
+    choice = schedule_context(problem)
+    _check_legal(problem, choice.layout)
+    assert choice.gain is not None and choice.gain > 1.0
+    assert choice.bound <= choice.seconds <= 3 * choice.bound

@@ -207,8 +207,8 @@ def _polish(search: _Search, layout: ContextLayout) -> None:
 def _best_block(search: _Search, layout: ContextLayout) -> ContextLayout:
     if layout.transport != "ring":
         return layout
-    largest = max(sum(group.tokens) for group in layout.groups)
-    trials = [replace(layout, block=block, name="") for block in block_sizes(search.problem, largest)]
+    blocks = block_sizes([sum(group.tokens) for group in layout.groups])
+    trials = [replace(layout, block=block, name="") for block in blocks]
     for trial in trials:
         search.add(trial)
     return min([layout, *trials], key=lambda one: search.seen[one].order)

@@ -191,8 +191,8 @@ class Balancer:
                 part = self.costs.parts(group, shares, h)
                 none = self.costs.parts(group, (0.0,) * len(group), h)
                 core = (runs + again) * part.attention + part.attention_backward
-                fixed = (runs + 2) * none.linear + (runs + 1) * (none.scatter + none.collect)
-                rest = (runs + 2) * part.linear + (runs + 1) * (part.scatter + part.collect) - fixed
+                fixed = (runs + 1) * (none.scatter + none.collect)
+                rest = runs * part.linear + part.linear_backward + (runs + 1) * (part.scatter + part.collect) - fixed
                 rest += 3 * part.head / problem.layers
                 known[key] = ((core + rest) / mean, fixed, rest / mean)
             rows.append(known[key])

@@ -11,7 +11,7 @@ def speed_bound(problem: ContextProblem) -> float:
     """Seconds of a micro-batch if work could be divided at will and nothing had to travel.
 
     Every member divides its time between products and attention; those relatively best at attention do it first (the
-    optimum of this linear program). Fixed seconds per layer are paid by whoever works. No layout is below it.
+    optimum of this linear program). No layout is below it.
     """
     members = problem.members
     runs = {"none": 1.0, "selective": 1.0, "full": 2.0}[problem.options.recompute]
@@ -21,7 +21,7 @@ def speed_bound(problem: ContextProblem) -> float:
     attention_work = layers * problem.pair_flops * problem.model.num_heads
     # Members' own price of a token's products (TP collectives in it) and of its attention.
     linear = np.array(
-        [linear_work / m.gemm_flops + layers * (runs + 2) * m.token_seconds for m in members], dtype=np.float64
+        [linear_work / m.gemm_flops + layers * (runs + 1) * m.token_seconds for m in members], dtype=np.float64
     )
     attention = np.array(
         [attention_work * (runs + again + m.attention_backward) / m.attention_flops for m in members], dtype=np.float64
@@ -41,4 +41,5 @@ def speed_bound(problem: ContextProblem) -> float:
         low, high = (seconds, high) if products < tokens else (low, seconds)
         if high - low <= 1e-12 * high:
             break
-    return low + layers * (runs + 2) * min(m.layer_seconds for m in members)
+    host = runs * min(m.layer_seconds for m in members) + min(m.layer_backward_seconds for m in members)
+    return max(low, layers * host)

@@ -121,6 +121,7 @@ def _member(
         memory=memory * tp,
         token_seconds=tp_seconds,
         layer_seconds=known.layer_seconds,
+        layer_backward_seconds=known.layer_backward_seconds,
         attention_backward=core[1] / core[0],
         message_seconds=known.message_seconds,
     )  # fmt: skip
@@ -130,11 +131,12 @@ def _layer_seconds(
     model: ModelSpec, known: ChipRates, seq_length: int, share: int, tp: int, item: int
 ) -> tuple[float, tuple[float, float]]:
     """(seconds per token outside attention, (forward, backward) of attention over a whole sequence) of one TP group."""
-    plain = Operators(model, replace(known, layers=()), item)
+    device = replace(known, layers=(), layer_seconds=0.0, layer_backward_seconds=0.0)  # without the host's launches
+    plain = Operators(model, device, item)
     modelled, core = plain.layer(1 / tp, 1, share), plain.attention(1 / tp, 1, share)
-    measured = Operators(model, known, item).layer(1 / tp, 1, share)
+    measured = Operators(model, replace(device, layers=known.layers), item).layer(1 / tp, 1, share)
     ratio = [m / p for m, p in zip(measured, modelled, strict=True)]
-    linear = (modelled[0] - core[0] - known.layer_seconds) * ratio[0] / share
+    linear = (modelled[0] - core[0]) * ratio[0] / share
     whole = plain.attention(1 / tp, 1, seq_length)
     return linear, (whole[0] * ratio[0], whole[1] * ratio[1])
 

@@ -8,9 +8,10 @@ arXiv 2605.07569, with the points that decide on real clusters made explicit):
     layer      = max_k forward_k + max_k backward_k        (groups wait for each other's keys and values)
 
 The all-to-all is ragged: member i sends s_i (h_j + 2 kv_j) numbers to j. A ring moves at the pace of its slowest hop,
-because every block passes every hop; blocks are of equal size and independent of ownership, so a large shard costs no
-more than its tokens. ``gather`` fetches all before computing. Members' own links and the network cards of a node
-work at the same time; the cards are shared by the members of a node if the fabric says so.
+because every block passes every hop, and in rounds of one block per group, so blocks of unlike size cost time
+(:meth:`ContextCosts.lock_step`); they need not follow ownership. ``gather`` fetches all before computing. Members' own
+links and the network cards of a node work at the same time; the cards are shared by the members of a node if the fabric
+says so.
 """
 
 from __future__ import annotations
@@ -35,11 +36,14 @@ class GroupParts:
 
     tokens: float
     linear: float
+    linear_backward: float
     head: float
     scatter: float
+    queries: float
     collect: float
     attention: float
     attention_backward: float
+    floor: tuple[float, float]
     bytes: Floats
     kv: Floats
 
@@ -122,8 +126,9 @@ class ContextCosts:
         members, model = problem.members, problem.model
         self.node = np.array([m.node for m in members])
         self.kind = np.array([m.kind for m in members])
-        self.linear = np.array([problem.linear_flops / m.gemm_flops + m.token_seconds for m in members])
-        self.fixed = np.array([m.layer_seconds for m in members])
+        self.products = np.array([problem.linear_flops / m.gemm_flops for m in members])
+        self.linear = self.products + np.array([m.token_seconds for m in members])
+        self.floor = np.array([(m.layer_seconds, m.layer_backward_seconds) for m in members])
         self.head = np.array([problem.head_flops / m.gemm_flops for m in members])
         self.pair = np.array([problem.pair_flops / m.attention_flops for m in members])
         self.backward = np.array([m.attention_backward for m in members])
@@ -165,15 +170,19 @@ class ContextCosts:
         total = float(s.sum())
         busy = (h > 0) | (s > 0)
         attention = self.pair[d] * h * total
-        linear = self.linear[d] * s + self.fixed[d] * busy
+        linear = self.linear[d] * s
+        floor = self.floor[d][busy].max(0) if busy.any() else np.zeros(2)
         return GroupParts(
             tokens=total,
             linear=float(linear.max()),
+            linear_backward=float((linear + self.products[d] * s).max()),
             head=float((self.head[d] * s).max()),
             scatter=self._all_to_all(d, s, h + 2 * kv),
+            queries=self._all_to_all(d, s, h),
             collect=self._all_to_all(d, h, s),
             attention=float(attention.max()),
             attention_backward=float((attention * self.backward[d]).max()),
+            floor=(float(floor[0]), float(floor[1])),
             bytes=group_bytes(self.problem, s, h, kv),
             kv=kv,
         )
@@ -246,36 +255,21 @@ class ContextCosts:
             rate = max(rate, max(hop.own_card for hop in hops))
         return rate, max(hop.alpha for hop in hops), 2 * max(hop.messages for hop in hops)
 
-    def gather(self, groups: Sequence[ContextGroup], parts: Sequence[GroupParts]) -> tuple[Floats, float]:
-        """(seconds per byte of one number, per group; latency): every holder sends its keys and values to all that need
-        them."""
-        if len(groups) == 1:
-            return np.zeros(1), 0.0
-        d = np.concatenate([np.array(g.members) for g in groups])
-        owner = np.repeat(np.arange(len(groups)), [len(g.members) for g in groups])
-        total = np.array([p.tokens for p in parts])
-        kv = np.concatenate([p.kv for p in parts])
-        heads = np.array([sum(kv_heads(g.heads, self.per_kv)) for g in groups])
-        held = total[owner] * kv / heads[owner]  # tokens x share of the group's heads that a member holds
-        kinds, nodes = len(self.intra), int(self.node.max()) + 1
-        node, kind = self.node[d], self.kind[d]
-        own_node = np.zeros((len(groups), nodes)) if len(groups) * nodes < 1 << 22 else None
-        assert own_node is not None, "too many groups for gather"
-        np.add.at(own_node, (owner, node), held)
-        near = np.maximum(np.bincount(node, held, nodes)[node] - own_node[owner, node], 0.0)
-        own_kind = np.zeros((len(groups), kinds))
-        np.add.at(own_kind, (owner, kind), held)
-        far = np.maximum(np.bincount(kind, held, kinds)[None, :] - own_kind[owner], 0.0)
-        far[np.arange(len(d)), kind] = np.maximum(far[np.arange(len(d)), kind] - near, 0.0)
-        inter = kv * (far * self.inter[kind]).sum(1)
-        if self.problem.fabric.shared:
-            inter = np.bincount(node, inter, nodes)[node]
-        sent = kv * total[owner] * (len(groups) - 1) * np.minimum(self.intra[kind], self.inter[kind].min(1))
-        seconds = np.maximum(np.maximum(kv * near * self.intra[kind], inter), sent)
-        peers = (len(groups) - 1) * 2
-        return np.maximum.reduceat(seconds, np.flatnonzero(np.diff(owner, prepend=-1))), float(
-            self.alpha_inter.max() + peers * self.message.max()
-        )
+    def gather(self, groups: Sequence[ContextGroup], parts: Sequence[GroupParts]) -> float:
+        """Seconds of one all-to-all that brings every member the keys and values of all tokens, for its heads."""
+        members = np.array([m for g in groups for m in g.members])
+        tokens = np.array([n for g in groups for n in g.tokens], dtype=np.float64)
+        return self._all_to_all(members, tokens, 2 * np.concatenate([p.kv for p in parts]))
+
+    def lock_step(self, layout: ContextLayout, tokens: Floats) -> float:
+        """How much longer attention takes because blocks differ: blocks x largest block / sequence, 1 or more.
+
+        A group of S_k tokens has ceil(S_k / block) equal blocks, and all groups compute one block per round. With a
+        block as large as the largest shard this is the pace of the largest shard, P max(s) / S; small blocks bring it
+        near 1 and cost messages.
+        """
+        counts = np.ceil(tokens / layout.block)
+        return float(counts.sum() * (tokens / counts).max() / tokens.sum())
 
     def evaluate(self, layout: ContextLayout) -> Evaluation:
         """Seconds of one micro-batch, and bytes per member."""
@@ -286,10 +280,13 @@ class ContextCosts:
         attention = np.array([p.attention for p in parts])
         attention_b = np.array([p.attention_backward for p in parts])
         linear = np.array([p.linear for p in parts])
-        exchange = np.array([p.scatter + p.collect for p in parts])
+        linear_b = np.array([p.linear_backward for p in parts])
+        gather = layout.transport == "gather"
+        exchange = np.array([(p.queries if gather else p.scatter) + p.collect for p in parts])
         forward_core, backward_core, travel = self._core(layout, parts, tokens, attention, attention_b)
-        forward = linear + exchange + forward_core
-        backward = 2 * linear + exchange + backward_core
+        floor = np.array([p.floor for p in parts])
+        forward = np.maximum(linear + exchange + forward_core, floor[:, 0])
+        backward = np.maximum(linear_b + exchange + backward_core, floor[:, 1])
         again = {"none": 0.0, "selective": 1.0, "full": 0.0}[options.recompute] * forward_core
         runs = 2.0 if options.recompute == "full" else 1.0
         gathered = self._state_seconds()
@@ -309,13 +306,15 @@ class ContextCosts:
         problem, options = self.problem, self.problem.options
         if len(parts) == 1:
             return forward, backward, 0.0
+        if layout.transport == "ring":
+            slower = self.lock_step(layout, tokens)
+            forward, backward = forward * slower, backward * slower
         once = 2 * self.byte  # K and V
         wide = once * (1 + options.wide / options.item)  # and their gradients on the way back
         foreign = problem.seq_length - tokens
         if layout.transport == "gather":
-            rates, latency = self.gather(layout.groups, parts)
-            first = rates * once + latency
-            return forward + first, backward + rates * wide + 2 * latency, float(first.max())
+            first = self.gather(layout.groups, parts)
+            return forward + first, backward + first * options.wide / options.item, first
         assert layout.transport == "ring" and layout.block > 0, layout.transport
         rate, alpha, messages = self.ring(layout.groups)
         blocks = np.ceil(foreign / layout.block)
@@ -331,7 +330,7 @@ class ContextCosts:
 
     def _state_seconds(self) -> float:
         """Seconds to gather one layer's weights where they are sharded over the members (hidden behind the layer)."""
-        if not self.problem.options.shard_states:
+        if not self.problem.options.shard_states or len(self.node) == 1:
             return 0.0
         from hetero_megatron.spec.flops import layer_parameters
 
@@ -358,7 +357,7 @@ def total_exchange(give: Floats, take: Floats) -> float:
 
 def _speeds(member: object) -> tuple[object, ...]:
     names = (
-        "gemm_flops", "attention_flops", "memory", "token_seconds", "layer_seconds", "attention_backward",
-        "message_seconds",
+        "gemm_flops", "attention_flops", "memory", "token_seconds", "layer_seconds", "layer_backward_seconds",
+        "attention_backward", "message_seconds",
     )  # fmt: skip
     return (*(getattr(member, name) for name in names), len(getattr(member, "ranks")))  # noqa: B009

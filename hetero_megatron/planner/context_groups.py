@@ -149,15 +149,13 @@ def equal_layouts(problem: ContextProblem) -> list[ContextLayout]:
                 found.append(ContextLayout(built, "a2a", 0, label))
                 continue
             for transport in problem.options.transports:
-                block = max(sum(g.tokens) for g in built) if transport == "ring" else 0
-                found.append(ContextLayout(built, transport, block, label))
-                if transport == "ring":
-                    found += [ContextLayout(built, "ring", b, label) for b in block_sizes(problem, block) if b != block]
+                blocks = block_sizes([sum(g.tokens) for g in built]) if transport == "ring" else [0]
+                found += [ContextLayout(built, transport, block, label) for block in blocks]
     return found
 
 
-def block_sizes(problem: ContextProblem, largest: int) -> list[int]:
-    """Tokens per block that are worth a trial: the largest share, and powers of two below it."""
-    limit = max(1, min(largest, problem.seq_length))
-    powers = [1 << k for k in range(limit.bit_length()) if limit / 64 <= 1 << k <= limit]
-    return sorted({limit, *powers}, reverse=True)
+def block_sizes(shares: Sequence[int]) -> list[int]:
+    """Tokens per block that are worth a trial: equal parts of the largest and of the smallest share."""
+    largest, smallest = max(shares), min(share for share in shares if share)
+    trials = {-(-largest // n) for n in (1, 2, 3, 4, 6, 8, 12, 16)} | {-(-smallest // n) for n in (1, 2, 3, 4)}
+    return sorted(trials, reverse=True)

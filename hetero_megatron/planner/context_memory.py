@@ -20,9 +20,9 @@ def state_bytes(problem: ContextProblem) -> tuple[float, float]:
     """
     model, options = problem.model, problem.options
     elements = problem.layers * layer_parameters(model)
-    elements += (int(options.head) + 1) * model.vocab_size * model.hidden_size  # embedding, and head
+    elements += (int(options.embed) + int(options.head)) * model.vocab_size * model.hidden_size  # embedding, and head
     wide = max(options.item, 4)
-    optimizer = elements * (2 * wide + (4 if options.item == 2 else 0))
+    optimizer = elements * (2 * wide + (4 if options.item == 2 else 0)) / options.replicas
     if not options.shard_states:
         return float(elements * (options.item + wide)), float(optimizer)
     # Two layers gathered (one ahead), one layer's gradients before they are spread.

@@ -25,8 +25,8 @@ class Member:
         node: index of the node it stands in; kind: index of its node group, a row of the fabric's tables.
         gemm_flops, attention_flops: achieved FLOP/s.
         memory: bytes that states, activations and buffers may take.
-        token_seconds: forward seconds per token and layer beyond the products (norms, TP collectives).
-        layer_seconds: fixed forward seconds per layer (launches); backward takes twice that.
+        token_seconds: seconds per token and layer of TP collectives, forward and again backward.
+        layer_seconds, layer_backward_seconds: least host seconds per layer (launches), forward and backward.
         attention_backward: seconds of attention's backward per second of its forward (5 products against 2).
         message_seconds: host seconds that one message costs the member itself.
     """
@@ -39,6 +39,7 @@ class Member:
     memory: float
     token_seconds: float = 0.0
     layer_seconds: float = 0.0
+    layer_backward_seconds: float = 0.0
     attention_backward: float = 2.5
     message_seconds: float = 0.0
 
@@ -64,7 +65,9 @@ class ContextOptions:
     """How the stage runs.
 
     Args:
-        layers: decoder layers of the stage (None: all of the model); head: it holds the output head and loss.
+        layers: decoder layers of the stage (None: all of the model).
+        embed, head: it holds the embedding, and the output head and loss.
+        replicas: pipelines that hold these layers, over which the optimizer is divided too.
         recompute: none | selective | full. Forward runs again in backward with its communication where it is full.
         item: bytes of an activation; wide: bytes of an accumulated gradient.
         overlap: share of the smaller of computing and ring transfer that hides behind the larger.
@@ -77,7 +80,9 @@ class ContextOptions:
     """
 
     layers: int | None = None
+    embed: bool = True
     head: bool = True
+    replicas: int = 1
     recompute: str = "full"
     item: int = 2
     wide: int = 4
