@@ -16,7 +16,7 @@ def _kv_stretch(
     dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, bounds_ptr, begin, end, key, queries, keys, offset, q_s, do_s,
     SCALE: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BOUNDS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Queries begin .. end - 1, from block border ``begin`` on. Scores are held transposed, [keys, queries]."""
     lane, d, e = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
@@ -39,14 +39,16 @@ def _kv_stretch(
         lse = tl.where(lse == float("-inf"), float("inf"), lse)  # a row that saw nothing gives nothing
         q = widen(q, DOT)
         do = widen(do, DOT)
-        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=ACC) * (SCALE * LOG2E)
-        p = tl.exp2(scores - (lse * LOG2E)[None, :])
+        # -lse and -delta are what the accumulators start from: nothing of them is held during the products
+        scores = tl.broadcast_to((lse * (-1.0 / SCALE))[None, :], [BLOCK_K, BLOCK_Q])
+        scores = tl.dot(k, tl.trans(q), scores, input_precision=PRECISION, out_dtype=ACC)
+        p = tl.exp2(scores * (SCALE * LOG2E))
         if MASKED:
             low, high = intervals(bounds_ptr, row, queries, keys, offset, CAUSAL, WINDOW, BOUNDS)
             p = tl.where((key[:, None] >= low[None, :]) & (key[:, None] < high[None, :]), p, 0.0)
         dv = tl.dot(p.to(DOT), do, dv, input_precision=PRECISION, out_dtype=ACC)
-        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION, out_dtype=ACC)
-        ds = p * (dp - delta[None, :])
+        dp = tl.broadcast_to(-delta[None, :], [BLOCK_K, BLOCK_Q])
+        ds = p * tl.dot(v, tl.trans(do), dp, input_precision=PRECISION, out_dtype=ACC)
         dk = tl.dot(ds.to(DOT), q, dk, input_precision=PRECISION, out_dtype=ACC)
         q_at += BLOCK_Q * q_s
         do_at += BLOCK_Q * do_s
@@ -94,18 +96,18 @@ def attention_backward_kv(
             dk, dv = _kv_stretch(
                 dk, dv, k, v, q_head, do_head, lse_head, delta_head, bounds_ptr, begin, full_begin, key, queries, keys,
                 offset, q_s, do_s, SCALE, ACC, DOT, PRECISION, True, CAUSAL, WINDOW, BOUNDS, DIM, DIM_V, BLOCK_D,
-                BLOCK_V, BLOCK_Q,
+                BLOCK_V, BLOCK_Q, BLOCK_K,
             )  # fmt: skip
         dk, dv = _kv_stretch(
             dk, dv, k, v, q_head, do_head, lse_head, delta_head, bounds_ptr, full_begin, full_end, key, queries, keys,
             offset, q_s, do_s, SCALE, ACC, DOT, PRECISION, False, CAUSAL, WINDOW, BOUNDS, DIM, DIM_V, BLOCK_D, BLOCK_V,
-            BLOCK_Q,
+            BLOCK_Q, BLOCK_K,
         )  # fmt: skip
         if BOUNDS or WINDOW > 0 or not EVEN_Q:
             dk, dv = _kv_stretch(
                 dk, dv, k, v, q_head, do_head, lse_head, delta_head, bounds_ptr, full_end, end, key, queries, keys,
                 offset, q_s, do_s, SCALE, ACC, DOT, PRECISION, True, CAUSAL, WINDOW, BOUNDS, DIM, DIM_V, BLOCK_D,
-                BLOCK_V, BLOCK_Q,
+                BLOCK_V, BLOCK_Q, BLOCK_K,
             )  # fmt: skip
     row = (batch * keys + at) * kv_heads + kv_head
     tl.store(dk_ptr + row[:, None] * DIM + d[None, :], narrow(dk * SCALE, dk_ptr.dtype.element_ty), mask=k_mask)
