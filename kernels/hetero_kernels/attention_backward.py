@@ -21,19 +21,25 @@ def _kv_stretch(
     """Queries begin .. end - 1, from block border ``begin`` on. Scores are held transposed, [keys, queries]."""
     lane, d, e = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     start = begin + tl.full([], 0, tl.int64)
-    q_at = q_ptr + start * q_s + lane[:, None] * q_s + d[None, :]  # [BLOCK_Q, BLOCK_D]
-    do_at = do_ptr + start * do_s + lane[:, None] * do_s + e[None, :]
+    q_ptr += start * q_s
+    do_ptr += start * do_s
+    q_at = lane[:, None] * q_s + d[None, :]  # [BLOCK_Q, BLOCK_D], in 32 bits: fewer registers than pointers
+    do_at = lane[:, None] * do_s + e[None, :]
     for here in range(begin, end, BLOCK_Q):
         row = here + lane
         live = row < queries
         if MASKED:
-            q = tl.load(q_at, mask=live[:, None] & (d < DIM)[None, :], other=0.0)
-            do = tl.load(do_at, mask=live[:, None] & (e < DIM_V)[None, :], other=0.0)
+            q = tl.load(q_ptr + q_at, mask=live[:, None] & (d < DIM)[None, :], other=0.0)
+            do = tl.load(do_ptr + do_at, mask=live[:, None] & (e < DIM_V)[None, :], other=0.0)
             lse = tl.load(lse_ptr + row, mask=live, other=float("inf"))
             delta = tl.load(delta_ptr + row, mask=live, other=0.0)
         else:
-            q = tl.load(q_at, mask=(d < DIM)[None, :], other=0.0) if DIM != BLOCK_D else tl.load(q_at)
-            do = tl.load(do_at, mask=(e < DIM_V)[None, :], other=0.0) if DIM_V != BLOCK_V else tl.load(do_at)
+            q = tl.load(q_ptr + q_at, mask=(d < DIM)[None, :], other=0.0) if DIM != BLOCK_D else tl.load(q_ptr + q_at)
+            do = (
+                tl.load(do_ptr + do_at, mask=(e < DIM_V)[None, :], other=0.0)
+                if DIM_V != BLOCK_V
+                else tl.load(do_ptr + do_at)
+            )
             lse = tl.load(lse_ptr + row)
             delta = tl.load(delta_ptr + row)
         lse = tl.where(lse == float("-inf"), float("inf"), lse)  # a row that saw nothing gives nothing
@@ -50,8 +56,8 @@ def _kv_stretch(
         dp = tl.broadcast_to(-delta[None, :], [BLOCK_K, BLOCK_Q])
         ds = p * tl.dot(v, tl.trans(do), dp, input_precision=PRECISION, out_dtype=ACC)
         dk = tl.dot(ds.to(DOT), q, dk, input_precision=PRECISION, out_dtype=ACC)
-        q_at += BLOCK_Q * q_s
-        do_at += BLOCK_Q * do_s
+        q_ptr += BLOCK_Q * q_s
+        do_ptr += BLOCK_Q * do_s
     return dk, dv
 
 
@@ -122,16 +128,22 @@ def _q_stretch(
 ):  # fmt: skip
     lane, d, e = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     start = begin + tl.full([], 0, tl.int64)
-    k_at = k_ptr + start * k_s + lane[:, None] * k_s + d[None, :]
-    v_at = v_ptr + start * v_s + lane[:, None] * v_s + e[None, :]
+    k_ptr += start * k_s
+    v_ptr += start * v_s
+    k_at = lane[:, None] * k_s + d[None, :]
+    v_at = lane[:, None] * v_s + e[None, :]
     for here in range(begin, end, BLOCK_K):
         key = here + lane
         if MASKED:
-            k = tl.load(k_at, mask=(key < keys)[:, None] & (d < DIM)[None, :], other=0.0)
-            v = tl.load(v_at, mask=(key < keys)[:, None] & (e < DIM_V)[None, :], other=0.0)
+            k = tl.load(k_ptr + k_at, mask=(key < keys)[:, None] & (d < DIM)[None, :], other=0.0)
+            v = tl.load(v_ptr + v_at, mask=(key < keys)[:, None] & (e < DIM_V)[None, :], other=0.0)
         else:
-            k = tl.load(k_at, mask=(d < DIM)[None, :], other=0.0) if DIM != BLOCK_D else tl.load(k_at)
-            v = tl.load(v_at, mask=(e < DIM_V)[None, :], other=0.0) if DIM_V != BLOCK_V else tl.load(v_at)
+            k = tl.load(k_ptr + k_at, mask=(d < DIM)[None, :], other=0.0) if DIM != BLOCK_D else tl.load(k_ptr + k_at)
+            v = (
+                tl.load(v_ptr + v_at, mask=(e < DIM_V)[None, :], other=0.0)
+                if DIM_V != BLOCK_V
+                else tl.load(v_ptr + v_at)
+            )
         k = widen(k, DOT)
         v = widen(v, DOT)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACC) * (SCALE * LOG2E)
@@ -141,8 +153,8 @@ def _q_stretch(
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION, out_dtype=ACC)
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(DOT), k, dq, input_precision=PRECISION, out_dtype=ACC)
-        k_at += BLOCK_K * k_s
-        v_at += BLOCK_K * v_s
+        k_ptr += BLOCK_K * k_s
+        v_ptr += BLOCK_K * v_s
     return dq
 
 
