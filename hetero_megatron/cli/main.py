@@ -14,7 +14,6 @@ _NOT_BUILT = {
     "calibrate": "measure chips and links",
     "testbed": "emulate a cluster on this machine",
     "convert": "convert checkpoints",
-    "plugins": "list and check platforms",
     "report": "a page about a run",
 }
 
@@ -25,8 +24,15 @@ def _doctor(argv: Sequence[str]) -> int:
     return doctor(argv)
 
 
+def _plugins(argv: Sequence[str]) -> int:
+    from hetero_megatron.cli.plugins import main as plugins
+
+    return plugins(argv)
+
+
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "doctor": (_doctor, "what this machine has, what is missing, how to mend it"),
+    "plugins": (_plugins, "platforms and kernels: list, new NAME, check NAME; compare, drift"),
 }
 
 
