@@ -38,10 +38,12 @@ def randn(*shape: int, dtype: torch.dtype = FP32, seed: int = 0, scale: float = 
 
 def check(
     got: torch.Tensor, exact: torch.Tensor, kind: str, dtype: torch.dtype, eager: torch.Tensor | None = None,
-    factor: float = 2.0,
+    factor: float = 2.0, least: float = 1e-30,
 ) -> None:  # fmt: skip
     """FlashAttention's rule: the relative Frobenius error is below the cap of the class, and the largest error at
     most ``factor`` times that of the same computation in torch and ``dtype`` (``eager``), give or take rounding.
+
+    ``least``: the error is relative to a norm of at least this, where the exact result may be 0.
     """
     assert got.shape == exact.shape, (got.shape, exact.shape)
     got64, exact64 = got.to("cpu", FP64), exact.to("cpu", FP64)
@@ -50,7 +52,7 @@ def check(
     error, exact64 = (got64 - exact64)[live], exact64[live]
     if not exact64.numel():
         return
-    relative = error.norm() / exact64.norm().clamp_min(1e-30)
+    relative = error.norm() / exact64.norm().clamp_min(least)
     assert relative <= CAPS[kind][dtype], f"{kind} {dtype}: relative error {relative:.2e}"
     if eager is not None:
         eager64 = eager.to("cpu", FP64)[live]

@@ -106,3 +106,46 @@ def test_vocab_parallel_with_uneven_shards(dtype: torch.dtype, limits: hk.Limits
     check(lse, exact[1], "loss", dtype)
     grads = [hk.vocab_stats_bwd(dloss, shard, target, a, lse, limits=limits) for a, shard in shards]
     check(torch.cat(grads, -1), dx, "logits", dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_linear_cross_entropy(dtype: torch.dtype, chunk: int | None, fenced: None) -> None:
+    x, w = inputs_fenced(randn(2, 9, 24, dtype=dtype)), inputs_fenced(randn(101, 24, dtype=dtype, seed=1))
+    target, dloss = targets(2, 9, vocabulary=101), randn(2, 9)
+    exact, (dx, dw) = gradients(lambda x, w: hk.linear_cross_entropy_reference(x, w, target), [x, w], [dloss], FP64)
+    loss, lse = hk.linear_cross_entropy_fwd(x, w, target, chunk=chunk)
+    gx, gw = hk.linear_cross_entropy_bwd(dloss, x, w, target, lse, chunk=chunk)
+    check(loss, exact[0], "linear loss", dtype)
+    check(gx, dx, "linear grad", dtype)
+    check(gw, dw, "linear grad", dtype)
+    assert gx.dtype == dtype and gw.dtype == torch.promote_types(dtype, FP32)
+    before = randn(101, 24, dtype=gw.dtype, seed=2)
+    buffer = before.clone()
+    at_once = hk.linear_cross_entropy_fwd_bwd(x, w, target, dloss, chunk=chunk, grad_weight=buffer)
+    assert at_once[3] is buffer and torch.equal(at_once[0], loss) and torch.equal(at_once[1], lse)
+    assert torch.equal(at_once[2], gx)
+    check(buffer - before, dw, "linear grad", FP32 if dtype == FP64 else dtype)
+
+
+def test_linear_cross_entropy_of_a_cut_vocabulary(fenced: None) -> None:
+    x, w = randn(13, 24, dtype=FP64), randn(101, 24, dtype=FP64, seed=1)
+    target, dloss = targets(13, vocabulary=101), randn(13, dtype=FP64)
+    exact, (dx, dw) = gradients(lambda x, w: hk.linear_cross_entropy_reference(x, w, target), [x, w], [dloss], FP64)
+    cuts = [0, 40, 40, 101]
+    parts = [hk.linear_vocab_stats(x, w[a:b], target, a, chunk=5) for a, b in zip(cuts, cuts[1:])]
+    loss, lse = hk.merge_stats(parts)
+    check(loss.where(target != -100, 0.0), exact[0], "linear loss", FP64)
+    grads = [
+        hk.linear_cross_entropy_bwd(dloss, x, w[a:b], target, lse, vocab_start=a, chunk=5)
+        for a, b in zip(cuts, cuts[1:])
+    ]
+    check(sum(g for g, _ in grads), dx, "linear grad", FP64)  # type: ignore[arg-type]
+    check(torch.cat([g for _, g in grads]), dw, "linear grad", FP64)
+
+
+def test_linear_cross_entropy_of_nothing() -> None:
+    x, w, target = randn(0, 8), randn(5, 8), torch.empty(0, dtype=torch.int64, device=DEVICE)
+    loss, lse = hk.linear_cross_entropy_fwd(x, w, target)
+    dx, dw = hk.linear_cross_entropy_bwd(loss, x, w, target, lse)
+    assert loss.shape == (0,) and dx.shape == (0, 8) and not dw.any()

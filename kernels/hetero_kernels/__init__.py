@@ -26,10 +26,10 @@ Inputs may be views; outputs are contiguous. On the CPU set TRITON_INTERPRET=1 b
     vocab_stats(logits[..., v_local], target, vocab_start, *, ignore_index=-100) -> maximum, sum_exp, target_logit
     merge_stats([(maximum, sum_exp, target_logit), ...]) -> loss, lse
     vocab_stats_bwd(dloss, logits, target, vocab_start, lse, *, ignore_index=-100, inplace=False) -> dlogits
-    linear_cross_entropy_fwd(x[..., h], weight[v, h], target[...], *, vocab_start=0, ignore_index=-100)
+    linear_cross_entropy_fwd(x[..., h], weight[v, h], target[...], *, ignore_index=-100, chunk=None)
         -> loss[...], lse[...]                        (the logits are never there as a whole)
     linear_cross_entropy_bwd(dloss, x, weight, target, lse, *, vocab_start=0, ignore_index=-100, grad_weight=None)
-        -> dx, dweight                                (grad_weight: fp32 [v, h] to add to; returned as dweight)
+        -> dx, dweight                                (dweight is fp32; grad_weight: fp32 [v, h] to add to, returned)
     linear_cross_entropy_fwd_bwd(x, weight, target, dloss, *, ignore_index=-100, grad_weight=None)
         -> loss, lse, dx, dweight                     (3 GEMMs instead of 4, where dloss is known in forward)
     linear_vocab_stats(x, weight[v_local, h], target, vocab_start, *, ignore_index=-100)
@@ -43,17 +43,36 @@ Inputs may be views; outputs are contiguous. On the CPU set TRITON_INTERPRET=1 b
     attention_delta(dout, out) -> delta[b, hq, sq]
     attention_merge(out_a, lse_a, out_b, lse_b) -> out, lse
     adamw_step(params, grads, exp_avg, exp_avg_sq, *, lr, beta1, beta2, eps, weight_decay, step, grad_scale=1.0,
-        found_inf=None, copies=None) in place         (copies: 16-bit parameters rounded from fp32 params)
+        found_inf=None, copies=None, table=None) in place   (copies: 16-bit parameters rounded from fp32 params;
+         grad_scale and found_inf may be scalars on the device; table: adamw_table(params, grads, ...), kept)
     l2norm(tensors) -> norm, a scalar in at least fp32 ; squared=True: its square
 
 Each ``<op>_reference`` is the definition in torch.
 """
 
+from hetero_kernels.adamw import adamw_reference, adamw_step, adamw_table
 from hetero_kernels.add_rms_norm import add_rms_norm_bwd, add_rms_norm_fwd, add_rms_norm_reference
+from hetero_kernels.attention import attention_bwd, attention_fwd, attention_reference
+from hetero_kernels.attention_mask import document_bounds, varlen_bounds
+from hetero_kernels.attention_rows import (
+    attention_delta,
+    attention_delta_reference,
+    attention_merge,
+    attention_merge_reference,
+)
 from hetero_kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_reference
 from hetero_kernels.gelu import gelu_bwd, gelu_fwd, gelu_reference
+from hetero_kernels.l2norm import l2norm, l2norm_reference
 from hetero_kernels.layer_norm import layer_norm_bwd, layer_norm_fwd, layer_norm_reference
 from hetero_kernels.limits import INTERPRETED, INTERPRETER, Limits, limits_of
+from hetero_kernels.linear_cross_entropy import (
+    linear_cross_entropy_bwd,
+    linear_cross_entropy_fwd,
+    linear_cross_entropy_fwd_bwd,
+    linear_cross_entropy_reference,
+    linear_vocab_stats,
+)
+from hetero_kernels.multi_tensor import TensorTable, tensor_table
 from hetero_kernels.rms_norm import rms_norm_bwd, rms_norm_fwd, rms_norm_reference
 from hetero_kernels.rope import rope_bwd, rope_fwd, rope_reference
 from hetero_kernels.softmax import softmax_bwd, softmax_fwd, softmax_reference
@@ -69,19 +88,38 @@ __all__ = [
     "INTERPRETED",
     "INTERPRETER",
     "Limits",
+    "TensorTable",
+    "adamw_reference",
+    "adamw_step",
+    "adamw_table",
     "add_rms_norm_bwd",
     "add_rms_norm_fwd",
     "add_rms_norm_reference",
+    "attention_bwd",
+    "attention_delta",
+    "attention_delta_reference",
+    "attention_fwd",
+    "attention_merge",
+    "attention_merge_reference",
+    "attention_reference",
     "cross_entropy_bwd",
     "cross_entropy_fwd",
     "cross_entropy_reference",
+    "document_bounds",
     "gelu_bwd",
     "gelu_fwd",
     "gelu_reference",
+    "l2norm",
+    "l2norm_reference",
     "layer_norm_bwd",
     "layer_norm_fwd",
     "layer_norm_reference",
     "limits_of",
+    "linear_cross_entropy_bwd",
+    "linear_cross_entropy_fwd",
+    "linear_cross_entropy_fwd_bwd",
+    "linear_cross_entropy_reference",
+    "linear_vocab_stats",
     "merge_stats",
     "rms_norm_bwd",
     "rms_norm_fwd",
@@ -95,6 +133,8 @@ __all__ = [
     "swiglu_bwd",
     "swiglu_fwd",
     "swiglu_reference",
+    "tensor_table",
+    "varlen_bounds",
     "vocab_stats",
     "vocab_stats_bwd",
     "vocab_stats_reference",

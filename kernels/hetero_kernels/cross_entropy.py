@@ -142,7 +142,13 @@ def cross_entropy_bwd(
     """dloss [...] (may be an expanded scalar) -> dlogits in logits' dtype; ``inplace``: in the logits' memory."""
     limits = limits or limits_of(logits.device)
     flags = (label_smoothing, z_loss, softcap)
-    return _backward(dloss, logits, target, lse, 0, ignore_index, logits.shape[-1], flags, inplace, limits)
+    return _backward(
+        dloss, logits, target, lse, 0, ignore_index, logits.shape[-1], flags, _output(logits, inplace), limits
+    )
+
+
+def _output(logits: torch.Tensor, inplace: bool) -> torch.Tensor:
+    return logits if inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
 def _forward(
@@ -162,20 +168,18 @@ def _forward(
 
 def _backward(
     dloss: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, start: int, ignore_index: int,
-    classes: int, flags: tuple[float, float, float], inplace: bool, limits: Limits,
+    classes: int, flags: tuple[float, float, float], out: torch.Tensor, limits: Limits,
 ) -> torch.Tensor:  # fmt: skip
     flat = as_rows(logits)
-    if inplace:
-        assert flat.data_ptr() == logits.data_ptr(), "inplace needs logits that are viewable as rows"
-    out = logits if inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     if out.numel() == 0:
         return out
+    rows_out = out.view(flat.shape)  # also where it is the logits: they must be viewable as rows
     grad = dloss.expand(target.shape).reshape(-1)
     rows, width = flat.shape
     tile = flat_tile("cross_entropy_bwd", rows, width, logits.dtype, limits)
     _ce_bwd[tile.grid](
-        grad, flat, target.contiguous(), lse.contiguous(), out, rows, width, flat.stride(0),
-        flat.stride(0) if inplace else width, grad.stride(0), start, ignore_index, classes, *flags,
+        grad, flat, target.contiguous(), lse.contiguous(), rows_out, rows, width, flat.stride(0),
+        rows_out.stride(0), grad.stride(0), start, ignore_index, classes, *flags,
         accumulator(logits.dtype), tile.block_rows, tile.block_cols, num_warps=tile.num_warps,
     )  # fmt: skip
     return out

@@ -21,6 +21,12 @@ import triton.language as tl
 TABLES = Path(__file__).resolve().parent / "tables"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read when the kernels are decorated, as Triton does
 
+TRITON_DTYPES = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
 DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 

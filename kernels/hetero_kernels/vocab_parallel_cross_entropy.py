@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from hetero_kernels.cross_entropy import _backward, _forward
+from hetero_kernels.cross_entropy import _backward, _forward, _output
 from hetero_kernels.limits import Limits, limits_of, wide
 
 
@@ -59,4 +59,6 @@ def vocab_stats_bwd(
 ) -> torch.Tensor:  # fmt: skip
     """lse [...] of the whole vocabulary -> gradient of the local logits; ``inplace``: in their memory."""
     limits = limits or limits_of(logits.device)
-    return _backward(dloss, logits, target, lse, vocab_start, ignore_index, 1, (0.0, 0.0, 0.0), inplace, limits)
+    return _backward(
+        dloss, logits, target, lse, vocab_start, ignore_index, 1, (0.0, 0.0, 0.0), _output(logits, inplace), limits
+    )
