@@ -30,9 +30,16 @@ def _convert(argv: Sequence[str]) -> int:
     return convert(argv)
 
 
+def _run(argv: Sequence[str]) -> int:
+    from hetero_megatron.cli.run import main as run
+
+    return run(argv)
+
+
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "doctor": (_doctor, "what this machine has, what is missing, how to mend it"),
     "convert": (_convert, "Hugging Face directory <-> native checkpoint"),
+    "run": (_run, "start the ranks of a plan here, and go on when some fail"),
 }
 
 
