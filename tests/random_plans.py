@@ -16,12 +16,15 @@ def composition(rng: random.Random, total: int, parts: int, least: int = 0) -> l
 def random_context(rng: random.Random, ranks: list[int], seq_length: int, heads: int) -> dict[str, Any]:
     """Context groups over two ranks or more: keys ``context``, ``order``, ``kv`` and, with TP members, ``tp_split``."""
     tp = rng.choice([t for t in (1, 1, 2, 3) if len(ranks) % t == 0 and len(ranks) > t])
-    members = [ranks[i : i + tp] for i in range(0, len(ranks), tp)]
+    sizes = [tp] * (len(ranks) // tp)
+    if len(ranks) > 2 and rng.random() < 0.2:
+        sizes = composition(rng, len(ranks), rng.randint(2, len(ranks) - 1), least=1)
+    tp, members = max(sizes), [ranks[sum(sizes[:i]) :][:size] for i, size in enumerate(sizes)]
     groups = composition(rng, len(members), rng.randint(1, min(4, len(members))), least=1)
     # Members may own no token, but a TP group needs one per rank for sequence parallelism.
     while True:
         tokens = composition(rng, seq_length, len(members))
-        if tp == 1 or min(tokens) >= tp:
+        if all(size == 1 or count >= size for size, count in zip(sizes, tokens, strict=True)):
             break
     stage: dict[str, Any] = {"context": [], "order": rng.choice(["zigzag", "zigzag", "contiguous"])}
     start = 0
@@ -36,7 +39,8 @@ def random_context(rng: random.Random, ranks: list[int], seq_length: int, heads:
         )
         start += size
     if tp > 1 and rng.random() < 0.5:
-        stage["tp_split"] = [rng.randint(1, 3) for _ in range(tp)]
+        splits = [[rng.randint(1, 3) for _ in m] for m in members]
+        stage["tp_split"] = splits[0] if len(set(sizes)) == 1 else splits
     if rng.random() < 0.7:
         transport = rng.choice(["ring", "ring", "ring", "gather"])
         stage["kv"] = {"transport": transport, "block": rng.choice([0, 0, 1, 3, 8, 20])}

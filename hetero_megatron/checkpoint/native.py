@@ -122,22 +122,24 @@ class CheckpointSaver:
             if self.group.index == 0:
                 with suppress(OSError):
                     shutil.rmtree(self.directory.work(step))
-            self._error = _cause(error, "--save", str(self.directory.path))
+            self._error = _cause(error, "--save", str(self.directory.path), self.group.comm.rank)
 
 
-def _cause(error: BaseException, field: str, value: str) -> BaseException:
+def _cause(error: BaseException, field: str, value: str, rank: int) -> BaseException:
     """What to tell the user: the first rank's failure behind DCP's exception, or a lost peer."""
     if isinstance(error, CheckpointException):
-        rank, (inner, _) = min(error.failures.items())
+        where_rank, (inner, _) = min(error.failures.items())
         if isinstance(inner, OSError):
             where = inner.filename or value
             problem = f"the checkpoint cannot be written ({inner.strerror}: {where}); older ones are untouched"
             return UserError(problem, field=field, value=value, accepted="a directory with room, writable by all ranks")
         if isinstance(inner, Damaged):
             return damaged_error(inner, field)
-        return RuntimeError(f"checkpoint: rank {rank} failed: {type(inner).__name__}: {inner}")
+        return RuntimeError(f"checkpoint: rank {where_rank} of the plan failed: {type(inner).__name__}: {inner}")
     if isinstance(error, RuntimeError) and not isinstance(error, CommError):
-        return CommError(f"a peer was lost while a checkpoint was written or read [{str(error).splitlines()[0][:200]}]")
+        doing = "saving" if field == "--save" else "loading"
+        cause = str(error).strip().splitlines()[0][:200]
+        return CommError(f"rank {rank}, {doing} a checkpoint, lost a peer [{cause}]")
     return error
 
 
@@ -198,7 +200,7 @@ class Checkpoint:
                     process_group=group.process_group, no_dist=group.size == 1,
                 )  # fmt: skip
         except (Exception, CheckpointException) as error:
-            raise _cause(error, "--load", str(self.path)) from error
+            raise _cause(error, "--load", str(self.path), group.comm.rank) from error
 
 
 def open_checkpoint(

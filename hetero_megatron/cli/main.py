@@ -15,11 +15,11 @@ _COMMANDS = {
     "convert": "Hugging Face checkpoint <-> native checkpoint",
     "doctor": "what this machine has, what is missing, how to mend it",
     "plan": "search for the best plan of a model on a cluster",
+    "plugins": "platforms and kernels: list, scaffold, conformance kit",
     "predict": "simulate one plan: step time, memory, timeline",
     "testbed": "run a command on a heterogeneous cluster that is emulated on this machine",
 }
 _NOT_BUILT = {
-    "plugins": "list and check platforms",
     "report": "a page about a run",
 }
 

@@ -269,6 +269,8 @@ def start_comm(platform: Platform, timeout_seconds: float, position: int | None 
                 field="RANK", value=launched_as, accepted=f"{rank}, or torchrun",
             )  # fmt: skip
         store, _, _ = next(dist.rendezvous("env://", rank, total, timeout=timeout))
+        # torchrun's agent keeps one store for all rounds: without a prefix a restarted rank dials dead peers.
+        store = dist.PrefixStore(f"round/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         _claim(store, rank, launched_as)
         dist.init_process_group(platform.backend, timeout=timeout, store=store, rank=rank, world_size=total)
     return Comm(rank, platform.device, timeout, Emulation.from_environment(rank))

@@ -165,7 +165,7 @@ def _cases() -> Iterable[Case]:
     yield Case("no heads", (*_qkv(2, 5, 5, 0, 0, 16), None, None, 0, 0))
     q, k, v = _qkv(1, 12, 12, 2, 2, 16)
     yield Case("transposed", (*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)), None, None, 0, 0))
-    yield Case("large scores", (20 * q, k, v, None, None, 0, 0))
+    yield Case("large scores", (5 * q, k, v, None, None, 0, 0))
 
 
 def _flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: object) -> int:

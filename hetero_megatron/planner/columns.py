@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.planner.shape import PipelineShape
-from hetero_megatron.planner.timing import closed_form
+from hetero_megatron.planner.timing import closed_form, seconds
 
 Floats = NDArray[np.float64]
 
@@ -26,9 +26,10 @@ class Column:
     schedule: str
     after: float = 0.0
 
-    def time(self, micro_batches: int) -> float:
-        """Lower bound on the time until its parameters are updated."""
-        return self.after + closed_form(self.forward, self.backward, self.link, micro_batches, self.schedule)
+    def time(self, micro_batches: int, exact: bool = False) -> float:
+        """Time until its parameters are updated: a lower bound, or ``exact`` but for what follows the pipeline."""
+        compute = seconds if exact else closed_form
+        return self.after + compute(self.forward, self.backward, self.link, micro_batches, self.schedule)
 
 
 @dataclass
@@ -37,6 +38,7 @@ class Shelf:
     columns that reach about that."""
 
     batch: int
+    exact: bool = False
     keep: int = 6
     columns: list[Column] = field(default_factory=list)
     times: Floats = field(init=False)
@@ -51,7 +53,7 @@ class Shelf:
         index = len(self.columns)
         self.columns.append(column)
         for m in counts:
-            self._insert(m * column.shape.micro_batch_size, column.time(m), index)
+            self._insert(m * column.shape.micro_batch_size, column.time(m, self.exact), index)
 
     def _insert(self, q: int, time: float, index: int) -> None:
         if q > self.batch:

@@ -58,7 +58,10 @@ class CostOptions:
         sharded: a rank updates what it owns, as in our runtime; False: all that it holds (the bytes of an all-reduce
             are those of reduction and spread together).
         gradient_bytes: per element on the way; None: as in our runtime, at least 4.
-        The last three describe other frameworks, whose runs are predicted to judge the predictor.
+        sequence_parallel: with tensor parallelism, as in our runtime; False: norms work on all tokens, and every TP
+            rank sends whole activations to the next stage.
+        blocking: a transfer between stages keeps both ranks busy, instead of going on behind their compute.
+        The last five describe other frameworks, whose runs are predicted to judge the predictor.
     """
 
     margin: float = 0.06
@@ -67,6 +70,8 @@ class CostOptions:
     overlap: bool = True
     sharded: bool = True
     gradient_bytes: float | None = None
+    sequence_parallel: bool = True
+    blocking: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,9 @@ class CostModel:
 
     def operators(self, chip: str) -> Operators:
         if chip not in self._operators:
-            self._operators[chip] = Operators(self.model, self.chip_rates(chip), self.item)
+            self._operators[chip] = Operators(
+                self.model, self.chip_rates(chip), self.item, self.options.sequence_parallel
+            )
         return self._operators[chip]
 
     def forward_seconds(self, stage: StageChoice, micro_batch_size: int) -> float:

@@ -114,6 +114,5 @@ def sailor(plan: Plan, cluster: Cluster) -> str:
         "dp": [degrees.pop()] * len(first),
     }
     size = plan.pipelines[0].micro_batch_size // len(first[0].units)
-    return (
-        json.dumps({"pipeline_list": [pipeline], "mbs": size, "gbs": plan.global_batch_size, "used_gpus": used}) + "\n"
-    )
+    data = {"pipeline_list": [row], "mbs": size, "gbs": plan.global_batch_size, "used_gpus": used}
+    return json.dumps(data) + "\n"

@@ -24,10 +24,11 @@ class Operators:
     Args:
         rates: of the chip, in the dtype of the run.
         item: bytes per element of activations.
+        sequence_parallel: norms and residuals work on a token shard; False: on all tokens, on every TP rank.
     """
 
-    def __init__(self, model: ModelSpec, rates: ChipRates, item: int) -> None:
-        self.model, self.rates, self.item = model, rates, item
+    def __init__(self, model: ModelSpec, rates: ChipRates, item: int, sequence_parallel: bool = True) -> None:
+        self.model, self.rates, self.item, self.sequence_parallel = model, rates, item, sequence_parallel
         self.fingerprint = model_fingerprint(model)
         self._cache: dict[tuple[object, ...], Seconds] = {}
 
@@ -62,8 +63,8 @@ class Operators:
         if rates.gemm:
             near = _nearest([(r[:3], 2 * r[0] * r[1] * r[2] / r[3]) for r in rates.gemm], (m, n, k))
             return flops / near
-        size = min(m, n, k)
-        rate = rates.gemm_flops * size / (size + rates.gemm_half)
+        size = min(n, k)
+        rate = rates.gemm_flops * size / (size + rates.gemm_half) * m / (m + rates.gemm_half)
         return max(flops / rate, self.item * (m * n + n * k + m * k) / rates.bytes_per_second)
 
     def optimizer(self, elements: float) -> float:
@@ -119,7 +120,8 @@ class Operators:
         )
         # Read and written: norms and residuals (10 h, on the token shard), rotation (2 q + 2 kv), activation (2-3 f).
         local = 2 * (q + kv) * (model.position == "rope") + columns + model.ffn_hidden_size
-        small = tokens * self.item * share * (10 * h + local) / self.rates.bytes_per_second
+        norms = 10 * h * (share if self.sequence_parallel else 1.0)
+        small = tokens * self.item * (norms + share * local) / self.rates.bytes_per_second
         core = self.attention(share, rows, length)
         # Kernels are launched ahead of the device, so launching counts only where it takes longer than they do.
         forward = max(products + small + core[0], self.rates.layer_seconds)

@@ -27,6 +27,7 @@ from hetero_megatron.planner.tables import Tables
 from hetero_megatron.planner.uniform import uniform_plans
 from hetero_megatron.spec import ModelSpec
 
+MARGIN = 0.1  # of memory, up to which the search leaves more and more room when nothing it finds fits exactly
 DEPTH = 48  # pipeline stages that the search goes up to
 Progress = Callable[[str], None]
 
@@ -97,7 +98,7 @@ class _Best:
 
     def improve(self, candidate: Candidate, seconds: float) -> bool:
         self.count += 1
-        known = any(row[2].parts == candidate.parts and row[2].order == candidate.order for row in self.rows)
+        known = any(row[2] == candidate for row in self.rows)
         if not known and (len(self.rows) < self.keep or seconds < self.rows[-1][0]):
             if self.progress is not None and (not self.rows or seconds < self.rows[0][0]):
                 self.progress(f"{seconds:.4g} s per step with {candidate.pipelines} pipelines")
@@ -153,11 +154,11 @@ def search(
         if not best.rows:
             raise
         complete = False
-    if not best.rows:
-        from hetero_megatron.planner.refuse import refuse
-
-        raise refuse(model, cluster, evaluator, global_batch_size, space)
-    choices = judge(best.rows, cluster, model, seq_length, options, evaluator)
+    choices = judge(best.rows, cluster, model, seq_length, options, evaluator) if best.rows else []
+    if not choices and best.rows and options.costs.margin < MARGIN:
+        # The exact placement of states takes a little more than their mean: leave more room.
+        costs = replace(options.costs, margin=options.costs.margin + MARGIN / 2)
+        return search(model, cluster, seq_length, global_batch_size, replace(options, costs=costs), progress=progress)
     if not choices:
         from hetero_megatron.planner.refuse import refuse
 

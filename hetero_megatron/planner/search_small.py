@@ -7,23 +7,30 @@ evaluated exactly in the order of their lower bounds until no bound is below the
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from hetero_megatron.planner.columns import Column, Shelf, allocate
 from hetero_megatron.planner.evaluate import Evaluator, best_recompute
 from hetero_megatron.planner.pool import Pool
 from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape, in_flight
 from hetero_megatron.planner.space import Option, Space, batch_sizes, options
-from hetero_megatron.planner.split import best_split
+from hetero_megatron.planner.split import LISTED, Floats, best_split, count_splits, listed
 from hetero_megatron.planner.tables import Kind, StageTable
+from hetero_megatron.planner.timing import many
 from hetero_megatron.spec import ModelSpec
 
 Usage = tuple[int, ...]
 Sequence_ = tuple[Option, ...]
 MOST_SEQUENCES = 6000
 MOST_COMBINATIONS = 20_000
+MOST_SIMULATED = 4_000_000  # splits x micro-batches that are timed exactly
+MOST_SPLITS = 400  # of one sequence of stages that are kept
 
 
 def sequences(pool: Pool, model: ModelSpec, space: Space, size: int, most: int) -> dict[Usage, list[Sequence_]] | None:
@@ -80,7 +87,11 @@ class SmallSearch:
     ) -> None:
         self.evaluator, self.tables, self.pool = evaluator, evaluator.tables, evaluator.pool
         self.model, self.batch, self.space, self.improve = model, batch, space, improve
-        self.bound = math.inf  # least lower bound of all combinations
+        self.bound = 0.0  # no plan of the space is faster
+        self.best = math.inf
+        self.exact = False
+        self.skipped = math.inf  # least closed form that was not looked into, for want of effort
+        self.simulated = 0
         self.rejected: dict[str, int] = defaultdict(int)
 
     def possible(self) -> bool:
@@ -93,13 +104,8 @@ class SmallSearch:
         limit = MOST_SEQUENCES * (3 if self.model.num_layers <= 16 else 1)
         if total > limit:
             return False
-        count = 0
-        usages = [u for u in self._usages()]
-        for _ in multisets(usages, self.pool.counts, self._most_pipelines()):
-            count += 1
-            if count > MOST_COMBINATIONS:
-                return False
-        return True
+        combinations = multisets(self._usages(), self.pool.counts, self._most_pipelines())
+        return all(i < MOST_COMBINATIONS for i, _ in enumerate(combinations))
 
     def _usages(self) -> list[Usage]:
         found: list[Usage] = [()]
@@ -111,12 +117,22 @@ class SmallSearch:
         return min(self.batch, self.pool.chips, self.space.max_pipelines or self.pool.chips)
 
     def run(self) -> bool:
-        """True when the whole space was searched; False when ``improve`` asked to stop."""
-        shelves = {d: self._shelves(d) for d in range(1, self._most_pipelines() + 1)}
+        """True when the whole space was searched; False when ``improve`` asked to stop.
+
+        First with the best layers by closed form only, which gives a good plan; then with all that could beat it.
+        """
+        for exact in (False, True):
+            self.exact = exact
+            if not self._pass():
+                return False
+        return True
+
+    def _pass(self) -> bool:
+        counts = range(1, self._most_pipelines() + 1)
+        shelves = {d: self._shelves(d) for d in counts}
         rows: list[tuple[float, tuple[Usage, ...], tuple[int, ...]]] = []
-        for combination in multisets(
-            sorted({u for s in shelves.values() for u in s}), self.pool.counts, self._most_pipelines()
-        ):
+        usages = sorted({u for s in shelves.values() for u in s})
+        for combination in multisets(usages, self.pool.counts, self._most_pipelines()):
             shelf = shelves[len(combination)]
             if any(u not in shelf for u in combination):
                 continue
@@ -124,17 +140,18 @@ class SmallSearch:
             if found is not None:
                 rows.append((found[0], combination, found[1]))
         rows.sort()
-        self.bound = rows[0][0] if rows else math.inf
-        best = math.inf
+        if self.exact or not rows:
+            # What was left out takes at least as long as the best plan.
+            self.bound = min([self.best, self.skipped, *(row[0] for row in rows[:1])])
         for bound, combination, shares in rows:
-            if bound >= best:
+            if bound >= self.best:
                 break
             for candidate in self._candidates(combination, shares, shelves[len(combination)]):
                 score = self.evaluator.score(candidate)
                 if score is None or score.over > 0:
                     self.rejected["memory" if score else "packing"] += 1
                     continue
-                best = min(best, score.step_seconds)
+                self.best = min(self.best, score.step_seconds)
                 if not self.improve(candidate, score.step_seconds):
                     return False
         return True
@@ -156,7 +173,8 @@ class SmallSearch:
                         if schedule == "gpipe" and not self._slow_links(row, size):
                             continue
                         for column, counts in self._columns(row, size, pipelines, most // size, schedule):
-                            shelves.setdefault(usage, Shelf(self.batch)).add_at(column, counts)
+                            shelf = shelves.setdefault(usage, Shelf(self.batch, self.exact, 400 if pipelines == 1 else 6))
+                            shelf.add_at(column, counts)
         return shelves
 
     def _others_have_none(self, usage: Usage, pipelines: int) -> bool:
@@ -186,18 +204,48 @@ class SmallSearch:
             self.tables.boundary(a, b, size, self.tables.likely_same_node(a, b)) for a, b in zip(stages, stages[1:])
         ]
         counts = [most] if pipelines == 1 else _anchors(most)
+        every = len(counts) == most or pipelines == 1
+        forward = [t.forward for t in tables]
+        least = self.evaluator.least_after([replace(x, layers=1) for x in stages], size, links, 1)
         by_split: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = defaultdict(list)
         for m in counts:
             alive = in_flight(schedule, len(stages), m)
             if max(alive) > self.tables.depth:
                 continue
             times = [t.seconds[t.row(k)] for t, k in zip(tables, alive)]
-            found = best_split(times, links, m, schedule, [t.forward for t in tables])
-            if found is not None:
+            if self.exact and count_splits(self.model.num_layers, len(stages)) <= LISTED:
+                for split in self._promising(times, forward, links, m, schedule, self.best - least):
+                    by_split[split, alive].append(m)
+                continue
+            found = best_split(times, links, m, schedule, forward)
+            if found is not None and found[0] < self.best:
                 by_split[found[1], alive].append(m)
+                if self.exact:
+                    self.skipped = min(self.skipped, found[0])
         for (layers, alive), found_at in by_split.items():
             column = self._column(stages, tables, layers, alive, size, links, schedule, pipelines)
-            yield column, found_at if len(counts) == most or pipelines == 1 else list(range(1, max(found_at) + 1))
+            yield column, found_at if every else list(range(1, max(found_at) + 1))
+
+    def _promising(
+        self, times: list[Floats], forward: list[Floats], links: list[float], m: int, schedule: str, limit: float
+    ) -> Iterator[tuple[int, ...]]:
+        """The splits whose exact time is below ``limit``."""
+        ways, closed, seconds = listed(times, links, m, schedule, forward)
+        good = np.flatnonzero(closed < limit)
+        if not len(good):
+            return
+        if self.simulated > MOST_SIMULATED:
+            self.skipped = min(self.skipped, float(closed.min()))
+            yield tuple(int(x) for x in ways[int(np.argmin(closed))])
+            return
+        self.simulated += len(good) * m
+        first = np.stack([forward[i][ways[good, i]] for i in range(len(times))], axis=1)
+        exact = many(first, seconds[good] - first, links, m, schedule)
+        for i in np.flatnonzero(exact < limit)[:MOST_SPLITS]:
+            yield tuple(int(x) for x in ways[good[i]])
+        rest = exact[exact < limit][MOST_SPLITS:]
+        if len(rest):
+            self.skipped = min(self.skipped, float(rest.min()))
 
     def _column(
         self,
@@ -225,29 +273,32 @@ class SmallSearch:
     def _candidates(
         self, combination: tuple[Usage, ...], shares: tuple[int, ...], shelves: dict[Usage, Shelf]
     ) -> Iterator[Candidate]:
-        """The best columns of each pipeline for its share, under each schedule and order of placement."""
+        """Plans of one combination: the best columns of each pipeline for its share; of a single pipeline all that could be
+        best, of several the first two each."""
         for schedule in self.space.schedules:
-            parts = []
+            choices = []
             for usage, q in zip(combination, shares):
-                best: tuple[float, PipelineShape, int] | None = None
-                for _, index in shelves[usage].best[q]:
-                    shape: PipelineShape | None = shelves[usage].columns[index].shape
-                    assert shape is not None
-                    m = q // shape.micro_batch_size
-                    if self.space.recompute is None:
-                        shape = best_recompute(self.tables, shape, schedule, m, len(combination))
-                    if shape is None:
-                        continue
-                    column = shelves[usage].columns[index]
-                    time = self.evaluator.pipeline_seconds(shape, m, schedule) + column.after
-                    if best is None or time < best[0]:
-                        best = (time, shape, m)
-                if best is None:
-                    break
-                parts.append(Part(best[1], 1, best[2]))
-            else:
+                found = self._shapes(shelves[usage], q, schedule, len(combination))
+                choices.append(found if len(combination) == 1 else found[:2])
+            for row in itertools.islice(itertools.product(*choices), 400 if len(choices) == 1 else 8):
+                if row[0][0] >= self.best:
+                    continue
+                parts = tuple(Part(shape, 1, m) for _, shape, m in row)
                 for order in ("stage", "pipeline") if len(parts) > 1 else ("stage",):
-                    yield Candidate(tuple(parts), schedule, order).merged()
+                    yield Candidate(parts, schedule, order).merged()
+
+    def _shapes(self, shelf: Shelf, q: int, schedule: str, pipelines: int) -> list[tuple[float, PipelineShape, int]]:
+        """(seconds, shape, micro-batches) of the columns for ``q`` sequences, fastest first."""
+        found = []
+        for _, index in shelf.best[q]:
+            column = shelf.columns[index]
+            shape: PipelineShape | None = column.shape
+            m = q // column.shape.micro_batch_size
+            if self.space.recompute is None:
+                shape = best_recompute(self.tables, column.shape, schedule, m, pipelines)
+            if shape is not None:
+                found.append((self.evaluator.pipeline_seconds(shape, m, schedule) + column.after, shape, m))
+        return sorted(found, key=lambda row: row[0])
 
 
 def _anchors(most: int) -> list[int]:

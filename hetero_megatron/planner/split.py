@@ -58,21 +58,36 @@ def best_split(
     """
     layers, count = len(seconds[0]) - 1, len(seconds)
     if count_splits(layers, count) <= LISTED:
-        ways = splits(layers, count)
+        ways, worst, _ = listed(seconds, links, micro_batches, schedule, forward)
         if not len(ways):
             return None
-        times = np.stack([seconds[i][ways[:, i]] for i in range(count)], axis=1)
-        worst = closed_forms(times, links, micro_batches)
-        if schedule == "1f1b" and any(links):
-            worst = np.maximum(worst, _round_trips(times, links, micro_batches))
-        elif schedule == "gpipe" and forward is not None:
-            first = np.stack([forward[i][ways[:, i]] for i in range(count)], axis=1)
-            slow = max([*links, 0.0])
-            phases = np.maximum(first.max(axis=1), slow) + np.maximum((times - first).max(axis=1), slow)
-            worst = np.maximum(worst, micro_batches * phases)
         at = int(np.argmin(worst))
         return (float(worst[at]), tuple(int(x) for x in ways[at])) if np.isfinite(worst[at]) else None
     return _bisect(seconds, links, micro_batches)
+
+
+def listed(
+    seconds: list[Floats],
+    links: list[float],
+    micro_batches: int,
+    schedule: str = "1f1b",
+    forward: list[Floats] | None = None,
+) -> tuple[NDArray[np.int32], Floats, Floats]:
+    """(all splits [ways, stages], their closed forms [ways], seconds of their stages [ways, stages])."""
+    count = len(seconds)
+    ways = splits(len(seconds[0]) - 1, count)
+    if not len(ways):
+        return ways, np.zeros(0), np.zeros((0, count))
+    times = np.stack([seconds[i][ways[:, i]] for i in range(count)], axis=1)
+    worst = closed_forms(times, links, micro_batches)
+    if schedule == "1f1b" and any(links):
+        worst = np.maximum(worst, _round_trips(times, links, micro_batches))
+    elif schedule == "gpipe" and forward is not None:
+        first = np.stack([forward[i][ways[:, i]] for i in range(count)], axis=1)
+        slow = max([*links, 0.0])
+        phases = np.maximum(first.max(axis=1), slow) + np.maximum((times - first).max(axis=1), slow)
+        worst = np.maximum(worst, micro_batches * phases)
+    return ways, worst, times
 
 
 def closed_forms(times: Floats, links: list[float], micro_batches: int) -> Floats:

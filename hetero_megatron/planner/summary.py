@@ -188,7 +188,7 @@ def _variant(
     choice = concrete(candidate, cluster, model, seq_length, options, result.evaluator)
     assert choice is not None, "it lies on the chips of the best plan"
     if choice.prediction.over:
-        worst = max(choice.prediction.over, key=lambda o: o.bytes)
+        worst = max(choice.prediction.over, key=lambda o: o.over)
         return Variant(text, 0.0, f"does not fit: {worst}")
     return Variant(text, choice.step_seconds, _why(result.best, choice))
 
@@ -314,10 +314,9 @@ def _comparison_lines(summary: Summary) -> list[str]:
         else:
             missing = [b.name for b in summary.alone if b.problem]
             note = f" (without {', '.join(missing)}, which cannot train it alone)" if missing else ""
-            lines.append(
-                f"  {'sum of the types alone (HETHUB)':<34}{total:>14,.0f} tokens/s  {tokens / total:>6.1%} of it =
-                hetero " f"speedup ratio (H2){note}"
-            )
+            name = "sum of the types alone (HETHUB)"
+            share = f"{tokens / total:>6.1%} of it = hetero speedup ratio (H2){note}"
+            lines.append(f"  {name:<34}{total:>14,.0f} tokens/s  {share}")
     return lines if len(lines) > 1 else []
 
 

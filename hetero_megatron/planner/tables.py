@@ -158,7 +158,7 @@ class Tables:
             best = np.where(better, seconds, best)
             selective = np.where(better, False, selective)
             full = np.where(better, np.where(np.isfinite(need), need, 0), full).astype(np.int32)
-        return StageTable(np.asarray(best + forward, np.float64), full, selective, forward)
+        return StageTable(np.asarray(best + forward, np.float64), full, selective, np.asarray(forward, np.float64))
 
     def _activations(self, kind: Kind, recompute: str) -> tuple[float, float, float]:
         """(bytes of the ends, bytes per layer, bytes while a layer runs again): activations are

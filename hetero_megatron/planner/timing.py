@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
 Times = Sequence[float]
 
 
@@ -117,3 +121,53 @@ def _gpipe(forward: Times, backward: Times, link: Times, m: int) -> float:
                 arrival[j] = busy
         ends[i] = clock
     return max(ends)
+
+
+def many(forward: Floats, backward: Floats, link: Times, micro_batches: int, schedule: str = "1f1b") -> Floats:
+    """``seconds`` of many pipelines with the same links at once: [ways, stages] -> [ways]."""
+    f = [np.ascontiguousarray(column) for column in forward.T]
+    b = [np.ascontiguousarray(column) for column in backward.T]
+    if len(f) == 1:
+        return np.asarray(micro_batches * (f[0] + b[0]))
+    return (_many_gpipe if schedule == "gpipe" else _many_1f1b)(f, b, link, micro_batches)
+
+
+def _many_1f1b(forward: list[Floats], backward: list[Floats], link: Times, m: int) -> Floats:
+    p, zero = len(forward), np.zeros(len(forward[0]))
+    free, came = [zero] * p, [zero] * (p + 1)
+    down, up = [zero] * p, [zero] * p
+    for j in range(m + p):
+        for i in range(max(0, p - j), min(p, m + p - j)):
+            start = np.maximum(free[i], came[i + 1]) if i < p - 1 else free[i]
+            free[i] = start + backward[i]
+            if i:
+                came[i] = up[i] = np.maximum(up[i], free[i]) + link[i - 1]
+        if j < m:
+            arrival = zero
+            for i in range(p):
+                free[i] = np.maximum(free[i], arrival) + forward[i]
+                if i < p - 1:
+                    arrival = down[i] = np.maximum(down[i], free[i]) + link[i]
+    return np.asarray(np.max(free, axis=0))
+
+
+def _many_gpipe(forward: list[Floats], backward: list[Floats], link: Times, m: int) -> Floats:
+    p, zero = len(forward), np.zeros(len(forward[0]))
+    ends = []
+    arrival = [zero] * m
+    for i in range(p):
+        clock = busy = zero
+        for j in range(m):
+            clock = np.maximum(clock, arrival[j]) + forward[i]
+            if i < p - 1:
+                arrival[j] = busy = np.maximum(busy, clock) + link[i]
+        ends.append(clock)
+    arrival = [zero] * m
+    for i in range(p - 1, -1, -1):
+        clock, busy = ends[i], zero
+        for j in range(m):
+            clock = np.maximum(clock, arrival[j]) + backward[i]
+            if i:
+                arrival[j] = busy = np.maximum(busy, clock) + link[i - 1]
+        ends[i] = clock
+    return np.asarray(np.max(ends, axis=0))

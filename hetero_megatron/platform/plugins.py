@@ -108,7 +108,7 @@ def discover(environment: Mapping[str, str] = os.environ) -> list[Source]:
         found.append(Source(point.name, point.value.partition(":")[0].strip(), "entry point", version))
     for module in filter(None, (word.strip() for word in environment.get(ENVIRONMENT, "").split(","))):
         if all(module != source.module for source in found):
-            found.append(Source(module.split(".")[0], module, "environment"))
+            found.append(Source(module.split(".")[0].removeprefix("hetero_"), module, "environment"))
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.ops import KernelPlan, Registry, Signature, resolve
+from hetero_megatron.ops import KernelPlan, Registry, Signature, default_kernels, resolve
 from hetero_megatron.ops.stage import stage_signatures
 from hetero_megatron.parallel.optimizer import OptimizerFactory
 from hetero_megatron.plan import locate, stage_at, unit_at
@@ -38,6 +38,14 @@ def rank_kernels(
     requests = dict(stage.kernels)
     signatures = stage_signatures(base, config.spec, share, stage.head, unit.tp, requests)
     return resolve(registry, signatures, requests, f"pipelines[{place.pipeline}].stages[{place.stage}].kernels")
+
+
+def shape_kernels(config: RunConfig, rank: int, dtype: torch.dtype) -> KernelPlan:
+    """Kernels for a dry run with fake tensors: torch's own, whatever the plan asks for; shapes and sizes are alike."""
+    place = locate(config.plan, rank)
+    stage, unit = stage_at(config.plan, place), unit_at(config.plan, place)
+    share = shares(config.spec, unit.tp_split)[place.tp_rank]
+    return default_kernels(config.spec, share, stage.head, dtype, tp=unit.tp)
 
 
 def agree_on_kernels(runtime: Runtime) -> None:

@@ -150,9 +150,9 @@ def attention_fwd(
 
 def attention_bwd(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None,
-    lse: torch.Tensor, *, scale: float | None = None, causal: bool = True, q_start: int = 0, k_start: int = 0, window: int | None = None,
-    bounds: torch.Tensor | None = None, delta: torch.Tensor | None = None, grad_dtype: torch.dtype | None = None,
-    allow_tf32: bool = False, limits: Limits | None = None,
+    lse: torch.Tensor, *, scale: float | None = None, causal: bool = True, q_start: int = 0, k_start: int = 0,
+    window: int | None = None, bounds: torch.Tensor | None = None, delta: torch.Tensor | None = None,
+    grad_dtype: torch.dtype | None = None, allow_tf32: bool = False, limits: Limits | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """-> dq, dk, dv, contiguous, in ``grad_dtype`` (default: q's; fp32 to add up partial results).
 

@@ -16,40 +16,48 @@ def _kv_stretch(
     dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, bounds_ptr, begin, end, key, queries, keys, offset, q_s, do_s,
     SCALE: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BOUNDS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Queries begin .. end - 1, from block border ``begin`` on. Scores are held transposed, [keys, queries]."""
     lane, d, e = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     start = begin + tl.full([], 0, tl.int64)
-    q_at = q_ptr + start * q_s + lane[:, None] * q_s + d[None, :]  # [BLOCK_Q, BLOCK_D]
-    do_at = do_ptr + start * do_s + lane[:, None] * do_s + e[None, :]
+    q_ptr += start * q_s
+    do_ptr += start * do_s
+    q_at = lane[:, None] * q_s + d[None, :]  # [BLOCK_Q, BLOCK_D], in 32 bits: fewer registers than pointers
+    do_at = lane[:, None] * do_s + e[None, :]
     for here in range(begin, end, BLOCK_Q):
         row = here + lane
         live = row < queries
         if MASKED:
-            q = tl.load(q_at, mask=live[:, None] & (d < DIM)[None, :], other=0.0)
-            do = tl.load(do_at, mask=live[:, None] & (e < DIM_V)[None, :], other=0.0)
+            q = tl.load(q_ptr + q_at, mask=live[:, None] & (d < DIM)[None, :], other=0.0)
+            do = tl.load(do_ptr + do_at, mask=live[:, None] & (e < DIM_V)[None, :], other=0.0)
             lse = tl.load(lse_ptr + row, mask=live, other=float("inf"))
             delta = tl.load(delta_ptr + row, mask=live, other=0.0)
         else:
-            q = tl.load(q_at, mask=(d < DIM)[None, :], other=0.0) if DIM != BLOCK_D else tl.load(q_at)
-            do = tl.load(do_at, mask=(e < DIM_V)[None, :], other=0.0) if DIM_V != BLOCK_V else tl.load(do_at)
+            q = tl.load(q_ptr + q_at, mask=(d < DIM)[None, :], other=0.0) if DIM != BLOCK_D else tl.load(q_ptr + q_at)
+            do = (
+                tl.load(do_ptr + do_at, mask=(e < DIM_V)[None, :], other=0.0)
+                if DIM_V != BLOCK_V
+                else tl.load(do_ptr + do_at)
+            )
             lse = tl.load(lse_ptr + row)
             delta = tl.load(delta_ptr + row)
         lse = tl.where(lse == float("-inf"), float("inf"), lse)  # a row that saw nothing gives nothing
         q = widen(q, DOT)
         do = widen(do, DOT)
-        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=ACC) * (SCALE * LOG2E)
-        p = tl.exp2(scores - (lse * LOG2E)[None, :])
+        # -lse and -delta are what the accumulators start from: nothing of them is held during the products
+        scores = tl.broadcast_to((lse * (-1.0 / SCALE))[None, :], [BLOCK_K, BLOCK_Q])
+        scores = tl.dot(k, tl.trans(q), scores, input_precision=PRECISION, out_dtype=ACC)
+        p = tl.exp2(scores * (SCALE * LOG2E))
         if MASKED:
             low, high = intervals(bounds_ptr, row, queries, keys, offset, CAUSAL, WINDOW, BOUNDS)
             p = tl.where((key[:, None] >= low[None, :]) & (key[:, None] < high[None, :]), p, 0.0)
         dv = tl.dot(p.to(DOT), do, dv, input_precision=PRECISION, out_dtype=ACC)
-        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION, out_dtype=ACC)
-        ds = p * (dp - delta[None, :])
+        dp = tl.broadcast_to(-delta[None, :], [BLOCK_K, BLOCK_Q])
+        ds = p * tl.dot(v, tl.trans(do), dp, input_precision=PRECISION, out_dtype=ACC)
         dk = tl.dot(ds.to(DOT), q, dk, input_precision=PRECISION, out_dtype=ACC)
-        q_at += BLOCK_Q * q_s
-        do_at += BLOCK_Q * do_s
+        q_ptr += BLOCK_Q * q_s
+        do_ptr += BLOCK_Q * do_s
     return dk, dv
 
 
@@ -94,18 +102,18 @@ def attention_backward_kv(
             dk, dv = _kv_stretch(
                 dk, dv, k, v, q_head, do_head, lse_head, delta_head, bounds_ptr, begin, full_begin, key, queries, keys,
                 offset, q_s, do_s, SCALE, ACC, DOT, PRECISION, True, CAUSAL, WINDOW, BOUNDS, DIM, DIM_V, BLOCK_D,
-                BLOCK_V, BLOCK_Q,
+                BLOCK_V, BLOCK_Q, BLOCK_K,
             )  # fmt: skip
         dk, dv = _kv_stretch(
             dk, dv, k, v, q_head, do_head, lse_head, delta_head, bounds_ptr, full_begin, full_end, key, queries, keys,
             offset, q_s, do_s, SCALE, ACC, DOT, PRECISION, False, CAUSAL, WINDOW, BOUNDS, DIM, DIM_V, BLOCK_D, BLOCK_V,
-            BLOCK_Q,
+            BLOCK_Q, BLOCK_K,
         )  # fmt: skip
         if BOUNDS or WINDOW > 0 or not EVEN_Q:
             dk, dv = _kv_stretch(
                 dk, dv, k, v, q_head, do_head, lse_head, delta_head, bounds_ptr, full_end, end, key, queries, keys,
                 offset, q_s, do_s, SCALE, ACC, DOT, PRECISION, True, CAUSAL, WINDOW, BOUNDS, DIM, DIM_V, BLOCK_D,
-                BLOCK_V, BLOCK_Q,
+                BLOCK_V, BLOCK_Q, BLOCK_K,
             )  # fmt: skip
     row = (batch * keys + at) * kv_heads + kv_head
     tl.store(dk_ptr + row[:, None] * DIM + d[None, :], narrow(dk * SCALE, dk_ptr.dtype.element_ty), mask=k_mask)
@@ -120,16 +128,22 @@ def _q_stretch(
 ):  # fmt: skip
     lane, d, e = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     start = begin + tl.full([], 0, tl.int64)
-    k_at = k_ptr + start * k_s + lane[:, None] * k_s + d[None, :]
-    v_at = v_ptr + start * v_s + lane[:, None] * v_s + e[None, :]
+    k_ptr += start * k_s
+    v_ptr += start * v_s
+    k_at = lane[:, None] * k_s + d[None, :]
+    v_at = lane[:, None] * v_s + e[None, :]
     for here in range(begin, end, BLOCK_K):
         key = here + lane
         if MASKED:
-            k = tl.load(k_at, mask=(key < keys)[:, None] & (d < DIM)[None, :], other=0.0)
-            v = tl.load(v_at, mask=(key < keys)[:, None] & (e < DIM_V)[None, :], other=0.0)
+            k = tl.load(k_ptr + k_at, mask=(key < keys)[:, None] & (d < DIM)[None, :], other=0.0)
+            v = tl.load(v_ptr + v_at, mask=(key < keys)[:, None] & (e < DIM_V)[None, :], other=0.0)
         else:
-            k = tl.load(k_at, mask=(d < DIM)[None, :], other=0.0) if DIM != BLOCK_D else tl.load(k_at)
-            v = tl.load(v_at, mask=(e < DIM_V)[None, :], other=0.0) if DIM_V != BLOCK_V else tl.load(v_at)
+            k = tl.load(k_ptr + k_at, mask=(d < DIM)[None, :], other=0.0) if DIM != BLOCK_D else tl.load(k_ptr + k_at)
+            v = (
+                tl.load(v_ptr + v_at, mask=(e < DIM_V)[None, :], other=0.0)
+                if DIM_V != BLOCK_V
+                else tl.load(v_ptr + v_at)
+            )
         k = widen(k, DOT)
         v = widen(v, DOT)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACC) * (SCALE * LOG2E)
@@ -139,8 +153,8 @@ def _q_stretch(
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION, out_dtype=ACC)
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(DOT), k, dq, input_precision=PRECISION, out_dtype=ACC)
-        k_at += BLOCK_K * k_s
-        v_at += BLOCK_K * v_s
+        k_ptr += BLOCK_K * k_s
+        v_ptr += BLOCK_K * v_s
     return dq
 
 

@@ -17,16 +17,18 @@ def _stretch(
     """Keys begin .. end - 1, from block border ``begin`` on."""
     lane, d, dv = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     start = begin + tl.full([], 0, tl.int64)
-    k_at = k_ptr + start * k_stride + lane[None, :] * k_stride + d[:, None]  # [BLOCK_D, BLOCK_K]
-    v_at = v_ptr + start * v_stride + lane[:, None] * v_stride + dv[None, :]  # [BLOCK_K, BLOCK_V]
+    k_ptr += start * k_stride
+    v_ptr += start * v_stride
+    k_at = lane[None, :] * k_stride + d[:, None]  # [BLOCK_D, BLOCK_K], in 32 bits: fewer registers than pointers
+    v_at = lane[:, None] * v_stride + dv[None, :]  # [BLOCK_K, BLOCK_V]
     for here in range(begin, end, BLOCK_K):
         key = here + lane
         if MASKED:
-            k = tl.load(k_at, mask=(key < keys)[None, :] & (d < DIM)[:, None], other=0.0)
+            k = tl.load(k_ptr + k_at, mask=(key < keys)[None, :] & (d < DIM)[:, None], other=0.0)
         elif DIM == BLOCK_D:
-            k = tl.load(k_at)
+            k = tl.load(k_ptr + k_at)
         else:
-            k = tl.load(k_at, mask=(d < DIM)[:, None], other=0.0)
+            k = tl.load(k_ptr + k_at, mask=(d < DIM)[:, None], other=0.0)
         scores = tl.dot(q, widen(k, DOT), input_precision=PRECISION, out_dtype=ACC) * (SCALE * LOG2E)
         if MASKED:
             seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
@@ -41,15 +43,15 @@ def _stretch(
         total = total * shrink + tl.sum(p, 1)
         out = out * shrink[:, None]
         if MASKED:
-            v = tl.load(v_at, mask=(key < keys)[:, None] & (dv < DIM_V)[None, :], other=0.0)
+            v = tl.load(v_ptr + v_at, mask=(key < keys)[:, None] & (dv < DIM_V)[None, :], other=0.0)
         elif DIM_V == BLOCK_V:
-            v = tl.load(v_at)
+            v = tl.load(v_ptr + v_at)
         else:
-            v = tl.load(v_at, mask=(dv < DIM_V)[None, :], other=0.0)
+            v = tl.load(v_ptr + v_at, mask=(dv < DIM_V)[None, :], other=0.0)
         out = tl.dot(p.to(DOT), widen(v, DOT), out, input_precision=PRECISION, out_dtype=ACC)
         top = higher
-        k_at += BLOCK_K * k_stride
-        v_at += BLOCK_K * v_stride
+        k_ptr += BLOCK_K * k_stride
+        v_ptr += BLOCK_K * v_stride
     return out, total, top
 
 
