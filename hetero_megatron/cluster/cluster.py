@@ -15,7 +15,9 @@ from hetero_megatron.errors import UserError
 
 CLUSTER_KEYS = ("version", "nodes", "chips", "links", "rates")
 NODE_KEYS = ("name", "count", "chip", "chips_per_node")
-CHIP_KEYS = ("memory", "tflops", "memory_bandwidth", "link_bandwidth", "dtypes", "emulate", "rates", "source")
+CHIP_KEYS = (
+    "memory", "tflops", "memory_bandwidth", "link_bandwidth", "dtypes", "emulate", "rates", "source", "cost_per_hour",
+)  # fmt: skip
 LINK_KEYS = ("bandwidth", "latency", "emulate")
 MAX_RANKS = 1 << 20
 
@@ -198,6 +200,10 @@ def _chip(name: str, entry: Entry) -> Chip:
         changes["flops"] = _flops(keys["tflops"], changes.get("dtypes", chip.dtypes))
     if "source" in keys:
         changes["source"] = keys["source"].text()
+    if "cost_per_hour" in keys:
+        changes["cost_per_hour"] = keys["cost_per_hour"].number()
+        if changes["cost_per_hour"] <= 0:
+            keys["cost_per_hour"].fail("out of range", accepted="a number above 0, in any currency")
     if "rates" in keys:
         keys["rates"].any_mapping()
         changes["rates"] = keys["rates"].plain()
