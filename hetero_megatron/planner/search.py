@@ -116,7 +116,7 @@ def make_evaluator(
     costs = costs or CostModel(model, cluster, seq_length, options.dtype, options.costs)
     known = costs.rates
     pool = make_pool(cluster, lambda a, b: known.link(a, b).as_link(), options.dtype)
-    depth = min(DEPTH, model.num_layers + 2, max(pool.chips, 16))
+    depth = min(DEPTH if pool.chips <= 512 else 32, model.num_layers + 2, max(pool.chips, 16))
     return Evaluator(Tables(costs, pool, model.num_layers, depth), pool)
 
 
