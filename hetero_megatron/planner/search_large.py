@@ -315,9 +315,11 @@ class LargeSearch:
             seen.add(key)
             return new
 
-        for rows in self._islands(6 * self.effort):
+        for i, rows in enumerate(self._islands(6 * self.effort)):
             if fresh(rows):
                 yield rows, "1f1b"
+            if i < 2 and "gpipe" in self.space.schedules:
+                yield rows, "gpipe"
         per_mask: dict[int, int] = {}
         most = 10 * self.effort
         for family in self.families:
