@@ -13,8 +13,8 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.data.batch import Batch, BatchOptions, make_batch
 from hetero_megatron.data.sample import Sample
 from hetero_megatron.layout import Box
-from hetero_megatron.parallel.buckets import make_buckets, plan_groups
 from hetero_megatron.plan import Plan, plan_from_dict
+from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.training.runtime import Runtime
 from tests.hf_reference import hf_grads, hf_loss_sum, hf_to_logical, make_hf

@@ -12,7 +12,6 @@ import torch
 from hetero_megatron.comm import Comm
 from hetero_megatron.model.gpt import Context
 from hetero_megatron.parallel.context import ContextAttention, StageAttention
-from hetero_megatron.parallel.context_plan import context_groups, stage_contexts
 from hetero_megatron.plan import (
     FlagScaleParallel,
     MegatronParallel,
@@ -22,6 +21,7 @@ from hetero_megatron.plan import (
     plan_from_dict,
     to_dict,
 )
+from hetero_megatron.plan.context_plan import context_groups, stage_contexts
 from hetero_megatron.spec import ModelSpec, from_hf_config
 from tests.parity import Case, check_case
 from tests.pool import shared_pool

@@ -17,7 +17,9 @@ from hetero_megatron.ops.attn_merge import attn_merge_, attn_merge_reference
 from hetero_megatron.ops.block_attention import BlockAttention, KeyHeads, accumulators, key_heads
 from hetero_megatron.ops.tile_kernels import FlashCpuKernel, OperatorKernel, ReferenceKernel
 from hetero_megatron.parallel.context import ContextAttention, StageAttention
-from hetero_megatron.parallel.context_plan import (
+from hetero_megatron.parallel.long_loss import chunked_loss
+from hetero_megatron.plan.context import merged, nested_zigzag
+from hetero_megatron.plan.context_plan import (
     Block,
     ContextGroup,
     context_groups,
@@ -25,8 +27,6 @@ from hetero_megatron.parallel.context_plan import (
     ring_schedule,
     stage_contexts,
 )
-from hetero_megatron.parallel.long_loss import chunked_loss
-from hetero_megatron.plan.context import merged, nested_zigzag
 from hetero_megatron.training.memory import MemoryTracker
 from tests.pool import shared_pool
 from tests.random_plans import composition

@@ -13,12 +13,12 @@ import torch
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.comm import Comm
 from hetero_megatron.model import initial_values
-from hetero_megatron.parallel.buckets import make_buckets, plan_groups
 from hetero_megatron.plan import dump_yaml, plan_from_dict
+from hetero_megatron.plan.buckets import make_buckets, plan_groups
+from hetero_megatron.planner.footprint import estimate_memory
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.config import OptimizerConfig, RunConfig
 from hetero_megatron.training.dry_run import run_rank
-from hetero_megatron.training.estimate import estimate_memory
 from hetero_megatron.training.loop import DTYPES, optimizer_factory
 from hetero_megatron.training.runtime import Runtime
 from tests.pool import shared_pool

@@ -326,8 +326,8 @@ def test_bad_words(name: str) -> None:
 
 def test_all_refusals_stand_in_one_message() -> None:
     also = r"\(also refused here: --num-experts, --num-layers-per-virtual-pipeline-stage\)"
-    with pytest.raises(UserError, match=rf"--load = x: .*{also}"):
-        config(f"{TINY} --load x --num-experts 8 --num-layers-per-virtual-pipeline-stage 2")
+    with pytest.raises(UserError, match=rf"--use-checkpoint-args = given: .*{also}"):
+        config(f"{TINY} --use-checkpoint-args --num-experts 8 --num-layers-per-virtual-pipeline-stage 2")
 
 
 # The script

@@ -73,7 +73,7 @@ def test_bad_cluster(path: Path) -> None:
 
 
 def test_there_are_enough_fixtures() -> None:
-    assert len(PLANS) >= 35 and len(CLUSTERS) >= 15
+    assert len(PLANS) >= 35 and len(CLUSTERS) >= 35
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,9 @@ from hetero_megatron.layout.mask import tiles, visible
 from hetero_megatron.model.gpt import Context, GPTStage
 from hetero_megatron.ops.block_attention import BlockAttention, RowTile, TileKernel, key_heads
 from hetero_megatron.ops.tile_kernels import tile_kernel
-from hetero_megatron.parallel.context_plan import (
+from hetero_megatron.parallel.context_ring import HeadHops, Program, RingAttention
+from hetero_megatron.parallel.head_exchange import HeadExchange, local_size
+from hetero_megatron.plan.context_plan import (
     Block,
     ContextGroup,
     RingSchedule,
@@ -28,8 +30,6 @@ from hetero_megatron.parallel.context_plan import (
     ring_schedule,
     seen_tokens,
 )
-from hetero_megatron.parallel.context_ring import HeadHops, Program, RingAttention
-from hetero_megatron.parallel.head_exchange import HeadExchange, local_size
 
 Documents = Sequence[Sequence[int]] | None
 PROGRAMS = 8  # kept by documents: a micro-batch's layers, its backward, and some micro-batches in flight

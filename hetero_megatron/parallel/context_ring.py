@@ -17,7 +17,7 @@ import torch
 from hetero_megatron.comm import Comm, Handle
 from hetero_megatron.layout import Transfer
 from hetero_megatron.ops.block_attention import BlockAttention, RowTile, accumulators
-from hetero_megatron.parallel.context_plan import Hop, RingSchedule, StageContext, head_hop
+from hetero_megatron.plan.context_plan import Hop, RingSchedule, StageContext, head_hop
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, or their gradients: [b, tokens, kv_heads, d] each
 Peers = list[tuple[int, slice]]  # (rank, local key-value heads), in an order that both sides share

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from hetero_megatron.comm import Group
-from hetero_megatron.parallel.vocab import combine_shares, share_statistics
+from hetero_megatron.ops.bind import Split
+from hetero_megatron.parallel.vocab import VOCAB_CROSS_ENTROPY, combine_shares
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -24,13 +25,15 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk: int,
         group: Group,
         vocab: tuple[int, int],
+        op: Split,
     ) -> torch.Tensor:
         flat, targets = x.flatten(0, -2), labels.flatten()
         wide = torch.promote_types(x.dtype, torch.float32)
         loss, lse = (torch.empty(targets.shape, dtype=wide, device=x.device) for _ in range(2))
         for rows in _chunks(len(flat), chunk):
-            stats = share_statistics(_logits(flat[rows], weight, wide), targets[rows], vocab)
-            loss[rows], lse[rows] = combine_shares(stats, group)
+            statistics, _ = op.forward(_logits(flat[rows], weight, wide), targets[rows], vocab[0])
+            loss[rows], peak, normalizer = combine_shares(statistics, targets[rows], group, vocab)
+            lse[rows] = peak + normalizer.log()
         ctx.save_for_backward(x, weight, labels, lse)
         ctx.chunk, ctx.vocab = chunk, vocab
         return loss.view(labels.shape)
@@ -51,7 +54,7 @@ class _ChunkedLoss(torch.autograd.Function):
             narrow = probs.to(x.dtype)
             dx[rows] = narrow @ weight
             dw += narrow.t() @ flat[rows]
-        return dx.view(x.shape), dw.to(weight.dtype), None, None, None, None
+        return dx.view(x.shape), dw.to(weight.dtype), None, None, None, None, None
 
 
 def _chunks(tokens: int, chunk: int) -> list[slice]:
@@ -64,7 +67,13 @@ def _logits(x: torch.Tensor, weight: torch.Tensor, wide: torch.dtype) -> torch.T
 
 
 def chunked_loss(
-    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, group: Group, vocab: tuple[int, int]
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    chunk: int,
+    group: Group,
+    vocab: tuple[int, int],
+    op: Split = VOCAB_CROSS_ENTROPY,
 ) -> torch.Tensor:
     """Cross-entropy of x W^T per token, in at least fp32, ``chunk`` tokens at a time.
 
@@ -72,8 +81,9 @@ def chunked_loss(
         x: [..., h], equal on all ranks of ``group``; weight: [V_local, h], rows ``vocab`` of the whole.
         labels: [...] int64, indices in the whole vocabulary.
         chunk: the same on all ranks of the group.
+        op: the operator ``vocab_cross_entropy`` of the kernel plan.
 
     Returns:
         [...], equal on all ranks of the group. The gradient of x is this rank's partial sum.
     """
-    return _ChunkedLoss.apply(x, weight, labels, chunk, group, vocab)  # type: ignore[no-any-return]
+    return _ChunkedLoss.apply(x, weight, labels, chunk, group, vocab, op)  # type: ignore[no-any-return]

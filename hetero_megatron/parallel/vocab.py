@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from hetero_megatron.comm import Group
+from hetero_megatron.ops.bind import Split, bind
+from hetero_megatron.ops.vocab_cross_entropy import KERNELS, SPEC
 from hetero_megatron.parallel.collectives import scatter_tokens
+
+VOCAB_CROSS_ENTROPY: Split = bind(SPEC, KERNELS[0])
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -30,44 +34,25 @@ class VocabParallelEmbedding(nn.Module):
         return scatter_tokens(partial, self.group, self.shards)
 
 
-class ShareStatistics(NamedTuple):
-    """What one share of the vocabulary knows about its tokens; the first four are [...] in at least fp32.
+def combine_shares(
+    statistics: tuple[torch.Tensor, ...], labels: torch.Tensor, group: Group, vocab: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(loss, peak, normalizer) per token over all shares of the vocabulary, the same on all ranks of the group; the
+    log-sum-exp is peak + log(normalizer).
 
-    ``exps`` [..., V_local]: exp(logit - top), in the memory of the logits. ``local``: the label's place in the share.
+    Args:
+        statistics: (top, total, target) of this rank's share, as the operator ``vocab_cross_entropy`` gives them.
     """
-
-    top: torch.Tensor
-    total: torch.Tensor  # sum of exps
-    target: torch.Tensor  # the label's logit - top
-    mine: torch.Tensor  # bool: the label is in this share
-    exps: torch.Tensor
-    local: torch.Tensor
-
-
-def share_statistics(logits: torch.Tensor, labels: torch.Tensor, vocab: tuple[int, int]) -> ShareStatistics:
-    """From [..., V_local] logits in at least fp32, which are overwritten."""
-    start, stop = vocab
-    mine = (labels >= start) & (labels < stop)
-    local = (labels - start).clamp(0, max(stop - start - 1, 0))
-    top = torch.full(labels.shape, -torch.inf, dtype=logits.dtype, device=logits.device)
-    total, target = torch.zeros_like(top), torch.zeros_like(top)
-    if stop > start:
-        top = logits.amax(-1)
-        logits.sub_(top[..., None])
-        target = logits.gather(-1, local[..., None]).squeeze(-1)
-        total = logits.exp_().sum(-1)
-    return ShareStatistics(top, total, target, mine, logits, local)
-
-
-def combine_shares(share: ShareStatistics, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, log-sum-exp) per token over all shares: the same on all ranks of the group."""
+    top = statistics[0]
+    mine = (labels >= vocab[0]) & (labels < vocab[1])
     # One exchange of four numbers per token instead of three reductions; combined in rank order everywhere.
-    row = torch.stack([share.top, share.total, share.target, share.mine.to(share.top.dtype)])
+    row = torch.stack([*statistics, mine.to(top.dtype)])
     tops, totals, targets, owns = group.gather_vectors(row.reshape(-1)).view(group.size, *row.shape).unbind(1)
     peak = tops.amax(0)
-    spread = (totals * (tops - peak).exp()).sum(0).log()
+    normalizer = (totals * (tops - peak).exp()).sum(0)
     # Differences to the peak first, so that large logits lose no digits.
-    return spread - torch.where(owns > 0, targets + (tops - peak), 0).sum(0), peak + spread
+    loss = normalizer.log() - torch.where(owns > 0, targets + (tops - peak), 0).sum(0)
+    return loss, peak, normalizer
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -75,28 +60,23 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: Group, vocab: tuple[int, int]
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: Group, vocab: tuple[int, int], op: Split
     ) -> torch.Tensor:
-        wide = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
-        share = share_statistics(wide, labels, vocab)
-        loss, lse = combine_shares(share, group)
-        if share.exps.shape[-1] > 0:
-            share.exps.mul_((share.top - lse).exp()[..., None])
-        ctx.save_for_backward(share.exps, share.local, share.mine)
-        ctx.dtype = logits.dtype
+        statistics, saved = op.forward(logits, labels, vocab[0])
+        loss, peak, normalizer = combine_shares(statistics, labels, group, vocab)
+        ctx.save_for_backward(labels, peak, normalizer, *saved)
+        ctx.start, ctx.op = vocab[0], op
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        out, local, mine = ctx.saved_tensors
-        if out.shape[-1] > 0:
-            out.mul_(grad[..., None])
-            out.scatter_add_(-1, local[..., None], torch.where(mine, -grad, 0)[..., None])
-        return out.to(ctx.dtype), None, None, None
+        labels, peak, normalizer, *saved = ctx.saved_tensors
+        (found,) = ctx.op.backward(grad, tuple(saved), labels, peak, normalizer, ctx.start)
+        return found, None, None, None, None
 
 
 def vocab_parallel_cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, group: Group, vocab: tuple[int, int]
+    logits: torch.Tensor, labels: torch.Tensor, group: Group, vocab: tuple[int, int], op: Split = VOCAB_CROSS_ENTROPY
 ) -> torch.Tensor:
     """Loss per token, at least fp32, equal on all ranks of the group.
 
@@ -104,5 +84,6 @@ def vocab_parallel_cross_entropy(
         logits: [..., V_local], columns ``vocab`` of the full logits (V_local may be 0); fp32 and fp64 logits are
             overwritten, and backward may run once.
         labels: [...] int64, indices in the full vocabulary.
+        op: the operator ``vocab_cross_entropy`` of the kernel plan.
     """
-    return _VocabParallelCrossEntropy.apply(logits, labels, group, vocab)  # type: ignore[no-any-return]
+    return _VocabParallelCrossEntropy.apply(logits, labels, group, vocab, op)  # type: ignore[no-any-return]

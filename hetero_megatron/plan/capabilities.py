@@ -36,7 +36,7 @@ TABLE: dict[str, Capability] = {
     "recompute.first": Capability(True, "recompute of the first layers"),
     "optimizer.offload": Capability(False, "offload of the optimizer to host memory", "offload: false"),
     "optimizer.shard_weights": Capability(False, "sharding of weights between steps", "shard_weights: false"),
-    "kernels": Capability(False, "a kernel plan per stage", "no kernels key: the reference operators"),
+    "kernels": Capability(True, "a kernel plan per stage"),
     "expert": Capability(False, "expert parallelism", "1"),
 }
 

@@ -16,6 +16,7 @@ from hetero_megatron.data.batch import Batch
 from hetero_megatron.parallel.optimizer import in_place
 from hetero_megatron.plan import locate, rank_ranges
 from hetero_megatron.training.config import RunConfig
+from hetero_megatron.training.kernels import shape_kernels
 from hetero_megatron.training.loop import DTYPES, optimizer_factory
 from hetero_megatron.training.memory import MemoryTracker
 from hetero_megatron.training.runtime import Runtime
@@ -48,7 +49,7 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
     with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker() as memory:
         runtime = Runtime(
             config.plan, config.spec, comm, DTYPES[config.dtype], lambda _, box: torch.empty(box.shape),
-            optimizer_factory(config.optimizer),
+            optimizer_factory(config.optimizer), kernels=shape_kernels(config, rank, DTYPES[config.dtype]),
         )  # fmt: skip
         assert runtime.optimizer is not None
         parameters = _bytes(runtime.sync.params.values())

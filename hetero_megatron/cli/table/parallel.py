@@ -114,6 +114,17 @@ FLAGS = (
         "the optimizer is sharded over replicas, weights and gradients are not",
         "optim, or leave the flag out",
     ),
+    value(
+        "--kernels",
+        str,
+        None,
+        "providers of operators: PROVIDER, OPERATOR=PROVIDER or PIPELINE.STAGE:OPERATOR=PROVIDER; "
+        "a stage's own kernels in the plan come first",
+        nargs="+",
+    ),
+    value("--platform", str, None, "name of the platform to run on, where this machine has several"),
+    switch("--compile", "run the layers through torch.compile"),
+    value("--compile-backend", str, "inductor", "backend of torch.compile"),
     notice("--local-rank", "torchrun says which rank this is", nargs=1, type=int, aliases=("--local_rank",)),
 )
 

@@ -11,13 +11,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hetero_megatron.layout import Box, Layout, assign_owners
-from hetero_megatron.parallel.context_plan import context_groups
-from hetero_megatron.plan import Plan
+from hetero_megatron.layout import Layout, assign_owners
+from hetero_megatron.plan.canonical import Plan
+from hetero_megatron.plan.context_plan import context_groups
 from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors, shares, stage_tensors, tensor_box
 
 WHOLE_BYTES = 64 << 10  # smaller tensors have one owner: splitting them costs more messages than it saves bytes
 BUCKET_BYTES = 32 << 20
+IN_FLIGHT = 2  # buckets under way at once: what is packed and received for them is extra memory
 
 
 @dataclass(frozen=True)
@@ -32,17 +33,33 @@ class Bucket:
 
 
 def tensor_holders(plan: Plan, spec: ModelSpec) -> dict[str, Layout]:
-    """For every logical tensor, which box each rank of the plan holds."""
-    boxes: dict[str, dict[int, tuple[Box, ...]]] = {t.name: {} for t in logical_tensors(spec)}
-    tensors = {t.name: t for t in logical_tensors(spec)}
-    for pipeline in plan.pipelines:
-        for stage in pipeline.stages:
-            held = stage_tensors(spec, stage.layer_indices(), stage.embed, stage.head)
-            for unit in stage.units:
-                for rank, share in zip(unit.ranks, shares(spec, unit.tp_split), strict=True):
-                    for tensor in held:
-                        boxes[tensor.name][rank] = (tensor_box(tensor, share),)
-    return {name: Layout(tensors[name].shape, by_rank) for name, by_rank in boxes.items()}
+    """For every logical tensor, which box each rank of the plan holds; layers on the same stages share layouts."""
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    of_layer: dict[int, list[int]] = defaultdict(list)
+    for at, stage in enumerate(stages):
+        for layer in stage.layer_indices():
+            of_layer[layer].append(at)
+    split = {u.tp_split: shares(spec, u.tp_split) for stage in stages for u in stage.units}
+    layouts: dict[tuple[object, ...], Layout] = {}
+    out: dict[str, Layout] = {}
+    place = 0  # of a tensor in its layer
+    before: int | str | None = None
+    for tensor in logical_tensors(spec):
+        place = place + 1 if tensor.layer == before else 0
+        before = tensor.layer
+        if isinstance(tensor.layer, int):
+            at_stages = of_layer[tensor.layer]
+        else:
+            at_stages = [i for i, s in enumerate(stages) if tensor in stage_tensors(spec, (), s.embed, s.head)]
+        key = ("layer" if isinstance(tensor.layer, int) else tensor.layer, place, tuple(at_stages))
+        if key not in layouts:
+            boxes = {}
+            for unit in (u for i in at_stages for u in stages[i].units):
+                for rank, share in zip(unit.ranks, split[unit.tp_split], strict=True):
+                    boxes[rank] = (tensor_box(tensor, share),)
+            layouts[key] = Layout(tensor.shape, boxes)
+        out[tensor.name] = layouts[key]
+    return out
 
 
 def backward_order(tensors: tuple[LogicalTensor, ...]) -> list[list[LogicalTensor]]:
@@ -70,11 +87,16 @@ def make_buckets(
                 runs[-1] = (ranks, runs[-1][1], runs[-1][2] + size)
             else:
                 runs.append((ranks, [name], size))
-    return tuple(
-        Bucket(i, ranks, tuple(names), held, assign_owners(held, weights, whole_below=WHOLE_BYTES // itemsize))
-        for i, (ranks, names, _) in enumerate(runs)
-        for held in [{name: holders[name] for name in names}]
-    )
+    owners: dict[tuple[object, ...], list[Layout]] = {}
+    buckets = []
+    for i, (ranks, names, _) in enumerate(runs):
+        held = {name: holders[name] for name in names}
+        # Buckets of equal layouts are owned alike; names count only by their order, which breaks ties.
+        key = (tuple(map(id, held.values())), tuple(sorted(range(len(names)), key=names.__getitem__)))
+        if key not in owners:
+            owners[key] = list(assign_owners(held, weights, whole_below=WHOLE_BYTES // itemsize).values())
+        buckets.append(Bucket(i, ranks, tuple(names), held, dict(zip(names, owners[key], strict=True))))
+    return tuple(buckets)
 
 
 def plan_groups(plan: Plan, buckets: Sequence[Bucket]) -> list[tuple[int, ...]]:
