@@ -27,8 +27,8 @@ def one_rank(count: int, own: int, block: int, transport: str) -> None:
     from hetero_megatron.comm import start_comm, stop_comm
     from hetero_megatron.model.gpt import Context
     from hetero_megatron.parallel.context import ContextAttention, StageAttention
-    from hetero_megatron.parallel.context_plan import context_groups, stage_contexts
     from hetero_megatron.plan import plan_from_dict
+    from hetero_megatron.plan.context_plan import context_groups, stage_contexts
     from hetero_megatron.platform import Platform
     from hetero_megatron.spec import from_hf_config
     from hetero_megatron.training.memory import MemoryTracker
