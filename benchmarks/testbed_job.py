@@ -29,6 +29,7 @@ from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.plan.dump import to_dict
 from hetero_megatron.planner.predict import predict
 from hetero_megatron.planner.search import SearchOptions, few_uniform, judge, make_evaluator, search
+from hetero_megatron.planner.whatif import without
 from hetero_megatron.platform import detect_platform
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.training.calibration import CalibrationOptions, calibrate, format_calibration
@@ -87,22 +88,20 @@ def main() -> None:
 def choose(cluster: Cluster, spec: ModelSpec, seq_length: int, batch: int) -> list[tuple[str, str, dict[str, Any]]]:
     """(name, kind, plan): the planner's, the best few uniform ones, the best on each chip type alone, and plans that
     the planner would not choose."""
-    options = SearchOptions(dtype=DTYPE)
+    options = SearchOptions(dtype=DTYPE, time_limit=15.0)
     plans: list[tuple[str, str, Plan]] = []
     best = search(spec, cluster, seq_length, batch, options)
     plans.append(("planner", "planner", renumber(best.best.plan, used(cluster, best.best.idle))))
-    uniform = []
     evaluator = make_evaluator(spec, cluster, seq_length, options)
-    for shape, candidate in few_uniform(evaluator, spec, batch, 1000):
-        try:
-            uniform.append((shape, judge(candidate, spec, cluster, seq_length, batch, options, evaluator)))
-        except UserError:
-            continue
+    uniform = []
+    for shape, candidate in few_uniform(evaluator, spec, batch, 12):
+        choices = judge([(0.0, 0, candidate)], cluster, spec, seq_length, options, evaluator)
+        uniform += [(shape, choice) for choice in choices]
     uniform.sort(key=lambda item: item[1].step_seconds)
     plans += [(f"uniform: {u.text()}", "uniform", c.plan) for u, c in uniform[:3]]  # type: ignore[attr-defined]
     for chip in cluster.chips:
         ranks = [r.rank for r in cluster.ranks if r.chip == chip]
-        part = replace(cluster, nodes=tuple(g for g in cluster.nodes if g.chip == chip))
+        part = without(cluster, [g.name for g in cluster.nodes if g.chip != chip])
         try:
             alone = search(spec, part, seq_length, batch, options)
         except UserError:  # too little memory alone

@@ -18,6 +18,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, cut
 from hetero_megatron.model import GPTStage
 from hetero_megatron.ops import KernelPlan, default_kernels
+from hetero_megatron.ops.tile_kernels import tile_kernel
 from hetero_megatron.parallel.compile import apply_compile
 from hetero_megatron.parallel.context import apply_context_parallel
 from hetero_megatron.parallel.gradients import GradientSync
@@ -140,7 +141,8 @@ class Runtime:
         apply_tensor_parallel(model, self.tp_group, shards, self.share.vocab)
         for context in stage_contexts(spec, stage, self.plan.seq_length):
             if self.comm.rank in context.ranks:
-                apply_context_parallel(model, context, self.comm, spec.sliding_window)
+                kernel = tile_kernel(self.comm.device, self.kernels.choices["attention"].kernel)
+                apply_context_parallel(model, context, self.comm, spec.sliding_window, kernel)
         apply_recompute(model, stage.recompute)
         return model, boxes
 
