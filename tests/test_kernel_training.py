@@ -18,8 +18,8 @@ from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
 from hetero_megatron.ops import KernelPlan, Signature, resolve
 from hetero_megatron.ops.stage import stage_signatures
-from hetero_megatron.parallel.buckets import make_buckets, plan_groups
 from hetero_megatron.plan import Plan, load_plan, locate, plan_from_dict, stage_at, unit_at
+from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.plan.kernels import with_kernels
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.spec import LogicalTensor, ModelSpec, from_hf_config, shares

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from hetero_megatron.cli import training_flags as training
+from hetero_megatron.cli.checkpoint_flags import build_checkpoint
 from hetero_megatron.cli.model_flags import build_spec
 from hetero_megatron.cli.parse import WHERE, Arguments, flag_error, parse
 from hetero_megatron.cli.plan_flags import build_plan
@@ -52,6 +53,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
         optimizer=optimizer,
         evaluation=evaluation,
         exit=stop,
+        checkpoint=build_checkpoint(args),
         logging=logging,
         distributed=distributed,
         check_nan=not args["no_check_for_nan_in_loss_and_grad"],

@@ -162,8 +162,13 @@ class Head(nn.Module):
             self.weight = nn.Parameter(torch.empty(rows, width))
         self._tied = [weight] if weight is not None else []  # a list hides it from named_parameters
 
+    @property
+    def matrix(self) -> torch.Tensor:
+        """[rows, width], its own or the embedding's."""
+        return self._tied[0] if self._tied else self.weight
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.kernels.gemm(x, self._tied[0] if self._tied else self.weight, None)  # type: ignore[no-any-return]
+        return self.kernels.gemm(x, self.matrix, None)  # type: ignore[no-any-return]
 
 
 class Embedding(nn.Module):

@@ -12,7 +12,7 @@ from hetero_megatron.ops.bind import Split, bind
 from hetero_megatron.ops.vocab_cross_entropy import KERNELS, SPEC
 from hetero_megatron.parallel.collectives import scatter_tokens
 
-_DEFAULT: Split = bind(SPEC, KERNELS[0])
+VOCAB_CROSS_ENTROPY: Split = bind(SPEC, KERNELS[0])
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -34,6 +34,27 @@ class VocabParallelEmbedding(nn.Module):
         return scatter_tokens(partial, self.group, self.shards)
 
 
+def combine_shares(
+    statistics: tuple[torch.Tensor, ...], labels: torch.Tensor, group: Group, vocab: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(loss, peak, normalizer) per token over all shares of the vocabulary, the same on all ranks of the group; the
+    log-sum-exp is peak + log(normalizer).
+
+    Args:
+        statistics: (top, total, target) of this rank's share, as the operator ``vocab_cross_entropy`` gives them.
+    """
+    top = statistics[0]
+    mine = (labels >= vocab[0]) & (labels < vocab[1])
+    # One exchange of four numbers per token instead of three reductions; combined in rank order everywhere.
+    row = torch.stack([*statistics, mine.to(top.dtype)])
+    tops, totals, targets, owns = group.gather_vectors(row.reshape(-1)).view(group.size, *row.shape).unbind(1)
+    peak = tops.amax(0)
+    normalizer = (totals * (tops - peak).exp()).sum(0)
+    # Differences to the peak first, so that large logits lose no digits.
+    loss = normalizer.log() - torch.where(owns > 0, targets + (tops - peak), 0).sum(0)
+    return loss, peak, normalizer
+
+
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     """Per-token loss from logits whose last axis is one rank's share of the vocabulary."""
 
@@ -41,15 +62,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: Group, vocab: tuple[int, int], op: Split
     ) -> torch.Tensor:
-        (top, total, target), saved = op.forward(logits, labels, vocab[0])
-        mine = (labels >= vocab[0]) & (labels < vocab[1])
-        # One exchange of four numbers per token instead of three reductions; combined in rank order everywhere.
-        row = torch.stack([top, total, target, mine.to(top.dtype)])
-        tops, totals, targets, owns = group.gather_vectors(row.reshape(-1)).view(group.size, *row.shape).unbind(1)
-        peak = tops.amax(0)
-        normalizer = (totals * (tops - peak).exp()).sum(0)
-        # Differences to the peak first, so that large logits lose no digits.
-        loss = normalizer.log() - torch.where(owns > 0, targets + (tops - peak), 0).sum(0)
+        statistics, saved = op.forward(logits, labels, vocab[0])
+        loss, peak, normalizer = combine_shares(statistics, labels, group, vocab)
         ctx.save_for_backward(labels, peak, normalizer, *saved)
         ctx.start, ctx.op = vocab[0], op
         return loss
@@ -62,7 +76,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def vocab_parallel_cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, group: Group, vocab: tuple[int, int], op: Split = _DEFAULT
+    logits: torch.Tensor, labels: torch.Tensor, group: Group, vocab: tuple[int, int], op: Split = VOCAB_CROSS_ENTROPY
 ) -> torch.Tensor:
     """Loss per token, at least fp32, equal on all ranks of the group.
 

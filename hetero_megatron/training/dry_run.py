@@ -29,7 +29,8 @@ class DryRun:
     Attributes:
         parameters, optimizer: bytes of local weights, and of owned masters (where they are copies) and moments.
         peak: most bytes of live tensors at once, optimizer state included.
-        sent: bytes by purpose (``pipeline``, ``tensor parallel``, ``gradients``, ``weights``) and destination rank.
+        sent: bytes by purpose (``pipeline``, ``context parallel``, ``tensor parallel``, ``gradients``, ``weights``) and
+            destination rank.
         seconds: that the dry run took.
     """
 
@@ -55,9 +56,10 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
         size = config.plan.global_batch_size
         work = runtime.work(lambda indices: _batch(len(indices), config.plan.seq_length), 0, size)
         runtime.executor.run(work)  # gradients wait for finish(), so that their bytes are told apart
-        peers = set(runtime.unit.ranks)
+        peers, stage = set(runtime.unit.ranks), set(runtime.stage.ranks)
         sent = {
-            "pipeline": {r: n for r, n in comm.sent_bytes.items() if r not in peers},
+            "pipeline": {r: n for r, n in comm.sent_bytes.items() if r not in stage},
+            "context parallel": {r: n for r, n in comm.sent_bytes.items() if r in stage - peers},
             "tensor parallel": {r: n for r, n in comm.sent_bytes.items() if r in peers},
         }
         before = dict(comm.sent_bytes)

@@ -21,12 +21,13 @@ from hetero_megatron.data.sample import Dataset
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
-from hetero_megatron.parallel.buckets import make_buckets, plan_groups
 from hetero_megatron.parallel.optimizer import OptimizerFactory
 from hetero_megatron.plan import format_plan, idle_ranks
+from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.platform import Platform, choose_platform
 from hetero_megatron.platform.plugins import Plugins, load_plugins
 from hetero_megatron.spec import LogicalTensor
+from hetero_megatron.training.checkpointing import Checkpointing, Progress
 from hetero_megatron.training.config import OptimizerConfig, RunConfig
 from hetero_megatron.training.exit import ExitConditions
 from hetero_megatron.training.kernels import agree_on_kernels, kernel_optimizer, rank_kernels
@@ -52,11 +53,12 @@ def train(config: RunConfig) -> None:
     comm = start_comm(platform, 60 * config.distributed.timeout_minutes, position(config.cluster, world))
     try:
         if comm.rank == 0:
-            announce(config, world, platform, plugins)
+            announce(config, world, platform, plugins, comm.emulation.describe())
         if comm.rank in config.plan.ranks:
             Training(config, comm, platform, plugins).run()
         else:  # idle, but torch wants every rank to take part in making groups
             comm.create_groups(plan_groups(config.plan, make_buckets(config.plan, config.spec)))
+            comm.background_group(config.plan.ranks)
     finally:
         stop_comm()
 
@@ -89,12 +91,14 @@ def check_world(config: RunConfig, world: int) -> None:
         )  # fmt: skip
 
 
-def announce(config: RunConfig, world: int, platform: Platform, plugins: Plugins) -> None:
-    """Print what will run, and every choice that was made for the user."""
+def announce(config: RunConfig, world: int, platform: Platform, plugins: Plugins, testbed: str) -> None:
+    """Print what will run, and every choice that was made for the user; ``testbed``: what is emulated, if anything."""
     cluster = config.cluster
     chips = [cluster.chip_of(r).name for r in range(cluster.world_size)] if cluster is not None else None
     print(format_plan(config.plan, config.spec, chips), flush=True)
     print(f"device: {platform.device.type}, backend {platform.backend}, {config.dtype}", flush=True)
+    if testbed:
+        print(testbed, flush=True)
     for plugin in plugins.broken():
         print(f"notice: plugin {plugin.source.name} ({plugin.source.module}) is broken: {plugin.error}", flush=True)
     idle = sorted(set(range(world)) - set(config.plan.ranks))
@@ -139,14 +143,16 @@ class Training:
         self.data = self._datasets()
         flags = config.data
         assert flags is not None, "the command line refuses training without data"
-        options = BatchOptions(
-            flags.reset_position_ids, flags.reset_attention_mask, flags.eod_mask_loss, self.data.eod
-        )
+        options = BatchOptions(flags.reset_position_ids, flags.reset_attention_mask, flags.eod_mask_loss, self.data.eod)
         self._loader: Callable[[Dataset], BatchLoader] = lambda d: BatchLoader(d, options, flags.num_workers)
-        self.exit = ExitConditions(config.exit.minutes, config.exit.interval, config.exit.signal)
-        self.reporter = Reporter(config, self.runtime, platform)
-        self.step = self.consumed = 0
-        self.loss_scale = config.loss_scale
+        self.checkpoints = Checkpointing(config, self.runtime, self.data, platform.synchronize)
+        config, start, self.loss_scale = self.checkpoints.load()
+        self.config = config
+        self.step, self.consumed = start.step, start.consumed
+        # Where there is something to save, being told to stop means saving first.
+        signal = config.exit.signal or ("SIGTERM" if self.checkpoints.active else None)
+        self.exit = ExitConditions(config.exit.minutes, config.exit.interval, signal)
+        self.reporter = Reporter(config, self.runtime, platform, self.step + 1)
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
 
@@ -170,17 +176,20 @@ class Training:
         config = self.config
         if not config.skip_train:
             assert self.data.train is not None
-            if self.reporter.speaks:
+            if self.reporter.speaks and not self.step:  # a stream would have to go back to its beginning
                 entropy = unigram_entropy(self.data.train, num_samples=64)
                 print(f"data: unigram entropy {entropy:.3f} nats, the loss of counting tokens alone", flush=True)
+            self.runtime.comm.emulation.started()
             with self._loader(self.data.train) as loader:
                 self._train(loader)
+            self.checkpoints.save(Progress(self.step, self.consumed), self.loss_scale)
         if config.evaluation.iterations:
             self._evaluate()
         if config.save_hf is not None:
             assert self.runtime.optimizer is not None
             owned, dtype = self.runtime.optimizer.owned(), DTYPES[config.save_hf_dtype]
             save_hf(config.save_hf, config.spec, owned, dtype, self.runtime.world, config.load_hf)
+        self.checkpoints.wait()
         self.reporter.finish(self.step, self.exit.reason)
 
     def _train(self, loader: BatchLoader) -> None:
@@ -191,7 +200,7 @@ class Training:
             lr, decay = config.learning_rate.at(self.consumed), config.weight_decay.at(self.consumed)
             stats = self.runtime.train_step(
                 loader, self.consumed, size, lr, decay, config.optimizer.clip_grad, self.loss_scale.scale,
-                stop=self.exit.check(self.step + 1),
+                stop=self.exit.check(self.step + 1) or self.checkpoints.failed,
             )  # fmt: skip
             loader.advance(size)
             self.step, self.consumed, stop = self.step + 1, self.consumed + size, stats.stop
@@ -199,6 +208,8 @@ class Training:
             self._check_finite(stats.loss, stats.skipped)
             self.reporter.step(self.step, self.consumed, size, lr, scale.scale, stats, time.perf_counter() - start)
             every = config.evaluation
+            if self.checkpoints.due(self.step):
+                self.checkpoints.save(Progress(self.step, self.consumed), self.loss_scale)
             if every.iterations and self.step % every.interval == 0 and self.step < config.steps:
                 self._evaluate()
 
