@@ -117,13 +117,13 @@ class StubDevice(types.ModuleType):
     def synchronize(self) -> None:
         self.calls.append("synchronize")
 
-    def Stream(self) -> Any:  # noqa: N802
+    def Stream(self) -> Any:
         return CPU().stream()
 
     def stream(self, stream: Any) -> Any:
         return CPU().on_stream(stream)
 
-    def Event(self, enable_timing: bool) -> Any:  # noqa: N802
+    def Event(self, enable_timing: bool) -> Any:
         return CPU().event(enable_timing)
 
     def manual_seed_all(self, value: int) -> None:
@@ -236,7 +236,7 @@ def test_list_marks_what_was_never_run(capsys: pytest.CaptureFixture[str]) -> No
         (["check", "acmee"], "no such plugin"), (["check", "aten", "--dtypes", "fp12"], "no such dtype; did you mean"),
         (["check", "aten", "--operators", "sofmax"], "no such operator; did you mean softmax?"),
         (["check", "aten", "--platform", "ascend"], "no such device on this machine"), (["chekc"], "invalid choice"),
-        (["new", "Acme-1"], "no name for a Python package"), ([], "required"),
+        (["new", "Acme-1"], "no package name"), ([], "required"),
     ],
 )  # fmt: skip
 def test_wrong_words_are_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

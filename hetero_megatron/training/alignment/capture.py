@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,33 +80,42 @@ class Watch:
             key = (op, layer)
             index = self._count[key] = self._count.get(key, -1) + 1
             kept = tuple(a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args)  # some are overwritten
-            out = call(*args)
+            record = Call(op, provider, layer, index, kept, ())
+            out = call(*self._gradients_of(spec, record, args))
             results = out if isinstance(out, tuple) else (out,)
-            record = Call(op, provider, layer, index, kept, tuple(r.detach().clone() for r in results))
-            self._await_gradients(spec, record, args, results)
+            record.results = tuple(r.detach().clone() for r in results)
+            for name, r in zip(spec.results, results, strict=True):
+                if r.requires_grad:
+                    r.register_hook(partial(_keep, record, f"d{name}"))
+            if not any(r.requires_grad for r in results):
+                self.done(record)
             return out
 
         return watched
 
-    def _await_gradients(
-        self, spec: OpSpec, record: Call, args: tuple[Any, ...], results: tuple[torch.Tensor, ...]
-    ) -> None:
-        """Collect gradients as they come; parameters collect from several places, so only activations count."""
-        function = results[0].grad_fn
-        if function is None or not spec.gradients:
-            self.done(record)
-            return
+    def _gradients_of(self, spec: OpSpec, record: Call, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments, each as a view of its own whose gradient is this call's alone; the last to come ends it."""
+        waiting: set[str] = set()
+        out: list[Any] = []
 
-        def hook(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
-            for name, g in zip(spec.results, outputs):
-                if isinstance(g, torch.Tensor):
-                    record.grads[f"d{name}"] = g.detach().clone()
-            for name, g in zip(spec.args, inputs):
-                if isinstance(g, torch.Tensor):
-                    record.grads[name] = g.detach().clone()
-            self.done(record)
+        def came(name: str, grad: torch.Tensor) -> None:
+            _keep(record, name, grad)
+            waiting.discard(name)
+            if not waiting:
+                self.done(record)
 
-        function.register_hook(hook)
+        for name, arg in zip(spec.args, args, strict=True):
+            live = isinstance(arg, torch.Tensor) and arg.requires_grad and torch.is_grad_enabled()
+            if live and name in spec.gradients:
+                arg = arg.view_as(arg)
+                arg.register_hook(partial(came, name))
+                waiting.add(name)
+            out.append(arg)
+        return tuple(out)
+
+
+def _keep(record: Call, name: str, grad: torch.Tensor) -> None:
+    record.grads[name] = grad.detach().clone()
 
 
 @dataclass(frozen=True)

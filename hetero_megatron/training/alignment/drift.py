@@ -27,7 +27,7 @@ class Drift:
     def text(self) -> str:
         verdict = "within" if self.ok else "OVER"
         return (
-            f"{self.steps} steps: mean relative difference of the loss {self.mean:.3%}, {verdict} {self.threshold:.3%}; "
+            f"{self.steps} steps: mean relative difference of losses {self.mean:.3%}, {verdict} {self.threshold:.3%}; "
             f"worst {self.worst:.3%} at step {self.worst_step}"
         )
 
@@ -70,5 +70,5 @@ def _losses(path: str | Path) -> dict[int, float]:
         if "loss" in row and "step" in row and row["loss"] is not None:
             losses[int(row["step"])] = float(row["loss"])
     if not losses:
-        raise UserError("no step with a loss in it", field="metrics", value=str(file), accepted="metrics.jsonl of a run")
+        raise UserError("no step with a loss in it", field="metrics", value=str(file), accepted="a metrics.jsonl")
     return losses

@@ -24,9 +24,6 @@ class LayerDump:
     """Keeps the outputs of embedding, layers, their attention and MLP, and head, in the order in which they ran.
 
     Only the first micro-batch of a step counts: it is the same on every platform.
-
-    Args:
-        first_layer: added to nothing; modules carry global layer indices already.
     """
 
     def __init__(self, model: torch.nn.Module, directory: str | Path, rank: int) -> None:
@@ -34,12 +31,13 @@ class LayerDump:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._order: list[str] = []
         self._tensors: dict[str, torch.Tensor] = {}
+        self._hooks = []
         for name, module in model.named_modules():
             short = name.removeprefix("model.")
             depth = short.count(".")
-            if short.split(".")[0] in _PARTS and (depth <= 2 if short.startswith("layers.") else depth == 0):
-                if short != "layers":
-                    module.register_forward_hook(self._hook(short))
+            part = depth <= 2 if short.startswith("layers.") else depth == 0 and short != "layers"
+            if short.split(".")[0] in _PARTS and part:
+                self._hooks.append(module.register_forward_hook(self._hook(short)))
 
     def _hook(self, name: str) -> Callable[..., None]:
         def keep(module: torch.nn.Module, args: Any, out: Any) -> None:
@@ -56,6 +54,10 @@ class LayerDump:
                 out.register_hook(keep_gradient)
 
         return keep
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     def write(self, step: int) -> Path:
         """Write the step and forget it."""
