@@ -58,6 +58,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
         distributed=distributed,
         check_nan=not args["no_check_for_nan_in_loss_and_grad"],
         deterministic=args["deterministic_mode"],
+        alignment=training.build_alignment(args),
         platform=args["platform"],
         compile=_compile(args),
         skip_train=args["skip_train"],

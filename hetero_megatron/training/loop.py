@@ -27,6 +27,7 @@ from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.platform import Platform, choose_platform
 from hetero_megatron.platform.plugins import Plugins, load_plugins
 from hetero_megatron.spec import LogicalTensor
+from hetero_megatron.training.alignment.session import Alignment
 from hetero_megatron.training.checkpointing import Checkpointing, Progress
 from hetero_megatron.training.config import OptimizerConfig, RunConfig
 from hetero_megatron.training.exit import ExitConditions
@@ -130,7 +131,8 @@ class Training:
             check_target(config.save_hf, config.spec)
         self.weights = HFWeights(config.load_hf, config.spec) if config.load_hf is not None else None
         dtype = DTYPES[config.dtype]
-        kernels = rank_kernels(config, comm.rank, plugins.registry, platform, dtype)
+        self.alignment = Alignment(config.alignment)
+        kernels = self.alignment.wrap(rank_kernels(config, comm.rank, plugins.registry, platform, dtype), comm.rank)
         factory = kernel_optimizer(optimizer_factory(config.optimizer), config.optimizer, kernels)
         self.runtime = Runtime(
             config.plan, config.spec, comm, dtype, self._initialize, factory, kernels=kernels,
@@ -139,6 +141,7 @@ class Training:
         self.runtime.check_agreement(
             repr((config.seed, config.steps, config.learning_rate, config.dtype)), repr(config.spec)
         )
+        self.alignment.follow(self.runtime)
         agree_on_kernels(self.runtime)
         self.data = self._datasets()
         flags = config.data
@@ -203,6 +206,7 @@ class Training:
                 stop=self.exit.check(self.step + 1) or self.checkpoints.failed,
             )  # fmt: skip
             loader.advance(size)
+            self.alignment.after_step(self.step + 1, self.runtime)
             self.step, self.consumed, stop = self.step + 1, self.consumed + size, stats.stop
             scale, self.loss_scale = self.loss_scale, self.loss_scale.update(stats.skipped)
             self._check_finite(stats.loss, stats.skipped)
