@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import time
@@ -29,8 +28,10 @@ from hetero_megatron.spec import LogicalTensor
 from hetero_megatron.training.checkpointing import Checkpointing, Progress
 from hetero_megatron.training.config import OptimizerConfig, RunConfig
 from hetero_megatron.training.exit import ExitConditions
+from hetero_megatron.training.failure import StepGuard
 from hetero_megatron.training.report import Reporter
 from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.stragglers import StragglerWatch
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -140,8 +141,15 @@ class Training:
         signal = config.exit.signal or ("SIGTERM" if self.checkpoints.active else None)
         self.exit = ExitConditions(config.exit.minutes, config.exit.interval, signal)
         self.reporter = Reporter(config, self.runtime, platform, self.step + 1)
+        finite = config.check_nan and config.dtype != "fp16"
+        self.guard = StepGuard(finite, config.failure.check_spikes, config.failure.rerun, self.say)
+        self.stragglers = StragglerWatch(config.plan.ranks, self.reporter.chips) if config.failure.stragglers else None
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
+
+    def say(self, text: str) -> None:
+        if self.reporter.speaks:
+            print(text, flush=True)
 
     def _initialize(self, tensor: LogicalTensor, box: Box) -> torch.Tensor:
         if self.weights is not None:
@@ -184,30 +192,22 @@ class Training:
             start = time.perf_counter()
             size = config.batch_size.at(self.consumed)
             lr, decay = config.learning_rate.at(self.consumed), config.weight_decay.at(self.consumed)
-            stats = self.runtime.train_step(
-                loader, self.consumed, size, lr, decay, config.optimizer.clip_grad, self.loss_scale.scale,
+            stats = self.guard.step(
+                self.runtime, loader, self.step + 1, self.consumed, size, lr, decay,
+                config.optimizer.clip_grad, self.loss_scale.scale,
                 stop=self.exit.check(self.step + 1) or self.checkpoints.failed,
             )  # fmt: skip
             loader.advance(size)
             self.step, self.consumed, stop = self.step + 1, self.consumed + size, stats.stop
             scale, self.loss_scale = self.loss_scale, self.loss_scale.update(stats.skipped)
-            self._check_finite(stats.loss, stats.skipped)
+            for sentence in self.stragglers.step(stats.busy, size) if self.stragglers is not None else ():
+                self.say(f"notice: step {self.step}: {sentence}")
             self.reporter.step(self.step, self.consumed, size, lr, scale.scale, stats, time.perf_counter() - start)
             every = config.evaluation
             if self.checkpoints.due(self.step):
                 self.checkpoints.save(Progress(self.step, self.consumed), self.loss_scale)
             if every.iterations and self.step % every.interval == 0 and self.step < config.steps:
                 self._evaluate()
-
-    def _check_finite(self, loss: float, skipped: bool) -> None:
-        if self.config.dtype == "fp16" or not self.config.check_nan:
-            return
-        if not math.isfinite(loss) or skipped:
-            what = f"the loss is {loss}" if not math.isfinite(loss) else "the gradient norm is not finite"
-            raise UserError(
-                f"{what} at step {self.step} (samples up to {self.consumed}); the step was not taken",
-                field="--lr", accepted="a smaller learning rate or other data, or --no-check-for-nan-in-loss-and-grad",
-            )  # fmt: skip
 
     def _evaluate(self) -> None:
         """Mean loss over the validation batches; the same batches every time."""
