@@ -88,7 +88,7 @@ def test_a_loss_spike_is_run_again_before_it_counts() -> None:
     from collections import deque
 
     undisturbed = run("scaled", 0, StepGuard())
-    history = deque([3.0] * 30)
+    history = deque([0.0] * 1000)  # so that every loss is a spike
     for one, seen in zip(
         undisturbed, run("scaled", 1, StepGuard(check_spikes=True, history=history.copy())), strict=True
     ):

@@ -21,8 +21,9 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
 from hetero_megatron.parallel.buckets import make_buckets, plan_groups
+from hetero_megatron.parallel.offload import check_offload, cpu_adam
 from hetero_megatron.parallel.optimizer import OptimizerFactory
-from hetero_megatron.plan import format_plan, idle_ranks
+from hetero_megatron.plan import format_plan, idle_ranks, locate, stage_at
 from hetero_megatron.platform import Platform, detect_platform
 from hetero_megatron.spec import LogicalTensor
 from hetero_megatron.training.checkpointing import Checkpointing, Progress
@@ -102,12 +103,14 @@ def announce(config: RunConfig, world: int, platform: Platform) -> None:
         print(f"notice: {notice}", flush=True)
 
 
-def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
-    """Adam with decoupled weight decay, or SGD; rates are set before every step."""
+def optimizer_factory(config: OptimizerConfig, offload: bool = False) -> OptimizerFactory:
+    """Adam with decoupled weight decay (``offload``: in host memory), or SGD; rates are set before every step."""
 
     def build(groups: list[dict[str, object]]) -> torch.optim.Optimizer:
         if config.name == "sgd":
             return torch.optim.SGD(groups, lr=0.0, momentum=config.momentum)
+        if offload:
+            return cpu_adam(groups, (config.beta1, config.beta2), config.eps)
         return torch.optim.AdamW(groups, lr=0.0, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
     return build
@@ -122,9 +125,10 @@ class Training:
             check_target(config.save_hf, config.spec)
         self.weights = HFWeights(config.load_hf, config.spec) if config.load_hf is not None else None
         dtype = DTYPES[config.dtype]
-        self.runtime = Runtime(
-            config.plan, config.spec, comm, dtype, self._initialize, optimizer_factory(config.optimizer)
-        )
+        check_offload(config.plan, config.optimizer.name, config.dtype)
+        offload = stage_at(config.plan, locate(config.plan, comm.rank)).optimizer.offload
+        factory = optimizer_factory(config.optimizer, offload)
+        self.runtime = Runtime(config.plan, config.spec, comm, dtype, self._initialize, factory)
         self.runtime.check_agreement(
             repr((config.seed, config.steps, config.learning_rate, config.dtype)), repr(config.spec)
         )

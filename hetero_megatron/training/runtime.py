@@ -98,7 +98,8 @@ class Runtime:
         self._schedules: dict[tuple[int, bool], tuple[Action, ...]] = {}
         self._boundaries: dict[tuple[int, int], Boundary] = {}
         self.sync = GradientSync(comm, dict(self.model.named_parameters()), self.boxes, buckets)
-        self.optimizer = ShardedOptimizer(self.sync, optimizer) if optimizer is not None else None
+        offload = self.stage.optimizer.offload
+        self.optimizer = ShardedOptimizer(self.sync, optimizer, offload) if optimizer is not None else None
 
     def _build_model(self, initialize: Initialize) -> tuple[GPTStage, dict[str, Box]]:
         stage, spec = self.stage, self.spec
