@@ -173,7 +173,9 @@ class SmallSearch:
                         if schedule == "gpipe" and not self._slow_links(row, size):
                             continue
                         for column, counts in self._columns(row, size, pipelines, most // size, schedule):
-                            shelf = shelves.setdefault(usage, Shelf(self.batch, self.exact, 400 if pipelines == 1 else 6))
+                            shelf = shelves.setdefault(
+                                usage, Shelf(self.batch, self.exact, 400 if pipelines == 1 else 6)
+                            )
                             shelf.add_at(column, counts)
         return shelves
 
