@@ -21,7 +21,7 @@ SEED ?=
 # Further arguments for pytest: make test ARGS="-k layout -x"
 ARGS ?=
 
-.PHONY: help env demo test test-slow test-parity test-scale bench lint types check clean
+.PHONY: help env demo test test-slow test-parity test-faults test-scale bench lint types check clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -48,6 +48,9 @@ test-parity: env  ## N random plans against one process: make test-parity N=500 
 	echo "test-parity: N=$(N) SEED=$$seed"; \
 	N="$(N)" SEED="$$seed" $(PY) -m pytest tests/test_parity.py -q -o timeout=0 $(ARGS) \
 	|| { echo "test-parity: again with: make test-parity N=$(N) SEED=$$seed"; exit 1; }
+
+test-faults: env  ## N runs with a rank killed at a random moment: make test-faults N=50 SEED=1
+	@N="$(if $(filter file,$(origin N)),50,$(N))" SEED="$(or $(SEED),1)" $(PY) -m pytest tests/test_faults.py -q -m slow -o timeout=0 $(ARGS)
 
 test-scale: env  ## one step on 32 ranks of this machine
 	$(PY) -m pytest -m scale $(ARGS)

@@ -113,10 +113,10 @@ def damage(directory: Path, kind: str) -> None:
     [
         ("truncated", "cannot be read"),
         ("not safetensors", "cannot be read"),
-        ("pickle only", "pytorch_model.bin, which is pickle"),
+        ("pickle only", "cannot be read: not a file of tensors"),
         ("bad index", "is not an index"),
         ("missing shard", "cannot be read"),
-        ("empty", "holds neither"),
+        ("empty", "holds none of"),
     ],
 )
 def test_damaged_directories_are_refused(kind: str, message: str, tmp_path: Path) -> None:
@@ -126,6 +126,31 @@ def test_damaged_directories_are_refused(kind: str, message: str, tmp_path: Path
     with pytest.raises(UserError, match=message) as caught:
         HFWeights(str(tmp_path / "model"), spec)
     assert caught.value.field == "--load-hf" and str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_bin_files_are_read_without_executing_anything(shards: bool, tmp_path: Path) -> None:
+    model = save(tmp_path, "llama tied", torch.bfloat16)
+    (tmp_path / "model.safetensors").unlink()
+    state = dict(model.state_dict())
+    if shards:
+        names = sorted(state)
+        files = {f"pytorch_model-{i}.bin": {n: state[n] for n in names[i::2]} for i in range(2)}
+        index = {"weight_map": {n: file for file, part in files.items() for n in part}}
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    else:
+        files = {"pytorch_model.bin": state}
+    for file, part in files.items():
+        torch.save(part, tmp_path / file)
+    spec = load_model(str(tmp_path))
+    weights, whole = HFWeights(str(tmp_path), spec), hf_to_logical(model, spec)
+    for tensor in logical_tensors(spec):
+        assert torch.equal(weights.read(tensor, Box.whole(tensor.shape)), whole[tensor.name])
+        assert weights.dtype(tensor) == torch.bfloat16
+    for file in files:
+        torch.save({"lm_head.weight": print}, tmp_path / file)
+    with pytest.raises(UserError, match="cannot be read: not a file of tensors"):
+        HFWeights(str(tmp_path), spec)
 
 
 def test_all_misfits_are_listed_at_once(tmp_path: Path) -> None:

@@ -59,16 +59,16 @@ def send(node: int, port: int, sizes: list[int]) -> None:
 
 
 def transfer(pairs: list[list[int]], size: int, repeats: int, out: str) -> None:
-    """Each pair [source, destination] of ranks in turn; one rank per node. The receivers write what they measured."""
+    """Each pair [source rank, destination rank, node of the destination] in turn; the receivers write what they saw."""
     measured = {}
     gate = Path(out)
-    for index, (source, destination) in enumerate(pairs):
+    for index, (source, destination, node) in enumerate(pairs):
         port, sizes = 6000 + index, [size] * repeats
         if destination == RANK:
             measured[f"{source}-{destination}"] = receive(port, sizes)
             (gate / f"done-{index}").touch()
         elif source == RANK:
-            send(destination, port, sizes)
+            send(node, port, sizes)
         while not (gate / f"done-{index}").exists():
             time.sleep(0.01)
     (gate / f"rates-{RANK}.json").write_text(json.dumps(measured))
@@ -109,6 +109,15 @@ def main() -> None:
                 time.sleep(0.02)
             sys.exit(int(rest[2]))
         time.sleep(0.2 if len(rest) > 1 and rest[1] == "-1" else 3600)
+    elif what == "count":  # how much CPU time it gets, once everybody is under way
+        Path(os.environ["HETERO_TESTBED_DIR"], f"ready-{RANK}").touch()
+        time.sleep(1.0)
+        for index in range(int(rest[1])):
+            start, used = time.perf_counter(), time.process_time()
+            while time.perf_counter() - start < float(rest[2]):
+                pass
+            share = (time.process_time() - used) / (time.perf_counter() - start)
+            Path(rest[0], f"share-{RANK}-{index}").write_text(str(share))
     elif what == "burn":
         Path(os.environ["HETERO_TESTBED_DIR"], f"ready-{RANK}").touch()
         while True:

@@ -1,4 +1,4 @@
-"""Weights from a Hugging Face directory: every rank reads the slices that it holds, from safetensors."""
+"""Weights from a Hugging Face directory: every rank reads the slices that it holds, from safetensors or ``.bin``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hetero_megatron.checkpoint.hf_bin import BinFile
 from hetero_megatron.checkpoint.names import HFSource, hf_source
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
@@ -20,6 +21,9 @@ from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors
 FLAG = "--load-hf"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+BIN_INDEX = "pytorch_model.bin.index.json"
+BIN = "pytorch_model.bin"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Buffers that old exports contain and that hold no weights.
 _BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)$")
 
@@ -28,10 +32,11 @@ class HFWeights:
     """The tensors of a Hugging Face directory, checked against a model before anything is read.
 
     Args:
-        directory: holds ``model.safetensors``, or several files and ``model.safetensors.index.json``.
+        directory: holds ``model.safetensors``, or several files and ``model.safetensors.index.json``; where
+            there are none, the same with ``pytorch_model.bin``.
 
     Raises:
-        UserError: no safetensors, an unreadable file, or tensors that are missing, unexpected or misshapen (all of
+        UserError: no weights, an unreadable file, or tensors that are missing, unexpected or misshapen (all of
             them are listed at once).
     """
 
@@ -50,23 +55,25 @@ class HFWeights:
 
     def _read_index(self) -> dict[str, str]:
         """Tensor name -> file name."""
-        index = self.directory / INDEX
-        if index.is_file():
-            with suppress(json.JSONDecodeError, UnicodeDecodeError, KeyError, AttributeError, TypeError):
-                found = json.loads(index.read_text())["weight_map"]
-                return {str(name): str(file) for name, file in found.items()}
-            raise self._refuse("is not an index: a JSON object with a weight_map", index)
-        if (self.directory / SINGLE).is_file():
-            return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
-        others = sorted(p.name for p in self.directory.glob("*.bin")) if self.directory.is_dir() else []
-        hint = f" (it holds {others[0]}, which is pickle: save it as safetensors with transformers)" if others else ""
-        raise self._refuse(f"holds neither {SINGLE} nor {INDEX}{hint}", self.directory)
+        for index, single in ((INDEX, SINGLE), (BIN_INDEX, BIN)):
+            if (self.directory / index).is_file():
+                return self._files_of(self.directory / index)
+            if (self.directory / single).is_file():
+                return dict.fromkeys(self._handle(single).keys(), single)
+        raise self._refuse(f"holds none of {SINGLE}, {INDEX}, {BIN} and {BIN_INDEX}", self.directory)
+
+    def _files_of(self, index: Path) -> dict[str, str]:
+        with suppress(json.JSONDecodeError, UnicodeDecodeError, KeyError, AttributeError, TypeError):
+            found = json.loads(index.read_text())["weight_map"]
+            return {str(name): str(file) for name, file in found.items()}
+        raise self._refuse("is not an index: a JSON object with a weight_map", index)
 
     def _handle(self, file: str) -> Any:
         if file not in self._handles:
             path = self.directory / file
             try:
-                self._handles[file] = self._open(path, framework="pt", device="cpu")
+                binary = path.suffix == ".bin"
+                self._handles[file] = BinFile(path) if binary else self._open(path, framework="pt", device="cpu")
             except (OSError, self._error) as error:
                 raise self._refuse(f"cannot be read: {error}", path) from error
         return self._handles[file]
@@ -103,6 +110,14 @@ class HFWeights:
                 f"; and {len(problems) - 12} more" if len(problems) > 12 else ""
             )
             raise self._refuse(f"does not fit the model {self.spec.name}: {shown}", self.directory)
+
+    def dtype(self, tensor: LogicalTensor) -> torch.dtype:
+        """Of a tensor in the files."""
+        source = self._source(tensor.name)
+        label = str(self._handle(self._file_of[source.name]).get_slice(source.name).get_dtype())
+        if label not in _DTYPES:
+            raise self._refuse(f"{source.name} has dtype {label}", self.directory / self._file_of[source.name])
+        return _DTYPES[label]
 
     def read(self, tensor: LogicalTensor, box: Box) -> torch.Tensor:
         """The values of one box, in the file's dtype; only these bytes are read."""

@@ -12,7 +12,8 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from hetero_megatron.checkpoint.names import name_table
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
-from hetero_megatron.spec import ModelSpec, logical_tensors, to_hf_config
+from hetero_megatron.spec import ModelSpec, from_hf_config, logical_tensors, to_hf_config
 
 FLAG = "--save-hf"
 SHARD_BYTES = 4 << 30
@@ -34,7 +35,8 @@ _DTYPES: dict[torch.dtype, tuple[str, np.dtype[Any]]] = {
     torch.float16: ("F16", np.dtype("<f2")),
     torch.bfloat16: ("BF16", np.dtype("<u2")),
 }
-_TRAVEL_ALONG = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json")
+HF_CONFIG = "hf_config.json"  # a Hugging Face directory's config.json inside a native checkpoint
+TRAVEL_ALONG = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json")
 
 
 @dataclass(frozen=True)
@@ -143,11 +145,11 @@ def _create(
 ) -> None:
     """Headers, full-size files, config, index and what travels along."""
     check_target(str(final), spec)
-    config = to_hf_config(spec) | {"dtype": str(dtype).removeprefix("torch.")}
+    config = _base_config(spec, source) | to_hf_config(spec) | {"dtype": str(dtype).removeprefix("torch.")}
     if work.exists():
         shutil.rmtree(work)
     work.mkdir(parents=True)
-    for pattern in _TRAVEL_ALONG if source is not None else ():
+    for pattern in TRAVEL_ALONG if source is not None else ():
         for along in Path(str(source)).glob(pattern):
             shutil.copy(along, work / along.name)
     (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -167,6 +169,25 @@ def _create(
     final.parent.mkdir(parents=True, exist_ok=True)
     if final.exists():
         final.rmdir()
+
+
+def _base_config(spec: ModelSpec, source: str | None) -> dict[str, Any]:
+    """What the source's config says beyond our model (token ids, …), if it describes the same model."""
+    for name in (HF_CONFIG, "config.json") if source is not None else ():
+        with suppress(OSError, ValueError):  # UserError is a ValueError: a config that we cannot read says nothing
+            found = json.loads((Path(str(source)) / name).read_text())
+            if replace(from_hf_config(found), name=spec.name) == spec:
+                return {k: v for k, v in found.items() if k not in ("dtype", "torch_dtype")}
+    return {}
+
+
+def travel_along(source: str | None) -> dict[str, bytes]:
+    """Tokenizer and generation config of a Hugging Face directory."""
+    if source is None:
+        return {}
+    files = {p.name: p.read_bytes() for pattern in TRAVEL_ALONG for p in sorted(Path(source).glob(pattern))}
+    config = Path(source) / "config.json"
+    return files | ({HF_CONFIG: config.read_bytes()} if config.is_file() else {})
 
 
 def _write(

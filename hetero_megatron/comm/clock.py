@@ -29,7 +29,8 @@ class RealClock:
     """The chip at hand, at its own speed.
 
     Attributes:
-        computed: wall seconds of all segments so far, which is what a rank's compute took.
+        computed: seconds of all segments so far, by the chip's own clock: wall seconds of a real chip, emulated ones of
+            an emulated chip (how late this machine woke it is not the chip's doing).
     """
 
     def __init__(self) -> None:
@@ -41,8 +42,7 @@ class RealClock:
         """A segment ends: communication begins. Does nothing between two segments."""
         if self._running:
             self._running = False
-            self._end()
-            self.computed += time.perf_counter() - self._mark
+            self.computed += self._end()
 
     def resume(self, blocked: float = 0.0) -> None:
         """The next segment begins; ``blocked``: seconds that the call waited for a peer."""
@@ -69,8 +69,8 @@ class RealClock:
     def _begin(self, blocked: float) -> None:
         pass
 
-    def _end(self) -> None:
-        pass
+    def _end(self) -> float:
+        return time.perf_counter() - self._mark
 
     def _inside(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
@@ -94,19 +94,19 @@ class EmulatedClock(RealClock):
     def __init__(self, speed: Callable[[], float], nominal: OperatorSeconds | None = None) -> None:
         super().__init__()
         self.speed, self.nominal = speed, nominal
-        self.emulated = self.overrun = self.late = 0.0
+        self.overrun = self.late = 0.0
         self._cpu = self._lateness = self._due = 0.0
         _sleep_precisely()
 
-    def _end(self) -> None:
+    def _end(self) -> float:
         cpu = time.thread_time() - self._cpu
         seconds = (cpu if self.nominal is None else self.nominal.take()) / self.speed()
-        self.emulated += seconds
         self.overrun += max(0.0, cpu - seconds)
         target = self._due + seconds
         while (left := target - time.perf_counter()) > 0:
             time.sleep(left)
         self._lateness = time.perf_counter() - target
+        return seconds
 
     def _begin(self, blocked: float) -> None:
         # A little lateness (the sleep's own, another process on this core) is made up in the next segment, unless
@@ -124,8 +124,8 @@ class EmulatedClock(RealClock):
     def report(self) -> dict[str, float]:
         """``emulated`` seconds of compute, and the shares of it by which the CPU was too slow (``overrun``: the run is
         invalid above 1 %) and by which the machine woke the rank too late (``late``)."""
-        total = max(self.emulated, 1e-9)
-        return {"emulated": self.emulated, "overrun": self.overrun / total, "late": self.late / total}
+        total = max(self.computed, 1e-9)
+        return {"emulated": self.computed, "overrun": self.overrun / total, "late": self.late / total}
 
 
 @dataclass(frozen=True)

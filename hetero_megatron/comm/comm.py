@@ -94,6 +94,7 @@ class Comm:
         self.sent_bytes: dict[int, int] = defaultdict(int)
         self.seconds = WaitSeconds()
         self._groups: dict[tuple[int, ...], Group] = {}
+        self._background: dict[tuple[int, ...], Group | None] = {}
 
     def create_groups(self, groups: Iterable[Sequence[int]]) -> None:
         """Create all groups of a plan, on every rank of the job, member or not, from the same list.
@@ -115,6 +116,19 @@ class Comm:
         if len(key) == 1:
             return Group(self, key, None)
         return self._groups[key]
+
+    def background_group(self, ranks: Sequence[int], timeout: timedelta | None = None) -> Group | None:
+        """A second group of the same ranks for a thread of its own (host memory only); None on other ranks.
+
+        Created like the others on every rank of the job: transfers of two threads on one group would mix.
+        """
+        key = tuple(sorted(ranks))
+        if len(key) == 1 or not dist.is_initialized():
+            return Group(self, key, None) if self.rank in key else None
+        if key not in self._background:
+            made = dist.new_group(list(key), timeout=timeout or self.timeout, backend="gloo")
+            self._background[key] = Group(self, key, made) if self.rank in key else None
+        return self._background[key]
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Handle:
         """Send a contiguous tensor; the tensor must not change until the handle was waited for."""
@@ -170,6 +184,11 @@ class Group:
     @property
     def index(self) -> int:
         return self.ranks.index(self.comm.rank)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """For torch.distributed.checkpoint, which does its own collectives; None when alone."""
+        return self._handle
 
     def all_to_all(self, send: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
         """Ragged exchange of a flat buffer.
@@ -250,6 +269,8 @@ def start_comm(platform: Platform, timeout_seconds: float, position: int | None 
                 field="RANK", value=launched_as, accepted=f"{rank}, or torchrun",
             )  # fmt: skip
         store, _, _ = next(dist.rendezvous("env://", rank, total, timeout=timeout))
+        # torchrun's agent keeps one store for all rounds: without a prefix a restarted rank dials dead peers.
+        store = dist.PrefixStore(f"round/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         _claim(store, rank, launched_as)
         dist.init_process_group(platform.backend, timeout=timeout, store=store, rank=rank, world_size=total)
     return Comm(rank, platform.device, timeout, Emulation.from_environment(rank))

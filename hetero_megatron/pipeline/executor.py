@@ -44,8 +44,8 @@ class StageWork:
 
 @dataclass(frozen=True, slots=True)
 class TimedAction:
-    """What an action took on this rank: ``start`` and ``end`` by ``time.perf_counter``, and ``computed``, the seconds
-    between them in which the rank computed (the rest it spent communicating)."""
+    """What an action took on this rank: ``start`` and ``end`` by ``time.perf_counter``, and ``computed``, its seconds
+    of compute by the chip's clock (the rest it spent communicating)."""
 
     action: Action
     start: float

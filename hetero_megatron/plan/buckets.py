@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from hetero_megatron.layout import Layout, assign_owners
 from hetero_megatron.plan.canonical import Plan
+from hetero_megatron.plan.context_plan import context_groups
 from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors, shares, stage_tensors, tensor_box
 
 WHOLE_BYTES = 64 << 10  # smaller tensors have one owner: splitting them costs more messages than it saves bytes
@@ -99,6 +100,8 @@ def make_buckets(
 
 
 def plan_groups(plan: Plan, buckets: Sequence[Bucket]) -> list[tuple[int, ...]]:
-    """All groups that some ranks of the plan exchange data in: TP groups, bucket holders, the world."""
-    units = [u.ranks for p in plan.pipelines for s in p.stages for u in s.units]
-    return [plan.ranks, *units, *(b.ranks for b in buckets)]
+    """All groups that some ranks of the plan exchange data in: TP and context groups, bucket holders, the world."""
+    stages = [s for p in plan.pipelines for s in p.stages]
+    units = [u.ranks for s in stages for u in s.units]
+    context = [ranks for s in stages for ranks in context_groups(s, plan.seq_length)]
+    return [plan.ranks, *units, *context, *(b.ranks for b in buckets)]

@@ -24,16 +24,28 @@ class Operators:
     Args:
         rates: of the chip, in the dtype of the run.
         item: bytes per element of activations.
+        sequence_parallel: norms and residuals work on a token shard; False: on all tokens, on every TP rank.
     """
 
-    def __init__(self, model: ModelSpec, rates: ChipRates, item: int) -> None:
-        self.model, self.rates, self.item = model, rates, item
+    def __init__(self, model: ModelSpec, rates: ChipRates, item: int, sequence_parallel: bool = True) -> None:
+        self.model, self.rates, self.item, self.sequence_parallel = model, rates, item, sequence_parallel
         self.fingerprint = model_fingerprint(model)
         self._cache: dict[tuple[object, ...], Seconds] = {}
+        self._rows: dict[str, list[LayerRow]] = {}
 
-    def layer(self, share: float, rows: float, length: int) -> Seconds:
-        """One decoder layer for ``rows`` sequences of ``length`` tokens."""
-        return self._cached("layers", share, rows, length, self._layer_by_operators)
+    def layer(self, share: float, rows: float, length: int, exchange: float = 0.0, posting: float = 0.0) -> Seconds:
+        """One decoder layer for ``rows`` sequences of ``length`` tokens.
+
+        Args:
+            exchange: seconds of the TP collectives in it, per direction; posting: how many of them are the host's.
+        """
+        if self._measured("layers"):
+            forward, backward = self._cached("layers", share, rows, length, self._layer_by_operators)
+            return forward + exchange, backward + exchange
+        key = ("layer", share, rows, length, exchange, posting)
+        if key not in self._cache:
+            self._cache[key] = self._layer_by_operators(share, rows, length, exchange, posting) if rows else (0.0, 0.0)
+        return self._cache[key]
 
     def embed(self, share: float, rows: float, length: int) -> Seconds:
         return self._cached("embed", share, rows, length, self._embed_by_operators)
@@ -62,8 +74,8 @@ class Operators:
         if rates.gemm:
             near = _nearest([(r[:3], 2 * r[0] * r[1] * r[2] / r[3]) for r in rates.gemm], (m, n, k))
             return flops / near
-        size = min(m, n, k)
-        rate = rates.gemm_flops * size / (size + rates.gemm_half)
+        size = min(n, k)
+        rate = rates.gemm_flops * size / (size + rates.gemm_half) * m / (m + rates.gemm_half)
         return max(flops / rate, self.item * (m * n + n * k + m * k) / rates.bytes_per_second)
 
     def optimizer(self, elements: float) -> float:
@@ -80,9 +92,14 @@ class Operators:
         ratio of measured to modelled time at the nearest sizes."""
         key = (table, share, rows, length)
         if key not in self._cache:
-            measured = [r for r in getattr(self.rates, table) if r.fingerprint == self.fingerprint]
+            measured = self._measured(table)
             self._cache[key] = self._corrected(measured, share, rows, length, model) if rows else (0.0, 0.0)
         return self._cache[key]
+
+    def _measured(self, table: str) -> list[LayerRow]:
+        if table not in self._rows:
+            self._rows[table] = [r for r in getattr(self.rates, table) if r.fingerprint == self.fingerprint]
+        return self._rows[table]
 
     @staticmethod
     def _corrected(
@@ -107,7 +124,9 @@ class Operators:
                 ratios[i].append((size, seconds / modelled[i]))
         return forward * _nearest(ratios[0], at), backward * _nearest(ratios[1], at)
 
-    def _layer_by_operators(self, share: float, rows: float, length: int) -> Seconds:
+    def _layer_by_operators(
+        self, share: float, rows: float, length: int, exchange: float = 0.0, posting: float = 0.0
+    ) -> Seconds:
         model, tokens = self.model, rows * length
         h, q, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         columns = (2 if model.activation == "swiglu" else 1) * model.ffn_hidden_size
@@ -119,11 +138,13 @@ class Operators:
         )
         # Read and written: norms and residuals (10 h, on the token shard), rotation (2 q + 2 kv), activation (2-3 f).
         local = 2 * (q + kv) * (model.position == "rope") + columns + model.ffn_hidden_size
-        small = tokens * self.item * share * (10 * h + local) / self.rates.bytes_per_second
+        norms = 10 * h * (share if self.sequence_parallel else 1.0)
+        small = tokens * self.item * (norms + share * local) / self.rates.bytes_per_second
         core = self.attention(share, rows, length)
         # Kernels are launched ahead of the device, so launching counts only where it takes longer than they do.
-        forward = max(products + small + core[0], self.rates.layer_seconds)
-        return forward, max(2 * (products + small) + core[1], self.rates.layer_backward_seconds)
+        forward = max(products + small + core[0] + exchange, self.rates.layer_seconds + posting)
+        backward = 2 * (products + small) + core[1] + exchange
+        return forward, max(backward, self.rates.layer_backward_seconds + posting)
 
     def _embed_by_operators(self, share: float, rows: float, length: int) -> Seconds:
         moved = 2 * self.item * rows * length * self.model.hidden_size / self.rates.bytes_per_second

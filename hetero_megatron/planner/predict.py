@@ -100,6 +100,21 @@ def _check(plan: Plan, costs: CostModel) -> None:
     assert costs.seq_length == plan.seq_length, "costs for another sequence length"
 
 
+def step_seconds(plan: Plan, costs: CostModel) -> float:
+    """Only the time of :func:`predict`, for a plan that is known to be valid."""
+    _check(plan, costs)
+    return _Step(plan, costs).times().end
+
+
+@dataclass(frozen=True)
+class _Times:
+    end: float
+    timelines: tuple[Timeline, ...]
+    reduces: tuple[Span, ...]
+    spreads: tuple[Span, ...]
+    parts: Mapping[str, float]
+
+
 class _Step:
     """One step in the making: pipelines, then reduction, then optimizer, then spread."""
 
@@ -109,7 +124,7 @@ class _Step:
         self.stages = StageCosts(plan, costs)
         self.sync = Synchronisation(plan, costs, self.stages.network)
 
-    def prediction(self) -> Prediction:
+    def times(self) -> _Times:
         costs = self.costs
         pipelines = [self.stages.of(p) for p in self.plan.pipelines]
         timelines = self._timelines(pipelines)
@@ -133,23 +148,27 @@ class _Step:
             "optimizer": max(updated.values()) - barrier,
             "parameters": end - max(updated.values()),
         }
+        return _Times(end, timelines, tuple(reduces), tuple(spreads), parts_of_step)
+
+    def prediction(self) -> Prediction:
+        costs, times = self.costs, self.times()
         memory, limits = self._memory()
         tokens = self.plan.global_batch_size * self.plan.seq_length
         return Prediction(
             plan=self.plan,
-            step_seconds=end,
-            tokens_per_second=tokens / end,
-            mfu=self._mfu(end),
+            step_seconds=times.end,
+            tokens_per_second=tokens / times.end,
+            mfu=self._mfu(times.end),
             memory=memory,
             limits=limits,
             over=over_limit(memory, limits, self.chips),
-            timelines=timelines,
-            reduces=tuple(reduces),
-            spreads=tuple(spreads),
-            parts=parts_of_step,
+            timelines=times.timelines,
+            reduces=times.reduces,
+            spreads=times.spreads,
+            parts=times.parts,
             busy={
                 rank: timeline.busy[s]
-                for timeline, pipeline in zip(timelines, self.plan.pipelines, strict=True)
+                for timeline, pipeline in zip(times.timelines, self.plan.pipelines, strict=True)
                 for s, stage in enumerate(pipeline.stages)
                 for rank in stage.ranks
             },
@@ -159,7 +178,7 @@ class _Step:
 
     def _timelines(self, pipelines: list[PipelineCosts]) -> tuple[Timeline, ...]:
         """One simulation per distinct pipeline."""
-        schedules: dict[tuple[int, int], Schedule] = {}
+        schedules: dict[tuple[int, int], Schedule] = self.plan._cache.setdefault("schedules", {})
         known: dict[tuple[int, int], Timeline] = {}
         out = []
         for costs, pipeline in zip(pipelines, self.plan.pipelines, strict=True):
@@ -189,6 +208,8 @@ class _Step:
 
     def _add_seconds(self, rank: int) -> float:
         """Packing what goes to other owners and adding what came from other holders, bound by memory."""
+        if not self.costs.options.sharded:
+            return 0.0  # an all-reduce adds on the way
         moved = self.sync.structure.moved.get(rank, 0)
         return moved * self.costs.wide / self.costs.chip_rates(self.chips[rank]).bytes_per_second
 

@@ -8,7 +8,7 @@ A cluster file holds rates under ``rates:`` (or, for one chip, under ``chips: <c
           <dtype>:                       # fp64 | fp32 | bf16 | fp16
             gemm: [[m, n, k, seconds], …]             # one product [m, k] x [k, n]
             gemm_flops: 2.1e14                        # or: achieved FLOP/s of large products …
-            gemm_half: 300                            # … halved where min(m, n, k) is this (default 0)
+            gemm_half: 300                            # … times m/(m + half) and min(n, k)/(min(n, k) + half); default 0
             attention: [[length, heads, head_dim, forward s, backward s], …]   # causal, one sequence
             attention_flops: 1.5e14                   # or: achieved FLOP/s over the visible pairs
             bytes_per_second: 1.2e12                  # of bandwidth-bound operators (read + written)
@@ -33,10 +33,10 @@ recompute; ``fingerprint`` is :func:`model_fingerprint`. Whole-layer rows win ov
 measured takes the nearest rows, scaled by the operator rates.
 
 Cold start: data sheet x default efficiency. Matrix products: achievable share of peak ("MAMF") as tabulated in
-stas00/ml-engineering and FlagPerf (research/hethub_planners.md, 3.7) x :data:`IN_TRAINING`, because inside a layer
-products are smaller and colder than in that benchmark (a fit of vTrain's A100 runs gives 0.62-0.70 of peak,
-half-saturation at h/tp of 290-455; same source, 3.6). Memory: 0.85 of the data sheet (A100 measured 0.854).
-Links: 0.8 (A100 NVLink 0.86, 200 Gb NIC 0.77).
+stas00/ml-engineering and FlagPerf (research/hethub_planners.md, 3.7), for very large products; half-saturation at 300,
+as fits of vTrain's A100 runs have it (h/tp of 290-455; same source, 3.6). Fitted to Megatron's four published times
+with full recompute, the plateau is 1.04 x MAMF. Memory: 0.85 of the data sheet (A100 measured 0.854). Links: 0.8 (A100
+NVLink 0.86, 200 Gb NIC 0.77).
 """
 
 from __future__ import annotations
@@ -57,10 +57,9 @@ MAMF = {  # measured share of dense 16-bit peak, by the beginning of the chip's 
     "Iluvatar-BI-V150": 1.0,  # the catalogue's value is itself measured
 }  # fmt: skip
 OTHER_MAMF = 0.75  # assumed for chips without a published measurement: the lower end of the above but MI3xx
-IN_TRAINING = 0.8  # assumed from the vTrain fit: 0.70 / 0.869
 ATTENTION = 0.6  # of the products' rate: flash kernels, forward and backward together
 MEMORY_BANDWIDTH, LINK_BANDWIDTH = 0.85, 0.8
-HALF = 300  # half-saturation of min(m, n, k)
+HALF = 300  # half-saturation of m and of min(n, k); the same fit gave 350 and 360
 LAYER_SECONDS, ACTION_SECONDS, MESSAGE_SECONDS, STEP_SECONDS = 100e-6, 50e-6, 10e-6, 5e-3
 CORE_FLOPS, CORE_BYTES = 5e10, 6e9  # one CPU core (emulated chips, speed 1.0): assumed; calibrate measures it
 OVERHEAD_BYTES = 1 << 30  # context, libraries and communicators of an accelerator: assumed
@@ -240,7 +239,7 @@ def _cold_start(chip: Chip, dtype: str, given: Mapping[str, Any], cluster: Clust
             action_seconds=ACTION_SECONDS, message_seconds=MESSAGE_SECONDS, step_seconds=STEP_SECONDS,
         )  # fmt: skip
     peak = chip.flops.get(dtype)
-    rate = given.get("gemm_flops") or (peak * share_of_peak(chip.name) * IN_TRAINING if peak else None)
+    rate = given.get("gemm_flops") or (peak * share_of_peak(chip.name) if peak else None)
     if rate is None and given["gemm"]:
         rate = max(2 * m * n * k / seconds for m, n, k, seconds in given["gemm"])
     if rate is None:

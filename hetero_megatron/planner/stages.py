@@ -10,7 +10,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, Layout, transfer
 from hetero_megatron.plan import Pipeline, Plan, Stage, Unit, token_intervals, unit_sequences
 from hetero_megatron.planner.costs import CostModel, UnitSeconds
-from hetero_megatron.planner.network import Flow, Network
+from hetero_megatron.planner.network import Exchange, Flow, Network
 from hetero_megatron.schedule import Costs
 from hetero_megatron.spec import Share, shares
 from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, visible_pairs
@@ -33,7 +33,8 @@ class StageCosts:
         self.plan, self.model = plan, model
         self.network = Network(model.rates)
         self.sharing = self._sharing()
-        self._pieces: dict[tuple[object, ...], tuple[Piece, ...]] = {}
+        # Independent of rates, so kept with the plan: fits predict the same plans over and over.
+        self._pieces: dict[tuple[object, ...], tuple[Piece, ...]] = plan._cache.setdefault("pieces", {})
         self._known: dict[tuple[object, ...], PipelineCosts] = {}
 
     def _sharing(self) -> Mapping[str, int]:
@@ -81,13 +82,21 @@ class StageCosts:
             flows = self.boundary(up, down, pipeline.micro_batch_size)
             there = self.network.exchange(flows, self.sharing)
             home = self.network.exchange([(b, a, size) for a, b, size in flows], self.sharing)
+            sent, received = self._posting(flows, 0), self._posting(flows, 1)
+            host[s] |= {"SEND_F": sent, "RECV_B": sent}
+            host[s + 1] |= {"RECV_F": received, "SEND_B": received}
+            if self.model.options.blocking:
+                for at, kind, busy in (
+                    (s, "SEND_F", there),
+                    (s + 1, "RECV_F", there),
+                    (s, "RECV_B", home),
+                    (s + 1, "SEND_B", home),
+                ):
+                    host[at][kind] += busy.seconds + busy.latency
+                there = home = Exchange({}, 0.0)
             link.append(there.seconds)
             back.append(home.seconds)
             latency.append(max(there.latency, home.latency))
-            sent = self._posting(flows, 0)
-            received = self._posting(flows, 1)
-            host[s] |= {"SEND_F": sent, "RECV_B": sent}
-            host[s + 1] |= {"RECV_F": received, "SEND_B": received}
         forward, backward = zip(*seconds)
         costs = Costs(forward, backward, link, link_back=back, latency=latency, host=host)
         return PipelineCosts(costs, tuple(parts))
@@ -115,10 +124,10 @@ class StageCosts:
             )
         rows = unit.sequences[1] - unit.sequences[0]
         size = rows * self.plan.seq_length * model.model.hidden_size * model.item
-        swap = self.network.tp_exchange(unit.ranks, size)
+        swap, posting = self.network.tp_exchange(unit.ranks, size)
         chip = self.network.ranks[unit.ranks[t]].chip
         share = work_share(model, unit.tp_split, t)
-        return model.unit_seconds(model.operators(chip), share, rows, swap, stage.recompute.kind)
+        return model.unit_seconds(model.operators(chip), share, rows, swap, stage.recompute.kind, posting)
 
     def boundary(self, up: Stage, down: Stage, size: int) -> list[Flow]:
         """Who sends how many bytes to whom for the activations of one micro-batch: the runtime's own transfer."""
@@ -134,6 +143,12 @@ class StageCosts:
             local = {r: i for i, r in enumerate(up.ranks)}
             self._pieces[key, same, size] = tuple((local[m.src], index[m.dst], m.box.size) for m in moves.pieces)
         width = self.model.model.hidden_size * self.model.item
+        if self.model.options.whole_transfers and [u.tp for u in up.units] == [u.tp for u in down.units]:
+            rows = {r: u for u in up.units for r in u.ranks}
+            return [
+                (a, b, (rows[a].sequences[1] - rows[a].sequences[0]) * rows[a].num_tokens * width)
+                for a, b in zip(up.ranks, down.ranks)
+            ]
         return [(up.ranks[i], down.ranks[j], n * width) for i, j, n in self._pieces[key, same, size]]
 
 

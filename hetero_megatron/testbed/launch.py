@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 import hetero_megatron
-from hetero_megatron.cluster import format_bytes, format_rate
+from hetero_megatron.cluster import format_bytes
 from hetero_megatron.errors import UserError
 from hetero_megatron.testbed import namespaces, quota, shaping
 from hetero_megatron.testbed.load import LoadMonitor
@@ -35,6 +35,7 @@ from hetero_megatron.testbed.process import (
     signal_all,
     status,
 )  # fmt: skip
+from hetero_megatron.testbed.report import Outcome, describe, report, say
 from hetero_megatron.testbed.settings import Settings, describe_links
 from hetero_megatron.testbed.state import CONTROL, ENVIRONMENT, clean, new_testbed, write_json
 
@@ -93,7 +94,7 @@ class Launcher:
         self._groups: dict[int, quota.RankGroups] = {}
         self._network: namespaces.Network | None = None
         self._signals: list[int] = []
-        self._throttled: set[int] = set()
+        self._ready: set[int] = set()
         self._load = LoadMonitor(sessions=[])
 
     def run(self) -> int:
@@ -144,7 +145,7 @@ class Launcher:
             self._network = namespaces.Network(len(settings.node_names), settings.node_rates)
             try:
                 self._network.open()
-            except OSError as error:
+            except (OSError, RuntimeError) as error:
                 problem = f"namespaces cannot be made: {error}"
                 raise UserError(problem, field="--links", accepted="--links paced") from None
             for name, a, b, _ in describe_links(settings):
@@ -170,13 +171,18 @@ class Launcher:
             groups = self._groups[rank] = quota.RankGroups()
             if settings.chips == "quota":
                 groups.cpu = quota.make_group(found["cpu"], self._testbed.id, rank)
-                speed = settings.speeds[rank]
-                assert speed is not None
-                quota.set_quota(groups.cpu, speed)
+                groups.version = found["cpu"].version
+                if not (settings.memory and groups.version == 2):  # there the rank is in the group from its start
+                    self._set_quota(rank)
             if settings.memory:
                 groups.memory = quota.make_group(found["memory"], self._testbed.id, rank)
                 groups.version = found["memory"].version
                 quota.set_memory(groups.memory, settings.memory[rank])
+
+    def _set_quota(self, rank: int) -> None:
+        speed, group = self.settings.speeds[rank], self._groups[rank].cpu
+        assert speed is not None and group is not None
+        quota.set_quota(group, speed)
 
     def _record(self) -> None:
         """Write down what there is, for status, faults and clean-up."""
@@ -270,17 +276,20 @@ class Launcher:
             begun = time.monotonic()
             if not self._output.pump(POLL_SECONDS):
                 time.sleep(max(0.0, POLL_SECONDS - (time.monotonic() - begun)))  # ranks that closed their output
+            if self._output.unread:
+                self._signals.append(signal.SIGPIPE)
             for rank in self._ended():
                 if self.codes[rank] and deadline == float("inf"):
                     deadline = time.monotonic() + self.options.grace
                     say(f"{self._obituary(rank)}; the others have {self.options.grace:g} s to end")
-            self._throttle()
+            self._note_ready()
             if self._reaper.poll() is not None:
                 self._reaper = self._start_reaper()
                 self._record()
             if time.monotonic() - sampled >= LOAD_SECONDS:
                 sampled = time.monotonic()
                 self._load.sample()
+        self._note_ready()
         self._load.sample()
 
     def _ended(self) -> list[int]:
@@ -299,18 +308,19 @@ class Launcher:
             how += f" at its memory limit of {format_bytes(self.settings.memory[rank])}"
         return f"rank {rank} ({place.node}, {place.chip}) {how}"
 
-    def _throttle(self) -> None:
-        """Put the ranks that have said that their start-up is over under their quota."""
-        if self.settings.chips != "quota" or len(self._throttled) == len(self._ranks):
-            return
+    def _note_ready(self) -> None:
+        """The ranks that have said that their start-up is over; under quotas they are slowed from now on."""
         for rank, child in self._ranks.items():
-            if rank in self._throttled or rank in self.codes:
+            if rank in self._ready or not (self._testbed.directory / f"ready-{rank}").exists():
                 continue
-            if (self._testbed.directory / f"ready-{rank}").exists():
-                for entry in all_status():
-                    if entry.session == child.pid:
-                        self._groups[rank].attach(entry.pid, "cpu")
-                self._throttled.add(rank)
+            self._ready.add(rank)
+            if self.settings.chips != "quota" or rank in self.codes:
+                continue
+            if self.settings.memory and self._groups[rank].version == 2:
+                self._set_quota(rank)
+            for entry in all_status():
+                if entry.session == child.pid and entry.state not in "ZX":
+                    self._groups[rank].attach(entry.pid, "cpu")
 
     def _close(self) -> None:
         """End what still runs, then have the reaper remove the rest; again here in case it cannot."""
@@ -347,40 +357,10 @@ class Launcher:
             child.wait()
 
     def _report(self, code: int) -> None:
-        """The closing lines, and ``testbed.json`` among the logs."""
-        unheard = sorted(set(self._ranks) - self._throttled) if self.settings.chips == "quota" else []
-        if unheard:
-            say(f"ranks {unheard} never said that their start-up was over: they ran without their quota")
-        say(f"{self._load.summary()}; chips {self.settings.chips}, links {self.settings.links}; exit code {code}")
-        if self.options.log_dir is not None:
-            result = {
-                "chips": self.settings.chips, "links": self.settings.links, "reasons": self.settings.reasons,
-                "notes": list(self.settings.notes), "speeds": list(self.settings.speeds),
-                "cores": list(self.settings.cores), "latency_seconds": self.latencies, "exit_codes": self.codes,
-                "exit_code": code, "foreign_cores": self._load.foreign, "disturbed": self._load.disturbed,
-                "without_quota": unheard,
-            }  # fmt: skip
-            write_json(self.options.log_dir / "testbed.json", result)
-
-
-def describe(settings: Settings, latencies: dict[str, float]) -> list[str]:
-    """What the testbed is, and why, for people."""
-    chips = ", ".join(f"{name} {chip.speed:g}" for name, chip in settings.cluster.chips.items() if chip.speed)
-    lines = [f"chips: {settings.chips} ({settings.reasons['chips']})" + (f"; speeds {chips}" if chips else "")]
-    lines.append(f"links: {settings.links} ({settings.reasons['links']})")
-    for name, _, _, rate in describe_links(settings) if settings.links != "none" else []:
-        measured = f", {latencies[name] * 1e6:.0f} us one way (measured)" if name in latencies else ""
-        lines.append(f"  {name}: {format_rate(rate) if rate else 'not shaped'}{measured}")
-    cores = {core: [r for r, c in enumerate(settings.cores) if c == core] for core in sorted(set(settings.cores))}
-    lines.append("cores: " + "; ".join(f"{core}: ranks {', '.join(map(str, r))}" for core, r in cores.items()))
-    if settings.memory:
-        lines.append("memory: limited to " + ", ".join(format_bytes(limit) for limit in settings.memory))
-    return lines + list(settings.notes)
-
-
-def say(text: str) -> None:
-    """The launcher's own words go to standard error: standard output is the command's."""
-    print(f"testbed: {text}" if not text.startswith("testbed ") else text, file=sys.stderr, flush=True)
+        slowed = self.settings.chips != "none" or self.settings.links == "paced"  # by the ranks, or at a sign of theirs
+        unheard = sorted(set(self._ranks) - self._ready) if slowed else []
+        outcome = Outcome(code, self.codes, self.latencies, self._load, unheard)
+        report(self.settings, outcome, self.options.log_dir)
 
 
 def _free_port() -> int:

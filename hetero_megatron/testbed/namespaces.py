@@ -82,14 +82,13 @@ class Network:
             raise
 
     def _connect(self, node: int) -> None:
-        mtu, device, gso = shaping.MTU, shaping.DEVICE, shaping.GSO_BYTES
-        if max((rate for (source, _), rate in self.rates.items() if source == node), default=1e12) > 200e6:
-            gso = 65536  # single packets would cost more CPU time than such a rate leaves
-        here = f"{self.path(self.switch)}"
+        mtu, device = shaping.MTU, shaping.DEVICE
+        fastest = max((rate for (source, _), rate in self.rates.items() if source == node), default=float("inf"))
+        here = self.path(self.switch)
         lines = [
             "link set lo up",
             f"link add {device} mtu {mtu} type veth peer name {port(node)} mtu {mtu} netns {here}",
-            f"link set {device} gso_max_size {gso}",
+            f"link set {device} gso_max_size {shaping.packet_bytes(fastest)}",
             f"link set {device} addrgenmode none",  # no IPv6 address that gloo might take for the node's
             f"addr add {address(node)}/{PREFIX_BITS} dev {device}",
             f"link set {device} up",

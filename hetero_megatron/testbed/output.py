@@ -29,11 +29,14 @@ class Output:
         which: ``rank0`` shows rank 0's standard output as it is, and everybody's standard error with ``[rank]`` before
             each line; ``all`` shows both of everybody, with the rank.
         directory: where ``rank-N.out`` and ``rank-N.err`` go; None: nowhere.
+    Attributes:
+        unread: nobody reads what is shown any more (as after ``| head``).
     """
 
     def __init__(self, which: str, directory: Path | None) -> None:
         self._which, self._directory = which, directory
         self._selector = selectors.DefaultSelector()
+        self.unread = False
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
 
@@ -75,8 +78,14 @@ class Output:
             lines = (stream.rest + data).split(b"\n")
             stream.rest = lines.pop() if data else b""
             text = b"".join(stream.prefix + line + b"\n" for line in lines if data or line)
-        target.buffer.write(text)
-        target.buffer.flush()
+        try:
+            target.buffer.write(text)
+            target.buffer.flush()
+        except BrokenPipeError:
+            self.unread = True
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, target.fileno())  # else Python complains again when it ends
+            os.close(nowhere)
 
     def close(self) -> None:
         for key in list(self._selector.get_map().values()):

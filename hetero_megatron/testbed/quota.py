@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,7 +103,8 @@ class RankGroups:
         """Move a process with all its threads into the group."""
         group = self.cpu if which == "cpu" else self.memory
         assert group is not None
-        (group / "cgroup.procs").write_text(str(pid))
+        with suppress(ProcessLookupError):  # it has just ended
+            (group / "cgroup.procs").write_text(str(pid))
 
     def oom_kills(self) -> int:
         """How often the kernel killed something in the group for its memory limit."""

@@ -61,6 +61,38 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """Where checkpoints are written and read; None: nowhere.
+
+    Attributes:
+        save_interval: steps between them (None: only when training ends or is stopped; 0: never).
+        keep: how many stay (0: all); multiples of ``retain_interval`` steps stay as well.
+        asynchronous: training goes on while one is written.
+        step: which one is read; None: the latest.
+        finetune: only the weights are read, and training starts at step 0.
+        pretrained: read as with ``finetune`` where ``load`` holds no checkpoint.
+        previous_on_corruption: take the newest good one before a damaged one.
+        required: a ``load`` without checkpoints is refused.
+        schedule_from: ``flags`` or ``checkpoint``: whose learning rate counts; ``same``: refused where they differ.
+    """
+
+    save: str | None = None
+    save_interval: int | None = None
+    keep: int = 0
+    retain_interval: int | None = None
+    save_optim: bool = True
+    asynchronous: bool = True
+    load: str | None = None
+    step: int | None = None
+    finetune: bool = False
+    pretrained: str | None = None
+    load_optim: bool = True
+    previous_on_corruption: bool = False
+    required: bool = False
+    schedule_from: str = "same"
+
+
+@dataclass(frozen=True)
 class DistributedConfig:
     """``backend``: of torch.distributed (None: the device's own); ``timeout_minutes``: how long a rank waits."""
 
@@ -94,6 +126,8 @@ class RunConfig:
         loss_scale: constant 1 except for fp16.
         check_nan: end the run at the first step whose loss or gradient is not finite, instead of skipping it.
         deterministic: refuse operators that do not give the same bits every time.
+        platform: name of the platform to run on; None: the one that is here.
+        compile: backend of torch.compile; None: layers run as they are.
         as_rank: with ``dry_run``: the rank of the plan to run alone, with fake tensors; None: only print the plan.
         load_hf: directory whose safetensors are the initial weights; None: drawn from ``seed``.
         save_hf: where the weights go at the end, as a Hugging Face directory in ``save_hf_dtype``; None: nowhere.
@@ -112,10 +146,13 @@ class RunConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     exit: ExitConfig = ExitConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     distributed: DistributedConfig = DistributedConfig()
     check_nan: bool = True
     deterministic: bool = False
+    platform: str | None = None
+    compile: str | None = None
     skip_train: bool = False
     load_hf: str | None = None
     save_hf: str | None = None

@@ -24,10 +24,13 @@ from hetero_megatron.model import initial_values
 from hetero_megatron.parallel.optimizer import OptimizerFactory
 from hetero_megatron.plan import format_plan, idle_ranks
 from hetero_megatron.plan.buckets import make_buckets, plan_groups
-from hetero_megatron.platform import Platform, detect_platform
+from hetero_megatron.platform import Platform, choose_platform
+from hetero_megatron.platform.plugins import Plugins, load_plugins
 from hetero_megatron.spec import LogicalTensor
+from hetero_megatron.training.checkpointing import Checkpointing, Progress
 from hetero_megatron.training.config import OptimizerConfig, RunConfig
 from hetero_megatron.training.exit import ExitConditions
+from hetero_megatron.training.kernels import agree_on_kernels, kernel_optimizer, rank_kernels
 from hetero_megatron.training.report import Reporter
 from hetero_megatron.training.runtime import Runtime
 
@@ -43,15 +46,19 @@ def train(config: RunConfig) -> None:
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     check_world(config, world)
-    platform = detect_platform(config.distributed.backend, int(os.environ.get("LOCAL_RANK", "0")))
+    plugins = load_plugins()
+    platform = choose_platform(
+        plugins.platforms.values(), config.platform, config.distributed.backend, int(os.environ.get("LOCAL_RANK", "0"))
+    )
     comm = start_comm(platform, 60 * config.distributed.timeout_minutes, position(config.cluster, world))
     try:
         if comm.rank == 0:
-            announce(config, world, platform, comm.emulation.describe())
+            announce(config, world, platform, plugins, comm.emulation.describe())
         if comm.rank in config.plan.ranks:
-            Training(config, comm, platform).run()
+            Training(config, comm, platform, plugins).run()
         else:  # idle, but torch wants every rank to take part in making groups
             comm.create_groups(plan_groups(config.plan, make_buckets(config.plan, config.spec)))
+            comm.background_group(config.plan.ranks)
     finally:
         stop_comm()
 
@@ -84,7 +91,7 @@ def check_world(config: RunConfig, world: int) -> None:
         )  # fmt: skip
 
 
-def announce(config: RunConfig, world: int, platform: Platform, testbed: str) -> None:
+def announce(config: RunConfig, world: int, platform: Platform, plugins: Plugins, testbed: str) -> None:
     """Print what will run, and every choice that was made for the user; ``testbed``: what is emulated, if anything."""
     cluster = config.cluster
     chips = [cluster.chip_of(r).name for r in range(cluster.world_size)] if cluster is not None else None
@@ -92,6 +99,8 @@ def announce(config: RunConfig, world: int, platform: Platform, testbed: str) ->
     print(f"device: {platform.device.type}, backend {platform.backend}, {config.dtype}", flush=True)
     if testbed:
         print(testbed, flush=True)
+    for plugin in plugins.broken():
+        print(f"notice: plugin {plugin.source.name} ({plugin.source.module}) is broken: {plugin.error}", flush=True)
     idle = sorted(set(range(world)) - set(config.plan.ranks))
     if config.cluster is not None:
         idle = sorted({*idle, *idle_ranks(config.plan, config.cluster)})
@@ -115,29 +124,35 @@ def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
 class Training:
     """The state of a run: what is built once, and how far it has come."""
 
-    def __init__(self, config: RunConfig, comm: Comm, platform: Platform) -> None:
+    def __init__(self, config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins) -> None:
         self.config, self.platform = config, platform
         if config.save_hf is not None:
             check_target(config.save_hf, config.spec)
         self.weights = HFWeights(config.load_hf, config.spec) if config.load_hf is not None else None
         dtype = DTYPES[config.dtype]
+        kernels = rank_kernels(config, comm.rank, plugins.registry, platform, dtype)
+        factory = kernel_optimizer(optimizer_factory(config.optimizer), config.optimizer, kernels)
         self.runtime = Runtime(
-            config.plan, config.spec, comm, dtype, self._initialize, optimizer_factory(config.optimizer)
-        )
+            config.plan, config.spec, comm, dtype, self._initialize, factory, kernels=kernels,
+            compile_backend=config.compile,
+        )  # fmt: skip
         self.runtime.check_agreement(
             repr((config.seed, config.steps, config.learning_rate, config.dtype)), repr(config.spec)
         )
+        agree_on_kernels(self.runtime)
         self.data = self._datasets()
         flags = config.data
         assert flags is not None, "the command line refuses training without data"
-        options = BatchOptions(
-            flags.reset_position_ids, flags.reset_attention_mask, flags.eod_mask_loss, self.data.eod
-        )
+        options = BatchOptions(flags.reset_position_ids, flags.reset_attention_mask, flags.eod_mask_loss, self.data.eod)
         self._loader: Callable[[Dataset], BatchLoader] = lambda d: BatchLoader(d, options, flags.num_workers)
-        self.exit = ExitConditions(config.exit.minutes, config.exit.interval, config.exit.signal)
-        self.reporter = Reporter(config, self.runtime, platform)
-        self.step = self.consumed = 0
-        self.loss_scale = config.loss_scale
+        self.checkpoints = Checkpointing(config, self.runtime, self.data, platform.synchronize)
+        config, start, self.loss_scale = self.checkpoints.load()
+        self.config = config
+        self.step, self.consumed = start.step, start.consumed
+        # Where there is something to save, being told to stop means saving first.
+        signal = config.exit.signal or ("SIGTERM" if self.checkpoints.active else None)
+        self.exit = ExitConditions(config.exit.minutes, config.exit.interval, signal)
+        self.reporter = Reporter(config, self.runtime, platform, self.step + 1)
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
 
@@ -161,18 +176,20 @@ class Training:
         config = self.config
         if not config.skip_train:
             assert self.data.train is not None
-            if self.reporter.speaks:
+            if self.reporter.speaks and not self.step:  # a stream would have to go back to its beginning
                 entropy = unigram_entropy(self.data.train, num_samples=64)
                 print(f"data: unigram entropy {entropy:.3f} nats, the loss of counting tokens alone", flush=True)
             self.runtime.comm.emulation.started()
             with self._loader(self.data.train) as loader:
                 self._train(loader)
+            self.checkpoints.save(Progress(self.step, self.consumed), self.loss_scale)
         if config.evaluation.iterations:
             self._evaluate()
         if config.save_hf is not None:
             assert self.runtime.optimizer is not None
             owned, dtype = self.runtime.optimizer.owned(), DTYPES[config.save_hf_dtype]
             save_hf(config.save_hf, config.spec, owned, dtype, self.runtime.world, config.load_hf)
+        self.checkpoints.wait()
         self.reporter.finish(self.step, self.exit.reason)
 
     def _train(self, loader: BatchLoader) -> None:
@@ -183,7 +200,7 @@ class Training:
             lr, decay = config.learning_rate.at(self.consumed), config.weight_decay.at(self.consumed)
             stats = self.runtime.train_step(
                 loader, self.consumed, size, lr, decay, config.optimizer.clip_grad, self.loss_scale.scale,
-                stop=self.exit.check(self.step + 1),
+                stop=self.exit.check(self.step + 1) or self.checkpoints.failed,
             )  # fmt: skip
             loader.advance(size)
             self.step, self.consumed, stop = self.step + 1, self.consumed + size, stats.stop
@@ -191,6 +208,8 @@ class Training:
             self._check_finite(stats.loss, stats.skipped)
             self.reporter.step(self.step, self.consumed, size, lr, scale.scale, stats, time.perf_counter() - start)
             every = config.evaluation
+            if self.checkpoints.due(self.step):
+                self.checkpoints.save(Progress(self.step, self.consumed), self.loss_scale)
             if every.iterations and self.step % every.interval == 0 and self.step < config.steps:
                 self._evaluate()
 

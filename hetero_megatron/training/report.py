@@ -19,7 +19,8 @@ from hetero_megatron.training.throughput import measured_peak_flops, tokens_per_
 class Reporter:
     """The first rank of the plan prints and writes; the others only take part in gathering."""
 
-    def __init__(self, config: RunConfig, runtime: Runtime, platform: Platform) -> None:
+    def __init__(self, config: RunConfig, runtime: Runtime, platform: Platform, first_step: int = 1) -> None:
+        self.first_step = first_step
         self.config, self.runtime, self.platform = config, runtime, platform
         self.speaks = runtime.comm.rank == config.plan.ranks[0]
         peak = measured_peak_flops(platform, runtime.dtype)
@@ -41,6 +42,7 @@ class Reporter:
             logging.save,
             logging.tensorboard_dir,
             logging.wandb,
+            resume=self.first_step > 1,
             tensorboard_queue_size=logging.tensorboard_queue_size,
             tensorboard_interval=logging.tensorboard_interval,
         )
@@ -108,7 +110,10 @@ class Reporter:
         print(f"peak memory per rank: {peaks.min():.0f} to {peaks.max():.0f} MiB", flush=True)
         self.writer.close()
         if self.first_loss is not None:
-            print(f"loss: {self.first_loss:.4f} at step 1, {self.last_loss:.4f} at step {step}", flush=True)
+            print(
+                f"loss: {self.first_loss:.4f} at step {self.first_step}, {self.last_loss:.4f} at step {step}",
+                flush=True,
+            )
         print(f"stopped at step {step}: {reason}" if reason else f"done: {step} steps", flush=True)
 
     def _emulation(self) -> str | None:

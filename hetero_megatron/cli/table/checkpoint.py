@@ -1,33 +1,47 @@
 """Megatron's flags about checkpoints, and ours about Hugging Face weights."""
 
-from hetero_megatron.cli.flag import notice, refused, value
+from hetero_megatron.cli.flag import notice, refused, switch, value
 
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
-_WHY = "checkpoints are not built yet"
-_NONE = "no checkpoint is written or read by this version"
+_ONE = "there is one format, which any plan reads and writes"
+_SEED = "all randomness is a function of --seed and the position, so no generator has a state"
+_LOCAL = "all checkpoints are persistent"
 
 FLAGS = (
-    value("--save", str, None, "directory of the run: metrics.jsonl is written there"),
-    refused("--load", _WHY, "leave it out: training starts from --seed", nargs=1),
+    value("--save", str, None, "directory of the run: metrics.jsonl and checkpoints are written there"),
+    value("--load", str, None, "directory to go on from: its latest checkpoint, of whatever plan, if it holds one"),
     value("--load-hf", str, None, "directory of a Hugging Face model: its weights, and its config without --model"),
     value("--save-hf", str, None, "new directory: the trained weights as a Hugging Face model, at the end"),
     value("--save-hf-dtype", str, None, "dtype of its files; that of training if left out", choices=DTYPES),
-    refused("--save-interval", _WHY, nargs=1),
-    refused("--save-retain-interval", _WHY, nargs=1),
-    refused("--ckpt-step", _WHY, nargs=1),
-    refused("--finetune", _WHY),
-    refused("--pretrained-checkpoint", _WHY, nargs=1),
-    refused("--use-checkpoint-args", _WHY),
-    refused("--exit-on-missing-checkpoint", _WHY),
-    refused("--non-persistent-save-interval", _WHY, nargs=1),
-    notice("--ckpt-format", _NONE, nargs=1),
-    *(notice(name, _NONE) for name in ("--no-save-optim", "--no-save-rng", "--no-load-optim", "--no-load-rng")),
-    notice("--async-save", _NONE),
-    notice("--use-persistent-ckpt-worker", _NONE),
-    notice("--ckpt-fully-parallel-save", _NONE),
-    notice("--ckpt-fully-parallel-load", _NONE),
-    notice("--ckpt-assume-constant-structure", _NONE),
-    notice("--dist-ckpt-strictness", _NONE, nargs=1),
-    notice("--dist-ckpt-optim-fully-reshardable", _NONE),
-    notice("--auto-detect-ckpt-format", _NONE),
-)
+    value(
+        "--save-interval", int, None,
+        "steps between checkpoints; at the end of a run, or when it is stopped, one is written anyway; 0: none at all",
+    ),
+    value("--keep-checkpoints", int, 0, "how many checkpoints stay in --save, the newest ones; 0: all"),
+    value("--save-retain-interval", int, None, "with --keep-checkpoints: those of multiples of this step stay as well"),
+    value("--ckpt-step", int, None, "with --load: the checkpoint of this step instead of the latest"),
+    switch("--finetune", "with --load: only the weights; training starts at step 0 with a new optimizer"),
+    value("--pretrained-checkpoint", str, None, "as with --finetune from here, where --load holds no checkpoint"),
+    switch("--exit-on-missing-checkpoint", "refuse a --load without checkpoints, instead of starting at step 0"),
+    switch(
+        "--load-previous-on-corruption",
+        "take the newest good checkpoint before a damaged one, with a notice, instead of refusing it",
+    ),
+    switch("--no-save-optim", "leave the optimizer's state out of checkpoints"),
+    switch("--no-load-optim", "with --load: a new optimizer; step and position in the data are the checkpoint's"),
+    switch("--sync-save", "training waits until a checkpoint is written"),
+    notice("--async-save", "checkpoints are written while training goes on, unless --sync-save is given",
+           differs="off in Megatron; here it is the default"),
+    refused("--use-checkpoint-args", "flags are not read from checkpoints", "give the flags"),
+    refused("--non-persistent-save-interval", _LOCAL, "--save-interval", nargs=1),
+    notice("--ckpt-format", _ONE, nargs=1),
+    notice("--no-save-rng", _SEED),
+    notice("--no-load-rng", _SEED),
+    notice("--use-persistent-ckpt-worker", "the writer is a thread of each rank"),
+    notice("--ckpt-fully-parallel-save", "every rank always writes what it owns"),
+    notice("--ckpt-fully-parallel-load", "every rank always reads what it owns"),
+    notice("--ckpt-assume-constant-structure", _ONE),
+    notice("--dist-ckpt-strictness", "what is missing or unexpected is always refused", nargs=1),
+    notice("--dist-ckpt-optim-fully-reshardable", "it always is"),
+    notice("--auto-detect-ckpt-format", _ONE),
+)  # fmt: skip

@@ -3,7 +3,6 @@
 from hetero_megatron.cli.flag import notice, only, refused, switch, value
 
 _FP8 = "fp8 is not supported by this version"
-_STATE = "nothing is loaded by this version, so there is no schedule in a checkpoint to choose against"
 _STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
 TRAINING = (
@@ -46,8 +45,8 @@ TRAINING = (
     value("--adam-beta2", float, 0.999, "decay of the second moment"),
     value("--adam-eps", float, 1e-8, "added to the root of the second moment"),
     value("--sgd-momentum", float, 0.9, "momentum of --optimizer sgd"),
-    notice("--override-opt_param-scheduler", _STATE),
-    notice("--use-checkpoint-opt_param-scheduler", _STATE),
+    switch("--override-opt_param-scheduler", "with --load: the flags' learning rate and weight decay count"),
+    switch("--use-checkpoint-opt_param-scheduler", "with --load: those of the checkpoint count"),
     notice(
         "--calculate-per-token-loss",
         "the loss is always the sum over tokens divided by their number",

@@ -14,7 +14,7 @@ from hetero_megatron.comm import Comm
 
 SMALL, FIRST = 8, 256 << 10  # bytes: of a ping, and of the message that says how large the next ones should be
 LARGE_SECONDS = 0.1  # how long the large message is to take
-MAX_LARGE = 64 << 20
+MAX_LARGE = 8 << 20
 PINGS, REPEATS = 20, 5
 
 
@@ -37,7 +37,7 @@ def pairs(cluster: Cluster) -> list[tuple[int, int]]:
     """One ordered pair of ranks for each kind of link: inside a node of each group, between two nodes of a group, and
     between each two groups, both ways."""
     chosen: dict[tuple[str, str, bool], tuple[int, int]] = {}
-    heads = {}  # the first ranks of the first two nodes of a group, and the second rank of the first node
+    heads: dict[str, dict[str, list[int]]] = {}  # ranks by group and node
     for rank in cluster.ranks:
         heads.setdefault(rank.group, {}).setdefault(rank.node, []).append(rank.rank)
     for group, nodes in heads.items():

@@ -11,6 +11,7 @@ import torch
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import Comm
+from hetero_megatron.comm.clock import OVERRUN_LIMIT
 from hetero_megatron.parallel.optimizer import OptimizerFactory
 from hetero_megatron.planner.rates import model_fingerprint
 from hetero_megatron.spec import ModelSpec
@@ -31,13 +32,18 @@ STRAGGLER = 0.1  # slower than its fellows by more than this share
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """What to measure; ``steps`` measured per pipeline (a clocked testbed needs one)."""
+    """What to measure.
+
+    Args:
+        lengths: at which to time attention alone.
+        steps: measured per pipeline (a clocked testbed needs one).
+    """
 
     seq_length: int
     dtype: str
     micro_batch_sizes: tuple[int, ...] = (1, 2)
     tp: tuple[int, ...] = (1,)
-    attention_lengths: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
     steps: int = 2
 
 
@@ -53,6 +59,7 @@ class Calibration:
     attention: dict[str, list[tuple[int, int, int, float, float]]] = field(default_factory=dict)
     links: list[LinkRow] = field(default_factory=list)
     slow: dict[tuple[int, ...], float] = field(default_factory=dict)
+    clock: dict[str, float] = field(default_factory=dict)  # the worst rank's, on a testbed
     rates: dict[str, Any] = field(default_factory=dict)
 
 
@@ -79,27 +86,35 @@ def calibrate(
             checks = spot_checks(*arguments) if (tp, size) == (options.tp[0], options.micro_batch_sizes[0]) else []
             for run in [*full_runs(*arguments), *checks]:
                 log(f"tp {tp}, micro-batch {size}: stages {', '.join(f'{c} x{n}' for c, n in run.stages)}")
-                mine = observe(run, comm, dtype, optimizer, options.steps)
-                answers = [a for a in world.gather_objects(mine) if isinstance(a, dict) and a]
+                seconds = observe(run, comm, dtype, optimizer, options.steps)
+                answers: list[Any] = [a for a in world.gather_objects(seconds) if a]
                 seen += _merge([a["observation"] for a in answers])
                 tails.append((min(a["tail"] for a in answers), {"owned": max(a["owned"] for a in answers)}))
-    for key in {(o.chip, o.tp, o.micro_batch_size) for o in seen}:
-        same = [o for o in seen if (o.chip, o.tp, o.micro_batch_size) == key]
-        found.costs[key], found.spreads[key] = solve(same), spread(same)
+    _solve(found, seen)
     found.slow = stragglers(seen, found.costs, STRAGGLER)
+    _solve(found, [o for o in seen if o.ranks not in found.slow])
     log("optimizer and attention")
-    for name, rows in world.gather_objects((chip, optimizer_seconds(comm, dtype, optimizer))):  # type: ignore[misc]
-        found.optimizer.setdefault(name, []).extend(rows)
-    lengths = options.attention_lengths
-    for name, rows in world.gather_objects((chip, attention_seconds(comm, dtype, spec, lengths))):  # type: ignore[misc]
-        found.attention.setdefault(name, []).extend(rows)
+    mine = (chip, optimizer_seconds(comm, dtype, optimizer), attention_seconds(comm, dtype, spec, options.lengths))
+    every: Any = world.gather_objects(mine)
+    for name, updates, attentions in every:
+        found.optimizer.setdefault(name, []).extend(updates)
+        found.attention.setdefault(name, []).extend(attentions)
     # After the last action: the norm's gather and the update; the rank that ended last waited for nobody.
     fixed = median(tail for tail, _ in tails)
     found.step_seconds = {name: max(1e-4, fixed - min(s for _, s in rows)) for name, rows in found.optimizer.items()}
     log("links")
     found.links = [row for rows in world.gather_objects(measure_links(comm, cluster)) for row in rows]  # type: ignore[attr-defined]
+    reports = [r for r in world.gather_objects(comm.clock.report()) if isinstance(r, dict)]
+    found.clock = {key: max(r.get(key, 0.0) for r in reports) for key in ("overrun", "late") if any(reports)}
     found.rates = _document(found, cluster, spec, options)
     return found
+
+
+def _solve(found: Calibration, observations: Sequence[Observation]) -> None:
+    """Costs and spreads of every (chip, TP, micro-batch size) that was observed."""
+    for key in {(o.chip, o.tp, o.micro_batch_size) for o in observations}:
+        same = [o for o in observations if (o.chip, o.tp, o.micro_batch_size) == key]
+        found.costs[key], found.spreads[key] = solve(same), spread(same)
 
 
 def _merge(observations: Sequence[Observation]) -> list[Observation]:
@@ -182,6 +197,10 @@ def format_calibration(found: Calibration) -> str:
         rate = 1 / row.beta / 1e6 if row.beta else float("inf")
         times = f"{1e6 * row.alpha:>7.0f} us{rate:>9.1f} MB/s{1e6 * row.message:>12.0f} us"
         lines.append(f"{name:<27}{times}{row.spread:>9.1%}")
-    for ranks, times in found.slow.items():
-        lines.append(f"straggler: ranks {', '.join(map(str, ranks))} {times:.2f} times slower than their chip type")
+    for ranks, slower in found.slow.items():
+        lines.append(f"straggler: ranks {', '.join(map(str, ranks))} {slower:.2f} times slower than their chip type")
+    if found.clock:
+        lines.append(f"testbed: woken late by up to {found.clock['late']:.2%} of a rank's compute")
+        if found.clock["overrun"] > OVERRUN_LIMIT:
+            lines.append(f"INVALID: a rank took {found.clock['overrun']:.1%} more CPU time than its emulated chip")
     return "\n".join(lines)

@@ -114,7 +114,7 @@ def _run(
         "version": 1, "seq_length": seq_length, "global_batch_size": count * micro_batch_size, "schedule": "1f1b",
         "pipelines": [pipeline],
     }  # fmt: skip
-    plan = plan_from_dict(data, small)
+    plan = plan_from_dict(data, small, cluster)
     return Run(plan, small, tp, micro_batch_size, tuple((cluster.ranks[g[0]].chip, layers) for g in groups))
 
 

@@ -1,0 +1,160 @@
+"""Hugging Face directory <-> native checkpoint, one tensor at a time, in one process."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, fields
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from hetero_megatron import __version__
+from hetero_megatron.checkpoint.directory import CheckpointDirectory, write_synced
+from hetero_megatron.checkpoint.hf_load import HFWeights
+from hetero_megatron.checkpoint.hf_save import SHARD_BYTES, save_hf, travel_along
+from hetero_megatron.checkpoint.manifest import METADATA, SUMS, Place, encode_metadata, format_sums, sha256
+from hetero_megatron.checkpoint.native import Checkpoint, open_checkpoint
+from hetero_megatron.checkpoint.safefile import Files, write_file
+from hetero_megatron.checkpoint.state import MODEL, check_model
+from hetero_megatron.comm import Comm, Group
+from hetero_megatron.errors import UserError
+from hetero_megatron.layout import Box
+from hetero_megatron.spec import LogicalTensor, ModelSpec, load_model, logical_tensors
+from hetero_megatron.spec.model_spec import RopeScaling
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def spec_of(checkpoint: Checkpoint) -> ModelSpec:
+    """The model that a checkpoint says it is of."""
+    saved = dict(checkpoint.state["model"])
+    if saved.get("rope_scaling") is not None:
+        saved["rope_scaling"] = RopeScaling(**saved["rope_scaling"])
+    known = {f.name for f in fields(ModelSpec)}
+    saved = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
+    unknown = sorted(saved.keys() - known)
+    if unknown:
+        raise UserError(
+            f"describes its model with {', '.join(unknown)}, which this version does not know",
+            field="checkpoint", value=str(checkpoint.path), accepted="the version that wrote it",
+        )  # fmt: skip
+    return ModelSpec(**saved)
+
+
+def from_native(source: str, target: str, dtype: str | None = None, step: int | None = None) -> dict[str, Any]:
+    """Write the weights of a checkpoint as a Hugging Face directory; returns what was done, for --json.
+
+    Args:
+        dtype: of the files; None: that of the training (or import) that made the checkpoint.
+    """
+    checkpoint = open_checkpoint(source, None, step)
+    if checkpoint is None:
+        raise UserError("holds no checkpoint", field="source", value=source, accepted="a directory that --save wrote")
+    spec = spec_of(checkpoint)
+    check_model(checkpoint, spec)
+    dtype = dtype or str(checkpoint.state["dtype"])
+    alone = Group(Comm(0, torch.device("cpu"), timedelta(0)), (0,), None)
+    save_hf(target, spec, _chunks(checkpoint, spec), DTYPES[dtype], alone, str(checkpoint.path))
+    return {"direction": "native to hf", "step": checkpoint.step, "model": spec.name, "dtype": dtype, "target": target}
+
+
+def _chunks(checkpoint: Checkpoint, spec: ModelSpec) -> Iterator[tuple[str, Box, torch.Tensor]]:
+    files = Files(checkpoint.path)
+    for tensor in logical_tensors(spec):
+        name = f"{MODEL}.{tensor.name}"
+        entry = checkpoint.metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        for chunk in entry.chunks:
+            lo = tuple(chunk.offsets)
+            box = Box(lo, tuple(a + n for a, n in zip(lo, chunk.sizes, strict=True)))
+            place = checkpoint.metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            yield tensor.name, box, files.read(place.file, place.key, Box.whole(box.shape).slices())
+
+
+def to_native(source: str, target: str, dtype: str | None = None) -> dict[str, Any]:
+    """Write Hugging Face weights as the checkpoint of step 0, for any plan; returns what was done, for --json.
+
+    Args:
+        dtype: of the stored weights; None: each as it is in the files, bit for bit.
+    """
+    spec = load_model(source)
+    weights, directory = HFWeights(source, spec), CheckpointDirectory(target)
+    if directory.steps():
+        raise UserError("holds checkpoints", field="target", value=target, accepted="a new directory")
+    tensors = logical_tensors(spec)
+    dtypes = {t.name: DTYPES[dtype] if dtype else weights.dtype(t) for t in tensors}
+    kind = dtype or _NAMES[max(dtypes.values(), key=list(dtypes.values()).count)]
+    try:
+        _write(directory, weights, tensors, dtypes, _state(spec, kind), travel_along(source))
+    except OSError as error:
+        with suppress(OSError):
+            shutil.rmtree(directory.work(0))
+        raise UserError(f"cannot be written: {error.strerror}", field="target", value=target) from error
+    return {"direction": "hf to native", "step": 0, "model": spec.name, "dtype": kind, "target": target}
+
+
+def _state(spec: ModelSpec, dtype: str) -> dict[str, Any]:
+    """As a training run's, for one that has not begun."""
+    absent = ("plan", "plan_fingerprint", "seed", "loss_scale", "learning_rate", "weight_decay", "optimizer", "data")
+    versions = {"hetero_megatron": __version__, "torch": torch.__version__}
+    begun = {"step": 0, "consumed_train_samples": 0, "model": asdict(spec), "dtype": dtype, "versions": versions}
+    return begun | dict.fromkeys(absent)
+
+
+def _write(
+    directory: CheckpointDirectory,
+    weights: HFWeights,
+    tensors: tuple[LogicalTensor, ...],
+    dtypes: dict[str, torch.dtype],
+    state: dict[str, Any],
+    extra: dict[str, bytes],
+) -> None:
+    work, sums, places = directory.begin(0), {}, {}
+    known = {f"{MODEL}.{t.name}": t for t in tensors}
+
+    def get(key: str) -> torch.Tensor:
+        tensor = known[key]
+        return weights.read(tensor, Box.whole(tensor.shape)).to(dtypes[tensor.name])
+
+    for number, names in enumerate(_deal(known, dtypes)):
+        file = f"rank_{number:05d}.safetensors"
+        entries = {name: (dtypes[known[name].name], known[name].shape) for name in names}
+        sums[file], _ = write_file(work / file, entries, get)
+        places.update({MetadataIndex(n, torch.Size([0] * len(known[n].shape))): Place(file, n) for n in names})
+    metadata = Metadata({n: _whole(t, dtypes[t.name]) for n, t in known.items()}, storage_data=places)
+    for name, content in {METADATA: encode_metadata(metadata, state).encode(), **extra}.items():
+        write_synced(work / name, content)
+        sums[name] = sha256(work / name)
+    write_synced(work / SUMS, format_sums(sums).encode())
+    directory.publish(0)
+
+
+def _whole(tensor: LogicalTensor, dtype: torch.dtype) -> TensorStorageMetadata:
+    size = torch.Size(tensor.shape)
+    chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, [chunk])
+
+
+def _deal(known: dict[str, LogicalTensor], dtypes: dict[str, torch.dtype]) -> list[list[str]]:
+    """Names by file, each of at most SHARD_BYTES (one larger tensor makes a larger file)."""
+    files: list[list[str]] = [[]]
+    used = 0
+    for name, tensor in known.items():
+        size = tensor.size * dtypes[tensor.name].itemsize
+        if files[-1] and used + size > SHARD_BYTES:
+            files.append([])
+            used = 0
+        files[-1].append(name)
+        used += size
+    return files

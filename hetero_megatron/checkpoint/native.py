@@ -1,0 +1,287 @@
+"""Saving and loading distributed checkpoints: staged copies, a writing thread, agreement between ranks.
+
+DCP plans (which chunks, which reads), ``storage`` writes and reads. All ranks must see one file system.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from hetero_megatron.checkpoint.boxes import BoxedTensor, BoxLoadPlanner, BoxSavePlanner
+from hetero_megatron.checkpoint.directory import CheckpointDirectory
+from hetero_megatron.checkpoint.manifest import METADATA, SUMS, Damaged, read_metadata, read_sums, verify
+from hetero_megatron.checkpoint.storage import BoxReader, BoxWriter, empty_like_box
+from hetero_megatron.comm import CommError, Group
+from hetero_megatron.errors import UserError
+
+Merge = Callable[[Sequence[Any]], Mapping[str, Any]]
+
+
+class CheckpointSaver:
+    """Writes checkpoints while training goes on. Every method is called on all ranks at the same point.
+
+    Args:
+        group: all ranks that save, of a communicator that nobody else uses (``Comm.background_group``).
+        keep: how many checkpoints stay (0: all); multiples of ``retain_interval`` steps stay as well.
+        asynchronous: False: ``save`` returns when the checkpoint is complete.
+        synchronize: waits for the device, so that staged copies are whole.
+        extra: small files that travel along.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        group: Group,
+        keep: int = 0,
+        retain_interval: int | None = None,
+        asynchronous: bool = True,
+        synchronize: Callable[[], None] = lambda: None,
+        extra: Mapping[str, bytes] | None = None,
+    ) -> None:
+        self.directory, self.group = CheckpointDirectory(path), group
+        self.keep, self.retain_interval = keep, retain_interval
+        self.asynchronous, self.synchronize, self.extra = asynchronous, synchronize, dict(extra or {})
+        self._staged: dict[tuple[str, torch.Size], torch.Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def failed(self) -> bool:
+        """The save under way has failed (perhaps seen by one rank before the others); ``wait`` raises it."""
+        return self._error is not None
+
+    def save(
+        self, step: int, tensors: Mapping[str, BoxedTensor], state: Mapping[str, Any], local: Any, merge: Merge
+    ) -> None:
+        """Copy, and write in the background. An earlier save that is still being written is waited for.
+
+        Args:
+            tensors: boxes that this rank owns, by name.
+            state: for ``metadata.json``, equal on all ranks.
+            local: what this rank knows; ``merge`` of all ranks' is added to the state (JSON).
+
+        Raises:
+            UserError: the earlier save failed (on all ranks).
+        """
+        self.wait()
+        staged = {name: self._stage(name, tensor) for name, tensor in tensors.items()}
+        self.synchronize()
+        work = threading.Thread(target=self._write, args=(step, staged, state, local, merge), daemon=True)
+        self._thread = work
+        work.start()
+        if not self.asynchronous:
+            self.wait()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Until nothing is being written; raises what went wrong with it."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                return
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _stage(self, name: str, tensor: BoxedTensor) -> BoxedTensor:
+        parts = []
+        for offset, (box, values) in tensor.parts.items():
+            copy = self._staged.get((name, offset))
+            if copy is None or copy.shape != values.shape or copy.dtype != values.dtype:
+                copy = self._staged[name, offset] = empty_like_box(values)
+            parts.append((box, copy.copy_(values.detach(), non_blocking=True)))
+        return BoxedTensor(tensor.shape, parts)
+
+    def _write(
+        self, step: int, staged: Mapping[str, BoxedTensor], state: Mapping[str, Any], local: Any, merge: Merge
+    ) -> None:
+        try:
+            known = {**state, **merge(self.group.gather_objects(local))}
+            rank = self.group.ranks[self.group.index]
+            prune = lambda: self.directory.prune(self.keep, self.retain_interval, step)  # noqa: E731
+            writer = BoxWriter(self.directory, step, rank, known, self.extra, prune)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # DCP warns that one process is one process
+                dcp.save(
+                    dict(staged), storage_writer=writer, planner=BoxSavePlanner(),
+                    process_group=self.group.process_group, no_dist=self.group.size == 1,
+                )  # fmt: skip
+        except (Exception, CheckpointException) as error:  # DCP's is no Exception
+            if self.group.index == 0:
+                with suppress(OSError):
+                    shutil.rmtree(self.directory.work(step))
+            self._error = _cause(error, "--save", str(self.directory.path), self.group.comm.rank)
+
+
+def _cause(error: BaseException, field: str, value: str, rank: int) -> BaseException:
+    """What to tell the user: the first rank's failure behind DCP's exception, or a lost peer."""
+    if isinstance(error, CheckpointException):
+        where_rank, (inner, _) = min(error.failures.items())
+        if isinstance(inner, OSError):
+            where = inner.filename or value
+            problem = f"the checkpoint cannot be written ({inner.strerror}: {where}); older ones are untouched"
+            return UserError(problem, field=field, value=value, accepted="a directory with room, writable by all ranks")
+        if isinstance(inner, Damaged):
+            return damaged_error(inner, field)
+        return RuntimeError(f"checkpoint: rank {where_rank} of the plan failed: {type(inner).__name__}: {inner}")
+    if isinstance(error, RuntimeError) and not isinstance(error, CommError):
+        doing = "saving" if field == "--save" else "loading"
+        cause = str(error).strip().splitlines()[0][:200]
+        return CommError(f"rank {rank}, {doing} a checkpoint, lost a peer [{cause}]")
+    return error
+
+
+def damaged_error(damage: Damaged, field: str = "--load") -> UserError:
+    return UserError(
+        f"the checkpoint is damaged: {damage.path.name} {damage.problem}", field=field, value=str(damage.path),
+        accepted="--load-previous-on-corruption to take the newest good one before it, or --ckpt-step N",
+    )  # fmt: skip
+
+
+def check_writable(path: str, group: Group) -> None:
+    """Refuse at the start what would otherwise fail at the first save: unwritable, or not shared by all ranks."""
+    probe = Path(path) / ".shared"
+    problem = None
+    try:
+        if group.index == 0:
+            probe.parent.mkdir(parents=True, exist_ok=True)
+            probe.write_text("")
+    except OSError as error:
+        problem = f"cannot be written: {error.strerror}"
+    problems = group.gather_objects(problem)
+    if problems[0] is None:
+        unseen = [r for r, seen in zip(group.ranks, group.gather_objects(probe.exists()), strict=True) if not seen]
+        if group.index == 0:
+            probe.unlink()
+        if unseen:
+            problems = [f"rank {unseen[0]} does not see what rank {group.ranks[0]} writes there"]
+    if problems[0] is not None:
+        raise UserError(str(problems[0]), field="--save", value=path, accepted="a directory that all ranks can write")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint whose checksums were right. ``state``: ours; ``metadata``: DCP's."""
+
+    path: Path
+    step: int
+    metadata: Metadata
+    state: Mapping[str, Any]
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Of a tensor in it; None if it has no such tensor."""
+        entry = self.metadata.state_dict_metadata.get(name)
+        return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+
+    def extra(self) -> dict[str, bytes]:
+        """The small files that travel along."""
+        own = {METADATA, SUMS, *(place.file for place in self.metadata.storage_data.values())}
+        return {p.name: p.read_bytes() for p in sorted(self.path.iterdir()) if p.name not in own}
+
+    def read_into(self, tensors: Mapping[str, BoxedTensor], group: Group) -> None:
+        """Overwrite the values of all boxes, converting dtypes. Called on all ranks of ``group``."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                dcp.load(
+                    dict(tensors), storage_reader=BoxReader(self.path, self.metadata), planner=BoxLoadPlanner(),
+                    process_group=group.process_group, no_dist=group.size == 1,
+                )  # fmt: skip
+        except (Exception, CheckpointException) as error:
+            raise _cause(error, "--load", str(self.path), group.comm.rank) from error
+
+
+def open_checkpoint(
+    path: str, group: Group | None, step: int | None = None, previous: bool = False, log: Callable[[str], None] = print
+) -> Checkpoint | None:
+    """The newest checkpoint (or that of ``step``) below ``path``, verified; None if there are none.
+
+    Called on all ranks of ``group``, which share the reading and agree; None: one process.
+
+    Args:
+        previous: take the newest good one before a damaged one, and say so, instead of refusing.
+
+    Raises:
+        UserError: damaged, or ``step`` does not exist.
+    """
+    directory = CheckpointDirectory(path)
+    damage: Damaged | None = None
+    steps = _candidates(directory, group, step, previous)
+    if isinstance(steps, Damaged):
+        if not previous:
+            raise damaged_error(steps)
+        damage, steps = steps, _agree(group, directory.steps())[::-1]
+        log(f"notice: --load {damage.path}: {damage.problem}")
+    for candidate in steps:
+        found = _open(directory.at(candidate), candidate, group)
+        if isinstance(found, Checkpoint):
+            return found
+        damage = found
+        if not previous:
+            raise damaged_error(damage)
+        log(f"notice: --load {damage.path} {damage.problem}: the checkpoint of step {candidate} is passed over")
+    if damage is not None:
+        raise UserError("no checkpoint is good", field="--load", value=path, accepted="another directory")
+    return None
+
+
+def _candidates(
+    directory: CheckpointDirectory, group: Group | None, step: int | None, previous: bool
+) -> list[int] | Damaged:
+    """Steps to try, best first: decided by the first rank."""
+
+    def decide() -> list[int] | Damaged | UserError:
+        steps = directory.steps()
+        if step is not None:
+            if step not in steps:
+                have = ", ".join(map(str, steps[-8:])) or "no checkpoints"
+                return UserError(f"{directory.path} has no such step", field="--ckpt-step", value=step, accepted=have)
+            return [step]
+        try:
+            latest = directory.latest()
+        except Damaged as error:
+            return error
+        if latest is None:
+            return []
+        return [latest, *(s for s in steps[::-1] if s < latest)] if previous else [latest]
+
+    found = _agree(group, decide() if group is None or group.index == 0 else None)
+    if isinstance(found, UserError):
+        raise found
+    assert isinstance(found, list | Damaged)
+    return found
+
+
+def _agree(group: Group | None, value: Any) -> Any:
+    """The first rank's value, on all ranks."""
+    return value if group is None else group.gather_objects(value)[0]
+
+
+def _open(path: Path, step: int, group: Group | None) -> Checkpoint | Damaged:
+    """Verify, every rank some of the files; all ranks return the same verdict."""
+    damage, found = None, None
+    part, parts = (group.index, group.size) if group is not None else (0, 1)
+    try:
+        sums = read_sums(path)
+        verify(path, sums, part, parts)
+        metadata, state = read_metadata(path, sums)
+        found = Checkpoint(path, step, metadata, state)
+    except Damaged as error:
+        damage = error
+    for problem in group.gather_objects(damage) if group is not None else [damage]:
+        if isinstance(problem, Damaged):
+            return problem
+    assert found is not None
+    return found

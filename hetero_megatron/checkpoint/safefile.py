@@ -1,0 +1,86 @@
+"""Safetensors files as checkpoints write and read them: one pass with the checksum on the way, or slices of tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero_megatron.checkpoint.manifest import Damaged
+
+LABELS: dict[torch.dtype, str] = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8",
+}  # fmt: skip
+_BLOCK = 16 << 20
+
+
+def header(entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
+    """Length as u64, then JSON padded to 8 bytes; tensors follow in the order of ``entries``."""
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for key, (dtype, shape) in entries.items():
+        stop = start + torch.Size(shape).numel() * dtype.itemsize
+        table[key] = {"dtype": LABELS[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def write_file(
+    path: Path, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], get: Callable[[str], torch.Tensor]
+) -> tuple[str, int]:
+    """Write and fsync, one tensor at a time; (sha256, bytes) of the file. OSError if it cannot be written."""
+    head = header(entries)
+    size = len(head) + sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in entries.values())
+    digest = hashlib.sha256()
+    with path.open("wb", buffering=0) as file:
+        os.posix_fallocate(file.fileno(), 0, size)  # a full disk is noticed before anything is written
+        for block in itertools.chain([head], _blocks(map(get, entries))):
+            digest.update(block)
+            view = memoryview(block)
+            while len(view):
+                view = view[file.write(view) :]
+        os.fsync(file.fileno())
+    return digest.hexdigest(), size
+
+
+def _blocks(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    for tensor in tensors:
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        if flat.numel():
+            data = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+            for start in range(0, len(data), _BLOCK):
+                yield data[start : start + _BLOCK]
+
+
+class Files:
+    """Open safetensors files of one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        from safetensors import safe_open
+
+        self._safe_open: Any = safe_open
+        self._directory = directory
+        self._handles: dict[str, Any] = {}
+
+    def read(self, file: str, key: str, slices: tuple[slice, ...]) -> torch.Tensor:
+        """Part of a tensor; only its bytes are read. Damaged if the file does not hold it."""
+        from safetensors import SafetensorError
+
+        path = self._directory / file
+        try:
+            if file not in self._handles:
+                self._handles[file] = self._safe_open(path, framework="pt", device="cpu")
+            part: torch.Tensor = self._handles[file].get_slice(key)[slices]
+            return part
+        except (OSError, SafetensorError) as error:
+            raise Damaged(path, f"cannot be read: {error}") from error

@@ -1,0 +1,111 @@
+"""What is in a checkpoint: the owners' masters and moments as boxes, and everything else as JSON.
+
+Tensors are named ``model.<logical name>`` and ``optimizer.<moment>.<logical name>``. Every element is written by its
+one owner and read by its one owner under the new plan, who then sends it to the other holders.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hetero_megatron.checkpoint.boxes import BoxedTensor
+from hetero_megatron.checkpoint.native import Checkpoint
+from hetero_megatron.comm import Group
+from hetero_megatron.errors import UserError
+from hetero_megatron.layout import Box
+from hetero_megatron.parallel.optimizer import ShardedOptimizer
+from hetero_megatron.spec import ModelSpec, logical_tensors
+
+MODEL, OPTIMIZER = "model", "optimizer"
+
+
+def owned_tensors(
+    optimizer: ShardedOptimizer, spec: ModelSpec, with_optimizer: bool = True
+) -> tuple[dict[str, BoxedTensor], dict[str, float]]:
+    """(boxes by name, numbers that all elements share, such as Adam's step) of everything this rank owns."""
+    shapes = {t.name: t.shape for t in logical_tensors(spec)}
+    parts: dict[str, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
+    numbers: dict[str, float] = {}
+    inner = optimizer.torch_optimizer
+    for name, box, master in optimizer.owned():
+        parts[f"{MODEL}.{name}"].append((box, master))
+        for key, value in inner.state.get(master, {}).items() if with_optimizer and inner is not None else ():
+            if isinstance(value, torch.Tensor) and value.shape == master.shape and value.dim():
+                parts[f"{OPTIMIZER}.{key}.{name}"].append((box, value))
+            elif value is not None:
+                number = float(value)
+                assert numbers.setdefault(key, number) == number, f"{key} of {name} differs from that of others"
+    return {key: BoxedTensor(shapes[_logical(key)], boxes) for key, boxes in parts.items()}, numbers
+
+
+def _logical(key: str) -> str:
+    kind, _, rest = key.partition(".")
+    return rest if kind == MODEL else rest.partition(".")[2]
+
+
+def merge_numbers(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The numbers of the first rank that owns anything."""
+    found: list[Mapping[str, float]] = [numbers for numbers in ranks if numbers]
+    assert all(numbers == found[0] for numbers in found), f"optimizer steps differ between ranks: {found}"
+    return dict(found[0]) if found else {}
+
+
+def moments(checkpoint: Checkpoint) -> list[str]:
+    """Names of the optimizer's per-element states in a checkpoint (``exp_avg``, …); empty if it has none."""
+    names = (key.split(".")[1] for key in checkpoint.metadata.state_dict_metadata if key.startswith(OPTIMIZER + "."))
+    return sorted(set(names))
+
+
+def load_tensors(
+    checkpoint: Checkpoint, optimizer: ShardedOptimizer, spec: ModelSpec, group: Group, with_optimizer: bool
+) -> None:
+    """Masters and, if asked, moments from a checkpoint; then every holder's parameters. Called on all ranks."""
+    check_model(checkpoint, spec)
+    if with_optimizer:
+        _make_states(optimizer, moments(checkpoint), (checkpoint.state["optimizer"] or {}).get("numbers", {}))
+    tensors, _ = owned_tensors(optimizer, spec, with_optimizer)
+    checkpoint.read_into(tensors, group)
+    optimizer.spread()
+
+
+def _make_states(optimizer: ShardedOptimizer, names: Sequence[str], numbers: Mapping[str, float]) -> None:
+    """States of the shape that the torch optimizer would make at its first step, to be overwritten."""
+    inner = optimizer.torch_optimizer
+    if inner is None or not names:
+        return
+    native = isinstance(inner, torch.optim.Optimizer) and type(inner).__module__.startswith("torch.")
+    on_device = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
+    for _, _, master in optimizer.owned():
+        state: dict[str, Any] = {name: torch.zeros_like(master) for name in names}
+        for key, number in numbers.items():
+            device = master.device if on_device else torch.device("cpu")
+            state[key] = torch.tensor(number, dtype=torch.float32, device=device) if native else int(number)
+        inner.state[master] = state
+
+
+def check_model(checkpoint: Checkpoint, spec: ModelSpec) -> None:
+    """Every tensor of the model is in the checkpoint, with its shape, and nothing else is.
+
+    Raises:
+        UserError: listing what does not fit.
+    """
+    problems = []
+    wanted = {f"{MODEL}.{t.name}": t.shape for t in logical_tensors(spec)}
+    for name, shape in wanted.items():
+        got = checkpoint.shape(name)
+        if got != shape:
+            problems.append(
+                f"missing {name} {list(shape)}" if got is None else f"{name} is {list(got)}, not {list(shape)}"
+            )
+    known = checkpoint.metadata.state_dict_metadata
+    problems += [f"unexpected {name}" for name in known if name.startswith(MODEL + ".") and name not in wanted]
+    if problems:
+        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise UserError(
+            f"is a checkpoint of another model than {spec.name}: {'; '.join(problems[:8])}{more}",
+            field="--load", value=str(checkpoint.path), accepted=f"a checkpoint of {spec.name}",
+        )  # fmt: skip

@@ -1,0 +1,150 @@
+"""DCP's storage interface over JSON, safetensors and checksums, in place of its own pickled one."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from hetero_megatron.checkpoint.directory import CheckpointDirectory, write_synced
+from hetero_megatron.checkpoint.manifest import METADATA, SUMS, Place, encode_metadata, format_sums, sha256
+from hetero_megatron.checkpoint.safefile import Files, write_file
+
+
+@dataclass(frozen=True)
+class Written:
+    """A rank's file, as its results tell the coordinator."""
+
+    place: Place
+    digest: str
+
+
+class BoxWriter(StorageWriter):
+    """One safetensors file per rank; the coordinator adds metadata and checksums, and publishes.
+
+    Args:
+        state: for ``metadata.json``, beside the tensors.
+        extra: small files that travel along (tokenizer, generation config): name -> content.
+        after: called by the coordinator when the checkpoint is complete.
+    """
+
+    def __init__(
+        self,
+        directory: CheckpointDirectory,
+        step: int,
+        rank: int,
+        state: Mapping[str, Any],
+        extra: Mapping[str, bytes],
+        after: Callable[[], None],
+    ) -> None:
+        self.directory, self.step, self.rank = directory, step, rank
+        self.state, self.extra, self.after = state, extra, after
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self.directory.begin(self.step)
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        done: Future[list[WriteResult]] = Future()
+        tensors: dict[str, torch.Tensor] = {}
+        for item in plan.items:
+            assert item.type is WriteItemType.SHARD and item.index.offset is not None, "only boxes are written"
+            tensors[_key(item.index)] = planner.resolve_data(item)  # type: ignore[assignment]
+        results = []
+        if tensors:
+            name = f"rank_{self.rank:05d}.safetensors"
+            entries = {key: (t.dtype, tuple(t.shape)) for key, t in tensors.items()}
+            digest, _ = write_file(self.directory.work(self.step) / name, entries, tensors.__getitem__)
+            for item in plan.items:
+                key = _key(item.index)
+                size = tensors[key].nbytes
+                results.append(WriteResult(item.index, size, Written(Place(name, key), digest)))
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        work, sums = self.directory.work(self.step), {}
+        metadata.storage_data = {}
+        for result in (r for per_rank in results for r in per_rank):
+            metadata.storage_data[result.index] = result.storage_data.place
+            sums[result.storage_data.place.file] = result.storage_data.digest
+        for name, content in {METADATA: encode_metadata(metadata, self.state).encode(), **self.extra}.items():
+            write_synced(work / name, content)
+            sums[name] = sha256(work / name)
+        write_synced(work / SUMS, format_sums(sums).encode())
+        self.directory.publish(self.step)
+        self.after()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def _key(index: MetadataIndex) -> str:
+    assert index.offset is not None
+    return f"{index.fqn}@{','.join(map(str, index.offset))}"
+
+
+class BoxReader(StorageReader):
+    """Reads the slices that the planner asks for from a directory whose checksums were verified before."""
+
+    def __init__(self, directory: Path, metadata: Metadata) -> None:
+        self.directory, self.metadata = directory, metadata
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def read_metadata(self) -> Metadata:  # type: ignore[override]  # without kwargs DCP tries no other metadata
+        return self.metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:  # type: ignore[override]
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        files = Files(self.directory)
+        by_file: dict[str, list[tuple[str, ReadItem]]] = defaultdict(list)
+        for item in plan.items:
+            place = self.metadata.storage_data[item.storage_index]
+            by_file[place.file].append((place.key, item))
+        for file, items in by_file.items():
+            for key, item in sorted(items, key=lambda pair: pair[0]):
+                slices = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(files.read(file, key, slices))
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def empty_like_box(values: torch.Tensor) -> torch.Tensor:
+    """Where a box is staged: on the host, pinned where that makes the copy asynchronous."""
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type != "cpu")

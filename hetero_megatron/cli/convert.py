@@ -1,0 +1,85 @@
+"""``hetero-megatron convert SOURCE TARGET``: Hugging Face directory <-> native checkpoint."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hetero_megatron.errors import UserError
+
+USAGE = """\
+usage: hetero-megatron convert SOURCE TARGET [--dtype fp32|bf16|fp16|fp64] [--ckpt-step N] [--json]
+
+  SOURCE is a Hugging Face directory: TARGET becomes a directory for --load (step 0, for any plan).
+  SOURCE is a directory that --save wrote: TARGET becomes a Hugging Face directory.
+
+  --dtype       of the written weights; otherwise that of SOURCE (of the training, for a checkpoint)
+  --ckpt-step   which checkpoint; otherwise the latest
+  --json        print one JSON object"""
+_VALUES = ("--dtype", "--ckpt-step")
+
+
+def main(argv: Sequence[str]) -> int:
+    if not argv or set(argv) & {"-h", "--help"}:
+        print(USAGE)
+        return 0 if argv else 2
+    (source, target), options = _parse(argv)
+    native, foreign = _kinds(Path(source))
+    if native == foreign:
+        what = "is both a Hugging Face directory and one of checkpoints" if native else "holds no model"
+        accepted = "a directory with config.json and weights, or one that --save wrote"
+        raise UserError(what, field="SOURCE", value=source, accepted=accepted)
+    if Path(target).exists() and (not Path(target).is_dir() or any(Path(target).iterdir())):
+        raise UserError(
+            "exists and is not an empty directory", field="TARGET", value=target, accepted="a new directory"
+        )
+    step = options.get("--ckpt-step")
+    if step is not None and (foreign or not step.isdigit()):
+        raise UserError("no step of SOURCE", field="--ckpt-step", value=step, accepted="a step, for a native SOURCE")
+    # Only now: importing torch takes seconds, and a refusal should not.
+    from hetero_megatron.checkpoint.convert import DTYPES, from_native, to_native
+
+    dtype = options.get("--dtype")
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError("unknown value", field="--dtype", value=dtype, accepted=", ".join(DTYPES))
+    start = time.perf_counter()
+    if native:
+        done = from_native(source, target, dtype, None if step is None else int(step))
+    else:
+        done = to_native(source, target, dtype)
+    done["bytes"] = sum(p.stat().st_size for p in Path(target).rglob("*") if p.is_file())
+    done["seconds"] = round(time.perf_counter() - start, 3)
+    if "--json" in options:
+        print(json.dumps(done))
+    else:
+        print(f"{done['direction']}: {done['model']}, {done['dtype']}, {done['bytes']:,} bytes in {target}")
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> tuple[tuple[str, str], dict[str, str]]:
+    places, options, words = [], {}, iter(argv)
+    for word in words:
+        name, separator, value = word.partition("=")
+        if name in _VALUES:
+            found = value if separator else next(words, None)
+            if found is None:
+                raise UserError("has no value", field=name, accepted=USAGE.splitlines()[0])
+            options[name] = found
+        elif word == "--json":
+            options[word] = ""
+        elif word.startswith("-"):
+            raise UserError("unknown flag", field=word, accepted=USAGE.splitlines()[0])
+        else:
+            places.append(word)
+    if len(places) != 2:
+        raise UserError(
+            f"{len(places)} directories are given", field="convert", value=" ".join(places), accepted="SOURCE TARGET"
+        )
+    return (places[0], places[1]), options
+
+
+def _kinds(source: Path) -> tuple[bool, bool]:
+    """(is a directory of native checkpoints, is a Hugging Face directory)."""
+    return (source / "latest").exists() or any(source.glob("iter_*")), (source / "config.json").exists()

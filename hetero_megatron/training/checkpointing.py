@@ -1,0 +1,236 @@
+"""The training run's side of checkpoints: what is saved and restored, and what must fit before it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero_megatron import __version__
+from hetero_megatron.checkpoint.hf_save import travel_along
+from hetero_megatron.checkpoint.native import Checkpoint, CheckpointSaver, check_writable, open_checkpoint
+from hetero_megatron.checkpoint.state import load_tensors, merge_numbers, moments, owned_tensors
+from hetero_megatron.data import Datasets
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan.dump import to_dict
+from hetero_megatron.training.config import RunConfig
+from hetero_megatron.training.loss_scale import LossScale
+from hetero_megatron.training.lr_schedule import LearningRate, WeightDecay
+from hetero_megatron.training.runtime import Runtime
+
+# A rank may write for long while the others wait; a dead peer is noticed by the training thread anyway.
+WRITE_TIMEOUT = timedelta(hours=2)
+# What may differ between the checkpoint's model and the flags' without making it another model.
+_NO_IDENTITY = ("name", "init_std", "max_position_embeddings", "notices", "hf_model_type")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come."""
+
+    step: int = 0
+    consumed: int = 0
+
+
+class Checkpointing:
+    """Built alike on every rank of the plan.
+
+    Attributes:
+        active: checkpoints are written.
+        last_saved: the step of the newest one that this run wrote or began with.
+    """
+
+    def __init__(self, config: RunConfig, runtime: Runtime, data: Datasets, synchronize: Any) -> None:
+        self.config, self.runtime, self.data = config, runtime, data
+        options = config.checkpoint
+        self.active = options.save is not None and options.save_interval != 0 and not config.skip_train
+        self.last_saved = -1
+        group = runtime.comm.background_group(config.plan.ranks, WRITE_TIMEOUT)
+        self.saver: CheckpointSaver | None = None
+        if self.active:
+            assert options.save is not None and group is not None
+            check_writable(options.save, runtime.world)
+            self.saver = CheckpointSaver(
+                options.save, group, options.keep, options.retain_interval, options.asynchronous, synchronize
+            )
+            self.saver.extra.update(travel_along(config.load_hf))
+
+    @property
+    def failed(self) -> bool:
+        return self.saver is not None and self.saver.failed
+
+    def _log(self, text: str) -> None:
+        if self.runtime.world.index == 0:
+            print(text, flush=True)
+
+    # Saving
+
+    def due(self, step: int) -> bool:
+        interval = self.config.checkpoint.save_interval
+        return self.active and bool(interval) and step % (interval or 1) == 0
+
+    def save(self, progress: Progress, loss_scale: LossScale) -> None:
+        """Stage and write in the background, unless this step is saved already."""
+        if self.saver is None or self.last_saved == progress.step:
+            return
+        assert self.runtime.optimizer is not None
+        with_optimizer = self.config.checkpoint.save_optim
+        self.runtime.comm.activity = "saving a checkpoint"
+        tensors, numbers = owned_tensors(self.runtime.optimizer, self.config.spec, with_optimizer)
+        local = {"numbers": numbers, "data": self.data.state_dict(progress.consumed)}
+        self.saver.save(progress.step, tensors, self._state(progress, loss_scale), local, self._merge)
+        self.last_saved = progress.step
+        self._log(f"saving checkpoint of step {progress.step} to {self.saver.directory.at(progress.step)}")
+
+    def _state(self, progress: Progress, loss_scale: LossScale) -> dict[str, Any]:
+        config = self.config
+        return {
+            "step": progress.step,
+            "consumed_train_samples": progress.consumed,
+            "model": asdict(config.spec),
+            "plan": to_dict(config.plan),
+            "plan_fingerprint": config.plan.fingerprint(),
+            "seed": config.seed,
+            "dtype": config.dtype,
+            "loss_scale": loss_scale.state_dict(),
+            "learning_rate": asdict(config.learning_rate),
+            "weight_decay": asdict(config.weight_decay),
+            "versions": {"hetero_megatron": __version__, "torch": torch.__version__},
+        }
+
+    def _merge(self, ranks: Sequence[Any]) -> Mapping[str, Any]:
+        saved = self.config.checkpoint.save_optim
+        optimizer = {"name": self.config.optimizer.name, "numbers": merge_numbers([r["numbers"] for r in ranks])}
+        return {"optimizer": optimizer if saved else None, "data": furthest([r["data"] for r in ranks])}
+
+    def wait(self) -> None:
+        if self.saver is not None:
+            self.saver.wait()
+
+    # Loading
+
+    def load(self) -> tuple[RunConfig, Progress, LossScale]:
+        """Restore weights and optimizer; returns the configuration (with the schedule that counts) and the progress."""
+        config, options = self.config, self.config.checkpoint
+        fresh = (config, Progress(), config.loss_scale)
+        found, finetune = self._find(), options.finetune
+        if found is None and options.pretrained is not None:
+            found, finetune = open_checkpoint(options.pretrained, self.runtime.world, log=self._log), True
+            if found is None:
+                raise _none_in("--pretrained-checkpoint", options.pretrained)
+        if found is None:
+            return fresh
+        state = found.state
+        if self.saver is not None:
+            self.saver.extra.update(found.extra())
+        check_spec(state["model"], config, found.path, finetune)
+        with_optimizer = not finetune and options.load_optim
+        if with_optimizer:
+            self._check_optimizer(found)
+        assert self.runtime.optimizer is not None
+        self.runtime.comm.activity = "loading a checkpoint"
+        load_tensors(found, self.runtime.optimizer, config.spec, self.runtime.world, with_optimizer)
+        if finetune:
+            self._log(f"loaded the weights of {found.path}; training starts at step 0")
+            return fresh
+        self.config = config = same_schedule(config, state)
+        self._say_differences(found)
+        self.data.load_state_dict(state.get("data") or {})
+        progress = Progress(int(state["step"]), int(state["consumed_train_samples"]))
+        if options.save is not None and Path(options.save).resolve() == found.path.parent.resolve():
+            self.last_saved = progress.step
+        what = "" if with_optimizer else ", without its optimizer state"
+        self._log(f"loaded {found.path}{what}: step {progress.step}, {progress.consumed} samples")
+        scale = config.loss_scale if state["loss_scale"] is None else config.loss_scale.with_state(state["loss_scale"])
+        return config, progress, scale
+
+    def _find(self) -> Checkpoint | None:
+        options = self.config.checkpoint
+        if options.load is None:
+            return None
+        found = open_checkpoint(
+            options.load, self.runtime.world, options.step, options.previous_on_corruption, self._log
+        )
+        if found is None:
+            if options.required:
+                raise _none_in("--load", options.load)
+            if options.pretrained is None:
+                self._log(f"notice: --load {options.load} holds no checkpoint: training starts at step 0")
+        return found
+
+    def _check_optimizer(self, found: Checkpoint) -> None:
+        mine, saved = self.config.optimizer.name, found.state["optimizer"]
+        if saved is None and found.step == 0:  # converted: nothing was trained yet
+            return
+        if saved is None:
+            problem, accepted = "the checkpoint holds no optimizer state", "--no-load-optim, or --finetune"
+        elif saved["name"] != mine:
+            problem = f"the checkpoint's optimizer is {saved['name']}"
+            accepted = f"--optimizer {saved['name']}, or --no-load-optim"
+        elif mine == "sgd" and bool(moments(found)) != bool(self.config.optimizer.momentum) and found.step:
+            problem, accepted = "the checkpoint was made with another --sgd-momentum", "--no-load-optim"
+        else:
+            return
+        raise UserError(problem, field="--optimizer", value=mine, accepted=accepted)
+
+    def _say_differences(self, found: Checkpoint) -> None:
+        """What may differ, and changes numbers."""
+        for key, flag, mine in (("seed", "--seed", self.config.seed), ("dtype", "--dtype", self.config.dtype)):
+            if found.state[key] not in (mine, None):
+                self._log(f"notice: {flag} is {mine}; the checkpoint was made with {found.state[key]}")
+        if found.state["plan_fingerprint"] not in (None, self.config.plan.fingerprint()):
+            self._log("the checkpoint was made under another plan; each rank reads what it now owns")
+
+
+def _none_in(flag: str, path: str) -> UserError:
+    return UserError("holds no checkpoint", field=flag, value=path, accepted="a directory that --save wrote")
+
+
+def furthest(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Of every stream the state of the rank that has read furthest (all are valid, later ones are cheaper)."""
+    best: dict[str, Any] = dict(states[0])
+    if best.get("streams"):
+        best["streams"] = [max(column, key=lambda s: s["sample"]) for column in zip(*(s["streams"] for s in states))]
+    return best
+
+
+def check_spec(saved: Mapping[str, Any], config: RunConfig, path: Path, finetune: bool) -> None:
+    """The checkpoint is of this model; with ``finetune`` only shapes must fit, which loading checks."""
+    mine = asdict(config.spec)
+    differ = [
+        f"{f.name} {saved.get(f.name)!r} (here {mine[f.name]!r})"
+        for f in fields(config.spec)
+        if f.name not in _NO_IDENTITY and saved.get(f.name) != mine[f.name]
+    ]
+    if differ and not finetune:
+        raise UserError(
+            f"is a checkpoint of another model than {config.spec.name}: {'; '.join(differ)}",
+            field="--load", value=str(path), accepted=f"a checkpoint of {config.spec.name}, or --finetune",
+        )  # fmt: skip
+
+
+def same_schedule(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
+    """As Megatron: a learning rate or weight decay other than the checkpoint's is refused unless a flag decides."""
+    source = config.checkpoint.schedule_from
+    if state["learning_rate"] is None:  # converted: nothing was trained yet
+        return config
+    rate, decay = LearningRate(**state["learning_rate"]), WeightDecay(**state["weight_decay"])
+    if source == "flags" or (rate, decay) == (config.learning_rate, config.weight_decay):
+        return config
+    if source == "checkpoint":
+        return replace(config, schedule=replace(config.schedule, learning_rate=rate, weight_decay=decay))
+    differ = [
+        f"{f.name} {getattr(old, f.name)!r} (here {getattr(new, f.name)!r})"
+        for old, new in ((rate, config.learning_rate), (decay, config.weight_decay))
+        for f in fields(old)
+        if getattr(old, f.name) != getattr(new, f.name)
+    ]
+    raise UserError(
+        f"the checkpoint's learning rate or weight decay is another, in samples: {'; '.join(differ)}",
+        field="--load", value=config.checkpoint.load,
+        accepted="--override-opt_param-scheduler (the flags count) or --use-checkpoint-opt_param-scheduler (it counts)",
+    )  # fmt: skip

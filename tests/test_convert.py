@@ -1,0 +1,137 @@
+"""Hugging Face -> native -> any plan, and back: bit for bit, and what transformers computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hetero_megatron.checkpoint.native import open_checkpoint
+from hetero_megatron.checkpoint.state import load_tensors
+from hetero_megatron.cli.main import main
+from hetero_megatron.comm import Comm
+from hetero_megatron.plan import Plan, plan_from_dict
+from hetero_megatron.spec import ModelSpec, load_model
+from tests.hf_reference import hf_loss_sum
+from tests.parity import Case, RandomSamples, fixed_case
+from tests.pool import shared_pool
+from tests.test_checkpoint import build, start, steps
+from tests.test_checkpoint import save as save_native
+from tests.test_hf_load import MODELS, PLANS, save
+
+
+def convert(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    code = main(["convert", *words, "--json"])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    return json.loads(out)  # type: ignore[no-any-return]
+
+
+def evaluate(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, wrong: Any, path: str) -> tuple[float, int] | None:
+    runtime = build(comm, case, plan, spec, wrong)
+    if runtime is None:
+        return None
+    assert runtime.optimizer is not None
+    checkpoint = open_checkpoint(path, runtime.world)
+    assert checkpoint is not None
+    load_tensors(checkpoint, runtime.optimizer, spec, runtime.world, False)
+    return runtime.evaluate(RandomSamples(case, spec.vocab_size).fetch, 0, plan.global_batch_size)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save(tmp_path / "in", name, shards=True)
+    (tmp_path / "in" / "tokenizer.json").write_text("{}")
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config | {"eos_token_id": 5}))
+    done = convert(capsys, str(tmp_path / "in"), str(tmp_path / "native"))
+    assert done["direction"] == "hf to native" and done["dtype"] == "fp64"
+    spec = load_model(str(tmp_path / "in"))
+    for spelled in PLANS.values():
+        case = fixed_case(MODELS[name], spelled)
+        batch = RandomSamples(case, spec.vocab_size).fetch(range(spelled["global_batch_size"]))
+        want = hf_loss_sum(model, batch.tokens, batch.labels, batch.positions, None, None).item()
+        _, _, wrong = start(case)
+        plan = plan_from_dict(spelled, spec)
+        for seen in shared_pool().run(evaluate, case, plan, spec, wrong, str(tmp_path / "native"))[: case.ranks]:
+            assert seen[0] == pytest.approx(want, rel=1e-12)
+    convert(capsys, str(tmp_path / "native"), str(tmp_path / "out"))
+    assert_same(model, tmp_path / "out", torch.float64)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 5
+    check_logits(name, tmp_path, capsys)
+
+
+def assert_same(model: torch.nn.Module, directory: Path, dtype: torch.dtype) -> None:
+    back = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    for (name_a, a), (name_b, b) in zip(model.named_parameters(), back.named_parameters(), strict=True):
+        assert name_a == name_b and torch.equal(a.to(dtype), b)
+
+
+def check_logits(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """fp32: transformers gives the same logits from what it wrote and from what we made of it."""
+    save(tmp_path / "in32", name, torch.float32)
+    convert(capsys, str(tmp_path / "in32"), str(tmp_path / "native32"))
+    convert(capsys, str(tmp_path / "native32"), str(tmp_path / "out32"), "--dtype", "fp32")
+    tokens = torch.arange(12).view(1, 12) % 37
+    logits = [
+        AutoModelForCausalLM.from_pretrained(tmp_path / d, dtype=torch.float32)(tokens).logits
+        for d in ("in32", "out32")
+    ]
+    torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=1e-5)
+
+
+def trained(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: Any, path: str) -> list[Any] | None:
+    """Train, save; the weights this rank holds."""
+    runtime = build(comm, case, plan, spec, initial)
+    if runtime is None:
+        return None
+    steps(runtime, case, plan.global_batch_size, 0, 2)
+    group = runtime.comm.background_group(plan.ranks)
+    assert group is not None
+    save_native(runtime, path, 2, asynchronous=False)
+    return [(n, runtime.boxes[n], p.detach().clone()) for n, p in runtime.sync.params.items()]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+def test_a_trained_checkpoint_becomes_a_hugging_face_model(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.hf_reference import hf_to_logical
+
+    spelled = PLANS["pipelines"]
+    case = fixed_case(MODELS[name], spelled)
+    spec, initial, _ = start(case)
+    plan = plan_from_dict(spelled, spec)
+    seen = shared_pool().run(trained, case, plan, spec, initial, str(tmp_path / "run"))
+    assert convert(capsys, str(tmp_path / "run"), str(tmp_path / "out"))["step"] == 2
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    whole = hf_to_logical(back, spec)
+    for held in seen[: case.ranks]:
+        for tensor, box, values in held:
+            assert torch.equal(whole[tensor][box.slices()], values)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nowhere", "out"], "holds no model"),
+        (["in"], "1 directories are given"),
+        (["in", "in"], "not an empty directory"),
+        (["in", "out", "--dtype", "int3"], "--dtype = int3"),
+        (["in", "out", "--ckpt-step", "3"], "no step of SOURCE"),
+        (["in", "out", "--dtpe"], "unknown flag"),
+    ],
+)
+def test_refusals(
+    words: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "in", "llama")
+    monkeypatch.chdir(tmp_path)
+    assert main(["convert", *words]) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

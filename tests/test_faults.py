@@ -1,0 +1,32 @@
+"""SIGKILL to a random rank at a random moment, during saves included: the same final loss, and no process left."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.faults import STEPS, kill_run, losses, start
+
+SEED = int(os.environ.get("SEED", "1"))
+COUNT = int(os.environ.get("N", "2"))
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    path = tmp_path_factory.mktemp("undisturbed")
+    job = start(path, 0)
+    output = job.communicate(timeout=240)[0]
+    assert job.returncode == 0, output
+    return losses(path)
+
+
+@pytest.mark.parametrize("index", range(COUNT))
+def test_a_killed_rank_changes_nothing(index: int, undisturbed: dict[int, float], tmp_path: Path) -> None:
+    killed = kill_run(tmp_path, SEED + index)
+    print(f"seed {SEED + index}: killed rank {killed.rank} at {killed.moment}")
+    assert sorted(killed.final) == sorted(undisturbed) == list(range(1, STEPS + 1))
+    assert killed.final == undisturbed  # the same plan: bit for bit

@@ -1,0 +1,115 @@
+"""The program stopped and started again, as users do it: other plan, other number of ranks, same curve."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_megatron.cli.pretrain import main
+from tests.test_end_to_end import ASYMMETRIC, ENVIRONMENT, LENGTH, MODEL_AND_DATA, PACKING, RATES, ROOT, SINGLE, command
+from tests.test_parity import LLAMA
+
+
+def run(directory: Path, plan: str, ranks: int, *more: str, code: int = 0) -> tuple[str, str]:
+    """(stdout, stderr) of a training run that saves to ``directory``/run."""
+    directory.mkdir(exist_ok=True)
+    (directory / "plan.yaml").write_text(plan)
+    words = ["--plan", str(directory / "plan.yaml"), "--save", str(directory / "run")]
+    words += ["--load", str(directory / "run"), *MODEL_AND_DATA, *LENGTH, *RATES, *more]
+    if ranks == 1:  # in this process: starting torch anew takes longer than the run
+        return inside(words, code)
+    done = subprocess.run(
+        [*command(ranks), *words], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+def inside(words: list[str], code: int = 0) -> tuple[str, str]:
+    """(stdout, stderr) of the program with these words, alone, in this process."""
+    before, out, err = signal.getsignal(signal.SIGTERM), io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            returned = main(words, {})
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert returned == code, out.getvalue() + err.getvalue()
+    return out.getvalue(), err.getvalue()
+
+
+def metrics(directory: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+@pytest.mark.parametrize("kind", ["packed", "streaming"])
+def test_four_ranks_stop_and_one_goes_on(kind: str, tmp_path: Path) -> None:
+    """Ramp-up, cosine decay and evaluation in the middle; --exit-interval saves."""
+    more = PACKING if kind == "packed" else ["--dataloader-type", "streaming", "--split", "1", "--eval-iters", "0"]
+    run(tmp_path / "whole", SINGLE, 1, *more)
+    out, _ = run(tmp_path / "parts", ASYMMETRIC, 4, *more, "--exit-interval", "2")
+    assert "stopped at step 2" in out and "saving checkpoint of step 2" in out
+    out, _ = run(tmp_path / "parts", SINGLE, 1, *more, "--save-interval", "1", "--keep-checkpoints", "2")
+    assert "step 2, 4 samples" in out and "another plan" in out
+    whole, parts = metrics(tmp_path / "whole"), metrics(tmp_path / "parts")
+    assert [r["step"] for r in parts] == [1, 2, 3, 4]
+    for a, b in zip(whole, parts, strict=True):
+        assert (a["consumed_samples"], a["lr"], a["tokens"]) == (b["consumed_samples"], b["lr"], b["tokens"])
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-10)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-10)
+    saved = sorted(p.name for p in (tmp_path / "parts" / "run").iterdir())
+    assert saved == ["iter_0000003", "iter_0000004", "latest", "metrics.jsonl"]
+
+
+def test_flags_decide_what_is_read(tmp_path: Path) -> None:
+    run(tmp_path, SINGLE, 1, "--exit-interval", "2")
+    _, err = run(tmp_path, SINGLE, 1, "--lr", "5e-4", code=2)
+    assert "peak 0.001 (here 0.0005)" in err and "--override-opt_param-scheduler" in err
+    _, err = run(tmp_path, SINGLE, 1, "--ckpt-step", "1", code=2)
+    assert "--ckpt-step = 1" in err and "Accepted: 2" in err
+    _, err = run(tmp_path, SINGLE, 1, "--optimizer", "sgd", code=2)
+    assert "the checkpoint's optimizer is adam" in err
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 6, "vocab_size": 300}))
+    _, err = run(tmp_path, SINGLE, 1, "--model", str(tmp_path / "config.json"), code=2)
+    assert "checkpoint of another model" in err and "hidden_size 128 (here 24)" in err
+    out, _ = run(tmp_path, SINGLE, 1, "--finetune", "--save-interval", "0")
+    assert "training starts at step 0" in out
+    assert [r["step"] for r in metrics(tmp_path)] == [1, 2, 3, 4]
+    out, _ = run(tmp_path, SINGLE, 1, "--lr", "5e-4", "--override-opt_param-scheduler", "--no-load-optim")
+    assert "without its optimizer state" in out
+
+
+def test_nothing_to_load(tmp_path: Path) -> None:
+    _, err = run(tmp_path, SINGLE, 1, "--exit-on-missing-checkpoint", code=2)
+    assert "holds no checkpoint" in err
+    out, _ = run(tmp_path, SINGLE, 1, "--exit-interval", "1")
+    assert "holds no checkpoint: training starts at step 0" in out
+
+
+def test_sigterm_saves_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text(SINGLE)
+    words = [*command(1), "--plan", str(tmp_path / "plan.yaml"), "--save", str(tmp_path / "run"), "--model", "tiny"]
+    words += ["--mock-data", "--train-iters", "100000", "--lr", "1e-3", "--load", str(tmp_path / "run")]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(words, cwd=ROOT, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True)
+    file = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (file.exists() and file.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    found = re.search(r"saving checkpoint of step (\d+)", out)
+    assert found and f"stopped at step {found[1]}: received SIGTERM" in out
+    done = subprocess.run([*words, "--exit-interval", "1"], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f": step {found[1]}, " in done.stdout

@@ -1,0 +1,153 @@
+"""The launcher: a lost node, a frozen rank, a refusal; the loss curve goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_megatron.cli.main import main
+from hetero_megatron.cluster import cluster_from_dict
+from hetero_megatron.training.supervise import Round, Seat, without_nodes
+from tests.faults import children
+from tests.test_end_to_end import ENVIRONMENT, ROOT
+from tests.test_resume import inside
+
+CLUSTER = """
+version: 1
+nodes:
+  - {name: fast, chip: big}
+  - {name: slow, count: 2, chip: small}
+chips:
+  big:   {memory: 2 GiB}
+  small: {memory: 1 GiB}
+links:
+  inter_node: {bandwidth: 50 MB/s, latency: 100 us}
+  pairs: [{between: [fast, slow], bandwidth: 25 MB/s}]
+"""
+THREE = """
+version: 1
+seq_length: 48
+global_batch_size: 4
+pipelines:
+  - micro_batch_size: 1
+    num_micro_batches: 4
+    stages: [{ranks: 0, layers: [0, 4], chip: big}, {ranks: [1, 2], layers: [4, 6], tp: 2, chip: small}]
+"""
+TWO = """
+version: 1
+seq_length: 48
+global_batch_size: 4
+pipelines:
+  - {micro_batch_size: 1, num_micro_batches: 3, stages: [{ranks: 0, layers: [0, 6], chip: big}]}
+  - {micro_batch_size: 1, num_micro_batches: 1, stages: [{ranks: 1, layers: [0, 6], chip: small}]}
+"""
+SINGLE = """
+version: 1
+seq_length: 48
+global_batch_size: 4
+pipelines: [{micro_batch_size: 4, num_micro_batches: 1, stages: [{ranks: 0, layers: [0, 6]}]}]
+"""
+STEPS = 16
+TRAIN = ["--model", "tiny", "--mock-data", "--fp64", "--train-iters", str(STEPS), "--lr", "1e-3"]
+TRAIN += ["--distributed-timeout-minutes", "0.1", "--save-interval", "2"]
+
+
+def test_nodes_are_dropped_and_the_others_keep_their_names() -> None:
+    import yaml
+
+    left = cluster_from_dict(without_nodes(yaml.safe_load(CLUSTER), {"slow-0"}))
+    assert [r.node for r in left.ranks] == ["fast", "slow-1"]
+    link = left.link(0, 1)
+    assert link is not None and link.bandwidth == 25e6
+    left = cluster_from_dict(without_nodes(yaml.safe_load(CLUSTER), {"fast"}))
+    assert [r.node for r in left.ranks] == ["slow-0", "slow-1"]
+
+
+def test_what_counts_as_lost() -> None:
+    seats = [Seat("a", 0), Seat("a", 1), Seat("b", 0), Seat("c", 0)]
+    assert Round({0: 3, 1: 3, 2: -9, 3: 3}).lost(seats) == {"b"}
+    assert Round({0: 3, 1: 3, 2: 3}, {3}).lost(seats) == {"c"}
+    assert Round({0: 3, 1: 1, 2: 3, 3: 3}).lost(seats) == set()  # a crash: the node is still there
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    path = tmp_path_factory.mktemp("undisturbed")
+    (path / "plan.yaml").write_text(SINGLE)
+    inside(["--plan", str(path / "plan.yaml"), "--save", str(path / "run"), *TRAIN])
+    return losses(path)
+
+
+def losses(path: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (path / "run" / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+@pytest.mark.parametrize(
+    ("how", "victim", "policy"),
+    [
+        (signal.SIGKILL, 1, "replan"),
+        pytest.param(signal.SIGSTOP, 2, "replan", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, 0, "restart", marks=pytest.mark.slow),
+    ],
+)
+def test_a_lost_node(
+    how: signal.Signals, victim: int, policy: str, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    for name, text in (("cluster", CLUSTER), ("three", THREE), ("two", TWO)):
+        (tmp_path / f"{name}.yaml").write_text(text)
+    words = [".venv/bin/python", "-m", "hetero_megatron.cli.main", "run", "--plan", str(tmp_path / "three.yaml")]
+    words += ["--cluster", str(tmp_path / "cluster.yaml"), "--on-failure", policy, "--grace", "15"]
+    words += ["--fallback-plan", str(tmp_path / "two.yaml"), "--"]
+    words += ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run"), *TRAIN]
+    pipe = subprocess.PIPE
+    job = subprocess.Popen(words, cwd=ROOT, env=ENVIRONMENT, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "run" / "latest").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        ranks = children(job.pid)
+        assert len(ranks) == 3, job.communicate(timeout=5)
+        os.kill(ranks[victim], how)
+        output = job.communicate(timeout=180)[0]
+        assert job.returncode == 0, output
+        assert "loaded" in output and f"done: {STEPS} steps" in output
+        if policy == "replan":
+            name = {1: "slow-0", 2: "slow-1"}[victim]
+            assert f"without {name}, 2 ranks left, plan {tmp_path / 'two.yaml'}" in output, output
+        seen = losses(tmp_path)
+        assert sorted(seen) == sorted(undisturbed)
+        for step, loss in undisturbed.items():
+            assert seen[step] == pytest.approx(loss, rel=1e-10)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    finally:
+        for pid in [*children(job.pid), job.pid]:
+            if job.poll() is None:
+                os.kill(pid, signal.SIGKILL)
+        job.wait()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--plan", "p"], "-- and then the flags"),
+        (["--plan", "three.yaml", "--on-failure", "pray", "--"], "stop, restart, replan"),
+        (["--plan", "three.yaml", "--on-failure", "replan", "--"], "--fallback-plan: missing"),
+        (["--plan", "three.yaml", "--fallback-plan", "other.yaml", "--", *TRAIN], "loss curve would change"),
+        (["--plan", "three.yaml", "--", *TRAIN], "--save and --load"),
+        (["--plan", "three.yaml", "--grace", "x", "--", "--save", "r", "--load", "r", *TRAIN], "--grace = x"),
+    ],
+)
+def test_refusals(words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    (tmp_path / "three.yaml").write_text(THREE.replace(", chip: big", "").replace(", chip: small", ""))
+    (tmp_path / "other.yaml").write_text(SINGLE.replace("batch_size: 4", "batch_size: 2"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", *words]) == 2
+    assert says in capsys.readouterr().err
