@@ -256,8 +256,9 @@ def test_check_prints_one_json_object_and_writes_the_profile(
     assert report["ok"] and {f["kernel"] for f in report["findings"]} == {"gemm:aten"}
     rates = json.loads(profile.read_text())["rates"]["chips"]["A100"]["fp32"]
     assert len(rates["gemm"]) == 3 and all(row[3] > 0 for row in rates["gemm"])
+    measured = json.dumps({"chips": {"A100-80-SXM": {"fp32": rates}}})
     text = "nodes: [{name: n, count: 1, chip: A100-80-SXM, chips_per_node: 1}]\n"
-    text += f"links: {{intra_node: {{bandwidth: 1 GB/s, latency: 1 us}}}}\nrates: {json.dumps({'chips': {'A100-80-SXM': {'fp32': rates}}})}\n"
+    text += "links: {intra_node: {bandwidth: 1 GB/s, latency: 1 us}}\n" + f"rates: {measured}\n"
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text(text)
     read = load_rates(load_cluster(cluster), "fp32").chips["A100-80-SXM"]

@@ -23,6 +23,9 @@ NAME = "hetero_NAME.plugin"
 
 [tool.setuptools]
 packages = ["hetero_NAME"]
+
+[tool.ruff]
+line-length = 120
 """
 
 README = """# hetero-NAME
