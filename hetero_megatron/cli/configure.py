@@ -81,8 +81,8 @@ def _data(args: Arguments) -> DataConfig | None:
 def _cluster(args: Arguments) -> Cluster | None:
     if args["cluster"] is None:
         return None
-    if args["plan"] is None:
-        raise flag_error("cluster", args["cluster"], "it needs a plan; the planner is not built yet", "--plan FILE")
+    if args["plan"] is None and not args["auto_plan"]:
+        raise flag_error("cluster", args["cluster"], "it needs a plan", "--plan FILE or --auto-plan beside it")
     return load_cluster(args["cluster"])
 
 

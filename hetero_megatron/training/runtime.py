@@ -18,8 +18,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, cut
 from hetero_megatron.model import GPTStage
 from hetero_megatron.ops import KernelPlan, default_kernels
-from hetero_megatron.ops.block_attention import TileKernel
-from hetero_megatron.ops.tile_kernels import OperatorKernel
+from hetero_megatron.ops.tile_kernels import tile_kernel
 from hetero_megatron.parallel.compile import apply_compile
 from hetero_megatron.parallel.context import apply_context_parallel
 from hetero_megatron.parallel.gradients import GradientSync
@@ -143,21 +142,10 @@ class Runtime:
         apply_tensor_parallel(model, self.tp_group, shards, self.share.vocab)
         for context in stage_contexts(spec, stage, self.plan.seq_length):
             if self.comm.rank in context.ranks:
-                apply_context_parallel(model, context, self.comm, spec.sliding_window, self._tile_kernel())
+                kernel = tile_kernel(self.comm.device, self.kernels.choices["attention"].kernel)
+                apply_context_parallel(model, context, self.comm, spec.sliding_window, kernel)
         apply_recompute(model, stage.recompute)
         return model, boxes
-
-    def _tile_kernel(self) -> TileKernel | None:
-        """The kernel plan's attention for context groups; None: aten's, which does tiles by itself."""
-        kernel = self.kernels.choices["attention"].kernel
-        if kernel.provider == "aten":
-            return None
-        if kernel.private or kernel.backward is None:
-            raise UserError(
-                "it keeps state of its own, and a ring of context groups needs out and lse",
-                field="kernels.attention", value=kernel.provider, accepted="aten, triton or reference",
-            )  # fmt: skip
-        return OperatorKernel(kernel.forward, kernel.backward)
 
     def _build_executor(self) -> PipelineExecutor:
         p, s = self.place.pipeline, self.place.stage
