@@ -26,6 +26,7 @@ packages = ["hetero_NAME"]
 
 [tool.ruff]
 line-length = 120
+lint.select = ["E", "F", "W"]
 """
 
 README = """# hetero-NAME
