@@ -24,7 +24,7 @@ def run(command: list[str], folder: Path) -> str:
 
 
 def test_new_install_check(tmp_path: Path) -> None:
-    run([sys.executable, "-m", "venv", str(tmp_path / "env")], tmp_path)
+    run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], tmp_path)
     python = str(tmp_path / "env" / "bin" / "python")
     inner = Path(run([python, "-c", "import site; print(site.getsitepackages()[0])"], tmp_path).strip())
     paths = [*site.getsitepackages(), str(ROOT), str(ROOT / "kernels"), str(ROOT / "plugins")]
