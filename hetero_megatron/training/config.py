@@ -108,6 +108,16 @@ class AlignmentConfig:
 
 
 @dataclass(frozen=True)
+class FailureConfig:
+    """What is watched for: ``check_spikes`` of the loss; ``rerun``: a step that is right the second time counts;
+    ``stragglers``: ranks that fall behind are named."""
+
+    check_spikes: bool = False
+    rerun: bool = False
+    stragglers: bool = False
+
+
+@dataclass(frozen=True)
 class DistributedConfig:
     """``backend``: of torch.distributed (None: the device's own); ``timeout_minutes``: how long a rank waits."""
 
@@ -162,6 +172,7 @@ class RunConfig:
     evaluation: EvaluationConfig = EvaluationConfig()
     exit: ExitConfig = ExitConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    failure: FailureConfig = FailureConfig()
     logging: LoggingConfig = LoggingConfig()
     distributed: DistributedConfig = DistributedConfig()
     check_nan: bool = True
