@@ -13,8 +13,8 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.data.batch import Batch, BatchOptions, make_batch
 from hetero_megatron.data.sample import Sample
 from hetero_megatron.layout import Box
-from hetero_megatron.parallel.buckets import make_buckets, plan_groups
 from hetero_megatron.plan import Plan, plan_from_dict
+from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.training.runtime import Runtime
 from tests.hf_reference import hf_grads, hf_loss_sum, hf_to_logical, make_hf
@@ -40,9 +40,10 @@ class Case:
     lr: float = 1e-2
     weight_decay: float = 0.1
     clip_grad: float = 1.0
+    chunked_loss: bool = False
 
     def describe(self) -> str:
-        kind = f"seed {self.seed}, {self.dtype}, {self.optimizer}, packed={self.packed}"
+        kind = f"seed {self.seed}, {self.dtype}, {self.optimizer}, packed={self.packed}, chunked={self.chunked_loss}"
         return f"{kind}, model={self.model}, plan={self.plan}"
 
 
@@ -59,6 +60,7 @@ def random_case(seed: int, dtype: str = "fp64") -> Case:
         packed=rng.random() < 0.4,
         masked=rng.random() < 0.3,
         clip_grad=rng.choice([0.0, 1.0, 0.05]),
+        chunked_loss=rng.random() < 0.3,
         # AdamW turns a gradient that is rounding noise into a full step, so fp32 weights differ by a share of lr.
         lr=1e-2 if dtype == "fp64" else 1e-3,
     )  # fmt: skip
@@ -141,7 +143,8 @@ def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[
     def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
         return torch.from_numpy(initial[tensor.name][box.slices()])
 
-    runtime = Runtime(plan, spec, comm, DTYPES[case.dtype], initialize, build_optimizer(case))
+    options = {"logits_bytes": 4000} if case.chunked_loss else {}
+    runtime = Runtime(plan, spec, comm, DTYPES[case.dtype], initialize, build_optimizer(case), **options)
     runtime.check_agreement()
     data = RandomSamples(case, spec.vocab_size)
     assert runtime.optimizer is not None

@@ -13,15 +13,54 @@ def composition(rng: random.Random, total: int, parts: int, least: int = 0) -> l
     return [b - a + least for a, b in zip([0, *cuts], [*cuts, free], strict=True)]
 
 
-def random_stage(rng: random.Random, ranks: list[int], layers: tuple[int, int], mbs: int, heads: int) -> dict[str, Any]:
+def random_context(rng: random.Random, ranks: list[int], seq_length: int, heads: int) -> dict[str, Any]:
+    """Context groups over two ranks or more: keys ``context``, ``order``, ``kv`` and, with TP members, ``tp_split``."""
+    tp = rng.choice([t for t in (1, 1, 2, 3) if len(ranks) % t == 0 and len(ranks) > t])
+    sizes = [tp] * (len(ranks) // tp)
+    if len(ranks) > 2 and rng.random() < 0.2:
+        sizes = composition(rng, len(ranks), rng.randint(2, len(ranks) - 1), least=1)
+    tp, members = max(sizes), [ranks[sum(sizes[:i]) :][:size] for i, size in enumerate(sizes)]
+    groups = composition(rng, len(members), rng.randint(1, min(4, len(members))), least=1)
+    # Members may own no token, but a TP group needs one per rank for sequence parallelism.
+    while True:
+        tokens = composition(rng, seq_length, len(members))
+        if all(size == 1 or count >= size for size, count in zip(sizes, tokens, strict=True)):
+            break
+    stage: dict[str, Any] = {"context": [], "order": rng.choice(["zigzag", "zigzag", "contiguous"])}
+    start = 0
+    for size in groups:
+        mine = members[start : start + size]
+        stage["context"].append(
+            {
+                "ranks": mine if tp > 1 else [m[0] for m in mine],
+                "tokens": tokens[start : start + size],
+                "heads": composition(rng, heads, size),
+            }
+        )
+        start += size
+    if tp > 1 and rng.random() < 0.5:
+        splits = [[rng.randint(1, 3) for _ in m] for m in members]
+        stage["tp_split"] = splits[0] if len(set(sizes)) == 1 else splits
+    if rng.random() < 0.7:
+        transport = rng.choice(["ring", "ring", "ring", "gather"])
+        stage["kv"] = {"transport": transport, "block": rng.choice([0, 0, 1, 3, 8, 20])}
+    return stage
+
+
+def random_stage(
+    rng: random.Random, ranks: list[int], layers: tuple[int, int], mbs: int, heads: int, seq_length: int
+) -> dict[str, Any]:
     size = len(ranks)
-    options = [tp for tp in range(1, min(size, 4) + 1) if size % tp == 0 and size // tp <= mbs]
-    tp = rng.choice(options)
-    stage: dict[str, Any] = {"ranks": ranks, "layers": list(layers), "tp": tp}
-    if tp > 1 and rng.random() < 0.6:
-        stage["tp_split"] = [rng.randint(1, 4) for _ in range(tp)]
-    if size // tp > 1:
-        stage["dp_split"] = composition(rng, mbs, size // tp, least=1)
+    stage: dict[str, Any] = {"ranks": ranks, "layers": list(layers)}
+    if size > 1 and rng.random() < 0.35:
+        stage |= random_context(rng, ranks, seq_length, heads)
+    else:
+        tp = rng.choice([tp for tp in range(1, min(size, 4) + 1) if size % tp == 0 and size // tp <= mbs])
+        stage["tp"] = tp
+        if tp > 1 and rng.random() < 0.6:
+            stage["tp_split"] = [rng.randint(1, 4) for _ in range(tp)]
+        if size // tp > 1:
+            stage["dp_split"] = composition(rng, mbs, size // tp, least=1)
     recompute = rng.choice(["none", "none", "selective", "full", "first"])
     if recompute == "first":
         stage["recompute"] = {"first": rng.randint(0, layers[1] - layers[0])}
@@ -32,7 +71,9 @@ def random_stage(rng: random.Random, ranks: list[int], layers: tuple[int, int], 
     return stage
 
 
-def random_pipeline(rng: random.Random, ranks: list[int], num_layers: int, heads: int) -> dict[str, Any]:
+def random_pipeline(
+    rng: random.Random, ranks: list[int], num_layers: int, heads: int, seq_length: int
+) -> dict[str, Any]:
     mbs = rng.randint(1, 3)
     while True:
         stages = rng.randint(1, min(len(ranks), num_layers + 2))
@@ -44,7 +85,7 @@ def random_pipeline(rng: random.Random, ranks: list[int], num_layers: int, heads
     layers = [n + (0 < i < stages - 1) for i, n in enumerate(composition(rng, num_layers - middle, stages))]
     out, rank, layer = [], 0, 0
     for size, count in zip(sizes, layers, strict=True):
-        out.append(random_stage(rng, ranks[rank : rank + size], (layer, layer + count), mbs, heads))
+        out.append(random_stage(rng, ranks[rank : rank + size], (layer, layer + count), mbs, heads, seq_length))
         rank, layer = rank + size, layer + count
     return {"micro_batch_size": mbs, "num_micro_batches": rng.randint(1, 4), "stages": out}
 
@@ -55,7 +96,7 @@ def random_plan(rng: random.Random, num_layers: int, heads: int, seq_length: int
     order = list(range(ranks))
     start = 0
     for size in composition(rng, ranks, rng.randint(1, min(3, ranks)), least=1):
-        pipelines.append(random_pipeline(rng, order[start : start + size], num_layers, heads))
+        pipelines.append(random_pipeline(rng, order[start : start + size], num_layers, heads, seq_length))
         start += size
     batch = sum(p["micro_batch_size"] * p["num_micro_batches"] for p in pipelines)
     return {

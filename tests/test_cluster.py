@@ -51,6 +51,14 @@ def test_cluster_file(tmp_path: Path) -> None:
         cluster.find("fast-2", 0)
 
 
+def test_emulated_links() -> None:
+    nodes = [{"name": "n", "chip": "T4", "count": 2}, {"name": "n-2", "chip": "L4"}]  # n-2 is no node of the group n
+    links = {"inter_node": {"bandwidth": "1 GB/s", "latency": "5 us", "emulate": {"latency": "2 ms"}}}
+    link = cluster_from_dict({"nodes": nodes, "links": links}).link(0, 1)
+    assert link is not None and link.emulated is None
+    assert (link.latency, link.emulated_latency) == (pytest.approx(5e-6), pytest.approx(2e-3))
+
+
 def test_plan_on_a_cluster_leaves_ranks_idle() -> None:
     cluster = cluster_from_dict(yaml.safe_load(CLUSTER))
     spec = small_spec()

@@ -44,11 +44,24 @@ BAD = [
     (f"{TINY} --fp8-format hybrid", "--fp8-format", "Accepted: --bf16"),
     (f"{TINY} --num-experts 8", "--num-experts", "mixture-of-experts"),
     (f"{TINY} --hidden-dropout 0.1", "--hidden-dropout", "not built yet. Accepted: 0.0"),
-    (f"{TINY} --context-parallel-size 2", "--context-parallel-size", "context parallelism"),
+    (f"{TINY} --context-parallel-size 2", "--tensor-model-parallel-size", "not a multiple of 1 x 2 x 1"),
+    (f"{TINY} --context-parallel-size 2 --cp-comm-type ring", "--cp-comm-type", "p2p, a2a, a2a+p2p, allgather"),
+    (f"{TINY} --context-parallel-size 2 --cp-comm-type a2a p2p", "--cp-comm-type", "one type for all layers"),
+    (f"{TINY} --context-parallel-size 4 --cp-comm-type a2a+p2p", "--hierarchical-context-parallel-sizes", "needs it"),
+    (
+        f"{TINY} --context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 3",
+        "--hierarchical-context-parallel-sizes",
+        "product is 4",
+    ),
+    (
+        f"{TINY} --context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2",
+        "--hierarchical-context-parallel-sizes",
+        "a2a+p2p",
+    ),
     (f"{TINY} --expert-model-parallel-size 2", "--expert-model-parallel-size", "expert parallelism"),
     (f"{TINY} --num-layers-per-virtual-pipeline-stage 2", "--num-layers-per-virtual-pipeline-stage", "virtual"),
-    (f"{TINY} --auto-plan", "--auto-plan", "planner is not built yet"),
-    (f"{TINY} --cluster c.yaml", "--cluster", "planner is not built yet"),
+    (f"{TINY} --auto-plan", "--auto-plan", "needs the cluster"),
+    (f"{TINY} --cluster c.yaml", "--cluster", "it needs a plan"),
     (f"{TINY} --use-checkpoint-args", "--use-checkpoint-args", "flags are not read from checkpoints"),
     (f"{TINY} --save x --save-interval -1", "--save-interval", "too small"),
     (f"{TINY} --recompute-modules mlp", "--recompute-modules", "core_attn"),
@@ -263,8 +276,8 @@ def test_script_and_help() -> None:
 def test_sub_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert hetero_megatron(["--help"]) == 0
     assert "doctor" in capsys.readouterr().out
-    assert hetero_megatron(["plan"]) == 2
-    assert "command = plan: not built yet" in capsys.readouterr().err
+    assert hetero_megatron(["convert"]) == 2
+    assert "command = convert: not built yet" in capsys.readouterr().err
     assert hetero_megatron(["docter"]) == 2
     assert "did you mean doctor?" in capsys.readouterr().err
     assert hetero_megatron(["doctor", "--jsn"]) == 2

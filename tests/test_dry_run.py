@@ -13,12 +13,12 @@ import torch
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.comm import Comm
 from hetero_megatron.model import initial_values
-from hetero_megatron.parallel.buckets import make_buckets, plan_groups
 from hetero_megatron.plan import dump_yaml, plan_from_dict
+from hetero_megatron.plan.buckets import make_buckets, plan_groups
+from hetero_megatron.planner.footprint import estimate_memory
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.config import OptimizerConfig, RunConfig
 from hetero_megatron.training.dry_run import run_rank
-from hetero_megatron.training.estimate import estimate_memory
 from hetero_megatron.training.loop import DTYPES, optimizer_factory
 from hetero_megatron.training.runtime import Runtime
 from tests.pool import shared_pool
@@ -28,6 +28,18 @@ SPELLED = plan(
     [
         pipe(2, 3, stage([0, 1], [0, 4], tp=2, tp_split=[3, 1], recompute={"first": 1}), stage([2], [4, 6])),
         pipe(2, 1, stage([3, 4], [0, 6], tp=1, dp_split=[1, 1], optimizer={"share": 3})),
+        pipe(
+            2,
+            1,
+            stage(
+                [5, 6, 7],
+                [0, 6],
+                context=[
+                    {"ranks": [5, 6], "tokens": [20, 12], "heads": [5, 3]},
+                    {"ranks": [7], "tokens": [16], "heads": [8]},
+                ],
+            ),
+        ),
     ],
     seq_length=48,
 )
@@ -37,7 +49,7 @@ def config(dtype: str, directory: Path) -> RunConfig:
     path = directory / "plan.yaml"
     path.write_text(dump_yaml(plan_from_dict(SPELLED, load_model("tiny"))))
     flags = {"fp32": [], "bf16": ["--bf16"]}[dtype]
-    return configure(["--plan", str(path), "--model", "tiny", "--dry-run", *flags], {"WORLD_SIZE": "5"})
+    return configure(["--plan", str(path), "--model", "tiny", "--dry-run", *flags], {"WORLD_SIZE": "8"})
 
 
 def real_step(comm: Comm, run: RunConfig) -> tuple[dict[int, int], int, int] | None:

@@ -325,9 +325,9 @@ def test_bad_words(name: str) -> None:
 
 
 def test_all_refusals_stand_in_one_message() -> None:
-    message = r"--use-checkpoint-args = given: .*\(also refused here: --num-experts, --context-parallel-size\)"
-    with pytest.raises(UserError, match=message):
-        config(f"{TINY} --use-checkpoint-args --num-experts 8 --context-parallel-size 2")
+    also = r"\(also refused here: --num-experts, --num-layers-per-virtual-pipeline-stage\)"
+    with pytest.raises(UserError, match=rf"--use-checkpoint-args = given: .*{also}"):
+        config(f"{TINY} --use-checkpoint-args --num-experts 8 --num-layers-per-virtual-pipeline-stage 2")
 
 
 # The script

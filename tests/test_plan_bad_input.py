@@ -73,7 +73,7 @@ def test_bad_cluster(path: Path) -> None:
 
 
 def test_there_are_enough_fixtures() -> None:
-    assert len(PLANS) >= 35 and len(CLUSTERS) >= 15
+    assert len(PLANS) >= 35 and len(CLUSTERS) >= 35
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,13 @@ def test_unreadable_files(tmp_path: Path) -> None:
 MEGATRON = {
     "ranks": ({"world_size": 6}, "--tensor-model-parallel-size", "6 ranks are not a multiple of 2 x 2"),
     "global batch": ({"global_batch_size": 7}, "--global-batch-size", "4 or 8"),
-    "context": ({"context_parallel_size": 2}, "--context-parallel-size", "context parallelism"),
+    "context": ({"context_parallel_size": 3}, "--tensor-model-parallel-size", "multiple of 2 x 3 x 2"),
+    "context type": ({"cp_comm_type": ["ring"]}, "--cp-comm-type", "p2p, a2a, a2a+p2p, allgather"),
+    "hierarchy": (
+        {"context_parallel_size": 2, "cp_comm_type": ["a2a+p2p"]},
+        "--hierarchical-context-parallel-sizes",
+        "needs it",
+    ),
     "expert": ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size", "expert parallelism"),
     "zero": ({"micro_batch_size": 0}, "--micro-batch-size", "too small"),
     "virtual": (
@@ -222,7 +228,11 @@ def test_bad_megatron_flags(name: str) -> None:
 
 FLAGSCALE = {
     "not fives": ({"hetero_process_meshes": [2, 1, 1, 1]}, "--hetero-process-meshes", "groups of five"),
-    "cp": ({"hetero_process_meshes": [1, 2, 1, 1, 2]}, "--hetero-process-meshes", "context parallelism 2"),
+    "cp and dp": (
+        {"hetero_process_meshes": [1, 1, 1, 1, 1, 1, 2, 1, 2, 1]},
+        "--hetero-process-meshes",
+        "mesh 1 has context parallelism and 2 data-parallel ranks",
+    ),
     "ep": ({"hetero_process_meshes": [1, 1, 2, 1, 2]}, "--hetero-process-meshes", "expert parallelism 2"),
     "dp": (
         {"hetero_process_meshes": [1, 1, 1, 2, 1, 1, 1, 1, 3, 1]},
@@ -275,4 +285,4 @@ def test_every_schedule_is_in_the_capabilities_table() -> None:
     from hetero_megatron.plan.capabilities import TABLE, supports
 
     assert all(f"schedule.{name}" in TABLE for name in SCHEDULES)
-    assert supports("schedule.1f1b") and not supports("context")
+    assert supports("schedule.1f1b") and supports("context") and not supports("layers.chunks")

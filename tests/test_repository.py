@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-NO_TORCH = ("errors", "layout", "cluster", "spec", "schedule", "plan", "planner")
+NO_TORCH = ("errors", "layout", "cluster", "spec", "schedule", "plan", "planner", "testbed")
 HEAVY = ("torch", "transformers", "datasets", "deepspeed", "triton")
 
 _spec = spec_from_file_location("lint_vendor_neutral", ROOT / "tools" / "lint_vendor_neutral.py")

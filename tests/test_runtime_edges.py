@@ -12,8 +12,8 @@ import torch
 from hetero_megatron.comm import Comm
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.layout import Box
-from hetero_megatron.parallel.buckets import make_buckets, plan_groups
 from hetero_megatron.plan import Plan, plan_from_dict
+from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.training.loss_scale import LossScale
 from hetero_megatron.training.runtime import Runtime

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -70,6 +71,9 @@ def test_presets_have_the_published_sizes_and_survive_hugging_face(name: str) ->
     spec = load_model(name)
     if name in PUBLISHED:
         assert parameter_count(spec) // 1000 == PUBLISHED[name]
+    elif size := re.search(r"-([0-9.]+)([mbt])$", name):  # of papers, which round
+        count = float(size[1]) * {"m": 1e6, "b": 1e9, "t": 1e12}[size[2]]
+        assert parameter_count(spec) == pytest.approx(count, rel=0.045)
     else:
         assert name == "tiny" and 1e6 < parameter_count(spec) < 3e6 and spec.vocab_size >= 257
     assert from_hf_config(json.loads(json.dumps(to_hf_config(spec))), name=spec.name) == spec

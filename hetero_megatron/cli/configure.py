@@ -14,6 +14,7 @@ from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.data import DataConfig
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan
+from hetero_megatron.plan.kernels import with_kernels
 from hetero_megatron.training.config import RunConfig
 
 _SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data")
@@ -38,6 +39,8 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
     spec = build_spec(args, data)
     cluster = _cluster(args)
     plan = build_plan(args, spec, environment, cluster, dtype)
+    if args["kernels"] is not None:
+        plan = with_kernels(plan, args["kernels"])
     return RunConfig(
         spec=spec,
         plan=plan,
@@ -56,6 +59,9 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
         distributed=distributed,
         check_nan=not args["no_check_for_nan_in_loss_and_grad"],
         deterministic=args["deterministic_mode"],
+        alignment=training.build_alignment(args),
+        platform=args["platform"],
+        compile=_compile(args),
         skip_train=args["skip_train"],
         load_hf=args["load_hf"],
         save_hf=args["save_hf"],
@@ -76,8 +82,8 @@ def _data(args: Arguments) -> DataConfig | None:
 def _cluster(args: Arguments) -> Cluster | None:
     if args["cluster"] is None:
         return None
-    if args["plan"] is None:
-        raise flag_error("cluster", args["cluster"], "it needs a plan; the planner is not built yet", "--plan FILE")
+    if args["plan"] is None and not args["auto_plan"]:
+        raise flag_error("cluster", args["cluster"], "it needs a plan", "--plan FILE or --auto-plan beside it")
     return load_cluster(args["cluster"])
 
 
@@ -88,6 +94,12 @@ def _as_rank(args: Arguments, plan: Plan) -> int | None:
     if rank is not None and rank not in plan.ranks:
         raise flag_error("as_rank", rank, "the plan has no such rank", f"0 to {plan.ranks[-1]}")
     return rank
+
+
+def _compile(args: Arguments) -> str | None:
+    if "compile_backend" in args.given and not args["compile"]:
+        raise flag_error("compile_backend", args["compile_backend"], "it needs --compile")
+    return str(args["compile_backend"]) if args["compile"] else None
 
 
 def _seed(args: Arguments) -> int:

@@ -37,7 +37,8 @@ def examine() -> list[Finding]:
         "tensorboard": ("--tensorboard-dir", False), "wandb": ("--wandb-project", False),
         "triton": ("kernels for accelerators", False), "deepspeed": ("offloaded optimizers", False),
     }  # fmt: skip
-    return [check() for check in checks] + [_package(n, use, needed) for n, (use, needed) in packages.items()]
+    found = [check() for check in checks] + _testbed()
+    return found + [_package(n, use, needed) for n, (use, needed) in packages.items()]
 
 
 def _python() -> Finding:
@@ -99,6 +100,37 @@ def _loopback() -> Finding:
     except OSError as error:
         return Finding("loopback network", BROKEN, str(error), "ip link set lo up")
     return Finding("loopback network", OK, "127.0.0.1")
+
+
+def _testbed() -> list[Finding]:
+    """What `hetero-megatron testbed` can do here; without any of it there are still soft chips and paced links."""
+    from hetero_megatron.testbed.machine import examine as examine_machine
+    from hetero_megatron.testbed.settings import SHARE
+
+    found = examine_machine()
+    need = {"namespaces": found.no_namespaces(), "quota": found.no_group("cpu"), "memory": found.no_group("memory")}
+    remedies = {
+        "not root": "run as root; without it: --chips clock or soft, --links paced",
+        "installed": "apt-get install iproute2",
+        "kernel": "a kernel with veth, bridge, sch_htb and cls_u32 (modprobe), or --links paced",
+        "container": "start the container with --privileged, or --links paced",
+        "cgroup": "mount cgroups (v1 or v2) writable, or --chips clock",
+    }
+    lines = []
+    for what, why in need.items():
+        remedy = next((text for word, text in remedies.items() if word in why), "--links paced") if why else ""
+        version = found.cgroups.get("cpu" if what == "quota" else what)
+        here = "possible" + (f" (cgroups v{version})" if version else "")
+        lines.append(Finding(f"testbed {what}", OPTIONAL if why else OK, why or here, remedy))
+    if found.lacks is None:
+        lines.append(Finding("testbed kernel", OPTIONAL, "not tried", "needs root, ip and tc"))
+    else:
+        missing = f"lacks {', '.join(found.lacks)}" if found.lacks else "veth, bridge, tbf, htb, u32"
+        lines.append(Finding("testbed kernel", OPTIONAL if found.lacks else OK, missing))
+    cores = len(found.cores)
+    few = "" if cores > 1 else "two cores or more: ranks that share one disturb each other"
+    speed = f"{cores} cores: emulated chips may be as fast as {SHARE * cores:g} cores together"
+    return [*lines, Finding("testbed cores", OPTIONAL if few else OK, speed, few)]
 
 
 def _package(name: str, use: str, needed: bool) -> Finding:

@@ -5,41 +5,22 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
 from hetero_megatron.errors import UserError
 
-_NOT_BUILT = {
-    "plan": "search for the best plan",
-    "predict": "simulate one plan",
-    "calibrate": "measure chips and links",
-    "testbed": "emulate a cluster on this machine",
-    "plugins": "list and check platforms",
-    "report": "a page about a run",
+# Each is a module of this package with a function main(arguments) -> exit code, imported when it is called.
+_COMMANDS = {
+    "calibrate": "measure the chips and links of a cluster, and write the rates into its file",
+    "convert": "Hugging Face checkpoint <-> native checkpoint",
+    "doctor": "what this machine has, what is missing, how to mend it",
+    "plan": "search for the best plan of a model on a cluster",
+    "plugins": "platforms and kernels: list, scaffold, conformance kit",
+    "predict": "simulate one plan: step time, memory, timeline",
+    "testbed": "run a command on a heterogeneous cluster that is emulated on this machine",
 }
-
-
-def _doctor(argv: Sequence[str]) -> int:
-    from hetero_megatron.cli.doctor import main as doctor
-
-    return doctor(argv)
-
-
-def _convert(argv: Sequence[str]) -> int:
-    from hetero_megatron.cli.convert import main as convert
-
-    return convert(argv)
-
-
-def _run(argv: Sequence[str]) -> int:
-    from hetero_megatron.cli.run import main as run
-
-    return run(argv)
-
-
-_COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "doctor": (_doctor, "what this machine has, what is missing, how to mend it"),
-    "convert": (_convert, "Hugging Face directory <-> native checkpoint"),
-    "run": (_run, "start the ranks of a plan here, and go on when some fail"),
+_NOT_BUILT = {
+    "report": "a page about a run",
 }
 
 
@@ -54,11 +35,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if type(error).__name__ != "CommError":  # by name: importing it would import torch
+            raise
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 3
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
     if name in _COMMANDS:
-        return _COMMANDS[name][0]
+        command: Callable[[Sequence[str]], int] = import_module(f"hetero_megatron.cli.{name}").main
+        return command
     if name in _NOT_BUILT:
         raise UserError("not built yet", field="command", value=name, accepted=", ".join(_COMMANDS))
     near = difflib.get_close_matches(name, [*_COMMANDS, *_NOT_BUILT], n=1)
@@ -68,7 +55,7 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
 
 def _usage() -> str:
     lines = ["usage: hetero-megatron COMMAND ...", ""]
-    lines += [f"  {name:<10} {text}" for name, (_, text) in _COMMANDS.items()]
+    lines += [f"  {name:<10} {text}" for name, text in _COMMANDS.items()]
     lines += ["", "not built yet: " + ", ".join(_NOT_BUILT), "training: python pretrain_gpt.py --help"]
     return "\n".join(lines)
 

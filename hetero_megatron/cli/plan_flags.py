@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,8 +13,9 @@ from hetero_megatron.plan import FlagScaleParallel, MegatronParallel, Plan, from
 from hetero_megatron.spec import ModelSpec
 
 _UNIFORM = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-    "expert_model_parallel_size", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "cp_comm_type",
+    "hierarchical_context_parallel_sizes", "expert_model_parallel_size",
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank", "recompute_granularity",
     "recompute_method", "recompute_num_layers", "recompute_activations", "use_tp_pp_dp_mapping", "schedule",
@@ -30,6 +32,7 @@ _WITH_MESHES = (
     "pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "use_tp_pp_dp_mapping",
     "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations",
+    "hierarchical_context_parallel_sizes",
 )  # fmt: skip
 
 MAX_RANKS = 1 << 16
@@ -51,6 +54,8 @@ def build_plan(
     Raises:
         UserError: contradictory flags, a plan that breaks a law, or one for another number of ranks.
     """
+    if args["auto_plan"]:
+        return _searched(args, spec, environment, cluster, dtype)
     if args["plan"] is not None:
         return _from_file(args, spec, environment, cluster, dtype)
     for key in ("seq_length", "micro_batch_size"):
@@ -87,6 +92,36 @@ def _from_file(
     return plan
 
 
+def _searched(
+    args: Arguments, spec: ModelSpec, environment: Mapping[str, str], cluster: Cluster | None, dtype: str | None
+) -> Plan:
+    """--auto-plan: every rank searches by itself and finds the same plan, because the search has no randomness."""
+    from hetero_megatron.planner.search import SearchOptions, search
+    from hetero_megatron.planner.space import Space
+
+    for key in (*_UNIFORM, *_MESHES, "plan"):
+        if key in args.given:
+            raise flag_error(key, args[key], "--auto-plan decides this", "one of the two")
+    if cluster is None:
+        raise flag_error("auto_plan", True, "it needs the cluster to plan for", "--cluster FILE beside it")
+    for key in ("seq_length", "global_batch_size"):
+        if args[key] is None:
+            raise flag_error(key, None, "missing beside --auto-plan", "an integer >= 1")
+    sizes = (args["micro_batch_size"],) if "micro_batch_size" in args.given else None
+    options = SearchOptions(dtype=dtype or "fp32", space=Space(micro_batch_sizes=sizes))
+    found = search(spec, cluster, args["seq_length"], args["global_batch_size"], options).best
+    if found.cluster is not cluster:
+        problem = f"the best plan leaves {len(found.idle)} chips idle that are not the last ones"
+        remedy = "`hetero-megatron plan --out FILE`, then start only the chips of FILE.cluster.yaml with --plan FILE"
+        raise flag_error("auto_plan", True, problem, remedy)
+    _ranks(args, environment, found.plan.world_size)
+    args.notices.append(
+        f"plan {found.plan.fingerprint()} searched: {found.step_seconds:.4g} s per step predicted, "
+        f"{found.prediction.tokens_per_second:,.0f} tokens/s"
+    )
+    return found.plan
+
+
 def _from_meshes(args: Arguments, spec: ModelSpec, environment: Mapping[str, str]) -> Plan:
     for key in _WITH_MESHES:
         if key in args.given:
@@ -106,11 +141,16 @@ def _from_meshes(args: Arguments, spec: ModelSpec, environment: Mapping[str, str
             global_batch_size=args["global_batch_size"],
             world_size=_ranks(args, environment, total) if total > 0 and len(numbers) % 5 == 0 else None,
             schedule=args["schedule"],
+            cp_comm_type=args["cp_comm_type"] or ("p2p",),
             **{key: args[key] for key in _LISTS},
         ),
         spec,
     )
     # FlagScale's launch lines repeat the sizes of Megatron's flags; what they say must agree with the meshes.
+    contexts = sorted(set(numbers[1::5]))
+    if args.has("context_parallel_size") and args["context_parallel_size"] not in contexts:
+        accepted = " or ".join(map(str, contexts)) + ", or leave the flag out"
+        raise flag_error("context_parallel_size", args["context_parallel_size"], "no mesh has it", accepted)
     stages, degrees = len(plan.pipelines[0].stages), sorted(set(numbers[::5]))
     if args.has("tensor_model_parallel_size") and args["tensor_model_parallel_size"] not in degrees:
         value = args["tensor_model_parallel_size"]
@@ -152,11 +192,13 @@ def _ranks(args: Arguments, environment: Mapping[str, str], needed: int) -> int:
         if args["dry_run"] and needed:
             return needed
         if args["dry_run"] and "WORLD_SIZE" not in environment:
-            return int(args["tensor_model_parallel_size"] * args["pipeline_model_parallel_size"])
+            sizes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+            return math.prod(int(args[size]) for size in sizes)
     if not 1 <= count <= MAX_RANKS:
         raise UserError("is no number of ranks", field=source, value=count, accepted=f"1 to {MAX_RANKS}", where=WHERE)
     if count < needed:
         field = "--plan" if args["plan"] is not None else "--hetero-process-meshes"
+        field = "--auto-plan" if args["auto_plan"] else field
         problem = f"it needs {needed} ranks and {count} {'was' if count == 1 else 'were'} started ({source})"
         raise UserError(
             problem, field=field, value=args["plan"] or args["hetero_process_meshes"],

@@ -50,7 +50,7 @@ def dry_run(config: RunConfig, environment: Mapping[str, str]) -> int:
     """Print the plan, memory per rank and the notices; with --as-rank run that rank with fake tensors (rank 0 only)."""
     from hetero_megatron.cluster import format_bytes
     from hetero_megatron.plan import format_plan
-    from hetero_megatron.training.estimate import estimate_memory, format_memory
+    from hetero_megatron.planner.footprint import estimate_memory, format_memory
 
     if environment.get("RANK", "0") != "0":
         return 0

@@ -30,6 +30,7 @@ class Chip:
         speed: emulated speed, 1.0 = one core of this machine; None: not emulated.
         memory_budget: bytes that an emulated chip may use; None: ``memory``.
         rates: measured rates, as calibration wrote them.
+        cost_per_hour: in any currency, the same for all chips; None when unknown.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Chip:
     speed: float | None = None
     memory_budget: int | None = None
     rates: Mapping[str, object] = field(default_factory=dict)
+    cost_per_hour: float | None = None
 
 
 def _chip(

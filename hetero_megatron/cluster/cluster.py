@@ -15,7 +15,9 @@ from hetero_megatron.errors import UserError
 
 CLUSTER_KEYS = ("version", "nodes", "chips", "links", "rates")
 NODE_KEYS = ("name", "count", "chip", "chips_per_node")
-CHIP_KEYS = ("memory", "tflops", "memory_bandwidth", "link_bandwidth", "dtypes", "emulate", "rates", "source")
+CHIP_KEYS = (
+    "memory", "tflops", "memory_bandwidth", "link_bandwidth", "dtypes", "emulate", "rates", "source", "cost_per_hour",
+)  # fmt: skip
 LINK_KEYS = ("bandwidth", "latency", "emulate")
 MAX_RANKS = 1 << 20
 
@@ -36,12 +38,13 @@ class NodeGroup:
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of a link: bytes/s and seconds; ``emulated`` bytes/s when the testbed is to shape
-    it otherwise."""
+    """One direction of a link: bytes/s and seconds; ``emulated`` bytes/s and ``emulated_latency`` when the testbed
+    is to shape it otherwise."""
 
     bandwidth: float
     latency: float = 0.0
     emulated: float | None = None
+    emulated_latency: float | None = None
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,22 @@ def _nodes(entry: Entry, chips: Mapping[str, Chip]) -> tuple[NodeGroup, ...]:
         if count * per_node + sum(g.count * g.chips_per_node for g in groups) > MAX_RANKS:
             item.fail("absurdly many chips", accepted=f"at most {MAX_RANKS} in all")
         groups.append(NodeGroup(name, count, chip, per_node))
+        clash = _same_node_name(groups)
+        if clash:
+            keys["name"].fail(f"two nodes would be called {clash!r}", accepted="another name for this group")
     return tuple(groups)
+
+
+def _same_node_name(groups: list[NodeGroup]) -> str:
+    """A name that both the newest group and an earlier one give to a node; empty when there is none."""
+    new = groups[-1]
+    for other in groups[:-1]:
+        for one, several in ((new, other), (other, new)):
+            stem, dash, index = one.name.rpartition("-")
+            numbered = dash and stem == several.name and index.isdecimal() and str(int(index)) == index
+            if one.count == 1 and several.count > 1 and numbered and int(index) < several.count:
+                return one.name
+    return ""
 
 
 def _chip(name: str, entry: Entry) -> Chip:
@@ -179,9 +197,13 @@ def _chip(name: str, entry: Entry) -> Chip:
     if "dtypes" in keys:
         changes["dtypes"] = tuple(item.choice(DTYPES) for item in keys["dtypes"].items())
     if "tflops" in keys:
-        changes["flops"] = _flops(keys["tflops"])
+        changes["flops"] = _flops(keys["tflops"], changes.get("dtypes", chip.dtypes))
     if "source" in keys:
         changes["source"] = keys["source"].text()
+    if "cost_per_hour" in keys:
+        changes["cost_per_hour"] = keys["cost_per_hour"].number()
+        if changes["cost_per_hour"] <= 0:
+            keys["cost_per_hour"].fail("out of range", accepted="a number above 0, in any currency")
     if "rates" in keys:
         keys["rates"].any_mapping()
         changes["rates"] = keys["rates"].plain()
@@ -195,26 +217,33 @@ def _chip(name: str, entry: Entry) -> Chip:
                 )
         if "memory" in emulate:
             changes["memory_budget"] = int(quantity(emulate["memory"], "bytes"))
+            if changes["memory_budget"] > changes.get("memory", chip.memory):
+                emulate["memory"].fail("more than the chip has", accepted="at most the chip's memory")
     return replace(chip, **changes)
 
 
-def _flops(entry: Entry) -> dict[str, float]:
-    """Dense TFLOP/s by dtype, as plain numbers; FLOP/s in the result."""
+def _flops(entry: Entry, dtypes: tuple[str, ...]) -> dict[str, float]:
+    """Dense TFLOP/s by dtype, as plain numbers; FLOP/s in the result. ``dtypes``: those that the chip has."""
     result = {}
     for dtype, value in entry.mapping(DTYPES).items():
         result[dtype] = value.number() * 1e12
         if result[dtype] <= 0:
             value.fail("out of range", accepted="dense TFLOP/s, above 0")
+        if dtype not in dtypes:
+            value.fail(f"the chip does not compute in {dtype}", accepted="one of " + ", ".join(dtypes))
     return result
 
 
 def _link(entry: Entry, keys: dict[str, Entry] | None = None) -> Link:
     keys = keys or entry.mapping(LINK_KEYS, required=("bandwidth",))
-    emulate = keys["emulate"].mapping(("bandwidth",), required=("bandwidth",)) if "emulate" in keys else {}
+    emulate = keys["emulate"].mapping(("bandwidth", "latency")) if "emulate" in keys else {}
+    if "emulate" in keys and not emulate:
+        keys["emulate"].fail("nothing to emulate", accepted="{bandwidth: 25 MB/s}, {latency: 5 ms} or both")
     return Link(
         bandwidth=quantity(keys["bandwidth"], "bytes/s"),
         latency=quantity(keys["latency"], "seconds") if "latency" in keys else 0.0,
-        emulated=quantity(emulate["bandwidth"], "bytes/s") if emulate else None,
+        emulated=quantity(emulate["bandwidth"], "bytes/s") if "bandwidth" in emulate else None,
+        emulated_latency=quantity(emulate["latency"], "seconds") if "latency" in emulate else None,
     )
 
 
@@ -227,6 +256,8 @@ def _pairs(entry: Entry, nodes: tuple[NodeGroup, ...]) -> dict[frozenset[str], L
         if len(between) != 2:
             keys["between"].fail("a link is between two node groups", accepted="[name, name]")
         pair = frozenset(end.choice(names) for end in between)
+        if len(pair) == 1 and nodes[names.index(next(iter(pair)))].count == 1:
+            keys["between"].fail("this group has one node, and so no link to itself", accepted="two groups")
         if pair in result:
             keys["between"].fail("this pair is written twice", accepted="each pair once, in either order")
         result[pair] = _link(item, keys)

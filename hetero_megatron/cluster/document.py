@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from hetero_megatron.errors import UserError
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MAX_DEPTH = 24
 _SCALARS = yaml.constructor.SafeConstructor()
+# YAML 1.1 wants a sign in an exponent, so 1e9 and 1.5e9 would be text; every other language reads a number.
+_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE]\d+")
 
 
 @dataclass(frozen=True)
@@ -201,7 +204,8 @@ def _scalar(node: yaml.Node) -> Any:
             return getattr(_SCALARS, f"construct_yaml_{kind}")(node)
         except (ValueError, IndexError):
             return node.value
-    return node.value
+    plain = isinstance(node, yaml.ScalarNode) and node.style in (None, "")
+    return float(node.value) if plain and _EXPONENT.fullmatch(node.value) else node.value
 
 
 def _kind(value: Any) -> str:

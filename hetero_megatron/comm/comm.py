@@ -9,14 +9,16 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from hetero_megatron.comm.emulation import Emulation
 from hetero_megatron.comm.errors import CommError
+from hetero_megatron.comm.pacing import PacedWork
 from hetero_megatron.errors import UserError
 from hetero_megatron.platform import Platform
 
@@ -27,7 +29,7 @@ class Handle:
     def __init__(
         self,
         comm: Comm,
-        work: dist.Work | None,
+        work: dist.Work | PacedWork | None,
         result: torch.Tensor | None,
         peers: tuple[int, ...],
         keep: torch.Tensor | None = None,
@@ -36,14 +38,22 @@ class Handle:
         self._comm, self._work, self._result, self._peers = comm, work, result, peers
         self._keep, self._collective = keep, collective  # the tensor being sent must live until then
 
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return at once; never raises."""
+        return self._work is None or self._work.is_completed()
+
     def wait(self) -> torch.Tensor | None:
         if self._work is not None:
+            self._comm.clock.pause()
             start = time.perf_counter()
             try:
                 self._work.wait()
             except RuntimeError as error:
                 raise self._comm.failure(self._peers, time.perf_counter() - start, error) from error
-            self._comm.seconds.add(time.perf_counter() - start, self._collective)
+            seconds = time.perf_counter() - start
+            self._comm.seconds.add(seconds, self._collective)
+            self._comm.clock.resume(seconds)
             self._work = None
         self._keep = None
         return self._result
@@ -71,10 +81,15 @@ class Comm:
         activity: what the rank is doing now, for diagnosis (set by the executor).
         sent_bytes: bytes sent so far by destination rank.
         seconds: time spent blocked in transfers so far.
+        emulation, clock: the testbed's, which do nothing on real chips and links.
     """
 
-    def __init__(self, rank: int, device: torch.device, timeout: timedelta) -> None:
+    def __init__(
+        self, rank: int, device: torch.device, timeout: timedelta, emulation: Emulation | None = None
+    ) -> None:
         self.rank, self.device, self.timeout = rank, device, timeout
+        self.emulation = emulation or Emulation(rank)
+        self.clock = self.emulation.clock
         self.activity = "start-up"
         self.sent_bytes: dict[int, int] = defaultdict(int)
         self.seconds = WaitSeconds()
@@ -117,20 +132,33 @@ class Comm:
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Handle:
         """Send a contiguous tensor; the tensor must not change until the handle was waited for."""
-        self.sent_bytes[dst] += tensor.numel() * tensor.element_size()
-        try:
-            work = dist.isend(tensor, dst, tag=tag)
-        except RuntimeError as error:
-            raise self.failure((dst,), 0.0, error) from error
+        size = tensor.numel() * tensor.element_size()
+        self.sent_bytes[dst] += size
+        work = self.start((dst,), lambda: dist.isend(tensor, dst, tag=tag), {dst: size})
         return Handle(self, work, None, (dst,), tensor)
 
     def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Handle:
         """Receive into a contiguous tensor."""
-        try:
-            work = dist.irecv(tensor, src, tag=tag)
-        except RuntimeError as error:
-            raise self.failure((src,), 0.0, error) from error
+        work = self.start((src,), lambda: dist.irecv(tensor, src, tag=tag))
         return Handle(self, work, tensor, (src,))
+
+    def start(
+        self,
+        peers: tuple[int, ...],
+        transfer: Callable[[], dist.Work | None],
+        sizes: Mapping[int, int] | None = None,
+        group: tuple[int, ...] = (),
+    ) -> dist.Work | PacedWork | None:
+        """Start a transfer: now, or when an emulated link would have delivered it (``sizes``: bytes by peer)."""
+        self.clock.pause()
+        pacer = self.emulation.pacer
+        try:
+            paced = pacer.submit(sizes, transfer, group) if pacer is not None and sizes is not None else None
+            work = transfer() if paced is None else paced
+        except RuntimeError as error:
+            raise self.failure(peers, 0.0, error) from error
+        self.clock.resume()
+        return work
 
     def failure(self, peers: tuple[int, ...], seconds: float, error: Exception) -> CommError:
         names = ", ".join(map(str, peers[:8])) + (", …" if len(peers) > 8 else "")
@@ -176,12 +204,15 @@ class Group:
             return Handle(self.comm, None, send, ())
         self.count(send, send_counts)
         recv = send.new_empty(sum(recv_counts))
-        try:
-            work = dist.all_to_all_single(
+        sizes = {r: n * send.element_size() for r, n in zip(self.ranks, send_counts) if r != self.comm.rank}
+        work = self.comm.start(
+            self._others(),
+            lambda: dist.all_to_all_single(
                 recv, send, list(recv_counts), list(send_counts), group=self._handle, async_op=True
-            )
-        except RuntimeError as error:
-            raise self.comm.failure(self._others(), 0.0, error) from error
+            ),
+            sizes,
+            self.ranks,
+        )
         return Handle(self.comm, work, recv, self._others(), send, collective=True)
 
     def count(self, send: torch.Tensor, send_counts: Sequence[int]) -> None:
@@ -195,10 +226,10 @@ class Group:
         if self._handle is None:
             return vector[None]
         out = [torch.empty_like(vector) for _ in self.ranks]
-        try:
-            work = dist.all_gather(out, vector, group=self._handle, async_op=True)
-        except RuntimeError as error:
-            raise self.comm.failure(self._others(), 0.0, error) from error
+        sizes = dict.fromkeys(self._others(), vector.numel() * vector.element_size())
+        work = self.comm.start(
+            self._others(), lambda: dist.all_gather(out, vector, group=self._handle, async_op=True), sizes, self.ranks
+        )
         Handle(self.comm, work, None, self._others(), collective=True).wait()
         return torch.stack(out)
 
@@ -242,7 +273,7 @@ def start_comm(platform: Platform, timeout_seconds: float, position: int | None 
         store = dist.PrefixStore(f"round/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         _claim(store, rank, launched_as)
         dist.init_process_group(platform.backend, timeout=timeout, store=store, rank=rank, world_size=total)
-    return Comm(rank, platform.device, timeout)
+    return Comm(rank, platform.device, timeout, Emulation.from_environment(rank))
 
 
 def _claim(store: dist.Store, rank: int, launched_as: int) -> None:

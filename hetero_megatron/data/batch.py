@@ -29,6 +29,7 @@ class Batch:
         tokens, labels, positions: int64 [b, s]; labels are the next tokens.
         loss_mask: bool [b, s], True where a token counts; None: all count.
         documents: start offsets per row, where attention must not cross documents; None: one document per row.
+            They count tokens of the whole sequence, also in a batch that holds only some of its tokens.
     """
 
     tokens: torch.Tensor
@@ -39,6 +40,17 @@ class Batch:
 
     def num_loss_tokens(self) -> int:
         return self.labels.numel() if self.loss_mask is None else int(self.loss_mask.sum())
+
+    def select(self, intervals: Sequence[tuple[int, int]]) -> Batch:
+        """The tokens of some intervals of every sequence, strung together; the whole sequences as they are."""
+        if tuple(intervals) == ((0, self.tokens.shape[1]),):
+            return self
+
+        def part(x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x[:, a:b] for a, b in intervals], dim=1) if intervals else x[:, :0]
+
+        mask = None if self.loss_mask is None else part(self.loss_mask)
+        return Batch(part(self.tokens), part(self.labels), part(self.positions), mask, self.documents)
 
     def to(self, device: torch.device) -> Batch:
         if device.type == "cpu":

@@ -1,20 +1,38 @@
-"""Operators: one per file, each beside the reference that defines it."""
+"""Operators: what each means, who serves it, and which provider a stage uses."""
 
 from hetero_megatron.ops.activation import gelu, squared_relu, swiglu
 from hetero_megatron.ops.attention import attention
 from hetero_megatron.ops.cross_entropy import cross_entropy
+from hetero_megatron.ops.kernel import Capability, Kernel, Signature
+from hetero_megatron.ops.kernel_plan import KernelPlan, KernelWarning, resolve
 from hetero_megatron.ops.norm import layer_norm, rms_norm
+from hetero_megatron.ops.operators import SPECS, torch_registry
+from hetero_megatron.ops.registry import Registry
 from hetero_megatron.ops.rope import apply_rope, rope_frequencies, rope_tables
+from hetero_megatron.ops.spec import OpSpec
+from hetero_megatron.ops.stage import default_kernels, stage_operators
 
 __all__ = [
+    "SPECS",
+    "Capability",
+    "Kernel",
+    "KernelPlan",
+    "KernelWarning",
+    "OpSpec",
+    "Registry",
+    "Signature",
     "apply_rope",
     "attention",
     "cross_entropy",
+    "default_kernels",
     "gelu",
     "layer_norm",
+    "resolve",
     "rms_norm",
     "rope_frequencies",
     "rope_tables",
     "squared_relu",
+    "stage_operators",
     "swiglu",
+    "torch_registry",
 ]

@@ -2,40 +2,126 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch.nn import functional as F
 
+from hetero_megatron.ops.bind import bind
+from hetero_megatron.ops.kernel import ATEN, Kernel
+from hetero_megatron.ops.spec import Bounds, Case, OpSpec, autograd_backward, normal, reference_forward, wide
+
 
 def swiglu_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return F.silu(gate) * up
+    kind = wide(gate.dtype)
+    return (F.silu(gate.to(kind)) * up.to(kind)).to(gate.dtype)
 
 
-class _SwiGLU(torch.autograd.Function):
-    """Saves its two inputs only; plain autograd would also keep silu(gate)."""
+def swiglu_forward(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor]:
+    return (F.silu(gate).mul_(up),)
 
-    @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        gate, up = ctx.saved_tensors
-        grad_up = F.silu(gate).mul_(grad)
-        return torch.ops.aten.silu_backward(grad * up, gate), grad_up
+def swiglu_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Saves the two inputs only; plain autograd would also keep silu(gate)."""
+    return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+
+
+def gelu_forward(x: torch.Tensor, tanh: bool) -> tuple[torch.Tensor]:
+    return (F.gelu(x, approximate="tanh" if tanh else "none"),)
+
+
+def gelu_backward(grad: torch.Tensor, x: torch.Tensor, tanh: bool) -> tuple[torch.Tensor]:
+    return (torch.ops.aten.gelu_backward(grad, x, approximate="tanh" if tanh else "none"),)
+
+
+def squared_relu_forward(x: torch.Tensor) -> tuple[torch.Tensor]:
+    return (F.relu(x).square_(),)
+
+
+def squared_relu_backward(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor]:
+    return (F.relu(x).mul_(grad).mul_(2),)
+
+
+def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor]:
+    return (swiglu_reference(gate, up),)
+
+
+def _gelu(x: torch.Tensor, tanh: bool) -> tuple[torch.Tensor]:
+    return (F.gelu(x.to(wide(x.dtype)), approximate="tanh" if tanh else "none").to(x.dtype),)
+
+
+def _squared_relu(x: torch.Tensor) -> tuple[torch.Tensor]:
+    return (F.relu(x.to(wide(x.dtype))).square().to(x.dtype),)
+
+
+def _values(seed: int) -> Iterable[tuple[str, torch.Tensor]]:
+    for name, shape in {
+        "plain": (4, 9, 16), "odd": (3, 7, 13), "one": (1, 1), "nothing": (4, 0), "no rows": (0, 8),
+        "long": (2, 5003), "many rows": (65_537, 2),
+    }.items():  # fmt: skip
+        yield name, normal(*shape, seed=seed, scale=3.0)
+    yield "offset view", normal(5, 24, seed=seed, scale=3.0)[1:, 2:19]
+    yield "transposed", normal(16, 6, seed=seed, scale=3.0).t()
+    yield "saturated", normal(4, 16, seed=seed, scale=40.0)
+
+
+def _swiglu_cases() -> Iterable[Case]:
+    for (name, gate), (_, up) in zip(_values(0), _values(1), strict=True):
+        yield Case(name, (gate, up))
+
+
+def _gelu_cases() -> Iterable[Case]:
+    for name, x in _values(0):
+        yield Case(f"{name}, exact", (x, False))
+        yield Case(f"{name}, tanh", (x, True))
+
+
+BOUNDS = Bounds((1e-6, 1e-6), (1e-3, 1.5e-3), (6e-3, 8e-3))
+
+SPECS = (
+    OpSpec(
+        name="swiglu", tensors=("gate", "up"), options=(), results=("y",), saves=("gate", "up"),
+        gradients=("gate", "up"), definition=_swiglu, forward=reference_forward(_swiglu),
+        backward=autograd_backward(_swiglu, lambda gate, up: (gate, up), 1, (0, 1)),
+        fake=lambda gate, up: (torch.empty_like(gate),), flops=lambda gate, up: 5 * gate.numel(),
+        cases=_swiglu_cases, bounds=BOUNDS,
+        speed=lambda: Case("1024x2048", (normal(1024, 2048, seed=0), normal(1024, 2048, seed=1))),
+    ),
+    OpSpec(
+        name="gelu", tensors=("x",), options=("tanh",), schema="bool tanh", results=("y",), saves=("x",),
+        gradients=("x",), definition=_gelu, forward=reference_forward(_gelu),
+        backward=autograd_backward(_gelu, lambda x, tanh: (x, tanh), 1, (0,)),
+        fake=lambda x, tanh: (torch.empty_like(x),), flops=lambda x, tanh: 8 * x.numel(), cases=_gelu_cases,
+        bounds=BOUNDS, speed=lambda: Case("1024x2048", (normal(1024, 2048, seed=0), True)),
+    ),
+    OpSpec(
+        name="squared_relu", tensors=("x",), options=(), results=("y",), saves=("x",), gradients=("x",),
+        definition=_squared_relu, forward=reference_forward(_squared_relu),
+        backward=autograd_backward(_squared_relu, lambda x: (x,), 1, (0,)), fake=lambda x: (torch.empty_like(x),),
+        flops=lambda x: 2 * x.numel(), cases=lambda: (Case(name, (x,)) for name, x in _values(0)), bounds=BOUNDS,
+        speed=lambda: Case("1024x2048", (normal(1024, 2048, seed=0),)),
+    ),
+)  # fmt: skip
+
+KERNELS = (
+    Kernel("swiglu", "aten", ATEN, swiglu_forward, swiglu_backward, traceable=True),
+    Kernel("gelu", "aten", ATEN, gelu_forward, gelu_backward, traceable=True),
+    Kernel("squared_relu", "aten", ATEN, squared_relu_forward, squared_relu_backward, traceable=True),
+)
+
+_swiglu_apply, _gelu_apply, _squared_relu_apply = (bind(s, k) for s, k in zip(SPECS, KERNELS, strict=True))
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, elementwise (Shazeer, 2020)."""
-    return _SwiGLU.apply(gate, up)  # type: ignore[no-any-return]
+    return _swiglu_apply(gate, up)  # type: ignore[no-any-return]
 
 
 def gelu(x: torch.Tensor, tanh: bool) -> torch.Tensor:
     """GELU, exact or by the tanh approximation (GPT-2)."""
-    return F.gelu(x, approximate="tanh" if tanh else "none")
+    return _gelu_apply(x, tanh)  # type: ignore[no-any-return]
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    return F.relu(x).square()
+    """max(x, 0)^2 (So et al., 2021)."""
+    return _squared_relu_apply(x)  # type: ignore[no-any-return]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
+from hetero_megatron.ops.bind import bind
+from hetero_megatron.ops.kernel import ATEN, Kernel
+from hetero_megatron.ops.spec import Bounds, Case, OpSpec, normal, reference_forward
 from hetero_megatron.spec import RopeScaling
 
 
@@ -38,20 +41,6 @@ def rope_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tor
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
-class _Rope(torch.autograd.Function):
-    """A rotation: backward is the rotation by the opposite angle, so x need not be saved."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, 1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, sin, -1), None, None
-
-
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
     """``rope_reference`` by the angle times ``sign``, written straight into the result."""
     half = x.shape[-1] // 2
@@ -63,6 +52,54 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> t
     return out.to(x.dtype)
 
 
+def rope_forward(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor]:
+    return (_turn(x, cos, sin, 1),)
+
+
+def rope_backward(grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor]:
+    """A rotation: backward is the rotation by the opposite angle, so x need not be saved."""
+    return (_turn(grad, cos, sin, -1),)
+
+
+def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor]:
+    return (rope_reference(x, cos, sin),)
+
+
+def _reference_backward(grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor]:
+    return (rope_reference(grad, cos, -sin),)
+
+
+def _case(name: str, b: int, s: int, heads: int, d: int, first: int = 0) -> Case:
+    positions = torch.arange(first, first + s).repeat(b, 1)
+    cos, sin = rope_tables(positions, rope_frequencies(d, 1e4, None), torch.float64)
+    return Case(name, (normal(b, s, heads, d, seed=4), cos, sin))
+
+
+def _cases() -> Iterable[Case]:
+    yield _case("plain", 2, 6, 3, 16)
+    yield _case("far", 1, 5, 2, 8, first=100_000)
+    yield _case("one", 1, 1, 1, 2)
+    yield _case("no heads", 2, 3, 0, 8)
+    yield _case("no tokens", 2, 0, 2, 8)
+    yield _case("odd half", 1, 7, 3, 10)
+    yield _case("many tokens", 1, 65_537, 1, 4)
+    case = _case("transposed", 2, 5, 4, 8)
+    yield Case(case.name, (case.args[0].transpose(1, 2).contiguous().transpose(1, 2), *case.args[1:]))
+    case = _case("part of a wider buffer", 2, 5, 6, 8)
+    yield Case(case.name, (case.args[0][:, :, 1:4], *case.args[1:]))
+
+
+SPEC = OpSpec(
+    name="rope", tensors=("x", "cos", "sin"), options=(), results=("y",), saves=("cos", "sin"), gradients=("x",),
+    definition=_rope, forward=reference_forward(_rope), backward=_reference_backward, wide=("cos", "sin"),
+    fake=lambda x, cos, sin: (torch.empty_like(x),), flops=lambda x, cos, sin: 3 * x.numel(), cases=_cases,
+    bounds=Bounds((1e-6, 1e-6), (1e-3, 1e-3), (6e-3, 6e-3)), backward_flops=1.0,
+    speed=lambda: _case("1024 tokens, 16 heads", 1, 1024, 16, 64),
+)  # fmt: skip
+KERNELS = (Kernel("rope", "aten", ATEN, rope_forward, rope_backward, traceable=True),)
+_apply = bind(SPEC, KERNELS[0])
+
+
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """See :func:`rope_reference`."""
-    return _Rope.apply(x, cos, sin)  # type: ignore[no-any-return]
+    return _apply(x, cos, sin)  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ import torch
 
 from hetero_megatron.comm import Comm, Handle
 from hetero_megatron.layout import Box, reduction
-from hetero_megatron.parallel.buckets import Bucket
+from hetero_megatron.plan.buckets import Bucket
 
 Slices = tuple[slice, ...]
 
@@ -66,6 +66,11 @@ class BucketExchange:
     def alone(self) -> bool:
         """This rank holds and owns everything in the bucket: nothing to exchange."""
         return self.group.size == 1
+
+    @property
+    def arrived(self) -> bool:
+        """Whether :meth:`finish_reduce` would not wait."""
+        return self._handle is None or self._handle.done
 
     def start_reduce(self, grads: Mapping[str, torch.Tensor]) -> None:
         """Pack the parts of my partial gradients that others own and send them off."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from hetero_megatron.layout import Box
-from hetero_megatron.parallel.exchange import OwnedPiece
+from hetero_megatron.parallel.exchange import BucketExchange, OwnedPiece
 from hetero_megatron.parallel.gradients import GradientSync
+from hetero_megatron.plan.buckets import IN_FLIGHT
 
 OptimizerFactory = Callable[[list[dict[str, object]]], torch.optim.Optimizer]
 
@@ -83,15 +85,23 @@ class ShardedOptimizer:
     def spread(self) -> None:
         """Make every holder's parameters equal to the owners' masters."""
         params = {name: p.detach() for name, p in self.sync.params.items()}
+        waiting: deque[tuple[BucketExchange, list[torch.Tensor]]] = deque()
         for exchange, masters in zip(self.sync.exchanges, self.masters, strict=True):
-            if exchange.bucket.names:
-                exchange.start_spread(masters, params[exchange.bucket.names[0]].dtype)
-        for exchange, masters in zip(self.sync.exchanges, self.masters, strict=True):
-            for piece, master in zip(exchange.pieces, masters, strict=True):
-                own = params[piece.name][piece.slices]
-                if self.offload or not in_place(own):
-                    own.copy_(master)
-            exchange.finish_spread(params)
+            if len(waiting) == IN_FLIGHT:
+                self._receive(*waiting.popleft(), params)
+            exchange.start_spread(masters, params[exchange.bucket.names[0]].dtype)
+            waiting.append((exchange, masters))
+        for exchange, masters in waiting:
+            self._receive(exchange, masters, params)
+
+    def _receive(
+        self, exchange: BucketExchange, masters: list[torch.Tensor], params: dict[str, torch.Tensor]
+    ) -> None:
+        for piece, master in zip(exchange.pieces, masters, strict=True):
+            own = params[piece.name][piece.slices]
+            if self.offload or not in_place(own):
+                own.copy_(master)
+        exchange.finish_spread(params)
 
 
 def in_place(view: torch.Tensor) -> bool:

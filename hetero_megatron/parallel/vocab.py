@@ -8,7 +8,11 @@ import torch
 from torch import nn
 
 from hetero_megatron.comm import Group
+from hetero_megatron.ops.bind import Split, bind
+from hetero_megatron.ops.vocab_cross_entropy import KERNELS, SPEC
 from hetero_megatron.parallel.collectives import scatter_tokens
+
+VOCAB_CROSS_ENTROPY: Split = bind(SPEC, KERNELS[0])
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -30,48 +34,49 @@ class VocabParallelEmbedding(nn.Module):
         return scatter_tokens(partial, self.group, self.shards)
 
 
+def combine_shares(
+    statistics: tuple[torch.Tensor, ...], labels: torch.Tensor, group: Group, vocab: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(loss, peak, normalizer) per token over all shares of the vocabulary, the same on all ranks of the group; the
+    log-sum-exp is peak + log(normalizer).
+
+    Args:
+        statistics: (top, total, target) of this rank's share, as the operator ``vocab_cross_entropy`` gives them.
+    """
+    top = statistics[0]
+    mine = (labels >= vocab[0]) & (labels < vocab[1])
+    # One exchange of four numbers per token instead of three reductions; combined in rank order everywhere.
+    row = torch.stack([*statistics, mine.to(top.dtype)])
+    tops, totals, targets, owns = group.gather_vectors(row.reshape(-1)).view(group.size, *row.shape).unbind(1)
+    peak = tops.amax(0)
+    normalizer = (totals * (tops - peak).exp()).sum(0)
+    # Differences to the peak first, so that large logits lose no digits.
+    loss = normalizer.log() - torch.where(owns > 0, targets + (tops - peak), 0).sum(0)
+    return loss, peak, normalizer
+
+
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     """Per-token loss from logits whose last axis is one rank's share of the vocabulary."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: Group, vocab: tuple[int, int]
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: Group, vocab: tuple[int, int], op: Split
     ) -> torch.Tensor:
-        probs = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))  # [..., V_local], made in place
-        start, stop = vocab
-        mine = (labels >= start) & (labels < stop)
-        local = (labels - start).clamp(0, max(stop - start - 1, 0))
-        top = torch.full(labels.shape, -torch.inf, dtype=probs.dtype, device=probs.device)
-        total, target = torch.zeros_like(top), torch.zeros_like(top)
-        if stop > start:
-            top = probs.amax(-1)
-            probs.sub_(top[..., None])
-            target = probs.gather(-1, local[..., None]).squeeze(-1)
-            total = probs.exp_().sum(-1)
-        # One exchange of four numbers per token instead of three reductions; combined in rank order everywhere.
-        row = torch.stack([top, total, target, mine.to(top.dtype)])
-        tops, totals, targets, owns = group.gather_vectors(row.reshape(-1)).view(group.size, *row.shape).unbind(1)
-        peak = tops.amax(0)
-        normalizer = (totals * (tops - peak).exp()).sum(0)
-        # Differences to the peak first, so that large logits lose no digits.
-        loss = normalizer.log() - torch.where(owns > 0, targets + (tops - peak), 0).sum(0)
-        if stop > start:
-            probs *= ((top - peak).exp() / normalizer)[..., None]
-        ctx.save_for_backward(probs, local, mine)
-        ctx.dtype = logits.dtype
+        statistics, saved = op.forward(logits, labels, vocab[0])
+        loss, peak, normalizer = combine_shares(statistics, labels, group, vocab)
+        ctx.save_for_backward(labels, peak, normalizer, *saved)
+        ctx.start, ctx.op = vocab[0], op
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        out, local, mine = ctx.saved_tensors
-        if out.shape[-1] > 0:
-            out.mul_(grad[..., None])
-            out.scatter_add_(-1, local[..., None], torch.where(mine, -grad, 0)[..., None])
-        return out.to(ctx.dtype), None, None, None
+        labels, peak, normalizer, *saved = ctx.saved_tensors
+        (found,) = ctx.op.backward(grad, tuple(saved), labels, peak, normalizer, ctx.start)
+        return found, None, None, None, None
 
 
 def vocab_parallel_cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, group: Group, vocab: tuple[int, int]
+    logits: torch.Tensor, labels: torch.Tensor, group: Group, vocab: tuple[int, int], op: Split = VOCAB_CROSS_ENTROPY
 ) -> torch.Tensor:
     """Loss per token, at least fp32, equal on all ranks of the group.
 
@@ -79,5 +84,6 @@ def vocab_parallel_cross_entropy(
         logits: [..., V_local], columns ``vocab`` of the full logits (V_local may be 0); fp32 and fp64 logits are
             overwritten, and backward may run once.
         labels: [...] int64, indices in the full vocabulary.
+        op: the operator ``vocab_cross_entropy`` of the kernel plan.
     """
-    return _VocabParallelCrossEntropy.apply(logits, labels, group, vocab)  # type: ignore[no-any-return]
+    return _VocabParallelCrossEntropy.apply(logits, labels, group, vocab, op)  # type: ignore[no-any-return]

@@ -87,10 +87,13 @@ class Receive:
 
 
 def local_shape(layout: Layout, rank: int) -> tuple[int, ...]:
-    """Shape of a rank's shard: its boxes (same sequences, ascending tokens) strung together along tokens."""
+    """Shape of a rank's shard: its boxes (same sequences, ascending tokens) strung together along tokens.
+
+    A rank without boxes gets no tokens of all sequences: so a context member without tokens computes on them.
+    """
     boxes = layout.of(rank)
     if not boxes:
-        return (0, 0, layout.shape[2])
+        return (layout.shape[0], 0, layout.shape[2])
     return (boxes[0].shape[0], sum(b.shape[1] for b in boxes), layout.shape[2])
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -42,16 +42,28 @@ class StageWork:
     seed: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class TimedAction:
+    """What an action took on this rank: ``start`` and ``end`` by ``time.perf_counter``, and ``computed``, its seconds
+    of compute by the chip's clock (the rest it spent communicating)."""
+
+    action: Action
+    start: float
+    end: float
+    computed: float
+
+
 @dataclass
 class StepResult:
     """Sum of token losses and number of tokens (of this rank's head stage, else 0), and seconds: computing,
-    waiting for pipeline neighbours, communicating inside the stage."""
+    waiting for pipeline neighbours, communicating otherwise; ``actions`` in the order in which they ran."""
 
     loss_sum: float | torch.Tensor = 0.0  # a tensor [], so that the executor never waits for the device
     tokens: int = 0
     busy_seconds: float = 0.0
     bubble_seconds: float = 0.0
     communication_seconds: float = 0.0
+    actions: list[TimedAction] = field(default_factory=list)
 
 
 @dataclass
@@ -96,7 +108,9 @@ class PipelineExecutor:
         receives = [a for a in work.actions if a.kind.startswith("RECV")]
         posted, taken = 0, 0
         last_b = max((i for i, a in enumerate(work.actions) if a.kind == "B"), default=-1)
-        start, before = time.perf_counter(), replace(self.comm.seconds)
+        clock, start, waited = self.comm.clock, time.perf_counter(), self.comm.seconds.neighbours
+        clock.settle()
+        computed = clock.computed
         for i, action in enumerate(work.actions):
             self.comm.activity = f"{self.place}, action {action}"
             while posted < min(taken + LOOKAHEAD, len(receives)):
@@ -104,17 +118,19 @@ class PipelineExecutor:
                 posted += 1
             if i == last_b and last_backward is not None:
                 last_backward()
+            begin, done = time.perf_counter(), clock.computed
             self._handlers[action.kind](self, action, work, live, result)
+            clock.settle()
+            result.actions.append(TimedAction(action, begin, time.perf_counter(), clock.computed - done))
             taken += action.kind.startswith("RECV")
         self.comm.activity = f"{self.place}, waiting for its last sends"
         for handles in [*live.old_sends, *live.sends.values()]:
             _wait(handles)
         if live.losses:
             result.loss_sum = torch.stack([x.double() for x in live.losses]).sum()
-        result.bubble_seconds = self.comm.seconds.neighbours - before.neighbours
-        result.communication_seconds = self.comm.seconds.collectives - before.collectives
-        waited = result.bubble_seconds + result.communication_seconds
-        result.busy_seconds = time.perf_counter() - start - waited
+        result.bubble_seconds = self.comm.seconds.neighbours - waited
+        result.busy_seconds = clock.computed - computed
+        result.communication_seconds = time.perf_counter() - start - result.busy_seconds - result.bubble_seconds
         self.comm.activity = f"{self.place}, after its last action"
         return result
 

@@ -25,9 +25,7 @@ TABLE: dict[str, Capability] = {
     "schedule.zero-bubble": Capability(False, "the zero-bubble schedule", _SCHEDULES),
     "schedule.adaptive": Capability(False, "the adaptive schedule", _SCHEDULES),
     "layers.chunks": Capability(False, "virtual chunks (several layer ranges in a stage)", "one range or []"),
-    "context": Capability(
-        False, "context groups (context and head parallelism)", "tp, tp_split and dp_split"
-    ),
+    "context": Capability(True, "context groups (context and head parallelism)"),
     "tp": Capability(True, "tensor parallelism with sequence parallelism"),
     "tp_split": Capability(True, "uneven tensor parallelism"),
     "dp_split": Capability(True, "inner data parallelism"),
@@ -38,7 +36,7 @@ TABLE: dict[str, Capability] = {
     "recompute.first": Capability(True, "recompute of the first layers"),
     "optimizer.offload": Capability(True, "offload of the optimizer to host memory", "offload: false"),
     "optimizer.shard_weights": Capability(False, "sharding of weights between steps", "shard_weights: false"),
-    "kernels": Capability(False, "a kernel plan per stage", "no kernels key: the reference operators"),
+    "kernels": Capability(True, "a kernel plan per stage"),
     "expert": Capability(False, "expert parallelism", "1"),
 }
 

@@ -8,14 +8,15 @@ common divisor of the degrees becomes pipelines and the rest is inner data paral
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING
 
 from hetero_megatron.layout import cut
-from hetero_megatron.plan.canonical import Interval, Pipeline, Plan, Recompute, Stage, Unit
+from hetero_megatron.plan.canonical import Interval, Pipeline, Plan, Recompute, Stage
 from hetero_megatron.plan.fields import first_layers
 from hetero_megatron.plan.from_megatron import flag_error, intervals, micro_batches
+from hetero_megatron.plan.megatron_context import context_flags, context_members
 
 if TYPE_CHECKING:
     from hetero_megatron.spec import ModelSpec
@@ -47,11 +48,13 @@ class FlagScaleParallel:
     recompute_method_per_stage_micro_batch: Sequence[Sequence[int]] | None = None
     recompute_num_layers_per_stage_micro_batch: Sequence[Sequence[int]] | None = None
     schedule: str = "1f1b"
+    cp_comm_type: Sequence[str] = ("p2p",)
 
 
 @dataclass(frozen=True)
 class Mesh:
     tp: int
+    cp: int
     dp: int
     pp: int
     first_rank: int
@@ -59,15 +62,15 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        return self.tp * self.dp * self.pp
+        return self.tp * self.cp * self.dp * self.pp
 
 
 def from_flagscale(flags: FlagScaleParallel, spec: ModelSpec) -> Plan:
     """Build the plan that FlagScale's flags describe, with its numbering of ranks (meshes in order).
 
     Raises:
-        UserError: names the flag; context or expert parallelism and recompute that changes between
-            micro-batches are refused by name; also for a plan that breaks a law of ``validate``.
+        UserError: names the flag; expert parallelism and recompute that changes between micro-batches are
+            refused by name; also for a plan that breaks a law of ``validate``.
     """
     from hetero_megatron.plan.validate import validate
 
@@ -86,6 +89,11 @@ def from_flagscale(flags: FlagScaleParallel, spec: ModelSpec) -> Plan:
     count = micro_batches(flags.global_batch_size, rows)
     pipelines = gcd(*(mesh.dp for mesh in meshes))
     recomputes = _recomputes(flags, split, count)
+    for i, mesh in enumerate(meshes):
+        if mesh.cp > 1 and mesh.dp > pipelines:
+            problem = f"mesh {i} has context parallelism and {mesh.dp // pipelines} data-parallel ranks per pipeline"
+            accepted = f"cp 1, or data parallel {pipelines} (what all meshes have in common)"
+            raise flag_error(MESHES, list(flags.hetero_process_meshes), problem, accepted)
     built = tuple(
         _pipeline(
             meshes,
@@ -95,8 +103,8 @@ def from_flagscale(flags: FlagScaleParallel, spec: ModelSpec) -> Plan:
             pipelines,
             rows // pipelines,
             count,
-            flags.seq_length,
-            spec.num_heads,
+            (flags.seq_length, spec.num_heads),
+            flags.cp_comm_type,
         )
         for p in range(pipelines)
     )
@@ -113,8 +121,8 @@ def _pipeline(
     pipelines: int,
     rows: int,
     count: int,
-    seq_length: int,
-    num_heads: int,
+    sizes: tuple[int, int],
+    comm_type: Sequence[str],
 ) -> Pipeline:
     """Pipeline ``index``: its part of the data-parallel ranks of every mesh."""
     stages: list[Stage] = []
@@ -122,14 +130,15 @@ def _pipeline(
     for mesh in meshes:
         inner = mesh.dp // pipelines
         for p in range(mesh.pp):
-            units = []
-            for d, sequences in enumerate(cut(rows, [1] * inner)):
-                first = mesh.first_rank + ((p * mesh.dp) + index * inner + d) * mesh.tp
-                ranks = tuple(range(first, first + mesh.tp))
-                units.append(Unit(ranks, (1,) * mesh.tp, sequences, ((0, seq_length),), (0, num_heads)))
+            first = mesh.first_rank + (p * mesh.dp + index * inner) * mesh.cp * mesh.tp
+            tps = [tuple(range(r, r + mesh.tp)) for r in range(first, first + inner * mesh.cp * mesh.tp, mesh.tp)]
+            units, kv = context_members(context_flags(mesh.cp, comm_type, None), tps[: mesh.cp], rows, *sizes)
+            if inner > 1:
+                parts = cut(rows, [1] * inner)
+                units = tuple(replace(units[0], ranks=tp, sequences=part) for tp, part in zip(tps, parts, strict=True))
             s = len(stages)
             layers = (split[s],) if split[s][0] < split[s][1] else ()
-            stages.append(Stage(layers, tuple(units), s == 0, s == total - 1, recomputes[s], mesh.chip))
+            stages.append(Stage(layers, units, s == 0, s == total - 1, recomputes[s], mesh.chip, kv=kv))
     return Pipeline(rows, count, tuple(stages))
 
 
@@ -148,16 +157,12 @@ def _meshes(flags: FlagScaleParallel) -> list[Mesh]:
         raise flag_error("micro_batch_size", flags.micro_batch_size, "too small", "an integer >= 1")
     meshes: list[Mesh] = []
     for i, (tp, cp, ep, dp, pp) in enumerate(groups):
-        if cp != 1:
-            raise flag_error(
-                MESHES, numbers, f"mesh {i} asks for context parallelism {cp}, not runnable here", "cp 1"
-            )
         if ep != 1:
             raise flag_error(
                 MESHES, numbers, f"mesh {i} asks for expert parallelism {ep}, not runnable here", "ep 1"
             )
         first = sum(mesh.size for mesh in meshes)
-        meshes.append(Mesh(tp, dp, pp, first, chips[i] if chips else None))
+        meshes.append(Mesh(tp, cp, dp, pp, first, chips[i] if chips else None))
     total = sum(mesh.size for mesh in meshes)
     if flags.world_size is not None and flags.world_size != total:
         raise flag_error(

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.canonical import Interval, Pipeline, Plan, Recompute, Stage, Unit
+from hetero_megatron.plan.canonical import Interval, Pipeline, Plan, Recompute, Stage
 from hetero_megatron.plan.fields import first_layers
+from hetero_megatron.plan.megatron_context import context_flags, context_members
 
 if TYPE_CHECKING:
     from hetero_megatron.spec import ModelSpec
@@ -28,6 +29,8 @@ class MegatronParallel:
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     context_parallel_size: int = 1
+    cp_comm_type: Sequence[str] = ("p2p",)
+    hierarchical_context_parallel_sizes: Sequence[int] | None = None
     expert_model_parallel_size: int = 1
     decoder_first_pipeline_num_layers: int | None = None
     decoder_last_pipeline_num_layers: int | None = None
@@ -54,7 +57,7 @@ def flag_error(flag: str, value: object, problem: str, accepted: str = "") -> Us
 def from_megatron(flags: MegatronParallel, spec: ModelSpec) -> Plan:
     """Build the plan that Megatron's flags describe, with Megatron's numbering of ranks.
 
-    Ranks run through tensor parallel first, then data parallel, then pipeline
+    Ranks run through tensor parallel first, then context parallel, then data parallel, then pipeline
     (``--use-tp-pp-dp-mapping``: pipeline before data parallel). Without ``--global-batch-size``, it is
     one micro-batch per pipeline.
 
@@ -65,14 +68,21 @@ def from_megatron(flags: MegatronParallel, spec: ModelSpec) -> Plan:
 
     _refuse_unsupported(flags)
     tp, pp = flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size
-    if flags.world_size % (tp * pp):
+    context = context_flags(
+        flags.context_parallel_size, flags.cp_comm_type, flags.hierarchical_context_parallel_sizes
+    )
+    cp = context.size
+    dp, rest = divmod(flags.world_size, tp * cp * pp)
+    if rest:
+        sizes, names = f"{tp} x {pp}", "tensor x pipeline parallel"
+        if cp > 1:
+            sizes, names = f"{tp} x {cp} x {pp}", "tensor x context x pipeline parallel"
         raise flag_error(
             "tensor_model_parallel_size",
             tp,
-            f"{flags.world_size} ranks are not a multiple of {tp} x {pp} (tensor x pipeline parallel)",
-            f"a number of ranks that is a multiple of {tp * pp}",
+            f"{flags.world_size} ranks are not a multiple of {sizes} ({names})",
+            f"a number of ranks that is a multiple of {tp * cp * pp}",
         )
-    dp = flags.world_size // (tp * pp)
     count = micro_batches(flags.global_batch_size, dp * flags.micro_batch_size)
     layers, embed, head = _stages(flags, spec.num_layers)
     pipelines = []
@@ -80,17 +90,19 @@ def from_megatron(flags: MegatronParallel, spec: ModelSpec) -> Plan:
         built = []
         for p in range(pp):
             block = d * pp + p if flags.use_tp_pp_dp_mapping else p * dp + d
-            ranks = tuple(range(block * tp, (block + 1) * tp))
-            rows, tokens = (0, flags.micro_batch_size), ((0, flags.seq_length),)
-            unit = Unit(ranks, (1,) * tp, rows, tokens, (0, spec.num_heads))
+            ranks = [tuple(range(first * tp, (first + 1) * tp)) for first in range(block * cp, (block + 1) * cp)]
+            units, kv = context_members(
+                context, ranks, flags.micro_batch_size, flags.seq_length, spec.num_heads
+            )
             a, b = layers[p]
             built.append(
                 Stage(
                     layers=((a, b),) if a < b else (),
-                    units=(unit,),
+                    units=units,
                     embed=p == embed,
                     head=p == head,
                     recompute=recompute(flags, b - a),
+                    kv=kv,
                 )
             )
         pipelines.append(Pipeline(flags.micro_batch_size, count, tuple(built)))
@@ -129,12 +141,9 @@ def _refuse_unsupported(flags: MegatronParallel) -> None:
     for name in sizes:
         if getattr(flags, name) < 1:
             raise flag_error(name, getattr(flags, name), "too small", "an integer >= 1")
-    for name, what in (
-        ("context_parallel_size", "context parallelism by flag"),
-        ("expert_model_parallel_size", "expert parallelism"),
-    ):
-        if getattr(flags, name) != 1:
-            raise flag_error(name, getattr(flags, name), f"this version cannot run {what}", "1")
+    if flags.expert_model_parallel_size != 1:
+        value = flags.expert_model_parallel_size
+        raise flag_error("expert_model_parallel_size", value, "this version cannot run expert parallelism", "1")
     for name in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"):
         value = getattr(flags, name)
         if value is not None and not (name.startswith("num_virtual") and value == 1):

@@ -43,6 +43,7 @@ from hetero_megatron.plan.fields import (
     parse_ranks,
     tp_splits,
 )
+from hetero_megatron.plan.kernels import EVERY, OPERATORS, operator_problem
 
 if TYPE_CHECKING:
     from hetero_megatron.cluster import Cluster
@@ -229,9 +230,16 @@ def _stage(keys: dict[str, Entry], dimensions: Dimensions, embed: bool, head: bo
         recompute=_recompute(keys.get("recompute"), sum(b - a for a, b in layers)),
         chip=keys["chip"].text() if "chip" in keys else None,
         optimizer=_optimizer(keys.get("optimizer")),
-        kernels=tuple(sorted((name, provider.text()) for name, provider in kernels.items())),
+        kernels=tuple(sorted((name, _provider(name, provider)) for name, provider in kernels.items())),
         kv=_key_values(keys["kv"]) if "kv" in keys else None,
     )
+
+
+def _provider(operator: str, entry: Entry) -> str:
+    problem = operator_problem(operator)
+    if problem is not None:
+        entry.fail(problem, accepted=", ".join((EVERY, *OPERATORS)))
+    return entry.text()
 
 
 def _replicas(keys: dict[str, Entry], dimensions: Dimensions) -> tuple[Unit, ...]:

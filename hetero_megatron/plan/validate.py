@@ -38,7 +38,8 @@ def validate(
     """
     source = source or Source()
     ranks_are_used_once(plan, source)
-    ranks_have_no_gaps(plan, source)
+    if cluster is None:  # with one, a rank is a chip of it, and chips that no stage names are idle
+        ranks_have_no_gaps(plan, source)
     for p, pipeline in enumerate(plan.pipelines):
         layers_are_covered_once(pipeline, f"pipelines[{p}]", spec.num_layers, source)
         stages_follow_the_layers(pipeline, f"pipelines[{p}]", source)
@@ -90,7 +91,7 @@ def ranks_have_no_gaps(plan: Plan, source: Source) -> None:
                 f"ranks are positions in the plan and have no gaps, but rank {expected} is not used",
                 f"{path}.ranks",
                 rank,
-                f"ranks 0 to {len(used) - 1}",
+                f"ranks 0 to {len(used) - 1}, or --cluster with a cluster file whose chips may be idle",
             )
 
 
@@ -270,12 +271,12 @@ def features_are_supported(plan: Plan, source: Source) -> None:
 
 
 def ranks_fit_the_cluster(plan: Plan, cluster: Cluster, source: Source) -> None:
-    if plan.world_size > cluster.world_size:
-        path = next(path for path, _, stage in stages(plan) if plan.world_size - 1 in stage.ranks)
+    if plan.ranks[-1] >= cluster.world_size:
+        path = next(path for path, _, stage in stages(plan) if plan.ranks[-1] in stage.ranks)
         raise source.error(
             f"the cluster {cluster.file or ''} has {cluster.world_size} ranks".replace("  ", " "),
             f"{path}.ranks",
-            plan.world_size - 1,
+            plan.ranks[-1],
             f"ranks 0 to {cluster.world_size - 1}",
         )
 
@@ -308,7 +309,7 @@ def chips_have_the_dtype(plan: Plan, cluster: Cluster, dtype: str | None, source
 
 def idle_ranks(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
     """Ranks of the cluster that the plan leaves without work, to be reported."""
-    return tuple(range(plan.world_size, cluster.world_size))
+    return tuple(sorted(set(range(cluster.world_size)) - set(plan.ranks)))
 
 
 def _tiles(intervals: list[Interval] | tuple[Interval, ...], total: int) -> bool:

@@ -1,41 +1,105 @@
-"""One accelerator (or the CPU) as the training loop sees it: device, backend, memory, synchronisation.
-
-Built on ``torch.accelerator``, so any vendor whose torch build registers a device works without a line here;
-vendor plugins refine it.
-"""
+"""One accelerator (or the CPU) as the training loop sees it: device, backend, memory, synchronisation."""
 
 from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.platform.accelerator import Accelerator
 
 
 @dataclass(frozen=True)
 class Platform:
-    """``device`` computes; ``backend`` is the torch.distributed backend string that can move its tensors."""
+    """``device`` computes; ``backend`` is the torch.distributed backend string that can move its tensors.
+
+    ``accelerator`` is the plugin that knows the device; None: only torch does.
+    """
 
     device: torch.device
     backend: str
+    accelerator: Accelerator | None = None
+
+    @property
+    def name(self) -> str:
+        return self.accelerator.name if self.accelerator is not None else self.device.type
 
     def synchronize(self) -> None:
-        if self.device.type != "cpu":
+        if self.accelerator is not None:
+            self.accelerator.synchronize()
+        elif self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
     def peak_memory(self) -> int:
         """Peak bytes: of the accelerator's allocator, or of the process (max RSS) on the CPU."""
+        if self.accelerator is not None:
+            return self.accelerator.peak_memory(self.device.index or 0)
         if self.device.type != "cpu":
             return int(torch.accelerator.max_memory_allocated(self.device))
         scale = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
 
+def choose_platform(
+    accelerators: Iterable[Accelerator], name: str | None, backend: str | None, local_rank: int
+) -> Platform:
+    """The platform called ``name``, or the one accelerator that is here, or the CPU.
+
+    Args:
+        backend: value of ``--distributed-backend``; None or ``auto``: the platform's best; ``gloo`` means the CPU.
+        local_rank: index of the device on this node.
+
+    Raises:
+        UserError: no such platform, none of its devices here, several that could be meant, or a backend that the
+            platform does not speak.
+    """
+    known = {a.name: a for a in accelerators}
+    if name is not None and name not in known:
+        from hetero_megatron.ops.registry import unknown
+
+        raise unknown("platform", name, known, "--platform")
+    if name is None:
+        name = _unasked(known, backend)
+        if name is None:
+            return detect_platform(backend, local_rank)
+    chosen = known[name]
+    if not chosen.available():
+        here = ", ".join(n for n, a in known.items() if a.available())
+        raise UserError("no such device on this machine", field="--platform", value=name, accepted=here)
+    wanted = chosen.backends[0] if backend in (None, "auto") and chosen.backends else backend
+    if wanted is None or (chosen.backends and wanted not in chosen.backends):
+        raise UserError(
+            f"{name} does not speak it", field="--distributed-backend", value=backend,
+            accepted=" or ".join(chosen.backends),
+        )  # fmt: skip
+    device = chosen.device(local_rank)
+    text = "cpu:gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{wanted}"
+    return Platform(device, text, chosen)
+
+
+def _unasked(known: dict[str, Accelerator], backend: str | None) -> str | None:
+    """Name of the one accelerator that is here; ``cpu`` if there is none; None if only torch knows one."""
+    if backend == "gloo":
+        return "cpu" if "cpu" in known else None
+    here = [a.name for a in known.values() if a.device_type != "cpu" and a.available()]
+    if len(here) > 1:
+        raise UserError("this machine has several platforms", field="--platform", accepted=" or ".join(here))
+    if here:
+        return here[0]
+    if torch.accelerator.is_available():
+        return None  # a vendor without a plugin, whose torch build registers its device
+    if backend not in (None, "auto"):
+        return None  # detect_platform refuses it
+    return "cpu" if "cpu" in known else None
+
+
 def detect_platform(backend: str | None = None, local_rank: int = 0) -> Platform:
-    """The accelerator of this process, or the CPU when there is none or ``backend`` is ``gloo``.
+    """The accelerator of this process as torch alone knows it, or the CPU when there is none or ``backend`` is
+    ``gloo``: for any vendor whose torch build registers a device, without a plugin.
 
     Args:
         backend: value of ``--distributed-backend``; None or ``auto`` asks torch for the device's own one.

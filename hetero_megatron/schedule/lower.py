@@ -17,12 +17,13 @@ def lower(schedule: Schedule) -> Schedule:
 
 def _lower_stage(row: tuple[Action, ...], has_before: bool, has_after: bool) -> tuple[Action, ...]:
     out: list[Action] = []
+    append, make, new = out.append, tuple.__new__, Action  # most of a large schedule's cost is making its actions
     for action in row:
         kind, m, c = action
-        forward, backward = kind == "F", kind in ("B", "B_INPUT")
+        forward, backward = kind == "F", kind == "B" or kind == "B_INPUT"
         if (forward and has_before) or (backward and has_after):
-            out.append(Action("RECV_F" if forward else "RECV_B", m, c))
-        out.append(action)
+            append(make(new, ("RECV_F" if forward else "RECV_B", m, c)))
+        append(action)
         if (forward and has_after) or (backward and has_before):
-            out.append(Action("SEND_F" if forward else "SEND_B", m, c))
+            append(make(new, ("SEND_F" if forward else "SEND_B", m, c)))
     return tuple(out)

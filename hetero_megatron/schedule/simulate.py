@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.schedule.actions import Action, Schedule
+
+COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
+_RECEIVES = ("RECV_F", "RECV_B")
 
 
 @dataclass(frozen=True)
@@ -16,11 +20,14 @@ class Costs:
 
     Args:
         forward, backward: per stage, of one micro-batch.
-        link: per boundary (stage s to s + 1), of one transfer in either direction; () means none take
-            time. Transfers of one direction of a boundary follow one another; the two directions do not
-            disturb each other.
+        link: per boundary (stage s to s + 1), how long one transfer occupies it, in either direction; () means none
+            take time. Transfers of one direction of a boundary follow one another; the two directions do not disturb
+            each other.
         weight_share: the part of ``backward`` that W takes where a schedule splits B into B_INPUT and W.
         reduce: per stage, seconds of one REDUCE.
+        link_back: the same as ``link`` for gradients, where it differs.
+        latency: per boundary, from the end of a transfer's occupation to its arrival.
+        host: per stage, seconds of the stage itself by kind of send or receive (``SEND_F``, …); none where missing.
     """
 
     forward: Sequence[float]
@@ -28,6 +35,9 @@ class Costs:
     link: Sequence[float] = ()
     weight_share: float = 0.5
     reduce: Sequence[float] = ()
+    link_back: Sequence[float] = ()
+    latency: Sequence[float] = ()
+    host: Sequence[Mapping[str, float]] = ()
 
 
 class Timed(NamedTuple):
@@ -44,90 +54,123 @@ class Timeline:
 
     Attributes:
         step_seconds: from the first start to the last end, transfers included.
-        stages: the timed actions of each stage, in order.
         busy: seconds of compute per stage.
+        schedule: what was timed; starts, ends: seconds of each of its actions, by stage.
     """
 
     step_seconds: float
-    stages: tuple[tuple[Timed, ...], ...]
     busy: tuple[float, ...]
+    schedule: Schedule
+    starts: Sequence[Sequence[float]]
+    ends: Sequence[Sequence[float]]
 
-
-_MATCH = {"RECV_F": ("SEND_F", -1), "RECV_B": ("SEND_B", +1)}
+    @cached_property
+    def stages(self) -> tuple[tuple[Timed, ...], ...]:
+        """The timed actions of each stage, in order."""
+        return tuple(
+            tuple(map(Timed, *row)) for row in zip(self.schedule.stages, self.starts, self.ends, strict=True)
+        )
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Event simulation of a lowered, valid schedule: a stage does one action after the other, a receive
-    waits for the arrival, a send takes no time of its stage.
+    waits for the arrival, a send takes no time of its stage but what ``costs.host`` says.
 
     Raises:
         UserError: a number of costs that does not match the stages, or a schedule that deadlocks.
     """
-    count = len(schedule.stages)
-    seconds = _seconds(count, costs)
-    clock, position = [0.0] * count, [0] * count
-    link_free: dict[tuple[int, str], float] = {}  # (stage, kind of send) -> when its link is free again
-    arrival: dict[tuple[int, Action], float] = {}
-    timed: list[list[Timed]] = [[] for _ in range(count)]
-    busy = [0.0] * count
-    waiting: dict[tuple[int, Action], int] = {}
-    ready = list(range(count))
-    while ready:
-        stage = ready.pop()
-        row = schedule.stages[stage]
-        while position[stage] < len(row):
-            action = row[position[stage]]
-            kind, start = action.kind, clock[stage]
-            end = start
-            if kind in _MATCH:
-                send, step = _MATCH[kind]
-                key = (stage + step, Action(send, action.micro_batch, action.chunk))
-                if key not in arrival:
-                    waiting[key] = stage
-                    break
-                end = clock[stage] = max(start, arrival[key])
-            elif kind in ("SEND_F", "SEND_B"):
-                start = max(start, link_free.get((stage, kind), 0.0))
-                end = start + seconds[stage][kind]
-                link_free[stage, kind] = arrival[stage, action] = end
-                if (stage, action) in waiting:
-                    ready.append(waiting.pop((stage, action)))
-            else:
-                end = clock[stage] = start + seconds[stage][kind]
-                busy[stage] += end - start
-            timed[stage].append(Timed(action, start, end))
-            position[stage] += 1
-    if any(p < len(row) for p, row in zip(position, schedule.stages)):
+    run = _Run(schedule, costs)
+    stages = [run.stage(s) for s in range(len(schedule.stages))]
+    while run.ready:
+        next(stages[run.ready.pop()], None)
+    if any(len(ends) < len(row) for ends, row in zip(run.ends, schedule.stages)):
         raise UserError("deadlocks; validate() says where", field="schedule", value=schedule.name)
-    ends = [t.end for row in timed for t in row]
-    return Timeline(max(ends, default=0.0), tuple(map(tuple, timed)), tuple(busy))
+    last = max((max(row) for row in run.ends if row), default=0.0)
+    return Timeline(last, tuple(run.busy), schedule, run.starts, run.ends)
 
 
-def _seconds(count: int, costs: Costs) -> list[Mapping[str, float]]:
-    """Per stage: seconds by kind of action."""
-    link = costs.link or (0.0,) * (count - 1)
-    reduce = costs.reduce or (0.0,) * count
+class _Run:
+    """One simulation: what has arrived where, and which stages can go on."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        count = len(schedule.stages)
+        self.rows = schedule.stages
+        self.compute, self.host, self.link, self.latency = _seconds(count, costs)
+        self.busy = [0.0] * count
+        self.starts: list[list[float]] = [[] for _ in range(count)]
+        self.ends: list[list[float]] = [[] for _ in range(count)]
+        # By direction and receiving stage: micro-batch and chunk -> arrival; when the incoming link is free.
+        self.arrivals = [[dict[int, float]() for _ in range(count)] for _ in range(2)]
+        self.free = [[0.0] * (count + 1) for _ in range(2)]
+        self.waits: list[tuple[bool, int] | None] = [None] * count
+        self.ready = list(range(count))
+
+    def stage(self, stage: int) -> Iterator[None]:
+        """Runs ``stage``; yields whenever it has to wait. A generator keeps its state at no cost, which matters: a
+        stage waits about once per micro-batch."""
+        compute, host, waits, ready = self.compute[stage], self.host[stage], self.waits, self.ready
+        start, end, clock = self.starts[stage].append, self.ends[stage].append, 0.0
+        for kind, micro_batch, chunk in self.rows[stage]:
+            if kind in compute:
+                start(clock)
+                clock += compute[kind]
+                self.busy[stage] += compute[kind]
+                end(clock)
+                continue
+            backward = kind == "RECV_B" or kind == "SEND_B"
+            key = micro_batch + (chunk << 40)
+            if kind in _RECEIVES:
+                mine = self.arrivals[backward][stage]
+                if key not in mine:
+                    waits[stage] = (backward, key)
+                    yield
+                start(clock)
+                clock = max(clock, mine.pop(key)) + host[kind]
+                end(clock)
+                continue
+            clock += host[kind]
+            peer = stage - 1 if backward else stage + 1
+            begin = max(clock, self.free[backward][peer])
+            self.free[backward][peer] = done = begin + self.link[backward][stage]
+            self.arrivals[backward][peer][key] = arrival = done + self.latency[backward][stage]
+            if waits[peer] == (backward, key):
+                waits[peer] = None
+                ready.append(peer)
+            start(begin)
+            end(arrival)
+
+
+Table = list[Mapping[str, float]]
+Directions = tuple[list[float], list[float]]
+
+
+def _seconds(count: int, costs: Costs) -> tuple[Table, Table, Directions, Directions]:
+    """(compute by stage and kind, host by stage and kind, link and latency by direction and sending stage)."""
+    link = list(costs.link or (0.0,) * (count - 1))
+    back, latency = list(costs.link_back or link), list(costs.latency or (0.0,) * (count - 1))
+    reduce, host = costs.reduce or (0.0,) * count, costs.host or ({},) * count
     for name, values, want in (
         ("forward", costs.forward, count),
         ("backward", costs.backward, count),
         ("link", link, count - 1),
+        ("link_back", back, count - 1),
+        ("latency", latency, count - 1),
         ("reduce", reduce, count),
+        ("host", host, count),
     ):
         if len(values) != want:
             raise UserError(
                 f"the schedule has {count} stages", field=name, value=list(values), accepted=f"{want} values"
             )
-    table: list[Mapping[str, float]] = []
-    for s in range(count):
-        table.append(
-            {
-                "F": costs.forward[s],
-                "B": costs.backward[s],
-                "W": costs.backward[s] * costs.weight_share,
-                "B_INPUT": costs.backward[s] * (1 - costs.weight_share),
-                "REDUCE": reduce[s],
-                "SEND_F": link[s] if s < count - 1 else 0.0,
-                "SEND_B": link[s - 1] if s > 0 else 0.0,
-            }
-        )
-    return table
+    compute: Table = [
+        {
+            "F": costs.forward[s],
+            "B": costs.backward[s],
+            "W": costs.backward[s] * costs.weight_share,
+            "B_INPUT": costs.backward[s] * (1 - costs.weight_share),
+            "REDUCE": reduce[s],
+        }
+        for s in range(count)
+    ]
+    by_kind: Table = [{kind: host[s].get(kind, 0.0) for kind in COMMUNICATION} for s in range(count)]
+    return compute, by_kind, ([*link, 0.0], [0.0, *back]), ([*latency, 0.0], [0.0, *latency])

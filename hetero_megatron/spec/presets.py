@@ -10,6 +10,7 @@ from pathlib import Path
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.model_spec import ModelSpec, RopeScaling
+from hetero_megatron.spec.paper_models import PAPER_MODELS
 
 
 def _llama(
@@ -58,6 +59,7 @@ _PRESETS: dict[str, ModelSpec] = {
             "gpt2", "gpt2", 12, 768, 3072, 12, 12, 64, 50257, 1024, norm="layer", activation="gelu_tanh",
             qkv_bias=True, out_bias=True, mlp_bias=True, tied=True, position="learned", hf_model_type="gpt2",
         ),
+        *PAPER_MODELS,
     )
 }  # fmt: skip
 

@@ -93,6 +93,21 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class AlignmentConfig:
+    """What to write down for comparing platforms, in the first ``steps`` steps.
+
+    ``dump``, ``capture``: directories; ``check``: operators to compare with fp64 (``all``), None: none; ``layers``:
+    parts of module names, empty: everywhere.
+    """
+
+    dump: str | None = None
+    capture: str | None = None
+    check: tuple[str, ...] | None = None
+    layers: tuple[str, ...] = ()
+    steps: int = 1
+
+
+@dataclass(frozen=True)
 class FailureConfig:
     """What is watched for: ``check_spikes`` of the loss; ``rerun``: a step that is right the second time counts;
     ``stragglers``: ranks that fall behind are named."""
@@ -136,6 +151,8 @@ class RunConfig:
         loss_scale: constant 1 except for fp16.
         check_nan: end the run at the first step whose loss or gradient is not finite, instead of skipping it.
         deterministic: refuse operators that do not give the same bits every time.
+        platform: name of the platform to run on; None: the one that is here.
+        compile: backend of torch.compile; None: layers run as they are.
         as_rank: with ``dry_run``: the rank of the plan to run alone, with fake tensors; None: only print the plan.
         load_hf: directory whose safetensors are the initial weights; None: drawn from ``seed``.
         save_hf: where the weights go at the end, as a Hugging Face directory in ``save_hf_dtype``; None: nowhere.
@@ -160,6 +177,9 @@ class RunConfig:
     distributed: DistributedConfig = DistributedConfig()
     check_nan: bool = True
     deterministic: bool = False
+    alignment: AlignmentConfig = AlignmentConfig()
+    platform: str | None = None
+    compile: str | None = None
     skip_train: bool = False
     load_hf: str | None = None
     save_hf: str | None = None

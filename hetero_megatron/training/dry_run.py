@@ -16,6 +16,7 @@ from hetero_megatron.data.batch import Batch
 from hetero_megatron.parallel.optimizer import in_place
 from hetero_megatron.plan import locate, rank_ranges
 from hetero_megatron.training.config import RunConfig
+from hetero_megatron.training.kernels import shape_kernels
 from hetero_megatron.training.loop import DTYPES, optimizer_factory
 from hetero_megatron.training.memory import MemoryTracker
 from hetero_megatron.training.runtime import Runtime
@@ -28,7 +29,8 @@ class DryRun:
     Attributes:
         parameters, optimizer: bytes of local weights, and of owned masters (where they are copies) and moments.
         peak: most bytes of live tensors at once, optimizer state included.
-        sent: bytes by purpose (``pipeline``, ``tensor parallel``, ``gradients``, ``weights``) and destination rank.
+        sent: bytes by purpose (``pipeline``, ``context parallel``, ``tensor parallel``, ``gradients``, ``weights``) and
+            destination rank.
         seconds: that the dry run took.
     """
 
@@ -47,16 +49,17 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
     with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker() as memory:
         runtime = Runtime(
             config.plan, config.spec, comm, DTYPES[config.dtype], lambda _, box: torch.empty(box.shape),
-            optimizer_factory(config.optimizer),
+            optimizer_factory(config.optimizer), kernels=shape_kernels(config, rank, DTYPES[config.dtype]),
         )  # fmt: skip
         assert runtime.optimizer is not None
         parameters = _bytes(runtime.sync.params.values())
         size = config.plan.global_batch_size
         work = runtime.work(lambda indices: _batch(len(indices), config.plan.seq_length), 0, size)
         runtime.executor.run(work)  # gradients wait for finish(), so that their bytes are told apart
-        peers = set(runtime.unit.ranks)
+        peers, stage = set(runtime.unit.ranks), set(runtime.stage.ranks)
         sent = {
-            "pipeline": {r: n for r, n in comm.sent_bytes.items() if r not in peers},
+            "pipeline": {r: n for r, n in comm.sent_bytes.items() if r not in stage},
+            "context parallel": {r: n for r, n in comm.sent_bytes.items() if r in stage - peers},
             "tensor parallel": {r: n for r, n in comm.sent_bytes.items() if r in peers},
         }
         before = dict(comm.sent_bytes)

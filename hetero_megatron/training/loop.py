@@ -21,16 +21,19 @@ from hetero_megatron.data.sample import Dataset
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
-from hetero_megatron.parallel.buckets import make_buckets, plan_groups
 from hetero_megatron.parallel.offload import check_offload, cpu_adam
 from hetero_megatron.parallel.optimizer import OptimizerFactory
 from hetero_megatron.plan import format_plan, idle_ranks, locate, stage_at
-from hetero_megatron.platform import Platform, detect_platform
+from hetero_megatron.plan.buckets import make_buckets, plan_groups
+from hetero_megatron.platform import Platform, choose_platform
+from hetero_megatron.platform.plugins import Plugins, load_plugins
 from hetero_megatron.spec import LogicalTensor
+from hetero_megatron.training.alignment.session import Alignment
 from hetero_megatron.training.checkpointing import Checkpointing, Progress
 from hetero_megatron.training.config import OptimizerConfig, RunConfig
 from hetero_megatron.training.exit import ExitConditions
 from hetero_megatron.training.failure import StepGuard
+from hetero_megatron.training.kernels import agree_on_kernels, kernel_optimizer, rank_kernels
 from hetero_megatron.training.report import Reporter
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.stragglers import StragglerWatch
@@ -47,13 +50,16 @@ def train(config: RunConfig) -> None:
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     check_world(config, world)
-    platform = detect_platform(config.distributed.backend, int(os.environ.get("LOCAL_RANK", "0")))
+    plugins = load_plugins()
+    platform = choose_platform(
+        plugins.platforms.values(), config.platform, config.distributed.backend, int(os.environ.get("LOCAL_RANK", "0"))
+    )
     comm = start_comm(platform, 60 * config.distributed.timeout_minutes, position(config.cluster, world))
     try:
         if comm.rank == 0:
-            announce(config, world, platform)
+            announce(config, world, platform, plugins, comm.emulation.describe())
         if comm.rank in config.plan.ranks:
-            training = Training(config, comm, platform)
+            training = Training(config, comm, platform, plugins)
             try:
                 training.run()
             except UserError:  # of all ranks alike: a checkpoint on its way is still finished
@@ -95,12 +101,16 @@ def check_world(config: RunConfig, world: int) -> None:
         )  # fmt: skip
 
 
-def announce(config: RunConfig, world: int, platform: Platform) -> None:
-    """Print what will run, and every choice that was made for the user."""
+def announce(config: RunConfig, world: int, platform: Platform, plugins: Plugins, testbed: str) -> None:
+    """Print what will run, and every choice that was made for the user; ``testbed``: what is emulated, if anything."""
     cluster = config.cluster
     chips = [cluster.chip_of(r).name for r in range(cluster.world_size)] if cluster is not None else None
     print(format_plan(config.plan, config.spec, chips), flush=True)
     print(f"device: {platform.device.type}, backend {platform.backend}, {config.dtype}", flush=True)
+    if testbed:
+        print(testbed, flush=True)
+    for plugin in plugins.broken():
+        print(f"notice: plugin {plugin.source.name} ({plugin.source.module}) is broken: {plugin.error}", flush=True)
     idle = sorted(set(range(world)) - set(config.plan.ranks))
     if config.cluster is not None:
         idle = sorted({*idle, *idle_ranks(config.plan, config.cluster)})
@@ -126,7 +136,7 @@ def optimizer_factory(config: OptimizerConfig, offload: bool = False) -> Optimiz
 class Training:
     """The state of a run: what is built once, and how far it has come."""
 
-    def __init__(self, config: RunConfig, comm: Comm, platform: Platform) -> None:
+    def __init__(self, config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins) -> None:
         self.config, self.platform = config, platform
         if config.save_hf is not None:
             check_target(config.save_hf, config.spec)
@@ -134,11 +144,20 @@ class Training:
         dtype = DTYPES[config.dtype]
         check_offload(config.plan, config.optimizer.name, config.dtype)
         offload = stage_at(config.plan, locate(config.plan, comm.rank)).optimizer.offload
+        self.alignment = Alignment(config.alignment)
+        kernels = self.alignment.wrap(rank_kernels(config, comm.rank, plugins.registry, platform, dtype), comm.rank)
         factory = optimizer_factory(config.optimizer, offload)
-        self.runtime = Runtime(config.plan, config.spec, comm, dtype, self._initialize, factory)
+        if not offload:
+            factory = kernel_optimizer(factory, config.optimizer, kernels)
+        self.runtime = Runtime(
+            config.plan, config.spec, comm, dtype, self._initialize, factory, kernels=kernels,
+            compile_backend=config.compile,
+        )  # fmt: skip
         self.runtime.check_agreement(
             repr((config.seed, config.steps, config.learning_rate, config.dtype)), repr(config.spec)
         )
+        self.alignment.follow(self.runtime)
+        agree_on_kernels(self.runtime)
         self.data = self._datasets()
         flags = config.data
         assert flags is not None, "the command line refuses training without data"
@@ -185,6 +204,7 @@ class Training:
             if self.reporter.speaks and not self.step:  # a stream would have to go back to its beginning
                 entropy = unigram_entropy(self.data.train, num_samples=64)
                 print(f"data: unigram entropy {entropy:.3f} nats, the loss of counting tokens alone", flush=True)
+            self.runtime.comm.emulation.started()
             with self._loader(self.data.train) as loader:
                 self._train(loader)
             self.checkpoints.save(Progress(self.step, self.consumed), self.loss_scale)
@@ -209,6 +229,7 @@ class Training:
                 stop=self.exit.check(self.step + 1) or self.checkpoints.failed,
             )  # fmt: skip
             loader.advance(size)
+            self.alignment.after_step(self.step + 1, self.runtime)
             self.step, self.consumed, stop = self.step + 1, self.consumed + size, stats.stop
             scale, self.loss_scale = self.loss_scale, self.loss_scale.update(stats.skipped)
             for sentence in self.stragglers.step(stats.busy, size) if self.stragglers is not None else ():

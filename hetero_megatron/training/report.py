@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from hetero_megatron.comm.clock import OVERRUN_LIMIT
 from hetero_megatron.platform import Platform
 from hetero_megatron.spec.flops import sequence_flops
 from hetero_megatron.training.config import RunConfig
@@ -101,8 +102,11 @@ class Reporter:
         """Say how it ended, and close the files. Called on all ranks."""
         peak = torch.tensor([self.platform.peak_memory()], dtype=torch.float64)
         peaks = self.runtime.world.gather_vectors(peak).flatten() / 2**20
+        emulation = self._emulation()
         if self.writer is None:
             return
+        if emulation is not None:
+            print(emulation, flush=True)
         print(f"peak memory per rank: {peaks.min():.0f} to {peaks.max():.0f} MiB", flush=True)
         self.writer.close()
         if self.first_loss is not None:
@@ -111,3 +115,17 @@ class Reporter:
                 flush=True,
             )
         print(f"stopped at step {step}: {reason}" if reason else f"done: {step} steps", flush=True)
+
+    def _emulation(self) -> str | None:
+        """How far the testbed's chips can be believed; None on real chips. Called on all ranks."""
+        mine = self.runtime.comm.clock.report()
+        if not mine:
+            return None
+        row = torch.tensor([mine["overrun"], mine["late"]], dtype=torch.float64)
+        every = self.runtime.world.gather_vectors(row)
+        overrun, late = every.max(0).values.tolist()
+        worst = self.config.plan.ranks[int(every[:, 0].argmax())]
+        text = f"testbed: woken late by up to {late:.2%} of a rank's compute"
+        if overrun > OVERRUN_LIMIT:
+            text += f"; INVALID: rank {worst} took {overrun:.1%} more CPU time than its emulated chip; lower its speed"
+        return text

@@ -17,16 +17,19 @@ from hetero_megatron.data.batch import Batch
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, cut
 from hetero_megatron.model import GPTStage
-from hetero_megatron.ops import cross_entropy
-from hetero_megatron.parallel.buckets import make_buckets, plan_groups
+from hetero_megatron.ops import KernelPlan, default_kernels
+from hetero_megatron.ops.tile_kernels import tile_kernel
+from hetero_megatron.parallel.compile import apply_compile
+from hetero_megatron.parallel.context import apply_context_parallel
 from hetero_megatron.parallel.gradients import GradientSync
+from hetero_megatron.parallel.long_loss import chunked_loss
 from hetero_megatron.parallel.optimizer import OptimizerFactory, ShardedOptimizer, squared_norm
 from hetero_megatron.parallel.recompute import apply_recompute
 from hetero_megatron.parallel.tensor import apply_tensor_parallel
-from hetero_megatron.parallel.vocab import vocab_parallel_cross_entropy
+from hetero_megatron.parallel.vocab import VOCAB_CROSS_ENTROPY, vocab_parallel_cross_entropy
 from hetero_megatron.pipeline import PipelineExecutor
 from hetero_megatron.pipeline.boundary import Boundary
-from hetero_megatron.pipeline.executor import StageWork, StepResult
+from hetero_megatron.pipeline.executor import StageWork, StepResult, TimedAction
 from hetero_megatron.plan import (
     Plan,
     activation_layout,
@@ -37,10 +40,14 @@ from hetero_megatron.plan import (
     unit_at,
     unit_sequences,
 )
+from hetero_megatron.plan.buckets import make_buckets, plan_groups
+from hetero_megatron.plan.context_plan import stage_contexts
 from hetero_megatron.schedule import Action, generate, lower, validate
 from hetero_megatron.spec import LogicalTensor, ModelSpec, shares, stage_tensors, tensor_box
 
 Fetch = Callable[[Sequence[int]], Batch]  # global sample indices -> batch on the CPU
+LOGITS_BYTES = 1 << 30
+
 Initialize = Callable[[LogicalTensor, Box], torch.Tensor]  # values of a box of a logical tensor
 
 
@@ -54,6 +61,7 @@ class StepStats:
         skipped: the step was not taken because the gradient was not finite.
         stop: some rank asked to stop.
         busy, bubble, communication: seconds per rank of the plan (forward and backward; the update is not in them).
+        actions: what this rank did, and when.
     """
 
     loss: float
@@ -64,6 +72,7 @@ class StepStats:
     busy: list[float]
     bubble: list[float]
     communication: list[float]
+    actions: Sequence[TimedAction] = ()
 
 
 class Runtime:
@@ -73,6 +82,9 @@ class Runtime:
         dtype: of parameters and activations (fp64, fp32, bf16, fp16).
         initialize: initial values by logical tensor and box.
         optimizer: makes the torch optimizer; None for evaluation only.
+        kernels: of this rank's stage; None: without plugins, as the plan's stage wishes.
+        compile_backend: of torch.compile, for the layers; None: they run as they are.
+        logits_bytes: where the logits of a micro-batch would be more, head and loss go through its tokens in chunks.
     """
 
     def __init__(
@@ -84,16 +96,28 @@ class Runtime:
         initialize: Initialize,
         optimizer: OptimizerFactory | None,
         bucket_bytes: int | None = None,
+        kernels: KernelPlan | None = None,
+        compile_backend: str | None = None,
+        logits_bytes: int = LOGITS_BYTES,
     ) -> None:
         self.plan, self.spec, self.comm, self.dtype = plan, spec, comm, dtype
         self.place = locate(plan, comm.rank)
         self.stage, self.unit = stage_at(plan, self.place), unit_at(plan, self.place)
         self.share = shares(spec, self.unit.tp_split)[self.place.tp_rank]
+        self.kernels = kernels or default_kernels(
+            spec, self.share, self.stage.head, dtype, comm.device, self.unit.tp, dict(self.stage.kernels),
+            f"pipelines[{self.place.pipeline}].stages[{self.place.stage}].kernels", compile_backend is not None,
+        )  # fmt: skip
         buckets = make_buckets(plan, spec, *([bucket_bytes] if bucket_bytes else []))
         comm.create_groups(plan_groups(plan, buckets))
         self.world, self.tp_group = comm.group(plan.ranks), comm.group(self.unit.ranks)
         assert self.tp_group.ranks == self.unit.ranks, "TP ranks ascend; the validator sees to it"
         self.model, self.boxes = self._build_model(initialize)
+        if compile_backend is not None:
+            apply_compile(self.model, compile_backend)
+        self.loss_chunk = self._loss_chunk(logits_bytes) if self.stage.head else None
+        if self.loss_chunk is not None:
+            self.model.lm_head.forward = lambda x: x  # type: ignore[method-assign]
         self.executor = self._build_executor()
         self._schedules: dict[tuple[int, bool], tuple[Action, ...]] = {}
         self._boundaries: dict[tuple[int, int], Boundary] = {}
@@ -104,8 +128,9 @@ class Runtime:
     def _build_model(self, initialize: Initialize) -> tuple[GPTStage, dict[str, Box]]:
         stage, spec = self.stage, self.spec
         model = GPTStage(
-            spec, self.share, stage.layer_indices(), stage.embed, stage.head, dtype=self.dtype, device=self.comm.device
-        )
+            spec, self.share, stage.layer_indices(), stage.embed, stage.head, dtype=self.dtype,
+            device=self.comm.device, kernels=self.kernels,
+        )  # fmt: skip
         held = {t.name: t for t in stage_tensors(spec, stage.layer_indices(), stage.embed, stage.head)}
         boxes = {name: tensor_box(tensor, self.share) for name, tensor in held.items()}
         params = dict(model.named_parameters())
@@ -115,6 +140,10 @@ class Runtime:
                 param.copy_(initialize(held[name], boxes[name]))
         shards = tuple(b - a for a, b in cut(self.unit.num_tokens, [1] * self.unit.tp))
         apply_tensor_parallel(model, self.tp_group, shards, self.share.vocab)
+        for context in stage_contexts(spec, stage, self.plan.seq_length):
+            if self.comm.rank in context.ranks:
+                kernel = tile_kernel(self.comm.device, self.kernels.choices["attention"].kernel)
+                apply_context_parallel(model, context, self.comm, spec.sliding_window, kernel)
         apply_recompute(model, stage.recompute)
         return model, boxes
 
@@ -140,17 +169,33 @@ class Runtime:
             self._boundaries[upstream, size] = Boundary(self.comm, up, down)
         return self._boundaries[upstream, size]
 
-    def _loss(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-        if self.tp_group.size > 1:
-            losses = vocab_parallel_cross_entropy(logits, batch.labels, self.tp_group, self.share.vocab)
-        else:
-            losses = cross_entropy(logits, batch.labels)
+    def _loss_chunk(self, logits_bytes: int) -> int | None:
+        """Tokens per chunk of head and loss; None: all at once, the logits are few. Equal in the whole TP group."""
+        rows, vocab = self.unit.sequences, [s.vocab for s in shares(self.spec, self.unit.tp_split)]
+        per_token = max(b - a for a, b in vocab) * max(self.dtype.itemsize, 4)
+        if (rows[1] - rows[0]) * self.unit.num_tokens * per_token <= logits_bytes:
+            return None
+        return max(logits_bytes // 4 // per_token, 1)  # a chunk's logits, probabilities and their gradients
+
+    def _loss(self, out: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Sum of token losses from logits, or from the head's input where there are chunks."""
+        losses = self._token_losses(out, batch)
         return losses.sum() if batch.loss_mask is None else (losses * batch.loss_mask).sum()
+
+    def _token_losses(self, out: torch.Tensor, batch: Batch) -> torch.Tensor:
+        group, vocab = self.tp_group, self.share.vocab
+        op = self.kernels.vocab_cross_entropy if group.size > 1 else VOCAB_CROSS_ENTROPY
+        if self.loss_chunk is not None:
+            return chunked_loss(out, self.model.lm_head.matrix, batch.labels, self.loss_chunk, group, vocab, op)
+        if group.size > 1:
+            return vocab_parallel_cross_entropy(out, batch.labels, group, vocab, op)
+        return self.kernels.cross_entropy(out, batch.labels)  # type: ignore[no-any-return]
 
     def work(self, fetch: Fetch, first_sample: int, batch_size: int, forward_only: bool = False) -> StageWork:
         """What this rank does for the global samples ``[first_sample, first_sample + batch_size)``."""
         sizes, rows = self.samples(first_sample, batch_size)
-        batches = [fetch(indices).to(self.comm.device) if indices else None for indices in rows]
+        tokens = self.unit.tokens
+        batches = [fetch(indices).select(tokens).to(self.comm.device) if indices else None for indices in rows]
         return StageWork(self._actions(len(sizes), forward_only), batches, sizes)
 
     def samples(self, first_sample: int, batch_size: int) -> tuple[tuple[int, ...], list[range]]:
@@ -195,6 +240,20 @@ class Runtime:
         ``veto`` is asked before the weights change, with the same values on all ranks: (loss sum, tokens and squared
         norm of each rank [ranks, 3], loss, norm); True: the step is not taken.
         """
+        rates = (lr, weight_decay, clip_grad, loss_scale)
+        with self.comm.clock.counting():
+            return self._train_step(fetch, first_sample, batch_size, rates, stop, veto)
+
+    def _train_step(
+        self,
+        fetch: Fetch,
+        first_sample: int,
+        batch_size: int,
+        rates: tuple[float, float, float, float],
+        stop: bool,
+        veto: Callable[[torch.Tensor, float, float], bool] | None,
+    ) -> StepStats:
+        lr, weight_decay, clip_grad, loss_scale = rates
         assert self.optimizer is not None
         nominal = batch_size * self.plan.seq_length
         work = self.work(fetch, first_sample, batch_size)
@@ -216,14 +275,16 @@ class Runtime:
             self.comm.activity = "the optimizer step"
             self.optimizer.set_rates(lr, weight_decay)
             self.optimizer.step(grads, scale * clip)
-        seconds = every[:, 4:].T.tolist()
-        return StepStats(loss_sum / tokens, int(tokens), norm, skipped, stops > 0, *seconds)
+        busy, bubble, communication = every[:, 4:].T.tolist()
+        mean = loss_sum / tokens
+        return StepStats(mean, int(tokens), norm, skipped, stops > 0, busy, bubble, communication, result.actions)
 
     @torch.no_grad()
     def evaluate(self, fetch: Fetch, first_sample: int, batch_size: int) -> tuple[float, int]:
         """(sum of token losses, tokens) of some samples, equal on all ranks."""
-        result = self.executor.run(self.work(fetch, first_sample, batch_size, forward_only=True))
-        loss_sum, tokens = self.gather(result, 0.0)[:, :2].sum(0).tolist()
+        with self.comm.clock.counting():
+            result = self.executor.run(self.work(fetch, first_sample, batch_size, forward_only=True))
+            loss_sum, tokens = self.gather(result, 0.0)[:, :2].sum(0).tolist()
         return loss_sum, int(tokens)
 
     def gather(self, result: StepResult, square: float, stop: bool = False) -> torch.Tensor:

@@ -26,8 +26,8 @@ def rows(text: str) -> Any:
 
 PLAN = (
     value("--plan", str, None, "plan file (YAML or JSON): which ranks hold what"),
-    refused("--auto-plan", "the planner is not built yet", "--plan FILE, or Megatron's parallel flags"),
-    value("--cluster", str, None, "cluster file that the plan is checked against; needs --plan"),
+    switch("--auto-plan", "search for the best plan on the cluster of --cluster and run it"),
+    value("--cluster", str, None, "cluster file that the plan is checked against; needs --plan or --auto-plan"),
     value("--model", str, None, "preset, Hugging Face directory or config.json, instead of architecture flags"),
     switch("--dry-run", "check and print the plan, then stop"),
     value("--as-rank", int, None, "with --dry-run: run this rank of the plan alone, with fake tensors"),
@@ -51,13 +51,20 @@ _GRID_FLAGS = (
 FLAGS = (
     value("--tensor-model-parallel-size", int, 1, "ranks that share every layer"),
     value("--pipeline-model-parallel-size", int, 1, "stages"),
-    only(
-        "--context-parallel-size",
+    value("--context-parallel-size", int, 1, "ranks that divide the tokens of every sequence"),
+    value(
+        "--cp-comm-type",
+        str,
+        None,
+        "how these meet in attention: p2p (the default), allgather, a2a (they divide the heads) or a2a+p2p",
+        nargs="+",
+    ),
+    value(
+        "--hierarchical-context-parallel-sizes",
         int,
-        (1,),
-        "context parallelism is not supported by this version",
-        "1, or leave the flag out",
-        default=1,
+        None,
+        "for a2a+p2p: ranks that divide the heads, and groups of them that pass keys and values round",
+        nargs="+",
     ),
     only("--expert-model-parallel-size", int, (1,), _EXPERTS, "1, or leave the flag out", default=1),
     only("--expert-tensor-parallel-size", int, (1,), _EXPERTS, "1, or leave the flag out"),
@@ -91,7 +98,6 @@ FLAGS = (
     ),
     value("--distributed-timeout-minutes", float, 10.0, "how long a rank waits for another before the job ends"),
     switch("--use-tp-pp-dp-mapping", "number the ranks through pipeline before data parallelism"),
-    notice("--cp-comm-type", "it concerns context parallelism only", nargs="+"),
     notice("--ddp-bucket-size", "buckets are cut by layers and size in bytes", nargs=1, type=int),
     refused(
         "--standalone-embedding-stage",
@@ -108,6 +114,17 @@ FLAGS = (
         "the optimizer is sharded over replicas, weights and gradients are not",
         "optim, or leave the flag out",
     ),
+    value(
+        "--kernels",
+        str,
+        None,
+        "providers of operators: PROVIDER, OPERATOR=PROVIDER or PIPELINE.STAGE:OPERATOR=PROVIDER; "
+        "a stage's own kernels in the plan come first",
+        nargs="+",
+    ),
+    value("--platform", str, None, "name of the platform to run on, where this machine has several"),
+    switch("--compile", "run the layers through torch.compile"),
+    value("--compile-backend", str, "inductor", "backend of torch.compile"),
     notice("--local-rank", "torchrun says which rank this is", nargs=1, type=int, aliases=("--local_rank",)),
 )
 

@@ -1,0 +1,250 @@
+"""One training step on one very long sequence over ranks of two chip types, and its agreement with one rank.
+
+    python benchmarks/million_tokens.py                       # 65,536 tokens on 4 ranks: a minute or two on two cores
+    python benchmarks/million_tokens.py --tokens 1048576      # the million: about an hour on two cores
+
+Ranks 0 and 1 (``big``) form one context group, 2 and 3 (``small``) another; a big rank owns three times as many
+tokens. Inside a group heads are divided, between groups keys and values go round in equal blocks. More ranks than
+four join the small group. Reported: seconds, peak resident memory per rank above what it had before the step, and
+
+- up to ``--check`` x 2 tokens: loss, logits of a prefix and all gradients against one rank with the same sequence;
+- beyond: logits of a prefix against one rank with that prefix alone (causal: what follows changes nothing), and
+  gradients of a sequence of 2 x ``--check`` tokens whose later labels are masked against one rank with the first
+  ``--check`` tokens: that rank has less than half the sequence, so no later token may leave a trace.
+
+With an accelerator, ``--ranks 1`` runs one rank on it. Prints one JSON object on its last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from benchmarks.common import machine, peak_rss  # noqa: E402
+
+SEED = 20261121
+
+
+def model(options: argparse.Namespace) -> dict[str, Any]:
+    """A Llama; positions suffice for the longest sequence of the run."""
+    return {
+        "model_type": "llama", "num_hidden_layers": options.layers, "hidden_size": options.heads * options.head_dim,
+        "num_attention_heads": options.heads, "num_key_value_heads": options.heads, "head_dim": options.head_dim,
+        "intermediate_size": 4 * options.heads * options.head_dim, "vocab_size": 256,
+        "max_position_embeddings": max(options.tokens, 2 * options.check), "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
+    }  # fmt: skip
+
+
+def spelled_plan(tokens: int, ranks: int, layers: int, heads: int) -> dict[str, Any]:
+    """Two groups of unlike chips, token shares 3 to 1; one rank: the plain plan."""
+    stage: dict[str, Any] = {"ranks": list(range(ranks)), "layers": [0, layers]}
+    if ranks > 1:
+        weights = [3, 3] + [1] * (ranks - 2) if ranks >= 4 else [3] + [1] * (ranks - 1)
+        shares = [tokens * w // sum(weights) for w in weights]
+        shares[0] += tokens - sum(shares)
+        cut = 2 if ranks >= 4 else 1
+        stage["context"] = [
+            {"ranks": group, "tokens": [shares[r] for r in group], "heads": even(heads, len(group))}
+            for group in (list(range(cut)), list(range(cut, ranks)))
+        ]
+        stage["kv"] = {"transport": "ring", "block": max(tokens // 32, 1)}
+    pipeline = {"micro_batch_size": 1, "num_micro_batches": 1, "stages": [stage]}
+    return {"version": 1, "seq_length": tokens, "global_batch_size": 1, "pipelines": [pipeline]}
+
+
+def even(total: int, parts: int) -> list[int]:
+    return [total * (i + 1) // parts - total * i // parts for i in range(parts)]
+
+
+def one_rank_of_the_job(options: argparse.Namespace) -> None:
+    """What every rank process does; writes ``rank-N.pt`` into the directory ``--out``."""
+    import torch
+
+    from hetero_megatron.comm import start_comm, stop_comm
+    from hetero_megatron.data.batch import Batch
+    from hetero_megatron.model import initial_values
+    from hetero_megatron.plan import plan_from_dict
+    from hetero_megatron.platform import detect_platform
+    from hetero_megatron.spec import from_hf_config
+    from hetero_megatron.training.runtime import Runtime
+
+    torch.set_num_threads(options.threads)
+    spec = from_hf_config(model(options))
+    spelled = spelled_plan(options.run_tokens, options.ranks, options.layers, options.heads)
+    plan = plan_from_dict(spelled, spec)
+    comm = start_comm(detect_platform(options.backend, int(os.environ.get("LOCAL_RANK", "0"))), 3600)
+    runtime = Runtime(
+        plan, spec, comm, torch.float32, lambda t, box: initial_values(t, box, spec, SEED),
+        lambda groups: torch.optim.SGD(groups, lr=0.0), logits_bytes=64 << 20,
+    )  # fmt: skip
+    assert runtime.optimizer is not None
+    longest = max(options.tokens, 2 * options.check)
+    tokens = torch.randint(0, 256, (1, longest + 1), generator=torch.Generator().manual_seed(SEED))
+    rows = tokens[:, : options.run_tokens + 1]
+    mask = (torch.arange(options.run_tokens) < options.loss_tokens)[None] if options.loss_tokens else None
+    positions = torch.arange(options.run_tokens)[None]
+    batch = Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), positions, mask)
+    seen: dict[str, Any] = {"grads": []}
+    step, loss = runtime.optimizer.step, runtime.executor.loss
+    assert loss is not None
+
+    def recording_loss(out: Any, part: Batch) -> Any:
+        """Keep the logits of the prefix's tokens that this rank owns."""
+        own = [t for a, b in runtime.unit.tokens for t in range(a, min(b, options.prefix))]
+        places = [i for i, t in enumerate(t for a, b in runtime.unit.tokens for t in range(a, b)) if t < options.prefix]
+        hidden = out[0, places].detach()
+        head = runtime.model.lm_head.matrix.detach()
+        seen["prefix"] = (own, hidden if runtime.loss_chunk is None else hidden @ head.t())
+        return loss(out, part)
+
+    def recording_step(grads: Any, coefficient: float) -> None:
+        for exchange, tensors in zip(runtime.sync.exchanges, grads, strict=True):
+            for piece, tensor in zip(exchange.pieces, tensors, strict=True):
+                seen["grads"].append((piece.name, piece.box.slices(), (tensor * coefficient).cpu()))
+        step(grads, coefficient)
+
+    runtime.executor.loss = recording_loss
+    runtime.optimizer.step = recording_step  # type: ignore[method-assign]
+    before, start = peak_rss(), time.perf_counter()
+    stats = runtime.train_step(lambda _: batch, 0, 1, 0.0)
+    seen |= {"seconds": time.perf_counter() - start, "peak": peak_rss() - before, "loss": stats.loss}
+    seen |= {"busy": stats.busy, "communication": stats.communication, "sent": sum(comm.sent_bytes.values())}
+    seen["owned"] = runtime.unit.num_tokens
+    torch.save(seen, Path(options.out) / f"rank-{comm.rank}.pt")
+    stop_comm()
+
+
+def run_job(options: argparse.Namespace, ranks: int, tokens: int, loss_tokens: int = 0) -> list[dict[str, Any]]:
+    """What the ranks of one job saw."""
+    import torch
+
+    with tempfile.TemporaryDirectory(prefix="million-") as folder, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        words = [sys.executable, __file__, "--as-rank", "--out", folder, "--ranks", str(ranks)]
+        words += ["--run-tokens", str(tokens), "--loss-tokens", str(loss_tokens), "--threads", str(options.threads)]
+        for name in ("tokens", "check", "prefix", "layers", "heads", "head_dim"):
+            words += ["--" + name.replace("_", "-"), str(getattr(options, name))]
+        words += ["--backend", options.backend] if options.backend else []
+        base = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        base |= {"OMP_NUM_THREADS": str(options.threads), "MALLOC_ARENA_MAX": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        started = [
+            subprocess.Popen(words, env={**base, "RANK": str(r), "LOCAL_RANK": str(r)}, cwd=ROOT) for r in range(ranks)
+        ]
+        try:
+            codes = [process.wait() for process in started]
+            if any(codes):
+                raise SystemExit("a rank failed")
+        finally:
+            for process in started:
+                if process.poll() is None:
+                    process.kill()
+        return [torch.load(Path(folder) / f"rank-{r}.pt", weights_only=False) for r in range(ranks)]
+
+
+def assembled_grads(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Whole gradients by name from the owned pieces."""
+    import torch
+
+    sizes: dict[str, list[int]] = {}
+    for seen in ranks:
+        for name, slices, _ in seen["grads"]:
+            sizes[name] = [max(n, s.stop) for n, s in zip(sizes.get(name, [0] * len(slices)), slices, strict=True)]
+    whole = {name: torch.zeros(size) for name, size in sizes.items()}
+    for seen in ranks:
+        for name, slices, value in seen["grads"]:
+            whole[name][slices] = value
+    return whole
+
+
+def assembled_prefix(ranks: list[dict[str, Any]], prefix: int) -> Any:
+    import torch
+
+    logits = torch.zeros(prefix, 256)
+    for seen in ranks:
+        places, rows = seen["prefix"]
+        logits[places] = rows.cpu()
+    return logits
+
+
+def relative(got: Any, want: Any) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def worst(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> float:
+    """Largest relative error of a tensor's gradient."""
+    a, b = assembled_grads(got), assembled_grads(want)
+    assert a.keys() == b.keys()
+    return max(relative(a[name], b[name]) for name in a)
+
+
+def compare(options: argparse.Namespace, many: list[dict[str, Any]]) -> dict[str, float]:
+    """Relative errors of the step against one rank."""
+    whole = options.tokens <= 2 * options.check
+    one = run_job(options, 1, options.tokens if whole else options.prefix)
+    prefix = assembled_prefix(many, options.prefix), assembled_prefix(one, options.prefix)
+    found = {"prefix_logits": relative(*prefix)}
+    if whole:
+        return found | {
+            "loss_error": abs(many[0]["loss"] / one[0]["loss"] - 1), "gradients": worst(many, one),
+            "one_rank_seconds": one[0]["seconds"], "one_rank_peak_mib": one[0]["peak"] / 2**20,
+        }  # fmt: skip
+    masked = run_job(options, options.ranks, 2 * options.check, options.check)
+    short = run_job(options, 1, options.check)
+    return found | {
+        "masked_loss": abs(masked[0]["loss"] / short[0]["loss"] - 1), "masked_gradients": worst(masked, short)
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--check", type=int, default=65536, help="tokens of the comparison with one rank")
+    parser.add_argument("--prefix", type=int, default=4096, help="tokens whose logits are compared")
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=1, help="threads per rank")
+    parser.add_argument("--backend", help="of torch.distributed; gloo keeps to the CPU")
+    parser.add_argument("--limit", type=float, default=1e-4, help="largest relative error; more is a failure")
+    for hidden in ("--run-tokens", "--loss-tokens"):
+        parser.add_argument(hidden, type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.as_rank:
+        one_rank_of_the_job(options)
+        return
+    print(f"{machine()}: {options.tokens:,} tokens, {options.ranks} ranks, {options.layers} layer(s) of "
+          f"{options.heads} x {options.head_dim}", flush=True)  # fmt: skip
+    many = run_job(options, options.ranks, options.tokens)
+    seconds = max(seen["seconds"] for seen in many)
+    for rank, seen in enumerate(many):
+        print(f"rank {rank}: {seen['owned']:>9,} tokens, {seen['peak'] / 2**20:8.1f} MiB above start, "
+              f"busy {seen['busy'][rank]:.1f} s, sent {seen['sent'] / 2**20:.1f} MiB", flush=True)  # fmt: skip
+    print(f"loss {many[0]['loss']:.6f}, {seconds:.1f} s, {options.tokens / seconds:,.0f} tokens/s", flush=True)
+    errors = compare(options, many)
+    for name, value in errors.items():
+        print(f"against one rank, {name}: {value:.3g}")
+    result = {"tokens": options.tokens, "ranks": options.ranks, "seconds": seconds, "loss": many[0]["loss"],
+              "peak_mib": [round(seen["peak"] / 2**20, 1) for seen in many], **errors}  # fmt: skip
+    print(json.dumps(result))
+    if max(value for name, value in errors.items() if not name.startswith("one_rank")) > options.limit:
+        raise SystemExit("the ranks disagree with one rank")
+
+
+if __name__ == "__main__":
+    main()

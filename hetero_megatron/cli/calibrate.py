@@ -1,0 +1,132 @@
+"""``hetero-megatron calibrate``: measure the cluster that the job runs on, and write the rates into its file.
+
+    torchrun --nproc-per-node 4 -m hetero_megatron.cli.main calibrate --cluster cluster.yaml --model tiny
+    hetero-megatron testbed run --cluster cluster.yaml -- hetero-megatron calibrate --model tiny --seq-length 256
+    hetero-megatron calibrate --cluster cluster.yaml --merge profile.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hetero_megatron.cluster import Cluster, load_cluster
+from hetero_megatron.cluster.rates_section import merge_rates, write_rates
+from hetero_megatron.errors import UserError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):  # type: ignore[no-untyped-def]
+        raise UserError(message, field="calibrate", accepted="hetero-megatron calibrate --help")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        values = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or min(values) < 1:
+        raise UserError("not a list of numbers", field="calibrate", value=text, accepted="e.g. 1,2,4")
+    return values
+
+
+def parser() -> argparse.ArgumentParser:
+    p = _Parser(prog="hetero-megatron calibrate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("--cluster", help="cluster file (default: the testbed's)")
+    p.add_argument("--model", help="preset, config.json or directory: whose layers to time")
+    p.add_argument("--seq-length", type=int, default=0, help="tokens per sequence (default: the model's, at most 512)")
+    p.add_argument("--micro-batch-sizes", default="1,2", help="comma-separated (default 1,2)")
+    p.add_argument("--tp", default="", help="TP degrees, comma-separated (default: powers of 2 up to a node's chips)")
+    p.add_argument("--attention-lengths", default="", help="also time attention alone at these lengths")
+    dtypes = ["", "fp64", "fp32", "bf16", "fp16"]
+    p.add_argument("--dtype", default="", choices=dtypes, help="default fp32 on the CPU, else bf16")
+    p.add_argument("--steps", type=int, default=2, help="measured steps per pipeline (default 2)")
+    p.add_argument("--merge", action="append", default=[], metavar="FILE", help="add rates of a file (JSON or YAML)")
+    p.add_argument("--out", help="where to write the cluster file with its rates (default: in place)")
+    p.add_argument("--json", action="store_true", help="print the rates as one JSON object")
+    return p
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parser().parse_args(list(argv))
+    file = options.cluster or _testbed_cluster()
+    if file is None:
+        raise UserError("says which chips and links there are", field="--cluster", accepted="a cluster file")
+    cluster = load_cluster(file)
+    rates: dict[str, Any] = dict(cluster.rates)
+    for extra in options.merge:
+        rates = merge_rates(rates, _read_rates(extra))
+    first = True
+    if options.model is not None:
+        found, text, first = _measure(cluster, options)
+        rates = merge_rates(rates, found)
+        if first and not options.json:
+            print(text, flush=True)
+    elif not options.merge:
+        raise UserError("nothing to measure", field="--model", accepted="a model, or --merge FILE")
+    if first:
+        write_rates(file, rates, options.out or file)
+        print(json.dumps(rates) if options.json else f"rates written to {options.out or file}", flush=True)
+    return 0
+
+
+def _testbed_cluster() -> str | None:
+    described = os.environ.get("HETERO_TESTBED")
+    return str(json.loads(Path(described).read_text(encoding="utf-8"))["cluster"]) if described else None
+
+
+def _read_rates(file: str) -> dict[str, Any]:
+    """Rates of another cluster file or of a conformance run: ``{chips: …}``, or the same under ``rates:``."""
+    from hetero_megatron.cluster.document import read_document
+
+    data = read_document(file).plain()
+    rates = data.get("rates", data) if isinstance(data, dict) else None
+    if not isinstance(rates, dict) or "chips" not in rates:
+        raise UserError("holds no rates", field="--merge", value=file, accepted="rates: {chips: …} or {chips: …}")
+    return rates
+
+
+def _measure(cluster: Cluster, options: argparse.Namespace) -> tuple[dict[str, Any], str, bool]:
+    """(rates, tables, whether this is the rank that writes)."""
+    from hetero_megatron.comm import start_comm, stop_comm
+    from hetero_megatron.platform import detect_platform
+    from hetero_megatron.spec import load_model
+    from hetero_megatron.training.calibration import CalibrationOptions, calibrate, format_calibration
+    from hetero_megatron.training.config import OptimizerConfig
+    from hetero_megatron.training.loop import DTYPES, optimizer_factory, position
+
+    spec = load_model(options.model)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != cluster.world_size:
+        raise UserError(
+            f"the cluster has {cluster.world_size} chips, and each is measured by its rank", field="WORLD_SIZE",
+            value=world, accepted=f"{cluster.world_size} ranks (torchrun, or hetero-megatron testbed run)",
+        )  # fmt: skip
+    platform = detect_platform(None, int(os.environ.get("LOCAL_RANK", "0")))
+    dtype = options.dtype or ("fp32" if platform.device.type == "cpu" else "bf16")
+    per_node = max(group.chips_per_node for group in cluster.nodes)
+    tp = _numbers(options.tp) if options.tp else tuple(2**i for i in range(per_node.bit_length()) if 2**i <= per_node)
+    lengths = _numbers(options.attention_lengths) if options.attention_lengths else ()
+    seq_length = options.seq_length or min(512, spec.max_position_embeddings)
+    wanted = CalibrationOptions(seq_length, dtype, _numbers(options.micro_batch_sizes), tp, lengths, options.steps)
+    comm = start_comm(platform, 600, position(cluster, world))
+    first = comm.rank == 0
+    start = time.perf_counter()
+
+    def log(text: str) -> None:
+        if first:
+            print(f"[{time.perf_counter() - start:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    try:
+        comm.emulation.started()
+        build = optimizer_factory(OptimizerConfig())
+        found = calibrate(comm, cluster, spec, wanted, DTYPES[dtype], build, log)
+    finally:
+        stop_comm()
+    return found.rates, format_calibration(found), first

@@ -1,0 +1,151 @@
+"""``hetero-megatron plan``: search for the best plan of a model on a cluster."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from hetero_megatron.cli.arguments import ArgumentParser
+from hetero_megatron.cluster import Cluster, load_cluster
+from hetero_megatron.errors import UserError
+from hetero_megatron.planner.costs import CostOptions
+from hetero_megatron.planner.export import FORMATS, export
+from hetero_megatron.planner.memory import ITEM_BYTES
+from hetero_megatron.planner.objective import Deadline, search_objective
+from hetero_megatron.planner.page import html_page
+from hetero_megatron.planner.search import Result, SearchOptions, search
+from hetero_megatron.planner.space import Space
+from hetero_megatron.planner.summary import Summary, format_summary, plan_text, summarize, summary_json
+from hetero_megatron.planner.whatif import document, with_more, without
+from hetero_megatron.spec import load_model
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the plan and the report, or with --json one object."""
+    if "--context-only" in argv:
+        from hetero_megatron.cli.plan_context import main as context_only
+
+        return context_only(argv)
+    args = _parser().parse_args(list(argv))
+    _check(args)
+    model, cluster = load_model(args.model), load_cluster(args.cluster)
+    if args.without:
+        cluster = without(cluster, [name for word in args.without for name in word.split(",")])
+    for text in args.add or ():
+        cluster = with_more(cluster, text)
+    options = _options(args)
+    say = None if args.json or args.quiet else _say
+    size = args.global_batch_size
+    if args.objective == "tokens":
+        result = search(model, cluster, args.seq_length, size, options, progress=say)
+    else:
+        deadline = Deadline(args.train_tokens, args.deadline_hours) if args.objective == "deadline" else None
+        result = search_objective(model, cluster, args.seq_length, size, options, deadline, say)
+    summary = summarize(
+        result, model, cluster, args.seq_length, size, options, baselines=not args.no_baselines, bound=args.bound
+    )
+    _write(args, result, cluster, summary)
+    if args.json:
+        print(json.dumps(summary_json(summary)))
+        return 0
+    print(plan_text(result.best, model.name))
+    print(format_summary(summary))
+    return 0
+
+
+def _say(text: str) -> None:
+    print(f"search: {text}", file=sys.stderr, flush=True)
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        "plan", "The best plan of a model on a mixed cluster, with a bound on how good any could be."
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="M", help="preset, Hugging Face directory or config.json")
+    add("--cluster", required=True, metavar="FILE", help="cluster file; its rates are used if it has any")
+    add("--seq-length", required=True, type=int, metavar="S", help="tokens per sequence")
+    add("--global-batch-size", required=True, type=int, metavar="B", help="sequences per optimizer step")
+    add("--context-only", action="store_true",
+        help="only divide the tokens and heads of one stage on all chips: plan --context-only --help")  # fmt: skip
+    add("--out", metavar="FILE", help="write the plan file (and FILE.cluster.yaml where idle chips leave gaps)")
+    add("--html", metavar="FILE", help="write the report and the predicted timeline as a page")
+    add("--json", action="store_true", help="print one JSON object instead")
+    add("--quiet", action="store_true", help="no progress on standard error")
+    add("--dtype", default="bf16", choices=tuple(ITEM_BYTES), help="of weights and activations (bf16)")
+    add("--optimizer", default="adam", choices=("adam", "sgd"), help="for its state (adam)")
+    add("--micro-batch-size", type=int, metavar="N", help="only this one (default: all that make sense)")
+    add("--recompute", choices=("none", "selective", "full"), help="the same everywhere (default: chosen per stage)")
+    add("--memory-margin", type=float, default=CostOptions.margin, metavar="X",
+        help="share of a chip's memory that stays free (%(default)s)")  # fmt: skip
+    add("--time-limit", type=float, metavar="SECONDS", help="take the best plan so far after this (also on Ctrl-C)")
+    add("--seed", type=int, default=0, metavar="N", help="of graph partitioning; the search itself has no randomness")
+    add("--objective", default="tokens", choices=("tokens", "cost", "deadline"),
+        help="tokens per second, tokens per currency unit, or the cheapest plan that meets a deadline")  # fmt: skip
+    add("--deadline-hours", type=float, metavar="H", help="for --objective deadline")
+    add("--train-tokens", type=float, metavar="T", help="tokens to train in all, for --objective deadline")
+    add("--without", action="append", metavar="NODE", help="what if these nodes were gone (NODE or NODE,NODE)")
+    add("--add", action="append", metavar="NxNODE", help="what if there were more: 2xH100-node")
+    add("--no-baselines", action="store_true", help="no uniform plans and single chip types for comparison")
+    add("--bound", action="store_true", default=None, help="compute the bound also where it takes long")
+    add("--export", metavar="FORMAT:FILE", help=f"also write the plan for others: {', '.join(FORMATS)}")
+    return parser
+
+
+def _check(args: Namespace) -> None:
+    for name in ("micro_batch_size", "time_limit", "deadline_hours", "train_tokens"):
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            raise UserError("out of range", field="--" + name.replace("_", "-"), value=value, accepted="above 0")
+    if not 0 <= args.memory_margin < 1:
+        raise UserError("out of range", field="--memory-margin", value=args.memory_margin, accepted="0 to below 1")
+    wants = args.objective == "deadline"
+    for name in ("deadline_hours", "train_tokens"):
+        if (getattr(args, name) is None) == wants:
+            problem = "missing beside --objective deadline" if wants else "it needs --objective deadline"
+            raise UserError(problem, field="--" + name.replace("_", "-"), accepted="a number above 0")
+    if args.export and args.export.partition(":")[0] not in FORMATS:
+        raise UserError(
+            "unknown format", field="--export", value=args.export, accepted=", ".join(f"{f}:FILE" for f in FORMATS)
+        )
+
+
+def _options(args: Namespace) -> SearchOptions:
+    sizes = None if args.micro_batch_size is None else (args.micro_batch_size,)
+    return SearchOptions(
+        dtype=args.dtype,
+        time_limit=args.time_limit,
+        space=Space(micro_batch_sizes=sizes, recompute=args.recompute),
+        costs=CostOptions(margin=args.memory_margin, moments=2 if args.optimizer == "adam" else 1),
+        seed=args.seed,
+    )
+
+
+def _write(args: Namespace, result: Result, cluster: Cluster, summary: Summary) -> None:
+    best = result.best
+    if args.out:
+        _file(args.out, "--out", plan_text(best, summary.model))
+        if best.cluster is not cluster or args.without or args.add:
+            name = f"{args.out}.cluster.yaml"
+            _file(name, "--out", yaml.safe_dump(document(best.cluster), sort_keys=False))
+            if not args.json:
+                print(f"the plan's ranks count in {name}: the cluster without idle chips", file=sys.stderr)
+    if args.html:
+        page = html_page(best.prediction, summary.model)
+        report = format_summary(summary).replace("&", "&amp;").replace("<", "&lt;")
+        _file(args.html, "--html", page.replace("</h1>", f"</h1>\n<pre>{report}</pre>", 1))
+    if args.export:
+        kind, _, name = args.export.partition(":")
+        _file(name or kind, "--export", export(kind, best.plan, best.cluster))
+
+
+def _file(name: str, flag: str, text: str) -> None:
+    try:
+        Path(name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot be written: {error.strerror}", field=flag, value=name) from None

@@ -1,0 +1,149 @@
+"""``hetero-megatron plugins list | new NAME | check NAME``: what there is, a new plugin, and whether one is sound."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from hetero_megatron.errors import UserError
+
+if TYPE_CHECKING:
+    from hetero_megatron.platform.plugins import Plugin, Plugins
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses as the rest of the program does: one line, exit code 2."""
+
+    def error(self, message: str) -> Any:
+        raise UserError(message, field="plugins", accepted="hetero-megatron plugins --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="hetero-megatron plugins", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    listing = commands.add_parser("list", help="platforms, plugins and their kernels on this machine")
+    listing.add_argument("--json", action="store_true")
+    new = commands.add_parser("new", help="write a complete plugin package into the folder NAME")
+    new.add_argument("name")
+    new.add_argument("--directory", default=".", help="where the folder NAME goes")
+    check = commands.add_parser("check", help="run the conformance kit")
+    check.add_argument("name", help="a plugin of `plugins list`, or aten or reference")
+    check.add_argument("--json", action="store_true")
+    check.add_argument("--platform", help="run on this platform; the plugin's own, else the CPU")
+    check.add_argument("--dtypes", default="fp32,bf16,fp16")
+    check.add_argument("--operators", help="only these, separated by commas")
+    check.add_argument("--quick", action="store_true", help="leave out the largest cases")
+    check.add_argument("--no-speed", action="store_true", help="do not time anything")
+    check.add_argument("--profile", help="write measured rates for the planner to this file (JSON)")
+    compare = commands.add_parser("compare", help="first diverging layer of two dumps of --dump-layers")
+    compare.add_argument("one")
+    compare.add_argument("other")
+    compare.add_argument("--tolerance", type=float, default=1e-3, help="largest relative error per tensor")
+    compare.add_argument("--json", action="store_true")
+    drift = commands.add_parser("drift", help="mean relative error between the losses of two runs")
+    drift.add_argument("one", help="metrics.jsonl, or the --save directory that holds it")
+    drift.add_argument("other")
+    drift.add_argument("--threshold", type=float, default=0.015)
+    drift.add_argument("--json", action="store_true")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 1 if a check failed."""
+    args = _parser().parse_args(list(argv))
+    return {"list": _list, "new": _new, "check": _check, "compare": _compare, "drift": _drift}[args.command](args)
+
+
+def _list(args: argparse.Namespace) -> int:
+    from hetero_megatron.platform.plugins import load_plugins
+
+    found = load_plugins()
+    platforms = [_platform_row(found, name) for name in found.platforms]
+    plugins = [_plugin_row(plugin) for plugin in found.plugins]
+    kernels = [
+        {"operator": k.op, "provider": k.provider, "kind": k.kind, "version": k.version} for k in found.registry
+    ]
+    if args.json:
+        print(json.dumps({"platforms": platforms, "plugins": plugins, "kernels": kernels}))
+        return 0
+    print(f"{'platform':<12}{'vendor':<16}{'device':<8}{'backend':<9}{'here':<14}tested by this project")
+    for row in platforms:
+        tested = "yes" if row["tested"] else "UNTESTED: written from the adapter's documentation"
+        here = f"{row['devices']} x" if row["devices"] else ("no device" if row["installed"] else "no adapter")
+        backend = "/".join(row["backends"])
+        print(f"{row['name']:<12}{row['vendor']:<16}{row['device']:<8}{backend:<9}{here:<14}{tested}")
+    print(f"\n{'plugin':<16}{'found by':<14}{'version':<10}registers")
+    for row in plugins:
+        what = f"BROKEN: {row['error']}" if row["error"] else row["registers"]
+        print(f"{row['name']:<16}{row['origin']:<14}{row['version'] or '-':<10}{what}")
+    print(f"\n{'operator':<22}providers, the first that can serve is used")
+    for op in sorted(found.registry.specs):
+        print(f"{op:<22}{', '.join(k.provider for k in found.registry.kernels(op))}")
+    return 0
+
+
+def _platform_row(found: Plugins, name: str) -> dict[str, Any]:
+    a = found.platforms[name]
+    here = a.available()
+    return {
+        "name": a.name, "vendor": a.vendor, "device": a.device_type, "backends": list(a.backends),
+        "installed": a.installed(), "devices": a.device_count() if here else 0,
+        "chip": a.chip(0) if here else "", "tested": a.tested,
+    }  # fmt: skip
+
+
+def _plugin_row(plugin: Plugin) -> dict[str, Any]:
+    parts = [f"platform {a.name}" for a in plugin.platforms]
+    if plugin.kernels:
+        parts.append(f"{len(plugin.kernels)} kernels ({', '.join(sorted({k.provider for k in plugin.kernels}))})")
+    source = plugin.source
+    return {"name": source.name, "module": source.module, "origin": source.origin, "version": source.version,
+            "error": plugin.error, "registers": ", ".join(parts) or "nothing"}  # fmt: skip
+
+
+def _new(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from hetero_megatron.cli.scaffold import write_plugin
+
+    folder = write_plugin(args.name, Path(args.directory))
+    print(f"wrote {folder}: next, pip install -e {folder} && hetero-megatron plugins check {args.name}")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from hetero_megatron.cli.check_plugin import check_plugin, print_report
+
+    report = check_plugin(
+        args.name, args.platform, args.dtypes.split(","), args.operators.split(",") if args.operators else None,
+        args.quick, not args.no_speed,
+    )  # fmt: skip
+    if args.profile:
+        with open(args.profile, "w", encoding="utf-8") as file:
+            json.dump(report.profile, file, indent=1)
+    if args.json:
+        print(json.dumps({**asdict(report), "ok": report.ok}))
+    else:
+        print_report(report)
+        if args.profile:
+            print(f"rates for the planner: {args.profile}")
+    return 0 if report.ok else 1
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from hetero_megatron.training.alignment.dump import compare_dumps
+
+    result = compare_dumps(args.one, args.other, args.tolerance)
+    print(json.dumps(result.to_dict()) if args.json else result.text())
+    return 0 if result.ok else 1
+
+
+def _drift(args: argparse.Namespace) -> int:
+    from hetero_megatron.training.alignment.drift import loss_drift
+
+    result = loss_drift(args.one, args.other, args.threshold)
+    print(json.dumps(asdict(result) | {"ok": result.ok}) if args.json else result.text())
+    return 0 if result.ok else 1

@@ -1,0 +1,67 @@
+"""``hetero-megatron predict``: one plan, simulated: step time, memory per rank, timeline."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hetero_megatron.cli.arguments import ArgumentParser
+from hetero_megatron.cluster import load_cluster
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan import load_plan
+from hetero_megatron.planner.costs import CostModel, CostOptions
+from hetero_megatron.planner.memory import ITEM_BYTES
+from hetero_megatron.planner.page import html_page
+from hetero_megatron.planner.predict import predict
+from hetero_megatron.planner.report import as_json, format_prediction
+from hetero_megatron.planner.timeline import format_timeline, perfetto_trace
+from hetero_megatron.spec import load_model
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the prediction; 1 if the plan does not fit into memory, which is also said on stderr."""
+    parser = ArgumentParser("predict", "Step time, memory and timeline of one plan, without running it.")
+    parser.add_argument("--plan", required=True, metavar="FILE", help="plan file")
+    parser.add_argument(
+        "--cluster", required=True, metavar="FILE", help="cluster file; its rates are used if it has any"
+    )
+    parser.add_argument("--model", required=True, metavar="M", help="preset, Hugging Face directory or config.json")
+    parser.add_argument("--dtype", default="bf16", choices=tuple(ITEM_BYTES), help="of weights and activations (bf16)")
+    parser.add_argument("--optimizer", default="adam", choices=("adam", "sgd"), help="for its state (adam)")
+    parser.add_argument("--memory-margin", type=float, default=CostOptions.margin, metavar="X",
+                        help="share of a chip's memory that stays free (%(default)s)")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument("--html", metavar="FILE", help="write the timeline as a page")
+    parser.add_argument("--trace", metavar="FILE", help="write the timeline as a Perfetto trace (ui.perfetto.dev)")
+    parser.add_argument("--width", type=int, default=100, metavar="N", help="columns of the printed timeline (100)")
+    args = parser.parse_args(list(argv))
+    if not 0 <= args.memory_margin < 1:
+        raise UserError("out of range", field="--memory-margin", value=args.memory_margin, accepted="0 to below 1")
+    if args.width < 10:
+        raise UserError("too narrow", field="--width", value=args.width, accepted="10 or more")
+    model, cluster = load_model(args.model), load_cluster(args.cluster)
+    plan = load_plan(args.plan, model, cluster, args.dtype)
+    options = CostOptions(margin=args.memory_margin, moments=2 if args.optimizer == "adam" else 1)
+    found = predict(plan, model, cluster, args.dtype, CostModel(model, cluster, plan.seq_length, args.dtype, options))
+    if args.html:
+        _write(args.html, "--html", html_page(found, model.name))
+    if args.trace:
+        _write(args.trace, "--trace", json.dumps(perfetto_trace(found)))
+    if args.json:
+        print(json.dumps(as_json(found)))
+    else:
+        print(format_prediction(found))
+        print(format_timeline(found, args.width))
+    if found.over:
+        print(f"error: the plan does not fit: {found.over[0]}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _write(name: str, flag: str, text: str) -> None:
+    try:
+        Path(name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot be written: {error.strerror}", field=flag, value=name) from None

@@ -1,0 +1,80 @@
+"""Writing rates into a cluster file without touching the rest of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hetero_megatron.errors import UserError
+
+
+def merge_rates(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """``new`` over ``old``: by chip, dtype and key; measured links replace links with the same ends."""
+    chips = {name: dict(by_dtype) for name, by_dtype in old.get("chips", {}).items()}
+    for name, by_dtype in new.get("chips", {}).items():
+        for dtype, rows in by_dtype.items():
+            known = chips.setdefault(name, {})
+            known[dtype] = {**known.get(dtype, {}), **rows}
+    links = {_ends(link): link for link in [*old.get("links", []), *new.get("links", [])]}
+    return {"chips": chips, **({"links": list(links.values())} if links else {})}
+
+
+def _ends(link: Mapping[str, Any]) -> str:
+    return json.dumps({k: link[k] for k in ("within", "between", "from", "to") if k in link}, sort_keys=True)
+
+
+def write_rates(cluster_file: str | os.PathLike[str], rates: Mapping[str, Any], out: str | os.PathLike[str]) -> None:
+    """Write the cluster file with its ``rates:`` section replaced to ``out`` (which may be the same file, whole or not
+    at all); comments and the order of everything else stay.
+
+    Raises:
+        UserError: ``out`` cannot be written.
+    """
+    text = Path(cluster_file).read_text(encoding="utf-8")
+    if str(cluster_file).endswith(".json"):
+        result = json.dumps({**json.loads(text), "rates": rates}, indent=2) + "\n"
+    else:
+        result = _without_section(text, "rates") + _dump(rates)
+    target = Path(out)
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False, encoding="utf-8") as file:
+            file.write(result)
+        os.chmod(file.name, 0o644)
+        os.replace(file.name, target)
+    except OSError as error:
+        raise UserError(f"cannot be written: {error.strerror}", field="--out", value=str(out)) from error
+
+
+def _without_section(text: str, key: str) -> str:
+    """The YAML text without a top-level key and what is indented below it."""
+    kept, inside = [], False
+    for line in text.splitlines(keepends=True):
+        if re.match(rf"{key}\s*:", line):
+            inside = True
+        elif inside and re.match(r"[^\s#-]", line):
+            inside = False
+        if not inside:
+            kept.append(line)
+    body = "".join(kept)
+    return body if body.endswith("\n") or not body else body + "\n"
+
+
+def _dump(rates: Mapping[str, Any]) -> str:
+    """Rows on one line each, everything else in blocks."""
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    def sequence(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.Node:
+        flat = all(not isinstance(x, (list, dict)) for x in data)
+        return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flat)
+
+    Dumper.add_representer(list, sequence)
+    return str(yaml.dump({"rates": rates}, Dumper=Dumper, sort_keys=False, width=120))

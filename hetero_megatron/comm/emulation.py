@@ -1,0 +1,92 @@
+"""The testbed as one rank sees it: what HETERO_TESTBED says about its chip's speed and its links.
+
+``hetero-megatron testbed run`` writes the file that HETERO_TESTBED names; ``clock``, ``soft`` and ``paced`` happen in
+the rank (here), ``quota`` and ``namespaces`` outside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hetero_megatron.comm.clock import EmulatedClock, OperatorSeconds, RealClock
+from hetero_megatron.comm.pacing import Pacer
+
+FAULTS_EVERY = 1.0  # seconds between two looks at the control file
+
+
+class Emulation:
+    """Clock and pacer of one rank; without a testbed, a real clock and no pacer.
+
+    Attributes:
+        chips, links: the modes, as reported; ``none`` where nothing is emulated.
+    """
+
+    def __init__(
+        self, rank: int = 0, described: Mapping[str, Any] | None = None, directory: Path | None = None
+    ) -> None:
+        described = described or {}
+        self.rank, self.directory = rank, directory
+        self.chips = str(described.get("chips", "none"))
+        self.links = str(described.get("links", "none"))
+        self._speed = float(described["speeds"][rank] or 1.0) if self.chips != "none" else 1.0
+        self._control = Path(described["control"]) if described.get("control") else None
+        self._looked, self._faults = 0.0, {}  # type: float, dict[str, Any]
+        self.clock, self.pacer = self._make_clock(), self._make_pacer(described.get("pace"))
+
+    @staticmethod
+    def from_environment(rank: int, environment: Mapping[str, str] = os.environ) -> Emulation:
+        """By HETERO_TESTBED and HETERO_TESTBED_DIR; nothing is emulated without them."""
+        file = environment.get("HETERO_TESTBED")
+        if not file:
+            return Emulation(rank)
+        directory = environment.get("HETERO_TESTBED_DIR")
+        described = json.loads(Path(file).read_text(encoding="utf-8"))
+        return Emulation(rank, described, Path(directory) if directory else None)
+
+    def started(self) -> None:
+        """Start-up is over: a quota may begin now."""
+        if self.directory is not None:
+            (self.directory / f"ready-{self.rank}").touch()
+
+    def describe(self) -> str:
+        """One line for the console; empty without emulation."""
+        if self.chips == self.links == "none":
+            return ""
+        kinds = {"clock": "emulated clock", "soft": "CPU time stretched", "quota": "CPU quota", "none": "real"}
+        return f"testbed: chips {self.chips} ({kinds[self.chips]}), links {self.links}"
+
+    def _make_clock(self) -> RealClock:
+        if self.chips == "clock":
+            return EmulatedClock(self._speed_now, OperatorSeconds())
+        if self.chips == "soft":
+            return EmulatedClock(self._speed_now)
+        return RealClock()
+
+    def _make_pacer(self, pace: Mapping[str, Any] | None) -> Pacer | None:
+        if self.links != "paced" or pace is None:
+            return None
+        rates = {i: float(rate) for i, rate in enumerate(pace["bandwidth"][self.rank]) if rate is not None}
+        latency = {i: float(s) for i, s in enumerate((pace.get("latency") or {self.rank: ()})[self.rank]) if s}
+
+        def now() -> Mapping[int, float]:
+            changed = {d: float(rate) for s, d, rate in self._fault("rate", []) if s == self.rank}
+            return {**rates, **changed} if changed else rates
+
+        return Pacer(now, latency)
+
+    def _speed_now(self) -> float:
+        return float(self._fault("speed", {}).get(str(self.rank), self._speed))
+
+    def _fault(self, key: str, default: Any) -> Any:
+        """What the control file says now; it is written whole (by rename), and read at most once a second."""
+        now = time.monotonic()
+        if self._control is not None and now - self._looked > FAULTS_EVERY:
+            self._looked = now
+            if self._control.exists():
+                self._faults = json.loads(self._control.read_text(encoding="utf-8") or "{}")
+        return self._faults.get(key, default)

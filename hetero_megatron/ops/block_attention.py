@@ -1,0 +1,150 @@
+"""Attention of some tokens to some others, tile by tile: the pieces that distributed attention is made of.
+
+A kernel computes one tile, of which it knows only the shapes and whether it is full, causal or banded
+(``layout/mask.py``); what the tiles give is accumulated here in at least fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from hetero_megatron.layout.mask import BAND, Tile
+from hetero_megatron.ops.attn_merge import attn_merge_
+
+RowTile = tuple[int | None, Tile]  # (batch row or None for all rows, tile)
+
+
+class TileKernel(Protocol):
+    """Attention of one tile. q [b, sq, heads, d]; k, v [b, sk, kv_heads, d], heads a multiple of kv_heads.
+
+    Query i sees key j where 0 <= distance + i - j < window. ``forward`` returns out like q and lse [b, heads, sq]
+    in at least fp32, natural logarithm; a row without keys has out 0 and lse -inf. ``backward`` takes the *whole*
+    row's out and lse and returns this tile's share of (dq, dk, dv).
+    """
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, distance: int, window: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        distance: int,
+        window: int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
+class KeyHeads(NamedTuple):
+    """How query heads find their key-value heads: ``repeat`` neighbours share one, or ``lookup`` names each one's."""
+
+    repeat: int
+    lookup: tuple[int, ...] | None = None
+
+
+def key_heads(queries: Sequence[int]) -> KeyHeads:
+    """From the local key-value head of every local query head."""
+    count = max(queries, default=-1) + 1
+    repeat = len(queries) // count if count else 1
+    even = list(queries) == [i // repeat for i in range(len(queries))] and len(queries) == repeat * count
+    return KeyHeads(repeat) if even else KeyHeads(1, tuple(queries))
+
+
+def accumulators(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of rows that have seen no key yet: zeros like q, and -inf [b, heads, s], in at least fp32."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    b, s, heads, _ = q.shape
+    return q.new_zeros(q.shape, dtype=wide), q.new_full((b, heads, s), -math.inf, dtype=wide)
+
+
+class BlockAttention:
+    """Attention of one rank's query heads to blocks of keys that come one after the other.
+
+    Args:
+        heads: how the query heads find their key-value heads in a block.
+        window: a token sees itself and ``window - 1`` tokens before it; None: all.
+    """
+
+    def __init__(self, kernel: TileKernel, heads: KeyHeads, window: int | None = None) -> None:
+        self.kernel, self.heads, self.window = kernel, heads, window
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tiles: Iterable[RowTile],
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Let the queries see the keys of ``tiles`` too: updates ``out`` and ``lse`` (see :func:`accumulators`)."""
+        if q.numel() == 0 or k.numel() == 0:
+            return
+        for row, tile in tiles:
+            rows, queries, keys = _slices(row, tile)
+            part, part_lse = self.kernel.forward(
+                q[rows, queries],
+                _spread(k[rows, keys], self.heads),
+                _spread(v[rows, keys], self.heads),
+                tile.distance,
+                self.window if tile.kind == BAND else None,
+            )
+            attn_merge_(out[rows, queries], lse[rows, :, queries], part, part_lse)
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        tiles: Iterable[RowTile],
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Add what ``tiles`` contribute to (dq, dk, dv), which have at least fp32; out and lse are of all keys."""
+        if q.numel() == 0 or k.numel() == 0:
+            return
+        dq, dk, dv = grads
+        for row, tile in tiles:
+            rows, queries, keys = _slices(row, tile)
+            parts = self.kernel.backward(
+                grad[rows, queries],
+                q[rows, queries],
+                _spread(k[rows, keys], self.heads),
+                _spread(v[rows, keys], self.heads),
+                out[rows, queries],
+                lse[rows, :, queries],
+                tile.distance,
+                self.window if tile.kind == BAND else None,
+            )
+            dq[rows, queries] += parts[0]
+            _collect(dk[rows, keys], parts[1], self.heads)
+            _collect(dv[rows, keys], parts[2], self.heads)
+
+
+def _slices(row: int | None, tile: Tile) -> tuple[slice, slice, slice]:
+    rows = slice(None) if row is None else slice(row, row + 1)
+    return rows, slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+
+
+def _spread(x: torch.Tensor, heads: KeyHeads) -> torch.Tensor:
+    """[b, s, kv_heads, d] -> the same, or one copy per query head where they do not share evenly."""
+    return x if heads.lookup is None else x[:, :, list(heads.lookup)]
+
+
+def _collect(total: torch.Tensor, part: torch.Tensor, heads: KeyHeads) -> None:
+    """Adjoint of :func:`_spread`, added to ``total``."""
+    if heads.lookup is None:
+        total += part
+    else:
+        index = torch.tensor(heads.lookup, device=part.device)
+        total.index_add_(2, index, part.to(total.dtype))

@@ -1,0 +1,291 @@
+"""The conformance kit: everything that a kernel must get right before a model trusts it.
+
+Each check answers for one kernel, dtype and case. A kernel that claims a dtype is run with it: a claim that fails is a
+failure, not a skip.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from hetero_megatron.ops.conformance.compare import cast, flatten, judge, oracle
+from hetero_megatron.ops.conformance.run import Outcome, call_backward, call_forward, seeds
+from hetero_megatron.ops.kernel import Kernel, Signature
+from hetero_megatron.ops.library import define, offered
+from hetero_megatron.ops.operators import reference_kernel
+from hetero_megatron.ops.spec import Case, OpSpec
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PASS, FAIL, SKIP = "pass", "FAIL", "skip"
+LARGE = 50_000  # elements; larger cases only run in full, not in --quick
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check of one kernel."""
+
+    kernel: str
+    check: str
+    dtype: str
+    case: str
+    status: str
+    detail: str = ""
+
+    def to_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+@dataclass
+class Subject:
+    """A kernel under test on one device, with one dtype."""
+
+    spec: OpSpec
+    kernel: Kernel
+    device: torch.device
+    dtype: torch.dtype
+
+    def finding(self, check: str, case: str, problem: str | None) -> Finding:
+        name = str(self.dtype).removeprefix("torch.")
+        return Finding(str(self.kernel), check, name, case, FAIL if problem else PASS, problem or "")
+
+
+def check_kernel(
+    spec: OpSpec,
+    kernel: Kernel,
+    device: torch.device,
+    signature: Callable[[torch.dtype], Signature],
+    dtypes: Iterable[torch.dtype] = DTYPES,
+    quick: bool = False,
+) -> Iterator[Finding]:
+    """All findings about one kernel.
+
+    Args:
+        signature: what the kernel is asked whether it can serve, per dtype.
+        quick: leave out cases of more than ``LARGE`` elements.
+    """
+    if kernel.backward is None and spec.gradients:
+        yield Finding(str(kernel), "backward", "", "", FAIL, "it has no backward")
+        return
+    ran = False
+    for dtype in dtypes:
+        subject = Subject(spec, kernel, device, dtype)
+        reasons, problem = _ask(kernel, signature(dtype))
+        if problem:
+            yield subject.finding("supports", "", problem)
+        elif reasons:
+            status = Finding(str(kernel), "supports", str(dtype).removeprefix("torch."), "", SKIP, "; ".join(reasons))
+            yield status
+        else:
+            ran = True
+            yield from _check_dtype(subject, quick)
+    if ran and offered(spec, kernel):
+        yield _compiles(Subject(spec, kernel, device, torch.float32))
+
+
+def _ask(kernel: Kernel, signature: Signature) -> tuple[list[str], str]:
+    """(reasons against, what went wrong in asking)."""
+    try:
+        return kernel.reasons(signature), ""
+    except Exception as error:
+        return [], f"supports() raised {type(error).__name__}: {error}"
+
+
+def _check_dtype(subject: Subject, quick: bool) -> Iterator[Finding]:
+    first = True
+    for case in subject.spec.cases():
+        if quick and sum(x.numel() for x in flatten(list(case.args))) > LARGE:
+            continue
+        findings = list(_check_case(subject, case, first))
+        yield from findings
+        if findings[0].check == "dtypes" and findings[0].status == FAIL:
+            return  # the claim is false: every other check would say the same
+        first = False
+    yield from _repeatable(subject, next(iter(subject.spec.cases())))
+
+
+def _check_case(subject: Subject, case: Case, first: bool) -> Iterator[Finding]:
+    spec, kernel = subject.spec, subject.kernel
+    args = cast(spec, case, subject.dtype, subject.device)
+    outcome, problem = _attempt(lambda: call_forward(spec, kernel, args))
+    if outcome is None:
+        # A dtype that was claimed and cannot even start is a false claim.
+        yield subject.finding("dtypes" if first else "forward", case.name, problem)
+        return
+    forward_cap, _ = spec.bounds.of(subject.dtype, kernel.truncates)
+    grads = seeds(spec, args) if spec.gradients and not spec.split else None
+    wants, want_grads = oracle(spec, args, grads)
+    eager = call_forward(spec, reference_kernel(spec), args)
+    yield subject.finding("forward", case.name, _judge_all(outcome.results, wants, eager.results, forward_cap, 2.0))
+    yield subject.finding("result dtypes", case.name, _dtypes(subject, args, outcome))
+    yield subject.finding("bounds", case.name, "; ".join(outcome.damage))
+    if spec.split:
+        yield from _split_backward(subject, case, args, outcome)
+    elif grads is not None:
+        yield from _backward(subject, case, args, grads, outcome, eager, want_grads)
+        if first:
+            yield from _expanded(subject, case, args, outcome)
+
+
+def _attempt(call: Callable[[], Any]) -> tuple[Any, str]:
+    """(what ``call`` returned, or None and why)."""
+    try:
+        return call(), ""
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" ({frames[-1].name}, {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
+        text = (str(error).strip().splitlines() or [""])[0]
+        return None, f"raised {type(error).__name__}: {text}{where}"
+
+
+def _judge_all(
+    got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], eager: Sequence[torch.Tensor], cap: float, factor: float,
+    names: Sequence[str] = (),
+) -> str:  # fmt: skip
+    if len(got) != len(want):
+        return f"{len(got)} tensors, not {len(want)}"
+    for i, (g, w, e) in enumerate(zip(got, want, eager, strict=True)):
+        problem = judge(g, w, e, cap, factor)
+        if problem:
+            return f"{names[i]}: {problem}" if names else (f"result {i}: {problem}" if len(got) > 1 else problem)
+    return ""
+
+
+def _dtypes(subject: Subject, args: tuple[Any, ...], outcome: Outcome) -> str:
+    if subject.spec.in_place:
+        return ""
+    made = subject.spec.fake(*args)
+    for name, got, want in zip(subject.spec.results, outcome.results, made):
+        if got.dtype != want.dtype:
+            return f"{name} is {got.dtype}, not {want.dtype}"
+    return ""
+
+
+def _backward(
+    subject: Subject, case: Case, args: tuple[Any, ...], grads: list[torch.Tensor], outcome: Outcome, eager: Outcome,
+    wants: list[torch.Tensor],
+) -> Iterator[Finding]:  # fmt: skip
+    spec, kernel, reference = subject.spec, subject.kernel, reference_kernel(subject.spec)
+    _, cap = spec.bounds.of(subject.dtype, kernel.truncates)
+    names = [n for n in spec.gradients if args[spec.args.index(n)] is not None]
+    plain, _ = call_backward(spec, reference, grads, eager.saved, args)
+
+    def run(check: str, by: Kernel, saved: Sequence[Any]) -> Iterator[Finding]:
+        found, problem = _attempt(lambda: call_backward(spec, by, grads, saved, args))
+        if found is None:
+            yield subject.finding(check, case.name, problem)
+            return
+        got, damage = found
+        problem = _judge_all(got, wants, plain, cap, 3.0, names)
+        wrong = [n for n, g in zip(names, got, strict=True) if g.dtype != args[spec.args.index(n)].dtype]
+        problem = problem or (f"the gradient of {wrong[0]} has another dtype than it" if wrong else "")
+        yield subject.finding(check, case.name, problem)
+        if by is kernel:
+            yield subject.finding("bounds", f"{case.name}, backward", "; ".join(damage))
+
+    if not kernel.private:
+        yield subject.finding("saved state", case.name, _saved(subject, outcome, eager))
+    yield from run("backward", kernel, outcome.saved)
+    if not kernel.private:
+        yield from run("swap: reference forward", kernel, eager.saved)
+        yield from run("swap: reference backward", reference, outcome.saved)
+
+
+def _saved(subject: Subject, outcome: Outcome, eager: Outcome) -> str:
+    """Portable state has the shapes, dtypes and values that the spec names."""
+    for name, got, want in zip(subject.spec.saves, outcome.saved, eager.saved, strict=True):
+        if want is None:
+            continue
+        if got.shape != want.shape or got.dtype != want.dtype:
+            return f"{name} is {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
+        if name in subject.spec.extras:
+            problem = judge(got, want.double().cpu(), None, 1e-3 if want.dtype.itemsize >= 4 else 2e-2, 1.0)
+            if problem:
+                return f"{name}: {problem}"
+    return ""
+
+
+def _expanded(subject: Subject, case: Case, args: tuple[Any, ...], outcome: Outcome) -> Iterator[Finding]:
+    """``y.sum().backward()`` gives gradients whose strides are all 0."""
+    spec, kernel = subject.spec, subject.kernel
+    made = spec.fake(*args)[: len(spec.results) - len(spec.fixed)]
+    grads = [torch.ones((), dtype=r.dtype, device=r.device).expand(r.shape) for r in made]
+    fresh, problem = _attempt(lambda: call_forward(spec, kernel, args))
+    if fresh is None:
+        return
+    found, problem = _attempt(lambda: call_backward(spec, kernel, grads, fresh.saved, args))
+    if found is not None:
+        _, wants = oracle(spec, args, grads)
+        _, cap = spec.bounds.of(subject.dtype, kernel.truncates)
+        problem = _judge_all(found[0], wants, found[0], max(cap, 1e-5), 1e9)
+    yield subject.finding("backward", f"{case.name}, expanded gradient", problem)
+
+
+def _split_backward(subject: Subject, case: Case, args: tuple[Any, ...], outcome: Outcome) -> Iterator[Finding]:
+    """Backward of vocabulary-parallel cross-entropy, as if other shards had added to peak and normalizer."""
+    spec, kernel = subject.spec, subject.kernel
+    logits, labels, start = args
+    top, total, _ = (x.clone() for x in outcome.results)
+    peak, normalizer = torch.where(top.isfinite(), top, 0.0) + 0.5, total + 1.0
+    grad = torch.randn(labels.shape, generator=torch.Generator().manual_seed(9)).to(peak.dtype).to(labels.device)
+    after = [x.clone() for x in (labels, peak, normalizer)]
+    assert spec.backward is not None
+    wants = spec.backward(grad.double(), logits.double(), labels, peak.double(), normalizer.double(), start)
+    plain, _ = call_backward(spec, reference_kernel(spec), [grad], (logits,), args, after)
+    _, cap = spec.bounds.of(subject.dtype, kernel.truncates)
+    found, problem = _attempt(lambda: call_backward(spec, kernel, [grad], outcome.saved, args, after))
+    if found is not None:
+        problem = _judge_all(found[0], [w.cpu() for w in wants], plain, cap, 3.0, spec.gradients)
+        yield subject.finding("bounds", f"{case.name}, backward", "; ".join(found[1]))
+    yield subject.finding("backward", case.name, problem)
+
+
+def _repeatable(subject: Subject, case: Case) -> Iterator[Finding]:
+    """Equal bits from equal inputs, three times, where the kernel says so."""
+    spec, kernel = subject.spec, subject.kernel
+    if not kernel.capability.deterministic:
+        yield Finding(str(kernel), "deterministic", str(subject.dtype).removeprefix("torch."), case.name, SKIP,
+                      "it does not claim to be")  # fmt: skip
+        return
+
+    def once() -> list[torch.Tensor]:
+        args = cast(spec, case, subject.dtype, subject.device)
+        outcome = call_forward(spec, kernel, args)
+        out = [x.clone() for x in outcome.results]
+        if spec.gradients and not spec.split:
+            out += call_backward(spec, kernel, seeds(spec, args), outcome.saved, args)[0]
+        return out
+
+    runs, problem = _attempt(lambda: [once() for _ in range(3)])
+    if runs is None:
+        yield subject.finding("deterministic", case.name, problem)
+        return
+    same = all(
+        torch.equal(a.nan_to_num(nan=1.5), b.nan_to_num(nan=1.5)) for other in runs[1:] for a, b in zip(runs[0], other)
+    )
+    yield subject.finding("deterministic", case.name, "" if same else "equal inputs gave unequal bits")
+
+
+def _compiles(subject: Subject) -> Finding:
+    """torch's own checker on the kernel as a torch operator: schema, fake shapes, autograd registration."""
+    spec, kernel = subject.spec, subject.kernel
+    case = next(iter(spec.cases()))
+
+    def check() -> bool:
+        define(spec, kernel)
+        operator = getattr(torch.ops.hetero_megatron, f"{spec.name}__{kernel.provider}".replace("-", "_")).default
+        args = cast(spec, case, subject.dtype, subject.device)
+        live = tuple(
+            a.requires_grad_() if n in spec.gradients and a is not None else a
+            for n, a in zip(spec.args, args, strict=True)
+        )
+        tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(operator, live, test_utils=tests)
+        return True
+
+    _, problem = _attempt(check)
+    return subject.finding("compile", case.name, problem)

@@ -1,0 +1,129 @@
+"""Casting cases to a dtype, the fp64 oracle, and how far a result is from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hetero_megatron.ops.spec import Case, OpSpec, wide
+
+Flat = list[torch.Tensor]
+
+
+def cast(spec: OpSpec, case: Case, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    """The case's arguments in ``dtype`` on ``device``; strides are kept, ``spec.wide`` stays in at least fp32."""
+
+    def one(name: str, value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
+            return [one(name, x) for x in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        if not value.is_floating_point():
+            return value.to(device)
+        return _same_strides(value, wide(dtype) if name in spec.wide else dtype, device)
+
+    return tuple(one(name, value) for name, value in zip(spec.args, case.args, strict=True))
+
+
+def _same_strides(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    out = torch.empty_strided(value.size(), value.stride(), dtype=dtype, device=device)
+    return out.copy_(value)
+
+
+def exact(args: Sequence[Any]) -> list[Any]:
+    """The same values in fp64 on the CPU."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach().cpu().double() if value.is_floating_point() else value.cpu()
+        return [one(x) for x in value] if isinstance(value, list) else value
+
+    return [one(value) for value in args]
+
+
+def oracle(spec: OpSpec, args: Sequence[Any], grads: Sequence[torch.Tensor] | None) -> tuple[Flat, Flat]:
+    """(results, gradients) by the definition in fp64; gradients only where ``grads`` are given."""
+    values = exact(args)
+    if grads is None or not spec.gradients:
+        with torch.no_grad():
+            return flatten(spec.definition(*values)), []
+    places = [spec.args.index(name) for name in spec.gradients]
+    for i in places:
+        values[i] = values[i].requires_grad_() if values[i] is not None else None
+    results = spec.definition(*values)
+    live = results[: len(spec.results) - len(spec.fixed)]
+    wanted = [values[i] for i in places if values[i] is not None]
+    found = torch.autograd.grad(live, wanted, [g.detach().cpu().double() for g in grads], allow_unused=True)
+    filled = [torch.zeros_like(x) if g is None else g for g, x in zip(found, wanted, strict=True)]
+    return [x.detach() for x in flatten(results)], filled
+
+
+def flatten(values: Any) -> Flat:
+    """All tensors of a nested structure, in order."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    return [x for value in values for x in flatten(value)] if isinstance(values, (list, tuple)) else []
+
+
+def distance(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
+    """(relative Frobenius error, largest absolute error) over finite values; inf where infinities or NaN differ.
+
+    Tensors smaller than 1 in norm are measured absolutely: some gradients are truly zero.
+    """
+    got, want = got.detach().cpu().double(), want.detach().cpu().double()
+    if got.shape != want.shape:
+        return math.inf, math.inf
+    finite = want.isfinite()
+    if not torch.equal(got.isfinite(), finite) or not torch.equal(got[~finite], want[~finite]):
+        return math.inf, math.inf
+    if not finite.any():
+        return 0.0, 0.0
+    error, size = got[finite] - want[finite], want[finite]
+    return float(error.norm() / size.norm().clamp_min(1.0)), float(error.abs().max())
+
+
+def judge(got: torch.Tensor, want: torch.Tensor, eager: torch.Tensor | None, cap: float, factor: float) -> str:
+    """Why ``got`` is not good enough, or an empty string.
+
+    (A) its relative error is at most ``cap``; (B) no element is further off than ``factor`` times the worst of the
+    plain torch result ``eager`` of the same dtype, plus a few roundings of the largest element (after
+    FlashAttention's rule): one wrong row among 65,537 does not show in (A).
+    """
+    if got.shape != want.shape:
+        return f"shape {tuple(got.shape)}, not {tuple(want.shape)}"
+    if (got.isnan().cpu() & ~want.isnan()).any():
+        count = int((got.isnan().cpu() & ~want.isnan()).sum())
+        return f"{count} of {got.numel()} elements were not written, or are NaN"
+    relative, worst = distance(got, want)
+    if relative > cap:
+        return f"error {relative:.2g} is over {cap:.2g}{_guess(got, want)}"
+    if eager is None or not got.numel():
+        return ""
+    finite = want[want.isfinite()]
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    bound = factor * distance(eager, want)[1] + (cap + 8 * torch.finfo(got.dtype).eps) * largest + 1e-30
+    return f"one element is off by {worst:.2g}, over {bound:.2g}" if worst > bound else ""
+
+
+def _guess(got: torch.Tensor, want: torch.Tensor) -> str:
+    """A known mistake that explains the error."""
+    got, want = got.detach().cpu().double(), want.detach().cpu().double()
+    for factor, what in ((1 / math.log(2), "it is in base 2, not natural logarithms"), (-1.0, "its sign is wrong"),
+                         (math.log(2), "it is scaled by ln 2")):  # fmt: skip
+        if distance(got, want * factor)[0] < 1e-3:
+            return f" ({what})"
+    return ""
+
+
+def copy_args(args: Sequence[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
+    """The arguments with every tensor replaced."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return change(value)
+        return [one(x) for x in value] if isinstance(value, list) else value
+
+    return tuple(one(value) for value in args)

@@ -1,0 +1,90 @@
+"""One call of one kernel on one case: forward and backward in a sandbox."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hetero_megatron.ops.conformance.compare import copy_args, flatten
+from hetero_megatron.ops.conformance.sandbox import Sandbox
+from hetero_megatron.ops.kernel import Kernel
+from hetero_megatron.ops.spec import OpSpec
+
+
+@dataclass
+class Outcome:
+    """What one call gave. ``damage``: illegal writes."""
+
+    results: list[torch.Tensor]
+    saved: tuple[Any, ...] = ()
+    gradients: list[torch.Tensor] = field(default_factory=list)
+    damage: list[str] = field(default_factory=list)
+
+
+def place(spec: OpSpec, kernel: Kernel, args: Sequence[Any], box: Sandbox) -> tuple[Any, ...]:
+    """Guarded copies of the arguments; those that the kernel may change are only guarded at their ends."""
+    out: list[Any] = []
+    for name, value in zip(spec.args, args, strict=True):
+        change = name in spec.in_place or name in kernel.overwrites
+        out.append(copy_args([value], lambda x: box.place(x, change))[0])  # noqa: B023 (called at once)
+    return tuple(out)
+
+
+def call_forward(spec: OpSpec, kernel: Kernel, args: Sequence[Any]) -> Outcome:
+    """Forward in a sandbox; for in-place operators the results are the changed arguments."""
+    box = Sandbox()
+    placed = place(spec, kernel, args, box)
+    with box, torch.no_grad():
+        made = kernel.forward(*placed)
+    if not isinstance(made, tuple):
+        raise TypeError(f"forward returned {type(made).__name__}, not a tuple")
+    if spec.in_place:
+        changed = [placed[spec.args.index(name)] for name in spec.in_place]
+        return Outcome(flatten(changed), damage=box.damage())
+    count = len(spec.results)
+    wanted = count + (0 if kernel.private else len(spec.extras))
+    if len(made) < wanted or (not kernel.private and len(made) > wanted):
+        raise TypeError(f"forward returned {len(made)} values, not {wanted}: {', '.join(spec.results + spec.extras)}")
+    saved = made[count:] if kernel.private else tuple((*placed, *made)[spec.index(name)] for name in spec.saves)
+    return Outcome(list(made[:count]), saved, damage=box.damage())
+
+
+def call_backward(
+    spec: OpSpec, kernel: Kernel, grads: Sequence[torch.Tensor], saved: Sequence[Any], args: Sequence[Any],
+    after: Sequence[Any] = (),
+) -> tuple[list[torch.Tensor], list[str]]:  # fmt: skip
+    """(gradients of the arguments that are there, illegal writes).
+
+    Args:
+        after: what a split operator's backward gets between saved state and options.
+    """
+    assert kernel.backward is not None
+    box = Sandbox()
+    may_change = kernel.private  # private state may be used up
+    incoming = [box.place(g) for g in grads]
+    kept = copy_args(list(saved), lambda x: box.place(x, may_change))
+    with box, torch.no_grad():
+        found = kernel.backward(*incoming, *kept, *after, *args[len(spec.tensors) :])
+    if not isinstance(found, tuple) or len(found) != len(spec.gradients):
+        raise TypeError(f"backward returned {found if not isinstance(found, tuple) else len(found)} values, "
+                        f"not a tuple of {len(spec.gradients)}")  # fmt: skip
+    there = [args[spec.args.index(name)] is not None for name in spec.gradients]
+    out = []
+    for name, gradient, wanted in zip(spec.gradients, found, there, strict=True):
+        if wanted:
+            if gradient is None:
+                raise TypeError(f"backward returned None for {name}")
+            out.append(gradient)
+    return out, box.damage()
+
+
+def seeds(spec: OpSpec, args: Sequence[Any]) -> list[torch.Tensor]:
+    """Incoming gradients of the results that carry some; not constant."""
+    made = spec.fake(*args)[: len(spec.results) - len(spec.fixed)]
+    generator = torch.Generator().manual_seed(99)
+    return [
+        torch.randn(r.shape, dtype=torch.float64, generator=generator).to(r.dtype).to(r.device) for r in made
+    ]

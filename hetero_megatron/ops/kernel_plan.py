@@ -1,0 +1,184 @@
+"""Which provider serves which operator of a stage: decided once, when the model is built; then frozen.
+
+The order is: a provider that the user asked for, then vendor kernels, Triton, aten, the reference. A requested
+provider that cannot serve is an error with its reasons. Nothing that happens inside a kernel changes the choice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.ops.bind import bind
+from hetero_megatron.ops.gemm import WeightGradients, bind_gemm
+from hetero_megatron.ops.kernel import ORDER, REFERENCE, Kernel, Signature
+from hetero_megatron.ops.library import compiled_call
+from hetero_megatron.ops.registry import Registry, unknown
+
+EVERY = "all"  # the key that asks one provider for every operator that it has
+
+
+class KernelWarning(UserWarning):
+    """A choice that the user should know of."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One operator's kernel, whether it was asked for, and why kernels of better rank were passed over."""
+
+    kernel: Kernel
+    signature: Signature
+    requested: bool
+    rejected: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+class KernelPlan:
+    """The kernels of one stage, as attributes: ``plan.rms_norm(x, weight, eps)``.
+
+    Attributes:
+        choices: by operator name.
+        weight_gradients: where ``gemm`` leaves weight gradients while they are deferred.
+        rms_norm, rope, …: one callable per operator of the plan.
+    """
+
+    def __init__(
+        self, registry: Registry, choices: Mapping[str, Choice], calls: Mapping[str, Any] | None = None
+    ) -> None:
+        self.registry = registry
+        self.choices = dict(choices)
+        self.weight_gradients = WeightGradients()
+        for op, choice in self.choices.items():
+            call = (calls or {}).get(op)
+            setattr(self, op, self._call(choice) if call is None else call)
+
+    def _call(self, choice: Choice) -> Any:
+        spec, kernel = self.registry.spec(choice.kernel.op), choice.kernel
+        if choice.signature.compiled and not kernel.traceable:
+            return compiled_call(spec, kernel)
+        if spec.name == "gemm":
+            return bind_gemm(kernel, self.weight_gradients)
+        return bind(spec, kernel, choice.signature.compiled)
+
+    def __getattr__(self, name: str) -> Any:  # reached only for operators that are not in the plan
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise unknown("operator in this kernel plan", name, self.__dict__.get("choices", {}), "kernels")
+
+    def provider(self, op: str) -> str:
+        return self.choices[op].kernel.provider
+
+    def providers(self) -> dict[str, str]:
+        """Provider by operator."""
+        return {op: c.kernel.provider for op, c in sorted(self.choices.items())}
+
+    def digest(self) -> str:
+        """16 hex digits of what serves what, for the log and for agreement between the ranks of a stage."""
+        rows = [f"{op}={c.kernel.provider}/{c.kernel.version}:{c.signature}" for op, c in sorted(self.choices.items())]
+        return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:16]
+
+    def summary(self) -> str:
+        """One line: operators by provider."""
+        by: dict[str, list[str]] = {}
+        for op, provider in self.providers().items():
+            by.setdefault(provider, []).append(op)
+        return "; ".join(f"{provider}: {', '.join(ops)}" for provider, ops in sorted(by.items()))
+
+    def format(self) -> str:
+        """A table: operator, provider, whether it was asked for, what was passed over and why."""
+        lines = [f"kernel plan {self.digest()}"]
+        for op, choice in sorted(self.choices.items()):
+            mark = "requested" if choice.requested else ""
+            lines.append(f"  {op:<28}{choice.kernel.provider:<12}{mark:<11}".rstrip())
+            lines += [f"    not {name}: {'; '.join(reasons)}" for name, reasons in choice.rejected]
+        return "\n".join(lines)
+
+    def with_calls(self, calls: Mapping[str, Any]) -> KernelPlan:
+        """The same plan with some callables replaced (for capturing and comparing)."""
+        plan = KernelPlan(self.registry, self.choices, {op: calls.get(op, getattr(self, op)) for op in self.choices})
+        plan.weight_gradients = self.weight_gradients  # ``gemm`` is bound to these
+        return plan
+
+
+def resolve(
+    registry: Registry,
+    signatures: Iterable[Signature],
+    requests: Mapping[str, str] | None = None,
+    field: str = "kernels",
+) -> KernelPlan:
+    """Choose a kernel for every signature (one per operator).
+
+    Args:
+        requests: provider by operator, or under ``all`` for every operator that the provider has.
+        field: where the requests were read, for messages.
+
+    Raises:
+        UserError: an unknown operator or provider, a requested provider that cannot serve (with its reasons), or two
+            providers of equal rank.
+    """
+    requests = dict(requests or {})
+    general = requests.pop(EVERY, None)
+    for op in requests:
+        registry.spec(op)
+    if general is not None and general not in registry.providers():
+        raise unknown("provider", general, registry.providers(), f"{field}.{EVERY}")
+    choices = {}
+    for signature in signatures:
+        op = signature.op
+        wanted, place = requests.get(op), f"{field}.{op}"
+        if wanted is None and general is not None and any(k.provider == general for k in registry.kernels(op)):
+            wanted, place = general, f"{field}.{EVERY}"
+        choices[op] = _requested(registry, signature, wanted, place) if wanted else _first(registry, signature, place)
+    return KernelPlan(registry, choices)
+
+
+def _requested(registry: Registry, signature: Signature, provider: str, field: str) -> Choice:
+    kernel = registry.kernel(signature.op, provider, field)
+    reasons = kernel.reasons(signature)
+    if reasons:
+        able = [k.provider for k in registry.kernels(signature.op) if not k.reasons(signature)]
+        raise UserError(
+            f"it cannot serve {signature}: {'; '.join(reasons)}",
+            field=field, value=provider, accepted=", ".join(able) or "no provider can serve it",
+        )  # fmt: skip
+    return Choice(kernel, signature, True, ())
+
+
+def _first(registry: Registry, signature: Signature, field: str) -> Choice:
+    rejected: list[tuple[str, tuple[str, ...]]] = []
+    able: list[Kernel] = []
+    for kernel in registry.kernels(signature.op):
+        if able and _rank(kernel) != _rank(able[0]):
+            break
+        reasons = kernel.reasons(signature)
+        if not reasons and not kernel.chosen_unasked(signature):
+            reasons = [f"on {signature.device} only by request"]
+        if reasons:
+            rejected.append((kernel.provider, tuple(reasons)))
+        else:
+            able.append(kernel)
+    if not able:
+        why = " | ".join(f"{name}: {'; '.join(reasons)}" for name, reasons in rejected)
+        raise UserError(f"no provider can serve {signature}: {why or 'none registered'}", field=field)
+    if len(able) > 1:
+        names = " and ".join(k.provider for k in able)
+        raise UserError(
+            f"{names} serve {signature} with equal rank", field=field, accepted=f"one of them by name: {field}=PROVIDER"
+        )
+    if able[0].kind == REFERENCE:
+        why = "; ".join(f"{name}: {'; '.join(reasons)}" for name, reasons in rejected) or "there is no other"
+        warnings.warn(f"{signature} runs on the slow reference ({why})", KernelWarning, stacklevel=4)
+    return Choice(able[0], signature, False, tuple(rejected))
+
+
+def _rank(kernel: Kernel) -> tuple[int, int]:
+    return ORDER.index(kernel.kind), kernel.priority
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,61 @@
+"""All operators of this version, with the providers that need nothing but torch: the reference and aten."""
+
+from __future__ import annotations
+
+from hetero_megatron.ops import (
+    activation,
+    attention_op,
+    gemm,
+    linear_cross_entropy,
+    norm,
+    optimizer_ops,
+    rope,
+    softmax,
+    vocab_cross_entropy,
+)
+from hetero_megatron.ops.cross_entropy import KERNELS as CROSS_ENTROPY_KERNELS
+from hetero_megatron.ops.cross_entropy import SPEC as CROSS_ENTROPY_SPEC  # the package's `cross_entropy` is a function
+from hetero_megatron.ops.kernel import REFERENCE, Kernel
+from hetero_megatron.ops.registry import Registry
+from hetero_megatron.ops.spec import OpSpec
+
+SPECS: dict[str, OpSpec] = {
+    spec.name: spec
+    for spec in (
+        *norm.SPECS,
+        rope.SPEC,
+        *activation.SPECS,
+        softmax.SPEC,
+        CROSS_ENTROPY_SPEC,
+        vocab_cross_entropy.SPEC,
+        linear_cross_entropy.SPEC,
+        *attention_op.SPECS,
+        gemm.SPEC,
+        *optimizer_ops.SPECS,
+    )
+}
+
+
+def reference_kernel(spec: OpSpec) -> Kernel:
+    """The definition itself as a provider: any device, any dtype."""
+    parts = gemm.REFERENCE_PARTS if spec.name == "gemm" else {}
+    return Kernel(spec.name, REFERENCE, REFERENCE, spec.forward, spec.backward, parts=parts, traceable=True)
+
+
+ATEN_KERNELS: tuple[Kernel, ...] = (
+    *norm.KERNELS,
+    *rope.KERNELS,
+    *activation.KERNELS,
+    *softmax.KERNELS,
+    *CROSS_ENTROPY_KERNELS,
+    *vocab_cross_entropy.KERNELS,
+    *linear_cross_entropy.KERNELS,
+    *attention_op.KERNELS,
+    *gemm.KERNELS,
+    *optimizer_ops.KERNELS,
+)
+
+
+def torch_registry() -> Registry:
+    """A new registry with the reference and aten; plugins are added to it."""
+    return Registry(SPECS, (*map(reference_kernel, SPECS.values()), *ATEN_KERNELS))

@@ -1,0 +1,87 @@
+"""All operators and all kernels that were offered for them. Filled once, then only read."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.ops.kernel import ORDER, Kernel
+from hetero_megatron.ops.spec import OpSpec
+
+
+class Registry:
+    """Operators by name, and their kernels in the order in which they were registered."""
+
+    def __init__(self, specs: Mapping[str, OpSpec], kernels: Iterable[Kernel] = ()) -> None:
+        self.specs = dict(specs)
+        self._kernels: dict[str, dict[str, Kernel]] = {name: {} for name in self.specs}
+        for kernel in kernels:
+            self.register(kernel)
+
+    def register(self, kernel: Kernel) -> None:
+        """Add a kernel.
+
+        Raises:
+            UserError: it contradicts its operator's spec, or its provider already serves the operator.
+        """
+        problem = self.problem(kernel)
+        if problem is not None:
+            raise problem
+        self._kernels[kernel.op][kernel.provider] = kernel
+
+    def problem(self, kernel: Kernel) -> UserError | None:
+        """Why ``kernel`` cannot be registered."""
+        field = f"kernel {kernel}"
+        if kernel.op not in self.specs:
+            return unknown("operator", kernel.op, self.specs, field)
+        spec = self.specs[kernel.op]
+        if kernel.kind not in ORDER:
+            return UserError("is no kind of provider", field=f"{field}: kind", value=kernel.kind,
+                             accepted=", ".join(ORDER))  # fmt: skip
+        if kernel.version != spec.version:
+            return UserError("another version of the operator", field=f"{field}: version", value=kernel.version,
+                             accepted=str(spec.version))  # fmt: skip
+        if kernel.backward is None and spec.gradients:
+            wanted = f"forward and backward together: gradients of {', '.join(spec.gradients)}"
+            return UserError("it has no backward", field=field, accepted=wanted)
+        if kernel.provider in self._kernels[kernel.op]:
+            return UserError("registered twice: its provider already serves this operator", field=field,
+                             accepted="one kernel per operator and provider")  # fmt: skip
+        return None
+
+    def spec(self, op: str) -> OpSpec:
+        if op not in self.specs:
+            raise unknown("operator", op, self.specs, "kernels")
+        return self.specs[op]
+
+    def kernels(self, op: str) -> tuple[Kernel, ...]:
+        """All kernels of an operator: the order of kinds, higher priority first."""
+        self.spec(op)
+        return tuple(sorted(self._kernels[op].values(), key=lambda k: (ORDER.index(k.kind), -k.priority, k.provider)))
+
+    def kernel(self, op: str, provider: str, field: str = "kernels") -> Kernel:
+        """The kernel of one provider.
+
+        Raises:
+            UserError: no such operator, or the provider has none for it.
+        """
+        self.spec(op)
+        if provider not in self._kernels[op]:
+            raise unknown(f"provider of {op}", provider, self._kernels[op], field)
+        return self._kernels[op][provider]
+
+    def providers(self) -> tuple[str, ...]:
+        """Names of all providers."""
+        return tuple(sorted({provider for kernels in self._kernels.values() for provider in kernels}))
+
+    def __iter__(self) -> Iterator[Kernel]:
+        return (kernel for op in sorted(self.specs) for kernel in self.kernels(op))
+
+
+def unknown(what: str, name: str, known: Iterable[str], field: str) -> UserError:
+    """No such name; the message lists the known ones and guesses which was meant."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return UserError(f"no such {what}{hint}", field=field, value=name, accepted=", ".join(names) or "none registered")

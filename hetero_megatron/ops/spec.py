@@ -1,0 +1,191 @@
+"""What an operator is: its definition, its results and saved state, its shapes, its cost, and how exact it must be.
+
+An operator is called with positional arguments: tensors and lists of tensors first, options (numbers, flags)
+last. ``forward(*args)`` returns a tuple: the results, then the *extras* that backward needs besides arguments and
+results. ``backward(*grads, *saved, *options)`` returns one gradient per name in ``gradients``. Saved state in the
+shape that the spec names is *portable*: any provider's backward takes any provider's forward's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Tensors = tuple[torch.Tensor, ...]
+Forward = Callable[..., tuple[Any, ...]]
+Backward = Callable[..., tuple[Any, ...]]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that an operator on ``dtype`` computes in: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments for the conformance kit: floating-point tensors in fp64 on the CPU, cast by the kit."""
+
+    name: str
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """FLOPs and bytes that one call must at least compute and move."""
+
+    flops: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Largest relative Frobenius errors against fp64 per dtype: forward, gradients (research part 8.2)."""
+
+    fp32: tuple[float, float] = (1e-6, 1e-6)
+    fp16: tuple[float, float] = (1e-3, 1e-3)
+    bf16: tuple[float, float] = (5e-3, 5e-3)
+
+    def of(self, dtype: torch.dtype, truncating: bool = False) -> tuple[float, float]:
+        """``truncating``: casts to bf16 cut digits off instead of rounding (Triton's interpreter), twice the error."""
+        if dtype == torch.bfloat16:
+            return (2 * self.bf16[0], 2 * self.bf16[1]) if truncating else self.bf16
+        return {torch.float64: (1e-13, 1e-12), torch.float16: self.fp16}.get(dtype, self.fp32)
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """One operator.
+
+    Args:
+        version: of this contract; a kernel says which one it implements.
+        tensors: names of its tensor arguments, in order; options: of the others, after them.
+        results: names of what it returns; ``fixed`` of them carry no gradient.
+        extras: further results of forward, for backward.
+        saves: which arguments, results and extras backward gets, in order.
+        gradients: arguments that backward returns gradients of; empty: the operator has no backward.
+        definition: plain torch, differentiable, in at least fp32; returns the results as a tuple.
+        forward, backward: the reference: forward by the definition, backward by an explicit formula or by autograd
+            through the definition.
+        fake: arguments -> empty results and extras of the right shape and dtype.
+        flops: of forward, from the arguments.
+        backward_flops: times forward's.
+        wide: arguments that stay in at least fp32 when the rest is 16-bit.
+        in_place: arguments that the operator changes; it returns nothing.
+        split: forward and backward are called apart (a collective lies between), not through autograd.
+        cases: for the conformance kit; speed: one large case for timing.
+        lists: arguments that are lists of tensors.
+        schema: types of the options for torch.library, e.g. ``float eps``; None: not offered as a torch operator.
+    """
+
+    name: str
+    tensors: tuple[str, ...]
+    options: tuple[str, ...]
+    results: tuple[str, ...]
+    definition: Callable[..., tuple[Any, ...]]
+    forward: Forward
+    backward: Backward | None
+    fake: Callable[..., tuple[Any, ...]]
+    flops: Callable[..., int]
+    cases: Callable[[], Iterable[Case]]
+    speed: Callable[[], Case] | None = None
+    extras: tuple[str, ...] = ()
+    saves: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
+    wide: tuple[str, ...] = ()
+    in_place: tuple[str, ...] = ()
+    lists: tuple[str, ...] = ()
+    split: bool = False
+    version: int = 1
+    backward_flops: float = 2.0
+    bounds: Bounds = field(default_factory=Bounds)
+    schema: str | None = ""
+    optional: tuple[str, ...] = ()  # tensor arguments that may be None
+
+    @property
+    def args(self) -> tuple[str, ...]:
+        return self.tensors + self.options
+
+    @property
+    def differentiable(self) -> bool:
+        return bool(self.gradients)
+
+    def index(self, name: str) -> int:
+        """Position of a saved name in (arguments, results, extras)."""
+        return (self.args + self.results + self.extras).index(name)
+
+    def forward_cost(self, *args: Any) -> Cost:
+        """Every argument is read once and every result written once."""
+        return Cost(self.flops(*args), count_bytes(args) + count_bytes(self.fake(*args)))
+
+    def backward_cost(self, *args: Any) -> Cost:
+        """Saved state and incoming gradients are read once, gradients written once."""
+        made = self.fake(*args)
+        saved = [(*args, *made)[self.index(name)] for name in self.saves]
+        incoming = made[: len(self.results)]
+        outgoing = [args[self.args.index(name)] for name in self.gradients]
+        return Cost(round(self.backward_flops * self.flops(*args)), count_bytes((saved, incoming, outgoing)))
+
+
+def count_bytes(value: Any) -> int:
+    """Bytes of all tensors in a nested structure."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    return sum(count_bytes(x) for x in value) if isinstance(value, (tuple, list)) else 0
+
+
+def reference_forward(
+    definition: Callable[..., tuple[Any, ...]], extras: Callable[..., Tensors] | None = None
+) -> Forward:
+    """Forward by the definition; ``extras(*args)`` are its further results."""
+
+    def forward(*args: Any) -> tuple[Any, ...]:
+        with torch.no_grad():
+            return (*definition(*args), *(extras(*args) if extras is not None else ()))
+
+    return forward
+
+
+def autograd_backward(
+    definition: Callable[..., tuple[Any, ...]],
+    arrange: Callable[..., tuple[Any, ...]],
+    num_grads: int,
+    gradients: tuple[int, ...],
+) -> Backward:
+    """Backward by autograd through the definition.
+
+    Args:
+        arrange: (saved, options) -> the operator's arguments.
+        num_grads: results that carry gradients, the first ones.
+        gradients: positions of the arguments to differentiate.
+    """
+
+    def backward(*values: Any) -> tuple[Any, ...]:
+        grads, rest = values[:num_grads], values[num_grads:]
+        args = list(arrange(*rest))
+        for i in gradients:
+            args[i] = args[i].detach().requires_grad_() if args[i] is not None else None
+        with torch.enable_grad():
+            results = definition(*args)[:num_grads]
+            wanted = [args[i] for i in gradients if args[i] is not None]
+            found = iter(torch.autograd.grad(results, wanted, grads, allow_unused=True))
+        return tuple(None if args[i] is None else next(found) for i in gradients)
+
+    return backward
+
+
+def uniform(*shape: int, seed: int, low: float = -1.0, high: float = 1.0) -> torch.Tensor:
+    """fp64 values for cases, a function of shape and seed."""
+    generator = torch.Generator().manual_seed(1000 * seed + sum(shape))
+    return torch.rand(*shape, dtype=torch.float64, generator=generator) * (high - low) + low
+
+
+def normal(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + sum(shape))
+    return torch.randn(*shape, dtype=torch.float64, generator=generator) * scale
+
+
+Facts = Mapping[str, tuple[int, ...]]

@@ -1,0 +1,75 @@
+"""Which operators a stage of a model calls, with what sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from hetero_megatron.ops.kernel import Signature
+from hetero_megatron.ops.kernel_plan import KernelPlan, resolve
+from hetero_megatron.ops.operators import torch_registry
+from hetero_megatron.spec import ModelSpec, Share
+
+Dims = dict[str, tuple[int, ...]]
+
+
+def stage_operators(spec: ModelSpec, share: Share, head: bool, tp: int) -> Iterator[tuple[str, Dims]]:
+    """(operator, sizes) of everything that forward, backward and the update of one rank may call."""
+    h, d = spec.hidden_size, spec.head_dim
+    heads, kv_heads = (b - a for a, b in (share.q_heads, share.kv_heads))
+    ffn, vocabulary = share.ffn[1] - share.ffn[0], share.vocab[1] - share.vocab[0]
+    yield "gemm", {"inputs": (h, heads * d, ffn), "outputs": (heads * d, kv_heads * d, h, ffn)}
+    rms_widths = ((h,) if spec.norm == "rms" else ()) + ((d,) if spec.qk_norm else ())
+    if rms_widths:
+        yield "rms_norm", {"width": rms_widths}
+    if spec.norm == "rms":
+        yield "add_rms_norm", {"width": (h,)}
+    else:
+        yield "layer_norm", {"width": (h,)}
+    if spec.position == "rope":
+        yield "rope", {"head_dim": (d,), "heads": (heads, kv_heads)}
+    activation = {"swiglu": "swiglu", "squared_relu": "squared_relu"}.get(spec.activation, "gelu")
+    yield activation, {"width": (ffn,)}
+    yield "attention", {"head_dim": (d,), "heads": (heads,), "kv_heads": (kv_heads,)}
+    if head:
+        yield ("vocab_cross_entropy" if tp > 1 else "cross_entropy"), {"vocabulary": (vocabulary,)}
+    yield "adamw", {}
+    yield "l2norm", {}
+
+
+def default_kernels(
+    spec: ModelSpec,
+    share: Share,
+    head: bool,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    tp: int = 1,
+    requests: Mapping[str, str] | None = None,
+    field: str = "kernels",
+    compiled: bool = False,
+) -> KernelPlan:
+    """The kernel plan of a stage from torch's own providers, without plugins."""
+    base = Signature("", torch.device(device).type, dtype, compiled=compiled)
+    return resolve(torch_registry(), stage_signatures(base, spec, share, head, tp), requests, field)
+
+
+# What a compiled layer calls; loss and update are called outside.
+_IN_LAYERS = ("gemm", "rms_norm", "add_rms_norm", "layer_norm", "rope", "swiglu", "gelu", "squared_relu", "attention")
+
+
+def stage_signatures(
+    base: Signature, spec: ModelSpec, share: Share, head: bool, tp: int, wanted: Iterable[str] = ()
+) -> list[Signature]:
+    """A signature per operator of a stage; device, dtype and the like are those of ``base``.
+
+    Args:
+        wanted: further operators, which only run if somebody asks for them (``linear_cross_entropy``).
+    """
+    operators = dict(stage_operators(spec, share, head, tp))
+    if "linear_cross_entropy" in wanted and head and tp == 1:
+        operators["linear_cross_entropy"] = operators.pop("cross_entropy")
+    return [
+        replace(base, op=op, dims=dims, compiled=base.compiled and op in _IN_LAYERS) for op, dims in operators.items()
+    ]

@@ -1,0 +1,200 @@
+"""Kernels for one tile of attention (:class:`~hetero_megatron.ops.block_attention.TileKernel`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.ops.block_attention import TileKernel
+from hetero_megatron.ops.kernel import ATEN, REFERENCE, Kernel
+
+SCORES = 1 << 24  # scores that the reference kernel materialises at once
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class FlashCpuKernel:
+    """aten's flash attention for the CPU; 16-bit key-value heads are copied per query head (see ops/attention.py)."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, distance: int, window: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        repeat, (causal, mask) = _copies(q, k), _kind(q, k, distance, window)
+        out, lse = _flash(
+            q.transpose(1, 2), _repeat(k, repeat), _repeat(v, repeat), 0.0, causal, attn_mask=_bias(mask, q)
+        )
+        out = out.transpose(1, 2)
+        if mask is not None:  # aten gives rows without keys lse 0, not -inf
+            dead = ~mask.any(1)
+            lse = lse.masked_fill(dead, -math.inf)
+            out = out.masked_fill(dead[:, None, None], 0.0)
+        return out, lse
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        distance: int,
+        window: int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        repeat, (causal, mask) = _copies(q, k), _kind(q, k, distance, window)
+        if mask is not None:  # a row that sees nothing at all: exp(-inf - 0) is 0, exp(-inf + inf) no number
+            lse = lse.masked_fill(lse == -math.inf, 0.0)
+        dq, dk, dv = _flash_backward(
+            grad.transpose(1, 2), q.transpose(1, 2), _repeat(k, repeat), _repeat(v, repeat), out.transpose(1, 2),
+            lse.contiguous(), 0.0, causal, attn_mask=_bias(mask, q),
+        )  # fmt: skip
+        return dq.transpose(1, 2), _sum_copies(dk, repeat), _sum_copies(dv, repeat)
+
+
+def _kind(q: torch.Tensor, k: torch.Tensor, distance: int, window: int | None) -> tuple[bool, torch.Tensor | None]:
+    """(causal square, mask [sq, sk]): (False, None) where every query sees every key."""
+    rows, columns = q.shape[1], k.shape[1]
+    if window is None or distance + rows - 1 < window:
+        if distance >= columns - 1:
+            return False, None
+        if distance == 0 and rows == columns:
+            return True, None
+    return False, visible_keys(0, rows, columns, distance, window, q.device)
+
+
+def visible_keys(
+    start: int, stop: int, keys: int, distance: int, window: int | None, device: torch.device
+) -> torch.Tensor:
+    """[stop - start, keys] bool: which key the queries ``[start, stop)`` of a tile see."""
+    rows = torch.arange(start, stop, device=device)[:, None] + distance
+    back = rows - torch.arange(keys, device=device)[None]
+    return back >= 0 if window is None else (back >= 0) & (back < window)
+
+
+def _copies(q: torch.Tensor, k: torch.Tensor) -> int:
+    sixteen = q.dtype in (torch.float16, torch.bfloat16)
+    return q.shape[2] // k.shape[2] if sixteen else 1
+
+
+def _repeat(x: torch.Tensor, repeat: int) -> torch.Tensor:
+    """[b, s, kv_heads, d] -> [b, kv_heads * repeat, s, d]."""
+    return (x.repeat_interleave(repeat, dim=2) if repeat > 1 else x).transpose(1, 2)
+
+
+def _sum_copies(x: torch.Tensor, repeat: int) -> torch.Tensor:
+    """[b, kv_heads * repeat, s, d] -> [b, s, kv_heads, d], copies added in fp32."""
+    x = x.transpose(1, 2)
+    return x.unflatten(2, (-1, repeat)).sum(3, dtype=torch.float32) if repeat > 1 else x
+
+
+def _bias(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
+    if mask is None:
+        return None
+    return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf)
+
+
+class ReferenceKernel:
+    """The definition, on any device; works through the queries in runs, so that scores stay few."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, distance: int, window: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wide, repeat = torch.promote_types(q.dtype, torch.float32), q.shape[2] // k.shape[2]
+        keys, values = (x.to(wide).repeat_interleave(repeat, dim=2) for x in (k, v))
+        outs, sums = [], []
+        for a, b in _runs(q, k):
+            scores = _scores(q[:, a:b].to(wide), keys, visible_keys(a, b, k.shape[1], distance, window, q.device))
+            lse = scores.logsumexp(-1)
+            weights = (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
+            outs.append(torch.einsum("bhqk,bkhd->bqhd", weights, values).to(q.dtype))
+            sums.append(lse)
+        return torch.cat(outs, 1), torch.cat(sums, 2)
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        distance: int,
+        window: int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        wide, repeat = torch.promote_types(q.dtype, torch.float32), q.shape[2] // k.shape[2]
+        keys, values = (x.to(wide).repeat_interleave(repeat, dim=2) for x in (k, v))
+        dq, dk, dv = [], torch.zeros_like(keys), torch.zeros_like(values)
+        scale = 1 / math.sqrt(q.shape[-1])
+        for a, b in _runs(q, k):
+            g, rows = grad[:, a:b].to(wide), q[:, a:b].to(wide)
+            scores = _scores(rows, keys, visible_keys(a, b, k.shape[1], distance, window, q.device))
+            total = lse[:, :, a:b]
+            weights = (scores - total.masked_fill(total == -math.inf, 0.0)[..., None]).exp()
+            dot = (g * out[:, a:b].to(wide)).sum(-1).transpose(1, 2)[..., None]  # [b, heads, sq, 1]
+            ds = weights * (torch.einsum("bqhd,bkhd->bhqk", g, values) - dot) * scale
+            dq.append(torch.einsum("bhqk,bkhd->bqhd", ds, keys))
+            dk += torch.einsum("bhqk,bqhd->bkhd", ds, rows)
+            dv += torch.einsum("bhqk,bqhd->bkhd", weights, g)
+        parts = (x.unflatten(2, (-1, repeat)).sum(3) for x in (dk, dv))
+        return torch.cat(dq, 1), *parts  # type: ignore[return-value]
+
+
+def _runs(q: torch.Tensor, k: torch.Tensor) -> list[tuple[int, int]]:
+    rows = max(SCORES // max(q.shape[0] * q.shape[2] * k.shape[1], 1), 1)
+    return [(a, min(a + rows, q.shape[1])) for a in range(0, q.shape[1], rows)]
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """[b, heads, sq, sk], -inf where masked."""
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
+    return scores.masked_fill(~mask, -math.inf)
+
+
+class OperatorKernel:
+    """The attention operator of a kernel plan (q, k, v, documents, window, q_start, k_start) as a tile kernel."""
+
+    def __init__(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
+        self._forward, self._backward = forward, backward
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, distance: int, window: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._forward(q, k, v, None, window, max(distance, 0), max(-distance, 0))  # type: ignore[no-any-return]
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        distance: int,
+        window: int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        starts = (max(distance, 0), max(-distance, 0))
+        return self._backward(grad, q, k, v, out, lse, None, window, *starts)  # type: ignore[no-any-return]
+
+
+def tile_kernel(device: torch.device, chosen: Kernel | None = None) -> TileKernel:
+    """The tile kernel that goes with a stage's choice for the operator ``attention``.
+
+    Args:
+        chosen: None, torch's own or the reference: aten's flash kernel on the CPU, the reference elsewhere.
+
+    Raises:
+        UserError: the chosen kernel's backward takes only what its own forward saved, not a merged result.
+    """
+    if chosen is None or chosen.kind in (ATEN, REFERENCE):
+        return FlashCpuKernel() if device.type == "cpu" else ReferenceKernel()
+    if chosen.private or chosen.backward is None:
+        raise UserError(
+            f"{chosen} keeps state of its own between forward and backward, so parts cannot be merged",
+            field="kernels.attention", value=chosen.provider, accepted="another provider beside context groups",
+        )  # fmt: skip
+    return OperatorKernel(chosen.forward, chosen.backward)

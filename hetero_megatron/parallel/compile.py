@@ -1,0 +1,22 @@
+"""``torch.compile``, applied to a plain model stage from outside."""
+
+from __future__ import annotations
+
+import torch
+
+from hetero_megatron.model import GPTStage
+from hetero_megatron.parallel.context import ContextAttention
+from hetero_megatron.parallel.tensor import RowParallelLinear
+
+
+def apply_compile(stage: GPTStage, backend: str) -> None:
+    """Compile attention, MLP and norms of every layer, one graph each and one compilation for all layers of a kind.
+
+    Collectives stay outside: they are in hooks around the modules or in modules that are left as they are.
+    """
+    for layer in stage.layers():
+        for module in layer.modules():
+            if isinstance(module, (RowParallelLinear, ContextAttention)):
+                module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+        for block in (layer.input_layernorm, layer.self_attn, layer.mlp):
+            block.forward = torch.compile(block.forward, backend=backend)  # type: ignore[method-assign]

@@ -1,0 +1,128 @@
+"""Context x head parallel attention: put in place of a layer's attention core, from outside the model.
+
+Queries, keys and values come in for the rank's own tokens and the heads of its projections. They are exchanged
+inside the context group (all tokens of the group, the rank's own heads), attended to block by block while keys
+and values of other groups pass by, and the result goes back to the tokens' owners.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hetero_megatron.comm import Comm
+from hetero_megatron.layout.mask import tiles, visible
+from hetero_megatron.model.gpt import Context, GPTStage
+from hetero_megatron.ops.block_attention import BlockAttention, RowTile, TileKernel, key_heads
+from hetero_megatron.ops.tile_kernels import tile_kernel
+from hetero_megatron.parallel.context_ring import HeadHops, Program, RingAttention
+from hetero_megatron.parallel.head_exchange import HeadExchange, local_size
+from hetero_megatron.plan.context_plan import (
+    Block,
+    ContextGroup,
+    RingSchedule,
+    StageContext,
+    head_moves,
+    make_blocks,
+    ring_schedule,
+    seen_tokens,
+)
+
+Documents = Sequence[Sequence[int]] | None
+PROGRAMS = 8  # kept by documents: a micro-batch's layers, its backward, and some micro-batches in flight
+
+
+class StageAttention:
+    """What all layers of a context-parallel stage share on one rank: exchanges, and programs by documents."""
+
+    def __init__(self, context: StageContext, comm: Comm, window: int | None, kernel: TileKernel | None = None) -> None:
+        self.context, self.comm, self.window = context, comm, window
+        self.member = context.member(comm.rank)
+        self.group = next(g for g in context.groups if g.index == self.member.group)
+        ranks, queries, keys = head_moves(context, self.group)
+        held, computed = self.member.held, self.member.computed
+        own = sum(b - a for a, b in self.member.tokens)
+        self.gather = context.transport == "gather" or len(context.groups) == 1
+        self.key_tokens = seen_tokens(self.group.tokens) if context.transport == "gather" else self.group.tokens
+        seen = sum(b - a for a, b in self.key_tokens)
+        q_shapes = ((own, _size(held.q_heads)), (self.group.num_tokens, _size(computed.q_heads)))
+        k_shapes = ((own, _size(held.kv_heads)), (seen, _size(computed.kv_heads)))
+        for move, shapes in ((queries, q_shapes), (keys, k_shapes)):
+            for layout, shape in zip((move.before, move.after), shapes, strict=True):
+                assert local_size(layout, comm.rank) in (shape, (0, 0)), (layout, shape)
+        group = comm.group(ranks)
+        self.enter = HeadExchange(group, [queries, keys, keys], [q_shapes, k_shapes, k_shapes])
+        self.leave = HeadExchange(group, [queries.adjoint()], [(q_shapes[1], q_shapes[0])])
+        spec = context.spec
+        users = [i // spec.queries_per_kv - computed.kv_heads[0] for i in range(*computed.q_heads)]
+        self.attention = BlockAttention(kernel or tile_kernel(comm.device), key_heads(users), window)
+        self.blocks = self._blocks()
+        self.hops = HeadHops(context, comm.rank)
+        self._programs: OrderedDict[tuple[tuple[int, ...], ...] | None, Program] = OrderedDict()
+
+    def _blocks(self) -> tuple[Block, ...]:
+        """Keys and values come in blocks with the ring; else they are one block that is here already."""
+        if self.gather:
+            return (Block(self.group.index, (0, sum(b - a for a, b in self.key_tokens)), self.key_tokens),)
+        return make_blocks(self.context.groups, self.context.block)
+
+    def program(self, documents: Documents) -> Program:
+        """What this rank does for a micro-batch with these documents."""
+        plain = documents is None or all(len(starts) <= 1 for starts in documents)
+        key = None if plain else tuple(tuple(starts) for starts in documents or ())
+        if key not in self._programs:
+            self._programs[key] = self._make(key)
+            while len(self._programs) > PROGRAMS:
+                self._programs.popitem(last=False)
+        self._programs.move_to_end(key)
+        return self._programs[key]
+
+    def _make(self, documents: tuple[tuple[int, ...], ...] | None) -> Program:
+        rows = sorted(set(documents)) if documents else [(0,)]
+
+        def needs(group: ContextGroup, block: Block) -> bool:
+            return any(visible(group.tokens, block.tokens, starts, self.window) for starts in rows)
+
+        groups = [self.group] if self.gather else list(self.context.groups)
+        schedule: RingSchedule = ring_schedule(groups, self.blocks, needs)
+        per_block: list[list[RowTile]] = []
+        for block in self.blocks:
+            if documents is None:
+                found = tiles(self.group.tokens, block.tokens, (0,), self.window)
+                per_block.append([(None, tile) for tile in found])
+            else:
+                found_by = {s: tiles(self.group.tokens, block.tokens, s, self.window) for s in rows}
+                per_block.append([(row, tile) for row, s in enumerate(documents) for tile in found_by[s]])
+        return Program(self.comm, self.group.index, schedule, self.hops, per_block, self.attention)
+
+
+def _size(interval: tuple[int, int]) -> int:
+    return interval[1] - interval[0]
+
+
+class ContextAttention(nn.Module):
+    """Stands in for a layer's ``core_attention``: q [b, own tokens, held heads, d], k, v alike, out like q."""
+
+    def __init__(self, shared: StageAttention) -> None:
+        super().__init__()
+        self.shared = shared
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
+        shared = self.shared
+        q, k, v = shared.enter(q, k, v)
+        out = RingAttention.apply(q, k, v, shared.program(context.documents))
+        return shared.leave(out)[0]
+
+
+def apply_context_parallel(
+    stage: GPTStage, context: StageContext, comm: Comm, window: int | None, kernel: TileKernel | None = None
+) -> StageAttention:
+    """Make the layers of ``stage`` attend across the context groups."""
+    shared = StageAttention(context, comm, window, kernel)
+    for layer in stage.layers():
+        layer.self_attn.kv_of_query = None  # keys travel as they are; heads are matched where they are computed
+        setattr(layer.self_attn, "core_attention", ContextAttention(shared))  # noqa: B010 (its type is another)
+    return shared

@@ -1,0 +1,1 @@
+"""Planning without torch: rates, costs, memory, prediction and search."""

@@ -1,0 +1,181 @@
+"""The certificate: a step time that no plan of the search space can beat under the same rates.
+
+*Enumeration* (small clusters): the least lower bound over all combinations of pipelines that the search went through.
+
+*Prices* (large clusters): give every chip of group g a price. A pipeline that computes q sequences within T seconds
+uses chips worth at least P(q); if no pipeline computes more than r sequences per unit of price within T, no plan
+computes more than r x (price of all chips) sequences, so a batch above that needs more than T. P comes from a
+dynamic program over (stages from the end, layers covered), which is exact but for three things that only help the
+pipelines: transfers, synchronisation and optimizer take no time, states are divided among all chips, and the stages
+before one are as fast as the fastest chip. Lagrangian duality makes this valid for *any* prices; good ones make it
+tight.
+
+Assumptions, stated in the report: stages of one chip type each with equal TP shares, one recompute choice per stage,
+schedules that compute a micro-batch's backward after its forward, no context groups, rates as given.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_megatron.planner.evaluate import Evaluator
+from hetero_megatron.planner.space import Option, Space, batch_sizes, options
+from hetero_megatron.planner.tables import Kind
+from hetero_megatron.spec import ModelSpec
+
+Floats = NDArray[np.float64]
+ASSUMPTIONS = (
+    "stages of one chip type with equal tensor-parallel shares",
+    "no context groups, no virtual chunks, no split backward",
+    "every backward after its forward; rates as given",
+    "prices only: transfers, synchronisation and optimizer take no time; optimizer states divided among all chips",
+)
+STEPS = 9
+
+
+@dataclass(frozen=True)
+class Bound:
+    """No plan has a shorter step than ``seconds``."""
+
+    seconds: float
+    method: str
+
+    def gap(self, step_seconds: float) -> float:
+        """How much faster than ``step_seconds`` a plan could be at most, as a share of the bound."""
+        return step_seconds / self.seconds - 1 if self.seconds > 0 else math.inf
+
+
+class _Prices:
+    """P(q) for all micro-batch sizes, at given prices."""
+
+    def __init__(self, evaluator: Evaluator, model: ModelSpec, batch: int, space: Space) -> None:
+        self.evaluator, self.model, self.batch, self.space = evaluator, model, batch, space
+        self.pool, self.tables = evaluator.pool, evaluator.tables
+        self.sizes = batch_sizes(space, batch)
+        self.depth = min(self.tables.depth, model.num_layers + 2, self.pool.chips)
+        self.options = {b: self._options(b) for b in self.sizes}
+        self.prices = self._rates()
+
+    def _options(self, size: int) -> list[Option]:
+        found = []
+        for g, group in enumerate(self.pool.groups):
+            every = group.per_node <= 4
+            found += [o for o in options(self.pool, g, self.model, self.space, size, every) if o.dp <= 8]
+        return found
+
+    def seconds(self, option: Option, size: int, head: bool) -> Floats:
+        """[in flight, layers] seconds of an inner stage (or the last one), at the memory of the most replicas."""
+        kind = Kind(
+            option.group, option.tp, option.dp, size, False, head, max(1, self.pool.chips // option.dp),
+            self.space.recompute,
+        )  # fmt: skip
+        return self.tables.table(kind).seconds
+
+    def per_layer(self, option: Option, size: int) -> float:
+        """Least seconds of one layer and micro-batch."""
+        row = self.seconds(option, size, False)[0]
+        return float(row[2] - row[1]) if np.isfinite(row[2]) else float(row[1])
+
+    def _rates(self) -> Floats:
+        """Layers and sequences per second of a chip at its best: the first guess of prices."""
+        rates = np.zeros(len(self.pool.groups))
+        for size, found in self.options.items():
+            for o in found:
+                per = self.per_layer(o, size)
+                if np.isfinite(per) and per > 0:
+                    rates[o.group] = max(rates[o.group], size / (per * o.chips))
+        return rates / max(rates.max(), 1e-300)
+
+    def price(self, size: int, counts: Floats, limit: float) -> Floats:
+        """Least price of a pipeline that computes ``counts`` micro-batches within ``limit`` seconds; inf:
+        impossible."""
+        layers, n = self.model.num_layers, len(counts)
+        fastest = min((self.per_layer(o, size) for o in self.options[size]), default=math.inf)
+        grid = np.arange(layers + 1)
+        # A stage with c layers that has ``after`` layers behind it starts when layers - after - c are done.
+        slack = limit - (layers - grid)[None, :] * fastest  # [1, covered before]
+        best = np.full((n, layers + 1), np.inf)
+        best[:, 0] = 0.0
+        answer = np.full(n, np.inf)
+        rows = np.arange(n)[:, None]
+        for k in range(1, self.depth + 1):
+            following = np.full((n, layers + 1), np.inf)
+            for option in self.options[size]:
+                table = self.seconds(option, size, k == 1)[min(k, self.tables.depth) - 1]
+                # m x seconds(c) <= limit - (layers - covered - c) x fastest
+                value = counts[:, None] * table[None, :] - grid[None, :] * fastest  # [n, c]
+                value = np.maximum.accumulate(np.where(np.isfinite(value), value, np.inf), axis=1)
+                most = np.empty((n, layers + 1), np.int64)
+                for i in range(n):
+                    most[i] = np.searchsorted(value[i], slack[0], side="right") - 1
+                reach = np.minimum(grid[None, :] + np.maximum(most, 0), layers)
+                cost = np.where(most >= (0 if k == 1 else 1), best + option.chips * self.prices[option.group], np.inf)
+                np.minimum.at(following, (np.broadcast_to(rows, reach.shape), reach), cost)
+            # Covering more layers for the same price is never worse.
+            following = np.minimum.accumulate(following[:, ::-1], axis=1)[:, ::-1]
+            answer = np.minimum(answer, following[:, layers])
+            best = following
+        return answer
+
+    def rate(self, limit: float, enough: float) -> float:
+        """The most sequences per unit of price that any pipeline computes within ``limit``; stops below ``enough``."""
+        intervals = [
+            (size, float(a), float(b)) for size in self.sizes for a, b in _intervals(max(1, self.batch // size))
+        ]
+        worst = 0.0
+        while intervals:
+            again: list[tuple[int, float, float]] = []
+            for size in self.sizes:
+                mine = [(a, b) for s, a, b in intervals if s == size]
+                if not mine:
+                    continue
+                prices = self.price(size, np.array([a for a, _ in mine]), limit)
+                for (a, b), price in zip(mine, prices.tolist()):
+                    if not np.isfinite(price):
+                        continue
+                    high = size * b / price if price > 0 else math.inf
+                    if high <= max(worst, enough):
+                        continue
+                    if b - a < 1 or b / a < 1.004:
+                        worst = max(worst, high)
+                    else:
+                        middle = math.floor(math.sqrt(a * b))
+                        again += [(size, a, float(middle)), (size, float(middle + 1), b)]
+            if worst > enough and not math.isinf(worst):
+                return worst  # the limit is already long enough
+            intervals = [row for row in again if row[1] <= row[2]]
+        return worst
+
+    def possible(self, limit: float) -> bool:
+        """Whether the prices do not rule out that the batch is done within ``limit``."""
+        everything = float(self.prices @ np.array(self.pool.counts, float))
+        enough = self.batch / everything
+        return self.rate(limit, enough) > enough
+
+
+def _intervals(most: int) -> list[tuple[int, int]]:
+    found, a = [], 1
+    while a <= most:
+        b = min(most, max(a, int(a * 1.6)))
+        found.append((a, b))
+        a = b + 1
+    return found
+
+
+def price_bound(evaluator: Evaluator, model: ModelSpec, batch: int, space: Space, step_seconds: float) -> Bound:
+    """By prices; ``step_seconds``: of a plan that is known, so the bound is not above it."""
+    prices = _Prices(evaluator, model, batch, space)
+    low, high = 0.0, step_seconds
+    for step in range(STEPS):
+        middle = high * 0.9 if step == 0 else (low + high) / 2
+        if prices.possible(middle):
+            high = middle
+        else:
+            low = middle
+        if high - low < 2e-3 * high:
+            break
+    return Bound(low, "prices")

@@ -1,0 +1,185 @@
+"""The problem that the context scheduler solves: members with speeds and memory, links, one stage of a model. No torch.
+
+A *member* is one rank, or one tensor-parallel group that acts as one. Members own tokens of every sequence; inside
+attention, the members of a *context group* divide the query heads of the tokens that the group owns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.flops import layer_matmul_flops, visible_pairs
+
+TRANSPORTS = ("ring", "gather")  # between groups; one group alone exchanges by all-to-all only
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Member:
+    """What the scheduler knows about one context member.
+
+    Args:
+        ranks: its ranks; more than one is a TP group, whose speeds and memory are given as sums.
+        node: index of the node it stands in; kind: index of its node group, a row of the fabric's tables.
+        gemm_flops, attention_flops: achieved FLOP/s.
+        memory: bytes that states, activations and buffers may take.
+        token_seconds: seconds per token and layer of TP collectives, forward and again backward.
+        layer_seconds, layer_backward_seconds: least host seconds per layer (launches), forward and backward.
+        attention_backward: seconds of attention's backward per second of its forward (5 products against 2).
+        message_seconds: host seconds that one message costs the member itself.
+    """
+
+    ranks: tuple[int, ...]
+    node: int
+    kind: int
+    gemm_flops: float
+    attention_flops: float
+    memory: float
+    token_seconds: float = 0.0
+    layer_seconds: float = 0.0
+    layer_backward_seconds: float = 0.0
+    attention_backward: float = 2.5
+    message_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """Links as (alpha seconds, beta seconds per byte), one direction.
+
+    Args:
+        intra: per kind, inside a node, for each member.
+        inter: per pair of kinds, between nodes.
+        shared: an ``inter`` link is that of a node's network cards together, which its members share; otherwise each
+            member has a card of its own.
+    """
+
+    intra: tuple[tuple[float, float], ...]
+    inter: tuple[tuple[tuple[float, float], ...], ...]
+    shared: bool = True
+
+
+@dataclass(frozen=True)
+class ContextOptions:
+    """How the stage runs.
+
+    Args:
+        layers: decoder layers of the stage (None: all of the model).
+        embed, head: it holds the embedding, and the output head and loss.
+        replicas: pipelines that hold these layers, over which the optimizer is divided too.
+        recompute: none | selective | full. Forward runs again in backward with its communication where it is full.
+        item: bytes of an activation; wide: bytes of an accumulated gradient.
+        overlap: share of the smaller of computing and ring transfer that hides behind the larger.
+        token_unit: shares are multiples of it, but for what the sequence leaves over (0: chosen by length).
+        micro_batch: sequences that are computed at once.
+        in_flight: micro-batches that hold activations at once.
+        shard_states: weights and gradients are also divided over the members (ZeRO-3 / FSDP), gathered per layer.
+        transports: what the runtime offers between groups.
+        loss_chunk: tokens whose logits exist at one time.
+    """
+
+    layers: int | None = None
+    embed: bool = True
+    head: bool = True
+    replicas: int = 1
+    recompute: str = "full"
+    item: int = 2
+    wide: int = 4
+    overlap: float = 1.0
+    token_unit: int = 0
+    micro_batch: int = 1
+    in_flight: int = 1
+    shard_states: bool = False
+    transports: tuple[str, ...] = TRANSPORTS
+    loss_chunk: int = 1024
+
+
+@dataclass(frozen=True)
+class ContextProblem:
+    """One stage of ``model`` on ``members``, for sequences of ``seq_length`` tokens."""
+
+    model: ModelSpec
+    seq_length: int
+    members: tuple[Member, ...]
+    fabric: Fabric
+    options: ContextOptions = field(default_factory=ContextOptions)
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def layers(self) -> int:
+        return self.model.num_layers if self.options.layers is None else self.options.layers
+
+    @property
+    def unit(self) -> int:
+        """Granularity of token shares: 128 where shares stay fine enough, else a power of two below that."""
+        if self.options.token_unit:
+            return self.options.token_unit
+        unit = 128
+        while unit > 1 and self.seq_length < 64 * unit * len(self.members):
+            unit //= 2
+        return unit
+
+    @property
+    def linear_flops(self) -> int:
+        """Forward FLOPs per token and layer of projections and MLP."""
+        return layer_matmul_flops(self.model) * self.options.micro_batch
+
+    @property
+    def head_flops(self) -> int:
+        """Forward FLOPs per token of the output head; 0 where the stage has none."""
+        rows = self.options.micro_batch if self.options.head else 0
+        return 2 * self.model.hidden_size * self.model.vocab_size * rows
+
+    @property
+    def pair_flops(self) -> float:
+        """Forward attention FLOPs per query head and token, averaged over the sequence.
+
+        Under nested zigzag every share of the tokens, however uneven, sees the average number of keys: causal work
+        between shards i and j is s_i s_j / 2.
+        """
+        pairs = visible_pairs(self.seq_length, self.model.sliding_window) / self.seq_length
+        return 4.0 * self.model.head_dim * pairs * self.options.micro_batch
+
+
+def _check(problem: ContextProblem) -> None:
+    options, kinds = problem.options, len(problem.fabric.intra)
+    if not problem.members:
+        raise UserError("context parallelism needs a rank", field="ranks", value=[], accepted="at least one rank")
+    ranks = [rank for member in problem.members for rank in member.ranks]
+    if len(set(ranks)) < len(ranks) or not all(member.ranks for member in problem.members):
+        raise UserError("every member has ranks of its own", field="ranks", value=ranks, accepted="each rank once")
+    if problem.seq_length < 1:
+        raise UserError("a sequence has a token", field="seq_length", value=problem.seq_length, accepted="1 or more")
+    if options.recompute not in RECOMPUTE:
+        raise UserError("unknown recompute", field="recompute", value=options.recompute, accepted=" | ".join(RECOMPUTE))
+    unknown = [t for t in options.transports if t not in TRANSPORTS]
+    if unknown:
+        raise UserError("unknown transport", field="kv.transport", value=unknown[0], accepted=" | ".join(TRANSPORTS))
+    if not 0 <= options.overlap <= 1:
+        raise UserError("not a share", field="overlap", value=options.overlap, accepted="0 to 1")
+    for member in problem.members:
+        if member.gemm_flops <= 0 or member.attention_flops <= 0:
+            raise UserError("a member has no speed", field="members", value=member.ranks, accepted="FLOP/s above 0")
+        assert 0 <= member.kind < kinds, f"kind {member.kind} of {kinds}"
+
+
+@dataclass(frozen=True)
+class ContextGroup:
+    """Members (indices), with the tokens of each sequence and the query heads of each; heads sum to all of them."""
+
+    members: tuple[int, ...]
+    tokens: tuple[int, ...]
+    heads: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ContextLayout:
+    """Groups in ring order; transport between them: ring, gather, or a2a where there is one group; block in tokens."""
+
+    groups: tuple[ContextGroup, ...]
+    transport: str
+    block: int = 0
+    name: str = ""

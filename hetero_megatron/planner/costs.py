@@ -1,0 +1,301 @@
+"""Seconds and bytes of a stage that is described by what it is, not by which ranks it has: what the search ranks by.
+
+:mod:`hetero_megatron.planner.predict` judges concrete plans with the same operators, rates and memory formulas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hetero_megatron.cluster import Cluster, Link
+from hetero_megatron.errors import UserError
+from hetero_megatron.planner.memory import (
+    ITEM_BYTES,
+    MemoryBytes,
+    activation_bytes,
+    equal_shares,
+    held_elements,
+    state_bytes,
+)
+from hetero_megatron.planner.operators import Operators
+from hetero_megatron.planner.rates import ChipRates, LinkRates, Rates, load_rates
+from hetero_megatron.spec import ModelSpec
+
+SWAPS = 4  # gathers and scatters of a layer in forward, and again in backward: two of attention, two of the MLP
+
+
+@dataclass(frozen=True)
+class StageChoice:
+    """What a stage is, without naming ranks.
+
+    Args:
+        chip: chip type of the cluster; all its ranks have it.
+        tp: tensor-parallel degree (equal split); dp: inner data-parallel degree, which divides the micro-batch's rows.
+        recompute: none | selective | full | first (the first ``first`` layers whole, the rest none).
+        offload: optimizer states live in host memory.
+    """
+
+    chip: str
+    tp: int
+    dp: int
+    layers: int
+    embed: bool
+    head: bool
+    recompute: str = "none"
+    first: int = 0
+    offload: bool = False
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """Assumptions that are not rates.
+
+    Args:
+        margin: share of a chip's memory that no plan may use (fragmentation, kernels' workspaces).
+        moments: per element: 2 for Adam, 1 for SGD with momentum.
+        host_bandwidth: bytes/s between chip and host memory, for offloaded optimizers (PCIe 4: 0.8 x 31 GB/s).
+        overlap: gradients leave during the last backward, as our runtime sends them; False: after it.
+        sharded: a rank updates what it owns, as in our runtime; False: all that it holds (the bytes of an all-reduce
+            are those of reduction and spread together).
+        gradient_bytes: per element on the way; None: as in our runtime, at least 4.
+        sequence_parallel: with tensor parallelism, as in our runtime; False: norms work on all tokens on every rank.
+        whole_transfers: every TP rank sends whole activations to the next stage, not its part of them.
+        blocking: a transfer between stages keeps both ranks busy, instead of going on behind their compute.
+        The last six describe other frameworks, whose runs are predicted to judge the predictor.
+    """
+
+    margin: float = 0.06
+    moments: int = 2
+    host_bandwidth: float = 25e9
+    overlap: bool = True
+    sharded: bool = True
+    gradient_bytes: float | None = None
+    sequence_parallel: bool = True
+    whole_transfers: bool = False
+    blocking: bool = False
+
+
+@dataclass(frozen=True)
+class UnitSeconds:
+    """(forward, backward) seconds of one layer, of the embedding and of the head, TP collectives included; ``action``
+    once per F or B."""
+
+    layer: tuple[float, float]
+    embed: tuple[float, float]
+    head: tuple[float, float]
+    action: float = 0.0
+
+    def total(self, layers: int, full: int, embed: bool, head: bool) -> tuple[float, float]:
+        """(forward, backward) of a stage; ``full`` of its layers run again in backward."""
+        forward, backward = (
+            layers * self.layer[i] + embed * self.embed[i] + head * self.head[i] + self.action for i in (0, 1)
+        )
+        return forward, backward + full * self.layer[0]
+
+
+class CostModel:
+    """Costs of stages of one model on one cluster at one sequence length.
+
+    Args:
+        rates: instead of those that the cluster file and the data sheets give.
+
+    Raises:
+        UserError: chips without rates and without a usable data sheet, malformed rates, an unknown dtype.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        cluster: Cluster,
+        seq_length: int,
+        dtype: str = "bf16",
+        options: CostOptions = CostOptions(),
+        rates: Rates | None = None,
+    ) -> None:
+        if dtype not in ITEM_BYTES:
+            raise UserError("unknown dtype", field="dtype", value=dtype, accepted=", ".join(ITEM_BYTES))
+        self.model, self.cluster, self.seq_length, self.dtype, self.options = model, cluster, seq_length, dtype, options
+        self.item, self.wide = ITEM_BYTES[dtype], max(ITEM_BYTES[dtype], 4)
+        self.rates: Rates = rates or load_rates(cluster, dtype)
+        self._operators: dict[str, Operators] = {}
+        self._node = {c: max(g.chips_per_node for g in cluster.nodes if g.chip == c) for c in cluster.chips}
+        self._home = {c: next(g.name for g in cluster.nodes if g.chip == c) for c in cluster.chips}
+        self._seconds: dict[tuple[StageChoice, int], tuple[float, float]] = {}
+
+    def chip_rates(self, chip: str) -> ChipRates:
+        """UserError for a chip that does not compute in this dtype or that the cluster lacks."""
+        if chip not in self.rates.chips:
+            has = ", ".join(self.cluster.chips[chip].dtypes) if chip in self.cluster.chips else ""
+            raise UserError(
+                f"the chip does not compute in {self.dtype}" if has else "the cluster has no such chip",
+                field="chip", value=chip, accepted=f"one of {has}" if has else ", ".join(self.cluster.chips),
+                where=self.cluster.file,
+            )  # fmt: skip
+        return self.rates.chips[chip]
+
+    def operators(self, chip: str) -> Operators:
+        if chip not in self._operators:
+            self._operators[chip] = Operators(
+                self.model, self.chip_rates(chip), self.item, self.options.sequence_parallel
+            )
+        return self._operators[chip]
+
+    def forward_seconds(self, stage: StageChoice, micro_batch_size: int) -> float:
+        """The whole stage with its TP collectives, without boundary transfers."""
+        return self._stage(stage, micro_batch_size)[0]
+
+    def backward_seconds(self, stage: StageChoice, micro_batch_size: int) -> float:
+        """The same for backward, what is recomputed included."""
+        return self._stage(stage, micro_batch_size)[1]
+
+    def _stage(self, stage: StageChoice, micro_batch_size: int) -> tuple[float, float]:
+        key = (stage, micro_batch_size)
+        if key not in self._seconds:
+            rows = -(-micro_batch_size // stage.dp)
+            link = self.tp_link(stage.chip, stage.tp) if stage.tp > 1 else None
+            swap = self.tp_exchange_seconds(stage.tp, rows, link)
+            posting = (stage.tp - 1) * (link.message_seconds or 0.0) if link is not None else 0.0
+            parts = self.unit_seconds(self.operators(stage.chip), 1 / stage.tp, rows, swap, stage.recompute, posting)
+            full = {"full": stage.layers, "first": stage.first}.get(stage.recompute, 0)
+            self._seconds[key] = parts.total(stage.layers, full, stage.embed, stage.head)
+        return self._seconds[key]
+
+    def unit_seconds(
+        self, operators: Operators, share: float, rows: int, swap: float, recompute: str = "none", posting: float = 0.0
+    ) -> UnitSeconds:
+        """Times of one rank of a TP group.
+
+        Args:
+            share: its part of heads and columns; rows: sequences of the micro-batch that the group computes.
+            swap: seconds of one gather or scatter of the group's activations; posting: how many of them are the host's.
+        """
+        length = self.seq_length
+        layer = operators.layer(share, rows, length, SWAPS * swap, SWAPS * posting)
+        embed, head = (f(share, rows, length) for f in (operators.embed, operators.head))
+        again = operators.attention(share, rows, length)[0] if recompute == "selective" else 0.0
+        return UnitSeconds(
+            layer=(layer[0], layer[1] + again),
+            embed=(embed[0] + swap, embed[1] + swap),
+            head=(head[0] + swap, head[1] + swap),
+            action=operators.rates.action_seconds if rows else 0.0,
+        )
+
+    def tp_exchange_seconds(self, tp: int, rows: int, link: LinkRates | None) -> float:
+        """One gather or scatter-sum of [rows, seq, hidden] inside a TP group: a ragged all-to-all in which every rank
+        sends (tp - 1)/tp of it."""
+        if tp == 1 or link is None:
+            return 0.0
+        size = rows * self.seq_length * self.model.hidden_size * self.item * (tp - 1) / tp
+        alpha, beta = link.all_to_all or (link.alpha, link.beta)
+        # Over a node's shared network cards all ranks of the group send at once.
+        return alpha + size * beta + (tp - 1) * (link.message_seconds or 0.0)
+
+    def tp_link(self, chip: str, tp: int) -> LinkRates:
+        """The slowest link inside a TP group of ``tp`` chips that fills nodes one after the other."""
+        home = self._home[chip]
+        if tp <= self._node[chip]:
+            return self.rates.between(home, home, same_node=True)
+        link = self.rates.between(home, home)
+        local = min(self._node[chip], tp)  # ranks of the group that share a node's network cards
+        out = local * (tp - local) / (tp - 1)  # of what the node's ranks send, this leaves the node, per rank's volume
+        return LinkRates(link.alpha, link.beta * out, link.message_seconds, None, False, link.calibrated)
+
+    def boundary_seconds(
+        self, a: StageChoice, b: StageChoice, micro_batch_size: int, link: Link, same_node: bool = False
+    ) -> float:
+        """One direction. Each token crosses once; the receivers' gather is part of their layers, as in the runtime.
+
+        Args:
+            link: bandwidth of a node's cards together, or with ``same_node`` of each chip.
+        """
+        size = micro_batch_size * self.seq_length * self.model.hidden_size * self.item
+        wide = [s.tp * s.dp if same_node else math.ceil(s.tp * s.dp / self._node[s.chip]) for s in (a, b)]
+        return link.latency + size / (link.bandwidth * min(wide))
+
+    def message_seconds(self, chip: str) -> float:
+        """Host seconds that one send or receive costs the rank itself."""
+        return self.chip_rates(chip).message_seconds
+
+    def action_seconds(self, chip: str) -> float:
+        return self.chip_rates(chip).action_seconds
+
+    def sync_parts(
+        self, holders: Sequence[tuple[StageChoice, int]], link: Link, same_node: bool = False
+    ) -> tuple[float, float]:
+        """(gradient reduce, parameter spread) seconds of one segment of layers between replicas.
+
+        Args:
+            holders: the stage of every replica that holds the segment, and how many layers of it.
+        """
+        ranks = sum(stage.tp * stage.dp for stage, _ in holders)
+        if ranks <= 1 or all(s.dp == 1 for s, _ in holders) and len(holders) == 1:
+            return 0.0, 0.0
+        total = [0.0, 0.0]
+        for stage, layers in holders:
+            held = max(held_elements(self.model, layers, False, False, s) for s in equal_shares(self.model, stage.tp))
+            copies = self._copies(holders)
+            # A rank gives all but what it owns, and takes as much: (copies - 1) / copies of what it holds.
+            sent = held * (copies - 1) / copies
+            sharing = 1 if same_node else min(stage.tp * stage.dp, self._node[stage.chip])
+            for i, item in enumerate((self.wide, self.item)):
+                posting = (ranks - 1) * self.message_seconds(stage.chip)
+                total[i] = max(total[i], link.latency + posting + sent * item * sharing / link.bandwidth)
+        return total[0], total[1]
+
+    @staticmethod
+    def _copies(holders: Sequence[tuple[StageChoice, int]]) -> int:
+        return sum(stage.dp for stage, _ in holders)
+
+    def sync_seconds(self, holders: Sequence[tuple[StageChoice, int]], link: Link, same_node: bool = False) -> float:
+        """Gradient reduce and parameter spread of one segment between replicas, nothing hidden behind backward."""
+        return sum(self.sync_parts(holders, link, same_node))
+
+    def owned_elements(self, stage: StageChoice, replicas: int) -> float:
+        """Elements whose optimizer state one rank keeps, when ``replicas`` pipelines hold the same layers."""
+        held = max(self._held(stage).values())
+        return held / (stage.dp * replicas)
+
+    def optimizer_seconds(self, stage: StageChoice, replicas: int) -> float:
+        owned = self.owned_elements(stage, replicas)
+        seconds = self.operators(stage.chip).optimizer(owned)
+        if stage.offload:  # gradients out, new weights in
+            seconds += owned * (4 + self.item) / self.options.host_bandwidth
+        return seconds + self.chip_rates(stage.chip).step_seconds
+
+    def _held(self, stage: StageChoice) -> Mapping[object, int]:
+        return {
+            share: held_elements(self.model, stage.layers, stage.embed, stage.head, share)
+            for share in equal_shares(self.model, stage.tp)
+        }
+
+    def memory_bytes(self, stage: StageChoice, micro_batch_size: int, in_flight: int, replicas: int) -> MemoryBytes:
+        """The worst rank of the stage.
+
+        Args:
+            in_flight: micro-batches whose activations are alive at once; replicas: pipelines that hold these layers.
+        """
+        tokens = -(-micro_batch_size // stage.dp) * self.seq_length
+        activations = activation_bytes(
+            self.model, stage.layers, stage.head, stage.recompute, stage.first, tokens, in_flight, self.item, stage.tp
+        )
+        held = max(self._held(stage).values())
+        owned = self.owned_elements(stage, replicas)
+        weights, gradients, optimizer, buffers = state_bytes(
+            held, owned, stage.dp * replicas, self.item, self.options.moments
+        )
+        return MemoryBytes(
+            weights, gradients, 0 if stage.offload else optimizer, activations, buffers, self.overhead(stage.chip)
+        )
+
+    def overhead(self, chip: str) -> int:
+        """Bytes that the framework takes on a chip before the first tensor."""
+        return int(self.chip_rates(chip).overhead_bytes)
+
+    def memory_limit(self, chip: str) -> int:
+        """Bytes that :meth:`memory_bytes` (overhead included) may reach: the chip's memory less the margin."""
+        if chip not in self.cluster.chips:
+            raise UserError("the cluster has no such chip", field="chip", value=chip, where=self.cluster.file)
+        known = self.cluster.chips[chip]
+        return int((known.memory_budget or known.memory) * (1 - self.options.margin))

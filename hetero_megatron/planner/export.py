@@ -1,0 +1,118 @@
+"""A plan in the formats of others, so that their tools can run or score it.
+
+* ``flagscale``: the flags of its heterogeneous training (process meshes, layers per stage). It knows one pipeline shape
+  whose meshes are of one chip type each, with equal micro-batches.
+* ``sailor``: the plan dictionary of its simulator (one data-parallel degree per stage, chip type and TP per replica).
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+
+from hetero_megatron.cluster import Cluster
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan import Plan, Stage
+
+FORMATS = ("flagscale", "sailor")
+
+
+def export(kind: str, plan: Plan, cluster: Cluster) -> str:
+    """The text of a file in another format.
+
+    Raises:
+        UserError: a plan that the format cannot say.
+    """
+    return {"flagscale": flagscale, "sailor": sailor}[kind](plan, cluster)
+
+
+def _one_shape(plan: Plan, kind: str) -> None:
+    """Refuse what neither format can say: pipelines of unlike stages or shares."""
+    first = plan.pipelines[0]
+    for p, pipeline in enumerate(plan.pipelines):
+        same = [s.layers for s in pipeline.stages] == [s.layers for s in first.stages]
+        if not same or pipeline.batch_size != first.batch_size or pipeline.micro_batch_size != first.micro_batch_size:
+            raise UserError(
+                f"{kind} has one layer split and one share of the batch for all pipelines", field=f"pipelines[{p}]",
+                accepted="a plan of equal pipelines",
+            )  # fmt: skip
+        for s, stage in enumerate(pipeline.stages):
+            if len(stage.layers) > 1 or len({u.tp for u in stage.units}) > 1:
+                raise UserError(f"{kind} cannot say this stage", field=f"pipelines[{p}].stages[{s}]")
+
+
+def flagscale(plan: Plan, cluster: Cluster) -> str:
+    """Flags, one per line; meshes are runs of stages with one chip type and equal degrees."""
+    _one_shape(plan, "FlagScale")
+    stages = plan.pipelines[0].stages
+
+    def degrees(stage: Stage) -> tuple[str, int, int]:
+        return cluster.ranks[stage.ranks[0]].chip, stage.units[0].tp, len(stage.units) * len(plan.pipelines)
+
+    meshes: list[int] = []
+    types: list[str] = []
+    for (chip, tp, dp), run in groupby(stages, degrees):
+        meshes += [tp, 1, 1, dp, len(list(run))]
+        types.append(chip)
+    for p, pipeline in enumerate(plan.pipelines):
+        for s, (stage, first) in enumerate(zip(pipeline.stages, stages, strict=True)):
+            if degrees(stage) != degrees(first):
+                raise UserError(
+                    "FlagScale has the same chips and degrees in all pipelines", field=f"pipelines[{p}].stages[{s}]",
+                    accepted="a plan of equal pipelines",
+                )  # fmt: skip
+    count, rows = plan.pipelines[0].num_micro_batches, plan.pipelines[0].micro_batch_size
+    lines = [
+        "--enable-hetero",
+        "--hetero-process-meshes " + " ".join(map(str, meshes)),
+        "--hetero-pipeline-layer-split " + " ".join(str(s.num_layers) for s in stages),
+        "--hetero-device-types " + " ".join(types),
+        f"--micro-batch-size {max(1, rows // len(stages[0].units))}",
+        f"--global-batch-size {plan.global_batch_size}",
+        f"--seq-length {plan.seq_length}",
+    ]
+    recomputed = [s.num_layers if s.recompute.kind == "full" else s.recompute.layers for s in stages]
+    if any(recomputed):
+        runs = {"granularity": [int(n > 0) for n in recomputed], "method": [1] * len(stages), "num_layers": recomputed}
+        for key, values in runs.items():
+            lines.append(f"--recompute-{key.replace('_', '-')}-per-stage-micro-batch " + _runs(values, count))
+    return "\n".join(lines) + "\n"
+
+
+def _runs(values: list[int], count: int) -> str:
+    """FlagScale's run-length lists: [stages, micro-batches, value]."""
+    rows = [[len(list(run)), count, value] for value, run in groupby(values)]
+    return "'" + json.dumps(rows) + "'"
+
+
+def sailor(plan: Plan, cluster: Cluster) -> str:
+    """JSON of Sailor's plan dictionary; Sailor counts embedding and head as layers of their own."""
+    _one_shape(plan, "Sailor")
+    first = plan.pipelines[0].stages
+    layers, groups = [], []
+    start = 0
+    for s, stage in enumerate(first):
+        count = stage.num_layers + (s == 0) + (s == len(first) - 1)
+        layers.append(list(range(start, start + count)))
+        start += count
+        replicas = []
+        for pipeline in plan.pipelines:
+            for unit in pipeline.stages[s].units:
+                rank = cluster.ranks[unit.ranks[0]]
+                replicas.append([[[rank.chip, unit.tp, rank.group]], unit.tp])
+        groups.append(replicas)
+    degrees = {len(g) for g in groups}
+    if len(degrees) > 1:
+        raise UserError("Sailor has one data-parallel degree for all stages", field="stages", value=sorted(degrees))
+    used: dict[str, int] = {}
+    for number in plan.ranks:
+        used[cluster.ranks[number].chip] = used.get(cluster.ranks[number].chip, 0) + 1
+    row = {
+        "num_stages": len(first),
+        "layers_per_stage": layers,
+        "tmp_per_stage": groups,
+        "dp": [degrees.pop()] * len(first),
+    }
+    size = plan.pipelines[0].micro_batch_size // len(first[0].units)
+    data = {"pipeline_list": [row], "mbs": size, "gbs": plan.global_batch_size, "used_gpus": used}
+    return json.dumps(data) + "\n"

@@ -1,0 +1,339 @@
+"""Rates fitted to measured iteration times, with error bars.
+
+Each rate is a factor on what is known before (measured rates, else the cold start): least squares on the logarithm of
+predicted / measured, with a weak prior that holds factors near 1 which the runs say nothing about. The error bar of a
+rate is the factor by which it may be off (one standard deviation); a rate whose bar is hardly smaller than the prior's
+is reported as not determined by these runs.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from hetero_megatron.cluster import Cluster
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan import Plan, load_plan
+from hetero_megatron.planner.costs import CostModel, CostOptions
+from hetero_megatron.planner.predict import step_seconds
+from hetero_megatron.planner.rates import ChipRates, LinkRates, Rates
+from hetero_megatron.spec import ModelSpec, load_model
+
+CHIP = (
+    "gemm_flops", "gemm_half", "attention_flops", "score_seconds", "bytes_per_second", "layer_seconds",
+    "layer_backward_seconds", "action_seconds", "message_seconds", "step_seconds",
+)  # fmt: skip
+LINK = ("alpha", "beta", "message_seconds")
+ROWS = ("layers", "embed", "head", "optimizer")  # measured tables are scaled as a whole
+LEAST = {"gemm_half": 100.0, "score_seconds": 1e-13, "beta": 1e-12}  # where a factor would start from zero
+LEAST_SECONDS = 1e-5
+PRIOR = 1.0  # standard deviation of the logarithm of a factor, before any run
+NOISE = 0.03  # of a measured time: what the fit takes as one standard deviation
+DETERMINED = 0.7  # of the prior: above it the runs say too little about a rate
+COARSE = (0.1, 0.3, 3.0, 10.0)  # factors that are tried before the least squares
+WARM_UP = 2  # first steps of a run that do not count
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measured plan: ``seconds`` per optimizer step."""
+
+    plan: Plan
+    model: ModelSpec
+    seconds: float
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class FittedRate:
+    """``name`` is ``chip.rate`` or ``link a-b.rate``; ``before``, ``value``: in units of rates; ``error``: a factor."""
+
+    name: str
+    before: float
+    value: float
+    error: float
+    determined: bool
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The fitted rates; per run, predicted / measured - 1 before and after."""
+
+    rates: Rates
+    fitted: tuple[FittedRate, ...]
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+
+
+def predict_runs(runs: Sequence[Run], rates: Rates, options: CostOptions) -> list[float]:
+    """Predicted seconds of each run."""
+    costs: dict[tuple[ModelSpec, int], CostModel] = {}
+    out = []
+    for run in runs:
+        key = (run.model, run.plan.seq_length)
+        if key not in costs:
+            costs[key] = CostModel(run.model, rates.cluster, run.plan.seq_length, rates.dtype, options, rates)
+        out.append(step_seconds(run.plan, costs[key]))
+    return out
+
+
+def fit_rates(
+    runs: Sequence[Run],
+    start: Rates,
+    options: CostOptions | None = None,
+    only: Sequence[str] | None = None,
+    steps: int = 15,
+) -> Fit:
+    """Fit the rates of the chips and links that ``runs`` use.
+
+    Args:
+        only: rates to vary (names as in :data:`CHIP` and :data:`LINK`); None: all.
+        steps: of the least-squares solver, at most.
+
+    Raises:
+        UserError: no runs, or a time that is not positive.
+    """
+    from scipy.optimize import least_squares
+
+    if not runs:
+        raise UserError("there is nothing to fit to", field="runs", accepted="at least one measured run")
+    for run in runs:
+        if not 0 < run.seconds < math.inf:
+            raise UserError("not a time", field=run.label or "seconds", value=run.seconds, accepted="seconds above 0")
+    options = options or CostOptions()
+    knobs = _knobs(runs, start, only)
+    measured = np.log([run.seconds for run in runs])
+
+    def errors(theta: np.ndarray) -> np.ndarray:
+        return np.log(predict_runs(runs, _apply(start, knobs, theta), options)) - measured
+
+    def residuals(theta: np.ndarray) -> np.ndarray:
+        return np.concatenate([errors(theta) / NOISE, theta / PRIOR])
+
+    zero = np.zeros(len(knobs))
+    highest = [_highest(knob, start) for knob in knobs]
+    found = least_squares(
+        residuals, _coarse(residuals, np.array(highest)), lambda x: _jacobian(residuals, x), loss="soft_l1",
+        bounds=(-np.inf, highest), ftol=1e-3, max_nfev=steps,
+    )  # fmt: skip
+    after = errors(found.x)
+    # The Jacobian of the plain residuals gives the bars; a worse fit than NOISE widens them.
+    jacobian = _jacobian(residuals, found.x)
+    covariance = np.linalg.inv(jacobian.T @ jacobian)
+    widen = max(1.0, float(np.sqrt(np.mean(np.square(after)))) / NOISE)
+    bars = np.minimum(np.sqrt(np.diag(covariance)) * widen, PRIOR)
+    keep = np.array([bar < DETERMINED * PRIOR for bar in bars])
+    rates = _apply(start, knobs, found.x)
+    fitted = tuple(
+        FittedRate(str(knob), knob.value(start), knob.value(rates), float(np.exp(bar)), bool(ok))
+        for knob, bar, ok in zip(knobs, bars, keep, strict=True)
+    )
+    before = np.exp(errors(zero)) - 1
+    return Fit(rates, fitted, tuple(before.tolist()), tuple((np.exp(after) - 1).tolist()))
+
+
+def _highest(knob: _Knob, start: Rates) -> float:
+    """Upper bound of a knob's logarithm: nothing computes faster than the data sheet's peak."""
+    chip = start.cluster.chips.get(knob.chip)
+    peak = chip.flops.get(start.dtype) if chip is not None and knob.rate in ("gemm_flops", "attention_flops") else None
+    return max(math.log(peak / knob.value(start)), 1e-3) if peak else math.inf
+
+
+def _coarse(residuals: Callable[[np.ndarray], np.ndarray], highest: np.ndarray) -> np.ndarray:
+    """A start: knobs one after the other on a coarse grid. Maxima (compute or launches, bytes or FLOPs) hide a knob
+    that is far off from every gradient."""
+
+    def cost(theta: np.ndarray) -> float:
+        return float(np.sum(np.sqrt(1 + np.square(residuals(theta))) - 1))
+
+    best = np.zeros(len(highest))
+    least = cost(best)
+    for i in range(len(highest)):
+        for factor in COARSE:
+            trial = best.copy()
+            trial[i] = math.log(factor)
+            if trial[i] < highest[i] and (found := cost(trial)) < least:
+                best, least = trial, found
+    return best
+
+
+def _jacobian(function: Callable[[np.ndarray], np.ndarray], at: np.ndarray, step: float = -0.02) -> np.ndarray:
+    """Differences, wide enough to look over the kinks of maxima, downwards because of the bounds."""
+    here = function(at)
+    columns = []
+    for i in range(len(at)):
+        move = np.zeros(len(at))
+        move[i] = step
+        columns.append((function(at + move) - here) / step)
+    return np.stack(columns, axis=1)
+
+
+@dataclass(frozen=True)
+class _Knob:
+    """One rate that is varied: of a ``chip``, or of the ``link`` (group, group, same node)."""
+
+    rate: str
+    chip: str = ""
+    link: tuple[str, str, bool] | None = None
+
+    def __str__(self) -> str:
+        if self.link is None:
+            return f"{self.chip}.{self.rate}"
+        a, b, same = self.link
+        return f"link {'within ' + a if same else a + '-' + b}.{self.rate}"
+
+    def value(self, rates: Rates) -> float:
+        if self.link is not None:
+            found = getattr(rates.between(*self.link), self.rate)
+            return float(found or 0.0)
+        value = getattr(rates.chips[self.chip], self.rate)
+        return float(value) if not isinstance(value, tuple) else _size(value)
+
+
+def _size(rows: Sequence[object]) -> float:
+    """A number that stands for a whole table: its first time."""
+    row = rows[0]
+    return float(row[-1] if isinstance(row, tuple) else row.forward)  # type: ignore[attr-defined]
+
+
+def _knobs(runs: Sequence[Run], start: Rates, only: Sequence[str] | None) -> list[_Knob]:
+    """What the runs can say something about: their chips, and the links that their plans use."""
+    ranks = start.cluster.ranks
+    chips = sorted({ranks[r].chip for run in runs for r in run.plan.ranks})
+    links: set[tuple[str, str, bool]] = set()
+    for run in runs:
+        for a, b in _pairs(run.plan):
+            first, second = sorted((ranks[a].group, ranks[b].group))
+            links.add((first, second, ranks[a].node == ranks[b].node))
+    knobs = []
+    for chip in chips:
+        tables = [t for t in ROWS if getattr(start.chips[chip], t)]
+        names = [*tables, *(("action_seconds", "message_seconds", "step_seconds") if "layers" in tables else CHIP)]
+        knobs += [_Knob(name, chip) for name in names if only is None or name in only]
+    return knobs + [_Knob(name, link=link) for link in sorted(links) for name in LINK if only is None or name in only]
+
+
+def _pairs(plan: Plan) -> set[tuple[int, int]]:
+    """Pairs of ranks that exchange something: enough of them to name every kind of link."""
+    out: set[tuple[int, int]] = set()
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            out |= {(u.ranks[0], r) for u in stage.units for r in u.ranks[1:]}
+        for up, down in zip(pipeline.stages, pipeline.stages[1:]):
+            out |= {(a, b) for a in up.ranks for b in down.ranks if a != b}
+    for stage in plan.pipelines[0].stages:
+        others = [s for p in plan.pipelines for s in p.stages if set(s.layer_indices()) & set(stage.layer_indices())]
+        holders = [r for s in others for r in s.ranks]
+        out |= {(holders[0], r) for r in holders[1:]}
+    return out
+
+
+def _apply(start: Rates, knobs: Sequence[_Knob], theta: Sequence[float] | np.ndarray) -> Rates:
+    """``start`` with every knob's rate multiplied by exp(theta)."""
+    chips: dict[str, dict[str, object]] = {}
+    links: dict[tuple[str, str, bool], dict[str, float]] = {}
+    for knob, move in zip(knobs, theta, strict=True):
+        factor = math.exp(move)
+        if knob.link is not None:
+            links.setdefault(knob.link, {})[knob.rate] = _first(start, knob) * factor
+        elif knob.rate in ROWS:
+            chips.setdefault(knob.chip, {})[knob.rate] = _scaled(getattr(start.chips[knob.chip], knob.rate), factor)
+        else:
+            chips.setdefault(knob.chip, {})[knob.rate] = _first(start, knob) * factor
+    new_chips: dict[str, ChipRates] = {
+        name: replace(rates, **chips[name], calibrated=True) if name in chips else rates  # type: ignore[arg-type]
+        for name, rates in start.chips.items()
+    }
+    measured: dict[tuple[str, str, bool], LinkRates] = dict(start.measured)
+    for (a, b, same), values in links.items():
+        changed = replace(start.between(a, b, same), calibrated=True, **values)  # type: ignore[arg-type]
+        measured[a, b, same] = measured[b, a, same] = changed
+    return Rates(start.cluster, start.dtype, new_chips, measured)
+
+
+def _first(start: Rates, knob: _Knob) -> float:
+    """The value that factor 1 stands for."""
+    return knob.value(start) or LEAST.get(knob.rate, LEAST_SECONDS)
+
+
+def _scaled(rows: Sequence[object], factor: float) -> tuple[object, ...]:
+    return tuple(
+        (*row[:-1], row[-1] * factor)
+        if isinstance(row, tuple)
+        else replace(row, forward=row.forward * factor, backward=row.backward * factor)  # type: ignore[type-var, attr-defined]
+        for row in rows
+    )
+
+
+def read_runs(path: str, cluster: Cluster) -> list[Run]:
+    """Measured runs from a CSV file with the columns ``plan``, ``model`` and either ``seconds`` or ``metrics`` (a
+    metrics.jsonl, of which the median step counts). Paths are relative to the CSV file.
+
+    Raises:
+        UserError: names file and line.
+    """
+    base = Path(path).resolve().parent
+    try:
+        rows = list(csv.DictReader(Path(path).read_text(encoding="utf-8").splitlines()))
+    except OSError as error:
+        raise UserError(f"cannot read the file: {error.strerror}", where=path) from None
+    runs = []
+    for number, row in enumerate(rows, start=2):
+        where = f"{path}:{number}"
+        missing = [key for key in ("plan", "model") if not row.get(key)]
+        if missing or not (row.get("seconds") or row.get("metrics")):
+            what = missing[0] if missing else "seconds"
+            raise UserError("a column is missing", field=what, where=where, accepted="plan, model, seconds or metrics")
+        model = load_model(row["model"])
+        plan = load_plan(base / row["plan"], model, cluster)
+        seconds = _seconds(row, base, where)
+        runs.append(Run(plan, model, seconds, where))
+    return runs
+
+
+def _seconds(row: Mapping[str, str], base: Path, where: str) -> float:
+    if row.get("seconds"):
+        try:
+            return float(row["seconds"])
+        except ValueError:
+            raise UserError("not a number", field="seconds", value=row["seconds"], where=where) from None
+    return median_step_seconds(base / row["metrics"])
+
+
+def median_step_seconds(metrics: Path) -> float:
+    """Median ``step_seconds`` of a run's metrics.jsonl, without its first steps; UserError where there are none."""
+    try:
+        lines = metrics.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"cannot read the file: {error.strerror}", where=str(metrics)) from None
+    steps = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            data = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"not valid JSON: {error.msg}", where=f"{metrics}:{number}") from None
+        if isinstance(data, dict) and data.get("step_seconds"):
+            steps[data.get("step", number)] = float(data["step_seconds"])
+    values = [steps[step] for step in sorted(steps)][WARM_UP:]
+    if not values:
+        raise UserError(f"no step after the first {WARM_UP}", where=str(metrics), accepted="a longer run")
+    return statistics.median(values)
+
+
+def format_fit(fit: Fit) -> str:
+    """What was fitted, how sure it is, and how well it describes the runs."""
+    lines = [f"{'rate':<44}{'before':>12}{'fitted':>12}  error"]
+    for rate in fit.fitted:
+        bar = f"x/÷ {rate.error:.2f}" if rate.determined else "not determined by these runs"
+        lines.append(f"{rate.name:<44}{rate.before:>12.4g}{rate.value:>12.4g}  {bar}")
+    for name, errors in (("before", fit.before), ("after", fit.after)):
+        sizes = [abs(e) for e in errors]
+        lines.append(f"{name}: mean error {statistics.mean(sizes):.1%}, worst {max(sizes):.1%} over {len(sizes)} runs")
+    return "\n".join(lines)

@@ -1,0 +1,152 @@
+"""What each rank of a plan needs in memory, and which rank is over by how much where it does not fit. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from hetero_megatron.cluster import format_bytes
+from hetero_megatron.errors import UserError
+from hetero_megatron.layout import Layout
+from hetero_megatron.plan import Plan, Stage, rank_ranges
+from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, make_buckets
+from hetero_megatron.plan.context_plan import ContextGroup, Member, StageContext, seen_tokens, stage_contexts
+from hetero_megatron.planner.memory import ITEM_BYTES, MemoryBytes, activation_bytes, state_bytes
+from hetero_megatron.schedule import generate, in_flight
+from hetero_megatron.spec import ModelSpec
+
+
+def estimate_memory(
+    plan: Plan, spec: ModelSpec, dtype: str, moments: int = 2, buckets: tuple[Bucket, ...] | None = None
+) -> dict[int, MemoryBytes]:
+    """Memory of every rank, without the framework's overhead.
+
+    Args:
+        moments: per element: 2 for Adam, 1 for SGD.
+        buckets: those of the plan, if they were made already.
+    """
+    item = ITEM_BYTES[dtype]
+    out = _activations(plan, spec, item)
+    held, owned = (dict.fromkeys(plan.ranks, 0) for _ in range(2))
+    travelling: dict[int, list[int]] = {rank: [] for rank in plan.ranks}  # by bucket, in the order of their sending
+    sizes: dict[int, dict[int, int]] = {}
+    for bucket in buckets if buckets is not None else make_buckets(plan, spec):
+        for rank in bucket.ranks:
+            mine = sum(_elements(layout, sizes)[rank] for layout in bucket.owners.values())
+            whole = sum(_elements(layout, sizes)[rank] for layout in bucket.holders.values())
+            held[rank] += whole
+            owned[rank] += mine
+            travelling[rank].append(state_bytes(whole, mine, len(bucket.ranks), item)[3])
+    for rank, memory in out.items():
+        weights, gradients, optimizer, _ = state_bytes(held[rank], owned[rank], 1, item, moments)
+        sizes_of = travelling[rank]
+        buffers = max(sum(sizes_of[i : i + IN_FLIGHT]) for i in range(len(sizes_of)))
+        out[rank] = replace(memory, weights=weights, gradients=gradients, optimizer=optimizer, buffers=buffers)
+    return out
+
+
+def _elements(layout: Layout, known: dict[int, dict[int, int]]) -> dict[int, int]:
+    """Elements by rank; buckets of equal layers share their layouts, so few are counted."""
+    if id(layout) not in known:
+        known[id(layout)] = {rank: layout.elements(rank) for rank in layout.ranks}
+    return known[id(layout)]
+
+
+def _activations(plan: Plan, spec: ModelSpec, item: int) -> dict[int, MemoryBytes]:
+    out: dict[int, MemoryBytes] = {}
+    known: dict[tuple[object, ...], MemoryBytes] = {}
+    for pipeline in plan.pipelines:
+        alive = in_flight(generate(plan.schedule, len(pipeline.stages), pipeline.num_micro_batches))
+        for stage, count in zip(pipeline.stages, alive, strict=True):
+            for unit in stage.units:
+                tokens = (unit.sequences[1] - unit.sequences[0]) * unit.num_tokens
+                kind = stage.recompute
+                for rank, weight in zip(unit.ranks, unit.tp_split, strict=True):
+                    tp = sum(unit.tp_split) / weight
+                    what = (stage.num_layers, stage.head, kind.kind, kind.layers, tokens, count, item, tp)
+                    if what not in known:
+                        known[what] = MemoryBytes(activations=activation_bytes(spec, *what))
+                    out[rank] = known[what]
+            for context in stage_contexts(spec, stage, plan.seq_length):
+                for group in context.groups:
+                    for member in group.members:
+                        more = count * _context_activations(context, group, member, stage, item)
+                        out[member.rank] = replace(out[member.rank], activations=out[member.rank].activations + more)
+    return out
+
+
+def _context_activations(
+    context: StageContext, group: ContextGroup, member: Member, stage: Stage, item: int
+) -> int:
+    """Bytes that attention of a context member keeps beyond its own tokens': queries, keys, values, output and
+    log-sum-exp are of the group's tokens and of the heads that the rank computes."""
+    spec, kind = context.spec, stage.recompute.kind
+    rows = stage.replicas[0][1] - stage.replicas[0][0]
+    layers = {"none": stage.num_layers, "first": stage.num_layers - stage.recompute.layers}.get(kind, 0)
+    keys = seen_tokens(group.tokens) if context.transport == "gather" else group.tokens
+    own, seen = (sum(b - a for a, b in tokens) for tokens in (member.tokens, keys))
+    q, kv = (b - a for a, b in (member.computed.q_heads, member.computed.kv_heads))
+    held_q, held_kv = (b - a for a, b in (member.held.q_heads, member.held.kv_heads))
+    there = item * spec.head_dim * 2 * (group.num_tokens * q + seen * kv) + 4 * group.num_tokens * q
+    here = item * spec.head_dim * own * (held_q + 2 * held_kv) + 4 * own * held_q
+    return layers * rows * max(there - here, 0)
+
+
+@dataclass(frozen=True)
+class OverLimit:
+    """A rank that needs ``over`` bytes more than its ``limit``."""
+
+    rank: int
+    chip: str
+    need: int
+    limit: int
+
+    @property
+    def over(self) -> int:
+        return self.need - self.limit
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} ({self.chip}) needs {format_bytes(self.need)} of {format_bytes(self.limit)} usable: "
+            f"over by {self.over} bytes ({format_bytes(self.over)})"
+        )
+
+
+def over_limit(
+    memory: Mapping[int, MemoryBytes], limits: Mapping[int, int], chips: Mapping[int, str]
+) -> tuple[OverLimit, ...]:
+    """The ranks that do not fit, worst first."""
+    found = [OverLimit(r, chips[r], m.total, limits[r]) for r, m in memory.items() if m.total > limits[r]]
+    return tuple(sorted(found, key=lambda o: (-o.over, o.rank)))
+
+
+def refuse(over: tuple[OverLimit, ...], memory: Mapping[int, MemoryBytes], where: str = "") -> UserError:
+    """The error for a plan that does not fit: its worst rank, what fills it, and what would help most."""
+    worst = over[0]
+    parts = memory[worst.rank].parts()
+    largest = max(parts, key=parts.__getitem__)
+    help_by = {
+        "activations": "recompute: full on its stage, a smaller micro_batch_size, or fewer layers there",
+        "overhead": "a chip with more memory",
+    }
+    more = f"; {len(over)} ranks do not fit" if len(over) > 1 else ""
+    return UserError(
+        f"the plan does not fit: {worst}{more}. Most of it is {largest}, {format_bytes(parts[largest])}",
+        field="memory", where=where,
+        accepted=help_by.get(largest, "more tp, fewer layers on its stage, or more replicas that share the optimizer"),
+    )  # fmt: skip
+
+
+def format_memory(memory: Mapping[int, MemoryBytes]) -> str:
+    """A table with one row per run of ranks whose memory is the same."""
+    rows: dict[MemoryBytes, list[int]] = {}
+    for rank, needs in sorted(memory.items()):
+        rows.setdefault(needs, []).append(rank)
+    heads = ["weights", "gradients", "optimizer", "activations", "buffers", "overhead", "total"]
+    if not any(needs.overhead for needs in rows):
+        heads.remove("overhead")
+    lines = ["estimated memory per rank", f"{'ranks':<16}" + "".join(f"{h:>13}" for h in heads)]
+    for needs, ranks in rows.items():
+        values = [getattr(needs, head) for head in heads]
+        lines.append(f"{rank_ranges(ranks):<16}" + "".join(f"{format_bytes(v):>13}" for v in values))
+    return "\n".join(lines)

@@ -1,0 +1,103 @@
+"""Pipelines of unlike make-up side by side, by an integer program over columns.
+
+A column is a pipeline found for some number of chips of each group; it uses those chips and computes so many sequences
+within the time limit. The program picks how many of each there are, so that the cluster's chips suffice and the most
+sequences are computed; bisection on the limit finds the least one within which the batch is done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from hetero_megatron.planner.build import Skeleton
+    from hetero_megatron.planner.search_large import LargeSearch
+
+MOST_BUDGETS, MOST_COLUMNS, ROUNDS = 40, 240, 7
+
+
+def budgets(search: LargeSearch) -> list[tuple[int, tuple[int, ...]]]:
+    """Unequal numbers of chips per group: for every pair of divisors of two groups' counts that gives pipelines of
+    about the size of the best ones; the rest of the groups absent."""
+    counts = search.pool.counts
+    good = sorted({sum(f.budget) for f in search.families[:40]})
+    low, high = (good[0] / 2, good[-1] * 2) if good else (1, search.pool.chips)
+    found: dict[tuple[int, ...], int] = {}
+    parts = [sorted({max(1, round(n / 2 ** (i / 2))) for i in range(2 * n.bit_length())}) for n in counts]
+    for g in range(len(counts)):
+        for h in range(g + 1, len(counts)):
+            for a in parts[g]:
+                for b in parts[h]:
+                    if low <= a + b <= high:
+                        budget = tuple(a if i == g else b if i == h else 0 for i in range(len(counts)))
+                        found.setdefault(budget, max(1, search.pool.chips // (a + b)))
+    rows = sorted(found.items(), key=lambda row: (sum(row[0]), row[0]))
+    step = max(1, len(rows) // MOST_BUDGETS)
+    return [(d, budget) for budget, d in rows[::step]]
+
+
+def mixed(search: LargeSearch) -> Iterator[list[Skeleton]]:
+    """Combinations of columns, best first."""
+    if len(search.pool.groups) < 2 or not search.families:
+        return
+    from hetero_megatron.planner.build import Skeleton
+    from hetero_megatron.planner.search_large import Family, Program
+
+    size = search.families[0].size
+    programs: list[tuple[Family, Program]] = []
+    for f in search.families[:MOST_COLUMNS]:
+        key = (tuple(n // f.replicas for n in search.pool.counts), f.size, f.replicas)
+        programs.append((f, search._programs[key]))
+    for d, budget in budgets(search):
+        program = Program(search, budget, size, d)
+        programs += [(f, program) for f in program.families(max(1.0, search.batch / (d * size)))]
+    seen: set[tuple[tuple[int, ...], int]] = set()
+    columns = []
+    for f, program in programs:
+        if (f.budget, f.size) not in seen:
+            seen.add((f.budget, f.size))
+            columns.append((f, program))
+    usage = np.array([f.budget for f, _ in columns], float)
+    high = search.families[0].seconds(max(1.0, search.batch / (search.families[0].replicas * search.families[0].size)))
+    low, best = high / 2, None
+    for _ in range(ROUNDS):
+        middle = (low + high) / 2
+        counts = _solve(search, usage, [f.most(middle) for f, _ in columns])
+        if counts is None:
+            low = middle
+        else:
+            high, best = middle, counts
+    if best is not None:
+        yield [
+            Skeleton(columns[i][1].trace(columns[i][0]), columns[i][0].size, int(n)) for i, n in enumerate(best) if n
+        ]
+
+
+def _solve(search: LargeSearch, usage: np.ndarray, sequences: list[int]) -> list[int] | None:
+    """How many pipelines of each column compute the batch, with as few pipelines as that takes; None when none do."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    worth = np.array(sequences, float)
+    keep = np.flatnonzero(worth > 0)
+    if not len(keep):
+        return None
+    chips = np.array(search.pool.counts, float)
+    constraints = [
+        LinearConstraint(usage[keep].T, -np.inf, chips),
+        LinearConstraint(worth[keep][None, :], search.batch, np.inf),
+    ]
+    most = np.array([math.floor(min(c / u for c, u in zip(chips, row) if u)) for row in usage[keep]], float)
+    result = milp(
+        np.ones(len(keep)), constraints=constraints, integrality=np.ones(len(keep)), bounds=Bounds(0, most),
+        options={"node_limit": 2000, "mip_rel_gap": 0.05},
+    )  # fmt: skip
+    if result.x is None:
+        return None
+    counts = [0] * len(worth)
+    for i, n in zip(keep, np.round(result.x)):
+        counts[int(i)] = int(n)
+    return counts

@@ -1,0 +1,119 @@
+"""How long messages take that travel together: chips' own links inside a node, a node's shared cards between."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetero_megatron.layout import Layout
+from hetero_megatron.layout.layout import overlapping_pairs
+from hetero_megatron.planner.rates import LinkRates, Rates
+
+Flow = tuple[int, int, float]  # source rank, destination rank, bytes
+Port = tuple[str, int | str]  # ("out" | "in", rank or node)
+LinkKind = tuple[str, str, bool]  # node group of the sender, of the receiver, whether inside one node
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Messages under way together: how long they occupy each port, how long the slowest takes to arrive after that."""
+
+    ports: Mapping[Port, float]
+    latency: float
+
+    @property
+    def seconds(self) -> float:
+        """Until the ports are free again."""
+        return max(self.ports.values(), default=0.0)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Messages that start together, added up by port and kind of link: all that their price depends on but rates."""
+
+    bytes_by: Mapping[tuple[Port, LinkKind], float]
+
+
+class Network:
+    """Prices of messages between the ranks of a cluster."""
+
+    def __init__(self, rates: Rates) -> None:
+        self.rates, self.ranks = rates, rates.cluster.ranks
+
+    def traffic(self, flows: Iterable[Flow]) -> Traffic:
+        """Those to itself cost nothing."""
+        total: dict[tuple[Port, LinkKind], float] = defaultdict(float)
+        for src, dst, size in flows:
+            if src == dst:
+                continue
+            a, b = self.ranks[src], self.ranks[dst]
+            same = a.node == b.node
+            kind = (a.group, b.group, same)
+            total[("out", src if same else a.node), kind] += size
+            total[("in", dst if same else b.node), kind] += size
+        return Traffic(dict(total))
+
+    def price(
+        self, traffic: Traffic, item: float = 1.0, sharing: Mapping[str, int] | None = None, collective: bool = False
+    ) -> Exchange:
+        """What messages cost.
+
+        Args:
+            item: bytes per unit in which the traffic was counted.
+            sharing: by node, how many such exchanges use its cards at a time.
+            collective: one all-to-all, which may have been measured as such.
+        """
+        ports: dict[Port, float] = defaultdict(float)
+        latency = 0.0
+        for (port, kind), size in traffic.bytes_by.items():
+            link = self.rates.between(*kind)
+            alpha, beta = (link.all_to_all if collective else None) or (link.alpha, link.beta)
+            latency = max(latency, alpha)
+            others = sharing.get(port[1], 1) if sharing and isinstance(port[1], str) else 1
+            ports[port] += size * item * beta * others
+        return Exchange(dict(ports), latency)
+
+    def exchange(
+        self, flows: Iterable[Flow], sharing: Mapping[str, int] | None = None, collective: bool = False
+    ) -> Exchange:
+        """Messages that start together; see :meth:`price`."""
+        return self.price(self.traffic(flows), 1.0, sharing, collective)
+
+    def posting(self, ranks: tuple[int, ...]) -> float:
+        """Host seconds that a collective of these ranks costs the slowest of them: a message to each other member."""
+        first, second = ranks[:2]
+        return (len(ranks) - 1) * max(self.message_seconds(r, second if r == first else first) for r in ranks)
+
+    def tp_exchange(self, ranks: tuple[int, ...], size: float) -> tuple[float, float]:
+        """Seconds of one gather or scatter-sum in a TP group whose activations have ``size`` bytes in all, and how many
+        of them the host needs to post it."""
+        if len(ranks) == 1:
+            return 0.0, 0.0
+        part = size / len(ranks)
+        found = self.exchange(((a, b, part) for a in ranks for b in ranks), collective=True)
+        link = self.rates.link(ranks[0], ranks[-1])
+        # Inside a node posting is part of what was measured as latency, unless the link says what a message costs.
+        posting = (len(ranks) - 1) * (link.message_seconds or 0.0)
+        return found.seconds + found.latency + posting, posting
+
+    def message_seconds(self, rank: int, peer: int) -> float:
+        """Host seconds that a message to or from ``peer`` costs ``rank``."""
+        link: LinkRates = self.rates.link(rank, peer)
+        if link.message_seconds is not None:
+            return link.message_seconds
+        return self.rates.chips[self.ranks[rank].chip].message_seconds
+
+
+def volumes(holders: Layout, owners: Layout) -> dict[tuple[int, int], int]:
+    """Elements that every holder has in common with every owner: what a gradient reduction sends."""
+    src_rank, src_lo, src_hi = holders.arrays()
+    dst_rank, dst_lo, dst_hi = owners.arrays()
+    i, j = overlapping_pairs(src_lo, src_hi, dst_lo, dst_hi)
+    sizes = np.prod(np.minimum(src_hi[i], dst_hi[j]) - np.maximum(src_lo[i], dst_lo[j]), axis=1)
+    out: dict[tuple[int, int], int] = defaultdict(int)
+    for src, dst, size in zip(src_rank[i].tolist(), dst_rank[j].tolist(), sizes.tolist(), strict=True):
+        out[src, dst] += size
+    return dict(out)

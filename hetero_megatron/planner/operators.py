@@ -1,0 +1,168 @@
+"""Seconds of operators, layers, embedding and head on one chip, from its rates. No communication in here.
+
+``share`` is the part of heads, columns and vocabulary that the rank has: 1/tp for an equal split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from hetero_megatron.planner.rates import ChipRates, LayerRow, model_fingerprint
+from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.flops import layer_attention_flops, visible_pairs
+
+Seconds = tuple[float, float]  # forward, backward
+ATTENTION_BACKWARD = 2.5  # a flash backward runs five products for the forward's two
+NEAREST = 2  # measured rows that set the correction at a size that was not measured
+UPDATE_BYTES = 28  # Adam reads gradient, master and two moments in fp32 and writes the last three
+
+
+class Operators:
+    """One chip's times for one model; every result is cached.
+
+    Args:
+        rates: of the chip, in the dtype of the run.
+        item: bytes per element of activations.
+        sequence_parallel: norms and residuals work on a token shard; False: on all tokens, on every TP rank.
+    """
+
+    def __init__(self, model: ModelSpec, rates: ChipRates, item: int, sequence_parallel: bool = True) -> None:
+        self.model, self.rates, self.item, self.sequence_parallel = model, rates, item, sequence_parallel
+        self.fingerprint = model_fingerprint(model)
+        self._cache: dict[tuple[object, ...], Seconds] = {}
+        self._rows: dict[str, list[LayerRow]] = {}
+
+    def layer(self, share: float, rows: float, length: int, exchange: float = 0.0, posting: float = 0.0) -> Seconds:
+        """One decoder layer for ``rows`` sequences of ``length`` tokens.
+
+        Args:
+            exchange: seconds of the TP collectives in it, per direction; posting: how many of them are the host's.
+        """
+        if self._measured("layers"):
+            forward, backward = self._cached("layers", share, rows, length, self._layer_by_operators)
+            return forward + exchange, backward + exchange
+        key = ("layer", share, rows, length, exchange, posting)
+        if key not in self._cache:
+            self._cache[key] = self._layer_by_operators(share, rows, length, exchange, posting) if rows else (0.0, 0.0)
+        return self._cache[key]
+
+    def embed(self, share: float, rows: float, length: int) -> Seconds:
+        return self._cached("embed", share, rows, length, self._embed_by_operators)
+
+    def head(self, share: float, rows: float, length: int) -> Seconds:
+        """Final norm, output matrix, softmax and loss."""
+        return self._cached("head", share, rows, length, self._head_by_operators)
+
+    def attention(self, share: float, rows: float, length: int) -> Seconds:
+        """The attention core: softmax(q k^T) v of this rank's heads."""
+        flops = layer_attention_flops(self.model, visible_pairs(length, self.model.sliding_window)) * share * rows
+        found = self.rates.attention
+        if not found:
+            forward = flops / self.rates.attention_flops
+            scores = self.rates.score_seconds * share * rows * self.model.num_heads * length**2
+            return forward + scores, ATTENTION_BACKWARD * forward + 2 * scores
+        row = min(found, key=lambda r: (abs(math.log(r[0] / length)), abs(math.log(r[2] / self.model.head_dim))))
+        work = 4 * row[1] * row[2] * visible_pairs(round(row[0]))
+        return flops / work * row[3], flops / work * row[4]
+
+    def gemm(self, m: float, n: float, k: float) -> float:
+        """[m, k] x [k, n]: FLOPs at the rate of products of this size, or the bytes if they take longer."""
+        if min(m, n, k) <= 0:
+            return 0.0
+        rates, flops = self.rates, 2 * m * n * k
+        if rates.gemm:
+            near = _nearest([(r[:3], 2 * r[0] * r[1] * r[2] / r[3]) for r in rates.gemm], (m, n, k))
+            return flops / near
+        size = min(n, k)
+        rate = rates.gemm_flops * size / (size + rates.gemm_half) * m / (m + rates.gemm_half)
+        return max(flops / rate, self.item * (m * n + n * k + m * k) / rates.bytes_per_second)
+
+    def optimizer(self, elements: float) -> float:
+        """One Adam update of the owned elements."""
+        rows = self.rates.optimizer
+        if rows:
+            return elements / _nearest([(r[:1], r[0] / r[1]) for r in rows], (max(elements, 1.0),))
+        return elements * UPDATE_BYTES / self.rates.bytes_per_second
+
+    def _cached(
+        self, table: str, share: float, rows: float, length: int, model: Callable[[float, float, int], Seconds]
+    ) -> Seconds:
+        """Measured rows where there are any: exact at their sizes, elsewhere the operators' time, corrected by the
+        ratio of measured to modelled time at the nearest sizes."""
+        key = (table, share, rows, length)
+        if key not in self._cache:
+            measured = self._measured(table)
+            self._cache[key] = self._corrected(measured, share, rows, length, model) if rows else (0.0, 0.0)
+        return self._cache[key]
+
+    def _measured(self, table: str) -> list[LayerRow]:
+        if table not in self._rows:
+            self._rows[table] = [r for r in getattr(self.rates, table) if r.fingerprint == self.fingerprint]
+        return self._rows[table]
+
+    @staticmethod
+    def _corrected(
+        measured: Sequence[LayerRow],
+        share: float,
+        rows: float,
+        length: int,
+        model: Callable[[float, float, int], Seconds],
+    ) -> Seconds:
+        for row in measured:
+            if (row.micro_batch_size, row.seq_length) == (rows, length) and math.isclose(1 / row.tp, share):
+                return row.forward, row.backward
+        forward, backward = model(share, rows, length)
+        if not measured:
+            return forward, backward
+        at = (share, rows, length)
+        ratios: list[list[tuple[tuple[float, ...], float]]] = [[], []]
+        for row in measured:
+            size = (1 / row.tp, row.micro_batch_size, row.seq_length)
+            modelled = model(size[0], size[1], int(size[2]))
+            for i, seconds in enumerate((row.forward, row.backward)):
+                ratios[i].append((size, seconds / modelled[i]))
+        return forward * _nearest(ratios[0], at), backward * _nearest(ratios[1], at)
+
+    def _layer_by_operators(
+        self, share: float, rows: float, length: int, exchange: float = 0.0, posting: float = 0.0
+    ) -> Seconds:
+        model, tokens = self.model, rows * length
+        h, q, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        columns = (2 if model.activation == "swiglu" else 1) * model.ffn_hidden_size
+        products = (
+            self.gemm(tokens, share * (q + 2 * kv), h)
+            + self.gemm(tokens, h, share * q)
+            + self.gemm(tokens, share * columns, h)
+            + self.gemm(tokens, h, share * model.ffn_hidden_size)
+        )
+        # Read and written: norms and residuals (10 h, on the token shard), rotation (2 q + 2 kv), activation (2-3 f).
+        local = 2 * (q + kv) * (model.position == "rope") + columns + model.ffn_hidden_size
+        norms = 10 * h * (share if self.sequence_parallel else 1.0)
+        small = tokens * self.item * (norms + share * local) / self.rates.bytes_per_second
+        core = self.attention(share, rows, length)
+        # Kernels are launched ahead of the device, so launching counts only where it takes longer than they do.
+        forward = max(products + small + core[0] + exchange, self.rates.layer_seconds + posting)
+        backward = 2 * (products + small) + core[1] + exchange
+        return forward, max(backward, self.rates.layer_backward_seconds + posting)
+
+    def _embed_by_operators(self, share: float, rows: float, length: int) -> Seconds:
+        moved = 2 * self.item * rows * length * self.model.hidden_size / self.rates.bytes_per_second
+        return moved, 2 * moved
+
+    def _head_by_operators(self, share: float, rows: float, length: int) -> Seconds:
+        tokens, vocab = rows * length, share * self.model.vocab_size
+        product = self.gemm(tokens, vocab, self.model.hidden_size)
+        wide = max(self.item, 4)
+        forward = tokens * vocab * (self.item + 3 * wide) / self.rates.bytes_per_second
+        backward = tokens * vocab * (2 * wide + self.item) / self.rates.bytes_per_second
+        return product + forward, 2 * product + backward
+
+
+def _nearest(points: Sequence[tuple[tuple[float, ...], float]], at: tuple[float, ...]) -> float:
+    """Mean of the values at the nearest points, in logarithms, weighted by 1 / distance; exact at a point."""
+    ranked = sorted((math.dist([math.log(x) for x in p], [math.log(x) for x in at]), v) for p, v in points)[:NEAREST]
+    if ranked[0][0] < 1e-9:
+        return ranked[0][1]
+    weights = [1 / d for d, _ in ranked]
+    return math.exp(sum(w * math.log(v) for w, (_, v) in zip(weights, ranked)) / sum(weights))

@@ -1,0 +1,131 @@
+"""A cluster without names: groups of equal chips in equal nodes, and the links between them.
+
+The search sees only this, so two clusters that differ in the names of their nodes cost it the same, and equal nodes
+are never told apart. Placement (``place.py``) goes back to ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hetero_megatron.cluster import Cluster, Link
+from hetero_megatron.errors import UserError
+
+LinkOf = Callable[[int, int], Link]  # (rank, rank) -> link
+
+
+@dataclass(frozen=True)
+class Group:
+    """``nodes`` equal nodes of ``per_node`` chips each. ``ranks``: per node, the ranks of its chips in the cluster."""
+
+    chip: str
+    per_node: int
+    ranks: tuple[tuple[int, ...], ...]
+
+    @property
+    def nodes(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def chips(self) -> int:
+        return self.nodes * self.per_node
+
+
+@dataclass(frozen=True)
+class Pool:
+    """``intra[g]``: link between chips of one node (None: one chip per node); ``inter[g][h]``: between two nodes (None
+    for g == h with a single node)."""
+
+    groups: tuple[Group, ...]
+    intra: tuple[Link | None, ...]
+    inter: tuple[tuple[Link | None, ...], ...]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Chips per group."""
+        return tuple(g.chips for g in self.groups)
+
+    @property
+    def chips(self) -> int:
+        return sum(self.counts)
+
+    def link(self, g: int, h: int, same_node: bool = False) -> Link | None:
+        return self.intra[g] if same_node else self.inter[g][h]
+
+    def restricted(self, groups: Sequence[int]) -> Pool:
+        """The pool of only these groups."""
+        return Pool(
+            tuple(self.groups[g] for g in groups),
+            tuple(self.intra[g] for g in groups),
+            tuple(tuple(self.inter[g][h] for h in groups) for g in groups),
+        )
+
+
+def make_pool(cluster: Cluster, link_of: LinkOf | None = None, dtype: str | None = None) -> Pool:
+    """The pool of a cluster.
+
+    Node groups of one chip type and node shape become one group where no link tells them apart. Chips that do not
+    compute in ``dtype`` are left out.
+
+    Args:
+        link_of: the link between two ranks; default: what the cluster file says.
+
+    Raises:
+        UserError: no chip is left.
+    """
+    find = link_of or _file_link(cluster)
+    first: list[list[tuple[int, ...]]] = []  # per node group of the file: ranks of each node
+    start = 0
+    for group in cluster.nodes:
+        size = group.chips_per_node
+        first.append([tuple(range(start + i * size, start + (i + 1) * size)) for i in range(group.count)])
+        start += group.count * size
+    usable = [
+        i for i, g in enumerate(cluster.nodes) if first[i] and (dtype is None or dtype in cluster.chips[g.chip].dtypes)
+    ]
+    if not usable:
+        names = ", ".join(sorted({d for c in cluster.chips.values() for d in c.dtypes}))
+        raise UserError(
+            f"no chip of the cluster computes in {dtype}", field="--dtype", value=dtype, accepted=names,
+            where=cluster.file,
+        )  # fmt: skip
+
+    merged: dict[tuple[object, ...], list[int]] = {}
+    for i in usable:
+        group = cluster.nodes[i]
+        plain = not cluster.rates.get("links") and not any(group.name in pair for pair in cluster.pairs)
+        key = (group.chip, group.chips_per_node) if plain else (group.chip, group.chips_per_node, i)
+        merged.setdefault(key, []).append(i)
+    groups = tuple(
+        Group(cluster.nodes[m[0]].chip, cluster.nodes[m[0]].chips_per_node, tuple(n for i in m for n in first[i]))
+        for m in merged.values()
+    )
+    intra = tuple(find(g.ranks[0][0], g.ranks[0][1]) if g.per_node > 1 else None for g in groups)
+    inter = tuple(
+        tuple(
+            (find(g.ranks[0][0], g.ranks[-1][0]) if g.nodes > 1 else None)
+            if i == j
+            else find(g.ranks[0][0], h.ranks[0][0])
+            for j, h in enumerate(groups)
+        )
+        for i, g in enumerate(groups)
+    )
+    return Pool(groups, intra, inter)
+
+
+def _file_link(cluster: Cluster) -> LinkOf:
+    def find(a: int, b: int) -> Link:
+        link = cluster.link(a, b)
+        if link is None:
+            first, second = cluster.ranks[a], cluster.ranks[b]
+            same = first.node == second.node
+            where = f"inside a node of {first.group}" if same else f"between nodes of {first.group} and {second.group}"
+            key = "links.intra_node" if same else "links.inter_node"
+            raise UserError(
+                f"nothing is known about the link {where}", field=key, where=cluster.file,
+                accepted=f"{key}: {{bandwidth: 25 GB/s, latency: 10 us}}",
+            )  # fmt: skip
+        return link
+
+    return find

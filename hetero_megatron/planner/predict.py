@@ -1,0 +1,261 @@
+"""How long one step of a concrete plan takes, and what every rank needs in memory.
+
+The plan's own schedule actions are timed (:func:`hetero_megatron.schedule.simulate`), its own buckets travel, and its
+own layouts say which bytes cross which link; only the seconds per operator and per byte come from a model, the rates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hetero_megatron.cluster import Cluster
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan import Plan, validate
+from hetero_megatron.plan.buckets import Bucket
+from hetero_megatron.planner.costs import CostModel, CostOptions, UnitSeconds
+from hetero_megatron.planner.footprint import OverLimit, estimate_memory, over_limit, refuse
+from hetero_megatron.planner.memory import MemoryBytes, state_bytes
+from hetero_megatron.planner.stages import PipelineCosts, StageCosts
+from hetero_megatron.planner.sync import Span, Synchronisation
+from hetero_megatron.schedule import Schedule, Timeline, generate, lower, simulate
+from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.flops import sequence_flops
+
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One optimizer step of a plan.
+
+    Attributes:
+        step_seconds: from the first forward to the last updated parameter.
+        tokens_per_second: of the whole plan; mfu: model FLOPs over the peak of the chips used, None where a peak is not
+            known (emulated chips).
+        memory: by rank, framework overhead included; limits: usable bytes by rank; over: ranks that do not fit.
+        timelines: of each pipeline; pipeline_seconds: when each has ended.
+        reduces, spreads: when each bucket travels.
+        parts: seconds of the step: ``pipelines``, ``gradients`` (exposed), ``optimizer``, ``parameters``.
+        busy: seconds of compute by rank.
+        assumed: chips whose rates come from data sheets and default efficiencies.
+    """
+
+    plan: Plan
+    step_seconds: float
+    tokens_per_second: float
+    mfu: float | None
+    memory: Mapping[int, MemoryBytes]
+    limits: Mapping[int, int]
+    over: tuple[OverLimit, ...]
+    timelines: tuple[Timeline, ...]
+    reduces: tuple[Span, ...]
+    spreads: tuple[Span, ...]
+    parts: Mapping[str, float]
+    busy: Mapping[int, float]
+    chips: Mapping[int, str]
+    assumed: tuple[str, ...]
+
+    @property
+    def pipeline_seconds(self) -> tuple[float, ...]:
+        return tuple(t.step_seconds for t in self.timelines)
+
+    def require_fit(self) -> Prediction:
+        """Itself; UserError for a plan that does not fit, naming the rank and by how many bytes."""
+        if self.over:
+            raise refuse(self.over, self.memory)
+        return self
+
+
+def predict(
+    plan: Plan,
+    model: ModelSpec,
+    cluster: Cluster,
+    dtype: str = "bf16",
+    costs: CostModel | None = None,
+    options: CostOptions | None = None,
+) -> Prediction:
+    """Predict one step of a valid plan on the chips that the cluster gives to its ranks.
+
+    Args:
+        costs: the cost model, when the caller has one for this model, cluster, sequence length and dtype.
+
+    Raises:
+        UserError: a plan that the cluster cannot hold, missing rates or links, context groups.
+    """
+    if costs is None:
+        validate(plan, model, cluster, dtype=dtype)
+        costs = CostModel(model, cluster, plan.seq_length, dtype, options or CostOptions())
+    _check(plan, costs)
+    return _Step(plan, costs).prediction()
+
+
+def _check(plan: Plan, costs: CostModel) -> None:
+    if plan.ranks[-1] >= costs.cluster.world_size:
+        raise UserError(
+            f"the cluster has {costs.cluster.world_size} chips", field="ranks", value=plan.ranks[-1],
+            accepted=f"ranks 0 to {costs.cluster.world_size - 1}", where=costs.cluster.file,
+        )  # fmt: skip
+    assert costs.seq_length == plan.seq_length, "costs for another sequence length"
+
+
+def step_seconds(plan: Plan, costs: CostModel) -> float:
+    """Only the time of :func:`predict`, for a plan that is known to be valid."""
+    _check(plan, costs)
+    return _Step(plan, costs).times().end
+
+
+@dataclass(frozen=True)
+class _Times:
+    end: float
+    timelines: tuple[Timeline, ...]
+    reduces: tuple[Span, ...]
+    spreads: tuple[Span, ...]
+    parts: Mapping[str, float]
+
+
+class _Step:
+    """One step in the making: pipelines, then reduction, then optimizer, then spread."""
+
+    def __init__(self, plan: Plan, costs: CostModel) -> None:
+        self.plan, self.costs = plan, costs
+        self.chips = {r: costs.cluster.ranks[r].chip for r in plan.ranks}
+        self.stages = StageCosts(plan, costs)
+        self.sync = Synchronisation(plan, costs, self.stages.network)
+
+    def times(self) -> _Times:
+        costs = self.costs
+        pipelines = [self.stages.of(p) for p in self.plan.pipelines]
+        timelines = self._timelines(pipelines)
+        computed, begin, parts = self._last_backwards(pipelines, timelines)
+
+        def ready(bucket: Bucket) -> float:
+            if costs.options.overlap:
+                return self.sync.ready_at(bucket, begin, parts)
+            return max(computed[r] for r in bucket.ranks)
+
+        arrived, reduces = self.sync.run(ready, costs.options.gradient_bytes or costs.wide, False)
+        summed = {r: max(computed[r], arrived.get(r, 0.0)) + self._add_seconds(r) for r in self.plan.ranks}
+        barrier = max(summed.values()) + self._barrier_seconds()
+        updated = {r: barrier + self._update_seconds(r) for r in self.plan.ranks}
+        arrived, spreads = self.sync.run(lambda b: max(updated[r] for r in b.ranks), costs.item, True)
+        end = max(max(updated.values()), max(arrived.values(), default=0.0))
+        last = max(computed.values())
+        parts_of_step = {
+            "pipelines": last,
+            "gradients": barrier - last,
+            "optimizer": max(updated.values()) - barrier,
+            "parameters": end - max(updated.values()),
+        }
+        return _Times(end, timelines, tuple(reduces), tuple(spreads), parts_of_step)
+
+    def prediction(self) -> Prediction:
+        costs, times = self.costs, self.times()
+        memory, limits = self._memory()
+        tokens = self.plan.global_batch_size * self.plan.seq_length
+        return Prediction(
+            plan=self.plan,
+            step_seconds=times.end,
+            tokens_per_second=tokens / times.end,
+            mfu=self._mfu(times.end),
+            memory=memory,
+            limits=limits,
+            over=over_limit(memory, limits, self.chips),
+            timelines=times.timelines,
+            reduces=times.reduces,
+            spreads=times.spreads,
+            parts=times.parts,
+            busy={
+                rank: timeline.busy[s]
+                for timeline, pipeline in zip(times.timelines, self.plan.pipelines, strict=True)
+                for s, stage in enumerate(pipeline.stages)
+                for rank in stage.ranks
+            },
+            chips=self.chips,
+            assumed=tuple(sorted(c for c in set(self.chips.values()) if not costs.chip_rates(c).calibrated)),
+        )
+
+    def _timelines(self, pipelines: list[PipelineCosts]) -> tuple[Timeline, ...]:
+        """One simulation per distinct pipeline."""
+        schedules: dict[tuple[int, int], Schedule] = self.plan._cache.setdefault("schedules", {})
+        known: dict[tuple[int, int], Timeline] = {}
+        out = []
+        for costs, pipeline in zip(pipelines, self.plan.pipelines, strict=True):
+            shape = (len(pipeline.stages), pipeline.num_micro_batches)
+            if shape not in schedules:
+                schedules[shape] = lower(generate(self.plan.schedule, *shape))
+            key = (id(costs), pipeline.num_micro_batches)
+            if key not in known:
+                known[key] = simulate(schedules[shape], costs.costs)
+            out.append(known[key])
+        return tuple(out)
+
+    def _last_backwards(
+        self, pipelines: list[PipelineCosts], timelines: tuple[Timeline, ...]
+    ) -> tuple[dict[int, float], dict[int, float], dict[int, UnitSeconds]]:
+        """By rank: when its last action has ended, when its last backward began, the parts of that."""
+        ended, begin, parts = {}, {}, {}
+        for pipeline, costs, timeline in zip(self.plan.pipelines, pipelines, timelines, strict=True):
+            for s, stage in enumerate(pipeline.stages):
+                row = timeline.schedule.stages[s]
+                at = next(i for i in range(len(row) - 1, -1, -1) if row[i].kind in ("B", "W"))
+                for rank in stage.ranks:
+                    ended[rank] = timeline.ends[s][-1]
+                    begin[rank] = timeline.starts[s][at]
+                    parts[rank] = costs.parts[s]
+        return ended, begin, parts
+
+    def _add_seconds(self, rank: int) -> float:
+        """Packing what goes to other owners and adding what came from other holders, bound by memory."""
+        if not self.costs.options.sharded:
+            return 0.0  # an all-reduce adds on the way
+        moved = self.sync.structure.moved.get(rank, 0)
+        return moved * self.costs.wide / self.costs.chip_rates(self.chips[rank]).bytes_per_second
+
+    def _barrier_seconds(self) -> float:
+        """The exchange of loss and norm between all ranks: a few bytes, so only latency."""
+        ranks = self.plan.ranks
+        if len(ranks) == 1:
+            return 0.0
+        network = self.stages.network
+        slowest = max(network.rates.link(ranks[0], r).alpha + network.message_seconds(ranks[0], r) for r in ranks[1:])
+        return slowest * math.ceil(math.log2(len(ranks)))
+
+    def _update_seconds(self, rank: int) -> float:
+        rates = self.costs.chip_rates(self.chips[rank])
+        updated = self.sync.owned if self.costs.options.sharded else self.sync.structure.held
+        owned = updated.get(rank, 0)
+        seconds = self.costs.operators(self.chips[rank]).optimizer(owned) + rates.step_seconds
+        if self._offloads(rank):
+            seconds += owned * (FP32 + self.costs.item) / self.costs.options.host_bandwidth
+        return seconds
+
+    def _offloads(self, rank: int) -> bool:
+        if not hasattr(self, "_offloading"):
+            self._offloading = {
+                r for p in self.plan.pipelines for s in p.stages if s.optimizer.offload for r in s.ranks
+            }
+        return rank in self._offloading
+
+    def _memory(self) -> tuple[dict[int, MemoryBytes], dict[int, int]]:
+        costs = self.costs
+        found = estimate_memory(self.plan, costs.model, costs.dtype, costs.options.moments, self.sync.all_buckets)
+        memory = {}
+        for rank, needs in found.items():
+            optimizer = 0 if self._offloads(rank) else needs.optimizer
+            if not costs.options.sharded:
+                held = self.sync.structure.held[rank]
+                optimizer = state_bytes(held, held, 1, costs.item, costs.options.moments)[2]
+            overhead = costs.overhead(self.chips[rank])
+            memory[rank] = MemoryBytes(
+                needs.weights, needs.gradients, optimizer, needs.activations, needs.buffers, overhead
+            )
+        return memory, {r: costs.memory_limit(self.chips[r]) for r in self.plan.ranks}
+
+    def _mfu(self, seconds: float) -> float | None:
+        peaks = [self.costs.cluster.chips[c].flops.get(self.costs.dtype) for c in self.chips.values()]
+        if any(peak is None for peak in peaks):
+            return None
+        flops = sequence_flops(self.costs.model, self.plan.seq_length) * self.plan.global_batch_size
+        return flops / seconds / sum(peak for peak in peaks if peak)

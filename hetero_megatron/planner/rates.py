@@ -1,0 +1,348 @@
+"""Rates: what is known about how fast chips and links are. Read from the cluster file, else from data sheets.
+
+A cluster file holds rates under ``rates:`` (or, for one chip, under ``chips: <chip>: rates:``, without its name)::
+
+    rates:
+      chips:
+        <chip>:
+          <dtype>:                       # fp64 | fp32 | bf16 | fp16
+            gemm: [[m, n, k, seconds], …]             # one product [m, k] x [k, n]
+            gemm_flops: 2.1e14                        # or: achieved FLOP/s of large products …
+            gemm_half: 300                            # … times m/(m + half) and min(n, k)/(min(n, k) + half); default 0
+            attention: [[length, heads, head_dim, forward s, backward s], …]   # causal, one sequence
+            attention_flops: 1.5e14                   # or: achieved FLOP/s over the visible pairs
+            bytes_per_second: 1.2e12                  # of bandwidth-bound operators (read + written)
+            score_seconds: 0.0                        # per (head, query, key), where kernels write the scores out
+            layer_seconds: 0.0                        # least host seconds per layer (launches), forward …
+            layer_backward_seconds: 0.0               # … and backward (default: twice)
+            action_seconds: 0.0                       # fixed host seconds per F or B of a stage
+            message_seconds: 0.0                      # host seconds that one send or receive costs the rank itself
+            step_seconds: 0.0                         # fixed host seconds per optimizer step
+            overhead_bytes: 0                         # memory that the framework takes before any tensor
+            layers: [[fingerprint, tp, micro_batch_size, seq_length, forward s, backward s], …]
+            embed: / head:                            # rows like layers; head is final norm, output matrix and loss
+            optimizer: [[elements, seconds], …]       # one update of so many owned elements
+      links:
+        - {within: <node group>, alpha: s, beta: s_per_byte}                   # inside one node of the group
+        - {between: [<group>, <group>], alpha: s, beta: s_per_byte, message_seconds: s,
+           collectives: {all_to_all: {alpha: s, beta: s_per_byte}}}            # both directions
+        - {from: <group>, to: <group>, alpha: s, beta: s_per_byte}             # one direction, wins over ``between``
+
+All rows of layers, embed and head are compute of one rank (its 1/tp share), without communication and without
+recompute; ``fingerprint`` is :func:`model_fingerprint`. Whole-layer rows win over operator rates; a size that was not
+measured takes the nearest rows, scaled by the operator rates.
+
+Cold start: data sheet x default efficiency. Matrix products: achievable share of peak ("MAMF") as tabulated in
+stas00/ml-engineering and FlagPerf (research/hethub_planners.md, 3.7), for very large products; half-saturation at h/tp of 290-455 in fits of vTrain's A100 runs (same
+source, 3.6). Fitted to Megatron's four published times with full recompute, the plateau is 1.04 x MAMF. Memory: 0.85
+of the data sheet (A100 measured 0.854). Links: 0.8 (A100 NVLink 0.86, 200 Gb NIC 0.77).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from hetero_megatron.cluster import Chip, Cluster, Link
+from hetero_megatron.errors import UserError
+from hetero_megatron.spec import ModelSpec
+
+MAMF = {  # measured share of dense 16-bit peak, by the beginning of the chip's name; the longest match counts
+    "A100-80-PCIe": 0.811, "A100-40": 0.831, "A100": 0.869, "A800": 0.869, "H100": 0.803, "H800": 0.803, "H200": 0.803,
+    "B200": 0.776, "MI300X": 0.514, "MI325X": 0.604, "Gaudi2": 0.969, "Gaudi3": 0.741, "MetaX": 0.828,
+    "Iluvatar-BI-V150": 1.0,  # the catalogue's value is itself measured
+}  # fmt: skip
+OTHER_MAMF = 0.75  # assumed for chips without a published measurement: the lower end of the above but MI3xx
+ATTENTION = 0.6  # of the products' rate: flash kernels, forward and backward together
+MEMORY_BANDWIDTH, LINK_BANDWIDTH = 0.85, 0.8
+HALF = 300  # half-saturation of m and of min(n, k); the same fit gave 350 and 360
+LAYER_SECONDS, ACTION_SECONDS, MESSAGE_SECONDS, STEP_SECONDS = 100e-6, 50e-6, 10e-6, 5e-3
+CORE_FLOPS, CORE_BYTES = 5e10, 6e9  # one CPU core (emulated chips, speed 1.0): assumed; calibrate measures it
+OVERHEAD_BYTES = 1 << 30  # context, libraries and communicators of an accelerator: assumed
+CORE_OVERHEAD_BYTES = 64 << 20  # the same on a CPU, on top of the process before the model is built
+LATENCY = {"intra": 10e-6, "inter": 20e-6}  # where the cluster file gives none (Calculon's values)
+ROWS = {"gemm": 4, "attention": 5, "layers": 6, "embed": 6, "head": 6, "optimizer": 2}
+NUMBERS = (
+    "gemm_flops", "gemm_half", "attention_flops", "bytes_per_second", "layer_seconds", "action_seconds",
+    "message_seconds", "step_seconds", "overhead_bytes", "score_seconds", "layer_backward_seconds",
+)  # fmt: skip
+
+Row = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """Measured seconds of one layer (or embedding, or head) on one rank that has 1/tp of it."""
+
+    fingerprint: str
+    tp: float
+    micro_batch_size: float
+    seq_length: int
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class ChipRates:
+    """Rates of one chip and dtype; see the module docstring for units. ``calibrated``: anything was measured."""
+
+    chip: str
+    dtype: str
+    gemm_flops: float
+    attention_flops: float
+    bytes_per_second: float
+    gemm_half: float = 0.0
+    layer_seconds: float = 0.0
+    action_seconds: float = 0.0
+    message_seconds: float = 0.0
+    step_seconds: float = 0.0
+    overhead_bytes: float = 0.0
+    gemm: tuple[Row, ...] = ()
+    attention: tuple[Row, ...] = ()
+    layers: tuple[LayerRow, ...] = ()
+    embed: tuple[LayerRow, ...] = ()
+    head: tuple[LayerRow, ...] = ()
+    optimizer: tuple[Row, ...] = ()
+    calibrated: bool = False
+    score_seconds: float = 0.0
+    layer_backward_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """One direction of a link: ``alpha`` seconds per message, ``beta`` seconds per byte, ``message_seconds`` on the
+    host (None: the chips' own), ``all_to_all`` (alpha, beta) where measured for that collective. ``same_node``: the
+    bandwidth is each chip's own; otherwise it is that of a node's network cards together, which its chips share."""
+
+    alpha: float
+    beta: float
+    message_seconds: float | None = None
+    all_to_all: tuple[float, float] | None = None
+    same_node: bool = False
+    calibrated: bool = False
+
+    def as_link(self) -> Link:
+        return Link(1 / self.beta if self.beta else float("inf"), self.alpha)
+
+
+def model_fingerprint(spec: ModelSpec) -> str:
+    """12 hex digits of what one layer, the embedding and the head are: everything but depth, names and positions."""
+    skip = {
+        "name", "naming", "num_layers", "max_position_embeddings", "init_std", "hf_model_type", "notices", "norm_eps",
+        "rope_theta", "rope_scaling",
+    }  # fmt: skip
+    data = {f.name: getattr(spec, f.name) for f in fields(spec) if f.name not in skip}
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """All rates of a cluster for one dtype: ``chips`` by name; links by :meth:`link`."""
+
+    cluster: Cluster
+    dtype: str
+    chips: Mapping[str, ChipRates]
+    measured: Mapping[tuple[str, str, bool], LinkRates] = field(default_factory=dict)
+    _links: dict[tuple[str, str, bool], LinkRates] = field(default_factory=dict, repr=False, compare=False)
+
+    def link(self, a: int, b: int) -> LinkRates:
+        """The link from rank ``a`` to rank ``b``; UserError where nothing is known about it."""
+        first, second = self.cluster.ranks[a], self.cluster.ranks[b]
+        return self.between(first.group, second.group, first.node == second.node)
+
+    def between(self, group: str, other: str, same_node: bool = False) -> LinkRates:
+        """The link between two chips of one node (of ``group``), or between two nodes of these groups."""
+        key = (group, other, same_node)
+        if key not in self._links:
+            self._links[key] = self.measured.get(key) or self._data_sheet(*key)
+        return self._links[key]
+
+    def _data_sheet(self, group: str, other: str, same_node: bool) -> LinkRates:
+        cluster = self.cluster
+        chip = cluster.chips[next(g.chip for g in cluster.nodes if g.name == group)]
+        if same_node:
+            known = Link(chip.link_bandwidth) if chip.link_bandwidth is not None else None
+            link = cluster.intra_node or known
+        else:
+            link = cluster.pairs.get(frozenset((group, other)), cluster.inter_node)
+        if link is None:
+            where = f"inside a node of {group}" if same_node else f"between nodes of {group} and {other}"
+            key = "links.intra_node" if same_node else "links.inter_node"
+            raise UserError(
+                f"nothing is known about the link {where}", field=key, where=cluster.file,
+                accepted=f"{key}: {{bandwidth: 25 GB/s, latency: 10 us}}, or rates that calibrate wrote",
+            )  # fmt: skip
+        written = link is cluster.intra_node or not same_node
+        # What a file of an emulated cluster says is what is set up, so it is taken as it is.
+        exact = link.emulated is not None or chip.speed is not None
+        rate = link.emulated or link.bandwidth * (1.0 if exact else LINK_BANDWIDTH)
+        alpha = link.latency if written and link.latency else LATENCY["intra" if same_node else "inter"]
+        return LinkRates(alpha, 1 / rate, same_node=same_node)
+
+
+def load_rates(cluster: Cluster, dtype: str) -> Rates:
+    """The rates of every chip of ``cluster`` that computes in ``dtype``.
+
+    Raises:
+        UserError: a malformed row, or a chip about which neither rates nor a data sheet say enough.
+    """
+    section = cluster.rates.get("chips", {}) if cluster.rates else {}
+    unknown = [name for name in section if name not in cluster.chips]
+    if unknown:
+        raise UserError(
+            "no node has this chip", field="rates.chips", value=unknown[0], where=cluster.file,
+            accepted=", ".join(cluster.chips),
+        )  # fmt: skip
+    chips = {}
+    for name, chip in cluster.chips.items():
+        given = dict(_mapping(chip.rates, f"chips.{name}.rates", cluster)) or section.get(name, {})
+        if dtype in chip.dtypes:
+            by_dtype = _mapping(given, f"rates.chips.{name}", cluster)
+            chips[name] = chip_rates(chip, dtype, by_dtype.get(dtype, {}), cluster)
+    return Rates(cluster, dtype, chips, _measured_links(cluster))
+
+
+def chip_rates(chip: Chip, dtype: str, given: Any, cluster: Cluster) -> ChipRates:
+    """Rates of one chip: what ``given`` says, else the data sheet's."""
+    where = f"rates.chips.{chip.name}.{dtype}"
+    entries = _mapping(given, where, cluster)
+    for key in entries:
+        if key not in ROWS and key not in NUMBERS:
+            raise UserError(
+                "unknown rate", field=where, value=key, accepted=", ".join((*NUMBERS, *ROWS)), where=cluster.file
+            )
+    values: dict[str, Any] = {
+        k: _number(entries[k], f"{where}.{k}", cluster, k not in ("gemm_flops", "bytes_per_second", "attention_flops"))
+        for k in NUMBERS
+        if k in entries
+    }
+    for key, width in ROWS.items():
+        rows = _rows(entries.get(key, []), width, f"{where}.{key}", cluster)
+        values[key] = tuple(LayerRow(*r) for r in rows) if key in ("layers", "embed", "head") else rows
+    if "layer_seconds" in values:
+        values.setdefault("layer_backward_seconds", 2 * values["layer_seconds"])
+    base = _cold_start(chip, dtype, values, cluster)
+    return replace(base, **values, calibrated=bool(entries))
+
+
+def _cold_start(chip: Chip, dtype: str, given: Mapping[str, Any], cluster: Cluster) -> ChipRates:
+    """Data sheet x default efficiencies; what ``given`` holds need not be on the data sheet."""
+    if chip.speed is not None:
+        speed = chip.speed
+        core = CORE_FLOPS * speed * (0.5 if dtype == "fp64" else 1.0)
+        return ChipRates(
+            chip.name, dtype, core, 0.5 * core, CORE_BYTES * speed, overhead_bytes=CORE_OVERHEAD_BYTES,
+            action_seconds=ACTION_SECONDS, message_seconds=MESSAGE_SECONDS, step_seconds=STEP_SECONDS,
+        )  # fmt: skip
+    peak = chip.flops.get(dtype)
+    rate = given.get("gemm_flops") or (peak * share_of_peak(chip.name) if peak else None)
+    if rate is None and given["gemm"]:
+        rate = max(2 * m * n * k / seconds for m, n, k, seconds in given["gemm"])
+    if rate is None:
+        raise UserError(
+            f"nothing says how fast this chip is in {dtype}", field=f"chips.{chip.name}.tflops", where=cluster.file,
+            accepted=f"tflops: {{{dtype}: 100}} (dense), or rates that `hetero-megatron calibrate` wrote",
+        )  # fmt: skip
+    memory = given.get("bytes_per_second") or (chip.memory_bandwidth or 0) * MEMORY_BANDWIDTH
+    if not memory:
+        raise UserError(
+            "nothing says how fast its memory is", field=f"chips.{chip.name}.memory_bandwidth", where=cluster.file,
+            accepted="memory_bandwidth: 2 TB/s, or rates that `hetero-megatron calibrate` wrote",
+        )  # fmt: skip
+    return ChipRates(
+        chip.name, dtype, rate, rate * ATTENTION, memory, 0.0 if "gemm_flops" in given else HALF, LAYER_SECONDS,
+        ACTION_SECONDS, MESSAGE_SECONDS, STEP_SECONDS, OVERHEAD_BYTES, layer_backward_seconds=2 * LAYER_SECONDS,
+    )  # fmt: skip
+
+
+def share_of_peak(chip: str) -> float:
+    """Measured share of peak that large products reach, by the chip's name; :data:`OTHER_MAMF` if unpublished."""
+    names = [name for name in MAMF if chip.startswith(name)]
+    return MAMF[max(names, key=len)] if names else OTHER_MAMF
+
+
+def _measured_links(cluster: Cluster) -> dict[tuple[str, str, bool], LinkRates]:
+    groups = [g.name for g in cluster.nodes]
+    both: dict[tuple[str, str, bool], LinkRates] = {}
+    one_way: dict[tuple[str, str, bool], LinkRates] = {}
+    items = cluster.rates.get("links", []) if cluster.rates else []
+    for i, item in enumerate(items if isinstance(items, list) else [items]):
+        where = f"rates.links[{i}]"
+        entry = dict(_mapping(item, where, cluster))
+        same = "within" in entry
+        if same:
+            ends: Sequence[Any] = [entry["within"]] * 2
+        elif "between" in entry:
+            ends = entry["between"]
+        else:
+            ends = [entry.get("from"), entry.get("to")]
+        if not isinstance(ends, list) or len(ends) != 2 or any(e not in groups for e in ends):
+            raise UserError(
+                "a link is within a node group, between two, or from one to another", field=where, value=ends,
+                accepted="node groups " + ", ".join(groups), where=cluster.file,
+            )  # fmt: skip
+        rates = _link_rates(entry, same, where, cluster)
+        a, b = str(ends[0]), str(ends[1])
+        target = one_way if "from" in entry else both
+        target[a, b, same] = rates
+        if "from" not in entry:
+            target[b, a, same] = rates
+    return both | one_way
+
+
+def _link_rates(entry: Mapping[str, Any], same: bool, where: str, cluster: Cluster) -> LinkRates:
+    known = ("within", "between", "from", "to", "alpha", "beta", "message_seconds", "collectives", "source")
+    for key in entry:
+        if key not in known:
+            raise UserError("unknown key", field=where, value=key, accepted=", ".join(known), where=cluster.file)
+    if "beta" not in entry:
+        raise UserError("a link without its rate", field=where, accepted="beta: seconds per byte", where=cluster.file)
+    alpha = _number(entry.get("alpha", 0.0), f"{where}.alpha", cluster)
+    beta = _number(entry["beta"], f"{where}.beta", cluster)
+    message = entry.get("message_seconds")
+    collective = _mapping(entry.get("collectives", {}), f"{where}.collectives", cluster).get("all_to_all")
+    pair = None
+    if collective is not None:
+        pair = tuple(_number(collective.get(k, 0.0), f"{where}.collectives.{k}", cluster) for k in ("alpha", "beta"))
+    return LinkRates(
+        alpha, beta, None if message is None else _number(message, f"{where}.message_seconds", cluster),
+        pair, same, True,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def _mapping(value: Any, where: str, cluster: Cluster) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise UserError("a mapping was expected", field=where, value=value, where=cluster.file)
+    return value
+
+
+def _number(value: Any, where: str, cluster: Cluster, zero: bool = True) -> float:
+    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+    if not good or (value == 0 and not zero):
+        accepted = "a number, 0 or more" if zero else "a number above 0"
+        raise UserError("not a rate", field=where, value=value, accepted=accepted, where=cluster.file)
+    return float(value)
+
+
+def _rows(value: Any, width: int, where: str, cluster: Cluster) -> tuple[tuple[Any, ...], ...]:
+    if not isinstance(value, list) or any(not isinstance(r, list) or len(r) != width for r in value):
+        raise UserError("rows were expected", field=where, accepted=f"lists of {width} values", where=cluster.file)
+    rows = []
+    for row in value:
+        first = 1 if width == 6 else 0
+        numbers = [_number(x, where, cluster, zero=False) for x in row[first:]]
+        rows.append((*map(str, row[:first]), *numbers))
+    return tuple(rows)
+
+
+def as_document(rates: ChipRates) -> dict[str, Any]:
+    """Rates as the mapping below ``<dtype>:`` in a cluster file; empty tables are left out."""
+    out: dict[str, Any] = {k: getattr(rates, k) for k in NUMBERS}
+    for key in ROWS:
+        rows = getattr(rates, key)
+        if rows:
+            out[key] = [list(asdict(r).values()) if isinstance(r, LayerRow) else list(r) for r in rows]
+    return out

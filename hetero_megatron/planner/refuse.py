@@ -1,0 +1,93 @@
+"""Saying why no plan exists, and the smallest change that would help."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from hetero_megatron.cluster import Cluster, Link, format_bytes
+from hetero_megatron.errors import UserError
+from hetero_megatron.planner.costs import CostModel
+from hetero_megatron.planner.evaluate import Evaluator
+from hetero_megatron.planner.pool import Group, Pool
+from hetero_megatron.planner.search_large import LargeSearch, Program
+from hetero_megatron.planner.space import Space
+from hetero_megatron.planner.tables import Tables
+from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.flops import parameter_count
+
+MOST_NODES = 4096
+
+
+def fits(evaluator: Evaluator, model: ModelSpec, space: Space) -> bool:
+    """Whether some single pipeline over all chips holds the model, however slow."""
+    search = LargeSearch(evaluator, model, 1, space, lambda candidate, seconds: True)
+    sizes = space.micro_batch_sizes or (1,)
+    program = Program(search, evaluator.pool.counts, min(sizes), 1)
+    steps = search.grid(1e12)
+    _, whole, _ = program.solve(range(steps.start, steps.start + 1))
+    return any(float(layers.max()) >= model.num_layers for layers in whole.values())
+
+
+def refuse(model: ModelSpec, cluster: Cluster, evaluator: Evaluator, batch: int, space: Space) -> UserError:
+    """The error for a model that no plan fits."""
+    costs, pool = evaluator.costs, evaluator.pool
+    usable = sum((costs.memory_limit(g.chip) - costs.overhead(g.chip)) * g.chips for g in pool.groups)
+    state = parameter_count(model) * (costs.item + costs.wide + (4 if costs.item == 2 else 0) + 2 * costs.wide)
+    problem = (
+        f"{model.name} fits in no plan of this cluster: weights, gradients and optimizer alone take "
+        f"{format_bytes(state)}, all chips together have {format_bytes(usable)} to use"
+    )
+    changes = [*_nodes(evaluator, model, space, cluster), *_length(evaluator, model, space)]
+    return UserError(
+        problem, field="--model", value=model.name, accepted=" or ".join(changes) or "a smaller model or larger chips",
+        where=cluster.file,
+    )  # fmt: skip
+
+
+def _nodes(evaluator: Evaluator, model: ModelSpec, space: Space, cluster: Cluster) -> list[str]:
+    """The fewest more nodes of one kind that would do."""
+    found = []
+    for g, group in enumerate(evaluator.pool.groups):
+        low, high = 0, 1
+        while high <= MOST_NODES and not fits(_grown(evaluator, g, high), model, space):
+            low, high = high, high * 2
+        if high > MOST_NODES:
+            continue
+        while high - low > 1:
+            middle = (low + high) // 2
+            if fits(_grown(evaluator, g, middle), model, space):
+                high = middle
+            else:
+                low = middle
+        chips = f"{group.per_node} x {group.chip}"
+        found.append((high * group.per_node, f"{high} more node{'s' if high > 1 else ''} of {chips}"))
+    return [text for _, text in sorted(found)[:1]]
+
+
+def _grown(evaluator: Evaluator, g: int, more: int) -> Evaluator:
+    """The evaluator of a cluster with ``more`` nodes in one group."""
+    pool = evaluator.pool
+    start = 1 + max(r for group in pool.groups for node in group.ranks for r in node)
+    group = pool.groups[g]
+    extra = tuple(tuple(range(start + i * group.per_node, start + (i + 1) * group.per_node)) for i in range(more))
+    groups = tuple(Group(x.chip, x.per_node, x.ranks + extra) if i == g else x for i, x in enumerate(pool.groups))
+    known = next((x for row in pool.inter for x in row if x is not None), None) or next(
+        (x for x in pool.intra if x is not None), Link(math.inf)
+    )
+    inter = tuple(tuple(x or known for x in row) for row in pool.inter)
+    grown = Pool(groups, pool.intra, inter)
+    return Evaluator(Tables(evaluator.costs, grown, evaluator.tables.layers, evaluator.tables.depth), grown)
+
+
+def _length(evaluator: Evaluator, model: ModelSpec, space: Space) -> list[str]:
+    """A shorter sequence, where that is all it takes."""
+    costs = evaluator.costs
+    length = costs.seq_length // 2
+    while length >= 64:
+        shorter = CostModel(model, costs.cluster, length, costs.dtype, costs.options)
+        tables = Tables(shorter, evaluator.pool, evaluator.tables.layers, evaluator.tables.depth)
+        if fits(Evaluator(tables, evaluator.pool), model, replace(space)):
+            return [f"--seq-length {length}"]
+        length //= 2
+    return []

@@ -1,0 +1,277 @@
+"""HeteroAuto: the best plan of a model on a mixed cluster.
+
+``search`` enumerates completely where that is possible (``search_small``), else uses dynamic and integer programs
+(``search_large``); uniform plans are always among the candidates. The best few by exact evaluation of their shape are
+placed on ranks and judged by ``predict``; the result is a canonical plan that validates.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from hetero_megatron.cluster import Cluster
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan import Plan, supports, validate
+from hetero_megatron.planner.costs import CostModel, CostOptions
+from hetero_megatron.planner.evaluate import Evaluator
+from hetero_megatron.planner.place import place, to_plan
+from hetero_megatron.planner.polish import polish
+from hetero_megatron.planner.pool import Pool, make_pool
+from hetero_megatron.planner.predict import Prediction, predict
+from hetero_megatron.planner.search_large import LargeSearch
+from hetero_megatron.planner.search_small import SmallSearch
+from hetero_megatron.planner.shape import Candidate
+from hetero_megatron.planner.space import Space
+from hetero_megatron.planner.tables import Tables
+from hetero_megatron.planner.uniform import uniform_plans
+from hetero_megatron.spec import ModelSpec
+
+MARGIN = 0.1  # of memory, up to which the search leaves more and more room when nothing it finds fits exactly
+POLISH = 240  # evaluations of changes to each of the two best plans, on large clusters fewer
+DEPTH = 48  # pipeline stages that the search goes up to
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """Args:
+    dtype: of weights and activations.
+    time_limit: seconds after which the best plan so far is taken; None: until done.
+    top: candidates that are predicted exactly.
+    space: what may be chosen.
+    costs: assumptions of the cost model.
+    exhaustive: False: never enumerate completely; None: where possible.
+    seed: of graph partitioning, the only part with random choices.
+    """
+
+    dtype: str = "bf16"
+    time_limit: float | None = None
+    top: int = 6
+    space: Space = Space()
+    costs: CostOptions = CostOptions()
+    exhaustive: bool | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan that was judged."""
+
+    plan: Plan
+    cluster: Cluster  # that the plan's ranks count in: without idle chips that would leave gaps
+    candidate: Candidate
+    prediction: Prediction
+    idle: tuple[int, ...]  # ranks of the cluster that was given
+
+    @property
+    def step_seconds(self) -> float:
+        return self.prediction.step_seconds
+
+
+@dataclass
+class Result:
+    """What a search found. ``others``: the runners-up, best first; ``rejected``: how many candidates were dropped for
+    what; ``complete``: nothing was cut short; ``lower_bound``: seconds that no plan of the space beats (0: not computed
+    here)."""
+
+    best: Choice
+    others: list[Choice]
+    pool: Pool
+    evaluator: Evaluator
+    seconds: float
+    evaluated: int
+    rejected: dict[str, int] = field(default_factory=dict)
+    complete: bool = True
+    method: str = ""
+    lower_bound: float = 0.0
+    search: LargeSearch | SmallSearch | None = None
+
+
+class _Best:
+    """The best candidates so far; says when to stop."""
+
+    def __init__(self, keep: int, deadline: float | None, progress: Progress | None) -> None:
+        self.keep, self.deadline, self.progress = keep, deadline, progress
+        self.rows: list[tuple[float, int, Candidate]] = []
+        self.count = 0
+        self.stopped = False
+
+    def improve(self, candidate: Candidate, seconds: float) -> bool:
+        self.count += 1
+        known = any(row[2] == candidate for row in self.rows)
+        if not known and (len(self.rows) < self.keep or seconds < self.rows[-1][0]):
+            if self.progress is not None and (not self.rows or seconds < self.rows[0][0]):
+                self.progress(f"{seconds:.4g} s per step with {candidate.pipelines} pipelines")
+            self.rows.append((seconds, self.count, candidate))
+            self.rows.sort(key=lambda row: row[:2])
+            del self.rows[self.keep :]
+        self.stopped = self.deadline is not None and time.monotonic() > self.deadline
+        return not self.stopped
+
+
+def make_evaluator(
+    model: ModelSpec, cluster: Cluster, seq_length: int, options: SearchOptions, costs: CostModel | None = None
+) -> Evaluator:
+    """Tables and evaluator over the chips of a cluster that compute in the dtype."""
+    costs = costs or CostModel(model, cluster, seq_length, options.dtype, options.costs)
+    known = costs.rates
+    pool = make_pool(cluster, lambda a, b: known.link(a, b).as_link(), options.dtype)
+    depth = min(DEPTH if pool.chips <= 512 else 32, model.num_layers + 2, max(pool.chips, 16))
+    return Evaluator(Tables(costs, pool, model.num_layers, depth), pool)
+
+
+def search(
+    model: ModelSpec,
+    cluster: Cluster,
+    seq_length: int,
+    global_batch_size: int,
+    options: SearchOptions = SearchOptions(),
+    *,
+    progress: Progress | None = None,
+    evaluator: Evaluator | None = None,
+) -> Result:
+    """The best plan found.
+
+    Raises:
+        UserError: a batch or sequence that no plan can have, missing rates or links, or a model that fits nowhere; the
+            message says the smallest change that would help.
+    """
+    started = time.monotonic()
+    check_request(model, seq_length, global_batch_size, options)
+    evaluator = evaluator or make_evaluator(model, cluster, seq_length, options)
+    space = replace(options.space, schedules=tuple(s for s in options.space.schedules if supports(f"schedule.{s}")))
+    deadline = None if options.time_limit is None else started + options.time_limit
+    best = _Best(max(options.top, 1) * 2, deadline, progress)
+    small = SmallSearch(evaluator, model, global_batch_size, space, best.improve)
+    large = LargeSearch(evaluator, model, global_batch_size, space, best.improve)
+    enumerate_all = options.exhaustive is not False and small.possible()
+    chosen: SmallSearch | LargeSearch = small if enumerate_all else large
+    complete = True
+    try:
+        _seeds(evaluator, model, global_batch_size, space, best)
+        complete = chosen.run()
+        if complete and chosen is large:
+            effort = POLISH if evaluator.pool.chips <= 256 else POLISH // 8
+            for seconds, _, candidate in list(best.rows[:2]):
+                complete = complete and polish(evaluator, candidate, seconds, space, effort, best.improve)
+    except KeyboardInterrupt:
+        if not best.rows:
+            raise
+        complete = False
+    choices = judge(best.rows, cluster, model, seq_length, options, evaluator) if best.rows else []
+    if not choices and best.rows and options.costs.margin < MARGIN:
+        # The exact placement of states takes a little more than their mean: leave more room.
+        costs = replace(options.costs, margin=options.costs.margin + MARGIN / 2)
+        return search(model, cluster, seq_length, global_batch_size, replace(options, costs=costs), progress=progress)
+    if not choices:
+        from hetero_megatron.planner.refuse import refuse
+
+        raise refuse(model, cluster, evaluator, global_batch_size, space)
+    return Result(
+        choices[0], choices[1:], evaluator.pool, evaluator, time.monotonic() - started, evaluator.evaluated,
+        dict(chosen.rejected), complete, "enumeration" if enumerate_all else "programs",
+        small.bound if enumerate_all and complete else 0.0, chosen,
+    )  # fmt: skip
+
+
+def _seeds(evaluator: Evaluator, model: ModelSpec, batch: int, space: Space, best: _Best) -> None:
+    """Uniform plans that the space allows."""
+    if space.micro_batch_sizes is not None or space.recompute is not None or space.max_pipelines is not None:
+        return
+    for _, candidate in few_uniform(evaluator, model, batch, 4):
+        score = evaluator.score(candidate)
+        if score is not None and score.over == 0 and not best.improve(candidate, score.step_seconds):
+            return
+
+
+def few_uniform(evaluator: Evaluator, model: ModelSpec, batch: int, most: int) -> list[tuple[object, Candidate]]:
+    """The uniform plans that come first by closed form."""
+    rows = []
+    for i, (uniform, candidate) in enumerate(uniform_plans(evaluator.pool, model, batch)):
+        parts = candidate.parts
+        fits = all(
+            evaluator.costs.memory_bytes(
+                evaluator.tables.choice(stage, s == 0, s == len(part.shape.stages) - 1), part.shape.micro_batch_size,
+                min(part.num_micro_batches, len(part.shape.stages) - s), candidate.pipelines,
+            ).total <= evaluator.costs.memory_limit(evaluator.pool.groups[stage.group].chip)
+            for part in parts[:4] for s, stage in enumerate(part.shape.stages)
+        )  # fmt: skip
+        if fits:
+            time_ = max(
+                evaluator.pipeline_seconds(part.shape, part.num_micro_batches, "1f1b", exact=False)
+                for part in parts[:8]
+            )
+            rows.append((time_, i, uniform, candidate))
+    rows.sort(key=lambda row: row[:2])
+    return [(uniform, candidate) for _, _, uniform, candidate in rows[:most]]
+
+
+def judge(
+    rows: list[tuple[float, int, Candidate]],
+    cluster: Cluster,
+    model: ModelSpec,
+    seq_length: int,
+    options: SearchOptions,
+    evaluator: Evaluator,
+) -> list[Choice]:
+    """Concrete plans of the best candidates, predicted exactly; those that fit, best first."""
+    found: list[Choice] = []
+    for seconds, _, candidate in rows:
+        if len(found) >= options.top or (found and seconds > 1.1 * rows[0][0]):
+            break
+        choice = concrete(candidate, cluster, model, seq_length, options, evaluator)
+        if choice is not None and not choice.prediction.over:
+            found.append(choice)
+    return sorted(found, key=lambda choice: choice.step_seconds)
+
+
+def concrete(
+    candidate: Candidate,
+    cluster: Cluster,
+    model: ModelSpec,
+    seq_length: int,
+    options: SearchOptions,
+    evaluator: Evaluator,
+) -> Choice | None:
+    """The plan of a candidate, validated and predicted; None when its TP groups do not pack."""
+    placed = place(candidate, evaluator.pool)
+    if placed is None:
+        return None
+    plan, own = to_plan(placed, cluster, seq_length, model.num_heads)
+    validate(plan, model, own, dtype=options.dtype)
+    costs = evaluator.costs
+    if own is not cluster:
+        costs = CostModel(model, own, seq_length, options.dtype, options.costs)
+    return Choice(plan, own, candidate, predict(plan, model, own, options.dtype, costs), placed.idle)
+
+
+def check_request(model: ModelSpec, seq_length: int, batch: int, options: SearchOptions) -> None:
+    """Refuse sizes that no plan can have."""
+    if not 1 <= seq_length <= model.max_position_embeddings:
+        raise UserError(
+            f"the model has {model.max_position_embeddings} positions", field="--seq-length", value=seq_length,
+            accepted=f"1 to {model.max_position_embeddings}",
+        )  # fmt: skip
+    if batch < 1:
+        raise UserError("too small", field="--global-batch-size", value=batch, accepted="an integer >= 1")
+    sizes = options.space.micro_batch_sizes
+    if sizes is not None and len(sizes) == 1 and batch % sizes[0]:
+        size = sizes[0]
+        lower = batch // size * size
+        near = f"{lower} or {lower + size}" if lower else str(size)
+        raise UserError(
+            f"cannot be divided into micro-batches of {size} sequences", field="--global-batch-size", value=batch,
+            accepted=f"{near}, or --micro-batch-size 1",
+        )  # fmt: skip
+
+
+def restricted_pools(evaluator: Evaluator) -> Iterator[tuple[str, Evaluator]]:
+    """(chip type, evaluator over the groups of that type only)."""
+    names = dict.fromkeys(group.chip for group in evaluator.pool.groups)
+    for name in names:
+        groups = [g for g, group in enumerate(evaluator.pool.groups) if group.chip == name]
+        pool = evaluator.pool.restricted(groups)
+        tables = Tables(evaluator.costs, pool, evaluator.tables.layers, evaluator.tables.depth)
+        yield name, Evaluator(tables, pool)

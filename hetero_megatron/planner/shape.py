@@ -1,0 +1,115 @@
+"""What the search builds: plans over groups of equal chips, without ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class StageShape:
+    """``dp`` units of ``tp`` chips of one group; ``first``: layers recomputed under ``recompute="first"``."""
+
+    group: int
+    tp: int
+    dp: int
+    layers: int = 0
+    recompute: str = "none"
+    first: int = 0
+    offload: bool = False
+
+    @property
+    def chips(self) -> int:
+        return self.tp * self.dp
+
+
+@dataclass(frozen=True)
+class PipelineShape:
+    """Stages in the order of the layers; ``micro_batch_size`` in sequences."""
+
+    micro_batch_size: int
+    stages: tuple[StageShape, ...]
+
+    def usage(self, groups: int) -> tuple[int, ...]:
+        """Chips per group."""
+        used = [0] * groups
+        for stage in self.stages:
+            used[stage.group] += stage.chips
+        return tuple(used)
+
+    @property
+    def chips(self) -> int:
+        return sum(stage.chips for stage in self.stages)
+
+
+@dataclass(frozen=True)
+class Part:
+    """``copies`` pipelines of one shape, each with ``num_micro_batches``."""
+
+    shape: PipelineShape
+    copies: int
+    num_micro_batches: int
+
+    @property
+    def sequences(self) -> int:
+        return self.copies * self.shape.micro_batch_size * self.num_micro_batches
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan over groups; ``order`` says how pipelines lie on the nodes (see ``place.py``)."""
+
+    parts: tuple[Part, ...]
+    schedule: str = "1f1b"
+    order: str = "stage"
+
+    @property
+    def pipelines(self) -> int:
+        return sum(part.copies for part in self.parts)
+
+    @property
+    def sequences(self) -> int:
+        return sum(part.sequences for part in self.parts)
+
+    def usage(self, groups: int) -> tuple[int, ...]:
+        used = [0] * groups
+        for part in self.parts:
+            for g, n in enumerate(part.shape.usage(groups)):
+                used[g] += part.copies * n
+        return tuple(used)
+
+    def merged(self) -> Candidate:
+        """Equal parts added up, in the order of first appearance."""
+        counts: dict[tuple[PipelineShape, int], int] = {}
+        for part in self.parts:
+            key = (part.shape, part.num_micro_batches)
+            counts[key] = counts.get(key, 0) + part.copies
+        return replace(self, parts=tuple(Part(s, n, m) for (s, m), n in counts.items() if n))
+
+
+def in_flight(schedule: str, stages: int, micro_batches: int) -> tuple[int, ...]:
+    """Per stage, the most micro-batches whose activations are alive at once (as ``schedule.in_flight`` counts them)."""
+    if schedule == "gpipe":
+        return (micro_batches,) * stages
+    return tuple(min(micro_batches, stages - s) for s in range(stages))
+
+
+def describe(shape: PipelineShape, chips: Sequence[str]) -> str:
+    """``A100 tp4 x3 [10,10,12] > V100 tp2 dp2 [4]``: runs of equal stages with their layers."""
+    runs: list[tuple[tuple[int, int, int], list[StageShape]]] = []
+    for stage in shape.stages:
+        key = (stage.group, stage.tp, stage.dp)
+        if runs and runs[-1][0] == key:
+            runs[-1][1].append(stage)
+        else:
+            runs.append((key, [stage]))
+    words = []
+    for (group, tp, dp), stages in runs:
+        word = chips[group] + (f" tp{tp}" if tp > 1 else "") + (f" dp{dp}" if dp > 1 else "")
+        counts = [s.layers for s in stages]
+        layers = (
+            f"{len(counts)}x{counts[0]}" if len(counts) > 3 and len(set(counts)) == 1 else ",".join(map(str, counts))
+        )
+        recompute = {s.recompute for s in stages} - {"none"}
+        words.append(f"{word} [{layers}]" + (f" recompute {'/'.join(sorted(recompute))}" if recompute else ""))
+    return " > ".join(words)

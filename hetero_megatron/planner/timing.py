@@ -1,0 +1,173 @@
+"""Seconds of one pipeline: a closed form to rank, and the exact time of the schedule's actions.
+
+Both know stages of unlike speed. ``seconds`` gives, for the schedules 1f1b and gpipe, exactly what
+``schedule.simulate`` gives for the lowered actions; it is a recurrence over micro-batches instead of an event queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Times = Sequence[float]
+
+
+def lower_bound(forward: Times, backward: Times, link: Times, micro_batches: int) -> float:
+    """No schedule that keeps to the dependencies is faster.
+
+    Stage i cannot start before the first micro-batch has come through the stages before it, nor can the last
+    gradient leave it before it has done all its work and reach the front earlier than the way back takes.
+    """
+    before = worst = total = 0.0
+    for i, (f, b) in enumerate(zip(forward, backward)):
+        worst = max(worst, before + micro_batches * (f + b))
+        total += f + b
+        before += f + b
+        if i < len(link):
+            before += 2 * link[i]
+            worst = max(worst, micro_batches * link[i])
+    return max(worst, total + 2 * sum(link))
+
+
+def closed_form(forward: Times, backward: Times, link: Times, micro_batches: int, schedule: str = "1f1b") -> float:
+    """A lower bound for one schedule, to rank by.
+
+    Beside :func:`lower_bound`: in 1f1b a stage i keeps P - i micro-batches in flight, so each takes at least the way to
+    the end and back divided by that. In gpipe all forwards end before the last stage's first backward, and each
+    phase is as long as its slowest stage or transfer.
+    """
+    bound = lower_bound(forward, backward, link, micro_batches)
+    count, m = len(forward), micro_batches
+    if schedule == "gpipe":
+        return max(bound, m * (max(*forward, *link, 0.0) + max(*backward, *link, 0.0)))
+    if schedule != "1f1b" or not any(link):
+        return bound
+    trip = 0.0
+    before = [0.0] * count
+    for i in range(1, count):
+        before[i] = before[i - 1] + forward[i - 1] + backward[i - 1] + 2 * link[i - 1]
+    for i in range(count - 1, -1, -1):
+        trip += forward[i] + backward[i] + (2 * link[i] if i < count - 1 else 0.0)
+        bound = max(bound, before[i] + trip * ((m - 1) // (count - i) + 1))
+    return bound
+
+
+def seconds(forward: Times, backward: Times, link: Times, micro_batches: int, schedule: str = "1f1b") -> float:
+    """Exact time from the first start to the last end; transfers of one direction of a boundary follow one another."""
+    if schedule == "gpipe":
+        return _gpipe(forward, backward, link, micro_batches)
+    return _one_f_one_b(forward, backward, link, micro_batches)
+
+
+def _one_f_one_b(forward: Times, backward: Times, link: Times, m: int) -> float:
+    """Round j: every stage i does B(i, j - P + i) and then F(i, j); what these wait for is of an earlier round, or of
+    an earlier stage in this one."""
+    p = len(forward)
+    if p == 1:
+        return m * (forward[0] + backward[0])
+    free = [0.0] * p
+    came = [0.0] * (p + 1)  # arrival of the last gradient from stage i at stage i - 1
+    down, up = [0.0] * p, [0.0] * p  # when the link after (before) stage i is free again
+    last = p - 1
+    rounds = range(m + p)
+    for j in rounds:
+        t0 = j - p
+        lo, hi = max(0, -t0), min(p, m - t0)
+        for i in range(lo, hi):
+            start = free[i]
+            if i < last and came[i + 1] > start:
+                start = came[i + 1]
+            end = start + backward[i]
+            free[i] = end
+            if i:
+                begin = up[i] if up[i] > end else end
+                came[i] = up[i] = begin + link[i - 1]
+        if j < m:
+            arrival = 0.0
+            for i in range(p):
+                start = free[i] if free[i] > arrival else arrival
+                end = start + forward[i]
+                free[i] = end
+                if i < last:
+                    begin = down[i] if down[i] > end else end
+                    arrival = down[i] = begin + link[i]
+    return max(free)
+
+
+def _gpipe(forward: Times, backward: Times, link: Times, m: int) -> float:
+    """All forwards, then all backwards in the same order."""
+    p = len(forward)
+    arrival = [0.0] * m
+    ends = []
+    for i in range(p):
+        clock = busy = 0.0
+        for j in range(m):
+            clock = max(clock, arrival[j]) + forward[i]
+            if i < p - 1:
+                busy = max(busy, clock) + link[i]
+                arrival[j] = busy
+        ends.append(clock)
+    arrival = [0.0] * m
+    for i in range(p - 1, -1, -1):
+        clock = ends[i]
+        busy = 0.0
+        for j in range(m):
+            clock = max(clock, arrival[j]) + backward[i]
+            if i:
+                busy = max(busy, clock) + link[i - 1]
+                arrival[j] = busy
+        ends[i] = clock
+    return max(ends)
+
+
+def many(forward: Floats, backward: Floats, link: Times, micro_batches: int, schedule: str = "1f1b") -> Floats:
+    """``seconds`` of many pipelines with the same links at once: [ways, stages] -> [ways]."""
+    f = [np.ascontiguousarray(column) for column in forward.T]
+    b = [np.ascontiguousarray(column) for column in backward.T]
+    if len(f) == 1:
+        return np.asarray(micro_batches * (f[0] + b[0]))
+    return (_many_gpipe if schedule == "gpipe" else _many_1f1b)(f, b, link, micro_batches)
+
+
+def _many_1f1b(forward: list[Floats], backward: list[Floats], link: Times, m: int) -> Floats:
+    p, zero = len(forward), np.zeros(len(forward[0]))
+    free, came = [zero] * p, [zero] * (p + 1)
+    down, up = [zero] * p, [zero] * p
+    for j in range(m + p):
+        for i in range(max(0, p - j), min(p, m + p - j)):
+            start = np.maximum(free[i], came[i + 1]) if i < p - 1 else free[i]
+            free[i] = start + backward[i]
+            if i:
+                came[i] = up[i] = np.maximum(up[i], free[i]) + link[i - 1]
+        if j < m:
+            arrival = zero
+            for i in range(p):
+                free[i] = np.maximum(free[i], arrival) + forward[i]
+                if i < p - 1:
+                    arrival = down[i] = np.maximum(down[i], free[i]) + link[i]
+    return np.asarray(np.max(free, axis=0))
+
+
+def _many_gpipe(forward: list[Floats], backward: list[Floats], link: Times, m: int) -> Floats:
+    p, zero = len(forward), np.zeros(len(forward[0]))
+    ends = []
+    arrival = [zero] * m
+    for i in range(p):
+        clock = busy = zero
+        for j in range(m):
+            clock = np.maximum(clock, arrival[j]) + forward[i]
+            if i < p - 1:
+                arrival[j] = busy = np.maximum(busy, clock) + link[i]
+        ends.append(clock)
+    arrival = [zero] * m
+    for i in range(p - 1, -1, -1):
+        clock, busy = ends[i], zero
+        for j in range(m):
+            clock = np.maximum(clock, arrival[j]) + backward[i]
+            if i:
+                arrival[j] = busy = np.maximum(busy, clock) + link[i - 1]
+        ends[i] = clock
+    return np.asarray(np.max(ends, axis=0))

@@ -1,0 +1,85 @@
+"""Uniform plans, as Megatron's flags describe them: the baseline, and seeds of the search.
+
+Every stage has the same TP degree and (as nearly as it divides) the same layers, every replica the same share of the
+batch, recompute is the same everywhere, and ranks are numbered through the cluster file: tensor parallel fastest, then
+data parallel, then pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hetero_megatron.plan import MegatronParallel
+from hetero_megatron.planner.pool import Pool
+from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape
+from hetero_megatron.spec import ModelSpec
+
+SIZES = (1, 2, 4, 8)
+RECOMPUTES = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Degrees of a uniform plan."""
+
+    tp: int
+    pp: int
+    dp: int
+    micro_batch_size: int
+    recompute: str
+
+    def flags(self, seq_length: int, batch: int) -> MegatronParallel:
+        return MegatronParallel(
+            world_size=self.tp * self.pp * self.dp, seq_length=seq_length, micro_batch_size=self.micro_batch_size,
+            global_batch_size=batch, tensor_model_parallel_size=self.tp, pipeline_model_parallel_size=self.pp,
+            recompute_granularity=None if self.recompute == "none" else self.recompute,
+            recompute_method="uniform" if self.recompute == "full" else None,
+            recompute_num_layers=1 if self.recompute == "full" else None,
+        )  # fmt: skip
+
+    def text(self) -> str:
+        return (
+            f"tp {self.tp}, pp {self.pp}, dp {self.dp}, micro-batch {self.micro_batch_size}, recompute {self.recompute}"
+        )
+
+
+def uniform_plans(
+    pool: Pool, model: ModelSpec, batch: int, recomputes: tuple[str, ...] = RECOMPUTES, sizes: tuple[int, ...] = SIZES
+) -> Iterator[tuple[Uniform, Candidate]]:
+    """Every uniform plan over all chips of the pool whose TP groups lie inside nodes of one chip type."""
+    chips = pool.chips
+    ranks = sorted((r, g, n) for g, group in enumerate(pool.groups) for n, node in enumerate(group.ranks) for r in node)
+    where = [(g, n) for _, g, n in ranks]
+    for tp in range(1, chips + 1):
+        if chips % tp or tp > model.num_heads:
+            continue
+        blocks = [where[i : i + tp] for i in range(0, chips, tp)]
+        if any(len(set(block)) > 1 for block in blocks):
+            continue
+        groups = [block[0][0] for block in blocks]
+        for pp in range(1, min(len(blocks), model.num_layers) + 1):
+            if len(blocks) % pp:
+                continue
+            dp = len(blocks) // pp
+            each, more = divmod(model.num_layers, pp)
+            for size in sizes:
+                if batch % (dp * size):
+                    continue
+                for recompute in recomputes:
+                    counts: dict[tuple[int, ...], int] = {}
+                    for d in range(dp):
+                        key = tuple(groups[p * dp + d] for p in range(pp))
+                        counts[key] = counts.get(key, 0) + 1
+                    parts = tuple(
+                        Part(
+                            PipelineShape(
+                                size,
+                                tuple(StageShape(g, tp, 1, each + (p < more), recompute) for p, g in enumerate(key)),
+                            ),
+                            copies,
+                            batch // (dp * size),
+                        )
+                        for key, copies in counts.items()
+                    )
+                    yield Uniform(tp, pp, dp, size, recompute), Candidate(parts)

@@ -1,0 +1,218 @@
+"""What a vendor's adapter to PyTorch offers: the interface that platform plugins implement.
+
+Most adapters copy torch's device module (``torch.<type>``: streams, events, memory, generators), so the base class
+finds everything there, and a plugin states what differs. Nothing here imports an adapter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import resource
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from hetero_megatron.errors import UserError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """On-chip limits that kernels size their blocks by; None: unknown.
+
+    Attributes:
+        shared_bytes: fast memory of one block; max_warps: of one block; max_grid: programs per launch and axis;
+        max_block: elements of one block of a kernel.
+    """
+
+    shared_bytes: int | None = None
+    max_warps: int = 32
+    max_grid: int = 65_535
+    max_block: int = 65_536
+
+
+class Accelerator:
+    """One kind of device. Plugins subclass it, set the class attributes and override what their adapter does otherwise.
+
+    Attributes:
+        name: of the platform, unique; vendor: who makes it; device_type: torch's name of the device.
+        adapter: module that registers the device with torch; empty: torch itself does.
+        backends: process-group backends that move its tensors, best first.
+        dtypes: it computes in.
+        tested: whether this project has run on such a device.
+    """
+
+    name: ClassVar[str] = ""
+    vendor: ClassVar[str] = ""
+    device_type: ClassVar[str] = ""
+    adapter: ClassVar[str] = ""
+    backends: ClassVar[tuple[str, ...]] = ()
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
+    limits: ClassVar[Limits] = Limits()
+    tested: ClassVar[bool] = False
+
+    def installed(self) -> bool:
+        """Whether its adapter is there; nothing is imported."""
+        return not self.adapter or importlib.util.find_spec(self.adapter.split(".")[0]) is not None
+
+    def load(self) -> None:
+        """Import the adapter, which registers the device with torch."""
+        if self.adapter:
+            importlib.import_module(self.adapter)
+
+    def module(self) -> Any:
+        """``torch.<device type>``."""
+        return getattr(torch, self.device_type)
+
+    def available(self) -> bool:
+        """Whether this process can use such a device."""
+        if not self.installed():
+            return False
+        try:
+            self.load()
+            return bool(self.module().is_available()) and self.device_count() > 0 and self.matches()
+        except (ImportError, AttributeError, OSError):  # an adapter for another torch, or without its driver
+            return False
+
+    def matches(self) -> bool:
+        """Whether the devices are this vendor's: several vendors call theirs by one torch name."""
+        return True
+
+    def device_count(self) -> int:
+        return int(self.module().device_count())
+
+    def device(self, index: int = 0) -> torch.device:
+        """The device of one local rank, made current.
+
+        Raises:
+            UserError: this machine has fewer.
+        """
+        count = self.device_count()
+        if index >= count:
+            raise UserError(
+                f"this machine has {count} {self.name} devices", field="LOCAL_RANK", value=index,
+                accepted=f"0 to {count - 1}",
+            )  # fmt: skip
+        self.module().set_device(index)
+        return torch.device(self.device_type, index)
+
+    def arch(self, index: int = 0) -> tuple[int, ...]:
+        """Version of the chip, comparable; () where the adapter does not say."""
+        ask = getattr(self.module(), "get_device_capability", None)
+        return tuple(ask(index)) if ask is not None else ()
+
+    def chip(self, index: int = 0) -> str:
+        """Name of the chip as its driver says it."""
+        return str(self.module().get_device_name(index))
+
+    def total_memory(self, index: int = 0) -> int:
+        return int(self.module().get_device_properties(index).total_memory)
+
+    def peak_memory(self, index: int = 0) -> int:
+        """Most bytes allocated at once so far."""
+        return int(self.module().max_memory_allocated(index))
+
+    def synchronize(self) -> None:
+        self.module().synchronize()
+
+    def stream(self) -> Any:
+        return self.module().Stream()
+
+    def event(self, timing: bool = False) -> Any:
+        return self.module().Event(enable_timing=timing)
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: Any) -> Iterator[None]:
+        with self.module().stream(stream):
+            yield
+
+    def seed(self, value: int) -> None:
+        self.module().manual_seed_all(value)
+
+    def rng_state(self) -> torch.Tensor:
+        return self.module().get_rng_state()  # type: ignore[no-any-return]
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self.module().set_rng_state(state)
+
+
+class CPU(Accelerator):
+    """The processor itself, with gloo: a platform like any other, not a test mode."""
+
+    name, vendor, device_type, backends, tested = "cpu", "any", "cpu", ("gloo",), True
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+    def available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def device(self, index: int = 0) -> torch.device:
+        return torch.device("cpu")
+
+    def arch(self, index: int = 0) -> tuple[int, ...]:
+        return ()
+
+    def chip(self, index: int = 0) -> str:
+        import platform
+
+        return platform.processor() or platform.machine()
+
+    def total_memory(self, index: int = 0) -> int:
+        import os
+
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def peak_memory(self, index: int = 0) -> int:
+        """Max RSS of the process."""
+        scale = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+    def synchronize(self) -> None:
+        return None
+
+    def stream(self) -> Any:
+        return torch.Stream(device="cpu") if hasattr(torch, "Stream") else None
+
+    def event(self, timing: bool = False) -> Any:
+        return _HostEvent()
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: Any) -> Iterator[None]:
+        yield
+
+    def seed(self, value: int) -> None:
+        torch.manual_seed(value)
+
+    def rng_state(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
+
+class _HostEvent:
+    """An event of a device that is always in step with the host."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        import time
+
+        self.seconds = time.perf_counter()
+
+    def synchronize(self) -> None:
+        return None
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: _HostEvent) -> float:
+        """Milliseconds from this event to ``other``."""
+        return (other.seconds - self.seconds) * 1e3

@@ -1,0 +1,173 @@
+"""Faults on demand, in a testbed that runs: kill or freeze a rank, cut or slow a link, slow a chip.
+
+Ranks that pace themselves (chips: clock or soft, links: paced) read ``control.json`` once a second; the rest is done
+to the kernel's things from here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.testbed import namespaces, quota, shaping
+from hetero_megatron.testbed.process import alive, signal_all
+from hetero_megatron.testbed.state import CONTROL, Testbed, write_json
+
+Node = dict[str, Any]
+
+
+def kill_rank(testbed: Testbed, rank: int) -> str:
+    """SIGKILL to the rank and its children."""
+    signal_all([_pid(testbed, rank)], signal.SIGKILL, group=True)
+    return f"rank {rank} was killed"
+
+
+def freeze_rank(testbed: Testbed, rank: int) -> str:
+    """SIGSTOP: the rank is there and does not answer."""
+    signal_all([_pid(testbed, rank)], signal.SIGSTOP, group=True)
+    return f"rank {rank} is frozen"
+
+
+def thaw_rank(testbed: Testbed, rank: int) -> str:
+    signal_all([_pid(testbed, rank)], signal.SIGCONT, group=True)
+    return f"rank {rank} goes on"
+
+
+def slow_chip(testbed: Testbed, rank: int, speed: float) -> str:
+    """Give one rank another speed (1.0 = one core)."""
+    record = testbed.record()
+    if not 0 < speed <= 1:
+        raise UserError("out of range", field="speed", value=speed, accepted="above 0, at most 1.0 (one core)")
+    entry = _rank(record, rank)
+    if record["chips"] == "none":
+        raise UserError("the chips of this testbed have no emulated speed", field="--chips", value="none",
+                        accepted="a testbed with --chips clock, soft or quota")  # fmt: skip
+    if record["chips"] == "quota":
+        quota.set_quota(Path(entry["quota"]), speed)
+    else:
+        with _control(testbed) as control:
+            control["speed"][str(rank)] = speed
+    return f"rank {rank} has speed {speed:g}"
+
+
+def slow_link(testbed: Testbed, a: str, b: str, rate: float) -> str:
+    """Give the link between two nodes another rate in bytes/s, both ways."""
+    record = testbed.record()
+    ends = [_node(record, a), _node(record, b)]
+    _need_links(record, ends)
+    if record["links"] == "paced":
+        _pace(testbed, record, ends, rate)
+    else:
+        for near, far in ((0, 1), (1, 0)):
+            rates = ends[near]["rates"]
+            if ends[far]["name"] not in rates:
+                raise UserError("this link is not shaped", field="link", value=f"{a} {b}", accepted=", ".join(rates))
+            if rate > max(rates.values()):
+                raise UserError("faster than the node's fastest link", field="rate", value=rate,
+                                accepted=f"at most {max(rates.values()):.6g} bytes/s")  # fmt: skip
+        for near, far in ((0, 1), (1, 0)):
+            _in_node(ends[near], "tc", shaping.change_command(ends[far]["index"], rate))
+    return f"the link between {a} and {b} carries {rate:.6g} bytes/s"
+
+
+def cut_link(testbed: Testbed, a: str, b: str) -> str:
+    """Nothing comes through between two nodes any more; nobody is told."""
+    record = testbed.record()
+    ends = [_node(record, a), _node(record, b)]
+    _need_links(record, ends)
+    if record["links"] == "paced":
+        _pace(testbed, record, ends, 0.0)
+    else:
+        for near, far in ((0, 1), (1, 0)):
+            _in_node(ends[near], "ip", f"route replace blackhole {ends[far]['address']}/32")
+    return f"the link between {a} and {b} is cut"
+
+
+def mend_link(testbed: Testbed, a: str, b: str) -> str:
+    """What was cut or slowed carries again what the cluster file says."""
+    record = testbed.record()
+    ends = [_node(record, a), _node(record, b)]
+    _need_links(record, ends)
+    if record["links"] == "paced":
+        ranks = [_ranks_of(record, end) for end in ends]
+        with _control(testbed) as control:
+            pairs = {(x, y) for x in ranks[0] for y in ranks[1]} | {(y, x) for x in ranks[0] for y in ranks[1]}
+            control["rate"] = [entry for entry in control["rate"] if (entry[0], entry[1]) not in pairs]
+        return f"the link between {a} and {b} is as before"
+    for near, far in ((0, 1), (1, 0)):
+        try:
+            _in_node(ends[near], "ip", f"route del blackhole {ends[far]['address']}/32")
+        except RuntimeError as error:
+            if "No such process" not in str(error):  # it was not cut
+                raise
+        if ends[far]["name"] in ends[near]["rates"]:
+            rate = ends[near]["rates"][ends[far]["name"]]
+            _in_node(ends[near], "tc", shaping.change_command(ends[far]["index"], rate))
+    return f"the link between {a} and {b} is as before"
+
+
+def _pace(testbed: Testbed, record: dict[str, Any], ends: list[Node], rate: float) -> None:
+    ranks = [_ranks_of(record, end) for end in ends]
+    pairs = [(x, y) for x in ranks[0] for y in ranks[1]] + [(y, x) for x in ranks[0] for y in ranks[1]]
+    with _control(testbed) as control:
+        others = [entry for entry in control["rate"] if (entry[0], entry[1]) not in pairs]
+        control["rate"] = others + [[x, y, rate] for x, y in pairs]
+
+
+@contextmanager
+def _control(testbed: Testbed) -> Iterator[dict[str, Any]]:
+    """Read, change and replace control.json; one at a time."""
+    path = testbed.directory / CONTROL
+    with open(testbed.directory / ".lock", "w", encoding="ascii") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        control = json.loads(path.read_text(encoding="utf-8"))
+        yield control
+        write_json(path, control)
+
+
+def _rank(record: dict[str, Any], rank: int) -> dict[str, Any]:
+    ranks = record.get("ranks", [])
+    if not 0 <= rank < len(ranks):
+        raise UserError("no such rank", field="rank", value=rank, accepted=f"0 to {len(ranks) - 1}")
+    return dict(ranks[rank])
+
+
+def _pid(testbed: Testbed, rank: int) -> int:
+    entry = _rank(testbed.record(), rank)
+    if entry["pid"] is None or not alive(entry["pid"], entry["start"]):
+        raise UserError("this rank does not run (any more)", field="rank", value=rank)
+    return int(entry["pid"])
+
+
+def _node(record: dict[str, Any], name: str) -> Node:
+    names = [node["name"] for node in record.get("nodes", [])]
+    if name not in names:
+        raise UserError("no such node", field="node", value=name, accepted=", ".join(names))
+    return {**record["nodes"][names.index(name)], "index": names.index(name)}
+
+
+def _ranks_of(record: dict[str, Any], node: Node) -> list[int]:
+    return [entry["rank"] for entry in record["ranks"] if entry["node"] == node["name"]]
+
+
+def _need_links(record: dict[str, Any], ends: list[Node]) -> None:
+    if ends[0]["name"] == ends[1]["name"]:
+        raise UserError("a link is between two nodes", field="node", value=ends[0]["name"])
+    if record["links"] == "none":
+        raise UserError("the links of this testbed are those of the machine", field="--links", value="none",
+                        accepted="a testbed with --links namespaces or paced")  # fmt: skip
+
+
+def _in_node(node: Node, name: str, line: str) -> None:
+    fd = os.open(node["namespace"], os.O_RDONLY)
+    try:
+        namespaces.tool(name, [line], fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,374 @@
+"""Starts one process per rank of a cluster file, watches them, and leaves nothing behind.
+
+Ways to end: all ranks end; one fails (the rest get a grace time, then SIGTERM, then SIGKILL); Ctrl-C or SIGTERM; the
+launcher is killed (its ranks die with it, and the reaper removes the rest).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import hetero_megatron
+from hetero_megatron.cluster import format_bytes
+from hetero_megatron.errors import UserError
+from hetero_megatron.testbed import namespaces, quota, shaping
+from hetero_megatron.testbed.load import LoadMonitor
+from hetero_megatron.testbed.output import Output
+from hetero_megatron.testbed.process import (
+    MARK,
+    all_status,
+    die_with_parent,
+    enter_namespace,
+    kill_marked,
+    signal_all,
+    status,
+)  # fmt: skip
+from hetero_megatron.testbed.report import Outcome, describe, report, say
+from hetero_megatron.testbed.settings import Settings, describe_links
+from hetero_megatron.testbed.state import CONTROL, ENVIRONMENT, clean, new_testbed, write_json
+
+POLL_SECONDS = 0.2
+LOAD_SECONDS = 2.0
+TERM_SECONDS = 3.0  # between SIGTERM and SIGKILL
+PORT = 29500  # in namespaces of our own every port is free
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run a command on a testbed.
+
+    Args:
+        grace: seconds that the other ranks have to end by themselves after one has failed.
+        output: ``rank0`` or ``all``; log_dir: where every rank's output and ``testbed.json`` go.
+    """
+
+    command: tuple[str, ...]
+    grace: float = 10.0
+    output: str = "rank0"
+    log_dir: Path | None = None
+
+
+def find_command(words: Sequence[str]) -> tuple[str, ...]:
+    """The command with an interpreter before a ``.py`` file; UserError when it cannot be run."""
+    if not words:
+        raise UserError("no command to run", field="testbed run", accepted="-- CMD ... at the end")
+    if words[0].endswith(".py"):
+        if not Path(words[0]).is_file():
+            raise UserError("no such file", field="command", value=words[0])
+        return (sys.executable, *words)
+    if shutil.which(words[0]) is None:
+        raise UserError("no such command", field="command", value=words[0], accepted="a program, or a .py file")
+    return tuple(words)
+
+
+@dataclass
+class Launcher:
+    """One run; :meth:`run` is called once, from the main thread.
+
+    Attributes:
+        codes: exit codes of ranks that ended by themselves (128 + signal for those that were killed).
+        latencies: measured seconds one way, by name of the pair of node groups (links: namespaces).
+    """
+
+    settings: Settings
+    options: Options
+    codes: dict[int, int] = field(default_factory=dict)
+    latencies: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if MARK in os.environ:
+            raise UserError("a testbed inside a testbed", field=MARK, value=os.environ[MARK], accepted="one at a time")
+        self._ranks: dict[int, subprocess.Popen[bytes]] = {}
+        self._groups: dict[int, quota.RankGroups] = {}
+        self._network: namespaces.Network | None = None
+        self._signals: list[int] = []
+        self._ready: set[int] = set()
+        self._load = LoadMonitor(sessions=[])
+
+    def run(self) -> int:
+        """Returns the exit code: the worst of the ranks, or 128 + signal when interrupted."""
+        with self._catch_signals():
+            self._testbed = new_testbed()
+            self._output = Output(self.options.output, self.options.log_dir)
+            try:
+                self._reaper = self._start_reaper()
+                self._make()
+                self._load.sample()
+                for rank in range(self.settings.cluster.world_size):
+                    self._start(rank)
+                self._record()
+                self._watch()
+            finally:
+                self._close()
+        code = 128 + self._signals[0] if self._signals else max(self.codes.values(), default=1)
+        self._report(code)
+        return code
+
+    @contextmanager
+    def _catch_signals(self) -> Iterator[None]:
+        def note(number: int, _: FrameType | None) -> None:
+            self._signals.append(number)
+
+        old = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            yield
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+    def _start_reaper(self) -> subprocess.Popen[bytes]:
+        root = str(Path(hetero_megatron.__file__).parent.parent)
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+        return subprocess.Popen(
+            [sys.executable, "-m", "hetero_megatron.testbed.reaper", str(self._testbed.directory)],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, cwd="/",
+            env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+
+    def _make(self) -> None:
+        """Namespaces, groups and files: all that has to be there before the first rank."""
+        settings, directory = self.settings, self._testbed.directory
+        self._record()
+        if settings.links == "namespaces":
+            self._network = namespaces.Network(len(settings.node_names), settings.node_rates)
+            try:
+                self._network.open()
+            except (OSError, RuntimeError) as error:
+                problem = f"namespaces cannot be made: {error}"
+                raise UserError(problem, field="--links", accepted="--links paced") from None
+            for name, a, b, _ in describe_links(settings):
+                self.latencies[name] = self._network.latency(a, b)
+        self._make_groups()
+        write_json(directory / CONTROL, {"speed": {}, "rate": []})
+        environment: dict[str, Any] = {
+            "testbed": self._testbed.id, "cluster": os.path.abspath(settings.cluster.file), "chips": settings.chips,
+            "links": settings.links, "speeds": list(settings.speeds), "control": str(directory / CONTROL),
+        }  # fmt: skip
+        if settings.links == "paced":
+            environment["pace"] = settings.pace()
+        write_json(directory / ENVIRONMENT, environment)
+        self._record()
+        say(f"testbed {self._testbed.id}: {settings.cluster.world_size} ranks on {len(settings.node_names)} nodes")
+        for line in describe(settings, self.latencies):
+            say(f"  {line}")
+
+    def _make_groups(self) -> None:
+        """On v2 one group serves for both controllers: the hierarchy is one."""
+        settings, found = self.settings, quota.hierarchies()
+        for rank in range(settings.cluster.world_size):
+            groups = self._groups[rank] = quota.RankGroups()
+            if settings.chips == "quota":
+                groups.cpu = quota.make_group(found["cpu"], self._testbed.id, rank)
+                groups.version = found["cpu"].version
+                if not (settings.memory and groups.version == 2):  # there the rank is in the group from its start
+                    self._set_quota(rank)
+            if settings.memory:
+                groups.memory = quota.make_group(found["memory"], self._testbed.id, rank)
+                groups.version = found["memory"].version
+                quota.set_memory(groups.memory, settings.memory[rank])
+
+    def _set_quota(self, rank: int) -> None:
+        speed, group = self.settings.speeds[rank], self._groups[rank].cpu
+        assert speed is not None and group is not None
+        quota.set_quota(group, speed)
+
+    def _record(self) -> None:
+        """Write down what there is, for status, faults and clean-up."""
+        settings, network = self.settings, self._network
+        reaper = status(self._reaper.pid)
+        ranks = []
+        for rank, place in enumerate(settings.cluster.ranks):
+            child = self._ranks.get(rank)
+            found = status(child.pid) if child else None
+            cpu = self._groups[rank].cpu if rank in self._groups else None
+            ranks.append({
+                "rank": rank, "node": place.node, "chip": place.chip, "speed": settings.speeds[rank],
+                "core": settings.cores[rank], "pid": found.pid if found else None,
+                "start": found.start if found else None, "quota": str(cpu) if cpu else None,
+            })  # fmt: skip
+        nodes = []
+        for index, name in enumerate(settings.node_names):
+            rates = {settings.node_names[b]: rate for (a, b), rate in settings.node_rates.items() if a == index}
+            nodes.append({
+                "name": name, "address": namespaces.address(index) if network else "127.0.0.1", "rates": rates,
+                "namespace": network.path(network.nodes[index]) if network and network.nodes else None,
+            })  # fmt: skip
+        self._testbed.write_record({
+            "cluster": os.path.abspath(settings.cluster.file), "chips": settings.chips, "links": settings.links,
+            "command": list(self.options.command), "ranks": ranks, "nodes": nodes,
+            "switch": network.path(network.switch) if network and network.switch >= 0 else None,
+            "reaper": [reaper.pid, reaper.start] if reaper else None,
+        })  # fmt: skip
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        """torchrun's, and the testbed's."""
+        settings, place = self.settings, self.settings.cluster.ranks[rank]
+        node = settings.node_of[rank]
+        here, per_node = (settings.node_of.count(node), len(settings.node_names))
+        if not hasattr(self, "_port"):
+            self._port = PORT if self._network else _free_port()
+        # torch complains, once per rank, that it finds no name for an address of ours; nothing resolves names there
+        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"} if self._network else {}
+        return {
+            **quiet,
+            **os.environ,
+            "MASTER_ADDR": namespaces.address(0) if self._network else "127.0.0.1",
+            "MASTER_PORT": str(self._port),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(settings.cluster.world_size),
+            "LOCAL_RANK": str(place.local),
+            "LOCAL_WORLD_SIZE": str(here),
+            "GROUP_RANK": str(node),
+            "GROUP_WORLD_SIZE": str(per_node),
+            "GLOO_SOCKET_IFNAME": shaping.DEVICE if self._network else _loopback(),
+            "HETERO_NODE": place.node,
+            "OMP_NUM_THREADS": "1",
+            "MALLOC_ARENA_MAX": "1",
+            "PYTHONUNBUFFERED": os.environ.get("PYTHONUNBUFFERED", "1"),
+            "HETERO_TESTBED": str(self._testbed.directory / ENVIRONMENT),
+            MARK: str(self._testbed.directory),
+        }
+
+    def _start(self, rank: int) -> None:
+        if self._signals:
+            return
+        parent, core, groups = os.getpid(), self.settings.cores[rank], self._groups[rank]
+        namespace = self._network.nodes[self.settings.node_of[rank]] if self._network else None
+
+        def prepare() -> None:  # in the child, before the command
+            die_with_parent(parent)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            if hasattr(os, "sched_setaffinity"):
+                os.sched_setaffinity(0, {core})
+            if groups.memory is not None:
+                groups.attach(os.getpid(), "memory")
+            if namespace is not None:
+                enter_namespace(namespace)
+
+        child = subprocess.Popen(
+            self.options.command, env=self._environment(rank), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, start_new_session=True, preexec_fn=prepare,
+        )  # fmt: skip
+        self._ranks[rank] = child
+        assert child.stdout is not None and child.stderr is not None
+        self._output.add(rank, "out", child.stdout)  # type: ignore[arg-type]
+        self._output.add(rank, "err", child.stderr)  # type: ignore[arg-type]
+        assert isinstance(self._load.sessions, list)
+        self._load.sessions.append(child.pid)
+
+    def _watch(self) -> None:
+        """Until all ranks have ended, one has failed and the grace time is over, or a signal came."""
+        deadline, sampled = float("inf"), time.monotonic()
+        while len(self.codes) < len(self._ranks) and not self._signals and time.monotonic() < deadline:
+            begun = time.monotonic()
+            if not self._output.pump(POLL_SECONDS):
+                time.sleep(max(0.0, POLL_SECONDS - (time.monotonic() - begun)))  # ranks that closed their output
+            if self._output.unread:
+                self._signals.append(signal.SIGPIPE)
+            for rank in self._ended():
+                if self.codes[rank] and deadline == float("inf"):
+                    deadline = time.monotonic() + self.options.grace
+                    say(f"{self._obituary(rank)}; the others have {self.options.grace:g} s to end")
+            self._note_ready()
+            if self._reaper.poll() is not None:
+                self._reaper = self._start_reaper()
+                self._record()
+            if time.monotonic() - sampled >= LOAD_SECONDS:
+                sampled = time.monotonic()
+                self._load.sample()
+        self._note_ready()
+        self._load.sample()
+
+    def _ended(self) -> list[int]:
+        """The ranks that have ended since the last call; notes their codes."""
+        new = [r for r, child in self._ranks.items() if r not in self.codes and child.poll() is not None]
+        for rank in new:
+            code = self._ranks[rank].returncode
+            self.codes[rank] = code if code >= 0 else 128 - code
+        return new
+
+    def _obituary(self, rank: int) -> str:
+        code, place = self._ranks[rank].returncode, self.settings.cluster.ranks[rank]
+        how = f"ended with {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        groups = self._groups[rank]
+        if groups.oom_kills():
+            how += f" at its memory limit of {format_bytes(self.settings.memory[rank])}"
+        return f"rank {rank} ({place.node}, {place.chip}) {how}"
+
+    def _note_ready(self) -> None:
+        """The ranks that have said that their start-up is over; under quotas they are slowed from now on."""
+        for rank, child in self._ranks.items():
+            if rank in self._ready or not (self._testbed.directory / f"ready-{rank}").exists():
+                continue
+            self._ready.add(rank)
+            if self.settings.chips != "quota" or rank in self.codes:
+                continue
+            if self.settings.memory and self._groups[rank].version == 2:
+                self._set_quota(rank)
+            for entry in all_status():
+                if entry.session == child.pid and entry.state not in "ZX":
+                    self._groups[rank].attach(entry.pid, "cpu")
+
+    def _close(self) -> None:
+        """End what still runs, then have the reaper remove the rest; again here in case it cannot."""
+        self._stop_ranks()
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end and self._output.pump(0.05):
+            pass
+        self._output.close()
+        if self._network is not None:
+            self._network.close()
+        if hasattr(self, "_reaper"):
+            assert self._reaper.stdin is not None
+            self._reaper.stdin.close()
+            try:
+                self._reaper.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                self._reaper.kill()
+                self._reaper.wait()
+        if self._testbed.directory.exists():
+            clean(self._testbed)
+
+    def _stop_ranks(self) -> None:
+        alive = [child.pid for child in self._ranks.values() if child.poll() is None]
+        if alive:
+            signal_all(alive, signal.SIGTERM, group=True)
+            signal_all(alive, signal.SIGCONT, group=True)  # a frozen one could not hear it
+            end, asked = time.monotonic() + TERM_SECONDS, len(self._signals)
+            while time.monotonic() < end and len(self._signals) < asked + 1:
+                self._output.pump(0.05)
+                if all(child.poll() is not None for child in self._ranks.values()):
+                    break
+        kill_marked(str(self._testbed.directory))
+        for child in self._ranks.values():
+            child.wait()
+
+    def _report(self, code: int) -> None:
+        slowed = self.settings.chips != "none" or self.settings.links == "paced"  # by the ranks, or at a sign of theirs
+        unheard = sorted(set(self._ranks) - self._ready) if slowed else []
+        outcome = Outcome(code, self.codes, self.latencies, self._load, unheard)
+        report(self.settings, outcome, self.options.log_dir)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _loopback() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), "lo")

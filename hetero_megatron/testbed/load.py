@@ -1,0 +1,111 @@
+"""Foreign load: CPU time that this machine spends on others while something is measured. Pure /proc.
+
+    with watch_load(sessions) as load:
+        ...
+    load.disturbed, load.foreign, load.summary()
+
+Foreign is what the cores were busy with, less this testbed's own processes, less the kernel's threads (which do its
+network traffic), plus time that a hypervisor took away.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from hetero_megatron.testbed.process import all_status, status
+
+THRESHOLD = 0.1  # cores, on average: above it a measurement is marked as disturbed
+_HZ = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class _Sample:
+    at: float  # seconds
+    busy: float  # all that follow: seconds of CPU time since boot
+    stolen: float
+    own: float
+    kernel: float
+
+
+def _sample(sessions: Collection[int], extra: Collection[int]) -> _Sample | None:
+    """None where there is no /proc/stat. ``own``: all processes of ``sessions``, and the processes ``extra``."""
+    try:
+        with open("/proc/stat", "rb") as file:
+            ticks = [int(word) for word in file.readline().split()[1:]]
+    except OSError:
+        return None
+    user, nice, system, _, _, irq, softirq, stolen = ticks[:8]
+    own = kernel = 0
+    for entry in all_status():
+        if entry.kernel:
+            kernel += entry.ticks
+        elif entry.session in sessions or entry.pid in extra:
+            own += entry.ticks
+    busy = user + nice + system + irq + softirq
+    return _Sample(time.monotonic(), busy / _HZ, stolen / _HZ, own / _HZ, kernel / _HZ)
+
+
+@dataclass
+class LoadMonitor:
+    """Call :meth:`sample` every second or two while measuring.
+
+    Args:
+        sessions: session ids (``setsid``) whose processes are one's own; may grow.
+        processes: further own processes, with their children that were waited for.
+    Attributes:
+        foreign: mean foreign load in cores; peak: the largest between two samples that are at least 1 s apart.
+    """
+
+    sessions: Collection[int] = ()
+    processes: Collection[int] = field(default_factory=lambda: (os.getpid(),))
+    foreign: float = 0.0
+    peak: float = 0.0
+    known: bool = True
+    _first: _Sample | None = None
+    _last: _Sample | None = None
+
+    def sample(self) -> None:
+        now = _sample(self.sessions, self.processes)
+        if now is None:
+            self.known = False
+            return
+        if self._first is None or self._last is None:
+            self._first = self._last = now
+            return
+        self.foreign = _foreign(self._first, now)
+        if now.at - self._last.at >= 1.0:
+            self.peak = max(self.peak, _foreign(self._last, now))
+            self._last = now
+
+    @property
+    def disturbed(self) -> bool:
+        return self.foreign > THRESHOLD
+
+    def summary(self) -> str:
+        if not self.known:
+            return "foreign load unknown (no /proc/stat): measurements are unchecked"
+        verdict = "DISTURBED: do not report what was measured" if self.disturbed else "undisturbed"
+        return f"foreign load {self.foreign:.2f} cores (peak {self.peak:.2f}): {verdict}"
+
+
+def _foreign(a: _Sample, b: _Sample) -> float:
+    others = (b.busy - a.busy) - (b.own - a.own) - (b.kernel - a.kernel)
+    return max(0.0, others + (b.stolen - a.stolen)) / max(b.at - a.at, 1e-9)
+
+
+@contextmanager
+def watch_load(sessions: Collection[int] | None = None) -> Iterator[LoadMonitor]:
+    """Foreign load during a block; without ``sessions``, this process' session is one's own."""
+    if sessions is None:
+        mine = status(os.getpid())
+        sessions = () if mine is None else (mine.session,)
+    monitor = LoadMonitor(sessions)
+    monitor.sample()
+    try:
+        yield monitor
+    finally:
+        monitor.sample()

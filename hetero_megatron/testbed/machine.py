@@ -1,0 +1,94 @@
+"""What this machine allows a testbed to do, and how to mend what it does not. Used by the launcher and by doctor."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from hetero_megatron.testbed import quota
+from hetero_megatron.testbed.process import inside, new_namespace
+
+_PROBE = {  # what a testbed's network needs of the kernel; each line is tried in a namespace that vanishes at once
+    "veth": "ip link add probe0 type veth peer name probe1",
+    "bridge": "ip link add probe2 type bridge",
+    "tbf": "tc qdisc add dev probe0 root tbf rate 1mbit burst 16k latency 50ms",
+    "htb": "tc qdisc add dev probe1 root handle 1: htb && tc class add dev probe1 parent 1: classid 1:1 htb rate 1mbit",
+    "u32": "tc filter add dev probe1 parent 1: protocol ip prio 1 u32 match ip dst 10.0.0.1/32 flowid 1:1",
+}
+_INSTALL = {"ip": "apt-get install iproute2", "tc": "apt-get install iproute2"}
+_NEEDED = ("veth", "bridge", "htb", "u32")  # tbf is reported, but shaping does with htb
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was found.
+
+    Attributes:
+        root: effective user is root.
+        tools: missing tools.
+        lacks: missing features of the kernel, in words; None: could not be tried.
+        cgroups: version by controller (cpu, memory) whose groups can be made here.
+        cores: usable ones.
+    """
+
+    root: bool
+    tools: tuple[str, ...]
+    lacks: tuple[str, ...] | None
+    cgroups: dict[str, int]
+    cores: tuple[int, ...]
+
+    def no_namespaces(self) -> str:
+        """Why links cannot be namespaces; empty when they can."""
+        if platform.system() != "Linux":
+            return "this is not Linux"
+        if not self.root:
+            return "not root"
+        if self.tools:
+            return " and ".join(self.tools) + " not installed: " + _INSTALL[self.tools[0]]
+        if self.lacks is None:
+            return "network namespaces cannot be made here (in a container: start it with --privileged)"
+        missing = [name for name in self.lacks if name in _NEEDED]
+        return f"the kernel lacks {', '.join(missing)}" if missing else ""
+
+    def no_group(self, controller: str) -> str:
+        """Why there are no cgroups of ``cpu`` or ``memory`` to be had; empty when there are."""
+        if not self.root:
+            return "not root"
+        if controller not in self.cgroups:
+            return f"no writable cgroup hierarchy with the controller {controller}"
+        return ""
+
+
+def examine() -> Machine:
+    """Look, and try in a scratch namespace; nothing stays."""
+    root = hasattr(os, "geteuid") and os.geteuid() == 0
+    tools = tuple(name for name in ("ip", "tc") if shutil.which(name) is None)
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    lacks = _probe() if root and not tools else None
+    groups = {
+        name: hierarchy.version
+        for name, hierarchy in quota.hierarchies().items()
+        if root and os.access(hierarchy.own, os.W_OK) and not _read_only(hierarchy.own)
+    }
+    return Machine(root, tools, lacks, groups, tuple(sorted(cores)))
+
+
+def _read_only(path: os.PathLike[str]) -> bool:
+    return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+
+
+def _probe() -> tuple[str, ...] | None:
+    script = "\n".join(f"if ! {{ {line}; }} 2>/dev/null; then echo {name}; fi" for name, line in _PROBE.items())
+    try:
+        namespace = new_namespace()
+    except OSError:
+        return None
+    try:
+        with inside(namespace):
+            done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=30, check=False)
+    finally:
+        os.close(namespace)
+    return tuple(done.stdout.split())

@@ -1,0 +1,151 @@
+"""What Python's standard library lacks about processes on Linux: namespaces, death signals, /proc."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+CLONE_NEWNET = 0x40000000
+PR_SET_PDEATHSIG = 1
+PF_KTHREAD = 0x00200000
+MARK = "HETERO_TESTBED_DIR"  # in the environment of every process of a testbed: which one it belongs to
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _call(function: str, *arguments: int) -> None:
+    if getattr(_libc, function)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{function}: {os.strerror(number)}")
+
+
+def current_namespace() -> int:
+    """A file descriptor of this thread's network namespace."""
+    return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+
+
+def new_namespace() -> int:
+    """A file descriptor of a new, nameless network namespace: it lives as long as somebody is in it or holds it."""
+    home = current_namespace()
+    try:
+        _call("unshare", CLONE_NEWNET)
+        return current_namespace()
+    finally:
+        enter_namespace(home)
+        os.close(home)
+
+
+def enter_namespace(fd: int) -> None:
+    """What ``nsenter --net`` does. (``ip netns exec`` would also remount /sys, and so hide the cgroups.)"""
+    _call("setns", fd, CLONE_NEWNET)
+
+
+@contextmanager
+def inside(fd: int) -> Iterator[None]:
+    """This thread is in another network namespace; its sockets made there stay there."""
+    home = current_namespace()
+    try:
+        enter_namespace(fd)
+        yield
+    finally:
+        enter_namespace(home)
+        os.close(home)
+
+
+def die_with_parent(parent: int) -> None:
+    """For a child before its exec: SIGKILL when the parent is gone, however it went."""
+    if hasattr(_libc, "prctl"):
+        _call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before prctl took effect
+        os._exit(1)
+
+
+@dataclass(frozen=True)
+class Status:
+    """A line of /proc/PID/stat; ``ticks`` is CPU time of it and of its children that were waited for."""
+
+    pid: int
+    state: str
+    parent: int
+    session: int
+    kernel: bool
+    ticks: int
+    start: int
+
+
+def status(pid: int | str) -> Status | None:
+    """None when there is no such process (or no /proc)."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except OSError:
+        return None
+    words = text[text.rindex(b")") + 2 :].split()
+    return Status(
+        pid=int(text[: text.index(b" ")]),
+        state=words[0].decode(),
+        parent=int(words[1]),
+        session=int(words[3]),
+        kernel=bool(int(words[6]) & PF_KTHREAD),
+        ticks=sum(map(int, words[11:15])),
+        start=int(words[19]),
+    )
+
+
+def all_status() -> list[Status]:
+    try:
+        names = os.listdir("/proc")
+    except OSError:
+        return []
+    return [found for name in names if name.isdigit() and (found := status(name)) is not None]
+
+
+def alive(pid: int, start: int) -> bool:
+    """Is it still the process that began at ``start`` (clock ticks since boot)? A zombie is not alive."""
+    found = status(pid)
+    return found is not None and found.start == start and found.state not in "ZX"
+
+
+def marked() -> dict[int, str]:
+    """The processes of all testbeds: pid -> directory of the testbed, as their environment says."""
+    result = {}
+    for entry in all_status():
+        if entry.kernel or entry.state in "ZX":
+            continue
+        try:
+            with open(f"/proc/{entry.pid}/environ", "rb") as file:
+                words = file.read().split(b"\0")
+        except OSError:
+            continue
+        for word in words:
+            if word.startswith(MARK.encode() + b"="):
+                result[entry.pid] = os.fsdecode(word.partition(b"=")[2])
+    return result
+
+
+def kill_marked(directory: str, patience: float = 10.0) -> list[int]:
+    """Kill every process of the testbed in ``directory``; returns those that would not die in time."""
+    end = time.monotonic() + patience
+    while True:
+        left = [pid for pid, where in marked().items() if where == directory and pid != os.getpid()]
+        signal_all(left, signal.SIGKILL)
+        if not left or time.monotonic() > end:
+            return left
+        time.sleep(0.05)
+
+
+def signal_all(pids: Iterable[int], number: int, group: bool = False) -> None:
+    """Send a signal to processes (or to their process groups); those that are gone are passed over."""
+    for pid in pids:
+        try:
+            if group:
+                os.killpg(pid, number)
+            else:
+                os.kill(pid, number)
+        except ProcessLookupError:
+            pass

@@ -1,0 +1,155 @@
+"""What testbeds exist, alive or dead, and how to remove what a dead one left.
+
+A testbed is a directory ``/tmp/hetero-testbed-UID/ID``. The ID holds the launcher's pid and start time, so whether it
+is alive can be read from the name alone, and two never collide. Everything outside that directory carries the ID:
+processes in their environment (``HETERO_TESTBED_DIR``), cgroups in their names. Network namespaces, bridges and links
+have no names outside: the kernel removes them when the last process that is in them or holds them is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.testbed import process, quota
+
+RECORD, ENVIRONMENT, CONTROL = "testbed.json", "environment.json", "control.json"
+_ID = re.compile(r"p(\d+)s(\d+)")
+
+
+def home() -> Path:
+    """Where this user's testbeds are recorded (HETERO_TESTBED_HOME overrides it); it is there only while one is.
+
+    Raises:
+        UserError: it belongs to somebody else.
+    """
+    path = Path(os.environ.get("HETERO_TESTBED_HOME") or f"/tmp/hetero-testbed-{os.getuid()}").absolute()
+    if path.is_symlink() or (path.exists() and path.stat().st_uid != os.getuid()):
+        problem = "the directory of testbeds belongs to somebody else"
+        raise UserError(problem, field="HETERO_TESTBED_HOME", value=str(path))
+    return path
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Replaces the file at once, so that a reader never sees half of it."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(json.dumps(data), encoding="utf-8")
+    part.replace(path)
+
+
+@dataclass(frozen=True)
+class Testbed:
+    """A testbed on this machine, by its directory."""
+
+    directory: Path
+
+    @property
+    def id(self) -> str:
+        return self.directory.name
+
+    @property
+    def launcher(self) -> int:
+        found = _ID.fullmatch(self.id)
+        return int(found[1]) if found else 0
+
+    @property
+    def alive(self) -> bool:
+        found = _ID.fullmatch(self.id)
+        return found is not None and process.alive(int(found[1]), int(found[2]))
+
+    def record(self) -> dict[str, Any]:
+        """What the launcher wrote down; {} when it did not come so far."""
+        try:
+            return dict(json.loads((self.directory / RECORD).read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            return {}
+
+    def write_record(self, data: Mapping[str, Any]) -> None:
+        write_json(self.directory / RECORD, dict(data))
+
+
+def new_testbed() -> Testbed:
+    """A directory for the testbed of this process; one per process."""
+    mine = process.status(os.getpid())
+    name = f"p{os.getpid()}s{mine.start if mine else int(time.time())}"
+    directory = home() / name
+    while True:
+        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            directory.mkdir(mode=0o700)
+        except FileNotFoundError:  # the last one that was there has just removed the parent
+            continue
+        except FileExistsError:
+            raise UserError("this process already runs a testbed", field="testbed", value=name) from None
+        return Testbed(directory)
+
+
+def all_testbeds() -> list[Testbed]:
+    """Alive and dead ones of this user."""
+    try:
+        found = [entry for entry in home().iterdir() if _ID.fullmatch(entry.name)]
+    except FileNotFoundError:
+        return []
+    return [Testbed(path) for path in sorted(found)]
+
+
+def live_testbed(name: str | None) -> Testbed:
+    """The live testbed called ``name``, or the only one; UserError when there is none or more than one."""
+    live = [testbed for testbed in all_testbeds() if testbed.alive]
+    names = ", ".join(t.id for t in live)
+    if name is not None:
+        live = [testbed for testbed in live if testbed.id == name]
+    if len(live) == 1:
+        return live[0]
+    if not names:
+        raise UserError("no testbed is running", field="testbed", accepted="hetero-megatron testbed run ...")
+    problem = "several testbeds are running" if name is None else "no such testbed is running"
+    raise UserError(problem, field="--testbed", value=name or "not given", accepted=names)
+
+
+def clean(testbed: Testbed) -> dict[str, Any]:
+    """Remove everything of a testbed that has ended, also when it left only a part; says what there was.
+
+    Raises:
+        RuntimeError: something would not go; the directory stays, so that a later clean finds it.
+    """
+    directory = str(testbed.directory)
+    before = sorted(pid for pid, where in process.marked().items() if where == directory)
+    stubborn = process.kill_marked(directory)
+    groups = quota.find_groups(testbed.id)
+    left = quota.remove_groups(groups)
+    if stubborn or left:
+        raise RuntimeError(f"testbed {testbed.id}: left behind: processes {stubborn}, cgroups {[str(p) for p in left]}")
+    shutil.rmtree(testbed.directory, ignore_errors=True)
+    with suppress(OSError):  # others are there
+        testbed.directory.parent.rmdir()
+    return {"testbed": testbed.id, "processes": before, "cgroups": [str(path) for path in groups]}
+
+
+def clean_dead() -> list[dict[str, Any]]:
+    """Remove what dead testbeds of this user left; live ones are not touched."""
+    directories = {testbed.directory for testbed in all_testbeds()}
+    base = home()
+    directories |= {Path(where) for where in process.marked().values() if Path(where).parent == base}
+    directories |= {base / name for name in quota.testbeds_with_groups() if _ID.fullmatch(name)}
+    return [clean(t) for t in map(Testbed, sorted(directories)) if not t.alive and not _cleaning(t)]
+
+
+def _cleaning(testbed: Testbed) -> bool:
+    """Is its reaper at work? Then it needs a moment, not help."""
+    reaper = testbed.record().get("reaper")
+    if not reaper:
+        return False
+    end = time.monotonic() + 15.0
+    while process.alive(*reaper) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not testbed.directory.exists()

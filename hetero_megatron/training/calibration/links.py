@@ -1,0 +1,139 @@
+"""Latency, bandwidth and host overhead of the links of a job, both ways; one pair of ranks at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from hetero_megatron.cluster import Cluster
+from hetero_megatron.comm import Comm
+
+SMALL, FIRST = 8, 256 << 10  # bytes: of a ping, and of the message that says how large the next ones should be
+LARGE_SECONDS = 0.1  # how long the large message is to take
+MAX_LARGE = 8 << 20
+PINGS, REPEATS = 20, 5
+
+
+@dataclass(frozen=True)
+class LinkRow:
+    """``alpha`` seconds per message, ``beta`` seconds per byte, ``message`` host seconds, from group to group; the
+    same for an all-to-all of the two; ``spread`` of the large message's time."""
+
+    source: str
+    target: str
+    same_node: bool
+    alpha: float
+    beta: float
+    message: float
+    all_to_all: tuple[float, float]
+    spread: float
+
+
+def pairs(cluster: Cluster) -> list[tuple[int, int]]:
+    """One ordered pair of ranks for each kind of link: inside a node of each group, between two nodes of a group, and
+    between each two groups, both ways."""
+    chosen: dict[tuple[str, str, bool], tuple[int, int]] = {}
+    heads: dict[str, dict[str, list[int]]] = {}  # ranks by group and node
+    for rank in cluster.ranks:
+        heads.setdefault(rank.group, {}).setdefault(rank.node, []).append(rank.rank)
+    for group, nodes in heads.items():
+        first = next(iter(nodes.values()))
+        if len(first) > 1:
+            chosen[group, group, True] = (first[0], first[1])
+        others = list(nodes.values())[1:]
+        if others:
+            chosen[group, group, False] = (first[0], others[0][0])
+        for other, theirs in heads.items():
+            if other != group:
+                chosen[group, other, False] = (first[0], next(iter(theirs.values()))[0])
+    return list(chosen.values())
+
+
+def measure_links(comm: Comm, cluster: Cluster) -> list[LinkRow]:
+    """Every rank calls it; the rows are known to the sending rank of each pair (others get none of them)."""
+    wanted = pairs(cluster)
+    comm.create_groups([*wanted, tuple(range(cluster.world_size))])
+    everyone = comm.group(range(cluster.world_size))
+    rows = []
+    for number, (a, b) in enumerate(wanted):
+        everyone.gather_vectors(torch.zeros(1))
+        if comm.rank in (a, b):
+            row = _measure(comm, cluster, a, b, 1000 * number)
+            rows += [row] if comm.rank == a else []
+    return rows
+
+
+def _measure(comm: Comm, cluster: Cluster, a: int, b: int, tag: int) -> LinkRow:
+    ping = [_one_way(comm, a, b, SMALL, tag) for _ in range(PINGS)]
+    first = median(_one_way(comm, a, b, FIRST, tag) for _ in range(3))
+    rate = FIRST / max(first - median(ping) / 2, 1e-6)
+    large = int(min(MAX_LARGE, max(2 * FIRST, rate * LARGE_SECONDS)))
+    large = int(_agree(comm, a, b, float(large), tag))
+    small = [_one_way(comm, a, b, FIRST, tag) for _ in range(REPEATS)]
+    big = [_one_way(comm, a, b, large, tag) for _ in range(REPEATS)]
+    beta = max(0.0, median(big) - median(small)) / (large - FIRST)
+    alpha = max(0.0, median(small) - median(ping) / 2 - beta * FIRST)
+    message = median(_host_seconds(comm, a, b, tag) for _ in range(PINGS))
+    group = comm.group((a, b))
+    swap = [_all_to_all(comm, lambda n: group.all_to_all(*_halves(comm, a, b, n)).wait(), n) for n in (FIRST, large)]
+    swap_beta = max(0.0, swap[1] - swap[0]) / (large - FIRST)
+    swap_alpha = max(0.0, swap[0] - swap_beta * FIRST)
+    source, target = cluster.ranks[a], cluster.ranks[b]
+    return LinkRow(
+        source.group, target.group, source.node == target.node, max(alpha, median(ping) / 2), beta, message,
+        (swap_alpha, swap_beta), (max(big) - min(big)) / median(big),
+    )  # fmt: skip
+
+
+def _one_way(comm: Comm, a: int, b: int, size: int, tag: int) -> float:
+    """Seconds until b's acknowledgement of a message of ``size`` bytes is back at a (half of it was spent on the way
+    back when the message is small); on b, a number without meaning."""
+    message, note = torch.zeros(size, dtype=torch.uint8), torch.zeros(SMALL, dtype=torch.uint8)
+    start = time.perf_counter()
+    if comm.rank == a:
+        back = comm.irecv(note, b, tag + 1)
+        comm.isend(message, b, tag).wait()
+        back.wait()
+    else:
+        comm.irecv(message, a, tag).wait()
+        comm.isend(note, a, tag + 1).wait()
+    return time.perf_counter() - start
+
+
+def _agree(comm: Comm, a: int, b: int, value: float, tag: int) -> float:
+    """a's value, on both."""
+    box = torch.tensor([value], dtype=torch.float64)
+    if comm.rank == a:
+        comm.isend(box, b, tag + 2).wait()
+    else:
+        comm.irecv(box, a, tag + 2).wait()
+    return float(box[0])
+
+
+def _host_seconds(comm: Comm, a: int, b: int, tag: int) -> float:
+    """Seconds that posting one message takes the rank itself."""
+    note = torch.zeros(SMALL, dtype=torch.uint8)
+    start = time.perf_counter()
+    handle = comm.isend(note, b, tag + 3) if comm.rank == a else comm.irecv(note, a, tag + 3)
+    posted = time.perf_counter() - start
+    handle.wait()
+    return posted
+
+
+def _halves(comm: Comm, a: int, b: int, size: int) -> tuple[torch.Tensor, list[int], list[int]]:
+    """A buffer and counts with which a and b send each other ``size`` bytes."""
+    counts = [0 if r == comm.rank else size for r in sorted((a, b))]
+    return torch.zeros(size, dtype=torch.uint8), counts, counts
+
+
+def _all_to_all(comm: Comm, exchange: Callable[[int], object], size: int) -> float:
+    seconds = []
+    for _ in range(REPEATS + 1):
+        start = time.perf_counter()
+        exchange(size)
+        seconds.append(time.perf_counter() - start)
+    return median(seconds[1:])

@@ -1,0 +1,206 @@
+"""``calibrate``: all measurements of a job, as the ``rates:`` section of its cluster file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+
+from hetero_megatron.cluster import Cluster
+from hetero_megatron.comm import Comm
+from hetero_megatron.comm.clock import OVERRUN_LIMIT
+from hetero_megatron.parallel.optimizer import OptimizerFactory
+from hetero_megatron.planner.rates import model_fingerprint
+from hetero_megatron.spec import ModelSpec
+from hetero_megatron.training.calibration.chips import attention_seconds, observe, optimizer_seconds
+from hetero_megatron.training.calibration.links import LinkRow, measure_links
+from hetero_megatron.training.calibration.runs import (
+    Costs,
+    Observation,
+    full_runs,
+    solve,
+    spot_checks,
+    spread,
+    stragglers,
+)
+
+STRAGGLER = 0.1  # slower than its fellows by more than this share
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """What to measure.
+
+    Args:
+        lengths: at which to time attention alone.
+        steps: measured per pipeline (a clocked testbed needs one).
+    """
+
+    seq_length: int
+    dtype: str
+    micro_batch_sizes: tuple[int, ...] = (1, 2)
+    tp: tuple[int, ...] = (1,)
+    lengths: tuple[int, ...] = ()
+    steps: int = 2
+
+
+@dataclass
+class Calibration:
+    """What was measured: ``costs`` by (chip, tp, micro-batch size), ``spreads`` alike, links, ``slow`` ranks -> times
+    slower than their chip type."""
+
+    costs: dict[tuple[str, int, int], Costs] = field(default_factory=dict)
+    spreads: dict[tuple[str, int, int], float] = field(default_factory=dict)
+    step_seconds: dict[str, float] = field(default_factory=dict)
+    optimizer: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    attention: dict[str, list[tuple[int, int, int, float, float]]] = field(default_factory=dict)
+    links: list[LinkRow] = field(default_factory=list)
+    slow: dict[tuple[int, ...], float] = field(default_factory=dict)
+    clock: dict[str, float] = field(default_factory=dict)  # the worst rank's, on a testbed
+    rates: dict[str, Any] = field(default_factory=dict)
+
+
+def calibrate(
+    comm: Comm,
+    cluster: Cluster,
+    spec: ModelSpec,
+    options: CalibrationOptions,
+    dtype: torch.dtype,
+    optimizer: OptimizerFactory,
+    log: Callable[[str], None],
+) -> Calibration:
+    """Measure chips and links; every rank of the cluster calls it, and gets the same answer."""
+    everyone = tuple(range(cluster.world_size))
+    comm.create_groups([everyone])
+    world = comm.group(everyone)
+    found = Calibration()
+    seen: list[Observation] = []
+    tails: list[tuple[float, dict[str, float]]] = []
+    chip = cluster.ranks[comm.rank].chip
+    for tp in options.tp:
+        for size in options.micro_batch_sizes:
+            arguments = (cluster, spec, options.seq_length, tp, size)
+            checks = spot_checks(*arguments) if (tp, size) == (options.tp[0], options.micro_batch_sizes[0]) else []
+            for run in [*full_runs(*arguments), *checks]:
+                log(f"tp {tp}, micro-batch {size}: stages {', '.join(f'{c} x{n}' for c, n in run.stages)}")
+                seconds = observe(run, comm, dtype, optimizer, options.steps)
+                answers: list[Any] = [a for a in world.gather_objects(seconds) if a]
+                seen += _merge([a["observation"] for a in answers])
+                tails.append((min(a["tail"] for a in answers), {"owned": max(a["owned"] for a in answers)}))
+    _solve(found, seen)
+    found.slow = stragglers(seen, found.costs, STRAGGLER)
+    _solve(found, [o for o in seen if o.ranks not in found.slow])
+    log("optimizer and attention")
+    mine = (chip, optimizer_seconds(comm, dtype, optimizer), attention_seconds(comm, dtype, spec, options.lengths))
+    every: Any = world.gather_objects(mine)
+    for name, updates, attentions in every:
+        found.optimizer.setdefault(name, []).extend(updates)
+        found.attention.setdefault(name, []).extend(attentions)
+    # After the last action: the norm's gather and the update; the rank that ended last waited for nobody.
+    fixed = median(tail for tail, _ in tails)
+    found.step_seconds = {name: max(1e-4, fixed - min(s for _, s in rows)) for name, rows in found.optimizer.items()}
+    log("links")
+    found.links = [row for rows in world.gather_objects(measure_links(comm, cluster)) for row in rows]  # type: ignore[attr-defined]
+    reports = [r for r in world.gather_objects(comm.clock.report()) if isinstance(r, dict)]
+    found.clock = {key: max(r.get(key, 0.0) for r in reports) for key in ("overrun", "late") if any(reports)}
+    found.rates = _document(found, cluster, spec, options)
+    return found
+
+
+def _solve(found: Calibration, observations: Sequence[Observation]) -> None:
+    """Costs and spreads of every (chip, TP, micro-batch size) that was observed."""
+    for key in {(o.chip, o.tp, o.micro_batch_size) for o in observations}:
+        same = [o for o in observations if (o.chip, o.tp, o.micro_batch_size) == key]
+        found.costs[key], found.spreads[key] = solve(same), spread(same)
+
+
+def _merge(observations: Sequence[Observation]) -> list[Observation]:
+    """The ranks of a TP group as one: means of their medians."""
+    groups: dict[tuple[int, ...], list[Observation]] = {}
+    for o in observations:
+        groups.setdefault(o.ranks, []).append(o)
+    merged = []
+    for o, *others in groups.values():
+        every = [o, *others]
+        mean = [sum(getattr(e, k) for e in every) / len(every) for k in ("forward", "backward", "spread")]
+        merged.append(
+            Observation(o.chip, o.ranks, o.tp, o.micro_batch_size, o.layers, o.embed, o.head, mean[0], mean[1], mean[2])
+        )
+    return merged
+
+
+def _document(found: Calibration, cluster: Cluster, spec: ModelSpec, options: CalibrationOptions) -> dict[str, Any]:
+    """The ``rates:`` section; see planner/rates.py."""
+    chips: dict[str, Any] = {}
+    name = model_fingerprint(spec)
+    messages = {link.source: link.message for link in found.links}
+    for chip in dict.fromkeys(c for c, _, _ in found.costs):
+        mine = {(tp, size): costs for (c, tp, size), costs in sorted(found.costs.items()) if c == chip}
+        rows: dict[str, Any] = {
+            table: [
+                [name, tp, size, options.seq_length, *(_digits(max(s, 1e-7)) for s in getattr(costs, part))]
+                for (tp, size), costs in mine.items()
+            ]
+            for table, part in (("layers", "layer"), ("embed", "embed"), ("head", "head"))
+        }
+        rows["action_seconds"] = _digits(median(sum(costs.fixed) / 2 for costs in mine.values()))
+        group = next(g.name for g in cluster.nodes if g.chip == chip)
+        rows["message_seconds"] = _digits(messages.get(group, 0.0))
+        rows["step_seconds"] = _digits(found.step_seconds[chip])
+        rows["optimizer"] = [[n, _digits(s)] for n, s in _medians(found.optimizer[chip])]
+        if found.attention.get(chip):
+            rows["attention"] = [[*key, *map(_digits, s)] for key, s in _attention_medians(found.attention[chip])]
+        chips[chip] = {options.dtype: rows}
+    return {"chips": chips, "links": [_link(row) for row in found.links]}
+
+
+def _medians(rows: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    return [(n, median(s for m, s in rows if m == n)) for n in sorted({m for m, _ in rows})]
+
+
+def _attention_medians(
+    rows: Sequence[tuple[int, int, int, float, float]],
+) -> list[tuple[tuple[int, ...], tuple[float, float]]]:
+    keys = sorted({row[:3] for row in rows})
+    return [(k, (median(r[3] for r in rows if r[:3] == k), median(r[4] for r in rows if r[:3] == k))) for k in keys]
+
+
+def _link(row: LinkRow) -> dict[str, Any]:
+    ends = {"within": row.source} if row.same_node else {"from": row.source, "to": row.target}
+    alpha, beta = row.all_to_all
+    return {
+        **ends, "alpha": _digits(row.alpha), "beta": _digits(row.beta, 5), "message_seconds": _digits(row.message),
+        "collectives": {"all_to_all": {"alpha": _digits(alpha), "beta": _digits(beta, 5)}},
+    }  # fmt: skip
+
+
+def _digits(value: float, count: int = 4) -> float:
+    return float(f"{value:.{count}g}")
+
+
+def format_calibration(found: Calibration) -> str:
+    """Tables of what was measured."""
+    lines = ["chip            tp  mbs   layer fwd   layer bwd       embed        head   spread"]
+    for (chip, tp, size), costs in sorted(found.costs.items()):
+        values = (*costs.layer, sum(costs.embed), sum(costs.head))
+        lines.append(
+            f"{chip:<14}{tp:>4}{size:>5}"
+            + "".join(f"{1e3 * v:>9.3f} ms" for v in values)
+            + f"{found.spreads[chip, tp, size]:>9.1%}"
+        )
+    lines.append("link                          latency     bandwidth   host/message   spread")
+    for row in found.links:
+        name = f"{row.source} -> {row.target}" + (" (same node)" if row.same_node else "")
+        rate = 1 / row.beta / 1e6 if row.beta else float("inf")
+        times = f"{1e6 * row.alpha:>7.0f} us{rate:>9.1f} MB/s{1e6 * row.message:>12.0f} us"
+        lines.append(f"{name:<27}{times}{row.spread:>9.1%}")
+    for ranks, slower in found.slow.items():
+        lines.append(f"straggler: ranks {', '.join(map(str, ranks))} {slower:.2f} times slower than their chip type")
+    if found.clock:
+        lines.append(f"testbed: woken late by up to {found.clock['late']:.2%} of a rank's compute")
+        if found.clock["overrun"] > OVERRUN_LIMIT:
+            lines.append(f"INVALID: a rank took {found.clock['overrun']:.1%} more CPU time than its emulated chip")
+    return "\n".join(lines)

@@ -1,0 +1,158 @@
+"""Which small pipelines to run so that every chip type's costs can be told apart. No torch.
+
+A stage's action takes ``fixed + layers x layer (+ embed) (+ head)`` seconds. Every chip type runs with one and with
+three layers a stage, at the front of the pipeline, at its end, and in between where there are chips enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import numpy as np
+
+from hetero_megatron.cluster import Cluster
+from hetero_megatron.plan import Plan, plan_from_dict
+from hetero_megatron.spec import ModelSpec
+
+LAYERS = (1, 3)
+MEASURED_GROUPS = 2  # TP groups per chip type that are measured in full; the others are spot-checked
+
+
+@dataclass(frozen=True)
+class Run:
+    """One pipeline: ``spec`` has as many layers as ``plan``; ``stages``: (chip, layers) in order."""
+
+    plan: Plan
+    spec: ModelSpec
+    tp: int
+    micro_batch_size: int
+    stages: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Median compute seconds of one action of one stage, and their spread (max - min over micro-batches)."""
+
+    chip: str
+    ranks: tuple[int, ...]
+    tp: int
+    micro_batch_size: int
+    layers: int
+    embed: bool
+    head: bool
+    forward: float
+    backward: float
+    spread: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds (forward, backward) of one layer, embedding, head, and the fixed part of an action."""
+
+    fixed: tuple[float, float]
+    layer: tuple[float, float]
+    embed: tuple[float, float]
+    head: tuple[float, float]
+
+    def stage(self, layers: int, embed: bool, head: bool) -> tuple[float, float]:
+        forward, backward = (
+            self.fixed[i] + layers * self.layer[i] + embed * self.embed[i] + head * self.head[i] for i in (0, 1)
+        )
+        return forward, backward
+
+
+def tp_groups(cluster: Cluster, tp: int) -> dict[str, list[tuple[int, ...]]]:
+    """Groups of ``tp`` neighbouring chips inside nodes, by chip type."""
+    nodes: dict[str, list[int]] = {}
+    for rank in cluster.ranks:
+        nodes.setdefault(rank.node, []).append(rank.rank)
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for ranks in nodes.values():
+        for i in range(0, len(ranks) - tp + 1, tp):
+            found.setdefault(cluster.ranks[ranks[0]].chip, []).append(tuple(ranks[i : i + tp]))
+    return found
+
+
+def full_runs(cluster: Cluster, spec: ModelSpec, seq_length: int, tp: int, micro_batch_size: int) -> list[Run]:
+    """The runs that determine every chip type's costs at this TP degree and micro-batch size."""
+    groups = {chip: found[:MEASURED_GROUPS] for chip, found in tp_groups(cluster, tp).items()}
+    chips = list(groups)
+    runs = []
+    for first in range(len(chips)):
+        order = [g for chip in chips[first:] + chips[:first] for g in groups[chip]]
+        runs += [_run(cluster, spec, seq_length, tp, micro_batch_size, order, layers) for layers in LAYERS]
+    return runs
+
+
+def spot_checks(cluster: Cluster, spec: ModelSpec, seq_length: int, tp: int, micro_batch_size: int) -> list[Run]:
+    """Runs that touch every group that :func:`full_runs` left out."""
+    rest = [g for found in tp_groups(cluster, tp).values() for g in found[MEASURED_GROUPS:]]
+    return [
+        _run(cluster, spec, seq_length, tp, micro_batch_size, rest[i : i + 8], LAYERS[-1])
+        for i in range(0, len(rest), 8)
+    ]
+
+
+def _run(
+    cluster: Cluster,
+    spec: ModelSpec,
+    seq_length: int,
+    tp: int,
+    micro_batch_size: int,
+    groups: Sequence[tuple[int, ...]],
+    layers: int,
+) -> Run:
+    count = max(4, len(groups) + 1)
+    small = replace(spec, num_layers=layers * len(groups))
+    stages = [
+        {"ranks": list(g), "tp": tp, "layers": [i * layers, (i + 1) * layers]} for i, g in enumerate(groups)
+    ]
+    pipeline = {"micro_batch_size": micro_batch_size, "num_micro_batches": count, "stages": stages}
+    data = {
+        "version": 1, "seq_length": seq_length, "global_batch_size": count * micro_batch_size, "schedule": "1f1b",
+        "pipelines": [pipeline],
+    }  # fmt: skip
+    plan = plan_from_dict(data, small, cluster)
+    return Run(plan, small, tp, micro_batch_size, tuple((cluster.ranks[g[0]].chip, layers) for g in groups))
+
+
+def solve(observations: Sequence[Observation]) -> Costs:
+    """Least squares over all observations of one chip type, TP degree and micro-batch size; relative errors count."""
+    rows = np.array([[1.0, o.layers, o.embed, o.head] for o in observations])
+    columns = []
+    for values in ([o.forward for o in observations], [o.backward for o in observations]):
+        weights = 1 / np.array(values)
+        # Where a chip is only ever first or last, "fixed" and "embed" cannot be told apart: the smallest solution then.
+        solution, *_ = np.linalg.lstsq(rows * weights[:, None], np.ones(len(values)), rcond=1e-9)
+        columns.append(np.maximum(solution, 0.0).tolist())
+    forward, backward = columns
+    fixed, layer, embed, head = ((f, b) for f, b in zip(forward, backward))
+    return Costs(fixed, layer, embed, head)
+
+
+def spread(observations: Sequence[Observation]) -> float:
+    """Median relative spread."""
+    return median(o.spread for o in observations)
+
+
+def stragglers(
+    observations: Sequence[Observation], costs: Mapping[tuple[str, int, int], Costs], tolerance: float
+) -> dict[tuple[int, ...], float]:
+    """Groups that are slower than their chip type by more than ``tolerance``: ranks -> times slower (median)."""
+    slower: dict[tuple[int, ...], list[float]] = {}
+    for o in observations:
+        fellows = [
+            p.forward + p.backward
+            for p in observations
+            if (p.chip, p.tp, p.micro_batch_size, p.layers, p.embed, p.head)
+            == (o.chip, o.tp, o.micro_batch_size, o.layers, o.embed, o.head)
+        ]
+        expected = min(fellows) if len(fellows) > 1 else sum(_expected(o, costs))
+        slower.setdefault(o.ranks, []).append((o.forward + o.backward) / expected)
+    return {ranks: median(values) for ranks, values in slower.items() if median(values) > 1 + tolerance}
+
+
+def _expected(o: Observation, costs: Mapping[tuple[str, int, int], Costs]) -> tuple[float, float]:
+    return costs[o.chip, o.tp, o.micro_batch_size].stage(o.layers, o.embed, o.head)

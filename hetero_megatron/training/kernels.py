@@ -1,0 +1,114 @@
+"""The kernel plan of each rank: built from plan, plugins and platform; agreed on; printed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.ops import KernelPlan, Registry, Signature, default_kernels, resolve
+from hetero_megatron.ops.stage import stage_signatures
+from hetero_megatron.parallel.optimizer import OptimizerFactory
+from hetero_megatron.plan import locate, stage_at, unit_at
+from hetero_megatron.platform import Platform
+from hetero_megatron.spec import shares
+from hetero_megatron.training.config import OptimizerConfig, RunConfig
+from hetero_megatron.training.runtime import Runtime
+
+
+def rank_kernels(
+    config: RunConfig, rank: int, registry: Registry, platform: Platform, dtype: torch.dtype
+) -> KernelPlan:
+    """The kernels of one rank's stage.
+
+    Raises:
+        UserError: the stage asks for a provider that is not there or cannot serve it.
+    """
+    place = locate(config.plan, rank)
+    stage, unit = stage_at(config.plan, place), unit_at(config.plan, place)
+    accelerator = platform.accelerator
+    arch = accelerator.arch(platform.device.index or 0) if accelerator is not None else ()
+    base = Signature(
+        "", platform.device.type, dtype, platform.name, arch,
+        compiled=config.compile is not None, deterministic=config.deterministic,
+    )  # fmt: skip
+    share = shares(config.spec, unit.tp_split)[place.tp_rank]
+    requests = dict(stage.kernels)
+    signatures = stage_signatures(base, config.spec, share, stage.head, unit.tp, requests)
+    return resolve(registry, signatures, requests, f"pipelines[{place.pipeline}].stages[{place.stage}].kernels")
+
+
+def shape_kernels(config: RunConfig, rank: int, dtype: torch.dtype) -> KernelPlan:
+    """Kernels for a dry run with fake tensors: torch's own, whatever the plan asks for; shapes and sizes are alike."""
+    place = locate(config.plan, rank)
+    stage, unit = stage_at(config.plan, place), unit_at(config.plan, place)
+    share = shares(config.spec, unit.tp_split)[place.tp_rank]
+    return default_kernels(config.spec, share, stage.head, dtype, tp=unit.tp)
+
+
+def agree_on_kernels(runtime: Runtime) -> None:
+    """The ranks of a stage use the same kernels; the first rank prints every stage's.
+
+    Stages may differ: that is the point. Ranks of one stage with other sizes (uneven TP) may not differ in providers.
+    """
+    place, plan = runtime.place, runtime.kernels
+    mine = (place.pipeline, place.stage, plan.providers(), plan.digest(), plan.summary())
+    everyone: list[Any] = runtime.world.gather_objects(mine)
+    first: dict[tuple[int, int], tuple[int, Any]] = {}
+    for rank, (p, s, providers, digest, summary) in zip(runtime.world.ranks, everyone, strict=True):
+        other, facts = first.setdefault((p, s), (rank, (providers, digest, summary)))
+        if facts[0] != providers:
+            differ = sorted(op for op in providers if facts[0].get(op) != providers[op])
+            raise UserError(
+                f"ranks {other} and {rank} of one stage resolved {', '.join(differ)} to different providers",
+                field=f"pipelines[{p}].stages[{s}].kernels", accepted="one provider per operator, by name",
+            )  # fmt: skip
+    if runtime.comm.rank == runtime.world.ranks[0]:
+        for (p, s), (_, (_, digest, summary)) in sorted(first.items()):
+            print(f"kernels of pipeline {p} stage {s} ({digest}): {summary}", flush=True)
+
+
+def kernel_optimizer(
+    build: OptimizerFactory, config: OptimizerConfig, kernels: KernelPlan
+) -> OptimizerFactory:
+    """``build``, or AdamW through the kernel plan where it is not torch's own fused step."""
+    if config.name == "sgd" or kernels.provider("adamw") == "aten":
+        return build
+
+    def with_kernel(groups: list[dict[str, object]]) -> torch.optim.Optimizer:
+        return KernelAdamW(groups, kernels.adamw, betas=(config.beta1, config.beta2), eps=config.eps)
+
+    return with_kernel
+
+
+class KernelAdamW(torch.optim.AdamW):
+    """torch's AdamW with the same state, whose step is an operator of the kernel plan."""
+
+    def __init__(
+        self, groups: list[dict[str, object]], kernel: Callable[..., Any], betas: tuple[float, float], eps: float
+    ) -> None:
+        super().__init__(groups, lr=0.0, betas=betas, eps=eps)
+        self.kernel = kernel
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            states = [self.state[p] for p in params]
+            for p, state in zip(params, states, strict=True):
+                if not state:
+                    state["step"] = torch.zeros((), dtype=torch.float32)
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["step"] += 1
+            grads = [p.grad for p in params]
+            first, second = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
+            beta1, beta2 = group["betas"]
+            self.kernel(
+                params, grads, first, second, int(states[0]["step"]), group["lr"], beta1, beta2, group["eps"],
+                group["weight_decay"],
+            )  # fmt: skip

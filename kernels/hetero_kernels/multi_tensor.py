@@ -1,0 +1,76 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""Many tensors in one launch: a table of addresses on the device, cut into chunks that programs take."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from hetero_kernels.limits import INTERPRETED
+
+CHUNK = 65536  # elements that one program handles
+
+
+@dataclass(frozen=True)
+class TensorTable:
+    """Addresses of tensors in columns (parameters, gradients, ...); the tensors of a row have one size.
+
+    It holds no references: its tensors must live, and stay where they are, as long as it is used.
+    """
+
+    addresses: torch.Tensor  # int64 [columns, rows]
+    sizes: torch.Tensor  # int64 [rows]
+    owner: torch.Tensor  # int32 [chunks], row of each chunk
+    first: torch.Tensor  # int64 [chunks], its first element in that row's tensors
+    aligned: bool  # all addresses to 16 bytes
+
+    @property
+    def rows(self) -> int:
+        return self.sizes.shape[0]
+
+    @property
+    def chunks(self) -> int:
+        return self.owner.shape[0]
+
+
+def tensor_table(columns: Sequence[Sequence[torch.Tensor]], device: torch.device) -> TensorTable:
+    """``columns``: lists of contiguous tensors of equal length; tensors of no element are left out."""
+    keep = [i for i, x in enumerate(columns[0]) if x.numel()]
+    for column in columns:
+        assert len(column) == len(columns[0]), "columns of unlike length"
+        for i in keep:
+            assert column[i].is_contiguous() and column[i].numel() == columns[0][i].numel(), f"tensor {i} does not fit"
+    sizes = [columns[0][i].numel() for i in keep]
+    addresses = [[column[i].data_ptr() for i in keep] for column in columns]
+    chunks = [-(-size // CHUNK) for size in sizes]
+    counts = torch.tensor(chunks, dtype=torch.int64)
+    owner = torch.arange(len(keep), dtype=torch.int32).repeat_interleave(counts)
+    begin = counts.cumsum(0) - counts
+    first = (torch.arange(int(counts.sum())) - begin.repeat_interleave(counts)) * CHUNK
+    return TensorTable(
+        torch.tensor(addresses, dtype=torch.int64).view(len(columns), len(keep)).to(device),
+        torch.tensor(sizes, dtype=torch.int64).to(device),
+        owner.to(device),
+        first.to(device),
+        not INTERPRETED and all(address % 16 == 0 for column in addresses for address in column),
+    )
+
+
+@triton.jit
+def pointer(addresses_ptr, column: tl.constexpr, rows, row, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Address of the tensor in (column, row) as a pointer to DTYPE."""
+    x_ptr = tl.load(addresses_ptr + column * rows + row).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        x_ptr = tl.multiple_of(x_ptr, 16)
+    return x_ptr
+
+
+@triton.jit
+def chunk_begin(first_ptr, chunk, ALIGNED: tl.constexpr):
+    """First element of a chunk, a multiple of CHUNK. The compiler is told, or it would load elements one by one."""
+    begin = tl.load(first_ptr + chunk)
+    if ALIGNED:
+        begin = tl.multiple_of(begin, 16)
+    return begin

@@ -1,0 +1,1 @@
+"""A plugin whose every kernel has a defect."""

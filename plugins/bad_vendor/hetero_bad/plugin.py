@@ -1,0 +1,118 @@
+"""One defect per kernel. ``DEFECTS`` says which check of the conformance kit must fail, by kernel."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hetero_megatron.ops import SPECS, Kernel
+from hetero_megatron.ops.kernel import VENDOR
+from hetero_megatron.ops.operators import torch_registry
+from hetero_megatron.platform.plugins import PluginApi
+
+HETERO_PLUGIN_API = 1
+
+# kernel -> (check that must fail, words of its message)
+DEFECTS = {
+    "rms_norm:no_backward": ("registration", "it has no backward"),
+    "rms_norm:twice": ("registration", "registered twice"),
+    "attention:base_two": ("forward", "base 2"),
+    "swiglu:only_fp32": ("dtypes", "raised"),
+    "layer_norm:wide_result": ("result dtypes", "float32, not torch.bfloat16"),
+    "gelu:beyond_the_end": ("bounds", "out of bounds: 1 after"),
+    "softmax:last_row_missing": ("forward", "were not written"),
+    "squared_relu:noisy": ("deterministic", "unequal bits"),
+    "rope:wrong_sign": ("backward", "x: error"),
+    "cross_entropy:other_state": ("saved state", "lse"),
+    "add_rms_norm:eats_input": ("bounds", "changed an argument"),
+    "gemm:half_the_gradient": ("backward", "weight: "),
+    "linear_cross_entropy:one_value": ("backward", "not a tuple of 2"),
+}
+
+
+def _good(op: str) -> Kernel:
+    """The reference, to be spoiled."""
+    return torch_registry().kernel(op, "reference")
+
+
+def _bad(name: str, **changes: Any) -> Kernel:
+    op, _, provider = name.partition(":")
+    return replace(_good(op), provider=provider, kind=VENDOR, traceable=False, **changes)
+
+
+def _then(op: str, change: Callable[[tuple[Any, ...]], tuple[Any, ...]], forward: bool = True) -> Callable[..., Any]:
+    """The good function of ``op``, its results changed."""
+    good = _good(op).forward if forward else SPECS[op].backward
+    assert good is not None
+    return lambda *args: change(good(*args))
+
+
+def _base_two(made: tuple[Any, ...]) -> tuple[Any, ...]:
+    return made[0], made[1] / math.log(2)
+
+
+def _only_fp32(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor]:
+    """Its capability claims all dtypes."""
+    if gate.dtype != torch.float32:
+        raise TypeError("fp32 only")
+    return (torch.nn.functional.silu(gate) * up,)
+
+
+def _wide(made: tuple[Any, ...]) -> tuple[Any, ...]:
+    return made[0].float(), *made[1:]
+
+
+def _beyond(x: torch.Tensor, tanh: bool) -> tuple[torch.Tensor]:
+    """Writes one element too many, as a kernel with a wrong mask does."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    one_more = out.as_strided((out.numel() + 1,), (1,), out.storage_offset())
+    values = torch.nn.functional.gelu(x, approximate="tanh" if tanh else "none").reshape(-1)
+    one_more.copy_(torch.cat([values, values.new_ones(1)]))
+    return (out,)
+
+
+def _missing(x: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor]:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    values = _good("softmax").forward(x, scale, causal)[0]
+    out[:-1] = values[:-1]
+    return (out,)
+
+
+def _noisy(x: torch.Tensor) -> tuple[torch.Tensor]:
+    """Within every tolerance, and never the same twice: like sums in an order that changes."""
+    y = torch.relu(x).square().float() * (1 + 3e-7 * (random.random() - 0.5))
+    order = torch.randperm(y.numel())[:1]
+    y.view(-1)[order] *= 1 + 2 * torch.finfo(x.dtype).eps
+    return (y.to(x.dtype),)
+
+
+def _eats(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[Any, ...]:
+    made = _good("add_rms_norm").forward(x, residual, weight, eps)
+    x.zero_()
+    return made
+
+
+def register(api: PluginApi) -> None:
+    api.kernel(_bad("rms_norm:no_backward", backward=None))
+    api.kernel(_bad("rms_norm:twice"))
+    api.kernel(_bad("rms_norm:twice"))
+    api.kernel(_bad("attention:base_two", forward=_then("attention", _base_two)))
+    api.kernel(_bad("swiglu:only_fp32", forward=_only_fp32))
+    api.kernel(_bad("layer_norm:wide_result", forward=_then("layer_norm", _wide)))
+    api.kernel(_bad("gelu:beyond_the_end", forward=_beyond))
+    api.kernel(_bad("softmax:last_row_missing", forward=_missing))
+    api.kernel(_bad("squared_relu:noisy", forward=_noisy))
+    api.kernel(_bad("rope:wrong_sign", backward=lambda dy, cos, sin: SPECS["rope"].forward(dy, cos, sin)))
+    api.kernel(_bad("cross_entropy:other_state", forward=_then("cross_entropy", lambda made: (made[0], 2 * made[1]))))
+    api.kernel(_bad("add_rms_norm:eats_input", forward=_eats))
+    api.kernel(
+        _bad("gemm:half_the_gradient", backward=_then("gemm", lambda g: (g[0], g[1] / 2, g[2]), forward=False))
+    )
+    api.kernel(
+        _bad("linear_cross_entropy:one_value", backward=_then("linear_cross_entropy", lambda g: g[:1], forward=False))
+    )

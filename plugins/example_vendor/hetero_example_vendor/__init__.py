@@ -1,0 +1,1 @@
+"""Hetero-Megatron plugin for example_vendor devices."""

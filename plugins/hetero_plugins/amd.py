@@ -1,0 +1,31 @@
+"""AMD GPUs: torch built for ROCm, which keeps torch.cuda's and NCCL's names."""
+
+from __future__ import annotations
+
+import torch
+
+from hetero_megatron.platform import Accelerator, Limits
+from hetero_megatron.platform.plugins import PluginApi
+
+HETERO_PLUGIN_API = 1
+
+
+class Amd(Accelerator):
+    name, vendor, device_type, backends = "amd", "AMD", "cuda", ("nccl",)  # RCCL answers to nccl
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    limits = Limits(shared_bytes=64 * 1024, max_warps=16, max_grid=2**31 - 1)
+
+    def matches(self) -> bool:
+        return torch.version.hip is not None and "AMD" in self.chip(0).upper()
+
+    def arch(self, index: int = 0) -> tuple[int, ...]:
+        """gfx942 -> (9, 4, 2); letters are hexadecimal digits."""
+        name = str(getattr(self.module().get_device_properties(index), "gcnArchName", "")).split(":")[0]
+        digits = name.removeprefix("gfx")
+        if len(digits) < 3:
+            return ()
+        return int(digits[:-2]), int(digits[-2], 16), int(digits[-1], 16)
+
+
+def register(api: PluginApi) -> None:
+    api.platform(Amd())

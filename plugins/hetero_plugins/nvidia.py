@@ -1,0 +1,24 @@
+"""NVIDIA GPUs through torch.cuda and NCCL."""
+
+from __future__ import annotations
+
+import torch
+
+from hetero_megatron.platform import Accelerator, Limits
+from hetero_megatron.platform.plugins import PluginApi
+
+HETERO_PLUGIN_API = 1
+
+
+class Nvidia(Accelerator):
+    name, vendor, device_type, backends = "nvidia", "NVIDIA", "cuda", ("nccl",)
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    limits = Limits(shared_bytes=227 * 1024, max_warps=32, max_grid=2**31 - 1)
+
+    def matches(self) -> bool:
+        """Several vendors' builds of torch call their device cuda too."""
+        return torch.version.cuda is not None and "NVIDIA" in self.chip(0).upper()
+
+
+def register(api: PluginApi) -> None:
+    api.platform(Nvidia())

@@ -1,0 +1,218 @@
+"""The Triton kernels of ``hetero_kernels`` as a provider for every accelerator that Triton compiles for.
+
+On the CPU they run under Triton's interpreter, about a thousand times slower: only by request, and only where
+TRITON_INTERPRET=1 was set before they were imported. Triton itself is imported at the first call.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from hetero_megatron.ops.kernel import TRITON, Capability, Kernel, Signature
+from hetero_megatron.platform.plugins import PluginApi, source_file
+
+HETERO_PLUGIN_API = 1
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+Many = list[torch.Tensor]
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    return importlib.import_module("hetero_kernels")
+
+
+def _supports(signature: Signature) -> list[str]:
+    if importlib.util.find_spec("triton") is None:
+        return ["triton is not installed"]
+    if signature.device == "cpu" and not INTERPRETED:
+        return ["on the CPU it needs Triton's interpreter: set TRITON_INTERPRET=1 before the start"]
+    return []
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, ...]:
+    return _kernels().rms_norm_fwd(x, weight, eps)  # type: ignore[no-any-return]
+
+
+def _rms_norm_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, ...]:
+    return _kernels().rms_norm_bwd(dy, x, weight, rstd)  # type: ignore[no-any-return]
+
+
+def _add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, ...]:
+    return _kernels().add_rms_norm_fwd(x, residual, weight, eps)  # type: ignore[no-any-return]
+
+
+def _add_rms_norm_backward(
+    dy: torch.Tensor, dtotal: torch.Tensor, total: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, ...]:
+    dx, dw = _kernels().add_rms_norm_bwd(dy, dtotal, total, weight, rstd)
+    return dx, dx, dw
+
+
+def _layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> tuple[torch.Tensor, ...]:
+    return _kernels().layer_norm_fwd(x, weight, bias, eps)  # type: ignore[no-any-return]
+
+
+def _layer_norm_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor,
+    rstd: torch.Tensor, eps: float,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    return _kernels().layer_norm_bwd(dy, x, weight, mean, rstd)  # type: ignore[no-any-return]
+
+
+def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (_kernels().rope_fwd(x, None, cos, sin)[0],)
+
+
+def _rope_backward(dy: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (_kernels().rope_bwd(dy, None, cos, sin)[0],)
+
+
+def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (_kernels().swiglu_fwd(gate, up),)
+
+
+def _swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return _kernels().swiglu_bwd(dy, gate, up)  # type: ignore[no-any-return]
+
+
+def _gelu(x: torch.Tensor, tanh: bool) -> tuple[torch.Tensor, ...]:
+    return (_kernels().gelu_fwd(x, approximate=tanh),)
+
+
+def _gelu_backward(dy: torch.Tensor, x: torch.Tensor, tanh: bool) -> tuple[torch.Tensor, ...]:
+    return (_kernels().gelu_bwd(dy, x, approximate=tanh),)
+
+
+def _softmax(x: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor, ...]:
+    diagonal = x.shape[-1] - x.shape[-2] if causal else 0
+    return (_kernels().softmax_fwd(x, scale=scale, causal=causal, diagonal=diagonal),)
+
+
+def _softmax_backward(dy: torch.Tensor, y: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor, ...]:
+    return (_kernels().softmax_bwd(dy, y, scale=scale),)
+
+
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return _kernels().cross_entropy_fwd(logits, labels)  # type: ignore[no-any-return]
+
+
+def _cross_entropy_backward(
+    dloss: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    return (_kernels().cross_entropy_bwd(dloss, logits, labels, lse),)
+
+
+def _vocab(logits: torch.Tensor, labels: torch.Tensor, start: int) -> tuple[torch.Tensor, ...]:
+    top, total, target = _kernels().vocab_stats(logits, labels, start)
+    here = (labels >= start) & (labels < start + logits.shape[-1])
+    return top, total, torch.where(here, target - top, 0.0)
+
+
+def _vocab_backward(
+    grad: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, peak: torch.Tensor, normalizer: torch.Tensor,
+    start: int,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    return (_kernels().vocab_stats_bwd(grad, logits, labels, start, peak + normalizer.log()),)
+
+
+def _linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return _kernels().linear_cross_entropy_fwd(x, weight, labels)  # type: ignore[no-any-return]
+
+
+def _linear_cross_entropy_backward(
+    dloss: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    dx, dw = _kernels().linear_cross_entropy_bwd(dloss, x, weight, labels, lse)
+    return dx, dw.to(weight.dtype)
+
+
+def _bounds(q: torch.Tensor, documents: Any) -> Any:
+    if documents is None or all(len(starts) <= 1 for starts in documents):
+        return None
+    return _kernels().document_bounds(documents, q.shape[1], q.device)
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Any = None, window: int | None = None,
+    q_start: int = 0, k_start: int = 0,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    return _kernels().attention_fwd(  # type: ignore[no-any-return]
+        q, k, v, q_start=q_start, k_start=k_start, window=window, bounds=_bounds(q, documents)
+    )
+
+
+def _attention_backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    documents: Any = None, window: int | None = None, q_start: int = 0, k_start: int = 0,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    return _kernels().attention_bwd(  # type: ignore[no-any-return]
+        dout, q, k, v, out, lse, q_start=q_start, k_start=k_start, window=window, bounds=_bounds(q, documents)
+    )
+
+
+def _delta(dout: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (_kernels().attention_delta(dout, out),)
+
+
+def _merge(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    return _kernels().attention_merge(out_a, lse_a, out_b, lse_b)  # type: ignore[no-any-return]
+
+
+def _adamw(
+    params: Many, grads: Many, first: Many, second: Many, step: int, lr: float, beta1: float, beta2: float, eps: float,
+    weight_decay: float,
+) -> tuple[()]:  # fmt: skip
+    if len(params):
+        _kernels().adamw_step(
+            params, grads, first, second, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, step=step
+        )
+    return ()
+
+
+def _l2norm(tensors: Many) -> tuple[torch.Tensor, ...]:
+    full = [x for x in tensors if x.numel()]
+    return (_kernels().l2norm(full).double() if full else torch.zeros((), dtype=torch.float64),)
+
+
+# operator, file of hetero_kernels, forward, backward
+_TABLE: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any] | None], ...] = (
+    ("rms_norm", "rms_norm", _rms_norm, _rms_norm_backward),
+    ("add_rms_norm", "add_rms_norm", _add_rms_norm, _add_rms_norm_backward),
+    ("layer_norm", "layer_norm", _layer_norm, _layer_norm_backward),
+    ("rope", "rope", _rope, _rope_backward),
+    ("swiglu", "swiglu", _swiglu, _swiglu_backward),
+    ("gelu", "gelu", _gelu, _gelu_backward),
+    ("softmax", "softmax", _softmax, _softmax_backward),
+    ("cross_entropy", "cross_entropy", _cross_entropy, _cross_entropy_backward),
+    ("vocab_cross_entropy", "vocab_parallel_cross_entropy", _vocab, _vocab_backward),
+    ("linear_cross_entropy", "linear_cross_entropy", _linear_cross_entropy, _linear_cross_entropy_backward),
+    ("attention", "attention", _attention, _attention_backward),
+    ("attn_delta", "attention", _delta, None),
+    ("attn_merge", "attention", _merge, None),
+    ("adamw", "adamw", _adamw, None),
+    ("l2norm", "l2norm", _l2norm, None),
+)
+
+
+def register(api: PluginApi) -> None:
+    capability = Capability(automatic=("cuda", "xpu", "npu", "mlu", "musa", "gcu"))
+    for op, file, forward, backward in _TABLE:
+        if source_file(f"hetero_kernels.{file}") is not None:
+            api.kernel(
+                Kernel(op, "triton", TRITON, forward, backward, capability, _supports, truncates=INTERPRETED)
+            )

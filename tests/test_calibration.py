@@ -1,0 +1,188 @@
+"""Calibration: which pipelines are run, how costs are told apart, and what is written into the cluster file."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from hetero_megatron.cli.calibrate import main as calibrate_main
+from hetero_megatron.cluster import cluster_from_dict, load_cluster
+from hetero_megatron.cluster.rates_section import merge_rates, write_rates
+from hetero_megatron.comm.clock import EmulatedClock, OperatorSeconds
+from hetero_megatron.errors import UserError
+from hetero_megatron.planner.costs import CostModel, StageChoice
+from hetero_megatron.planner.rates import load_rates
+from hetero_megatron.spec import ModelSpec, load_model
+from hetero_megatron.training.calibration import CalibrationOptions, calibrate
+from hetero_megatron.training.calibration.links import pairs
+from hetero_megatron.training.calibration.runs import (
+    Costs,
+    Observation,
+    full_runs,
+    solve,
+    spot_checks,
+    stragglers,
+    tp_groups,
+)
+from hetero_megatron.training.config import OptimizerConfig
+from hetero_megatron.training.loop import optimizer_factory
+from tests.pool import shared_pool
+
+CLUSTER = {
+    "nodes": [
+        {"name": "fast", "count": 2, "chip": "big", "chips_per_node": 2},
+        {"name": "slow", "count": 4, "chip": "small"},
+    ],
+    "chips": {
+        "big": {"memory": "2 GiB", "dtypes": ["fp32"], "emulate": {"speed": 0.4}},
+        "small": {"memory": "1 GiB", "dtypes": ["fp32"], "emulate": {"speed": 0.2}},
+    },
+    "links": {"intra_node": {"bandwidth": "2 GB/s"}, "inter_node": {"bandwidth": "50 MB/s"}},
+}
+SMALL = ModelSpec("small", "llama", 2, 32, 64, 2, 2, 16, 64, 64)
+
+
+def test_every_chip_is_seen_first_and_last_with_two_depths() -> None:
+    cluster, spec = cluster_from_dict(CLUSTER), load_model("tiny")
+    seen: dict[str, set[tuple[bool, bool, int]]] = {}
+    for run in full_runs(cluster, spec, 64, tp=1, micro_batch_size=2):
+        stages = run.plan.pipelines[0].stages
+        for stage, (chip, layers) in zip(stages, run.stages, strict=True):
+            assert {cluster.ranks[r].chip for r in stage.ranks} == {chip} and stage.num_layers == layers
+            seen.setdefault(chip, set()).add((stage.embed, stage.head, layers))
+    for kinds in seen.values():
+        assert {(e, h) for e, h, _ in kinds} >= {(True, False), (False, True), (False, False)}
+        assert {n for _, _, n in kinds} == {1, 3}
+
+
+def test_spot_checks_touch_every_other_group() -> None:
+    cluster, spec = cluster_from_dict(CLUSTER), load_model("tiny")
+    full = {r for run in full_runs(cluster, spec, 64, 1, 1) for r in run.plan.ranks}
+    spots = {r for run in spot_checks(cluster, spec, 64, 1, 1) for r in run.plan.ranks}
+    assert full | spots == set(range(cluster.world_size)) and not full & spots
+    assert tp_groups(cluster, 2) == {"big": [(0, 1), (2, 3)]}
+
+
+def _observe(costs: Costs, chip: str, ranks: tuple[int, ...], layers: int, embed: bool, head: bool, noise: float):  # type: ignore[no-untyped-def]
+    forward, backward = costs.stage(layers, embed, head)
+    return Observation(chip, ranks, 1, 1, layers, embed, head, forward * noise, backward * noise, 0.01)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_costs_are_recovered(seed: int) -> None:
+    rng = random.Random(seed)
+    truth = Costs(*((rng.uniform(0.1, 1), rng.uniform(0.1, 2)) for _ in range(4)))
+    places = [(n, e, h) for n in (1, 3) for e, h in ((True, False), (False, False), (False, True))]
+    exact = solve([_observe(truth, "c", (0,), *place, 1.0) for place in places])
+    for part in ("fixed", "layer", "embed", "head"):
+        assert getattr(exact, part) == pytest.approx(getattr(truth, part), rel=1e-6)
+    noisy = solve([_observe(truth, "c", (0,), *place, rng.uniform(0.99, 1.01)) for place in places])
+    for place in places:
+        assert noisy.stage(*place) == pytest.approx(truth.stage(*place), rel=0.03)
+
+
+def test_a_straggler_is_named() -> None:
+    costs = Costs((0.1, 0.1), (1.0, 2.0), (0.2, 0.1), (0.5, 1.0))
+    places = [(1, False, False), (3, False, False)]
+    found = [_observe(costs, "c", (r,), *place, 1.3 if r == 2 else 1.0) for r in range(3) for place in places]
+    slow = stragglers(found, {("c", 1, 1): costs}, 0.1)
+    assert list(slow) == [(2,)] and slow[2,] == pytest.approx(1.3)
+
+
+def test_links_are_measured_once_per_kind_and_direction() -> None:
+    cluster = cluster_from_dict(CLUSTER)
+    kinds = {(cluster.ranks[a].group, cluster.ranks[b].group, cluster.ranks[a].node == cluster.ranks[b].node)
+             for a, b in pairs(cluster)}  # fmt: skip
+    assert kinds == {
+        ("fast", "fast", True), ("fast", "fast", False), ("fast", "slow", False), ("slow", "fast", False),
+        ("slow", "slow", False),
+    }  # fmt: skip
+
+
+def test_rates_are_written_without_touching_the_rest(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    body = "# ours\nversion: 1\nnodes:\n  - {name: a, chip: c}\nchips:\n  c: {memory: 1 GiB}  # small\n"
+    file.write_text(body + "rates:\n  chips:\n    c: {fp32: {gemm_flops: 1.0e9}}\n")
+    new = {"chips": {"c": {"fp32": {"bytes_per_second": 2e9}, "bf16": {"gemm": [[1, 2, 3, 0.5]]}}}}
+    write_rates(file, merge_rates(load_cluster(file).rates, new), file)
+    assert file.read_text().startswith(body)
+    again = load_cluster(file).rates
+    assert again["chips"]["c"]["fp32"] == {"gemm_flops": 1e9, "bytes_per_second": 2e9}
+    assert again["chips"]["c"]["bf16"] == {"gemm": [[1, 2, 3, 0.5]]}
+    assert yaml.safe_load(file.read_text())["rates"] == again
+    with pytest.raises(UserError, match="--out"):
+        write_rates(file, again, tmp_path / "none" / "x.yaml")
+
+
+def test_a_conformance_profile_is_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, profile = tmp_path / "cluster.yaml", tmp_path / "profile.json"
+    file.write_text(yaml.safe_dump(CLUSTER))
+    profile.write_text(json.dumps({"chips": {"big": {"fp32": {"gemm_flops": 3e9, "bytes_per_second": 1e9}}}}))
+    assert calibrate_main(["--cluster", str(file), "--merge", str(profile), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["chips"]["big"]["fp32"]["gemm_flops"] == 3e9
+    assert load_rates(load_cluster(file), "fp32").chips["big"].calibrated
+
+
+BAD = [
+    (["--model", "tiny"], "--cluster"),
+    (["--cluster", "FILE"], "--model"),
+    (["--cluster", "FILE", "--model", "tiny"], "WORLD_SIZE"),
+    (["--cluster", "FILE", "--model", "tiny", "--tp", "x"], "not a list"),
+    (["--cluster", "FILE", "--model", "no-such-model"], "no-such-model"),
+    (["--cluster", "FILE", "--merge", "/none.json"], "none.json"),
+    (["--nonsense"], "nonsense"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "names"), BAD, ids=[" ".join(a) for a, _ in BAD])
+def test_bad_input(arguments: list[str], names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HETERO_TESTBED", raising=False)
+    file = tmp_path / "cluster.yaml"
+    file.write_text(yaml.safe_dump(CLUSTER))
+    with pytest.raises(UserError, match=names):
+        if "x" in arguments:
+            monkeypatch.setenv("WORLD_SIZE", "8")
+        calibrate_main([str(file) if a == "FILE" else a for a in arguments])
+
+
+def _calibrate(comm, speeds):  # type: ignore[no-untyped-def]
+    """All of calibration on real ranks, whose chips are emulated by the clock."""
+    cluster = cluster_from_dict(CLUSTER)
+    comm.clock = EmulatedClock(lambda: speeds[comm.rank], OperatorSeconds())
+    build = optimizer_factory(OptimizerConfig())
+    options = CalibrationOptions(32, "fp32", (2,), (1,), (32,), steps=1)
+    try:
+        found = calibrate(comm, cluster, SMALL, options, torch.float32, build, lambda _: None)
+    finally:
+        comm.clock = comm.emulation.clock
+    return found.rates, found.slow, {key: costs.layer for key, costs in found.costs.items()}
+
+
+def test_a_calibration_gives_what_the_clock_says() -> None:
+    speeds = [4.0] * 4 + [2.0, 2.0, 1.0, 2.0]  # rank 6 is a straggler
+    answers = shared_pool().run(_calibrate, speeds)
+    assert all(answer == answers[0] for answer in answers)
+    rates, slow, layer = answers[0]
+    assert layer["small", 1, 2] == pytest.approx([2 * s for s in layer["big", 1, 2]], rel=0.02)
+    assert set(slow) == {(6,)} and slow[6,] == pytest.approx(2.0, rel=0.1)
+    cluster = cluster_from_dict({**CLUSTER, "rates": rates})
+    costs = CostModel(SMALL, cluster, 32, "fp32")
+    stage = StageChoice("big", 1, 1, 3, False, False)
+    expected = 3 * layer["big", 1, 2][0] + costs.action_seconds("big")
+    assert costs.forward_seconds(stage, 2) == pytest.approx(expected, rel=0.01)
+    assert {link.get("within", link.get("from")) for link in rates["links"]} == {"fast", "slow"}
+
+
+def test_the_command_refuses_in_a_process_of_its_own(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hetero_megatron.cli.main", "calibrate", "--cluster", str(tmp_path / "none.yaml")],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and "Traceback" not in done.stderr and "none.yaml" in done.stderr

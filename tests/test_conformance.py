@@ -1,0 +1,122 @@
+"""The conformance kit: it passes what is right, and finds what is wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetero_megatron.cli.check_plugin import check_plugin, print_report
+from hetero_megatron.cli.scaffold import plugin_files
+from hetero_megatron.ops import SPECS, Signature, torch_registry
+from hetero_megatron.ops.conformance import DTYPES, FAIL, Finding, check_kernel
+from hetero_megatron.ops.conformance.sandbox import Sandbox
+from hetero_megatron.platform.plugins import load_plugins
+
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+
+
+def failures(provider: str, op: str, dtypes: tuple[torch.dtype, ...] = DTYPES, quick: bool = True) -> list[Finding]:
+    registry = load_plugins().registry if provider == "triton" else torch_registry()
+    kernel = registry.kernel(op, provider)
+    found = list(check_kernel(SPECS[op], kernel, CPU, lambda d: Signature(op, "cpu", d, "cpu"), dtypes, quick))
+    assert len(found) >= 10 * len(dtypes)
+    return [f for f in found if f.status == FAIL]
+
+
+@pytest.mark.parametrize("op", sorted(SPECS))
+def test_built_in_providers_conform(op: str) -> None:
+    """fp32 with every case, more than 65,535 rows among them; 16 bits without the largest."""
+    assert failures("aten", op, (torch.float32,), quick=False) == []
+    assert failures("aten", op, (torch.bfloat16, torch.float16)) == []
+    assert failures("reference", op) == []
+
+
+TRITON = sorted(k.op for k in load_plugins().registry if k.provider == "triton")
+
+
+@pytest.mark.parametrize("op", ["swiglu", "rope", "vocab_cross_entropy"])
+def test_triton_under_its_interpreter_conforms(op: str) -> None:
+    assert failures("triton", op, (torch.float32, torch.bfloat16)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", TRITON)
+def test_every_triton_kernel_conforms(op: str) -> None:
+    assert failures("triton", op) == []
+
+
+@pytest.fixture
+def vendors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The two packages of plugins/ as plugins of this process, found by the environment list."""
+    for name in ("example_vendor", "bad_vendor"):
+        monkeypatch.syspath_prepend(str(ROOT / "plugins" / name))
+    monkeypatch.setenv("HETERO_PLUGINS", "hetero_example_vendor.plugin,hetero_bad.plugin")
+    yield
+    for module in [m for m in sys.modules if m.startswith(("hetero_example_vendor", "hetero_bad"))]:
+        del sys.modules[module]
+
+
+def test_the_example_is_what_the_scaffold_writes_and_passes(vendors: None, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = ROOT / "plugins" / "example_vendor"
+    written = {
+        str(path.relative_to(folder)): path.read_text(encoding="utf-8")
+        for path in folder.rglob("*")
+        if path.is_file() and "egg-info" not in str(path) and path.suffix != ".pyc"
+    }
+    assert written == plugin_files("example_vendor"), "hetero-megatron plugins new example_vendor writes other files"
+    report = check_plugin("example_vendor", None, ["fp32", "bf16"], None, True, True)
+    assert report.ok and report.platform == "example_vendor"
+    assert {s["direction"] for s in report.speeds} == {"forward", "backward"}
+    (rates,) = report.profile["rates"]["chips"].values()
+    assert rates["bf16"]["bytes_per_second"] > 0
+    print_report(report)
+    shown = capsys.readouterr().out
+    assert "all passed" in shown and "swap: reference backward" in shown and "of the floor" in shown
+
+
+def test_every_defect_of_the_bad_plugin_is_found(vendors: None, capsys: pytest.CaptureFixture[str]) -> None:
+    import hetero_bad.plugin as bad
+
+    report = check_plugin("bad", None, ["bf16"], None, True, False)
+    assert not report.ok
+    failed = [f for f in report.findings if f["status"] == FAIL]
+    for kernel, (check, words) in bad.DEFECTS.items():
+        found = [f["detail"] for f in failed if f["kernel"] == kernel and f["check"] == check]
+        assert any(words in detail for detail in found), f"{kernel}: {check} with {words!r}: {found[:3]}"
+    assert {f["kernel"] for f in failed} == set(bad.DEFECTS)
+    print_report(report)
+    assert f"{len(failed)} FAILED" in capsys.readouterr().out
+
+
+def test_the_bad_plugin_is_named_and_harms_nobody(vendors: None) -> None:
+    found = load_plugins()
+    (broken,) = found.broken()
+    assert broken.source.name == "bad" and "it has no backward" in broken.error
+    assert "example_vendor" in found.platforms
+    assert not {"twice", "no_backward", "base_two"} & set(found.registry.providers())
+
+
+def test_red_zones_see_single_elements() -> None:
+    for offset, says in ((-1, "1 before"), (10, "1 after")):
+        box = Sandbox()
+        with box:
+            x = torch.empty(2, 5)
+        x.as_strided((1,), (1,), x.storage_offset() + offset).fill_(1.0)
+        assert x.isnan().all() and [says in d for d in box.damage()] == [True]
+    box = Sandbox()
+    x = box.place(torch.arange(6.0).view(2, 3).t())
+    assert torch.equal(x, torch.arange(6.0).view(2, 3).t()) and x.stride() == (1, 3) and box.damage() == []
+    x[0, 0] = 9
+    assert "changed an argument" in box.damage()[0]
+
+
+def test_the_environment_is_the_interpreters() -> None:
+    """conftest sets it before Triton is imported; without it the Triton tests would test nothing."""
+    if not torch.accelerator.is_available():
+        assert os.environ.get("TRITON_INTERPRET") == "1"

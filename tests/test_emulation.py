@@ -1,0 +1,159 @@
+"""The in-rank side of the testbed: emulated clock, stretched CPU time, paced links, faults."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_megatron.comm.clock import EmulatedClock, NominalChip, OperatorSeconds, RealClock
+from hetero_megatron.comm.emulation import Emulation
+from hetero_megatron.comm.pacing import Pacer
+from tests.pool import shared_pool
+
+CHIP = NominalChip(gemm_flops=1e9, attention_flops=1e8, bytes_per_second=1e8, operator_seconds=1e-5)
+
+
+def count(function) -> float:  # type: ignore[no-untyped-def]
+    mode = OperatorSeconds(CHIP)
+    with mode:
+        function()
+    return mode.take()
+
+
+@given(m=st.integers(1, 40), n=st.integers(1, 40), k=st.integers(1, 40))
+@settings(max_examples=20, deadline=None)
+def test_a_product_costs_its_flops_forward_and_backward(m: int, n: int, k: int) -> None:
+    a, b = torch.randn(m, k, requires_grad=True), torch.randn(k, n, requires_grad=True)
+    assert count(lambda: a @ b) == pytest.approx(1e-5 + 2 * m * n * k / 1e9)
+    out = a @ b
+    backward = count(lambda: torch.autograd.backward(out, torch.ones_like(out.detach())))
+    # Two products and the seed (empty, fill), plus what moving gradients costs: bounded by bytes of all of them.
+    assert backward >= 2 * (1e-5 + 2 * m * n * k / 1e9)
+
+
+def test_attention_costs_its_pairs_and_views_cost_nothing() -> None:
+    q = torch.randn(1, 2, 32, 16)
+    causal = count(lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True))
+    assert causal == pytest.approx(1e-5 + 4 * 2 * 16 * 32 * 32 / 2 / 1e8, rel=0.05)
+    assert count(lambda: q.transpose(1, 2).view(1, 32, 2, 16)[0]) == 0.0
+
+
+def test_segments_last_nominal_seconds_over_speed_and_blocked_time_is_not_credited() -> None:
+    mode = OperatorSeconds(CHIP)
+    clock = EmulatedClock(lambda: 0.5, mode)
+    a = torch.randn(100, 100)
+    start = time.perf_counter()
+    with clock.counting():
+        for _ in range(5):
+            a @ a  # 2e6 FLOP: 2.01 ms nominal, 4.02 ms emulated
+            clock.pause()
+            time.sleep(0.01)  # waiting for a peer
+            clock.resume(0.01)
+    took = time.perf_counter() - start
+    assert clock.computed == pytest.approx(5 * 2 * (2e6 / 1e9 + 1e-5))
+    assert took >= clock.computed + 0.05
+    assert clock.report()["overrun"] < 0.2
+
+
+def test_a_clock_that_the_cpu_cannot_keep_up_with_says_so() -> None:
+    clock = EmulatedClock(lambda: 1000.0, OperatorSeconds(NominalChip(1e15, 1e15, 1e15, 1e-9)))
+    a = torch.randn(200, 200)
+    with clock.counting():
+        a @ a
+    assert clock.report()["overrun"] > 1
+
+
+def test_soft_stretches_cpu_time() -> None:
+    clock = EmulatedClock(lambda: 0.25)
+    start, cpu = time.perf_counter(), time.thread_time()
+    with clock.counting():
+        while time.thread_time() - cpu < 0.05:
+            pass
+    assert time.perf_counter() - start >= 0.05 / 0.25 * 0.95
+    assert clock.computed == pytest.approx(0.2, rel=0.1)
+
+
+def test_without_a_testbed_nothing_is_emulated() -> None:
+    emulation = Emulation.from_environment(0, {})
+    assert type(emulation.clock) is RealClock and emulation.pacer is None and emulation.describe() == ""
+
+
+def test_the_control_file_changes_speed_and_rate(tmp_path: Path) -> None:
+    control = tmp_path / "control.json"
+    described = {
+        "chips": "soft", "links": "paced", "speeds": [1.0, 0.5], "control": str(control),
+        "pace": {"bandwidth": [[None, 1e6], [1e6, None]], "latency": [[0, 0.001], [0.001, 0]]},
+    }  # fmt: skip
+    file = tmp_path / "testbed.json"
+    file.write_text(json.dumps(described))
+    environment = {"HETERO_TESTBED": str(file), "HETERO_TESTBED_DIR": str(tmp_path)}
+    emulation = Emulation.from_environment(1, environment)
+    assert isinstance(emulation.clock, EmulatedClock) and emulation.clock.speed() == 0.5
+    control.write_text(json.dumps({"speed": {"1": 0.125}, "rate": [[1, 0, 5.0]]}))
+    emulation._looked = 0.0
+    assert emulation.clock.speed() == 0.125
+    assert emulation.pacer is not None and emulation.pacer.rate() == {0: 5.0}
+    emulation.started()
+    assert (tmp_path / "ready-1").exists()
+
+
+def test_paced_messages_queue_up_behind_each_other() -> None:
+    class Done:
+        def wait(self) -> None:
+            pass
+
+        def is_completed(self) -> bool:
+            return True
+
+    pacer = Pacer(lambda: {1: 1e6, 2: None}, {1: 0.005})  # type: ignore[dict-item]
+    assert pacer.submit({2: 100}, Done) is None
+    begin = time.perf_counter()
+    at: list[float] = []
+
+    def start() -> Done:
+        at.append(time.perf_counter() - begin)
+        return Done()
+
+    works = [pacer.submit({1: 20_000}, start) for _ in range(3)]
+    assert all(w is not None and not w.is_completed() for w in works)
+    for work in works:
+        assert work is not None
+        work.wait()
+    for i, seconds in enumerate(at):
+        assert seconds >= 0.02 * (i + 1) + 0.005
+    assert at[2] < 0.02 * 3 + 0.005 + 0.1
+
+
+def _paced_all_to_all(comm, rates):  # type: ignore[no-untyped-def]
+    """Every rank sends 4 messages and takes part in an all-to-all under a pacer; values arrive in order."""
+    group_ranks = (0, 1, 2)
+    comm.create_groups([group_ranks])
+    if comm.rank not in group_ranks:
+        return None
+    comm.emulation.pacer = Pacer(lambda: {r: rates for r in group_ranks if r != comm.rank}, {})
+    try:
+        group = comm.group(group_ranks)
+        results = []
+        handles = []
+        for round_ in range(3):
+            send = torch.full((300,), float(10 * comm.rank + round_), dtype=torch.float64)
+            handles.append(group.all_to_all(send, [100] * 3, [100] * 3))
+        results = [h.wait().view(3, 100)[:, 0].tolist() for h in handles]
+        vectors = group.gather_vectors(torch.tensor([float(comm.rank)])).flatten().tolist()
+    finally:
+        comm.emulation.pacer = None
+    return results, vectors
+
+
+def test_paced_collectives_keep_their_order() -> None:
+    answers = shared_pool().run(_paced_all_to_all, 1e6)
+    for answer in answers[:3]:
+        results, vectors = answer
+        assert results == [[0.0 + i, 10.0 + i, 20.0 + i] for i in range(3)]
+        assert vectors == [0.0, 1.0, 2.0]

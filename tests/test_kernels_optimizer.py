@@ -1,0 +1,89 @@
+"""Triton kernels of the optimizer against torch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hetero_kernels as hk
+from tests.kernel_cases import BF16, DEVICE, FP32, FP64, inputs_fenced, randn
+
+SIZES = [(7, 5), (0,), (1,), (70_001,), (3, 1000)]  # one longer than a chunk
+FEW = hk.Limits(arch="interpreter", processors=2, max_grid=2)
+OPTIONS = {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8}
+
+
+def tensors(seed: int, dtype: torch.dtype, scale: float = 1.0) -> list[torch.Tensor]:
+    return [inputs_fenced(randn(*shape, dtype=dtype, seed=seed + i, scale=scale)) for i, shape in enumerate(SIZES)]
+
+
+@pytest.mark.parametrize(("dtype", "grad_dtype"), [(FP64, FP64), (FP32, FP32), (FP32, BF16)])
+@pytest.mark.parametrize("limits", [None, FEW])
+def test_adamw_is_torchs(dtype: torch.dtype, grad_dtype: torch.dtype, limits: hk.Limits | None) -> None:
+    params = tensors(0, dtype)
+    expected = [p.clone().requires_grad_() for p in params]
+    optimizer = torch.optim.AdamW(expected, betas=(0.9, 0.95), **OPTIONS)
+    moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+    copies = [torch.zeros_like(p, dtype=BF16) for p in params]
+    scale = torch.tensor(0.25, dtype=dtype, device=DEVICE)
+    for step in (1, 2, 3):
+        grads = tensors(10 * step, grad_dtype)
+        for p, g in zip(expected, grads):
+            p.grad = g.to(dtype) * 0.25
+        optimizer.step()
+        hk.adamw_step(
+            params, grads, *moments, beta1=0.9, beta2=0.95, step=step, grad_scale=scale if step > 1 else 0.25,
+            copies=copies, limits=limits, **OPTIONS,
+        )  # fmt: skip
+    bound = 1e-12 if dtype == FP64 else 1e-6
+    for p, e, m, v, copy in zip(params, expected, *moments, copies):
+        if not p.numel():
+            continue
+        state = optimizer.state[e]
+        for got, wanted in ((p, e), (m, state["exp_avg"]), (v, state["exp_avg_sq"])):
+            assert (got - wanted).norm() <= bound * wanted.norm()
+        assert torch.equal(copy, p.to(BF16))
+
+
+def test_adamw_reference_is_torchs() -> None:
+    params = tensors(0, FP64)
+    expected = [p.clone().requires_grad_() for p in params]
+    optimizer = torch.optim.AdamW(expected, betas=(0.9, 0.95), **OPTIONS)
+    moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+    for step in (1, 2):
+        grads = tensors(10 * step, FP64)
+        for p, g in zip(expected, grads):
+            p.grad = g
+        optimizer.step()
+        hk.adamw_reference(params, grads, *moments, beta1=0.9, beta2=0.95, step=step, **OPTIONS)
+    assert all(torch.allclose(p, e.detach(), rtol=1e-13, atol=0) for p, e in zip(params, expected))
+
+
+def test_adamw_skips_on_overflow_and_keeps_its_table() -> None:
+    params, grads = tensors(0, FP32), tensors(1, FP32)
+    moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+    before = [p.clone() for p in params]
+    table = hk.adamw_table(params, grads, *moments)
+    call = {"beta1": 0.9, "beta2": 0.95, "step": 1, "table": table, **OPTIONS}
+    found = torch.ones((), device=DEVICE)
+    hk.adamw_step(params, grads, *moments, found_inf=found, **call)
+    assert all(torch.equal(a, b) for a, b in zip(params, before)) and not any(m.any() for m in moments[0])
+    hk.adamw_step(params, grads, *moments, found_inf=found.zero_(), **call)
+    assert not any(torch.equal(a, b) for a, b in zip(params, before) if a.numel())
+    assert all(m.any() for m in moments[0] if m.numel())
+    hk.adamw_step([], [], [], [], beta1=0.9, beta2=0.95, step=1, **OPTIONS)
+
+
+@pytest.mark.parametrize("limits", [None, FEW])
+def test_l2norm(limits: hk.Limits | None) -> None:
+    mixed = [*tensors(0, FP32), *tensors(1, BF16, scale=30)]
+    exact = torch.cat([x.double().flatten() for x in mixed]).norm()
+    for squared in (False, True):
+        got = hk.l2norm(mixed, squared=squared, limits=limits)
+        assert got.dtype == FP32 and got.shape == ()
+        assert abs(got.double() / (exact**2 if squared else exact) - 1) < 1e-6
+        assert torch.equal(got, hk.l2norm(mixed, squared=squared, limits=limits))
+    exact = torch.cat([x.flatten() for x in tensors(0, FP64)]).norm()
+    assert abs(hk.l2norm(tensors(0, FP64)) / exact - 1) < 1e-14
+    assert hk.l2norm([randn(0, 3)]) == 0 and hk.l2norm([]) == 0
+    assert abs(hk.l2norm_reference(tensors(0, FP64)) / exact - 1) < 1e-14
