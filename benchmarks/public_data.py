@@ -25,9 +25,11 @@ DATA = Path(__file__).resolve().parent.parent / "shared" / "data"
 PLACES = (DATA, Path("/work/shared/data"))
 
 # Megatron-DeepSpeed 2022: fp16 all-reduce after the last backward, whole optimizer on every replica, all-reduces in TP.
-DEEPSPEED = CostOptions(overlap=False, sharded=False, gradient_bytes=2, sequence_parallel=False, blocking=True)
+DEEPSPEED = CostOptions(
+    overlap=False, sharded=False, gradient_bytes=2, sequence_parallel=False, whole_transfers=True, blocking=True
+)
 # Sailor trains in fp32 with the same framework.
-SAILOR = CostOptions(overlap=False, sharded=False, gradient_bytes=4, sequence_parallel=False, blocking=True)
+SAILOR = replace(DEEPSPEED, gradient_bytes=4)
 
 
 def data(name: str) -> Path | None:

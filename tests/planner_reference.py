@@ -36,7 +36,8 @@ class Case:
 
 
 def random_case(seed: int, kind: str) -> Case:
-    """``open``: up to 4 chips of 1-3 types, every choice open; ``fixed``: 2 + 2 + 2 chips, micro-batch 1, no recompute."""
+    """``open``: up to 4 chips of 1-3 types, every choice open; ``fixed``: 2 + 2 + 2 chips, micro-batch 1, no
+    recompute."""
     rng = random.Random(f"{kind}{seed}")
     layers = rng.randint(3, 5) if kind == "open" else rng.randint(3, 4)
     hidden = rng.choice([1024, 2048, 4096])
@@ -57,8 +58,8 @@ def random_case(seed: int, kind: str) -> Case:
         memory = GIB + state * rng.choice([0.35, 0.6, 0.9, 1.3, 2.5]) / rng.choice([1, 1, sum(sizes) / 2])
         chips[f"c{i}"] = {
             "memory": f"{int(memory)} B", "tflops": {"bf16": speed * rng.choice([1, 1.5, 2, 3])},
-            "memory_bandwidth": f"{rng.choice([0.6, 1, 2])} TB/s", "link_bandwidth": f"{rng.choice([20, 100, 300])} GB/s",
-            "dtypes": ["bf16"],
+            "memory_bandwidth": f"{rng.choice([0.6, 1, 2])} TB/s",
+            "link_bandwidth": f"{rng.choice([20, 100, 300])} GB/s", "dtypes": ["bf16"],
         }  # fmt: skip
     links = {"inter_node": {"bandwidth": f"{rng.choice([1, 5, 25, 100])} GB/s", "latency": "10 us"}}
     cluster = cluster_from_dict({"nodes": nodes, "chips": chips, "links": links})
@@ -74,6 +75,7 @@ class Exhaustive:
         self.counts = evaluator.pool.counts
         self.found: Candidate | None = None
         self.tried = 0
+        self.fixed = min(evaluator.costs.chip_rates(g.chip).step_seconds for g in evaluator.pool.groups)
         self._seconds: dict[Any, float] = {}
 
     def run(self) -> float:
@@ -99,7 +101,7 @@ class Exhaustive:
                         if d == 1 and m * size != self.case.batch:
                             continue
                         seconds = self._time(shape, m, schedule)
-                        if seconds < self.best:
+                        if seconds + self.fixed < self.best:
                             found.setdefault(m * size, []).append((seconds, shape, m))
         for rows in found.values():
             rows.sort(key=lambda row: row[0])
@@ -148,7 +150,7 @@ class Exhaustive:
                 if q > left - rest or (rest == 0 and q != left):
                     continue
                 for seconds, shape, m in rows:
-                    if seconds >= self.best:
+                    if seconds + self.fixed >= self.best:
                         break
                     extend(i + 1, left - q, (*parts, Part(shape, 1, m)))
 
@@ -158,7 +160,7 @@ class Exhaustive:
         fitting = self._recomputed(candidate)
         if fitting is None:
             return
-        for order in ("stage", "pipeline"):
+        for order in ("stage", "pipeline") if len(fitting.parts) > 1 else ("stage",):
             self.tried += 1
             score: Score | None = self.evaluator.score(replace(fitting, order=order))
             if score is not None and score.over == 0 and score.step_seconds < self.best:
@@ -188,7 +190,9 @@ class Exhaustive:
             parts.append(replace(part, shape=PipelineShape(part.shape.micro_batch_size, tuple(stages))))
         return replace(candidate, parts=tuple(parts))
 
-    def _fastest(self, stage: StageShape, shape: PipelineShape, s: int, alive: int, replicas: float) -> StageShape | None:
+    def _fastest(
+        self, stage: StageShape, shape: PipelineShape, s: int, alive: int, replicas: float
+    ) -> StageShape | None:
         levels = [("none", 0), ("selective", 0), *(("first", n) for n in range(1, stage.layers)), ("full", 0)]
         if self.case.recompute is not None:
             levels = [(self.case.recompute, 0)]

@@ -60,8 +60,8 @@ BAD = [
     ),
     (f"{TINY} --expert-model-parallel-size 2", "--expert-model-parallel-size", "expert parallelism"),
     (f"{TINY} --num-layers-per-virtual-pipeline-stage 2", "--num-layers-per-virtual-pipeline-stage", "virtual"),
-    (f"{TINY} --auto-plan", "--auto-plan", "planner is not built yet"),
-    (f"{TINY} --cluster c.yaml", "--cluster", "planner is not built yet"),
+    (f"{TINY} --auto-plan", "--auto-plan", "needs the cluster"),
+    (f"{TINY} --cluster c.yaml", "--cluster", "it needs a plan"),
     (f"{TINY} --use-checkpoint-args", "--use-checkpoint-args", "flags are not read from checkpoints"),
     (f"{TINY} --save x --save-interval -1", "--save-interval", "too small"),
     (f"{TINY} --recompute-modules mlp", "--recompute-modules", "core_attn"),
@@ -276,8 +276,8 @@ def test_script_and_help() -> None:
 def test_sub_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert hetero_megatron(["--help"]) == 0
     assert "doctor" in capsys.readouterr().out
-    assert hetero_megatron(["plan"]) == 2
-    assert "command = plan: not built yet" in capsys.readouterr().err
+    assert hetero_megatron(["convert"]) == 2
+    assert "command = convert: not built yet" in capsys.readouterr().err
     assert hetero_megatron(["docter"]) == 2
     assert "did you mean doctor?" in capsys.readouterr().err
     assert hetero_megatron(["doctor", "--jsn"]) == 2

@@ -54,6 +54,8 @@ def build_plan(
     Raises:
         UserError: contradictory flags, a plan that breaks a law, or one for another number of ranks.
     """
+    if args["auto_plan"]:
+        return _searched(args, spec, environment, cluster, dtype)
     if args["plan"] is not None:
         return _from_file(args, spec, environment, cluster, dtype)
     for key in ("seq_length", "micro_batch_size"):
@@ -88,6 +90,36 @@ def _from_file(
             raise flag_error(key, args[key], f"the plan file says {mine}", f"{mine}, or leave the flag out")
     _ranks(args, environment, plan.world_size)
     return plan
+
+
+def _searched(
+    args: Arguments, spec: ModelSpec, environment: Mapping[str, str], cluster: Cluster | None, dtype: str | None
+) -> Plan:
+    """--auto-plan: every rank searches by itself and finds the same plan, because the search has no randomness."""
+    from hetero_megatron.planner.search import SearchOptions, search
+    from hetero_megatron.planner.space import Space
+
+    for key in (*_UNIFORM, *_MESHES, "plan"):
+        if key in args.given:
+            raise flag_error(key, args[key], "--auto-plan decides this", "one of the two")
+    if cluster is None:
+        raise flag_error("auto_plan", True, "it needs the cluster to plan for", "--cluster FILE beside it")
+    for key in ("seq_length", "global_batch_size"):
+        if args[key] is None:
+            raise flag_error(key, None, "missing beside --auto-plan", "an integer >= 1")
+    sizes = (args["micro_batch_size"],) if "micro_batch_size" in args.given else None
+    options = SearchOptions(dtype=dtype or "fp32", space=Space(micro_batch_sizes=sizes))
+    found = search(spec, cluster, args["seq_length"], args["global_batch_size"], options).best
+    if found.cluster is not cluster:
+        problem = f"the best plan leaves {len(found.idle)} chips idle that are not the last ones"
+        remedy = "`hetero-megatron plan --out FILE`, then start only the chips of FILE.cluster.yaml with --plan FILE"
+        raise flag_error("auto_plan", True, problem, remedy)
+    _ranks(args, environment, found.plan.world_size)
+    args.notices.append(
+        f"plan {found.plan.fingerprint()} searched: {found.step_seconds:.4g} s per step predicted, "
+        f"{found.prediction.tokens_per_second:,.0f} tokens/s"
+    )
+    return found.plan
 
 
 def _from_meshes(args: Arguments, spec: ModelSpec, environment: Mapping[str, str]) -> Plan:
@@ -166,6 +198,7 @@ def _ranks(args: Arguments, environment: Mapping[str, str], needed: int) -> int:
         raise UserError("is no number of ranks", field=source, value=count, accepted=f"1 to {MAX_RANKS}", where=WHERE)
     if count < needed:
         field = "--plan" if args["plan"] is not None else "--hetero-process-meshes"
+        field = "--auto-plan" if args["auto_plan"] else field
         problem = f"it needs {needed} ranks and {count} {'was' if count == 1 else 'were'} started ({source})"
         raise UserError(
             problem, field=field, value=args["plan"] or args["hetero_process_meshes"],

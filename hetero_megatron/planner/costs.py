@@ -23,6 +23,8 @@ from hetero_megatron.planner.operators import Operators
 from hetero_megatron.planner.rates import ChipRates, LinkRates, Rates, load_rates
 from hetero_megatron.spec import ModelSpec
 
+SWAPS = 4  # gathers and scatters of a layer in forward, and again in backward: two of attention, two of the MLP
+
 
 @dataclass(frozen=True)
 class StageChoice:
@@ -58,10 +60,10 @@ class CostOptions:
         sharded: a rank updates what it owns, as in our runtime; False: all that it holds (the bytes of an all-reduce
             are those of reduction and spread together).
         gradient_bytes: per element on the way; None: as in our runtime, at least 4.
-        sequence_parallel: with tensor parallelism, as in our runtime; False: norms work on all tokens, and every TP
-            rank sends whole activations to the next stage.
+        sequence_parallel: with tensor parallelism, as in our runtime; False: norms work on all tokens on every rank.
+        whole_transfers: every TP rank sends whole activations to the next stage, not its part of them.
         blocking: a transfer between stages keeps both ranks busy, instead of going on behind their compute.
-        The last five describe other frameworks, whose runs are predicted to judge the predictor.
+        The last six describe other frameworks, whose runs are predicted to judge the predictor.
     """
 
     margin: float = 0.06
@@ -71,6 +73,7 @@ class CostOptions:
     sharded: bool = True
     gradient_bytes: float | None = None
     sequence_parallel: bool = True
+    whole_transfers: bool = False
     blocking: bool = False
 
 
@@ -153,25 +156,27 @@ class CostModel:
             rows = -(-micro_batch_size // stage.dp)
             link = self.tp_link(stage.chip, stage.tp) if stage.tp > 1 else None
             swap = self.tp_exchange_seconds(stage.tp, rows, link)
-            parts = self.unit_seconds(self.operators(stage.chip), 1 / stage.tp, rows, swap, stage.recompute)
+            posting = (stage.tp - 1) * (link.message_seconds or 0.0) if link is not None else 0.0
+            parts = self.unit_seconds(self.operators(stage.chip), 1 / stage.tp, rows, swap, stage.recompute, posting)
             full = {"full": stage.layers, "first": stage.first}.get(stage.recompute, 0)
             self._seconds[key] = parts.total(stage.layers, full, stage.embed, stage.head)
         return self._seconds[key]
 
     def unit_seconds(
-        self, operators: Operators, share: float, rows: int, swap: float, recompute: str = "none"
+        self, operators: Operators, share: float, rows: int, swap: float, recompute: str = "none", posting: float = 0.0
     ) -> UnitSeconds:
         """Times of one rank of a TP group.
 
         Args:
             share: its part of heads and columns; rows: sequences of the micro-batch that the group computes.
-            swap: seconds of one gather or scatter of the group's activations.
+            swap: seconds of one gather or scatter of the group's activations; posting: how many of them are the host's.
         """
         length = self.seq_length
-        layer, embed, head = (f(share, rows, length) for f in (operators.layer, operators.embed, operators.head))
+        layer = operators.layer(share, rows, length, SWAPS * swap, SWAPS * posting)
+        embed, head = (f(share, rows, length) for f in (operators.embed, operators.head))
         again = operators.attention(share, rows, length)[0] if recompute == "selective" else 0.0
         return UnitSeconds(
-            layer=(layer[0] + 4 * swap, layer[1] + 4 * swap + again),
+            layer=(layer[0], layer[1] + again),
             embed=(embed[0] + swap, embed[1] + swap),
             head=(head[0] + swap, head[1] + swap),
             action=operators.rates.action_seconds if rows else 0.0,
@@ -185,7 +190,7 @@ class CostModel:
         size = rows * self.seq_length * self.model.hidden_size * self.item * (tp - 1) / tp
         alpha, beta = link.all_to_all or (link.alpha, link.beta)
         # Over a node's shared network cards all ranks of the group send at once.
-        return alpha + size * beta
+        return alpha + size * beta + (tp - 1) * (link.message_seconds or 0.0)
 
     def tp_link(self, chip: str, tp: int) -> LinkRates:
         """The slowest link inside a TP group of ``tp`` chips that fills nodes one after the other."""

@@ -147,8 +147,8 @@ def _highest(knob: _Knob, start: Rates) -> float:
 
 
 def _coarse(residuals: Callable[[np.ndarray], np.ndarray], highest: np.ndarray) -> np.ndarray:
-    """A start: knobs one after the other on a coarse grid. Maxima (compute or launches, bytes or FLOPs) hide a knob that
-    is far off from every gradient."""
+    """A start: knobs one after the other on a coarse grid. Maxima (compute or launches, bytes or FLOPs) hide a knob
+    that is far off from every gradient."""
 
     def cost(theta: np.ndarray) -> float:
         return float(np.sum(np.sqrt(1 + np.square(residuals(theta))) - 1))

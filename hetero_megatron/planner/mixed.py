@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hetero_megatron.planner.build import Skeleton
     from hetero_megatron.planner.search_large import LargeSearch
 
-MOST_BUDGETS, MOST_COLUMNS, ROUNDS = 60, 240, 7
+MOST_BUDGETS, MOST_COLUMNS, ROUNDS = 40, 240, 7
 
 
 def budgets(search: LargeSearch) -> list[tuple[int, tuple[int, ...]]]:

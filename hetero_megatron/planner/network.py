@@ -87,16 +87,17 @@ class Network:
         first, second = ranks[:2]
         return (len(ranks) - 1) * max(self.message_seconds(r, second if r == first else first) for r in ranks)
 
-    def tp_exchange(self, ranks: tuple[int, ...], size: float) -> float:
-        """Seconds of one gather or scatter-sum in a TP group whose activations have ``size`` bytes in all."""
+    def tp_exchange(self, ranks: tuple[int, ...], size: float) -> tuple[float, float]:
+        """Seconds of one gather or scatter-sum in a TP group whose activations have ``size`` bytes in all, and how many
+        of them the host needs to post it."""
         if len(ranks) == 1:
-            return 0.0
+            return 0.0, 0.0
         part = size / len(ranks)
         found = self.exchange(((a, b, part) for a in ranks for b in ranks), collective=True)
         link = self.rates.link(ranks[0], ranks[-1])
         # Inside a node posting is part of what was measured as latency, unless the link says what a message costs.
         posting = (len(ranks) - 1) * (link.message_seconds or 0.0)
-        return found.seconds + found.latency + posting
+        return found.seconds + found.latency + posting, posting
 
     def message_seconds(self, rank: int, peer: int) -> float:
         """Host seconds that a message to or from ``peer`` costs ``rank``."""

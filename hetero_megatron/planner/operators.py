@@ -31,10 +31,21 @@ class Operators:
         self.model, self.rates, self.item, self.sequence_parallel = model, rates, item, sequence_parallel
         self.fingerprint = model_fingerprint(model)
         self._cache: dict[tuple[object, ...], Seconds] = {}
+        self._rows: dict[str, list[LayerRow]] = {}
 
-    def layer(self, share: float, rows: float, length: int) -> Seconds:
-        """One decoder layer for ``rows`` sequences of ``length`` tokens."""
-        return self._cached("layers", share, rows, length, self._layer_by_operators)
+    def layer(self, share: float, rows: float, length: int, exchange: float = 0.0, posting: float = 0.0) -> Seconds:
+        """One decoder layer for ``rows`` sequences of ``length`` tokens.
+
+        Args:
+            exchange: seconds of the TP collectives in it, per direction; posting: how many of them are the host's.
+        """
+        if self._measured("layers"):
+            forward, backward = self._cached("layers", share, rows, length, self._layer_by_operators)
+            return forward + exchange, backward + exchange
+        key = ("layer", share, rows, length, exchange, posting)
+        if key not in self._cache:
+            self._cache[key] = self._layer_by_operators(share, rows, length, exchange, posting) if rows else (0.0, 0.0)
+        return self._cache[key]
 
     def embed(self, share: float, rows: float, length: int) -> Seconds:
         return self._cached("embed", share, rows, length, self._embed_by_operators)
@@ -81,9 +92,14 @@ class Operators:
         ratio of measured to modelled time at the nearest sizes."""
         key = (table, share, rows, length)
         if key not in self._cache:
-            measured = [r for r in getattr(self.rates, table) if r.fingerprint == self.fingerprint]
+            measured = self._measured(table)
             self._cache[key] = self._corrected(measured, share, rows, length, model) if rows else (0.0, 0.0)
         return self._cache[key]
+
+    def _measured(self, table: str) -> list[LayerRow]:
+        if table not in self._rows:
+            self._rows[table] = [r for r in getattr(self.rates, table) if r.fingerprint == self.fingerprint]
+        return self._rows[table]
 
     @staticmethod
     def _corrected(
@@ -108,7 +124,9 @@ class Operators:
                 ratios[i].append((size, seconds / modelled[i]))
         return forward * _nearest(ratios[0], at), backward * _nearest(ratios[1], at)
 
-    def _layer_by_operators(self, share: float, rows: float, length: int) -> Seconds:
+    def _layer_by_operators(
+        self, share: float, rows: float, length: int, exchange: float = 0.0, posting: float = 0.0
+    ) -> Seconds:
         model, tokens = self.model, rows * length
         h, q, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         columns = (2 if model.activation == "swiglu" else 1) * model.ffn_hidden_size
@@ -124,8 +142,9 @@ class Operators:
         small = tokens * self.item * (norms + share * local) / self.rates.bytes_per_second
         core = self.attention(share, rows, length)
         # Kernels are launched ahead of the device, so launching counts only where it takes longer than they do.
-        forward = max(products + small + core[0], self.rates.layer_seconds)
-        return forward, max(2 * (products + small) + core[1], self.rates.layer_backward_seconds)
+        forward = max(products + small + core[0] + exchange, self.rates.layer_seconds + posting)
+        backward = 2 * (products + small) + core[1] + exchange
+        return forward, max(backward, self.rates.layer_backward_seconds + posting)
 
     def _embed_by_operators(self, share: float, rows: float, length: int) -> Seconds:
         moved = 2 * self.item * rows * length * self.model.hidden_size / self.rates.bytes_per_second

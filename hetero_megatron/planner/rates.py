@@ -33,10 +33,9 @@ recompute; ``fingerprint`` is :func:`model_fingerprint`. Whole-layer rows win ov
 measured takes the nearest rows, scaled by the operator rates.
 
 Cold start: data sheet x default efficiency. Matrix products: achievable share of peak ("MAMF") as tabulated in
-stas00/ml-engineering and FlagPerf (research/hethub_planners.md, 3.7) x :data:`IN_TRAINING`, because inside a layer
-products are smaller and colder than in that benchmark (fits of vTrain's A100 runs give 0.62-0.72 of peak,
-half-saturation at h/tp of 290-455; same source, 3.6). Memory: 0.85 of the data sheet (A100 measured 0.854).
-Links: 0.8 (A100 NVLink 0.86, 200 Gb NIC 0.77).
+stas00/ml-engineering and FlagPerf (research/hethub_planners.md, 3.7), for very large products; half-saturation at h/tp of 290-455 in fits of vTrain's A100 runs (same
+source, 3.6). Fitted to Megatron's four published times with full recompute, the plateau is 1.04 x MAMF. Memory: 0.85
+of the data sheet (A100 measured 0.854). Links: 0.8 (A100 NVLink 0.86, 200 Gb NIC 0.77).
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ MAMF = {  # measured share of dense 16-bit peak, by the beginning of the chip's 
     "Iluvatar-BI-V150": 1.0,  # the catalogue's value is itself measured
 }  # fmt: skip
 OTHER_MAMF = 0.75  # assumed for chips without a published measurement: the lower end of the above but MI3xx
-IN_TRAINING = 0.83  # from a fit to half of vTrain: 0.72 of peak / 0.869
 ATTENTION = 0.6  # of the products' rate: flash kernels, forward and backward together
 MEMORY_BANDWIDTH, LINK_BANDWIDTH = 0.85, 0.8
 HALF = 300  # half-saturation of m and of min(n, k); the same fit gave 350 and 360
@@ -240,7 +238,7 @@ def _cold_start(chip: Chip, dtype: str, given: Mapping[str, Any], cluster: Clust
             action_seconds=ACTION_SECONDS, message_seconds=MESSAGE_SECONDS, step_seconds=STEP_SECONDS,
         )  # fmt: skip
     peak = chip.flops.get(dtype)
-    rate = given.get("gemm_flops") or (peak * share_of_peak(chip.name) * IN_TRAINING if peak else None)
+    rate = given.get("gemm_flops") or (peak * share_of_peak(chip.name) if peak else None)
     if rate is None and given["gemm"]:
         rate = max(2 * m * n * k / seconds for m, n, k, seconds in given["gemm"])
     if rate is None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import numpy as np
-
 from hetero_megatron.cluster import Cluster, Link, format_bytes
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.costs import CostModel
@@ -26,7 +24,8 @@ def fits(evaluator: Evaluator, model: ModelSpec, space: Space) -> bool:
     search = LargeSearch(evaluator, model, 1, space, lambda candidate, seconds: True)
     sizes = space.micro_batch_sizes or (1,)
     program = Program(search, evaluator.pool.counts, min(sizes), 1)
-    _, whole, _ = program.solve(np.array([1e15]))
+    steps = search.grid(1e12)
+    _, whole, _ = program.solve(range(steps.start, steps.start + 1))
     return any(float(layers.max()) >= model.num_layers for layers in whole.values())
 
 

@@ -17,6 +17,7 @@ from hetero_megatron.plan import Plan, supports, validate
 from hetero_megatron.planner.costs import CostModel, CostOptions
 from hetero_megatron.planner.evaluate import Evaluator
 from hetero_megatron.planner.place import place, to_plan
+from hetero_megatron.planner.polish import polish
 from hetero_megatron.planner.pool import Pool, make_pool
 from hetero_megatron.planner.predict import Prediction, predict
 from hetero_megatron.planner.search_large import LargeSearch
@@ -28,6 +29,7 @@ from hetero_megatron.planner.uniform import uniform_plans
 from hetero_megatron.spec import ModelSpec
 
 MARGIN = 0.1  # of memory, up to which the search leaves more and more room when nothing it finds fits exactly
+POLISH = 240  # evaluations of changes to each of the two best plans, on large clusters fewer
 DEPTH = 48  # pipeline stages that the search goes up to
 Progress = Callable[[str], None]
 
@@ -116,7 +118,7 @@ def make_evaluator(
     costs = costs or CostModel(model, cluster, seq_length, options.dtype, options.costs)
     known = costs.rates
     pool = make_pool(cluster, lambda a, b: known.link(a, b).as_link(), options.dtype)
-    depth = min(DEPTH, model.num_layers + 2, max(pool.chips, 16))
+    depth = min(DEPTH if pool.chips <= 512 else 32, model.num_layers + 2, max(pool.chips, 16))
     return Evaluator(Tables(costs, pool, model.num_layers, depth), pool)
 
 
@@ -150,6 +152,10 @@ def search(
     try:
         _seeds(evaluator, model, global_batch_size, space, best)
         complete = chosen.run()
+        if complete and chosen is large:
+            effort = POLISH if evaluator.pool.chips <= 256 else POLISH // 8
+            for seconds, _, candidate in list(best.rows[:2]):
+                complete = complete and polish(evaluator, candidate, seconds, space, effort, best.improve)
     except KeyboardInterrupt:
         if not best.rows:
             raise

@@ -43,6 +43,7 @@ class Family:
     tau: float
     stages: int
     replicas: int
+    step: int  # place of tau in the grid
 
     def most(self, limit: float) -> int:
         """Sequences that one pipeline computes within ``limit`` seconds."""
@@ -59,14 +60,14 @@ class Program:
         self.search, self.budget, self.size, self.replicas = search, budget, size, replicas
         tables = search.evaluator.tables
         self.depth = min(tables.depth, search.model.num_layers + 2, sum(budget))
+        self._replicas = 4 ** int(math.log(replicas, 4) + 1e-9)  # memory is taken at a conservative power of four
         self.options = [[o for o in search.options(g, size) if o.chips <= budget[g]] for g in range(len(budget))]
 
     def table(self, option: Option, embed: bool, head: bool) -> Floats:
         """[in flight, layers] seconds, with memory at a conservative power of four of replicas."""
         kind = Kind(
-            option.group, option.tp, option.dp, self.size, embed, head,
-            4 ** int(math.log(self.replicas, 4) + 1e-9), self.search.space.recompute,
-        )  # fmt: skip
+            option.group, option.tp, option.dp, self.size, embed, head, self._replicas, self.search.space.recompute
+        )
         return self.search.evaluator.tables.table(kind).seconds
 
     def least_tau(self) -> float:
@@ -83,26 +84,31 @@ class Program:
             rate += best * self.budget[g]
         return self.search.model.num_layers / rate if rate else math.inf
 
-    def capacity(self, option: Option, taus: Floats, embed: bool, head: bool, depth: int) -> Floats:
+    def capacity(self, option: Option, steps: range, embed: bool, head: bool, depth: int) -> Floats:
         """[tau, in flight]: most layers of a stage that takes at most tau; NONE where it cannot hold any."""
-        seconds = self.table(option, embed, head)[:depth]
-        counts = np.stack([np.searchsorted(row, taus * (1 + 1e-9), side="right") for row in _monotone(seconds)], axis=1)
-        least = 0 if embed or head else 1
-        return np.where(counts - 1 >= least, counts - 1, NONE)
+        search = self.search
+        key = (option, self.size, self._replicas, embed, head)
+        if key not in search.capacities:
+            taus = search.tau(np.arange(search.low, search.high))
+            seconds = self.table(option, embed, head)[: 1 if head else None]
+            counts = np.stack([np.searchsorted(row, taus, side="right") for row in _monotone(seconds)], axis=1)
+            least = 0 if embed or head else 1
+            search.capacities[key] = np.where(counts - 1 >= least, counts - 1, NONE)
+        return search.capacities[key][steps.start - search.low : steps.stop - search.low, :depth]
 
-    def matrices(self, taus: Floats) -> list[tuple[Floats, Floats]]:
+    def matrices(self, steps: range) -> list[tuple[Floats, Floats]]:
         """Per group, [tau, stages before, stages after]: most layers of a run of stages of this group behind (nearer
         the end: before) others; as inner stages, and with the embedding on the last one added."""
-        n, found = len(taus), []
+        n, found = len(steps), []
         for choices in self.options:
             inner = np.full((n, self.depth + 1, self.depth + 1), NONE)
             ends = inner.copy()
             for option in choices:
-                plain = self.capacity(option, taus, False, False, self.depth)
-                first = self.capacity(option, taus, True, False, self.depth)
-                single = self.capacity(option, taus, True, True, 1)
+                plain = self.capacity(option, steps, False, False, self.depth)
+                first = self.capacity(option, steps, True, False, self.depth)
+                single = self.capacity(option, steps, True, True, 1)
                 total = np.concatenate([np.zeros((n, 1)), np.cumsum(plain, axis=1)], axis=1)
-                head = self.capacity(option, taus, False, True, 1)[:, 0] - plain[:, 0]
+                head = self.capacity(option, steps, False, True, 1)[:, 0] - plain[:, 0]
                 most = min(self.budget[option.group] // option.chips, self.depth)
                 for s in sorted({*(r for r in RUNS if r <= most), most}):
                     p = np.arange(0, self.depth - s + 1)
@@ -116,11 +122,11 @@ class Program:
             found.append((inner, ends))
         return found
 
-    def solve(self, taus: Floats) -> tuple[dict[int, Floats], dict[int, Floats], list[tuple[Floats, Floats]]]:
+    def solve(self, steps: range) -> tuple[dict[int, Floats], dict[int, Floats], list[tuple[Floats, Floats]]]:
         """(layers by mask [tau, stages], inner; the same for whole pipelines; the matrices)."""
         groups = [g for g in range(len(self.budget)) if self.options[g]]
-        matrices = self.matrices(taus)
-        start = np.full((len(taus), self.depth + 1), NONE)
+        matrices = self.matrices(steps)
+        start = np.full((len(steps), self.depth + 1), NONE)
         start[:, 0] = 0.0
         inner: dict[int, Floats] = {0: start}
         whole: dict[int, Floats] = {}
@@ -141,8 +147,9 @@ class Program:
         least = self.least_tau()
         if not math.isfinite(least):
             return
-        taus: Floats = least * RATIO ** np.arange(GRID, dtype=np.float64)
-        _, whole, _ = self.solve(taus)
+        steps = self.search.grid(least)
+        taus = self.search.tau(np.array(steps))
+        _, whole, _ = self.solve(steps)
         stages = np.arange(self.depth + 1)[None, :]
         for mask, layers in whole.items():
             seconds = np.where(layers >= self.search.model.num_layers, (nominal + stages - 1) * taus[:, None], np.inf)
@@ -150,12 +157,12 @@ class Program:
             t, p = divmod(at, self.depth + 1)
             if np.isfinite(seconds[t, p]):
                 budget = tuple(c if mask >> g & 1 else 0 for g, c in enumerate(self.budget))
-                yield Family(mask, budget, self.size, float(taus[t]), p, self.replicas)
+                yield Family(mask, budget, self.size, float(taus[t]), p, self.replicas, steps[t])
 
     def trace(self, family: Family) -> tuple[StageShape, ...]:
         """The stages of a family, first one first, without layers."""
-        taus = np.array([family.tau])
-        inner, whole, matrices = self.solve(taus)
+        steps = range(family.step, family.step + 1)
+        inner, whole, matrices = self.solve(steps)
         mask, at, stages, final = family.mask, family.stages, [], True
         while mask:
             value = (whole if final else inner)[mask][0, at]
@@ -166,18 +173,18 @@ class Program:
                 for p in range(at)
                 if abs(inner[mask & ~(1 << g)][0, p] + matrices[g][1 if final else 0][0, p, at] - value) < 0.5
             )
-            option = self._option(g, taus, before, at, final, float(matrices[g][1 if final else 0][0, before, at]))
+            option = self._option(g, steps, before, at, final, float(matrices[g][1 if final else 0][0, before, at]))
             stages += [StageShape(g, option.tp, option.dp)] * (at - before)
             mask, at, final = mask & ~(1 << g), before, False
         return tuple(stages)
 
-    def _option(self, g: int, taus: Floats, before: int, at: int, final: bool, want: float) -> Option:
+    def _option(self, g: int, steps: range, before: int, at: int, final: bool, want: float) -> Option:
         """The option behind an entry of a matrix; the one with the fewest chips if several."""
         for option in sorted(self.options[g], key=lambda o: o.chips):
             if option.chips * (at - before) > self.budget[g]:
                 continue
             own = [
-                self.capacity(option, taus, final and k == at, k == 1, k)[0, k - 1] for k in range(before + 1, at + 1)
+                self.capacity(option, steps, final and k == at, k == 1, k)[0, k - 1] for k in range(before + 1, at + 1)
             ]
             if abs(sum(own) - want) < 0.5:
                 return option
@@ -201,7 +208,24 @@ class LargeSearch:
         self.builder = Builder(evaluator, model, batch, space)
         self._options: dict[tuple[int, int], list[Option]] = {}
         self.families: list[Family] = []
+        self.capacities: dict[tuple[object, ...], Floats] = {}
+        self.low, self.high = 0, 0  # of the grid of taus
         self.rejected: dict[str, int] = {}
+
+    @staticmethod
+    def tau(steps: NDArray[np.int64]) -> Floats:
+        """Bottleneck seconds of places in the grid."""
+        return np.asarray(RATIO ** steps.astype(np.float64))
+
+    def grid(self, least: float) -> range:
+        """The part of the grid that a program with this least bottleneck looks at."""
+        start = math.ceil(math.log(least, RATIO) - 1e-9)
+        if not self.capacities:
+            self.low, self.high = start - 2 * GRID, start + 4 * GRID
+        if start < self.low or start + GRID > self.high:
+            self.capacities.clear()
+            self.low, self.high = min(start, self.low) - GRID, max(start, self.high) + 2 * GRID
+        return range(start, start + GRID)
 
     def options(self, group: int, size: int) -> list[Option]:
         if (group, size) not in self._options:
@@ -239,6 +263,11 @@ class LargeSearch:
         exact = exact if len(exact) <= 16 else [d for d in exact if d & (d - 1) == 0 or self.batch % d == 0]
         return sorted({*exact, *octave, *small, *(n for n in self.pool.counts if n <= most)})
 
+    def sizes(self, pipelines: int) -> list[int]:
+        """Micro-batch sizes to try."""
+        found = batch_sizes(self.space, max(1, self.batch // pipelines), 8)
+        return [b for b in found if b & (b - 1) == 0] or list(found)
+
     def budgets(self) -> list[tuple[int, tuple[int, ...]]]:
         """(number of pipelines, chips per group and pipeline)."""
         found = []
@@ -253,14 +282,14 @@ class LargeSearch:
         best: dict[int, float] = {}
         programs = []
         for d, budget in self.budgets():
-            for size in batch_sizes(self.space, max(1, self.batch // d), 8):
+            for size in self.sizes(d):
                 program = Program(self, budget, size, d)
                 nominal = max(1.0, self.batch / (d * size))
                 programs.append((program.least_tau() * nominal, d, size, nominal, program))
         programs.sort(key=lambda row: row[:3])
         everything = (1 << len(self.pool.groups)) - 1
         for bound, _, _, nominal, program in programs:
-            if bound > 1.25 * best.get(everything, math.inf):
+            if bound > 1.15 * best.get(everything, math.inf):
                 break
             for family in program.families(nominal):
                 seconds = family.seconds(nominal)
@@ -286,9 +315,11 @@ class LargeSearch:
             seen.add(key)
             return new
 
-        for rows in self._islands(6 * self.effort):
+        for i, rows in enumerate(self._islands(6 * self.effort)):
             if fresh(rows):
                 yield rows, "1f1b"
+            if i < 2 and "gpipe" in self.space.schedules:
+                yield rows, "gpipe"
         per_mask: dict[int, int] = {}
         most = 10 * self.effort
         for family in self.families:

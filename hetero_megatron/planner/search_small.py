@@ -173,8 +173,9 @@ class SmallSearch:
                         if schedule == "gpipe" and not self._slow_links(row, size):
                             continue
                         for column, counts in self._columns(row, size, pipelines, most // size, schedule):
-                            shelf = shelves.setdefault(usage, Shelf(self.batch, self.exact, 400 if pipelines == 1 else 6))
-                            shelf.add_at(column, counts)
+                            if usage not in shelves:
+                                shelves[usage] = Shelf(self.batch, self.exact, 400 if pipelines == 1 else 6)
+                            shelves[usage].add_at(column, counts)
         return shelves
 
     def _others_have_none(self, usage: Usage, pipelines: int) -> bool:
@@ -273,8 +274,8 @@ class SmallSearch:
     def _candidates(
         self, combination: tuple[Usage, ...], shares: tuple[int, ...], shelves: dict[Usage, Shelf]
     ) -> Iterator[Candidate]:
-        """Plans of one combination: the best columns of each pipeline for its share; of a single pipeline all that could be
-        best, of several the first two each."""
+        """Plans of one combination: the best columns of each pipeline for its share; of a single pipeline all that
+        could be best, of several the first two each."""
         for schedule in self.space.schedules:
             choices = []
             for usage, q in zip(combination, shares):

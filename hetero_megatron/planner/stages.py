@@ -124,10 +124,10 @@ class StageCosts:
             )
         rows = unit.sequences[1] - unit.sequences[0]
         size = rows * self.plan.seq_length * model.model.hidden_size * model.item
-        swap = self.network.tp_exchange(unit.ranks, size)
+        swap, posting = self.network.tp_exchange(unit.ranks, size)
         chip = self.network.ranks[unit.ranks[t]].chip
         share = work_share(model, unit.tp_split, t)
-        return model.unit_seconds(model.operators(chip), share, rows, swap, stage.recompute.kind)
+        return model.unit_seconds(model.operators(chip), share, rows, swap, stage.recompute.kind, posting)
 
     def boundary(self, up: Stage, down: Stage, size: int) -> list[Flow]:
         """Who sends how many bytes to whom for the activations of one micro-batch: the runtime's own transfer."""
@@ -143,7 +143,7 @@ class StageCosts:
             local = {r: i for i, r in enumerate(up.ranks)}
             self._pieces[key, same, size] = tuple((local[m.src], index[m.dst], m.box.size) for m in moves.pieces)
         width = self.model.model.hidden_size * self.model.item
-        if not self.model.options.sequence_parallel and [u.tp for u in up.units] == [u.tp for u in down.units]:
+        if self.model.options.whole_transfers and [u.tp for u in up.units] == [u.tp for u in down.units]:
             rows = {r: u for u in up.units for r in u.ranks}
             return [
                 (a, b, (rows[a].sequences[1] - rows[a].sequences[0]) * rows[a].num_tokens * width)

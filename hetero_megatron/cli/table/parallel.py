@@ -26,8 +26,8 @@ def rows(text: str) -> Any:
 
 PLAN = (
     value("--plan", str, None, "plan file (YAML or JSON): which ranks hold what"),
-    refused("--auto-plan", "the planner is not built yet", "--plan FILE, or Megatron's parallel flags"),
-    value("--cluster", str, None, "cluster file that the plan is checked against; needs --plan"),
+    switch("--auto-plan", "search for the best plan on the cluster of --cluster and run it"),
+    value("--cluster", str, None, "cluster file that the plan is checked against; needs --plan or --auto-plan"),
     value("--model", str, None, "preset, Hugging Face directory or config.json, instead of architecture flags"),
     switch("--dry-run", "check and print the plan, then stop"),
     value("--as-rank", int, None, "with --dry-run: run this rank of the plan alone, with fake tensors"),

@@ -1,0 +1,128 @@
+"""Planning again within a fraction of a second, after nodes were lost or gained.
+
+A warm :class:`Planner` keeps the cost tables and the pipelines (skeletons) that the last search thought best. For new
+numbers of nodes it only asks how many of each fit, divides the batch, solves layers and recompute exactly, and
+evaluates the best few; no new kinds of pipelines are looked for. A full search can follow in the background.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from hetero_megatron.cluster import Cluster
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan import Plan, validate
+from hetero_megatron.planner.build import Builder, Skeleton
+from hetero_megatron.planner.evaluate import Evaluator
+from hetero_megatron.planner.place import place, to_plan
+from hetero_megatron.planner.pool import Group, Pool
+from hetero_megatron.planner.search import Result, SearchOptions, search
+from hetero_megatron.planner.shape import Candidate, StageShape
+from hetero_megatron.spec import ModelSpec
+
+MOST_SKELETONS, MOST_TRIED = 24, 10
+
+
+class Planner:
+    """A model on a cluster whose nodes come and go."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        cluster: Cluster,
+        seq_length: int,
+        batch: int,
+        options: SearchOptions | None = None,
+    ) -> None:
+        self.model, self.cluster, self.seq_length, self.batch = model, cluster, seq_length, batch
+        self.options = options or SearchOptions()
+        self.result: Result = search(model, cluster, seq_length, batch, self.options)
+        self.skeletons = self._skeletons()
+
+    def _skeletons(self) -> list[Skeleton]:
+        """Distinct pipelines of the best plans, best first, and halves of them (fewer stages of each kind)."""
+        found: dict[tuple[tuple[StageShape, ...], int], Skeleton] = {}
+        for choice in (self.result.best, *self.result.others):
+            for part in choice.candidate.parts:
+                stages = tuple(StageShape(s.group, s.tp, s.dp) for s in part.shape.stages)
+                for variant in _variants(stages):
+                    found.setdefault(
+                        (variant, part.shape.micro_batch_size), Skeleton(variant, part.shape.micro_batch_size, 1)
+                    )
+        return list(found.values())[:MOST_SKELETONS]
+
+    def without(self, nodes: Sequence[str]) -> tuple[Plan, Cluster, float]:
+        """(plan, cluster that its ranks count in, predicted seconds of a step) after these nodes are gone.
+
+        Raises:
+            UserError: no known kind of pipeline fits what is left; a full search may still find one.
+        """
+        gone = set(nodes)
+        keep = [r.rank for r in self.cluster.ranks if r.node not in gone]
+        known = {r.node for r in self.cluster.ranks}
+        if not gone <= known:
+            raise UserError("the cluster has no such node", field="node", value=sorted(gone - known)[0])
+        left = set(keep)
+        pool = self.result.pool
+        groups = tuple(
+            Group(g.chip, g.per_node, tuple(node for node in g.ranks if node[0] in left)) for g in pool.groups
+        )
+        smaller = Pool(groups, pool.intra, pool.inter)
+        evaluator = Evaluator(self.result.evaluator.tables, smaller)
+        builder = Builder(evaluator, self.model, self.batch, self.options.space)
+        best: tuple[float, Candidate] | None = None
+        for tried, rows in enumerate(self._combinations(smaller)):
+            if tried >= MOST_TRIED:
+                break
+            for candidate in builder.candidates(rows, self.result.best.candidate.schedule):
+                score = evaluator.score(candidate)
+                if score is not None and score.over == 0 and (best is None or score.step_seconds < best[0]):
+                    best = (score.step_seconds, candidate)
+        if best is None:
+            raise UserError(
+                "none of the known pipelines fits the nodes that are left", field="node", value=", ".join(nodes),
+                accepted="a full search: hetero-megatron plan --without",
+            )  # fmt: skip
+        placed = place(best[1], smaller)
+        assert placed is not None, "it was evaluated on these chips"
+        plan, own = to_plan(placed, self.cluster, self.seq_length, self.model.num_heads)
+        validate(plan, self.model, own, dtype=self.options.dtype)
+        return plan, own, best[0]
+
+    def _combinations(self, pool: Pool) -> Iterator[list[Skeleton]]:
+        """As many of one kind as fit, then of others in what is left; kinds that use most of the chips first."""
+        rows: list[tuple[int, int, list[Skeleton]]] = []
+        for i, first in enumerate(self.skeletons):
+            left = list(pool.counts)
+            chosen: list[Skeleton] = []
+            for skeleton in (first, *self.skeletons[:i], *self.skeletons[i + 1 :]):
+                usage = [sum(s.chips for s in skeleton.stages if s.group == g) for g in range(len(left))]
+                copies = min(n // u for n, u in zip(left, usage) if u)
+                if copies:
+                    chosen.append(replace(skeleton, copies=copies))
+                    left = [n - copies * u for n, u in zip(left, usage)]
+            if chosen:
+                rows.append((sum(left), i, chosen))
+                if len(chosen) > 1:
+                    rows.append((sum(left) + 1, i, chosen[:1]))
+        rows.sort(key=lambda row: row[:2])
+        for _, _, chosen in rows:
+            yield chosen
+
+
+def _variants(stages: tuple[StageShape, ...]) -> Iterator[tuple[StageShape, ...]]:
+    """The pipeline itself; then with fewer stages of one kind; then with one kind left out."""
+    yield stages
+    kinds = list(dict.fromkeys(stages))
+    for kind in kinds:
+        count = stages.count(kind)
+        for fewer in dict.fromkeys((count - 1, count // 2, 0)):
+            if fewer < count:
+                rest, seen = [], 0
+                for stage in stages:
+                    seen += stage == kind
+                    if stage != kind or seen <= fewer:
+                        rest.append(stage)
+                if rest:
+                    yield tuple(rest)

@@ -1,0 +1,234 @@
+"""The search against exhaustive search, its bound, its timing against the simulator, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_megatron.cluster import cluster_from_dict
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan import plan_from_dict, to_dict, validate
+from hetero_megatron.planner.bound import price_bound
+from hetero_megatron.planner.columns import allocate
+from hetero_megatron.planner.place import shrink
+from hetero_megatron.planner.search import SearchOptions, make_evaluator, search
+from hetero_megatron.planner.space import Space
+from hetero_megatron.planner.split import _bisect, best_split, count_splits, splits
+from hetero_megatron.planner.summary import summarize, summary_json
+from hetero_megatron.planner.timing import closed_form, lower_bound, many, seconds
+from hetero_megatron.planner.whatif import document, with_more, without
+from hetero_megatron.schedule import Costs, generate, lower, simulate
+from hetero_megatron.spec import load_model
+from tests.planner_reference import Case, Exhaustive, random_case
+
+TIMES = st.floats(0.01, 10)
+LINKS = {
+    "intra_node": {"bandwidth": "100 GB/s", "latency": "5 us"},
+    "inter_node": {"bandwidth": "25 GB/s", "latency": "10 us"},
+}
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.tuples(TIMES, TIMES, st.floats(0, 5)), min_size=1, max_size=6), st.integers(1, 14),
+    st.sampled_from(["1f1b", "gpipe"]),
+)  # fmt: skip
+def test_timing_is_the_simulators(rows: list[tuple[float, float, float]], m: int, schedule: str) -> None:
+    f, b, x = (list(column) for column in zip(*rows))
+    x = x[:-1]
+    exact = simulate(lower(generate(schedule, len(f), m)), Costs(f, b, x)).step_seconds
+    assert seconds(f, b, x, m, schedule) == pytest.approx(exact, rel=1e-12)
+    assert many(np.array([f]), np.array([b]), x, m, schedule)[0] == pytest.approx(exact, rel=1e-12)
+    assert lower_bound(f, b, x, m) <= closed_form(f, b, x, m, schedule) <= exact * (1 + 1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 12), st.integers(0, 2**32 - 1))
+def test_layers_are_split_exactly(stages: int, m: int, seed: int) -> None:
+    """Bisection with its dynamic program against listing all splits."""
+    rng = np.random.default_rng(seed)
+    layers = int(rng.integers(stages, 11))
+    rows = []
+    for _ in range(stages):
+        row = rng.random() * 0.2 + (rng.random() + 0.1) * np.arange(layers + 1)
+        row[rng.integers(layers // 2, layers + 2) :] = np.inf
+        rows.append(row)
+    links = list(rng.random(stages - 1) * 0.1)
+    assert len(splits(layers, stages)) == count_splits(layers, stages)
+    listed, found = best_split(rows, links, m, "any"), _bisect(rows, links, m)
+    assert (listed is None) == (found is None)
+    if listed is not None and found is not None:
+        assert sum(found[1]) == layers
+        assert found[0] <= listed[0] * (1 + 2e-4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3), st.integers(3, 12), st.integers(0, 2**32 - 1))
+def test_batch_is_divided_exactly(pipelines: int, batch: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tables = [np.where(rng.random(batch + 1) < 0.3, np.inf, rng.random(batch + 1)) for _ in range(pipelines)]
+    best = math.inf
+    for shares in np.ndindex(*(batch + 1 for _ in tables)):
+        if sum(shares) == batch and min(shares) > 0:
+            best = min(best, max(float(t[q]) for t, q in zip(tables, shares)))
+    found = allocate(tables, batch)
+    assert (found is None) == math.isinf(best)
+    if found is not None:
+        assert found[0] == best
+        assert sum(found[1]) == batch
+        assert max(float(t[q]) for t, q in zip(tables, found[1])) == best
+
+
+def _search(case: Case, **options: object) -> tuple[float, float]:
+    """(step seconds of the plan by the evaluator, bound); inf where nothing fits."""
+    space = Space(micro_batch_sizes=(case.size,) if case.size else None, recompute=case.recompute)
+    evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
+    try:
+        result = search(
+            case.model, case.cluster, case.seq_length, case.batch, SearchOptions(space=space, **options),  # type: ignore[arg-type]
+            evaluator=evaluator,
+        )  # fmt: skip
+    except UserError:
+        return math.inf, 0.0
+    for choice in (result.best, *result.others):
+        validate(choice.plan, case.model, choice.cluster, dtype="bf16")
+        assert not choice.prediction.over
+    best = min(evaluator.score(c.candidate).step_seconds for c in (result.best, *result.others))  # type: ignore[union-attr]
+    return best, result.lower_bound
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_as_good_as_exhaustive_search(seed: int) -> None:
+    """A sample; benchmarks/bench_planner_optimal.py runs hundreds."""
+    kind = "fixed" if seed % 6 == 5 else "open"
+    case = random_case(100 + seed, kind)
+    mine, bound = _search(case)
+    evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
+    best = Exhaustive(case, evaluator, mine if math.isfinite(mine) else math.inf).run()
+    if math.isfinite(mine):
+        assert mine <= 1.01 * best
+        assert bound <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bound_by_prices_holds(seed: int) -> None:
+    case = random_case(300 + seed, "open")
+    mine, _ = _search(case)
+    if math.isfinite(mine):
+        evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
+        bound = price_bound(evaluator, case.model, case.batch, Space(), mine)
+        assert 0 < bound.seconds <= mine
+
+
+def _mixed() -> dict[str, object]:
+    return {
+        "nodes": [
+            {"name": "ampere", "count": 1, "chip": "A100-80-SXM", "chips_per_node": 4},
+            {"name": "ada", "count": 2, "chip": "L40S", "chips_per_node": 2},
+        ],
+        "links": LINKS,
+    }
+
+
+def test_programs_search_a_larger_cluster_deterministically() -> None:
+    cluster, model = cluster_from_dict(_mixed()), load_model("llama2-7b")
+    options = SearchOptions(exhaustive=False)
+    a, b = (search(model, cluster, 2048, 32, options) for _ in range(2))
+    assert a.method == "programs"
+    assert a.best.plan.fingerprint() == b.best.plan.fingerprint()
+    again = plan_from_dict(to_dict(a.best.plan), model, a.best.cluster, "bf16")
+    assert again.fingerprint() == a.best.plan.fingerprint()
+    summary = summarize(a, model, cluster, 2048, 32, options)
+    assert summary.uniform is not None
+    assert summary.uniform.step_seconds >= a.best.step_seconds * (1 - 1e-9)
+    assert summary.bound is not None
+    assert summary.bound.seconds <= a.best.step_seconds
+    assert [b.name for b in summary.alone] == ["A100-80-SXM", "L40S"]
+    assert summary.speedup_ratio is not None
+    assert summary_json(summary)["idle_ranks"] == list(a.best.idle)
+
+
+def test_equal_nodes_are_interchangeable() -> None:
+    """Names and the order of equal nodes change nothing."""
+    model = dataclasses.replace(load_model("llama2-7b"), num_layers=6)
+    one = _mixed()
+    other = _mixed()
+    other["nodes"] = [
+        {"name": "x", "count": 1, "chip": "L40S", "chips_per_node": 2},
+        {"name": "y", "count": 1, "chip": "A100-80-SXM", "chips_per_node": 4},
+        {"name": "z", "count": 1, "chip": "L40S", "chips_per_node": 2},
+    ]
+    times = [
+        search(model, cluster_from_dict(c), 2048, 16, SearchOptions(exhaustive=False)).best.step_seconds
+        for c in (one, other)
+    ]
+    assert times[0] == pytest.approx(times[1], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"global_batch_size": 0}, "--global-batch-size = 0"),
+        ({"seq_length": 5000}, "1 to 4096"),
+        ({"space": Space(micro_batch_sizes=(4,)), "global_batch_size": 10}, "8 or 12"),
+        ({"model": "llama2-70b"}, "more node"),
+        ({"dtype": "fp64"}, "no chip of the cluster computes in fp64"),
+    ],
+)
+def test_refusals_name_the_smallest_change(change: dict[str, object], words: str) -> None:
+    cluster = cluster_from_dict(_mixed())
+    model = load_model(str(change.get("model", "llama2-7b")))
+    options = SearchOptions(space=change.get("space", Space()), dtype=str(change.get("dtype", "bf16")))  # type: ignore[arg-type]
+    with pytest.raises(UserError) as caught:
+        search(model, cluster, int(change.get("seq_length", 2048)), int(change.get("global_batch_size", 16)), options)  # type: ignore[call-overload]
+    assert words in str(caught.value)
+
+
+def test_links_without_values_are_refused() -> None:
+    cluster = cluster_from_dict({"nodes": [{"name": "a", "count": 2, "chip": "A100-80-SXM"}]})
+    with pytest.raises(UserError, match=r"links\.inter_node"):
+        search(load_model("llama2-7b"), cluster, 2048, 16)
+
+
+def test_what_if() -> None:
+    cluster = cluster_from_dict(_mixed())
+    fewer = without(cluster, ["ada-1"])
+    assert fewer.world_size == 6
+    assert {r.node for r in fewer.ranks} == {"ampere", "ada-0"}
+    assert with_more(cluster, "2xada").world_size == 12
+    assert with_more(cluster, "1xH100-node").world_size == 16
+    assert with_more(cluster, "3xA100-80-SXM").world_size == 20
+    for bad in ("ada", "0xada", "2xNothing"):
+        with pytest.raises(UserError):
+            with_more(cluster, bad)
+    with pytest.raises(UserError, match="no chip is left"):
+        without(cluster, ["ampere", "ada"])
+    with pytest.raises(UserError, match="did you mean"):
+        without(cluster, ["ad"])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True))
+def test_shrunk_clusters_keep_chips_nodes_and_links(keep: list[int]) -> None:
+    data = _mixed()
+    data["links"] = {
+        **LINKS,
+        "pairs": [
+            {"between": ["ampere", "ada"], "bandwidth": "7 GB/s"},
+            {"between": ["ada", "ada"], "bandwidth": "3 GB/s"},
+        ],
+    }
+    cluster = cluster_from_dict(data)
+    small = cluster_from_dict(document(shrink(cluster, sorted(keep))))
+    old = sorted(keep)
+    assert [r.chip for r in small.ranks] == [cluster.ranks[r].chip for r in old]
+    assert [r.node for r in small.ranks] == [cluster.ranks[r].node for r in old]
+    for i, a in enumerate(old):
+        for j, b in enumerate(old):
+            if i != j:
+                assert small.link(i, j) == cluster.link(a, b)
