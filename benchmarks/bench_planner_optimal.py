@@ -20,11 +20,11 @@ from common import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hetero_megatron.errors import UserError  # noqa: E402
-from hetero_megatron.planner.search import SearchOptions, few_uniform, make_evaluator, search  # noqa: E402
-from hetero_megatron.planner.shape import Candidate  # noqa: E402
-from hetero_megatron.planner.space import Space  # noqa: E402
-from tests.planner_reference import Case, Exhaustive, random_case  # noqa: E402
+from hetero_megatron.errors import UserError
+from hetero_megatron.planner.search import SearchOptions, few_uniform, make_evaluator, search
+from hetero_megatron.planner.shape import Candidate
+from hetero_megatron.planner.space import Space
+from tests.planner_reference import Case, Exhaustive, random_case
 
 
 class _Restricted(Exhaustive):
