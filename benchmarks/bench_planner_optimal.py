@@ -1,7 +1,7 @@
 """The planner against exhaustive search on random small clusters (issue 4, proof 4).
 
-Half of the clusters have up to 4 chips and every choice open (TP, inner DP, stages, layers, micro-batch sizes and counts,
-recompute, schedule, idle chips), half 2 + 2 + 2 chips with micro-batch 1 and no recompute. The exhaustive search
+Half of the clusters have up to 4 chips and every choice open (TP, inner DP, stages, layers, micro-batch sizes and
+counts, recompute, schedule, idle chips), half 2 + 2 + 2 chips with micro-batch 1 and no recompute. The exhaustive search
 (tests/planner_reference.py) shares only the evaluation of one plan with the planner. Restricted searches of the same
 reference stand for other planners: uniform layers (AMP), one TP degree everywhere (Metis' stages of equal TP), equal
 shares of the batch per pipeline (Sailor's one DP degree, no unequal shares).
@@ -18,13 +18,13 @@ from pathlib import Path
 
 from common import machine
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests/
 
-from hetero_megatron.errors import UserError  # noqa: E402
-from hetero_megatron.planner.search import SearchOptions, few_uniform, make_evaluator, search  # noqa: E402
-from hetero_megatron.planner.shape import Candidate  # noqa: E402
-from hetero_megatron.planner.space import Space  # noqa: E402
-from tests.planner_reference import Case, Exhaustive, random_case  # noqa: E402
+from hetero_megatron.errors import UserError
+from hetero_megatron.planner.search import SearchOptions, few_uniform, make_evaluator, search
+from hetero_megatron.planner.shape import Candidate
+from hetero_megatron.planner.space import Space
+from tests.planner_reference import Case, Exhaustive, random_case
 
 
 class _Restricted(Exhaustive):
@@ -40,7 +40,8 @@ class _Restricted(Exhaustive):
 
 
 def _even_layers(candidate: Candidate) -> bool:
-    return all(max(s.layers for s in p.shape.stages) - min(s.layers for s in p.shape.stages) <= 1 for p in candidate.parts)
+    rows = [[s.layers for s in p.shape.stages] for p in candidate.parts]
+    return all(max(row) - min(row) <= 1 for row in rows)
 
 
 def _one_tp(candidate: Candidate) -> bool:
