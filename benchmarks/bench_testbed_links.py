@@ -98,22 +98,33 @@ def main() -> None:
     print("| cluster | link | asked | measured | spread | error | latency one way |")
     print("|---|---|---|---|---|---|---|")
     worst, disturbed = 0.0, 0
+    summary = []
     for name, description in CLUSTERS.items():
         repeats = []
         for _ in range(arguments.repeats):
             rows, was_disturbed = measure(description, arguments.seconds)
             repeats.append(rows)
             disturbed += was_disturbed
+        errors, spreads = [], []
         for same in zip(*repeats):
             rates = [row["measured"] / 1e6 for row in same]
             asked, middle = same[0]["asked"] / 1e6, median(rates)
             error = middle / asked - 1
             worst = max([worst, *(abs(rate / asked - 1) for rate in rates)])
             spread = (max(rates) - min(rates)) / middle
+            errors.append(error)
+            spreads.append(spread)
             way = f"{same[0]['link']} ({same[0]['from']} to {same[0]['to']})"
             delay = median([row["latency"] for row in same]) * 1e6
             numbers = f"{asked:g} | {middle:.2f} | {spread:.1%} | {error:+.1%} | {delay:.0f} us"
             print(f"| {name} | {way} | {numbers} |", flush=True)
+        rates = sorted({row["asked"] / 1e6 for row in repeats[0]})
+        asked_rates = ", ".join(f"{rate:g}" for rate in rates)
+        most = max(errors, key=abs)
+        summary.append(f"| {name} | {asked_rates} | {most:+.1%} | {median(spreads):.1%} | {max(spreads):.1%} |")
+    print("\n| cluster | MB/s asked | largest error of a median | median spread | largest spread |")
+    print("|---|---|---|---|---|")
+    print("\n".join(summary))
     runs = arguments.repeats * len(CLUSTERS)
     print(f"worst single measurement: {worst:.1%} off; {disturbed} of {runs} repeats with foreign load above 0.1 cores")
 

@@ -144,7 +144,8 @@ def run_job(options: argparse.Namespace, ranks: int, tokens: int, loss_tokens: i
             subprocess.Popen(words, env={**base, "RANK": str(r), "LOCAL_RANK": str(r)}, cwd=ROOT) for r in range(ranks)
         ]
         try:
-            if any([process.wait() for process in started]):
+            codes = [process.wait() for process in started]
+            if any(codes):
                 raise SystemExit("a rank failed")
         finally:
             for process in started:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hetero_megatron.cli import plan_context
-from hetero_megatron.cluster import cluster_from_dict
+from hetero_megatron.cli import main, plan_context
+from hetero_megatron.cluster import cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import capabilities, dump_yaml, plan_from_dict, to_dict
 from hetero_megatron.plan.validate import validate
@@ -148,3 +148,22 @@ def test_command_refuses(cluster_file: str) -> None:
         plan_context.main([*base, "tiny", "--seq-length", "512", "--micro-batch-size", "2", "--global-batch-size", "3"])
     with pytest.raises(UserError, match="weights, gradients and optimizer alone"):
         plan_context.main([*base, "llama2-70b", "--seq-length", "4096"])
+
+
+def test_plan_command_hands_over(cluster_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--context-only", "--model", "tiny", "--cluster", cluster_file, "--seq-length", "2048", "--json"]
+    assert main.main(words) == 0
+    assert json.loads(capsys.readouterr().out)["gain"] >= 1
+    assert main.main([*words, "--no-such-flag"]) == 2
+
+
+CLUSTERS = Path(__file__).parent.parent / "examples" / "clusters"
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in CLUSTERS.glob("hexiseq_*.yaml")))
+def test_published_clusters_have_the_chips_they_are_named_for(name: str) -> None:
+    cluster = load_cluster(CLUSTERS / f"{name}.yaml")
+    assert cluster.world_size == int(name.rsplit("_", 1)[1])
+    model = replace(load_model("llama2-13b"), max_position_embeddings=1 << 20)
+    problem = problem_from_cluster(model, cluster, 1 << 18, options=ContextOptions(shard_states=True))
+    assert {m.attention_flops > 1e14 for m in problem.members} == {True}

@@ -24,16 +24,19 @@ from tests.kernel_cases import (
 )
 
 # Small blocks, so that short sequences have masked, full and skipped blocks, and a grid that needs several launches.
-SMALL = "small blocks"
 DOCUMENTS = [[0, 5, 6, 40], [0]]
+# Matrix units of many chips have no fp64: there fp32, not rounded to tf32, stands in for it.
+EXACT, CLOSE = (FP64, 1e-12) if DEVICE.type == "cpu" else (FP32, 2e-5)
+DOT_DTYPES = [d for d in DTYPES if DEVICE.type == "cpu" or d != FP64]
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> hk.Limits:
     import json
 
-    blocks = {"block_q": 16, "block_k": 8, "num_warps": 4, "num_stages": 1}
-    flipped = {**blocks, "block_q": 8, "block_k": 16}
+    less = 8 if DEVICE.type == "cpu" else 16  # a matrix unit takes no less than 16
+    blocks = {"block_q": 16, "block_k": less, "num_warps": 4, "num_stages": 1}
+    flipped = {**blocks, "block_q": less, "block_k": 16}
     ops = {"attention_fwd": blocks, "attention_bwd_q": blocks, "attention_bwd_kv": flipped}
     rows = {"attention_rows": {"tile": 64, "num_warps": 4}}
     table = {"ops": {op: [{"max_size": None, "config": chosen}] for op, chosen in {**ops, **rows}.items()}}
@@ -77,7 +80,7 @@ def compare(
     return out, lse
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
 def test_causal_attention_with_shared_kv_heads(dtype: torch.dtype, small: hk.Limits, fenced: None) -> None:
     compare(qkv(2, 40, 40, 4, 2, 16, 16, dtype), None, with_eager=True)
     compare(qkv(1, 37, 37, 2, 1, 24, 8, dtype), small)
@@ -101,7 +104,7 @@ MASKS: list[tuple[str, int, int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("queries", "keys", "kwargs"), [m[1:] for m in MASKS], ids=[m[0] for m in MASKS])
 def test_masks(queries: int, keys: int, kwargs: dict[str, Any], small: hk.Limits, fenced: None) -> None:
-    compare(qkv(1, queries, keys, 2, 1, 8, 8, FP64), small, **kwargs)
+    compare(qkv(1, queries, keys, 1, 1, 8, 8, EXACT), small, **kwargs)
 
 
 def test_causal_attention_is_torchs(fenced: None) -> None:
@@ -114,7 +117,7 @@ def test_causal_attention_is_torchs(fenced: None) -> None:
 
 @pytest.mark.parametrize("kwargs", [{}, {"window": 6}, {"causal": False}])
 def test_documents(kwargs: dict[str, Any], small: hk.Limits, fenced: None) -> None:
-    tensors = qkv(2, 50, 50, 2, 1, 8, 8, FP64)
+    tensors = qkv(2, 50, 50, 1, 1, 8, 8, EXACT)
     bounds = hk.document_bounds(DOCUMENTS, 50, DEVICE)
     out, lse = compare(tensors, small, bounds=bounds, **kwargs)
     q, k, v, _ = tensors
@@ -122,13 +125,13 @@ def test_documents(kwargs: dict[str, Any], small: hk.Limits, fenced: None) -> No
         for a, b in zip(starts, [*starts[1:], 50]):
             part = slice(row, row + 1), slice(a, b)
             alone, alone_lse = hk.attention_reference(q[part], k[part], v[part], **kwargs)
-            assert torch.allclose(out[part], alone, atol=1e-12)
-            assert torch.allclose(lse[row : row + 1, :, a:b], alone_lse, atol=1e-12)
+            assert torch.allclose(out[part], alone, atol=CLOSE)
+            assert torch.allclose(lse[row : row + 1, :, a:b], alone_lse, atol=CLOSE)
 
 
 def test_packed_sequences_of_unlike_length(small: hk.Limits, fenced: None) -> None:
     cu_q, cu_k = [0, 7, 7, 30, 41, 44], [0, 12, 20, 43, 43, 46]  # one without queries, one without keys
-    tensors = qkv(1, 44, 46, 2, 2, 8, 8, FP64)
+    tensors = qkv(1, 44, 46, 1, 1, 8, 8, EXACT)
     q, k, v, _ = tensors
     for causal in (True, False):
         bounds = hk.varlen_bounds(cu_q, cu_k, DEVICE, causal=causal, offsets=[5, 0, 0, 0, 0])
@@ -139,17 +142,17 @@ def test_packed_sequences_of_unlike_length(small: hk.Limits, fenced: None) -> No
             alone, _ = hk.attention_reference(
                 q[:, a:b], k[:, c:d], v[:, c:d], causal=causal, q_start=5 if n == 0 else 0
             )
-            assert torch.allclose(out[:, a:b], alone, atol=1e-12)
+            assert torch.allclose(out[:, a:b], alone, atol=CLOSE)
 
 
 def test_random_bounds(small: hk.Limits) -> None:
     """Any intervals whose ends do not fall."""
     generator = torch.Generator().manual_seed(3)
-    for case in range(6):
+    for case in range(3):
         queries, keys = 30 + case, 41 - case
-        ends = torch.randint(0, keys + 1, (2, 2, queries), generator=generator).sort(-1).values
+        ends = torch.randint(0, keys + 1, (1, 2, queries), generator=generator).sort(-1).values
         bounds = torch.stack([ends.amin(1), ends.amax(1)], 1).to(DEVICE, torch.int32)
-        compare(qkv(2, queries, keys, 2, 1, 8, 8, FP64), small, causal=case % 2 == 0, q_start=4, bounds=bounds)
+        compare(qkv(1, queries, keys, 2, 1, 8, 8, EXACT), small, causal=case % 2 == 0, q_start=4, bounds=bounds)
 
 
 def test_views_large_logits_and_gradients_in_fp32(fenced: None) -> None:
@@ -200,14 +203,14 @@ def test_delta_and_merge(dtype: torch.dtype, small: hk.Limits, fenced: None) -> 
 
 def test_blockwise_attention_over_uneven_shards_of_keys(small: hk.Limits) -> None:
     """What context parallelism does: partial results merged, and backward by parts with the merged out and lse."""
-    q, k, v, dout = qkv(1, 37, 37, 2, 1, 8, 8, FP64)
+    q, k, v, dout = qkv(1, 37, 37, 2, 1, 8, 8, EXACT)
     exact, grads = gradients(hk.attention_reference, [q, k, v], [dout], FP64)
     cuts = [0, 5, 5, 21, 37]  # one shard is empty; later ones are dead for the first queries
-    out, lse = torch.zeros_like(q), torch.full((1, 2, 37), -math.inf, dtype=FP64, device=DEVICE)
+    out, lse = torch.zeros_like(q), torch.full((1, 2, 37), -math.inf, dtype=EXACT, device=DEVICE)
     for a, b in zip(cuts, cuts[1:]):
         part = hk.attention_fwd(q, k[:, a:b], v[:, a:b], k_start=a, limits=small)
         hk.attention_merge(out, lse, *part, inplace=True, limits=small)
-    check(out, exact[0], "attention", FP64)
+    check(out, exact[0], "attention", EXACT)
     dq, dk, dv = torch.zeros_like(q), [], []
     for a, b in zip(cuts, cuts[1:]):
         part = hk.attention_bwd(dout, q, k[:, a:b], v[:, a:b], out, lse, k_start=a, limits=small)
@@ -215,7 +218,7 @@ def test_blockwise_attention_over_uneven_shards_of_keys(small: hk.Limits) -> Non
         dk.append(part[1])
         dv.append(part[2])
     for got, expected in zip((dq, torch.cat(dk, 1), torch.cat(dv, 1)), grads):
-        check(got, expected, "attention grad", FP64)
+        check(got, expected, "attention grad", EXACT)
 
 
 def test_backward_is_bitwise_repeatable(small: hk.Limits) -> None:

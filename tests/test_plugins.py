@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -116,17 +117,17 @@ class StubDevice(types.ModuleType):
     def synchronize(self) -> None:
         self.calls.append("synchronize")
 
-    def Stream(self) -> Any:  # noqa: N802
+    def Stream(self) -> Any:
         return CPU().stream()
 
     def stream(self, stream: Any) -> Any:
         return CPU().on_stream(stream)
 
-    def Event(self, enable_timing: bool) -> Any:  # noqa: N802
+    def Event(self, enable_timing: bool) -> Any:
         return CPU().event(enable_timing)
 
     def manual_seed_all(self, value: int) -> None:
-        torch.manual_seed(value)
+        torch.default_generator.manual_seed(value)
 
     get_rng_state = staticmethod(torch.get_rng_state)
     set_rng_state = staticmethod(torch.set_rng_state)
@@ -167,7 +168,7 @@ def stub(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tup
 def test_platforms_against_a_stub_device(stub: tuple[Accelerator, StubDevice], monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, device = stub
     assert accelerator.available() and not accelerator.tested
-    assert accelerator.device_count() == 2 and accelerator.total_memory() == 64 << 30 and accelerator.peak_memory() == 123
+    assert (accelerator.device_count(), accelerator.total_memory(), accelerator.peak_memory()) == (2, 64 << 30, 123)
     assert accelerator.arch() == CHIPS[accelerator.name][1] and accelerator.chip() == CHIPS[accelerator.name][0]
     monkeypatch.setattr(accelerator, "device", lambda index=0: torch.device("cpu"))  # tensors need a real one
     assert [f for f in check_platform(accelerator) if f.status == FAIL] == []
@@ -219,7 +220,7 @@ def test_the_cpu_platforms_pass_their_own_check() -> None:
 def test_list_marks_what_was_never_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plugins", "list"]) == 0
     shown = capsys.readouterr().out
-    for line in shown.splitlines():
+    for line in shown.partition("plugin ")[0].splitlines():
         if line.startswith(("ascend ", "nvidia ", "metax ")):
             assert "UNTESTED" in line
     assert main(["plugins", "list", "--json"]) == 0
@@ -235,7 +236,7 @@ def test_list_marks_what_was_never_run(capsys: pytest.CaptureFixture[str]) -> No
         (["check", "acmee"], "no such plugin"), (["check", "aten", "--dtypes", "fp12"], "no such dtype; did you mean"),
         (["check", "aten", "--operators", "sofmax"], "no such operator; did you mean softmax?"),
         (["check", "aten", "--platform", "ascend"], "no such device on this machine"), (["chekc"], "invalid choice"),
-        (["new", "Acme-1"], "no name for a Python package"), ([], "required"),
+        (["new", "Acme-1"], "no package name"), ([], "required"),
     ],
 )  # fmt: skip
 def test_wrong_words_are_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,6 +263,6 @@ def test_new_plugin_passes_as_written(tmp_path: Path, monkeypatch: pytest.Monkey
     environment = {"PYTHONPATH": ":".join([str(tmp_path / "acme"), *sys.path]), "HETERO_PLUGINS": "hetero_acme.plugin"}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"], cwd=tmp_path / "acme",
-        env={**__import__("os").environ, **environment}, capture_output=True, text=True,
+        env={**os.environ, **environment}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

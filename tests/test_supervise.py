@@ -111,7 +111,7 @@ def test_a_lost_node(
     job = subprocess.Popen(words, cwd=ROOT, env=ENVIRONMENT, stdout=pipe, stderr=subprocess.STDOUT, text=True)
     try:
         deadline = time.monotonic() + 120
-        while not (tmp_path / "run" / "latest").exists() and time.monotonic() < deadline:
+        while not (tmp_path / "run" / "latest").exists() and job.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
         ranks = children(job.pid)
         assert len(ranks) == 3, job.communicate(timeout=5)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)  # read when the kernels are imported
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))
 
 import torch
 import triton
@@ -69,7 +70,7 @@ class Compiler:
             if kind == "constexpr":
                 constants[(index,)] = value
             signature[parameter.name] = kind
-        key = f"{kernel.fn.__name__} {signature} {constants} {options}"
+        key = f"{kernel.fn.__name__} {signature} {constants} {sorted(divisible)} {options}"
         if key not in self.seen:
             self.seen.add(key)
             source = triton.compiler.ASTSource(kernel, signature, constants, divisible)

@@ -1,4 +1,4 @@
-"""The conformance run of one plugin: its registrations, platforms and kernels; a report for screen, JSON and planner."""
+"""The conformance run of one plugin: registrations, platforms, kernels; a report for screen, JSON and planner."""
 
 from __future__ import annotations
 

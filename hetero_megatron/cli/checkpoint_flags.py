@@ -1,9 +1,9 @@
-"""Flags about checkpoints -> CheckpointConfig."""
+"""Flags about checkpoints and failures -> CheckpointConfig, FailureConfig."""
 
 from __future__ import annotations
 
 from hetero_megatron.cli.parse import Arguments, flag_error, flag_name
-from hetero_megatron.training.config import CheckpointConfig
+from hetero_megatron.training.config import CheckpointConfig, FailureConfig
 
 _LEAST = {"save_interval": 0, "keep_checkpoints": 0, "save_retain_interval": 1, "ckpt_step": 0}
 _OVERRIDE, _USE = "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"
@@ -45,3 +45,7 @@ def build_checkpoint(args: Arguments) -> CheckpointConfig:
         required=args["exit_on_missing_checkpoint"],
         schedule_from="flags" if args[_OVERRIDE] else "checkpoint" if args[_USE] else "same",
     )
+
+
+def build_failure(args: Arguments) -> FailureConfig:
+    return FailureConfig(args["check_for_spiky_loss"], args["rerun_mode"] == "validate_results", args["log_straggler"])

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from hetero_megatron.cli import training_flags as training
-from hetero_megatron.cli.checkpoint_flags import build_checkpoint
+from hetero_megatron.cli.checkpoint_flags import build_checkpoint, build_failure
 from hetero_megatron.cli.model_flags import build_spec
 from hetero_megatron.cli.parse import WHERE, Arguments, flag_error, parse
 from hetero_megatron.cli.plan_flags import build_plan
@@ -54,10 +54,12 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
         evaluation=evaluation,
         exit=stop,
         checkpoint=build_checkpoint(args),
+        failure=build_failure(args),
         logging=logging,
         distributed=distributed,
         check_nan=not args["no_check_for_nan_in_loss_and_grad"],
         deterministic=args["deterministic_mode"],
+        alignment=training.build_alignment(args),
         platform=args["platform"],
         compile=_compile(args),
         skip_train=args["skip_train"],

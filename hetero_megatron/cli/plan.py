@@ -27,6 +27,10 @@ from hetero_megatron.spec import load_model
 
 def main(argv: Sequence[str]) -> int:
     """Print the plan and the report, or with --json one object."""
+    if "--context-only" in argv:
+        from hetero_megatron.cli.plan_context import main as context_only
+
+        return context_only(argv)
     args = _parser().parse_args(list(argv))
     _check(args)
     model, cluster = load_model(args.model), load_cluster(args.cluster)
@@ -67,6 +71,8 @@ def _parser() -> ArgumentParser:
     add("--cluster", required=True, metavar="FILE", help="cluster file; its rates are used if it has any")
     add("--seq-length", required=True, type=int, metavar="S", help="tokens per sequence")
     add("--global-batch-size", required=True, type=int, metavar="B", help="sequences per optimizer step")
+    add("--context-only", action="store_true",
+        help="only divide the tokens and heads of one stage on all chips: plan --context-only --help")  # fmt: skip
     add("--out", metavar="FILE", help="write the plan file (and FILE.cluster.yaml where idle chips leave gaps)")
     add("--html", metavar="FILE", help="write the report and the predicted timeline as a page")
     add("--json", action="store_true", help="print one JSON object instead")

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cluster import format_bytes, load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import dump_yaml, rank_ranges, supports
@@ -24,9 +25,9 @@ from hetero_megatron.spec import load_model
 DTYPES = ("bf16", "fp16", "fp32", "fp64")
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The arguments that :func:`run_context_only` reads; the ``plan`` command has the same names."""
-    new = argparse.ArgumentParser(prog="hetero-megatron plan --context-only", description=__doc__, allow_abbrev=False)
+    new = ArgumentParser("plan --context-only", "Divide the tokens and heads of one stage over unlike chips.")
     new.add_argument("--context-only", action="store_true")
     new.add_argument("--model", required=True)
     new.add_argument("--cluster", required=True)

@@ -22,6 +22,7 @@ usage: hetero-megatron run --plan P [--cluster C] [--on-failure stop|restart|rep
   --max-restarts N       give up after so many restarts (default 3)
   --grace SECONDS        how long the other ranks may take to end after one failed (default 30)"""
 _SINGLE = ("--plan", "--cluster", "--on-failure", "--max-restarts", "--grace")
+_ENOUGH = 1 << 16  # ranks: how many there are is not asked yet
 _POLICIES = ("stop", "restart", "replan")
 
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     config = _configure(words, Path(options["--plan"]), cluster, None)
     seats = _seats(config)
     for plan in fallbacks:
-        _same_work(_configure(words, plan, None, 1 << 16), config, plan)
+        _same_work(_configure(words, plan, None, None), config, plan)
     if policy != "stop" and (config.checkpoint.load is None or config.checkpoint.save is None):
         raise UserError(
             "needs checkpoints to go on from", field="--on-failure", value=policy, accepted="--save and --load"
@@ -73,7 +74,7 @@ def _configure(words: Sequence[str], plan: Path, cluster: Path | None, world: in
     from hetero_megatron.cli.configure import configure
 
     more = ["--cluster", str(cluster)] if cluster is not None else []
-    environment: Mapping[str, str] = {} if world is None else {"WORLD_SIZE": str(world)}
+    environment = {"WORLD_SIZE": str(_ENOUGH if world is None else world)}
     return configure(["--plan", str(plan), *more, *words], environment)
 
 

@@ -37,7 +37,8 @@ A plugin for Hetero-Megatron: the platform `NAME`, and a `swiglu` kernel for it.
 As written, the platform is the CPU, so that all of this runs anywhere. To make it yours:
 
 1. `hetero_NAME/platform.py`: derive from `Accelerator` instead of `CPU`; set `device_type` (what your adapter calls
-   the device: `torch.<device_type>`), `adapter` (the module to import), `backends` (process groups), `dtypes`, `limits`.
+   the device: `torch.<device_type>`), `adapter` (the module to import), `backends` (process groups), `dtypes` and
+   `limits`.
 2. `hetero_NAME/swiglu.py`: call your kernel. Forward and backward are registered together.
 3. `plugins check NAME` says what is wrong; with `--profile rates.json` it writes rates for the planner.
 4. Add operators one by one. What you do not have runs on Triton or aten, and the kernel plan says so at start.
@@ -123,8 +124,8 @@ import sys
 
 
 def test_conformance() -> None:
-    command = [sys.executable, "-m", "hetero_megatron.cli.main", "plugins", "check", "NAME", "--json", "--no-speed"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    check = ["plugins", "check", "NAME", "--json", "--no-speed"]
+    done = subprocess.run([sys.executable, "-m", "hetero_megatron.cli.main", *check], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert report["ok"] and report["platform"] == "NAME"
@@ -150,7 +151,7 @@ def write_plugin(name: str, directory: Path) -> Path:
         UserError: ``name`` is no lower-case identifier, or the folder is there already.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        raise UserError("no name for a Python package", field="plugins new", value=name, accepted="like acme or my_chip")
+        raise UserError("no package name", field="plugins new", value=name, accepted="lower case, like acme or my_chip")
     folder = directory / name
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError("it is there already", field="plugins new", value=str(folder), accepted="a new folder")

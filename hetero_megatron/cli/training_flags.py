@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from hetero_megatron.cli.parse import Arguments, flag_error, flag_name
+from hetero_megatron.plan.kernels import OPERATORS, operator_problem
 from hetero_megatron.training.batch_size import BatchSize
 from hetero_megatron.training.config import (
+    AlignmentConfig,
     DistributedConfig,
     EvaluationConfig,
     ExitConfig,
@@ -183,6 +185,24 @@ def build_logging(args: Arguments) -> LoggingConfig:
         args["log_validation_ppl_to_tensorboard"],
         wandb,
     )
+
+
+def build_alignment(args: Arguments) -> AlignmentConfig:
+    watching = args.has("dump_layers", "capture_operators", "check_operators")
+    for key in ("align_layers", "align_steps"):
+        if key in args.given and not watching:
+            raise flag_error(key, args[key], "nothing is watched", "--dump-layers or another of these")
+    if args["align_steps"] < 1:
+        raise flag_error("align_steps", args["align_steps"], "too small", "an integer >= 1")
+    for op in args["check_operators"] or ():
+        problem = operator_problem(op)
+        if problem is not None:
+            raise flag_error("check_operators", op, problem, ", ".join(("all", *OPERATORS)))
+    check = args["check_operators"]
+    return AlignmentConfig(
+        args["dump_layers"], args["capture_operators"], None if check is None else tuple(check),
+        tuple(args["align_layers"] or ()), args["align_steps"],
+    )  # fmt: skip
 
 
 def build_distributed(args: Arguments) -> DistributedConfig:

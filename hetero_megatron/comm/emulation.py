@@ -33,7 +33,7 @@ class Emulation:
         self.rank, self.directory = rank, directory
         self.chips = str(described.get("chips", "none"))
         self.links = str(described.get("links", "none"))
-        self._speed = float(described["speeds"][rank]) if self.chips != "none" else 1.0
+        self._speed = float(described["speeds"][rank] or 1.0) if self.chips != "none" else 1.0
         self._control = Path(described["control"]) if described.get("control") else None
         self._looked, self._faults = 0.0, {}  # type: float, dict[str, Any]
         self.clock, self.pacer = self._make_clock(), self._make_pacer(described.get("pace"))
@@ -71,7 +71,7 @@ class Emulation:
         if self.links != "paced" or pace is None:
             return None
         rates = {i: float(rate) for i, rate in enumerate(pace["bandwidth"][self.rank]) if rate is not None}
-        latency = {i: float(s) for i, s in enumerate(pace["latency"][self.rank]) if s}
+        latency = {i: float(s) for i, s in enumerate((pace.get("latency") or {self.rank: ()})[self.rank]) if s}
 
         def now() -> Mapping[int, float]:
             changed = {d: float(rate) for s, d, rate in self._fault("rate", []) if s == self.rank}

@@ -100,7 +100,9 @@ class KernelPlan:
 
     def with_calls(self, calls: Mapping[str, Any]) -> KernelPlan:
         """The same plan with some callables replaced (for capturing and comparing)."""
-        return KernelPlan(self.registry, self.choices, {op: calls.get(op, getattr(self, op)) for op in self.choices})
+        plan = KernelPlan(self.registry, self.choices, {op: calls.get(op, getattr(self, op)) for op in self.choices})
+        plan.weight_gradients = self.weight_gradients  # ``gemm`` is bound to these
+        return plan
 
 
 def resolve(

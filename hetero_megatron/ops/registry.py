@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops.kernel import ORDER, Kernel
@@ -75,7 +75,7 @@ class Registry:
         """Names of all providers."""
         return tuple(sorted({provider for kernels in self._kernels.values() for provider in kernels}))
 
-    def __iter__(self) -> Iterable[Kernel]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Kernel]:
         return (kernel for op in sorted(self.specs) for kernel in self.kernels(op))
 
 

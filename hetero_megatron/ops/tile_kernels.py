@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from hetero_megatron.errors import UserError
 from hetero_megatron.ops.block_attention import TileKernel
+from hetero_megatron.ops.kernel import ATEN, REFERENCE, Kernel
 
 SCORES = 1 << 24  # scores that the reference kernel materialises at once
 
@@ -179,6 +181,20 @@ class OperatorKernel:
         return self._backward(grad, q, k, v, out, lse, None, window, *starts)  # type: ignore[no-any-return]
 
 
-def tile_kernel(device: torch.device) -> TileKernel:
-    """The kernel that serves a device where no plugin offers another."""
-    return FlashCpuKernel() if device.type == "cpu" else ReferenceKernel()
+def tile_kernel(device: torch.device, chosen: Kernel | None = None) -> TileKernel:
+    """The tile kernel that goes with a stage's choice for the operator ``attention``.
+
+    Args:
+        chosen: None, torch's own or the reference: aten's flash kernel on the CPU, the reference elsewhere.
+
+    Raises:
+        UserError: the chosen kernel's backward takes only what its own forward saved, not a merged result.
+    """
+    if chosen is None or chosen.kind in (ATEN, REFERENCE):
+        return FlashCpuKernel() if device.type == "cpu" else ReferenceKernel()
+    if chosen.private or chosen.backward is None:
+        raise UserError(
+            f"{chosen} keeps state of its own between forward and backward, so parts cannot be merged",
+            field="kernels.attention", value=chosen.provider, accepted="another provider beside context groups",
+        )  # fmt: skip
+    return OperatorKernel(chosen.forward, chosen.backward)

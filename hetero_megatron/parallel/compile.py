@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hetero_megatron.model import GPTStage
+from hetero_megatron.parallel.context import ContextAttention
 from hetero_megatron.parallel.tensor import RowParallelLinear
 
 
@@ -15,7 +16,7 @@ def apply_compile(stage: GPTStage, backend: str) -> None:
     """
     for layer in stage.layers():
         for module in layer.modules():
-            if isinstance(module, RowParallelLinear):
+            if isinstance(module, (RowParallelLinear, ContextAttention)):
                 module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
         for block in (layer.input_layernorm, layer.self_attn, layer.mlp):
             block.forward = torch.compile(block.forward, backend=backend)  # type: ignore[method-assign]

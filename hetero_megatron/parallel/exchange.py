@@ -125,7 +125,8 @@ class BucketExchange:
             if holder != self.comm.rank
             for at, inside in self._take[holder]
         ]
-        send = torch.cat(parts).to(dtype) if parts else torch.empty(0, dtype=dtype, device=self.comm.device)
+        device = self.comm.device  # masters may be in host memory
+        send = torch.cat(parts).to(device, dtype) if parts else torch.empty(0, dtype=dtype, device=device)
         self._handle = self.group.all_to_all(send, self._take_counts, self._give_counts)
 
     def finish_spread(self, params: Mapping[str, torch.Tensor]) -> None:

@@ -25,10 +25,11 @@ class ShardedOptimizer:
     Args:
         sync: whose exchanges define the pieces.
         build: makes the torch optimizer from parameter groups (keys ``params``, ``decay``).
+        offload: masters (then always fp32 copies) and moments live in host memory.
     """
 
-    def __init__(self, sync: GradientSync, build: OptimizerFactory) -> None:
-        self.sync = sync
+    def __init__(self, sync: GradientSync, build: OptimizerFactory, offload: bool = False) -> None:
+        self.sync, self.offload = sync, offload
         self.masters = [[self._master(piece) for piece in e.pieces] for e in sync.exchanges]
         decayed: list[torch.Tensor] = []
         plain: list[torch.Tensor] = []
@@ -42,6 +43,8 @@ class ShardedOptimizer:
 
     def _master(self, piece: OwnedPiece) -> torch.Tensor:
         view = self.sync.params[piece.name].detach()[piece.slices]
+        if self.offload:
+            return view.to("cpu", torch.float32, copy=True).contiguous()
         return view if in_place(view) else view.to(torch.promote_types(view.dtype, torch.float32), copy=True)
 
     def owned(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
@@ -68,7 +71,7 @@ class ShardedOptimizer:
             torch._foreach_mul_(flat, coefficient)
         for masters, per in zip(self.masters, grads, strict=True):
             for master, grad in zip(masters, per, strict=True):
-                master.grad = grad
+                master.grad = grad.to(master.device, master.dtype).contiguous() if self.offload else grad
         if self.torch_optimizer is not None:
             self.torch_optimizer.step()
         for masters, per in zip(self.masters, grads, strict=True):
@@ -85,19 +88,20 @@ class ShardedOptimizer:
         waiting: deque[tuple[BucketExchange, list[torch.Tensor]]] = deque()
         for exchange, masters in zip(self.sync.exchanges, self.masters, strict=True):
             if len(waiting) == IN_FLIGHT:
-                _receive(*waiting.popleft(), params)
+                self._receive(*waiting.popleft(), params)
             exchange.start_spread(masters, params[exchange.bucket.names[0]].dtype)
             waiting.append((exchange, masters))
         for exchange, masters in waiting:
-            _receive(exchange, masters, params)
+            self._receive(exchange, masters, params)
 
-
-def _receive(exchange: BucketExchange, masters: list[torch.Tensor], params: dict[str, torch.Tensor]) -> None:
-    for piece, master in zip(exchange.pieces, masters, strict=True):
-        own = params[piece.name][piece.slices]
-        if not in_place(own):
-            own.copy_(master)
-    exchange.finish_spread(params)
+    def _receive(
+        self, exchange: BucketExchange, masters: list[torch.Tensor], params: dict[str, torch.Tensor]
+    ) -> None:
+        for piece, master in zip(exchange.pieces, masters, strict=True):
+            own = params[piece.name][piece.slices]
+            if self.offload or not in_place(own):
+                own.copy_(master)
+        exchange.finish_spread(params)
 
 
 def in_place(view: torch.Tensor) -> bool:

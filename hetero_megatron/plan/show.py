@@ -119,7 +119,9 @@ def _degrees(stage: Stage) -> str:
     if len(stage.replicas) > 1:
         parts.append(f"dp {ratio(stage.dp_split)}")
     if len(stage.units) > len(stage.replicas):
-        parts.append(f"context {len(stage.units) // len(stage.replicas)}")
+        units = [u for u in stage.units if u.sequences == stage.replicas[0]]
+        members = [sum(u.group == g for u in units) for g in dict.fromkeys(u.group for u in units)]
+        parts.append("context " + "+".join(map(str, members)))
     return "  ".join(parts)
 
 

@@ -28,7 +28,7 @@ from hetero_megatron.planner.context_problem import ContextLayout, ContextProble
 from hetero_megatron.planner.context_refine import refine
 
 SMALL = 6  # up to so many members, all groupings are tried
-KEPT = 4  # layouts that are refined
+KEPT = 3  # layouts that are refined
 VARIED = 8  # groupings that are tried by every transport and with whole key-value heads
 MOST_GATHERED = 64  # groups beyond which gathering is not tried: every member would message hundreds of others
 
@@ -95,7 +95,7 @@ def schedule_context(problem: ContextProblem, exhaustive: bool | None = None) ->
         search.add(layout)
     equal = search.best()
     small = len(problem.members) <= SMALL if exhaustive is None else exhaustive
-    groupings = list(partitions(range(len(problem.members)))) if small else clusters(problem)
+    groupings = [tuple(sorted(g)) for g in partitions(range(len(problem.members)))] if small else clusters(problem)
     found = _balanced(search, Balancer(search.costs), groupings)
     if not small:
         found = _sizes_per_kind(search, found)
@@ -124,18 +124,21 @@ def _balanced(
     """Evaluate the balanced shares of every grouping; (seconds, grouping), best first.
 
     Args:
-        variants: also by gathering, and with whole key-value heads; else as a ring (or by all-to-all alone).
+        variants: also by gathering, and with whole key-value heads; else as a ring (or by all-to-all alone), with heads
+            by speed, and equally where members of a group differ.
     """
     problem, found = search.problem, []
-    whole = (False, True) if variants and problem.model.queries_per_kv > 1 else (False,)
+    extra = ("kv",) if variants and problem.model.queries_per_kv > 1 else ()
+    types = search.costs.type
     for grouping in groupings:
         transports = [t for t in problem.options.transports if t != "gather" or len(grouping) <= MOST_GATHERED]
         if len(grouping) == 1 or not transports:
             transports = ["a2a"][: 1 if len(grouping) == 1 else 0]
         seconds = float("inf")
+        mixed = any(len({types[m] for m in group}) > 1 for group in grouping)
         for transport in transports if variants else transports[:1]:
-            for whole_kv in whole:
-                layout = balancer.balance(grouping, transport, _first_block(problem, len(grouping)), whole_kv)
+            for by in ("speed", *(("equal",) if mixed else ()), *extra):
+                layout = balancer.balance(grouping, transport, _first_block(problem, len(grouping)), by)
                 evaluation = search.add(layout)
                 if evaluation is not None and evaluation.fits:
                     seconds = min(seconds, evaluation.seconds)
@@ -144,8 +147,8 @@ def _balanced(
 
 
 def _first_block(problem: ContextProblem, groups: int) -> int:
-    """A block a quarter of a group's mean share, at least one unit: small beside the shard, few messages."""
-    return max(problem.unit, problem.seq_length // (4 * groups))
+    """At most half a group's mean share, at least one unit: small beside the shard, few messages."""
+    return max(problem.unit, problem.seq_length // (2 * groups))
 
 
 def _sizes_per_kind(search: _Search, found: list[tuple[float, Grouping]]) -> list[tuple[float, Grouping]]:
@@ -197,11 +200,12 @@ def _without_slow(search: _Search, found: list[tuple[float, Grouping]]) -> None:
 
 def _polish(search: _Search, layout: ContextLayout) -> None:
     """Block size, then one unit of tokens or one head at a time, then the block size again."""
-    best = _best_block(search, layout)
-    for candidate in refine(search.costs, best):
+    first = best = _best_block(search, layout)
+    for candidate in refine(search.costs, first):
         search.add(candidate)
         best = candidate
-    _best_block(search, best)
+    if best is not first:
+        _best_block(search, best)
 
 
 def _best_block(search: _Search, layout: ContextLayout) -> ContextLayout:

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero_megatron.planner.context_cost import ContextCosts, kv_heads
-from hetero_megatron.planner.context_groups import Grouping
+from hetero_megatron.planner.context_groups import Grouping, even_block
 from hetero_megatron.planner.context_memory import head_bytes, kv_bytes, token_bytes
 from hetero_megatron.planner.context_problem import ContextGroup, ContextLayout
 from hetero_megatron.planner.context_shares import min_max_shares, water_level
@@ -27,17 +27,19 @@ class Balancer:
         self._caps: dict[object, float] = {}
         self._tokens: dict[object, tuple[int, ...]] = {}
 
-    def balance(self, grouping: Grouping, transport: str, block: int, whole_kv: bool) -> ContextLayout | None:
+    def balance(self, grouping: Grouping, transport: str, block: int, by: str = "speed") -> ContextLayout | None:
         """Integer shares that even the groups' times out; None where they cannot fit in memory.
 
         Args:
-            whole_kv: heads are divided in units of a key-value head, so that none is copied.
+            block: most tokens of a block of the ring.
+            by: how heads are divided: by ``speed``; by ``kv``, speed in units of a key-value head, so that none is
+                copied; or ``equal``, so that no member receives more than another.
         """
         problem, active = self.problem, self._active(grouping)
         if not active:
             return None
         transport = "a2a" if len(active) == 1 else transport
-        heads = [self.heads(group, whole_kv) for group in active]
+        heads = [self.heads(group, by) for group in active]
         empty = ContextLayout((), transport, block if transport == "ring" else 0)
         buffer = kv_bytes(problem, empty) if transport != "a2a" else 0.0
         caps = np.array([self.cap(g, h, buffer) for g, h in zip(active, heads, strict=True)])
@@ -52,6 +54,8 @@ class Balancer:
             if tokens is None:
                 return None
             built.append(ContextGroup(group, tokens, h))
+        if transport == "ring":
+            block = even_block(totals, block)
         return self._with_idle([g for g in built if sum(g.tokens)], grouping, transport, block)
 
     def _active(self, grouping: Grouping) -> list[tuple[int, ...]]:
@@ -69,14 +73,13 @@ class Balancer:
             return ContextLayout(tuple(built), "a2a")
         return ContextLayout(tuple(built), transport, block if transport == "ring" else 0)
 
-    def heads(self, group: tuple[int, ...], whole_kv: bool) -> tuple[int, ...]:
-        """Query heads per member, so that the slowest takes least time (exact)."""
+    def heads(self, group: tuple[int, ...], by: str) -> tuple[int, ...]:
+        """Query heads per member; by speed so that the slowest takes least time (exact)."""
         model = self.problem.model
-        whole_kv = whole_kv and model.num_kv_heads >= len(group)
-        key = (self.costs.signature(group), whole_kv)
+        key = (self.costs.signature(group), by)
         if key not in self._heads:
-            cost = self.costs.pair[list(group)]
-            size = model.queries_per_kv if whole_kv else 1
+            cost = self.costs.pair[list(group)] if by != "equal" else np.ones(len(group))
+            size = model.queries_per_kv if by == "kv" and model.num_kv_heads >= len(group) else 1
             shares = min_max_shares(model.num_heads // size, cost)
             self._heads[key] = tuple(int(n) * size for n in shares)
         return self._heads[key]

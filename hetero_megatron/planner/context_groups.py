@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from hetero_megatron.planner.context_problem import ContextGroup, ContextLayout, ContextProblem
 
 Grouping = tuple[tuple[int, ...], ...]
@@ -157,5 +159,19 @@ def equal_layouts(problem: ContextProblem) -> list[ContextLayout]:
 def block_sizes(shares: Sequence[int]) -> list[int]:
     """Tokens per block that are worth a trial: equal parts of the largest and of the smallest share."""
     largest, smallest = max(shares), min(share for share in shares if share)
-    trials = {-(-largest // n) for n in (1, 2, 3, 4, 6, 8, 12, 16)} | {-(-smallest // n) for n in (1, 2, 3, 4)}
+    trials = {-(-largest // n) for n in (1, 2, 3, 4, 6, 8, 12, 16, 24)} | {
+        -(-smallest // n) for n in (1, 2, 3, 4, 6, 8)
+    }
     return sorted(trials, reverse=True)
+
+
+def even_block(shares: Sequence[int], limit: int) -> int:
+    """The block of at most ``limit`` tokens that makes rounds most even, larger ones first among nearly even."""
+    trials = [block for block in block_sizes(shares) if block <= limit] or [limit]
+    sizes = np.array([share for share in shares if share], dtype=np.float64)
+
+    def uneven(block: int) -> float:
+        counts = np.ceil(sizes / block)
+        return round(float(counts.sum() * (sizes / counts).max() / sizes.sum()), 2)
+
+    return min(trials, key=uneven)

@@ -48,7 +48,7 @@ def _memory(a: Accelerator) -> str | None:
     if a.device_count() < 1:
         return "available, but device_count() is 0"
     total, peak = a.total_memory(0), a.peak_memory(0)
-    return None if 0 <= peak and 0 < total else f"total {total}, peak {peak}"
+    return None if peak >= 0 and total > 0 else f"total {total}, peak {peak}"
 
 
 def _events(a: Accelerator, device: torch.device) -> str | None:

@@ -14,6 +14,7 @@ import re
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,13 @@ _ID = re.compile(r"p(\d+)s(\d+)")
 
 
 def home() -> Path:
-    """Where this user's testbeds are recorded (HETERO_TESTBED_HOME overrides it); made when absent.
+    """Where this user's testbeds are recorded (HETERO_TESTBED_HOME overrides it); it is there only while one is.
 
     Raises:
         UserError: it belongs to somebody else.
     """
     path = Path(os.environ.get("HETERO_TESTBED_HOME") or f"/tmp/hetero-testbed-{os.getuid()}").absolute()
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.is_symlink() or path.stat().st_uid != os.getuid():
+    if path.is_symlink() or (path.exists() and path.stat().st_uid != os.getuid()):
         problem = "the directory of testbeds belongs to somebody else"
         raise UserError(problem, field="HETERO_TESTBED_HOME", value=str(path))
     return path
@@ -82,17 +82,24 @@ def new_testbed() -> Testbed:
     mine = process.status(os.getpid())
     name = f"p{os.getpid()}s{mine.start if mine else int(time.time())}"
     directory = home() / name
-    try:
-        directory.mkdir(mode=0o700)
-    except FileExistsError:
-        raise UserError("this process already runs a testbed", field="testbed", value=name) from None
-    return Testbed(directory)
+    while True:
+        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            directory.mkdir(mode=0o700)
+        except FileNotFoundError:  # the last one that was there has just removed the parent
+            continue
+        except FileExistsError:
+            raise UserError("this process already runs a testbed", field="testbed", value=name) from None
+        return Testbed(directory)
 
 
 def all_testbeds() -> list[Testbed]:
-    """Alive and dead ones of this user, the oldest first."""
-    found = [entry for entry in home().iterdir() if _ID.fullmatch(entry.name)]
-    return [Testbed(path) for path in sorted(found, key=lambda p: p.stat().st_mtime)]
+    """Alive and dead ones of this user."""
+    try:
+        found = [entry for entry in home().iterdir() if _ID.fullmatch(entry.name)]
+    except FileNotFoundError:
+        return []
+    return [Testbed(path) for path in sorted(found)]
 
 
 def live_testbed(name: str | None) -> Testbed:
@@ -123,6 +130,8 @@ def clean(testbed: Testbed) -> dict[str, Any]:
     if stubborn or left:
         raise RuntimeError(f"testbed {testbed.id}: left behind: processes {stubborn}, cgroups {[str(p) for p in left]}")
     shutil.rmtree(testbed.directory, ignore_errors=True)
+    with suppress(OSError):  # others are there
+        testbed.directory.parent.rmdir()
     return {"testbed": testbed.id, "processes": before, "cgroups": [str(path) for path in groups]}
 
 

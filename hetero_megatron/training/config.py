@@ -93,6 +93,31 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class AlignmentConfig:
+    """What to write down for comparing platforms, in the first ``steps`` steps.
+
+    ``dump``, ``capture``: directories; ``check``: operators to compare with fp64 (``all``), None: none; ``layers``:
+    parts of module names, empty: everywhere.
+    """
+
+    dump: str | None = None
+    capture: str | None = None
+    check: tuple[str, ...] | None = None
+    layers: tuple[str, ...] = ()
+    steps: int = 1
+
+
+@dataclass(frozen=True)
+class FailureConfig:
+    """What is watched for: ``check_spikes`` of the loss; ``rerun``: a step that is right the second time counts;
+    ``stragglers``: ranks that fall behind are named."""
+
+    check_spikes: bool = False
+    rerun: bool = False
+    stragglers: bool = False
+
+
+@dataclass(frozen=True)
 class DistributedConfig:
     """``backend``: of torch.distributed (None: the device's own); ``timeout_minutes``: how long a rank waits."""
 
@@ -147,10 +172,12 @@ class RunConfig:
     evaluation: EvaluationConfig = EvaluationConfig()
     exit: ExitConfig = ExitConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    failure: FailureConfig = FailureConfig()
     logging: LoggingConfig = LoggingConfig()
     distributed: DistributedConfig = DistributedConfig()
     check_nan: bool = True
     deterministic: bool = False
+    alignment: AlignmentConfig = AlignmentConfig()
     platform: str | None = None
     compile: str | None = None
     skip_train: bool = False

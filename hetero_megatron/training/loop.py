@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import time
@@ -21,18 +20,22 @@ from hetero_megatron.data.sample import Dataset
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
+from hetero_megatron.parallel.offload import check_offload, cpu_adam
 from hetero_megatron.parallel.optimizer import OptimizerFactory
-from hetero_megatron.plan import format_plan, idle_ranks
+from hetero_megatron.plan import format_plan, idle_ranks, locate, stage_at
 from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.platform import Platform, choose_platform
 from hetero_megatron.platform.plugins import Plugins, load_plugins
 from hetero_megatron.spec import LogicalTensor
+from hetero_megatron.training.alignment.session import Alignment
 from hetero_megatron.training.checkpointing import Checkpointing, Progress
 from hetero_megatron.training.config import OptimizerConfig, RunConfig
 from hetero_megatron.training.exit import ExitConditions
+from hetero_megatron.training.failure import StepGuard
 from hetero_megatron.training.kernels import agree_on_kernels, kernel_optimizer, rank_kernels
 from hetero_megatron.training.report import Reporter
 from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.stragglers import StragglerWatch
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -110,12 +113,14 @@ def announce(config: RunConfig, world: int, platform: Platform, plugins: Plugins
         print(f"notice: {notice}", flush=True)
 
 
-def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
-    """Adam with decoupled weight decay, or SGD; rates are set before every step."""
+def optimizer_factory(config: OptimizerConfig, offload: bool = False) -> OptimizerFactory:
+    """Adam with decoupled weight decay (``offload``: in host memory), or SGD; rates are set before every step."""
 
     def build(groups: list[dict[str, object]]) -> torch.optim.Optimizer:
         if config.name == "sgd":
             return torch.optim.SGD(groups, lr=0.0, momentum=config.momentum)
+        if offload:
+            return cpu_adam(groups, (config.beta1, config.beta2), config.eps)
         return torch.optim.AdamW(groups, lr=0.0, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
     return build
@@ -130,8 +135,13 @@ class Training:
             check_target(config.save_hf, config.spec)
         self.weights = HFWeights(config.load_hf, config.spec) if config.load_hf is not None else None
         dtype = DTYPES[config.dtype]
-        kernels = rank_kernels(config, comm.rank, plugins.registry, platform, dtype)
-        factory = kernel_optimizer(optimizer_factory(config.optimizer), config.optimizer, kernels)
+        check_offload(config.plan, config.optimizer.name, config.dtype)
+        offload = stage_at(config.plan, locate(config.plan, comm.rank)).optimizer.offload
+        self.alignment = Alignment(config.alignment)
+        kernels = self.alignment.wrap(rank_kernels(config, comm.rank, plugins.registry, platform, dtype), comm.rank)
+        factory = optimizer_factory(config.optimizer, offload)
+        if not offload:
+            factory = kernel_optimizer(factory, config.optimizer, kernels)
         self.runtime = Runtime(
             config.plan, config.spec, comm, dtype, self._initialize, factory, kernels=kernels,
             compile_backend=config.compile,
@@ -139,6 +149,7 @@ class Training:
         self.runtime.check_agreement(
             repr((config.seed, config.steps, config.learning_rate, config.dtype)), repr(config.spec)
         )
+        self.alignment.follow(self.runtime)
         agree_on_kernels(self.runtime)
         self.data = self._datasets()
         flags = config.data
@@ -153,8 +164,15 @@ class Training:
         signal = config.exit.signal or ("SIGTERM" if self.checkpoints.active else None)
         self.exit = ExitConditions(config.exit.minutes, config.exit.interval, signal)
         self.reporter = Reporter(config, self.runtime, platform, self.step + 1)
+        finite = config.check_nan and config.dtype != "fp16"
+        self.guard = StepGuard(finite, config.failure.check_spikes, config.failure.rerun, self.say)
+        self.stragglers = StragglerWatch(config.plan.ranks, self.reporter.chips) if config.failure.stragglers else None
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
+
+    def say(self, text: str) -> None:
+        if self.reporter.speaks:
+            print(text, flush=True)
 
     def _initialize(self, tensor: LogicalTensor, box: Box) -> torch.Tensor:
         if self.weights is not None:
@@ -198,30 +216,23 @@ class Training:
             start = time.perf_counter()
             size = config.batch_size.at(self.consumed)
             lr, decay = config.learning_rate.at(self.consumed), config.weight_decay.at(self.consumed)
-            stats = self.runtime.train_step(
-                loader, self.consumed, size, lr, decay, config.optimizer.clip_grad, self.loss_scale.scale,
+            stats = self.guard.step(
+                self.runtime, loader, self.step + 1, self.consumed, size, lr, decay,
+                config.optimizer.clip_grad, self.loss_scale.scale,
                 stop=self.exit.check(self.step + 1) or self.checkpoints.failed,
             )  # fmt: skip
             loader.advance(size)
+            self.alignment.after_step(self.step + 1, self.runtime)
             self.step, self.consumed, stop = self.step + 1, self.consumed + size, stats.stop
             scale, self.loss_scale = self.loss_scale, self.loss_scale.update(stats.skipped)
-            self._check_finite(stats.loss, stats.skipped)
+            for sentence in self.stragglers.step(stats.busy, size) if self.stragglers is not None else ():
+                self.say(f"notice: step {self.step}: {sentence}")
             self.reporter.step(self.step, self.consumed, size, lr, scale.scale, stats, time.perf_counter() - start)
             every = config.evaluation
             if self.checkpoints.due(self.step):
                 self.checkpoints.save(Progress(self.step, self.consumed), self.loss_scale)
             if every.iterations and self.step % every.interval == 0 and self.step < config.steps:
                 self._evaluate()
-
-    def _check_finite(self, loss: float, skipped: bool) -> None:
-        if self.config.dtype == "fp16" or not self.config.check_nan:
-            return
-        if not math.isfinite(loss) or skipped:
-            what = f"the loss is {loss}" if not math.isfinite(loss) else "the gradient norm is not finite"
-            raise UserError(
-                f"{what} at step {self.step} (samples up to {self.consumed}); the step was not taken",
-                field="--lr", accepted="a smaller learning rate or other data, or --no-check-for-nan-in-loss-and-grad",
-            )  # fmt: skip
 
     def _evaluate(self) -> None:
         """Mean loss over the validation batches; the same batches every time."""

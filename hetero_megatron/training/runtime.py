@@ -18,6 +18,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, cut
 from hetero_megatron.model import GPTStage
 from hetero_megatron.ops import KernelPlan, default_kernels
+from hetero_megatron.ops.tile_kernels import tile_kernel
 from hetero_megatron.parallel.compile import apply_compile
 from hetero_megatron.parallel.context import apply_context_parallel
 from hetero_megatron.parallel.gradients import GradientSync
@@ -121,7 +122,8 @@ class Runtime:
         self._schedules: dict[tuple[int, bool], tuple[Action, ...]] = {}
         self._boundaries: dict[tuple[int, int], Boundary] = {}
         self.sync = GradientSync(comm, dict(self.model.named_parameters()), self.boxes, buckets)
-        self.optimizer = ShardedOptimizer(self.sync, optimizer) if optimizer is not None else None
+        offload = self.stage.optimizer.offload
+        self.optimizer = ShardedOptimizer(self.sync, optimizer, offload) if optimizer is not None else None
 
     def _build_model(self, initialize: Initialize) -> tuple[GPTStage, dict[str, Box]]:
         stage, spec = self.stage, self.spec
@@ -140,7 +142,8 @@ class Runtime:
         apply_tensor_parallel(model, self.tp_group, shards, self.share.vocab)
         for context in stage_contexts(spec, stage, self.plan.seq_length):
             if self.comm.rank in context.ranks:
-                apply_context_parallel(model, context, self.comm, spec.sliding_window)
+                kernel = tile_kernel(self.comm.device, self.kernels.choices["attention"].kernel)
+                apply_context_parallel(model, context, self.comm, spec.sliding_window, kernel)
         apply_recompute(model, stage.recompute)
         return model, boxes
 
@@ -230,22 +233,27 @@ class Runtime:
         clip_grad: float = 0.0,
         loss_scale: float = 1.0,
         stop: bool = False,
+        veto: Callable[[torch.Tensor, float, float], bool] | None = None,
     ) -> StepStats:
-        """One optimizer step; ``clip_grad`` 0 means no clipping; ``stop`` is told to all ranks."""
+        """One optimizer step; ``clip_grad`` 0 means no clipping; ``stop`` is told to all ranks.
+
+        ``veto`` is asked before the weights change, with the same values on all ranks: (loss sum, tokens and squared
+        norm of each rank [ranks, 3], loss, norm); True: the step is not taken.
+        """
+        rates = (lr, weight_decay, clip_grad, loss_scale)
         with self.comm.clock.counting():
-            return self._train_step(fetch, first_sample, batch_size, lr, weight_decay, clip_grad, loss_scale, stop)
+            return self._train_step(fetch, first_sample, batch_size, rates, stop, veto)
 
     def _train_step(
         self,
         fetch: Fetch,
         first_sample: int,
         batch_size: int,
-        lr: float,
-        weight_decay: float,
-        clip_grad: float,
-        loss_scale: float,
+        rates: tuple[float, float, float, float],
         stop: bool,
+        veto: Callable[[torch.Tensor, float, float], bool] | None,
     ) -> StepStats:
+        lr, weight_decay, clip_grad, loss_scale = rates
         assert self.optimizer is not None
         nominal = batch_size * self.plan.seq_length
         work = self.work(fetch, first_sample, batch_size)
@@ -254,13 +262,14 @@ class Runtime:
         result = self.executor.run(work, self.sync.begin_last_micro_batch)
         self.comm.activity = "gradient synchronisation"
         grads = self.sync.finish()
-        every = self._gather(result, squared_norm(grads), stop)
+        every = self.gather(result, squared_norm(grads), stop)
         loss_sum, tokens, square, stops = every[:, :4].sum(0).tolist()
         if tokens == 0:
             raise UserError(f"no token of samples {first_sample}..{first_sample + batch_size - 1} counts in the loss")
         scale = nominal / tokens / loss_scale
         norm = math.sqrt(square) * scale if math.isfinite(square) else math.inf
-        skipped = not math.isfinite(norm)
+        vetoed = veto is not None and veto(every[:, :3], loss_sum / tokens, norm)
+        skipped = vetoed or not math.isfinite(norm)
         if not skipped:
             clip = min(1.0, clip_grad / (norm + 1e-6)) if clip_grad > 0 else 1.0
             self.comm.activity = "the optimizer step"
@@ -275,10 +284,10 @@ class Runtime:
         """(sum of token losses, tokens) of some samples, equal on all ranks."""
         with self.comm.clock.counting():
             result = self.executor.run(self.work(fetch, first_sample, batch_size, forward_only=True))
-            loss_sum, tokens = self._gather(result, 0.0)[:, :2].sum(0).tolist()
+            loss_sum, tokens = self.gather(result, 0.0)[:, :2].sum(0).tolist()
         return loss_sum, int(tokens)
 
-    def _gather(self, result: StepResult, square: float, stop: bool = False) -> torch.Tensor:
+    def gather(self, result: StepResult, square: float, stop: bool = False) -> torch.Tensor:
         """One row per rank, fp64: loss sum, tokens, squared norm, stop, seconds. A TP group counts its loss once."""
         counts = self.place.tp_rank == 0
         row = [float(result.loss_sum) * counts, result.tokens * counts, square, float(stop)]

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from hetero_kernels.device_math import narrow, widen
 from hetero_kernels.limits import TRITON_DTYPES, Limits, accumulator, config, limits_of
-from hetero_kernels.multi_tensor import CHUNK, TensorTable, pointer, tensor_table
+from hetero_kernels.multi_tensor import CHUNK, TensorTable, chunk_begin, pointer, tensor_table
 
 
 def adamw_reference(
@@ -36,6 +36,35 @@ def _exact(high, low, ACC: tl.constexpr):
 
 
 @triton.jit
+def _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, scale, begin, size, keep, step_size, b1, b2, root, eps,
+            COPIES: tl.constexpr, MASKED: tl.constexpr, ACC: tl.constexpr, CHUNK_SIZE: tl.constexpr,
+            BLOCK: tl.constexpr):  # fmt: skip
+    for start in range(0, CHUNK_SIZE, BLOCK):
+        at = begin + start + tl.arange(0, BLOCK)
+        if MASKED:
+            live = at < size
+            g = tl.load(g_ptr + at, mask=live, other=0.0)
+            p = tl.load(p_ptr + at, mask=live, other=0.0)
+            m = tl.load(m_ptr + at, mask=live, other=0.0)
+            v = tl.load(v_ptr + at, mask=live, other=0.0)
+        else:
+            live = None
+            g = tl.load(g_ptr + at)
+            p = tl.load(p_ptr + at)
+            m = tl.load(m_ptr + at)
+            v = tl.load(v_ptr + at)
+        g = widen(g, ACC) * scale
+        m += (g - m) * (1.0 - b1)
+        v = v * b2 + g * g * (1.0 - b2)
+        p = p * keep - step_size * m / (tl.sqrt(v) * root + eps)
+        tl.store(p_ptr + at, p, mask=live)
+        tl.store(m_ptr + at, m, mask=live)
+        tl.store(v_ptr + at, v, mask=live)
+        if COPIES:
+            tl.store(copy_ptr + at, narrow(p, copy_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
 def _adamw(
     addresses_ptr, sizes_ptr, owner_ptr, first_ptr, scale_ptr, skip_ptr, first_chunk, rows,
     keep, keep_low, step_size, step_size_low, beta1, beta1_low, beta2, beta2_low, root, root_low, eps, eps_low,
@@ -46,37 +75,29 @@ def _adamw(
     chunk = tl.program_id(0) + first_chunk
     row = tl.load(owner_ptr + chunk)
     size = tl.load(sizes_ptr + row)
-    begin = tl.load(first_ptr + chunk)
+    begin = chunk_begin(first_ptr, chunk, ALIGNED)
     p_ptr = pointer(addresses_ptr, 0, rows, row, PARAM, ALIGNED)
     g_ptr = pointer(addresses_ptr, 1, rows, row, GRAD, ALIGNED)
     m_ptr = pointer(addresses_ptr, 2, rows, row, PARAM, ALIGNED)
     v_ptr = pointer(addresses_ptr, 3, rows, row, PARAM, ALIGNED)
+    copy_ptr = pointer(addresses_ptr, 4 if COPIES else 0, rows, row, COPY if COPIES else PARAM, ALIGNED)
+    scale = tl.full([], 1.0, ACC)
+    if SCALED:
+        scale = tl.load(scale_ptr).to(ACC)
+    k = _exact(keep, keep_low, ACC)
+    s = _exact(step_size, step_size_low, ACC)
     b1 = _exact(beta1, beta1_low, ACC)
     b2 = _exact(beta2, beta2_low, ACC)
+    r = _exact(root, root_low, ACC)
+    e = _exact(eps, eps_low, ACC)
     if SKIP:
         size = tl.where(tl.load(skip_ptr) != 0, 0, size)  # nothing is written
-    for start in range(0, CHUNK_SIZE, BLOCK):
-        at = begin + start + tl.arange(0, BLOCK)
-        live = at < size
-        g = widen(tl.load(g_ptr + at, mask=live, other=0.0), ACC)
-        p = widen(tl.load(p_ptr + at, mask=live, other=0.0), ACC)
-        m = widen(tl.load(m_ptr + at, mask=live, other=0.0), ACC)
-        v = widen(tl.load(v_ptr + at, mask=live, other=0.0), ACC)
-        if SCALED:
-            g *= tl.load(scale_ptr).to(ACC)
-        m += (g - m) * (1.0 - b1)
-        v = v * b2 + g * g * (1.0 - b2)
-        p *= _exact(keep, keep_low, ACC)
-        p -= (
-            _exact(step_size, step_size_low, ACC)
-            * m
-            / (tl.sqrt(v) * _exact(root, root_low, ACC) + _exact(eps, eps_low, ACC))
-        )
-        tl.store(p_ptr + at, p, mask=live)
-        tl.store(m_ptr + at, m, mask=live)
-        tl.store(v_ptr + at, v, mask=live)
-        if COPIES:
-            tl.store(pointer(addresses_ptr, 4, rows, row, COPY, ALIGNED) + at, narrow(p, COPY), mask=live)
+    if begin + CHUNK_SIZE <= size:
+        _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, scale, begin, size, k, s, b1, b2, r, e,
+                COPIES, False, ACC, CHUNK_SIZE, BLOCK)  # fmt: skip
+    else:
+        _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, scale, begin, size, k, s, b1, b2, r, e,
+                COPIES, True, ACC, CHUNK_SIZE, BLOCK)  # fmt: skip
 
 
 def _split(x: float) -> tuple[float, float]:

@@ -9,13 +9,28 @@ import triton.language as tl
 
 from hetero_kernels.device_math import widen
 from hetero_kernels.limits import TRITON_DTYPES, Limits, accumulator, config, limits_of, wide
-from hetero_kernels.multi_tensor import CHUNK, pointer, tensor_table
+from hetero_kernels.multi_tensor import CHUNK, chunk_begin, pointer, tensor_table
 
 
 def l2norm_reference(tensors: Sequence[torch.Tensor], *, squared: bool = False) -> torch.Tensor:
     """sqrt of the sum of all squares, in at least fp32."""
     total = torch.stack([x.to(wide(x.dtype)).square().sum() for x in tensors]).sum()
     return total if squared else total.sqrt()
+
+
+@triton.jit
+def _chunk_squares(x_ptr, begin, size, MASKED: tl.constexpr, ACC: tl.constexpr, CHUNK_SIZE: tl.constexpr,
+                   BLOCK: tl.constexpr):  # fmt: skip
+    total = tl.zeros([BLOCK], ACC)
+    for start in range(0, CHUNK_SIZE, BLOCK):
+        at = begin + start + tl.arange(0, BLOCK)
+        if MASKED:
+            x = tl.load(x_ptr + at, mask=at < size, other=0.0)
+        else:
+            x = tl.load(x_ptr + at)
+        x = widen(x, ACC)
+        total += x * x
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -26,14 +41,12 @@ def _squares(
     chunk = tl.program_id(0) + first_chunk
     row = tl.load(owner_ptr + chunk)
     size = tl.load(sizes_ptr + row)
-    begin = tl.load(first_ptr + chunk)
+    begin = chunk_begin(first_ptr, chunk, ALIGNED)
     x_ptr = pointer(addresses_ptr, 0, rows, row, DTYPE, ALIGNED)
-    total = tl.zeros([BLOCK], ACC)
-    for start in range(0, CHUNK_SIZE, BLOCK):
-        at = begin + start + tl.arange(0, BLOCK)
-        x = widen(tl.load(x_ptr + at, mask=at < size, other=0.0), ACC)
-        total += x * x
-    tl.store(partial_ptr + chunk, tl.sum(total, 0))
+    if begin + CHUNK_SIZE <= size:
+        tl.store(partial_ptr + chunk, _chunk_squares(x_ptr, begin, size, False, ACC, CHUNK_SIZE, BLOCK))
+    else:
+        tl.store(partial_ptr + chunk, _chunk_squares(x_ptr, begin, size, True, ACC, CHUNK_SIZE, BLOCK))
 
 
 @triton.jit

@@ -61,7 +61,16 @@ def tensor_table(columns: Sequence[Sequence[torch.Tensor]], device: torch.device
 @triton.jit
 def pointer(addresses_ptr, column: tl.constexpr, rows, row, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Address of the tensor in (column, row) as a pointer to DTYPE."""
-    address = tl.load(addresses_ptr + column * rows + row)
+    x_ptr = tl.load(addresses_ptr + column * rows + row).to(tl.pointer_type(DTYPE))
     if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    return address.to(tl.pointer_type(DTYPE))
+        x_ptr = tl.multiple_of(x_ptr, 16)
+    return x_ptr
+
+
+@triton.jit
+def chunk_begin(first_ptr, chunk, ALIGNED: tl.constexpr):
+    """First element of a chunk, a multiple of CHUNK. The compiler is told, or it would load elements one by one."""
+    begin = tl.load(first_ptr + chunk)
+    if ALIGNED:
+        begin = tl.multiple_of(begin, 16)
+    return begin

@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 
 from hetero_kernels.device_math import load_tile, narrow, store_tile, widen
-from hetero_kernels.limits import Limits, accumulator, as_rows, cdiv, limits_of, row_tile, wide
+from hetero_kernels.limits import Limits, accumulator, as_rows, cdiv, limits_of, power_of_two, row_tile, wide
+
+WIDE_ELEMENTS = 65536  # of rows that a program of the wide backward reads twice: few enough to stay in the cache
 
 
 @triton.jit
@@ -27,19 +29,20 @@ def _input(
 
 
 @triton.jit
-def _weight(w_ptr, col, inside, ACC: tl.constexpr, WEIGHT: tl.constexpr, ONE_PLUS: tl.constexpr):
-    w = tl.full(col.shape, 1.0, ACC)
+def _scaled(x, w_ptr, col, inside, ACC: tl.constexpr, WEIGHT: tl.constexpr, ONE_PLUS: tl.constexpr):
+    """x * weight. The weight is loaded where it is needed: held over a reduction it would cost registers."""
     if WEIGHT:
         w = widen(tl.load(w_ptr + col, mask=inside, other=0.0), ACC)
         if ONE_PLUS:
             w += 1.0
-    return w
+        x = x * w[None, :]
+    return x
 
 
 @triton.jit
-def _write(x, w, b_ptr, y_ptr, sum_ptr, mean, rstd, row, live, col, inside, width,
-           ACC: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
-    y = (x - mean[:, None]) * rstd[:, None] * w[None, :]
+def _write(x, w_ptr, b_ptr, y_ptr, sum_ptr, mean, rstd, row, live, col, inside, width, ACC: tl.constexpr,
+           WEIGHT: tl.constexpr, ONE_PLUS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
+    y = _scaled((x - mean[:, None]) * rstd[:, None], w_ptr, col, inside, ACC, WEIGHT, ONE_PLUS)
     if BIAS:
         y += widen(tl.load(b_ptr + col, mask=inside, other=0.0), ACC)[None, :]
     store_tile(y_ptr, row, live, col, inside, width, y)
@@ -60,14 +63,14 @@ def _norm_fwd(
         mean = tl.zeros([BLOCK_R], ACC)
         if WHOLE:
             inside = lane < width
-            w = _weight(w_ptr, lane, inside, ACC, WEIGHT, ONE_PLUS)
             x = _input(x_ptr, residual_ptr, row, live, lane, inside, x_stride, residual_stride, ACC, ADD)
             centred = x
             if CENTER:
                 mean = tl.sum(x, 1) / width
                 centred = tl.where(inside[None, :], x - mean[:, None], 0.0)
             rstd = tl.rsqrt(tl.sum(centred * centred, 1) / width + EPS)
-            _write(x, w, b_ptr, y_ptr, sum_ptr, mean, rstd, row, live, lane, inside, width, ACC, BIAS, ADD)
+            _write(x, w_ptr, b_ptr, y_ptr, sum_ptr, mean, rstd, row, live, lane, inside, width,
+                   ACC, WEIGHT, ONE_PLUS, BIAS, ADD)  # fmt: skip
         else:
             if CENTER:
                 total = tl.zeros([BLOCK_R, BLOCK_C], ACC)
@@ -87,18 +90,23 @@ def _norm_fwd(
             for start in range(0, width, BLOCK_C):
                 col = start + lane
                 inside = col < width
-                w = _weight(w_ptr, col, inside, ACC, WEIGHT, ONE_PLUS)
                 x = _input(x_ptr, residual_ptr, row, live, col, inside, x_stride, residual_stride, ACC, ADD)
-                _write(x, w, b_ptr, y_ptr, sum_ptr, mean, rstd, row, live, col, inside, width, ACC, BIAS, ADD)
+                _write(x, w_ptr, b_ptr, y_ptr, sum_ptr, mean, rstd, row, live, col, inside, width,
+                       ACC, WEIGHT, ONE_PLUS, BIAS, ADD)  # fmt: skip
         tl.store(rstd_ptr + row, rstd, mask=live)
         if CENTER:
             tl.store(mean_ptr + row, mean, mask=live)
 
 
 @triton.jit
-def _normed(x_ptr, mean_ptr, rstd_ptr, row, live, col, inside, x_stride, ACC: tl.constexpr, CENTER: tl.constexpr):
+def _raw(ptr, row, live, col, inside, stride):
+    return tl.load(ptr + row[:, None] * stride + col[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+
+
+@triton.jit
+def _normed(raw, mean_ptr, rstd_ptr, row, live, ACC: tl.constexpr, CENTER: tl.constexpr):
     """The normalised rows again, and 1 / their deviation."""
-    x = load_tile(x_ptr, row, live, col, inside, x_stride, ACC)
+    x = widen(raw, ACC)
     rstd = tl.load(rstd_ptr + row, mask=live, other=0.0)
     if CENTER:
         x -= tl.load(mean_ptr + row, mask=live, other=0.0)[:, None]
@@ -114,15 +122,21 @@ def _norm_bwd(
     """Whole rows in a tile; program p adds dy * normed (and dy) over its rows into partial[p]."""
     col = tl.arange(0, BLOCK_C)
     inside = col < width
-    w = _weight(w_ptr, col, inside, ACC, WEIGHT, ONE_PLUS)
     dw = tl.zeros([BLOCK_R, BLOCK_C], ACC)
     db = tl.zeros([BLOCK_R, BLOCK_C], ACC)
-    for first in range(tl.program_id(0) * BLOCK_R, rows, tl.num_programs(0) * BLOCK_R):
+    step = tl.num_programs(0) * BLOCK_R
+    ahead = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
+    dy_ahead = _raw(dy_ptr, ahead, ahead < rows, col, inside, dy_stride)
+    x_ahead = _raw(x_ptr, ahead, ahead < rows, col, inside, x_stride)
+    for first in range(tl.program_id(0) * BLOCK_R, rows, step):
         row = (first + tl.arange(0, BLOCK_R)).to(tl.int64)
         live = row < rows
-        dy = load_tile(dy_ptr, row, live, col, inside, dy_stride, ACC)
-        normed, rstd = _normed(x_ptr, mean_ptr, rstd_ptr, row, live, col, inside, x_stride, ACC, CENTER)
-        scaled = dy * w[None, :]
+        dy = widen(dy_ahead, ACC)
+        normed, rstd = _normed(x_ahead, mean_ptr, rstd_ptr, row, live, ACC, CENTER)
+        ahead = row + step  # the next rows are on their way while these are reduced
+        dy_ahead = _raw(dy_ptr, ahead, ahead < rows, col, inside, dy_stride)
+        x_ahead = _raw(x_ptr, ahead, ahead < rows, col, inside, x_stride)
+        scaled = _scaled(dy, w_ptr, col, inside, ACC, WEIGHT, ONE_PLUS)
         dx = scaled - normed * (tl.sum(scaled * normed, 1) / width)[:, None]
         if CENTER:
             dx -= (tl.sum(scaled, 1) / width)[:, None]
@@ -142,66 +156,71 @@ def _norm_bwd(
 
 
 @triton.jit
-def _norm_bwd_wide(
-    dy_ptr, dsum_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, rows, width, dy_stride, dsum_stride, x_stride,
-    ACC: tl.constexpr, CENTER: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, ONE_PLUS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """dx of rows wider than a tile, in two passes over each row."""
-    lane = tl.arange(0, BLOCK_C)
-    for first in range(tl.program_id(0) * BLOCK_R, rows, tl.num_programs(0) * BLOCK_R):
-        row = (first + tl.arange(0, BLOCK_R)).to(tl.int64)
-        live = row < rows
-        along = tl.zeros([BLOCK_R, BLOCK_C], ACC)
-        total = tl.zeros([BLOCK_R, BLOCK_C], ACC)
-        for start in range(0, width, BLOCK_C):
-            col = start + lane
-            inside = col < width
-            w = _weight(w_ptr, col, inside, ACC, WEIGHT, ONE_PLUS)
-            scaled = load_tile(dy_ptr, row, live, col, inside, dy_stride, ACC) * w[None, :]
-            normed, rstd = _normed(x_ptr, mean_ptr, rstd_ptr, row, live, col, inside, x_stride, ACC, CENTER)
-            along += scaled * normed
-            total += scaled
-        along_mean = tl.sum(along, 1) / width
-        total_mean = tl.sum(total, 1) / width
-        for start in range(0, width, BLOCK_C):
-            col = start + lane
-            inside = col < width
-            w = _weight(w_ptr, col, inside, ACC, WEIGHT, ONE_PLUS)
-            scaled = load_tile(dy_ptr, row, live, col, inside, dy_stride, ACC) * w[None, :]
-            normed, rstd = _normed(x_ptr, mean_ptr, rstd_ptr, row, live, col, inside, x_stride, ACC, CENTER)
-            dx = scaled - normed * along_mean[:, None]
-            if CENTER:
-                dx -= total_mean[:, None]
-            dx *= rstd[:, None]
-            if ADD:
-                dx += load_tile(dsum_ptr, row, live, col, inside, dsum_stride, ACC)
-            store_tile(dx_ptr, row, live, col, inside, width, dx)
+def _add_to(ptr, col, inside, x, first: tl.constexpr):
+    """Add x to what this program wrote there before."""
+    if not first:
+        x += tl.load(ptr + col, mask=inside, other=0.0)
+    tl.store(ptr + col, x, mask=inside)
 
 
 @triton.jit
-def _column_partials(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, partial_ptr, rows, width, dy_stride, x_stride, column_blocks, splits,
-    ACC: tl.constexpr, CENTER: tl.constexpr, BIAS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+def _wide_rows(
+    first, dy_ptr, dsum_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, out_ptr, rows, width, dy_stride, dsum_stride,
+    x_stride, ACC: tl.constexpr, CENTER: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    ONE_PLUS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
-    """Weight gradient of wide rows: a program takes one block of columns and every ``splits``-th block of rows."""
-    for task in range(tl.program_id(0), column_blocks * splits, tl.num_programs(0)):
-        split = task // column_blocks
-        col = (task % column_blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
+    lane = tl.arange(0, BLOCK_C)
+    row = (first + tl.arange(0, BLOCK_R)).to(tl.int64)
+    live = row < rows
+    along = tl.zeros([BLOCK_R, BLOCK_C], ACC)
+    total = tl.zeros([BLOCK_R, BLOCK_C], ACC)
+    for start in range(0, width, BLOCK_C):
+        col = start + lane
         inside = col < width
-        dw = tl.zeros([BLOCK_R, BLOCK_C], ACC)
-        db = tl.zeros([BLOCK_R, BLOCK_C], ACC)
-        for first in range(split * BLOCK_R, rows, splits * BLOCK_R):
-            row = (first + tl.arange(0, BLOCK_R)).to(tl.int64)
-            live = row < rows
-            dy = load_tile(dy_ptr, row, live, col, inside, dy_stride, ACC)
-            normed, rstd = _normed(x_ptr, mean_ptr, rstd_ptr, row, live, col, inside, x_stride, ACC, CENTER)
-            dw += dy * normed
-            db += dy
-        out = partial_ptr + split * width * (2 if BIAS else 1)
-        tl.store(out + col, tl.sum(dw, 0), mask=inside)
+        dy = load_tile(dy_ptr, row, live, col, inside, dy_stride, ACC)
+        scaled = _scaled(dy, w_ptr, col, inside, ACC, WEIGHT, ONE_PLUS)
+        raw = _raw(x_ptr, row, live, col, inside, x_stride)
+        normed, rstd = _normed(raw, mean_ptr, rstd_ptr, row, live, ACC, CENTER)
+        along += scaled * normed
+        total += scaled
+    along_mean = tl.sum(along, 1) / width
+    total_mean = tl.sum(total, 1) / width
+    tl.debug_barrier()  # the partial sums of the rows before are in memory
+    for start in range(0, width, BLOCK_C):
+        col = start + lane
+        inside = col < width
+        dy = load_tile(dy_ptr, row, live, col, inside, dy_stride, ACC)
+        raw = _raw(x_ptr, row, live, col, inside, x_stride)
+        normed, rstd = _normed(raw, mean_ptr, rstd_ptr, row, live, ACC, CENTER)
+        dx = _scaled(dy, w_ptr, col, inside, ACC, WEIGHT, ONE_PLUS) - normed * along_mean[:, None]
+        if CENTER:
+            dx -= total_mean[:, None]
+        dx *= rstd[:, None]
+        if ADD:
+            dx += load_tile(dsum_ptr, row, live, col, inside, dsum_stride, ACC)
+        store_tile(dx_ptr, row, live, col, inside, width, dx)
+        if WEIGHT:
+            _add_to(out_ptr, col, inside, tl.sum(dy * normed, 0), START)
         if BIAS:
-            tl.store(out + width + col, tl.sum(db, 0), mask=inside)
+            _add_to(out_ptr + width, col, inside, tl.sum(dy, 0), START)
+
+
+@triton.jit
+def _norm_bwd_wide(
+    dy_ptr, dsum_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_ptr, rows, width, dy_stride, dsum_stride,
+    x_stride, ACC: tl.constexpr, CENTER: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    ONE_PLUS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Rows wider than a tile, read twice: the second time from the cache, as are the program's partial sums."""
+    out = partial_ptr + tl.program_id(0) * width * (2 if BIAS else 1)
+    begin = tl.program_id(0) * BLOCK_R
+    step = tl.num_programs(0) * BLOCK_R
+    _wide_rows(begin, dy_ptr, dsum_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, out, rows, width, dy_stride,
+               dsum_stride, x_stride, ACC, CENTER, ADD, WEIGHT, BIAS, ONE_PLUS, BLOCK_R, BLOCK_C, True)  # fmt: skip
+    for first in range(begin + step, rows, step):
+        _wide_rows(first, dy_ptr, dsum_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, out, rows, width, dy_stride,
+                   dsum_stride, x_stride, ACC, CENTER, ADD, WEIGHT, BIAS, ONE_PLUS, BLOCK_R, BLOCK_C,
+                   False)  # fmt: skip
 
 
 @triton.jit
@@ -270,35 +289,19 @@ def norm_bwd(
     strides = (grad.stride(0), 0 if other is None else other.stride(0), flat.stride(0))
     acc, center, parts = accumulator(x.dtype), mean is not None, 2 if bias else 1
     flags = (acc, center, other is not None, weight is not None)
-    if tile.whole:
-        shape = (tile.grid[0], parts * width) if weight is not None else (0, 0)
-        partial = torch.empty(shape, dtype=wide(x.dtype), device=x.device)
-        _norm_bwd[tile.grid](
-            grad, other, flat, weight, mean, rstd, dx, partial, rows, width, *strides, *flags, bias, zero_centered,
-            tile.block_rows, tile.block_cols, num_warps=tile.num_warps,
-        )  # fmt: skip
-    else:
-        _norm_bwd_wide[(min(cdiv(rows, tile.block_rows), limits.max_grid),)](
-            grad, other, flat, weight, mean, rstd, dx, rows, width, *strides, *flags, zero_centered,
-            tile.block_rows, tile.block_cols, num_warps=tile.num_warps,
-        )  # fmt: skip
-        partial = _wide_partials(grad, flat, mean, rstd, parts, limits) if weight is not None else dx
+    kernel, grid, block_rows, block_cols = _norm_bwd, tile.grid, tile.block_rows, tile.block_cols
+    if not tile.whole:
+        kernel = _norm_bwd_wide
+        block_rows = max(1, min(WIDE_ELEMENTS // power_of_two(width), power_of_two(rows)))
+        block_cols = max(1, tile.block_cols // block_rows)
+        grid = (min(cdiv(rows, block_rows), limits.processors, limits.max_grid),)
+    shape = (grid[0], parts * width) if weight is not None else (0, 0)
+    partial = torch.empty(shape, dtype=wide(x.dtype), device=x.device)
+    kernel[grid](
+        grad, other, flat, weight, mean, rstd, dx, partial, rows, width, *strides, *flags, bias, zero_centered,
+        block_rows, block_cols, num_warps=tile.num_warps,
+    )  # fmt: skip
     if weight is None:
         return dx, None, None
     grads = column_sum(partial, grad_dtype or weight.dtype, limits)
     return dx, grads[:width], grads[width:] if bias else None
-
-
-def _wide_partials(
-    dy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor, parts: int, limits: Limits
-) -> torch.Tensor:
-    rows, width = x.shape
-    block_cols = min(128, limits.max_block)
-    column_blocks = cdiv(width, block_cols)
-    splits = max(1, min(cdiv(4 * limits.processors, column_blocks), cdiv(rows, 32)))
-    partial = torch.empty((splits, parts * width), dtype=wide(x.dtype), device=x.device)
-    _column_partials[(min(column_blocks * splits, limits.max_grid),)](
-        dy, x, mean, rstd, partial, rows, width, dy.stride(0), x.stride(0), column_blocks, splits,
-        accumulator(x.dtype), mean is not None, parts == 2, 32, block_cols, num_warps=min(8, limits.max_warps),
-    )  # fmt: skip
-    return partial

@@ -26,12 +26,14 @@ def _scores(
     SCALE: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Scores in units of log2, -inf where masked."""
-    keep = live[:, None] & (col < width)[None, :]
+    inside = live[:, None] & (col < width)[None, :]
+    x = widen(tl.load(x_ptr + row[:, None] * stride + col[None, :], mask=inside, other=0.0), ACC)
+    keep = inside  # loads have the plain mask: one that differs between neighbours would split them
     if CAUSAL:
         keep = keep & (col[None, :] <= (row % queries)[:, None] + diagonal)
     if MASK:
-        keep = keep & (tl.load(mask_ptr + (row % mask_rows)[:, None] * width + col[None, :], mask=keep, other=0) != 0)
-    x = widen(tl.load(x_ptr + row[:, None] * stride + col[None, :], mask=keep, other=0.0), ACC)
+        at = (row % mask_rows)[:, None] * width + col[None, :]
+        keep = keep & (tl.load(mask_ptr + at, mask=inside, other=0) != 0)
     return tl.where(keep, x * (SCALE * LOG2E), float("-inf"))
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from hetero_megatron.cli.flag import Flag
-from hetero_megatron.cli.table import checkpoint, data, logging, model, moe, parallel, training
+from hetero_megatron.cli.table import alignment, checkpoint, data, logging, model, moe, parallel, training
 
 GROUPS: Mapping[str, tuple[Flag, ...]] = {
     "Plan and run": parallel.PLAN,
@@ -17,5 +17,6 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
     "Data and tokenizer": data.FLAGS,
     "Checkpoint": checkpoint.FLAGS,
     "Logs, exits and faults": logging.FLAGS,
+    "Precision alignment": alignment.FLAGS,
 }
 ALL: tuple[Flag, ...] = tuple(flag for flags in GROUPS.values() for flag in flags)

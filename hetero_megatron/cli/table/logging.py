@@ -1,6 +1,6 @@
 """Megatron's flags about logs, profiles, exits and faults."""
 
-from hetero_megatron.cli.flag import notice, only, refused, switch, value
+from hetero_megatron.cli.flag import notice, refused, switch, value
 
 _SECONDS = "metrics.jsonl always holds busy, waiting and communication seconds of every rank"
 _NOT_LOGGED = "this version does not log it"
@@ -21,7 +21,7 @@ FLAGS = (
     notice("--log-params-norm", _NOT_LOGGED),
     notice("--log-throughput", "throughput is always logged"),
     notice("--log-progress", "metrics.jsonl is the record of progress"),
-    notice("--log-straggler", _SECONDS),
+    switch("--log-straggler", "name ranks that compute 1.5 times as long per step as in their first 20 steps"),
     notice("--timing-log-level", _SECONDS, nargs=1, type=int),
     notice("--timing-log-option", _SECONDS, nargs=1),
     value("--wandb-project", str, None, "log to this Weights & Biases project"),
@@ -46,19 +46,19 @@ FLAGS = (
         choices=("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"),
     ),
     refused("--iterations-to-skip", "steps cannot be left out", nargs="+"),
-    only(
+    value(
         "--rerun-mode",
         str,
-        ("disabled",),
-        "steps are not run a second time",
-        "disabled, or leave the flag out",
-        differs="validate_results in Megatron; here no step is run again, and one that is not finite ends the run",
+        "disabled",
+        "validate_results: a step that is not finite but is when run again counts; disabled: it ends the run too",
+        choices=("disabled", "validate_results"),
+        differs="validate_results in Megatron; here a step is run again for diagnosis in either mode",
     ),
     switch(
         "--no-check-for-nan-in-loss-and-grad",
         "skip and count a step whose gradient is not finite, instead of ending the run (fp16 always skips)",
     ),
-    refused("--check-for-spiky-loss", "spikes of the loss are not acted on"),
+    switch("--check-for-spiky-loss", "run a step again before it counts where the loss jumps: does hardware err?"),
     refused("--check-weight-hash-across-dp-replicas-interval", "this check is not built", nargs=1),
     refused("--inprocess-restart", _ELASTIC, "torchrun --max-restarts"),
     refused("--enable-ft-package", _ELASTIC, "torchrun --max-restarts"),

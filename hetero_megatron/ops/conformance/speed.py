@@ -32,7 +32,7 @@ class Speed:
         return self.floor / self.seconds
 
 
-def best_seconds(call: Callable[[], Any], synchronize: Callable[[], None], budget: float = 0.15) -> float:
+def best_seconds(call: Callable[[], Any], synchronize: Callable[[], None], budget: float = 0.1) -> float:
     """Shortest of the calls that fit into ``budget`` seconds (at least 3, after one untimed)."""
     call()
     synchronize()

@@ -8,8 +8,8 @@ import sys
 
 
 def test_conformance() -> None:
-    command = [sys.executable, "-m", "hetero_megatron.cli.main", "plugins", "check", "example_vendor", "--json", "--no-speed"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    check = ["plugins", "check", "example_vendor", "--json", "--no-speed"]
+    done = subprocess.run([sys.executable, "-m", "hetero_megatron.cli.main", *check], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert report["ok"] and report["platform"] == "example_vendor"

@@ -1,0 +1,195 @@
+"""Checkpoints: bandwidth against plain torch DCP on the same tensors, training stall, import against transformers.
+
+    python benchmarks/bench_checkpoint.py [--rounds 3] [--layers 8] [--directory DIR]
+
+Two ranks, each owning half of a Llama's masters and moments. Plain DCP writes them with its FileSystemWriter (pickled
+metadata, no checksums); ours adds a sha256 of every byte on the way and verifies it on load. Goal: the stall of an
+asynchronous save, once its buffers exist, under 5 % of a step (a step here is short: few tokens). The copy
+is reported in ms and GB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.common import alternate, machine, median, rank_env, ranks
+
+HIDDEN, VOCAB, SEQUENCE = 512, 8192, 512
+
+
+def config(layers: int) -> dict[str, Any]:
+    return {
+        "model_type": "llama", "num_hidden_layers": layers, "hidden_size": HIDDEN, "intermediate_size": 1408,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": VOCAB, "max_position_embeddings": SEQUENCE,
+        "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+    }  # fmt: skip
+
+
+def runtime_of_two(layers: int) -> tuple[Any, Any, Callable[[], Any]]:
+    """(runtime after one step, its spec, a step)."""
+    import torch
+
+    from hetero_megatron.comm import start_comm
+    from hetero_megatron.data.batch import Batch
+    from hetero_megatron.model import initial_values
+    from hetero_megatron.plan import plan_from_dict
+    from hetero_megatron.platform import Platform
+    from hetero_megatron.spec import from_hf_config
+    from hetero_megatron.training.config import OptimizerConfig
+    from hetero_megatron.training.loop import optimizer_factory
+    from hetero_megatron.training.runtime import Runtime
+
+    spec = from_hf_config(config(layers))
+    stages = [{"ranks": [0, 1], "layers": [0, layers], "tp": 2}]
+    pipelines = [{"micro_batch_size": 1, "num_micro_batches": 2, "stages": stages}]
+    plan = plan_from_dict({"seq_length": SEQUENCE, "global_batch_size": 2, "pipelines": pipelines}, spec)
+    comm = start_comm(Platform(torch.device("cpu"), "cpu:gloo"), 600)
+    torch.manual_seed(0)
+    tokens = torch.randint(0, VOCAB, (1, SEQUENCE + 1))
+    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.arange(SEQUENCE).expand(1, SEQUENCE))
+    runtime = Runtime(
+        plan, spec, comm, torch.float32, lambda t, box: initial_values(t, box, spec, 0),
+        optimizer_factory(OptimizerConfig()),
+    )  # fmt: skip
+
+    def step() -> None:
+        runtime.train_step(lambda _: batch, 0, 2, 1e-4)
+
+    step()
+    return runtime, spec, step
+
+
+def seconds(action: Callable[[], Any], runtime: Any) -> float:
+    """Of the slowest rank."""
+    import torch
+
+    runtime.world.gather_objects(None)
+    start = time.perf_counter()
+    action()
+    taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+    return float(runtime.world.gather_vectors(taken).max())
+
+
+def run_side(side: str, layers: int, directory: str) -> None:
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from hetero_megatron.checkpoint.native import CheckpointSaver, open_checkpoint
+    from hetero_megatron.checkpoint.state import load_tensors, merge_numbers, owned_tensors
+    from hetero_megatron.comm import stop_comm
+
+    runtime, spec, step = runtime_of_two(layers)
+    tensors, numbers = owned_tensors(runtime.optimizer, spec)
+    size = sum(v.nbytes for t in tensors.values() for _, v in t.parts.values())
+    total = int(runtime.world.gather_vectors(torch.tensor([float(size)])).sum())
+    result: dict[str, float] = {"bytes": total}
+    path = Path(directory) / side
+    if runtime.comm.rank == 0:
+        shutil.rmtree(path, ignore_errors=True)
+    if side == "dcp":
+        flat = {f"{n}@{o}": v.detach() for n, t in tensors.items() for o, (_, v) in t.parts.items()}
+        result["save"] = seconds(lambda: dcp.save(flat, checkpoint_id=str(path)), runtime)
+        result["load"] = seconds(lambda: dcp.load(flat, checkpoint_id=str(path)), runtime)
+    else:
+        group = runtime.comm.background_group(runtime.plan.ranks)
+        saver = CheckpointSaver(str(path), group, keep=2)
+        merge = lambda known: {"optimizer": {"numbers": merge_numbers(known)}}  # noqa: E731
+
+        def save(number: int) -> None:
+            saver.save(number, tensors, {"step": number}, numbers, merge)
+
+        first = seconds(lambda: save(1), runtime)
+        result["save"] = first + seconds(saver.wait, runtime)
+        result["first stall"] = first
+        result["stall"] = seconds(lambda: save(2), runtime)
+        result["step while writing"] = seconds(step, runtime)
+        saver.wait()
+        result["step"] = median([seconds(step, runtime) for _ in range(5)])
+
+        def load() -> None:
+            found = open_checkpoint(str(path), runtime.world)
+            assert found is not None
+            load_tensors(found, runtime.optimizer, spec, runtime.world, True)
+
+        result["load"] = seconds(load, runtime)
+    if runtime.comm.rank == 0:
+        print(json.dumps(result), flush=True)
+    stop_comm()
+
+
+def run_import(side: str, layers: int, directory: str) -> None:
+    """Seconds from a Hugging Face directory to a model in memory, in one process."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    source = Path(directory) / "hf"
+    if not source.exists():
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**config(layers))).save_pretrained(source)
+    if side == "transformers":
+        start = time.perf_counter()
+        AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    else:
+        from hetero_megatron.checkpoint.hf_load import HFWeights
+        from hetero_megatron.model import GPTStage
+        from hetero_megatron.spec import load_model, shares, stage_tensors, tensor_box
+
+        start = time.perf_counter()
+        spec = load_model(str(source))
+        share, weights = shares(spec, (1,))[0], HFWeights(str(source), spec)
+        model = GPTStage(spec, share, range(spec.num_layers), embed=True, head=True)
+        held = {t.name: t for t in stage_tensors(spec, range(spec.num_layers), True, True)}
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(weights.read(held[name], tensor_box(held[name], share)))
+    print(json.dumps({"seconds": time.perf_counter() - start}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--directory")
+    parser.add_argument("--side", choices=("dcp", "native", "transformers", "import"))
+    args = parser.parse_args()
+    if args.side in ("dcp", "native"):
+        return run_side(args.side, args.layers, args.directory)
+    if args.side:
+        return run_import(args.side, args.layers, args.directory)
+    with tempfile.TemporaryDirectory(dir=args.directory) as directory:
+        measure(args.rounds, args.layers, directory)
+
+
+def measure(rounds: int, layers: int, directory: str) -> None:
+    more = ["--layers", str(layers), "--directory", directory]
+    two = {s: ranks(2, __file__, "--side", s, *more) for s in ("dcp", "native")}
+    found = alternate(two, rounds, rank_env())
+    middle = {s: {k: median([r[k] for r in rows]) for k in rows[0]} for s, rows in found.items()}
+    plain, ours = middle["dcp"], middle["native"]
+    gigabytes = ours["bytes"] / 1e9
+    print(f"{machine()}; 2 ranks, {gigabytes:.2f} GB of masters and moments, median of {rounds} rounds")
+    for what in ("save", "load"):
+        rates = [gigabytes / side[what] for side in (plain, ours)]
+        print(f"{what}: plain DCP {rates[0]:.2f} GB/s, ours {rates[1]:.2f} GB/s, ratio {rates[1] / rates[0]:.2f}")
+    print(
+        f"stall of an asynchronous save: {1e3 * ours['stall']:.0f} ms ({gigabytes / ours['stall']:.1f} GB/s), "
+        f"first {1e3 * ours['first stall']:.0f} ms; a step takes {1e3 * ours['step']:.0f} ms, "
+        f"{1e3 * ours['step while writing']:.0f} ms while a checkpoint is written"
+    )
+    one = {s: [__file__, "--side", s, *more] for s in ("transformers", "import")}
+    alternate(one, 1, rank_env())  # makes the directory, and warms the page cache
+    speed = {s: median([r["seconds"] for r in rows]) for s, rows in alternate(one, rounds, rank_env()).items()}
+    ratio = speed["transformers"] / speed["import"]
+    print(f"import: from_pretrained {speed['transformers']:.2f} s, ours {speed['import']:.2f} s, ratio {ratio:.2f}")
+
+
+if __name__ == "__main__":
+    main()

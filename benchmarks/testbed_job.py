@@ -1,0 +1,189 @@
+"""What bench_testbed.py runs on every rank: calibrate, choose plans, run each for some steps, compare with prediction.
+
+One process per rank for everything, because starting ranks is what takes time. Rank 0 writes the result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from hetero_megatron.cluster import Cluster, cluster_from_dict
+from hetero_megatron.comm import Comm, start_comm, stop_comm
+from hetero_megatron.data.batch import Batch
+from hetero_megatron.errors import UserError
+from hetero_megatron.layout import Box
+from hetero_megatron.model import initial_values
+from hetero_megatron.plan import Plan, Stage, Unit, plan_from_dict
+from hetero_megatron.plan.buckets import make_buckets, plan_groups
+from hetero_megatron.plan.dump import to_dict
+from hetero_megatron.planner.predict import predict
+from hetero_megatron.planner.search import SearchOptions, few_uniform, judge, make_evaluator, search
+from hetero_megatron.planner.whatif import without
+from hetero_megatron.platform import detect_platform
+from hetero_megatron.spec import LogicalTensor, ModelSpec
+from hetero_megatron.training.calibration import CalibrationOptions, calibrate, format_calibration
+from hetero_megatron.training.config import OptimizerConfig
+from hetero_megatron.training.loop import optimizer_factory, position
+from hetero_megatron.training.runtime import Runtime
+
+DTYPE = "fp32"
+
+
+def main() -> None:
+    work = json.loads(Path(sys.argv[1]).read_text())
+    spec = ModelSpec(**work["model"])
+    cluster = cluster_from_dict(work["cluster"])
+    comm = start_comm(detect_platform("gloo"), 300, position(cluster, cluster.world_size))
+    everyone = tuple(range(cluster.world_size))
+    comm.create_groups([everyone])
+    world = comm.group(everyone)
+    comm.emulation.started()
+    build = optimizer_factory(OptimizerConfig())
+    per_node = max(g.chips_per_node for g in cluster.nodes)
+    degrees = tuple(t for t in (1, 2, 4) if t <= per_node)
+    options = CalibrationOptions(work["seq_length"], DTYPE, (1, 2), degrees, steps=work["calibration_steps"])
+    start = time.perf_counter()
+    found = calibrate(comm, cluster, spec, options, torch.float32, build, lambda _: None)
+    took = time.perf_counter() - start
+    rated = cluster_from_dict({**work["cluster"], "rates": found.rates})
+    plans: Any = None
+    if comm.rank == 0:
+        print(format_calibration(found), flush=True)
+        plans = choose(rated, spec, work["seq_length"], work["batch"])
+    plans = world.gather_objects(plans)[0]
+    rows = []
+    for name, kind, data in plans:
+        plan = plan_from_dict(data, spec, cluster)
+        seconds = run(plan, spec, comm, build, work["steps"])
+        every = [s for s in world.gather_objects(seconds) if s]
+        if comm.rank == 0:
+            steps = [max(s) for s in zip(*every)]  # type: ignore[call-overload]
+            predicted = predict(plan, spec, rated, DTYPE)
+            rows.append(
+                {
+                    "name": name, "kind": kind, "plan": data, "predicted": predicted.step_seconds, "steps": steps,
+                    "measured": median(steps), "parts": dict(predicted.parts),
+                }
+            )  # fmt: skip
+            print(f"{name}: {predicted.step_seconds:.3f} s predicted, {median(steps):.3f} s measured", flush=True)
+    reports = [r for r in world.gather_objects(comm.clock.report()) if r]
+    if comm.rank == 0:
+        worst = {k: max(r[k] for r in reports) for k in ("overrun", "late")} if reports else {}  # type: ignore[index]
+        out = {"rows": rows, "clock": worst, "calibration_seconds": took, "rates": found.rates}
+        Path(work["out"]).write_text(json.dumps(out))
+    stop_comm()
+
+
+def choose(cluster: Cluster, spec: ModelSpec, seq_length: int, batch: int) -> list[tuple[str, str, dict[str, Any]]]:
+    """(name, kind, plan): the planner's, the best few uniform ones, the best on each chip type alone, and plans that
+    the planner would not choose."""
+    options = SearchOptions(dtype=DTYPE, time_limit=15.0)
+    plans: list[tuple[str, str, Plan]] = []
+    best = search(spec, cluster, seq_length, batch, options)
+    plans.append(("planner", "planner", renumber(best.best.plan, used(cluster, best.best.idle))))
+    evaluator = make_evaluator(spec, cluster, seq_length, options)
+    uniform = []
+    for shape, candidate in few_uniform(evaluator, spec, batch, 12):
+        choices = judge([(0.0, 0, candidate)], cluster, spec, seq_length, options, evaluator)
+        uniform += [(shape, choice) for choice in choices]
+    uniform.sort(key=lambda item: item[1].step_seconds)
+    plans += [(f"uniform: {u.text()}", "uniform", c.plan) for u, c in uniform[:3]]  # type: ignore[attr-defined]
+    for chip in cluster.chips:
+        ranks = [r.rank for r in cluster.ranks if r.chip == chip]
+        part = without(cluster, [g.name for g in cluster.nodes if g.chip != chip])
+        try:
+            alone = search(spec, part, seq_length, batch, options)
+        except UserError:  # too little memory alone
+            continue
+        kept = [ranks[i] for i in used(part, alone.best.idle)]
+        plans.append((f"{chip} alone", "alone", renumber(alone.best.plan, kept)))
+    for name, data in others(cluster, spec, seq_length, batch):
+        try:
+            plan = plan_from_dict(data, spec, cluster)
+            predict(plan, spec, cluster, DTYPE).require_fit()
+        except UserError as error:
+            print(f"{name}: left out, {error}", flush=True)
+            continue
+        plans.append((name, "other", plan))
+    return [(name, kind, to_dict(plan)) for name, kind, plan in plans]
+
+
+def used(cluster: Cluster, idle: Sequence[int]) -> list[int]:
+    return [r for r in range(cluster.world_size) if r not in set(idle)]
+
+
+def renumber(plan: Plan, ranks: Sequence[int]) -> Plan:
+    """The plan with rank i at ``ranks[i]`` (of a plan whose ranks have no gaps)."""
+    if plan.ranks[-1] >= len(plan.ranks):
+        return plan
+
+    def unit(u: Unit) -> Unit:
+        return replace(u, ranks=tuple(ranks[r] for r in u.ranks))
+
+    def stage(s: Stage) -> Stage:
+        return replace(s, units=tuple(map(unit, s.units)))
+
+    return replace(
+        plan, pipelines=tuple(replace(p, stages=tuple(map(stage, p.stages))) for p in plan.pipelines), _cache={}
+    )
+
+
+def others(cluster: Cluster, spec: ModelSpec, seq_length: int, batch: int) -> list[tuple[str, dict[str, Any]]]:
+    """One pipeline of all ranks with layers by speed; one replica per rank with shares by speed."""
+    speeds = [cluster.chip_of(r).speed or 1.0 for r in range(cluster.world_size)]
+    ends = [round(spec.num_layers * sum(speeds[: i + 1]) / sum(speeds)) for i in range(len(speeds))]
+    cuts = [0, *ends]
+    stages = [
+        {"ranks": [r], "layers": [a, b]} for r, (a, b) in enumerate(zip(cuts, cuts[1:])) if b > a
+    ]
+    stages[0]["embed"], stages[-1]["head"] = True, True
+    head = {"version": 1, "seq_length": seq_length, "global_batch_size": batch, "schedule": "1f1b"}
+    long = {"micro_batch_size": 1, "num_micro_batches": batch, "stages": stages}
+    shares = [max(1, round(batch * s / sum(speeds))) for s in speeds]
+    shares[0] += batch - sum(shares)
+    replicas = [
+        {"micro_batch_size": 1, "num_micro_batches": n, "stages": [{"ranks": [r], "layers": [0, spec.num_layers]}]}
+        for r, n in enumerate(shares)
+    ]
+    return [("one pipeline", {**head, "pipelines": [long]}), ("replicas", {**head, "pipelines": replicas})]
+
+
+def run(plan: Plan, spec: ModelSpec, comm: Comm, build: Any, steps: int) -> list[float]:
+    """Seconds of each of ``steps`` steps after a first one; [] on ranks that the plan leaves out."""
+    if comm.rank not in plan.ranks:
+        comm.create_groups(plan_groups(plan, make_buckets(plan, spec)))
+        return []
+
+    def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
+        return initial_values(tensor, box, spec, seed=0)
+
+    def fetch(indices: Sequence[int]) -> Batch:
+        generator = torch.Generator().manual_seed(indices[0])
+        tokens = torch.randint(0, spec.vocab_size, (len(indices), plan.seq_length), generator=generator)
+        return Batch(tokens, tokens, torch.arange(plan.seq_length).expand(tokens.shape))
+
+    runtime = Runtime(plan, spec, comm, torch.float32, initialize, build)
+    seconds = []
+    for step in range(steps + 1):
+        runtime.world.gather_vectors(torch.zeros(1))
+        start = time.perf_counter()
+        runtime.train_step(fetch, step * plan.global_batch_size, plan.global_batch_size, lr=1e-4)
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,139 @@
+"""Layer-wise dump of one step on one platform, compared with that of another: the first layer that differs.
+
+A dump is a directory of safetensors files, one per step, with each module's output and its gradient as fp32.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.ops.conformance.compare import distance
+
+_PARTS = ("layers", "embed_tokens", "norm", "lm_head")
+
+
+class LayerDump:
+    """Keeps the outputs of embedding, layers, their attention and MLP, and head, in the order in which they ran.
+
+    Only the first micro-batch of a step counts: it is the same on every platform.
+    """
+
+    def __init__(self, model: torch.nn.Module, directory: str | Path, rank: int) -> None:
+        self.directory, self.rank = Path(directory), rank
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._order: list[str] = []
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._hooks = []
+        for name, module in model.named_modules():
+            short = name.removeprefix("model.")
+            depth = short.count(".")
+            part = depth <= 2 if short.startswith("layers.") else depth == 0 and short != "layers"
+            if short.split(".")[0] in _PARTS and part:
+                self._hooks.append(module.register_forward_hook(self._hook(short)))
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def keep(module: torch.nn.Module, args: Any, out: Any) -> None:
+            if not isinstance(out, torch.Tensor) or name in self._tensors:
+                return
+            self._order.append(name)
+            self._tensors[name] = out.detach().float().cpu().contiguous().clone()
+            if out.requires_grad:
+
+                def keep_gradient(grad: torch.Tensor) -> None:
+                    self._order.append(f"{name}.gradient")
+                    self._tensors.setdefault(f"{name}.gradient", grad.detach().float().cpu().contiguous().clone())
+
+                out.register_hook(keep_gradient)
+
+        return keep
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def write(self, step: int) -> Path:
+        """Write the step and forget it."""
+        path = self.directory / f"step{step:06d}-rank{self.rank:05d}.safetensors"
+        order = list(dict.fromkeys(self._order))
+        save_file(self._tensors, path, metadata={"order": json.dumps(order)})
+        self._order, self._tensors = [], {}
+        return path
+
+
+@dataclass(frozen=True)
+class Row:
+    file: str
+    tensor: str
+    error: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Relative error per tensor in the order of computing. ``first``: the first over the tolerance."""
+
+    rows: tuple[Row, ...]
+    tolerance: float
+
+    @property
+    def first(self) -> Row | None:
+        return next((row for row in self.rows if not row.error <= self.tolerance), None)
+
+    @property
+    def ok(self) -> bool:
+        return self.first is None
+
+    def to_dict(self) -> dict[str, Any]:
+        first = None if self.first is None else asdict(self.first)
+        return {"ok": self.ok, "tolerance": self.tolerance, "first": first, "rows": [asdict(r) for r in self.rows]}
+
+    def text(self) -> str:
+        lines = [f"{'file':<34}{'tensor':<44}relative error"]
+        over = 0
+        for row in self.rows:
+            mark = "  <-- first over the tolerance" if row is self.first else ""
+            over += row.error > self.tolerance
+            lines.append(f"{row.file:<34}{row.tensor:<44}{row.error:.2e}{mark}")
+        end = f"all {len(self.rows)} tensors agree to {self.tolerance:g}"
+        if self.first is not None:
+            end = f"first diverging: {self.first.tensor} in {self.first.file} ({over} of {len(self.rows)} tensors)"
+        return "\n".join([*lines, end])
+
+
+def compare_dumps(one: str | Path, other: str | Path, tolerance: float) -> Comparison:
+    """Compare two directories of dumps, file by file.
+
+    Raises:
+        UserError: a directory holds no dump, or the two are of unlike steps, ranks or models.
+    """
+    names = [sorted(p.name for p in Path(d).glob("step*.safetensors")) for d in (one, other)]
+    for directory, found in zip((one, other), names, strict=True):
+        if not found:
+            raise UserError("holds no dump", field="directory", value=str(directory),
+                            accepted="what pretrain_gpt.py --dump-layers DIR wrote")  # fmt: skip
+    if names[0] != names[1]:
+        odd = sorted(set(names[0]) ^ set(names[1]))
+        raise UserError(f"the dumps are of unlike steps or ranks: {odd[0]} is in one only", field="directory",
+                        value=str(other), accepted="dumps of the same plan and steps")  # fmt: skip
+    rows = []
+    for name in names[0]:
+        a, b = load_file(Path(one) / name), load_file(Path(other) / name)
+        if a.keys() != b.keys():
+            raise UserError(f"{name}: unlike tensors, e.g. {sorted(a.keys() ^ b.keys())[0]}", field="directory",
+                            value=str(other), accepted="dumps of the same model and plan")  # fmt: skip
+        rows += [Row(name, key, distance(b[key], a[key])[0]) for key in _order(Path(one) / name)]
+    return Comparison(tuple(rows), tolerance)
+
+
+def _order(path: Path) -> list[str]:
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        return list(json.loads(file.metadata()["order"]))

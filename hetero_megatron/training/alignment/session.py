@@ -1,0 +1,65 @@
+"""Precision alignment inside a training run, as the flags ask for it; does nothing where they do not."""
+
+from __future__ import annotations
+
+from hetero_megatron.ops import KernelPlan
+from hetero_megatron.training.alignment.capture import Call, CaptureFiles, LiveCompare, Watch
+from hetero_megatron.training.alignment.dump import LayerDump
+from hetero_megatron.training.config import AlignmentConfig
+from hetero_megatron.training.runtime import Runtime
+
+
+class Alignment:
+    """Wraps the kernel plan before the model is built, follows the model, and writes after each watched step."""
+
+    def __init__(self, config: AlignmentConfig) -> None:
+        self.config = config
+        self._compare: LiveCompare | None = None
+        self._files: CaptureFiles | None = None
+        self._watch: Watch | None = None
+        self._dump: LayerDump | None = None
+
+    def wrap(self, kernels: KernelPlan, rank: int) -> KernelPlan:
+        config = self.config
+        if config.check is None and config.capture is None:
+            return kernels
+        if config.check is not None:
+            self._compare = LiveCompare(kernels.registry.specs)
+        if config.capture is not None:
+            self._files = CaptureFiles(f"{config.capture}/rank{rank:05d}")
+        ops = [] if config.check is None or "all" in config.check else list(config.check)
+        self._watch = Watch(self._done, ops, config.layers)
+        return self._watch.wrap(kernels)
+
+    def _done(self, call: Call) -> None:
+        if self._files is not None:
+            self._files(call)
+        if self._compare is not None:
+            self._compare(call)
+
+    def follow(self, runtime: Runtime) -> None:
+        """The model is built now."""
+        if self._watch is not None:
+            self._watch.follow(runtime.model)
+        if self.config.dump is not None:
+            self._dump = LayerDump(runtime.model, self.config.dump, runtime.comm.rank)
+
+    def after_step(self, step: int, runtime: Runtime) -> None:
+        """Write what the step showed; the last watched step ends it."""
+        if step > self.config.steps:
+            return
+        if self._dump is not None:
+            self._dump.write(step)
+        if step < self.config.steps:
+            return
+        if self._dump is not None:
+            self._dump.close()
+        if self._watch is not None:
+            self._watch.active = False
+        if self._compare is not None:
+            place = runtime.place
+            print(
+                f"operators of rank {runtime.comm.rank} (pipeline {place.pipeline} stage {place.stage}) against fp64:\n"
+                f"{self._compare.text(runtime.dtype)}",
+                flush=True,
+            )

@@ -1,0 +1,200 @@
+"""Steps that must not be trusted: a loss or gradient that is not finite, a spike. Who and what caused them.
+
+A step is judged after its gradients were summed and before the weights change. One that is suspicious is run again
+with every layer watched: the same bits again mean that the numbers are what the batch and the weights give; other
+bits, or none that are wrong, mean that some hardware erred, and each rank's own sums say which.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.parallel.optimizer import squared_norm
+from hetero_megatron.pipeline.executor import StageWork
+from hetero_megatron.training.runtime import Fetch, Runtime, StepStats
+
+SPIKE_SIGMAS, SPIKE_HISTORY, SPIKE_LEAST = 6.0, 100, 20
+_LAYER = re.compile(r"model\.layers\.(\d+)$")
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """Something not finite. ``phase``: 0 a weight, 1 an output in forward, 2 a gradient; ``position`` orders them."""
+
+    phase: int
+    position: float
+    what: str
+
+
+@dataclass
+class StepGuard:
+    """Takes steps through :meth:`step` and stops what is not to be trusted.
+
+    Args:
+        check_finite: a step that is not finite ends the run (off: it is skipped, as with fp16 loss scaling).
+        check_spikes: a loss of 6 standard deviations above the mean of the last 100 is run again before it counts.
+        rerun: a step that comes out right at the second time counts, with a notice, instead of ending the run.
+        log: for rank 0's notices.
+    """
+
+    check_finite: bool = True
+    check_spikes: bool = False
+    rerun: bool = False
+    log: Callable[[str], None] = print
+    history: deque[float] = field(default_factory=lambda: deque(maxlen=SPIKE_HISTORY))
+    rows: torch.Tensor | None = None  # [ranks, 3]: loss sum, tokens, squared norm of the last step, per rank
+
+    def step(
+        self,
+        runtime: Runtime,
+        fetch: Fetch,
+        number: int,
+        first: int,
+        size: int,
+        lr: float,
+        weight_decay: float = 0.0,
+        clip_grad: float = 0.0,
+        loss_scale: float = 1.0,
+        stop: bool = False,
+    ) -> StepStats:
+        """One optimizer step, number ``number``; see ``Runtime.train_step`` for the rest.
+
+        Raises:
+            UserError: it was not finite (on all ranks; the weights are as before).
+        """
+        rates = (lr, weight_decay, clip_grad, loss_scale, stop)
+        stats = runtime.train_step(fetch, first, size, *rates, veto=self._suspicious)
+        if self._verdict(stats.loss, stats.grad_norm):
+            again, place = watched_run(runtime, fetch, first, size, loss_scale)
+            assert self.rows is not None
+            self._explain(runtime, number, stats, self.rows, again, place)
+            stats = runtime.train_step(fetch, first, size, *rates)
+        self.history.append(stats.loss)
+        return stats
+
+    def _suspicious(self, rows: torch.Tensor, loss: float, norm: float) -> bool:
+        self.rows = rows
+        return bool(self._verdict(loss, norm))
+
+    def _verdict(self, loss: float, norm: float) -> str:
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            what = f"the loss is {loss}" if not math.isfinite(loss) else "the gradient norm is not finite"
+            return what if self.check_finite else ""
+        if self.check_spikes and is_spike(loss, self.history):
+            return f"the loss jumps to {loss:.4f} (mean of the last {len(self.history)}: {_mean(self.history):.4f})"
+        return ""
+
+    def _explain(
+        self, runtime: Runtime, number: int, stats: StepStats, rows: torch.Tensor, again: torch.Tensor, found: str
+    ) -> None:
+        """Say what the second run showed; UserError where the step must not be taken."""
+        what = self._verdict(stats.loss, stats.grad_norm)
+        ranks = runtime.world.ranks
+        differ = [r for r, a, b in zip(ranks, rows, again, strict=True) if not _same(a, b)]
+        finite = math.isfinite(stats.loss) and math.isfinite(stats.grad_norm)
+        good = bool(torch.isfinite(again).all())
+        if differ:
+            blame = f"run again, rank {', '.join(map(str, differ))} gives other numbers: suspect its hardware"
+        else:
+            blame = "run again, every rank gives the same numbers: it is the batch or the weights, not the hardware"
+        if finite or (self.rerun and good and differ):
+            self.log(f"notice: step {number}: {what}; {blame}; the step counts as it came out the second time")
+            return
+        place = f"; first {found}" if found else ""
+        raise UserError(
+            f"{what} at step {number}{place}; {blame}; the step was not taken", field="--lr",
+            accepted="a smaller learning rate or other data, or --no-check-for-nan-in-loss-and-grad",
+        )  # fmt: skip
+
+
+def is_spike(loss: float, history: Sequence[float] | deque[float]) -> bool:
+    if len(history) < SPIKE_LEAST:
+        return False
+    mean = _mean(history)
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in history) / len(history))
+    return loss > mean + SPIKE_SIGMAS * max(deviation, 0.01 * abs(mean))
+
+
+def _mean(values: Sequence[float] | deque[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit, all NaNs alike."""
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def watched_run(runtime: Runtime, fetch: Fetch, first: int, size: int, scale: float) -> tuple[torch.Tensor, str]:
+    """Forward, backward and gradient sums of a step, without the step. Called on all ranks.
+
+    Returns:
+        ([ranks, 3] as in ``StepGuard.rows``, where the first value that is not finite arose, or "").
+    """
+    found: list[Finding] = []
+    for name, param in runtime.sync.params.items():
+        if not torch.isfinite(param.detach()).all():
+            found.append(Finding(0, 0.0, f"weight {name}"))
+    with _watch(runtime, found):
+        work = runtime.work(fetch, first, size)
+        work = StageWork(work.actions, work.batches, work.sizes, seed=scale / (size * runtime.plan.seq_length))
+        result = runtime.executor.run(work, runtime.sync.begin_last_micro_batch)
+    grads = runtime.sync.finish()
+    for exchange, tensors in zip(runtime.sync.exchanges, grads, strict=True):
+        names = exchange.bucket.names  # in backward order, as are the buckets
+        for piece, grad in zip(exchange.pieces, tensors, strict=True):
+            if not torch.isfinite(grad).all():
+                position = exchange.bucket.index + names.index(piece.name) / len(names)
+                found.append(Finding(2, position, f"gradient of {piece.name}"))
+    rows = runtime.gather(result, squared_norm(grads))[:, :3]
+    return rows, first_place(runtime, found)
+
+
+def first_place(runtime: Runtime, mine: Sequence[Finding]) -> str:
+    """Of all ranks' findings the earliest, with the ranks that saw it."""
+    place = runtime.place
+    where = f"pipeline {place.pipeline} stage {place.stage}"
+    everyone = runtime.world.gather_objects((where, min(mine) if mine else None))
+    seen: list[tuple[Finding, int, str]] = []
+    for rank, answer in zip(runtime.world.ranks, everyone, strict=True):
+        assert isinstance(answer, tuple)
+        if isinstance(answer[1], Finding):
+            seen.append((answer[1], rank, answer[0]))
+    if not seen:
+        return ""
+    finding, rank, where = min(seen)
+    more = len({r for f, r, _ in seen if f == finding}) - 1
+    return f"not finite: {finding.what} on rank {rank} ({where})" + (f" and {more} more" if more else "")
+
+
+@contextmanager
+def _watch(runtime: Runtime, found: list[Finding]) -> Iterator[None]:
+    """Look at the output of the embedding, every layer and the head in forward."""
+    handles = []
+    for name, module in runtime.model.named_modules():
+        layer = _LAYER.fullmatch(name)
+        ends = {"model.embed_tokens": -1.0, "model.norm": 1e9, "lm_head": 2e9}
+        if layer or name in ends:
+            position = float(layer[1]) if layer else ends[name]
+            label = f"output of layer {layer[1]}" if layer else f"output of {name}"
+            handles.append(module.register_forward_hook(_looker(found, Finding(1, position, label))))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _looker(found: list[Finding], finding: Finding) -> Callable[..., None]:
+    def look(_: object, __: object, output: torch.Tensor) -> None:
+        if not torch.isfinite(output.detach()).all():
+            found.append(finding)
+
+    return look

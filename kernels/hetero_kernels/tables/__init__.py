@@ -1,0 +1,1 @@
+"""Tuning tables as data: one file per architecture, and generic.json."""
