@@ -35,7 +35,9 @@ def run(name: str) -> dict[str, Any]:
     types, nodes, model, batch, _ = SIZES[name]
     cluster = cluster_from_dict(
         {
-            "nodes": [{"name": f"n{i}", "chip": c, "count": nodes, "chips_per_node": 8} for i, c in enumerate(CHIPS[:types])],
+            "nodes": [
+                {"name": f"n{i}", "chip": c, "count": nodes, "chips_per_node": 8} for i, c in enumerate(CHIPS[:types])
+            ],
             "links": {"inter_node": {"bandwidth": "200 GB/s", "latency": "10 us"}},
         }
     )

@@ -375,3 +375,25 @@ def test_auto_plan(tmp_path: object) -> None:
     assert plans[0].global_batch_size == 12
     shares = [p.batch_size for p in plans[0].pipelines]
     assert len(shares) < 2 or max(shares) > min(shares), "the fast chip gets more"
+
+
+def test_many_unlike_groups_are_cut_along_slow_links() -> None:
+    """Eight kinds of nodes in two sites: pipelines stay inside a site."""
+    chips = ["A100-80-SXM", "H100-SXM", "L40S", "MI300X", "A100-40-SXM", "H200-SXM", "Gaudi2", "A800-80-SXM"]
+    names = [f"n{i}" for i in range(8)]
+    slow = [
+        {"between": [a, b], "bandwidth": "1 GB/s"}
+        for i, a in enumerate(names)
+        for b in names[i + 1 :]
+        if i < 4 <= names.index(b)
+    ]
+    data = {
+        "nodes": [{"name": n, "chip": c, "chips_per_node": 2} for n, c in zip(names, chips)],
+        "links": {**LINKS, "pairs": slow},
+    }
+    model = dataclasses.replace(load_model("llama2-7b"), num_layers=8)
+    result = search(model, cluster_from_dict(data), 1024, 32)
+    assert result.method == "islands"
+    for pipeline in result.best.plan.pipelines:
+        nodes = {int(result.best.cluster.ranks[r].node[1:]) for r in pipeline.ranks}
+        assert max(nodes) < 4 or min(nodes) >= 4

@@ -9,6 +9,7 @@ from hetero_megatron.cluster import Cluster, Link, format_bytes
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.costs import CostModel
 from hetero_megatron.planner.evaluate import Evaluator
+from hetero_megatron.planner.graph import MOST_GROUPS
 from hetero_megatron.planner.pool import Group, Pool
 from hetero_megatron.planner.search_large import LargeSearch, Program
 from hetero_megatron.planner.space import Space
@@ -21,6 +22,12 @@ MOST_NODES = 4096
 
 def fits(evaluator: Evaluator, model: ModelSpec, space: Space) -> bool:
     """Whether some single pipeline over all chips holds the model, however slow."""
+    pool = evaluator.pool
+    if len(pool.groups) > MOST_GROUPS:  # the roomiest ones
+        order = sorted(range(len(pool.groups)), key=lambda g: -evaluator.costs.memory_limit(pool.groups[g].chip))
+        few = pool.restricted(sorted(order[:MOST_GROUPS]))
+        tables = Tables(evaluator.costs, few, evaluator.tables.layers, evaluator.tables.depth)
+        return fits(Evaluator(tables, few), model, space)
     search = LargeSearch(evaluator, model, 1, space, lambda candidate, seconds: True)
     sizes = space.micro_batch_sizes or (1,)
     program = Program(search, evaluator.pool.counts, min(sizes), 1)

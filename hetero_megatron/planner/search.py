@@ -16,6 +16,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, supports, validate
 from hetero_megatron.planner.costs import CostModel, CostOptions
 from hetero_megatron.planner.evaluate import Evaluator
+from hetero_megatron.planner.graph import MOST_GROUPS, GraphSearch
 from hetero_megatron.planner.place import place, to_plan
 from hetero_megatron.planner.polish import polish
 from hetero_megatron.planner.pool import Pool, make_pool
@@ -87,7 +88,7 @@ class Result:
     complete: bool = True
     method: str = ""
     lower_bound: float = 0.0
-    search: LargeSearch | SmallSearch | None = None
+    search: LargeSearch | SmallSearch | GraphSearch | None = None
 
 
 class _Best:
@@ -147,13 +148,16 @@ def search(
     best = _Best(max(options.top, 1) * 2, deadline, progress)
     small = SmallSearch(evaluator, model, global_batch_size, space, best.improve)
     large = LargeSearch(evaluator, model, global_batch_size, space, best.improve)
-    enumerate_all = options.exhaustive is not False and small.possible()
-    chosen: SmallSearch | LargeSearch = small if enumerate_all else large
+    many = len(evaluator.pool.groups) > MOST_GROUPS
+    enumerate_all = options.exhaustive is not False and not many and small.possible()
+    chosen: SmallSearch | LargeSearch | GraphSearch = small if enumerate_all else large
+    if many:
+        chosen = GraphSearch(evaluator, model, global_batch_size, space, best.improve, options.seed)
     complete = True
     try:
         _seeds(evaluator, model, global_batch_size, space, best)
         complete = chosen.run()
-        if complete and chosen is large:
+        if complete and not enumerate_all:
             effort = POLISH if evaluator.pool.chips <= 256 else POLISH // 8
             for seconds, _, candidate in list(best.rows[:2]):
                 complete = complete and polish(evaluator, candidate, seconds, space, effort, best.improve)
@@ -172,7 +176,7 @@ def search(
         raise refuse(model, cluster, evaluator, global_batch_size, space)
     return Result(
         choices[0], choices[1:], evaluator.pool, evaluator, time.monotonic() - started, evaluator.evaluated,
-        dict(chosen.rejected), complete, "enumeration" if enumerate_all else "programs",
+        dict(chosen.rejected), complete, "enumeration" if enumerate_all else "islands" if many else "programs",
         small.bound if enumerate_all and complete else 0.0, chosen,
     )  # fmt: skip
 

@@ -29,6 +29,7 @@ Usage = tuple[int, ...]
 Sequence_ = tuple[Option, ...]
 MOST_SEQUENCES = 6000
 MOST_COMBINATIONS = 20_000
+MOST_WORK = 8_000_000  # sequences x splits of layers x numbers of micro-batches
 MOST_SIMULATED = 4_000_000  # splits x micro-batches that are timed exactly
 MOST_SPLITS = 400  # of one sequence of stages that are kept
 
@@ -95,12 +96,17 @@ class SmallSearch:
         self.rejected: dict[str, int] = defaultdict(int)
 
     def possible(self) -> bool:
-        total = 0
+        total = work = 0
         for size in batch_sizes(self.space, self.batch):
             found = sequences(self.pool, self.model, self.space, size, MOST_SEQUENCES)
             if found is None:
                 return False
             total += sum(map(len, found.values()))
+            shares = len(_anchors(max(1, self.batch // size)))
+            for rows in found.values():
+                work += shares * sum(min(LISTED, count_splits(self.model.num_layers, len(row))) for row in rows)
+        if work > MOST_WORK:
+            return False
         limit = MOST_SEQUENCES * (3 if self.model.num_layers <= 16 else 1)
         if total > limit:
             return False

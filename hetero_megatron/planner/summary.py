@@ -88,7 +88,9 @@ def summarize(
     found: Bound | None = None
     if result.lower_bound > 0:
         found = Bound(result.lower_bound, "enumeration")
-    elif bound or (bound is None and result.pool.chips * model.num_layers <= PRICE_CHIPS):
+    elif bound or (
+        bound is None and result.method != "islands" and result.pool.chips * model.num_layers <= PRICE_CHIPS
+    ):
         found = price_bound(result.evaluator, model, batch, options.space, result.best.step_seconds)
     summary = Summary(result, model.name, found)
     summary.variants = variants(result, model, cluster, seq_length, batch, options)

@@ -1,0 +1,131 @@
+"""Clusters of many unlike node groups: cut into islands along slow links, plan each island, run them side by side.
+
+In HexiScale's manner the node groups are vertices weighted by compute, edges by bandwidth; METIS (pymetis, optional)
+cuts the graph into islands of about equal compute such that slow links are cut. Pipelines lie inside islands; only
+gradients cross them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.planner.build import Builder, Skeleton
+from hetero_megatron.planner.evaluate import Evaluator
+from hetero_megatron.planner.pool import Pool
+from hetero_megatron.planner.search_large import LargeSearch
+from hetero_megatron.planner.shape import Candidate, StageShape
+from hetero_megatron.planner.space import Space
+from hetero_megatron.planner.tables import Tables
+from hetero_megatron.spec import ModelSpec
+
+MOST_GROUPS = 6  # that one search handles: its programs go over all sets of groups
+
+
+def islands(pool: Pool, speeds: list[float], count: int, seed: int) -> list[list[int]]:
+    """``count`` sets of groups; ``speeds``: compute of a chip of each group.
+
+    Raises:
+        UserError: pymetis is not installed.
+    """
+    try:
+        import pymetis
+    except ImportError:
+        raise UserError(
+            f"the cluster has {len(pool.groups)} unlike node groups, which takes graph partitioning", field="--cluster",
+            accepted=f"pip install pymetis, or at most {MOST_GROUPS} kinds of nodes",
+        ) from None  # fmt: skip
+    size = len(pool.groups)
+    fastest = max(link.bandwidth for row in pool.inter for link in row if link is not None)
+    neighbours, offsets, weights = [], [0], []
+    for g in range(size):
+        for h in range(size):
+            link = pool.inter[g][h]
+            if g != h and link is not None:
+                neighbours.append(h)
+                weights.append(max(1, round(1000 * link.bandwidth / fastest)))
+        offsets.append(len(neighbours))
+    vertices = [max(1, round(1000 * s * n / max(speeds))) for s, n in zip(speeds, pool.counts)]
+    adjacency = pymetis.CSRAdjacency(offsets, neighbours)
+    options = pymetis.Options(seed=seed)
+    _, part = pymetis.part_graph(count, adjacency, vweights=vertices, eweights=weights, options=options)
+    found: list[list[int]] = [[] for _ in range(count)]
+    for g, i in enumerate(part):
+        found[i].append(g)
+    return [groups for groups in found if groups]
+
+
+class GraphSearch:
+    """Searches islands one by one and puts their best pipelines side by side."""
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        model: ModelSpec,
+        batch: int,
+        space: Space,
+        improve: Callable[[Candidate, float], bool],
+        seed: int,
+    ) -> None:
+        self.evaluator, self.model, self.batch, self.space = evaluator, model, batch, space
+        self.improve, self.seed = improve, seed
+        self.rejected: dict[str, int] = {}
+        self.bound = 0.0
+
+    def run(self) -> bool:
+        """True when everything planned was searched; False when ``improve`` asked to stop."""
+        builder = Builder(self.evaluator, self.model, self.batch, self.space)
+        for rows in self._proposals():
+            for candidate in builder.candidates(rows, "1f1b"):
+                score = self.evaluator.score(candidate)
+                if score is None or score.over > 0:
+                    reason = "memory" if score else "packing"
+                    self.rejected[reason] = self.rejected.get(reason, 0) + 1
+                elif not self.improve(candidate, score.step_seconds):
+                    return False
+        return True
+
+    def _proposals(self) -> Iterator[list[Skeleton]]:
+        """For several numbers of islands and cuts: the best pipelines of each island, alone where they can be."""
+        pool, chips = self.evaluator.pool, self.evaluator.costs.cluster.chips
+        dtype = self.evaluator.costs.dtype
+        speeds = [chips[g.chip].flops.get(dtype) or chips[g.chip].speed or 1.0 for g in pool.groups]
+        least = math.ceil(len(pool.groups) / MOST_GROUPS)
+        seen: set[tuple[int, ...]] = set()
+        for count in range(max(2, least), min(len(pool.groups), least + 3) + 1):
+            for turn in range(2):
+                rows: list[Skeleton] = []
+                for groups in islands(pool, speeds, count, self.seed + turn):
+                    for start in range(0, len(groups), MOST_GROUPS):
+                        part = groups[start : start + MOST_GROUPS]
+                        share = sum(speeds[g] * pool.counts[g] for g in part) / sum(
+                            s * n for s, n in zip(speeds, pool.counts)
+                        )
+                        rows += self._island(part, max(1, round(self.batch * share)))
+                key = tuple(sorted(hash((r.stages, r.size, r.copies)) for r in rows))
+                if rows and key not in seen:
+                    seen.add(key)
+                    yield rows
+
+    def _island(self, groups: list[int], batch: int) -> list[Skeleton]:
+        """Pipelines of the best plan of one island for its share of the batch; none when the model does not fit."""
+        pool = self.evaluator.pool.restricted(groups)
+        tables = Tables(self.evaluator.costs, pool, self.model.num_layers, self.evaluator.tables.depth)
+        best: list[tuple[float, Candidate]] = []
+
+        def keep(candidate: Candidate, seconds: float) -> bool:
+            if not best or seconds < best[0][0]:
+                best[:] = [(seconds, candidate)]
+            return True
+
+        LargeSearch(Evaluator(tables, pool), self.model, batch, self.space, keep).run()
+        return [
+            Skeleton(
+                tuple(StageShape(groups[s.group], s.tp, s.dp) for s in part.shape.stages),
+                part.shape.micro_batch_size,
+                part.copies,
+            )
+            for _, candidate in best
+            for part in candidate.parts
+        ]
