@@ -104,7 +104,7 @@ def compare(plan: Plan, other: Plan, spec: ModelSpec, backend: str | None = None
     return [summary for _, _, summary in gots[: len(other.ranks)]]
 
 
-@pytest.mark.parametrize("model", [MODEL, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("model", [MODEL, pytest.param(GPT2, marks=pytest.mark.slow)], ids=["llama", "gpt2"])
 def test_five_steps_with_interpreted_kernels_equal_the_references(model: dict[str, Any]) -> None:
     spec = from_hf_config(model)
     plan = make_plan(spec, {"ranks": 0, "layers": [0, 2]})
