@@ -25,8 +25,8 @@ nodes:
   - {name: fast, chip: big}
   - {name: slow, count: 2, chip: small}
 chips:
-  big:   {memory: 2 GiB, tflops: {fp64: 0.02}}
-  small: {memory: 1 GiB, tflops: {fp64: 0.01}}
+  big:   {memory: 2 GiB, tflops: {fp64: 0.02}, memory_bandwidth: 10 GB/s}
+  small: {memory: 1 GiB, tflops: {fp64: 0.01}, memory_bandwidth: 10 GB/s}
 links:
   inter_node: {bandwidth: 50 MB/s, latency: 100 us}
   pairs: [{between: [fast, slow], bandwidth: 25 MB/s}]
