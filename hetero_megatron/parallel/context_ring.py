@@ -8,7 +8,7 @@ leaving), whatever the length of the sequence. Gradients travel and add up in at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,45 +67,69 @@ class Program:
 
 
 class Messages:
-    """Sends and receives of one kind (keys and values, or gradients), cut by heads."""
+    """Sends and receives of one kind (keys and values, or gradients), cut by heads.
+
+    Every rank posts the same sequence of batches, one per kind and round. Inside a batch the lower rank of a pair
+    sends before it receives, the higher one the other way round: so the two agree also where the transport keeps
+    the order of a pair's messages (queues of a device), not only where tags tell them apart.
+    """
 
     def __init__(self, program: Program, gradients: bool, like: torch.Tensor, dtype: torch.dtype) -> None:
         self.program, self.gradients = program, gradients
         self.b, _, self.heads, self.d = like.shape
         self.like, self.dtype = like, dtype
 
-    def _tag(self, t: int, seen: dict[int, int], peer: int) -> int:
-        k = seen[peer] = seen.get(peer, -1) + 1
-        assert k < PIECES, f"more than {PIECES} messages to rank {peer} for one block"
+    def post(
+        self, t: int, sends: Sequence[tuple[Pair, int, int]], receives: Sequence[tuple[int, int, int]]
+    ) -> tuple[list[Handle], list[Arrival]]:
+        """Start a batch: blocks (pair, from group, to group) and (block, from group, to group)."""
+        comm, hops = self.program.comm, self.program.hops
+        out: list[tuple[int, torch.Tensor]] = []
+        for pair, source, to in sends:
+            for peer, heads in hops.peers(source, to, self.gradients, sending=True):
+                out.append((peer, torch.stack([x[:, :, heads] for x in pair])))
+        wanted: list[list[tuple[int, slice, torch.Tensor]]] = []
+        for block, source, to in receives:
+            peers = hops.peers(source, to, self.gradients, sending=False)
+            wanted.append([(peer, heads, self._buffer(block, heads)) for peer, heads in peers])
+        handles: list[Handle] = []
+        arrived: dict[int, Handle] = {}  # by the buffer's id
+        for peer in sorted({p for p, _ in out} | {p for part in wanted for p, _, _ in part}):
+            away = [buffer for p, buffer in out if p == peer]
+            here = [buffer for part in wanted for p, _, buffer in part if p == peer]
+            assert len(away) <= PIECES and len(here) <= PIECES, f"too many messages with rank {peer} at once"
+            for step in ("send", "receive") if comm.rank < peer else ("receive", "send"):
+                if step == "send":
+                    handles += [comm.isend(x, peer, self._tag(t, k)) for k, x in enumerate(away)]
+                else:
+                    arrived |= {id(x): comm.irecv(x, peer, self._tag(t, k)) for k, x in enumerate(here)}
+        arrivals = [
+            Arrival(
+                [(heads, arrived[id(buffer)]) for _, heads, buffer in part], self._shape(block), self.dtype, self.like
+            )
+            for part, (block, _, _) in zip(wanted, receives, strict=True)
+        ]
+        return handles, arrivals
+
+    def _tag(self, t: int, k: int) -> int:
         return (2 * t + self.gradients) * PIECES + k
 
-    def send(self, pair: Pair, source: int, to: int, t: int) -> list[Handle]:
-        """Start sending this rank's heads of a block from group ``source`` to group ``to``."""
-        seen: dict[int, int] = {}
-        return [
-            self.program.comm.isend(torch.stack([x[:, :, heads] for x in pair]), peer, self._tag(t, seen, peer))
-            for peer, heads in self.program.hops.peers(source, to, self.gradients, sending=True)
-        ]
-
-    def receive(self, block: int, source: int, to: int, t: int) -> Arrival:
-        """Post the receives of this rank's heads of a block."""
+    def _shape(self, block: int) -> tuple[int, ...]:
         a, b = self.program.schedule.blocks[block].at
-        seen: dict[int, int] = {}
-        parts = []
-        for peer, heads in self.program.hops.peers(source, to, self.gradients, sending=False):
-            shape = (2, self.b, b - a, heads.stop - heads.start, self.d)
-            buffer = torch.empty(shape, dtype=self.dtype, device=self.like.device)
-            parts.append((heads, self.program.comm.irecv(buffer, peer, self._tag(t, seen, peer))))
-        return Arrival(parts, (2, self.b, b - a, self.heads, self.d), self.dtype, self.like.device)
+        return (2, self.b, b - a, self.heads, self.d)
+
+    def _buffer(self, block: int, heads: slice) -> torch.Tensor:
+        shape = (*self._shape(block)[:3], heads.stop - heads.start, self.d)
+        return torch.empty(shape, dtype=self.dtype, device=self.like.device)
 
 
 class Arrival:
     """Posted receives of one block."""
 
     def __init__(
-        self, parts: list[tuple[slice, Handle]], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+        self, parts: list[tuple[slice, Handle]], shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor
     ) -> None:
-        self._parts, self._shape, self._dtype, self._device = parts, shape, dtype, device
+        self._parts, self._shape, self._dtype, self._device = parts, shape, dtype, like.device
 
     def keys(self) -> Pair:
         """All heads of keys and values; every head comes from one rank."""
@@ -129,6 +153,16 @@ class Arrival:
             pair[1][:, :, heads] += part[1]
 
 
+@dataclass(frozen=True)
+class Visit:
+    """A block that is here in round t: an own one (``hop`` None), or the one that ``hop`` brought."""
+
+    t: int
+    block: int
+    hop: Hop | None
+    pair: Pair
+
+
 class KeyValueRing:
     """One pass of all blocks by this rank."""
 
@@ -136,27 +170,24 @@ class KeyValueRing:
         self.program, self.k, self.v = program, k, v
         self.messages = Messages(program, False, k, k.dtype)
 
-    def blocks(self, on_round: Callable[[int], None] | None = None) -> Iterator[tuple[int, int, Hop | None, Pair]]:
-        """(round, block, hop that brought it or None for own blocks, keys and values), while others are under way.
-
-        ``on_round`` is called at the start of every round, also of those in which this rank computes nothing.
-        """
+    def visits(self, end_of_round: Callable[[int], None] | None = None) -> Iterator[Visit]:
+        """Blocks, while others are under way; ``end_of_round(t)`` is called in every round, whatever it brought."""
         program, rounds = self.program, len(self.program.schedule.rounds)
-        arriving, sends = self._post(0, None)
+        sends, arriving = self._post(0, None)
         for t in range(-1, rounds):
             for block in program.own_blocks(t + 1):
-                yield t, block, None, self._own(block)
+                yield Visit(t, block, None, self._own(block))
             if t < 0:
                 continue
-            if on_round is not None:
-                on_round(t)
             hop = program.schedule.arrival(t, program.group)
-            pair = arriving.keys() if arriving is not None else None
+            pair = arriving[0].keys() if arriving else None
             for handle in sends:
                 handle.wait()
-            arriving, sends = self._post(t + 1, pair)
+            sends, arriving = self._post(t + 1, pair)
             if hop is not None and pair is not None:
-                yield t, hop.block, hop, pair
+                yield Visit(t, hop.block, hop, pair)
+            if end_of_round is not None:
+                end_of_round(t)
         for handle in sends:
             handle.wait()
 
@@ -164,23 +195,19 @@ class KeyValueRing:
         a, b = self.program.schedule.blocks[block].at
         return self.k[:, a:b], self.v[:, a:b]
 
-    def _post(self, t: int, held: Pair | None) -> tuple[Arrival | None, list[Handle]]:
+    def _post(self, t: int, held: Pair | None) -> tuple[list[Handle], list[Arrival]]:
         """Start what arrives in round t: my receive; my sends of own blocks, or of the one that arrived before."""
         program = self.program
-        sends: list[Handle] = []
-        if t >= len(program.schedule.rounds):
-            return None, sends
-        arriving = None
-        for hop in program.schedule.rounds[t]:
-            if hop.to == program.group:
-                arriving = self.messages.receive(hop.block, hop.source, hop.to, t)
-        for hop in program.schedule.rounds[t]:
+        hops = program.schedule.rounds[t] if t < len(program.schedule.rounds) else ()
+        sends: list[tuple[Pair, int, int]] = []
+        for hop in hops:
             if hop.source == program.group:
                 own = program.schedule.blocks[hop.block].group == program.group
                 pair = self._own(hop.block) if own else held
                 assert pair is not None, f"{hop} before its block is here"
-                sends += self.messages.send(pair, hop.source, hop.to, t)
-        return arriving, sends
+                sends.append((pair, hop.source, hop.to))
+        receives = [(hop.block, hop.source, hop.to) for hop in hops if hop.to == program.group]
+        return self.messages.post(t, sends, receives)
 
 
 class GradientRing:
@@ -190,45 +217,56 @@ class GradientRing:
         self.program, self.dk, self.dv = program, dk, dv
         self.messages = Messages(program, True, dk, dk.dtype)
         self.sends: list[Handle] = []
-        self.returning: dict[int, list[tuple[int, Arrival]]] = {}  # by the round after which they are waited for
+        self.made: tuple[Hop, Pair] | None = None  # what this round computed
+        self.so_far: Arrival | None = None  # the sum from the groups before, for the block of the next round
+        self.returns: list[tuple[int, Arrival]] = []  # own blocks that come back
 
-    def begin(self, hop: Hop, t: int) -> tuple[Pair, Arrival | None]:
-        """Zeros for the gradient of the block that ``hop`` brought, and the sum so far, which is on its way."""
-        a, b = self.program.schedule.blocks[hop.block].at
+    def target(self, visit: Visit) -> Pair:
+        """Where the gradient of a visiting block is added up."""
+        a, b = self.program.schedule.blocks[visit.block].at
+        if visit.hop is None:
+            return self.dk[:, a:b], self.dv[:, a:b]
         shape = (self.dk.shape[0], b - a, *self.dk.shape[2:])
         pair = (self.dk.new_zeros(shape), self.dv.new_zeros(shape))
-        first = hop.source == self.program.schedule.blocks[hop.block].group
-        return pair, None if first else self.messages.receive(hop.block, hop.source, hop.to, t)
+        self.made = (visit.hop, pair)
+        return pair
 
-    def finish(self, hop: Hop, t: int, pair: Pair, before: Arrival | None) -> None:
-        """Add the sum so far and send it on."""
-        if before is not None:
-            before.add_to(pair)
+    def end_of_round(self, t: int) -> None:
+        """Send on what was computed in round t with the sum so far; receive what round t + 1 continues, and own
+        blocks whose last group was in round t."""
+        program = self.program
+        sends: list[tuple[Pair, int, int]] = []
+        if self.made is not None:
+            hop, pair = self.made
+            if self.so_far is not None:
+                self.so_far.add_to(pair)
+            sends.append((pair, hop.to, program.next_group(hop, t)))
+        self.take_returns()
         for handle in self.sends:
             handle.wait()
-        self.sends = self.messages.send(pair, hop.to, self.program.next_group(hop, t), t + 1)
+        following = program.schedule.arrival(t + 1, program.group)
+        continued = following is not None and following.source != program.schedule.blocks[following.block].group
+        ends = [
+            hop
+            for hop in program.schedule.rounds[t]
+            if hop.last and program.schedule.blocks[hop.block].group == program.group
+        ]
+        receives = [(hop.block, hop.to, program.group) for hop in ends]
+        if continued and following is not None:
+            receives.append((following.block, following.source, following.to))
+        self.sends, arrivals = self.messages.post(t, sends, receives)
+        self.returns = [(hop.block, arrival) for hop, arrival in zip(ends, arrivals)]
+        self.so_far, self.made = arrivals[-1] if continued else None, None
 
-    def on_round(self, t: int) -> None:
-        """Take what came back in the last rounds; post the receives of own blocks whose last hop is in this one.
+    def take_returns(self) -> None:
+        """Add what came back to the gradients of the own blocks."""
+        for block, arrival in self.returns:
+            a, b = self.program.schedule.blocks[block].at
+            arrival.add_to((self.dk[:, a:b], self.dv[:, a:b]))
+        self.returns = []
 
-        They must be posted even if this rank computes nothing in round t: the sender may wait for it.
-        """
-        self.take_returns(t - 1)
-        for hop in self.program.schedule.rounds[t]:
-            owner = self.program.schedule.blocks[hop.block].group
-            if hop.last and owner == self.program.group:
-                arrival = self.messages.receive(hop.block, hop.to, owner, t + 1)
-                self.returning.setdefault(t + 1, []).append((hop.block, arrival))
-
-    def take_returns(self, t: int) -> None:
-        """Add what came back up to round t to the gradients of the own blocks."""
-        for due in sorted(r for r in self.returning if r <= t):
-            for block, arrival in self.returning.pop(due):
-                a, b = self.program.schedule.blocks[block].at
-                arrival.add_to((self.dk[:, a:b], self.dv[:, a:b]))
-
-    def end(self) -> None:
-        self.take_returns(len(self.program.schedule.rounds) + 1)
+    def finish(self) -> None:
+        self.take_returns()
         for handle in self.sends:
             handle.wait()
 
@@ -239,8 +277,8 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, program: Program) -> torch.Tensor:
         out, lse = accumulators(q)
-        for _, block, _, pair in KeyValueRing(program, k, v).blocks():
-            program.attention.forward(q, *pair, program.tiles[block], out, lse)
+        for visit in KeyValueRing(program, k, v).visits():
+            program.attention.forward(q, *visit.pair, program.tiles[visit.block], out, lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.program = program
@@ -252,14 +290,8 @@ class RingAttention(torch.autograd.Function):
         program: Program = ctx.program
         dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
         ring = GradientRing(program, dk, dv)
-        for t, block, hop, pair in KeyValueRing(program, k, v).blocks(ring.on_round):
-            if hop is None:
-                a, b = program.schedule.blocks[block].at
-                target, before = (dk[:, a:b], dv[:, a:b]), None
-            else:
-                target, before = ring.begin(hop, t)
-            program.attention.backward(grad, q, *pair, out, lse, program.tiles[block], (dq, *target))
-            if hop is not None:
-                ring.finish(hop, t, target, before)
-        ring.end()
+        for visit in KeyValueRing(program, k, v).visits(ring.end_of_round):
+            mine = (dq, *ring.target(visit))
+            program.attention.backward(grad, q, *visit.pair, out, lse, program.tiles[visit.block], mine)
+        ring.finish()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
