@@ -25,8 +25,8 @@ nodes:
   - {name: fast, chip: big}
   - {name: slow, count: 2, chip: small}
 chips:
-  big:   {memory: 2 GiB}
-  small: {memory: 1 GiB}
+  big:   {memory: 2 GiB, tflops: {fp64: 0.02}, memory_bandwidth: 10 GB/s}
+  small: {memory: 1 GiB, tflops: {fp64: 0.01}, memory_bandwidth: 10 GB/s}
 links:
   inter_node: {bandwidth: 50 MB/s, latency: 100 us}
   pairs: [{between: [fast, slow], bandwidth: 25 MB/s}]
@@ -151,3 +151,21 @@ def test_refusals(words: list[str], says: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     assert main(["run", *words]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_the_planner_is_asked_where_there_are_no_fallback_plans(tmp_path: Path) -> None:
+    from hetero_megatron.cli.run import _configure, searched
+    from hetero_megatron.plan import dump_yaml
+
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    (tmp_path / "three.yaml").write_text(THREE)
+    config = _configure(TRAIN, tmp_path / "three.yaml", tmp_path / "cluster.yaml", None)
+    left = tmp_path / "left.yaml"
+    import yaml
+
+    left.write_text(yaml.safe_dump(without_nodes(yaml.safe_load(CLUSTER), {"slow-0"})))
+    path = searched(TRAIN, config, tmp_path)([Seat("fast", 0), Seat("slow-1", 0)], left)
+    assert path is not None
+    plan = _configure(TRAIN, path, left, 2).plan
+    assert (plan.global_batch_size, plan.seq_length) == (4, 48) and max(plan.ranks) <= 1
+    assert dump_yaml(plan) == path.read_text()

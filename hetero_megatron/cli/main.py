@@ -17,6 +17,7 @@ _COMMANDS = {
     "plan": "search for the best plan of a model on a cluster",
     "plugins": "platforms and kernels: list, scaffold, conformance kit",
     "predict": "simulate one plan: step time, memory, timeline",
+    "run": "start the ranks of a plan here, and go on when some fail",
     "testbed": "run a command on a heterogeneous cluster that is emulated on this machine",
 }
 _NOT_BUILT = {

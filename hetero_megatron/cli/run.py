@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.plan.dump import dump_yaml
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.supervise import Planner, Seat, Setup, Supervisor
 
@@ -18,7 +19,8 @@ usage: hetero-megatron run --plan P [--cluster C] [--on-failure stop|restart|rep
   --on-failure stop      end when a rank fails
                restart   all ranks again under the same plan (default)
                replan    drop the nodes of ranks that died by a signal or hung; the first --fallback-plan that fits
-                         what is left goes on; ranks that only crashed are restarted
+                         what is left goes on (without any, the planner searches one: needs --cluster); ranks that
+                         only crashed are restarted
   --max-restarts N       give up after so many restarts (default 3)
   --grace SECONDS        how long the other ranks may take to end after one failed (default 30)"""
 _SINGLE = ("--plan", "--cluster", "--on-failure", "--max-restarts", "--grace")
@@ -34,8 +36,8 @@ def main(argv: Sequence[str]) -> int:
     policy = options.get("--on-failure", "restart")
     if policy not in _POLICIES:
         raise UserError("unknown value", field="--on-failure", value=policy, accepted=", ".join(_POLICIES))
-    if policy == "replan" and not fallbacks:
-        raise UserError("missing", field="--fallback-plan", accepted="at least one plan file, with --on-failure replan")
+    if policy == "replan" and not fallbacks and "--cluster" not in options:
+        raise UserError("missing", field="--fallback-plan", accepted="plan files, or --cluster to search one")
     if "--plan" not in options:
         raise UserError("missing", field="--plan", accepted="a plan file")
     cluster = Path(options["--cluster"]) if "--cluster" in options else None
@@ -52,7 +54,8 @@ def main(argv: Sequence[str]) -> int:
     setup = Setup(Path(options["--plan"]), seats, cluster)
     log = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     restarts, grace = _number(options, "--max-restarts", 3), _number(options, "--grace", 30)
-    return Supervisor(setup, words, policy, first_that_fits(words, fallbacks), int(restarts), grace, scratch, log).run()
+    planner = first_that_fits(words, fallbacks) if fallbacks else searched(words, config, scratch)
+    return Supervisor(setup, words, policy, planner, int(restarts), grace, scratch, log).run()
 
 
 def first_that_fits(words: Sequence[str], plans: Sequence[Path]) -> Planner:
@@ -66,6 +69,26 @@ def first_that_fits(words: Sequence[str], plans: Sequence[Path]) -> Planner:
             except UserError as error:
                 print(f"launcher: {plan} does not fit: {error}", file=sys.stderr, flush=True)
         return None
+
+    return choose
+
+
+def searched(words: Sequence[str], config: RunConfig, scratch: Path) -> Planner:
+    """The planner's best plan for what is left, with the same batch and sequence length."""
+
+    def choose(seats: Sequence[Seat], cluster: Path | None) -> Path | None:
+        from hetero_megatron.cli.configure import configure
+
+        same = ["--seq-length", str(config.plan.seq_length), "--global-batch-size", str(config.plan.global_batch_size)]
+        flags = ["--auto-plan", "--cluster", str(cluster), *same, *words]
+        try:
+            plan = configure(flags, {"WORLD_SIZE": str(len(seats))}).plan
+        except UserError as error:
+            print(f"launcher: no plan found: {error}", file=sys.stderr, flush=True)
+            return None
+        path = scratch / f"plan-for-{len(seats)}-ranks.yaml"
+        path.write_text(dump_yaml(plan))
+        return path
 
     return choose
 
