@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from hetero_megatron.spec.model_spec import ModelSpec
 from hetero_megatron.spec.tensors import logical_tensors
+
 LOGITS_BYTES = 1 << 30  # more logits than this at once are never made, unless the user asks (--max-logits-mib)
 
 
