@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# `make demo`: 4 ranks of this machine, unequal in every way (see plans/demo.yaml), train on the standard library's source.
+# `make demo`: a node with two fast chips and two slow ones, emulated on this machine (clusters/demo.yaml), train a small
+# model on the standard library's source under a plan that is unequal in every way (plans/demo.yaml).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
-exec .venv/bin/torchrun --nproc-per-node 4 pretrain_gpt.py \
-    --plan examples/plans/demo.yaml --model tiny --data-path stdlib \
-    --train-iters 80 --lr 3e-3 --lr-warmup-iters 10 --lr-decay-style cosine --log-interval 10 --seed 1 --save runs/demo "$@"
+python=.venv/bin/python
+exec $python -m hetero_megatron.cli.main testbed run --cluster examples/clusters/demo.yaml --chips soft -- \
+    $python pretrain_gpt.py --cluster examples/clusters/demo.yaml --plan examples/plans/demo.yaml \
+    --model tiny --data-path stdlib \
+    --train-iters 60 --lr 3e-3 --lr-warmup-iters 10 --lr-decay-style cosine --log-interval 10 --seed 1 --save runs/demo "$@"

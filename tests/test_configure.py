@@ -276,8 +276,8 @@ def test_script_and_help() -> None:
 def test_sub_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert hetero_megatron(["--help"]) == 0
     assert "doctor" in capsys.readouterr().out
-    assert hetero_megatron(["convert"]) == 2
-    assert "command = convert: not built yet" in capsys.readouterr().err
+    assert hetero_megatron(["report"]) == 2
+    assert "command = report: not built yet" in capsys.readouterr().err
     assert hetero_megatron(["docter"]) == 2
     assert "did you mean doctor?" in capsys.readouterr().err
     assert hetero_megatron(["doctor", "--jsn"]) == 2

@@ -67,7 +67,7 @@ def test_the_example_is_what_the_scaffold_writes_and_passes(vendors: None, capsy
     written = {
         str(path.relative_to(folder)): path.read_text(encoding="utf-8")
         for path in folder.rglob("*")
-        if path.is_file() and "egg-info" not in str(path) and path.suffix != ".pyc"
+        if path.suffix in (".py", ".toml", ".md") and not str(path.relative_to(folder)).startswith(".")
     }
     assert written == plugin_files("example_vendor"), "hetero-megatron plugins new example_vendor writes other files"
     report = check_plugin("example_vendor", None, ["fp32", "bf16"], None, True, True)

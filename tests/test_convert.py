@@ -16,7 +16,7 @@ from hetero_megatron.cli.main import main
 from hetero_megatron.comm import Comm
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.spec import ModelSpec, load_model
-from tests.hf_reference import hf_loss_sum
+from tests.hf_reference import hf_loss_sum, make_exact
 from tests.parity import Case, RandomSamples, fixed_case
 from tests.pool import shared_pool
 from tests.test_checkpoint import build, start, steps
@@ -114,6 +114,37 @@ def test_a_trained_checkpoint_becomes_a_hugging_face_model(
     for held in seen[: case.ranks]:
         for tensor, box, values in held:
             assert torch.equal(whole[tensor][box.slices()], values)
+
+
+def third_step(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, wrong: Any, path: str) -> Any:
+    runtime = build(comm, case, plan, spec, wrong)
+    if runtime is None:
+        return None
+    assert runtime.optimizer is not None
+    checkpoint = open_checkpoint(path, runtime.world)
+    assert checkpoint is not None
+    load_tensors(checkpoint, runtime.optimizer, spec, runtime.world, True)
+    return steps(runtime, case, plan.global_batch_size, 2, 1)[0]
+
+
+@pytest.mark.parametrize("name", ["llama tied", "gpt2"])
+def test_transformers_trains_on(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two steps here, exported; the third one's loss and gradient norm are the same here and there."""
+    spelled = PLANS["pipelines"]
+    case = fixed_case(MODELS[name], spelled)
+    spec, initial, wrong = start(case)
+    plan, path = plan_from_dict(spelled, spec), str(tmp_path / "run")
+    shared_pool().run(trained, case, plan, spec, initial, path)
+    loss, norm = shared_pool().run(third_step, case, plan, spec, wrong, path)[0]
+    convert(capsys, path, str(tmp_path / "out"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64, attn_implementation="sdpa")
+    make_exact(model, torch.float64)
+    size = plan.global_batch_size
+    batch = RandomSamples(case, spec.vocab_size).fetch(range(2 * size, 3 * size))
+    total = hf_loss_sum(model, batch.tokens, batch.labels, batch.positions, None, None) / batch.tokens.numel()
+    total.backward()
+    assert loss == pytest.approx(total.item(), rel=1e-11)
+    assert norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)), rel=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,17 @@ def test_compiled_layers_equal_uncompiled_ones() -> None:
     compare(plan, with_kernels(plan, ["rms_norm=triton"]), spec, backend="aot_eager")
 
 
+def test_head_and_loss_in_one_equal_the_unfused() -> None:
+    """By request only; the logits never exist. Not for a vocabulary that is cut."""
+    spec = from_hf_config(MODEL)
+    plan = make_plan(spec, {"ranks": 0, "layers": [0, 1]}, {"ranks": 1, "layers": [1, 2]})
+    _, last = compare(plan, with_kernels(plan, ["linear_cross_entropy=aten"]), spec)
+    assert "linear_cross_entropy" in last and "gemm, l2norm, linear" in last
+    cut = make_plan(spec, {"ranks": [0, 1], "layers": [0, 2], "tp": 2})
+    with pytest.raises(UserError, match="head and loss in one"):
+        kernels_of(with_kernels(cut, ["linear_cross_entropy=aten"]), spec, 0)
+
+
 def test_kernels_of_a_plan_file_and_the_flag(tmp_path: Path) -> None:
     spec = from_hf_config(MODEL)
     text = (

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hetero_megatron.cluster import CHIPS, Link, cluster_from_dict
+from hetero_megatron.cluster import CHIPS, Link, cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.planner.costs import CostModel, StageChoice
@@ -211,3 +212,15 @@ def test_sync_and_optimizer_shrink_with_replicas() -> None:
 def test_estimates_without_a_cluster_have_no_overhead() -> None:
     spelled = plan_from_dict(plan((2, stages(6, 5))), MODEL)
     assert all(m.overhead == 0 for m in estimate_memory(spelled, MODEL, "fp32").values())
+
+
+@pytest.mark.parametrize("file", sorted(Path("examples/clusters/papers").glob("*.yaml")), ids=lambda f: f.stem)
+def test_clusters_of_papers_say_what_is_published_and_have_rates(file: Path) -> None:
+    text = file.read_text()
+    assert "Published" in text and "Assumed" in text
+    found = load_cluster(file)
+    dtype = "fp32" if "sailor" in file.stem else "bf16"
+    rates = load_rates(found, dtype)
+    assert set(rates.chips) == set(found.chips)
+    groups = [g.name for g in found.nodes]
+    assert all(rates.between(a, b).beta > 0 and rates.between(a, a, True).beta > 0 for a in groups for b in groups)

@@ -140,7 +140,7 @@ def test_bytes_are_the_runtimes(tmp_path: Path) -> None:
     ready = config("bf16", tmp_path)
     where = cluster_from_dict(
         {
-            "nodes": [{"name": "n", "count": 5, "chip": "A100-80-SXM"}],
+            "nodes": [{"name": "n", "count": ready.plan.world_size, "chip": "A100-80-SXM"}],
             "links": {"inter_node": {"bandwidth": "1 GB/s"}},
         }
     )

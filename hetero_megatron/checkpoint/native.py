@@ -84,12 +84,10 @@ class CheckpointSaver:
         if not self.asynchronous:
             self.wait()
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self) -> None:
         """Until nothing is being written; raises what went wrong with it."""
         if self._thread is not None:
-            self._thread.join(timeout)
-            if self._thread.is_alive():
-                return
+            self._thread.join()
             self._thread = None
         error, self._error = self._error, None
         if error is not None:

@@ -77,7 +77,7 @@ def _make_states(optimizer: ShardedOptimizer, names: Sequence[str], numbers: Map
     inner = optimizer.torch_optimizer
     if inner is None or not names:
         return
-    native = isinstance(inner, torch.optim.Optimizer) and type(inner).__module__.startswith("torch.")
+    native = isinstance(inner, torch.optim.AdamW | torch.optim.SGD)  # others count steps in an int
     on_device = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
     for _, _, master in optimizer.owned():
         state: dict[str, Any] = {name: torch.zeros_like(master) for name in names}

@@ -1,8 +1,8 @@
 """``hetero-megatron calibrate``: measure the cluster that the job runs on, and write the rates into its file.
 
-    torchrun --nproc-per-node 4 -m hetero_megatron.cli.main calibrate --cluster cluster.yaml --model tiny
-    hetero-megatron testbed run --cluster cluster.yaml -- hetero-megatron calibrate --model tiny --seq-length 256
-    hetero-megatron calibrate --cluster cluster.yaml --merge profile.json
+torchrun --nproc-per-node 4 -m hetero_megatron.cli.main calibrate --cluster cluster.yaml --model tiny
+hetero-megatron testbed run --cluster cluster.yaml -- hetero-megatron calibrate --model tiny --seq-length 256
+hetero-megatron calibrate --cluster cluster.yaml --merge profile.json
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def parser() -> argparse.ArgumentParser:
     dtypes = ["", "fp64", "fp32", "bf16", "fp16"]
     p.add_argument("--dtype", default="", choices=dtypes, help="default fp32 on the CPU, else bf16")
     p.add_argument("--steps", type=int, default=2, help="measured steps per pipeline (default 2)")
+    p.add_argument("--from-runs", metavar="FILE", help="fit the rates to measured runs: CSV with the columns\n"
+                   "plan, model, and seconds or metrics (a metrics.jsonl); paths relative to it")  # fmt: skip
     p.add_argument("--merge", action="append", default=[], metavar="FILE", help="add rates of a file (JSON or YAML)")
     p.add_argument("--out", help="where to write the cluster file with its rates (default: in place)")
     p.add_argument("--json", action="store_true", help="print the rates as one JSON object")
@@ -63,13 +65,15 @@ def main(argv: Sequence[str]) -> int:
     for extra in options.merge:
         rates = merge_rates(rates, _read_rates(extra))
     first = True
-    if options.model is not None:
+    if options.from_runs is not None:
+        rates = _fit(cluster, options, rates)
+    elif options.model is not None:
         found, text, first = _measure(cluster, options)
         rates = merge_rates(rates, found)
         if first and not options.json:
             print(text, flush=True)
     elif not options.merge:
-        raise UserError("nothing to measure", field="--model", accepted="a model, or --merge FILE")
+        raise UserError("nothing to measure", field="--model", accepted="a model, --from-runs FILE or --merge FILE")
     if first:
         write_rates(file, rates, options.out or file)
         print(json.dumps(rates) if options.json else f"rates written to {options.out or file}", flush=True)
@@ -90,6 +94,22 @@ def _read_rates(file: str) -> dict[str, Any]:
     if not isinstance(rates, dict) or "chips" not in rates:
         raise UserError("holds no rates", field="--merge", value=file, accepted="rates: {chips: …} or {chips: …}")
     return rates
+
+
+def _fit(cluster: Cluster, options: argparse.Namespace, rates: dict[str, Any]) -> dict[str, Any]:
+    """``rates`` with those that measured runs determine."""
+    from dataclasses import replace
+
+    from hetero_megatron.planner.fit import fit_rates, format_fit, rates_section, read_runs
+    from hetero_megatron.planner.rates import load_rates
+
+    if options.model is not None:
+        raise UserError("the CSV file names the models", field="--model", value=options.model, accepted="no --model")
+    cluster = replace(cluster, rates=rates)
+    fit = fit_rates(read_runs(options.from_runs, cluster), load_rates(cluster, options.dtype or "bf16"))
+    if not options.json:
+        print(format_fit(fit), flush=True)
+    return merge_rates(rates, rates_section(fit))
 
 
 def _measure(cluster: Cluster, options: argparse.Namespace) -> tuple[dict[str, Any], str, bool]:

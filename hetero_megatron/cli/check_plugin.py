@@ -26,10 +26,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 @dataclass
 class Report:
-    """What a conformance run found. ``profile``: measured rates as a cluster file has them."""
+    """What a conformance run found. ``profile``: measured rates of ``chip`` as a cluster file has them."""
 
     plugin: str
     platform: str
+    chip: str = ""
     findings: list[dict[str, str]] = field(default_factory=list)
     speeds: list[dict[str, Any]] = field(default_factory=list)
     profile: dict[str, Any] = field(default_factory=dict)
@@ -40,8 +41,9 @@ class Report:
 
 
 def check_plugin(
-    name: str, platform: str | None, dtypes: Sequence[str], operators: Sequence[str] | None, quick: bool, speed: bool
-) -> Report:
+    name: str, platform: str | None, dtypes: Sequence[str], operators: Sequence[str] | None, quick: bool, speed: bool,
+    chip: str = "",
+) -> Report:  # fmt: skip
     """Check everything that the plugin ``name`` registers.
 
     Raises:
@@ -55,7 +57,7 @@ def check_plugin(
     for op in operators or ():
         found.registry.spec(op)
     accelerator = _accelerator(found, plugin, platform)
-    report = Report(name, accelerator.name)
+    report = Report(name, accelerator.name, chip)
     findings = [f for a in plugin.platforms for f in check_platform(a)]
     sound, problems = _registrations(plugin)
     findings += problems
@@ -127,7 +129,7 @@ def _time(
         if not able:
             continue
         rates = device_rates(device, dtype, sync)
-        row: dict[str, Any] = {"bytes_per_second": round(rates[0]), "gemm_flops": round(rates[1])}
+        row: dict[str, Any] = {"bytes_per_second": round(rates[0])}
         for kernel in able:
             spec = found.registry.spec(kernel.op)
             for measured in measure(spec, kernel, device, dtype, rates, sync):
@@ -138,7 +140,7 @@ def _time(
                 row["attention"] = attention_rows(spec, kernel, device, dtype, sync)
         chip[next(n for n, d in DTYPES.items() if d == dtype)] = row
     if chip:
-        report.profile = {"rates": {"chips": {accelerator.chip(0): chip}}}
+        report.profile = {"rates": {"chips": {report.chip or accelerator.chip(0): chip}}}
 
 
 def print_report(report: Report) -> None:

@@ -38,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--quick", action="store_true", help="leave out the largest cases")
     check.add_argument("--no-speed", action="store_true", help="do not time anything")
     check.add_argument("--profile", help="write measured rates for the planner to this file (JSON)")
+    check.add_argument("--chip", default="", help="name of the chip in cluster files, for --profile")
     compare = commands.add_parser("compare", help="first diverging layer of two dumps of --dump-layers")
     compare.add_argument("one")
     compare.add_argument("other")
@@ -119,7 +120,7 @@ def _check(args: argparse.Namespace) -> int:
 
     report = check_plugin(
         args.name, args.platform, args.dtypes.split(","), args.operators.split(",") if args.operators else None,
-        args.quick, not args.no_speed,
+        args.quick, not args.no_speed, args.chip,
     )  # fmt: skip
     if args.profile:
         with open(args.profile, "w", encoding="utf-8") as file:

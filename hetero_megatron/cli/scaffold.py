@@ -23,6 +23,10 @@ NAME = "hetero_NAME.plugin"
 
 [tool.setuptools]
 packages = ["hetero_NAME"]
+
+[tool.ruff]
+line-length = 120
+lint.select = ["E", "F", "W"]
 """
 
 README = """# hetero-NAME

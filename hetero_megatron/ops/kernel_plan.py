@@ -123,8 +123,8 @@ def resolve(
     """
     requests = dict(requests or {})
     general = requests.pop(EVERY, None)
-    for op in requests:
-        registry.spec(op)
+    for op, provider in requests.items():
+        registry.kernel(op, provider, f"{field}.{op}")  # also of operators that this stage does not call
     if general is not None and general not in registry.providers():
         raise unknown("provider", general, registry.providers(), f"{field}.{EVERY}")
     choices = {}

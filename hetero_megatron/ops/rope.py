@@ -43,6 +43,8 @@ def rope_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tor
 
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
     """``rope_reference`` by the angle times ``sign``, written straight into the result."""
+    if torch.compiler.is_compiling():  # the compiler fuses the definition, and cannot write into views
+        return rope_reference(x, cos, sin if sign == 1 else -sin)
     half = x.shape[-1] // 2
     wide = x.to(cos.dtype)
     out = torch.empty(x.shape, dtype=cos.dtype, device=x.device)

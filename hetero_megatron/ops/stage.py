@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from hetero_megatron.errors import UserError
 from hetero_megatron.ops.kernel import Signature
 from hetero_megatron.ops.kernel_plan import KernelPlan, resolve
 from hetero_megatron.ops.operators import torch_registry
@@ -52,7 +53,8 @@ def default_kernels(
 ) -> KernelPlan:
     """The kernel plan of a stage from torch's own providers, without plugins."""
     base = Signature("", torch.device(device).type, dtype, compiled=compiled)
-    return resolve(torch_registry(), stage_signatures(base, spec, share, head, tp), requests, field)
+    signatures = stage_signatures(base, spec, share, head, tp, requests or ())
+    return resolve(torch_registry(), signatures, requests, field)
 
 
 # What a compiled layer calls; loss and update are called outside.
@@ -68,7 +70,12 @@ def stage_signatures(
         wanted: further operators, which only run if somebody asks for them (``linear_cross_entropy``).
     """
     operators = dict(stage_operators(spec, share, head, tp))
-    if "linear_cross_entropy" in wanted and head and tp == 1:
+    if "linear_cross_entropy" in wanted and head:
+        if tp > 1:
+            raise UserError(
+                "head and loss in one are for whole vocabularies; this stage cuts its own", field="tp", value=tp,
+                accepted="tp: 1 on the last stage, or no linear_cross_entropy in kernels",
+            )  # fmt: skip
         operators["linear_cross_entropy"] = operators.pop("cross_entropy")
     return [
         replace(base, op=op, dims=dims, compiled=base.compiled and op in _IN_LAYERS) for op, dims in operators.items()

@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, load_plan
 from hetero_megatron.planner.costs import CostModel, CostOptions
 from hetero_megatron.planner.predict import step_seconds
-from hetero_megatron.planner.rates import ChipRates, LinkRates, Rates
+from hetero_megatron.planner.rates import ChipRates, LinkRates, Rates, as_document
 from hetero_megatron.spec import ModelSpec, load_model
 
 CHIP = (
@@ -325,6 +326,22 @@ def median_step_seconds(metrics: Path) -> float:
     if not values:
         raise UserError(f"no step after the first {WARM_UP}", where=str(metrics), accepted="a longer run")
     return statistics.median(values)
+
+
+def rates_section(fit: Fit) -> dict[str, Any]:
+    """The fitted rates as the ``rates:`` of a cluster file."""
+    rates = fit.rates
+    chips = {n: {rates.dtype: as_document(c)} for n, c in rates.chips.items() if c.calibrated}
+    links: list[dict[str, Any]] = []
+    for (a, b, same), link in sorted(rates.measured.items()):
+        entry: dict[str, Any] = {"within": a} if same else {"from": a, "to": b}
+        entry |= {"alpha": link.alpha, "beta": link.beta}
+        if link.message_seconds is not None:
+            entry["message_seconds"] = link.message_seconds
+        if link.all_to_all is not None:
+            entry["collectives"] = {"all_to_all": dict(zip(("alpha", "beta"), link.all_to_all))}
+        links.append(entry)
+    return {"chips": chips, "links": links}
 
 
 def format_fit(fit: Fit) -> str:

@@ -75,9 +75,7 @@ def _activations(plan: Plan, spec: ModelSpec, item: int) -> dict[int, MemoryByte
     return out
 
 
-def _context_activations(
-    context: StageContext, group: ContextGroup, member: Member, stage: Stage, item: int
-) -> int:
+def _context_activations(context: StageContext, group: ContextGroup, member: Member, stage: Stage, item: int) -> int:
     """Bytes that attention of a context member keeps beyond its own tokens': queries, keys, values, output and
     log-sum-exp are of the group's tokens and of the heads that the rank computes."""
     spec, kind = context.spec, stage.recompute.kind

@@ -1,23 +1,24 @@
-"""Pipelines of unlike make-up side by side, by an integer program over columns.
+"""Pipelines of unlike make-up side by side, by a beam search over columns.
 
 A column is a pipeline found for some number of chips of each group; it uses those chips and computes so many sequences
-within the time limit. The program picks how many of each there are, so that the cluster's chips suffice and the most
+within the time limit. The search picks how many of each there are, so that the cluster's chips suffice and the most
 sequences are computed; bisection on the limit finds the least one within which the batch is done.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from hetero_megatron.planner.build import Skeleton
     from hetero_megatron.planner.search_large import LargeSearch
 
-MOST_BUDGETS, MOST_COLUMNS, ROUNDS = 40, 240, 7
+MOST_BUDGETS, MOST_COLUMNS, ROUNDS = 32, 200, 6
+MOST_USED, BEAM = 32, 24  # columns that the beam search goes through, and its width
 
 
 def budgets(search: LargeSearch) -> list[tuple[int, tuple[int, ...]]]:
@@ -77,27 +78,50 @@ def mixed(search: LargeSearch) -> Iterator[list[Skeleton]]:
         ]
 
 
-def _solve(search: LargeSearch, usage: np.ndarray, sequences: list[int]) -> list[int] | None:
-    """How many pipelines of each column compute the batch, with as few pipelines as that takes; None when none do."""
-    from scipy.optimize import Bounds, LinearConstraint, milp
+def _solve(search: LargeSearch, usage: NDArray[np.float64], sequences: list[int]) -> list[int] | None:
+    """How many pipelines of each column compute the batch; None when none are found.
 
+    Beam search over the columns in the order of sequences per price of their chips: as many as fit, fewer, or none. A
+    state is worth what it computes and, at most, what the chips that are left could at the best rate.
+    """
+    counts = np.array(search.pool.counts, float)
     worth = np.array(sequences, float)
     keep = np.flatnonzero(worth > 0)
     if not len(keep):
         return None
-    chips = np.array(search.pool.counts, float)
-    constraints = [
-        LinearConstraint(usage[keep].T, -np.inf, chips),
-        LinearConstraint(worth[keep][None, :], search.batch, np.inf),
-    ]
-    most = np.array([math.floor(min(c / u for c, u in zip(chips, row) if u)) for row in usage[keep]], float)
-    result = milp(
-        np.ones(len(keep)), constraints=constraints, integrality=np.ones(len(keep)), bounds=Bounds(0, most),
-        options={"node_limit": 2000, "mip_rel_gap": 0.05},
-    )  # fmt: skip
-    if result.x is None:
-        return None
-    counts = [0] * len(worth)
-    for i, n in zip(keep, np.round(result.x)):
-        counts[int(i)] = int(n)
+    prices = _prices(usage[keep], worth[keep])
+    rates = worth[keep] / np.maximum(usage[keep] @ prices, 1e-300)
+    order = keep[np.argsort(-rates, kind="stable")][:MOST_USED]
+    best_rate = float(rates.max())
+    beam: list[tuple[float, float, tuple[float, ...], tuple[tuple[int, int], ...]]] = [(0.0, 0.0, tuple(counts), ())]
+    for i in order.tolist():
+        found = {}
+        need = usage[i]
+        for _, total, left, chosen in beam:
+            most = int(min(c // u for c, u in zip(left, need) if u))
+            for n in {most, most - 1, most * 3 // 4, most // 2, 1, 0}:
+                if 0 <= n <= most:
+                    rest = tuple(c - n * u for c, u in zip(left, need))
+                    value = total + n * worth[i]
+                    if value >= search.batch:
+                        return _counts(len(worth), (*chosen, (i, n)))
+                    key = (rest, value)
+                    if n or key not in found:
+                        bound = value + best_rate * float(prices @ np.array(rest))
+                        found[key] = (bound, value, rest, (*chosen, (i, n)) if n else chosen)
+        beam = sorted(found.values(), key=lambda row: (-row[0], -row[1], row[3]))[:BEAM]
+    return None
+
+
+def _prices(usage: NDArray[np.float64], worth: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What a chip of each group is worth: sequences per chip of the best column that uses mostly this group."""
+    share = usage / usage.sum(axis=1, keepdims=True)
+    prices = np.max(share * (worth / usage.sum(axis=1))[:, None], axis=0)
+    return np.asarray(np.maximum(prices, 1e-9))
+
+
+def _counts(columns: int, chosen: tuple[tuple[int, int], ...]) -> list[int]:
+    counts = [0] * columns
+    for i, n in chosen:
+        counts[i] += n
     return counts

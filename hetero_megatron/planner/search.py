@@ -29,6 +29,7 @@ from hetero_megatron.planner.uniform import uniform_plans
 from hetero_megatron.spec import ModelSpec
 
 MARGIN = 0.1  # of memory, up to which the search leaves more and more room when nothing it finds fits exactly
+EXACT_CHIPS = 2048  # above, only the best candidate is predicted exactly, which takes longer than the search
 POLISH = 240  # evaluations of changes to each of the two best plans, on large clusters fewer
 DEPTH = 48  # pipeline stages that the search goes up to
 Progress = Callable[[str], None]
@@ -218,8 +219,9 @@ def judge(
 ) -> list[Choice]:
     """Concrete plans of the best candidates, predicted exactly; those that fit, best first."""
     found: list[Choice] = []
+    most = options.top if evaluator.pool.chips <= EXACT_CHIPS else 1
     for seconds, _, candidate in rows:
-        if len(found) >= options.top or (found and seconds > 1.1 * rows[0][0]):
+        if len(found) >= most or (found and seconds > 1.1 * rows[0][0]):
             break
         choice = concrete(candidate, cluster, model, seq_length, options, evaluator)
         if choice is not None and not choice.prediction.over:

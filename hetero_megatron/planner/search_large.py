@@ -6,7 +6,7 @@
    stage. Memory counts the micro-batches in flight of that place in the pipeline. A grid of taus is done at once.
 2. *Side by side.* Groups are divided into islands (a program over sets of groups); each island runs equal pipelines
    of its own, and all islands end together.
-3. *Mixed columns.* An integer program (HiGHS) combines pipelines of unlike make-up that share a group.
+3. *Mixed columns.* A beam search combines pipelines of unlike make-up that share a group.
 4. The best few are made concrete (exact layers, recompute, batch shares) and evaluated exactly.
 """
 

@@ -81,7 +81,9 @@ class Checkpointing:
         with_optimizer = self.config.checkpoint.save_optim
         self.runtime.comm.activity = "saving a checkpoint"
         tensors, numbers = owned_tensors(self.runtime.optimizer, self.config.spec, with_optimizer)
-        local = {"numbers": numbers, "data": self.data.state_dict(progress.consumed)}
+        place = self.runtime.place
+        kernels = (f"pipeline {place.pipeline} stage {place.stage}", self.runtime.kernels.digest())
+        local = {"numbers": numbers, "data": self.data.state_dict(progress.consumed), "kernels": kernels}
         self.saver.save(progress.step, tensors, self._state(progress, loss_scale), local, self._merge)
         self.last_saved = progress.step
         self._log(f"saving checkpoint of step {progress.step} to {self.saver.directory.at(progress.step)}")
@@ -105,7 +107,12 @@ class Checkpointing:
     def _merge(self, ranks: Sequence[Any]) -> Mapping[str, Any]:
         saved = self.config.checkpoint.save_optim
         optimizer = {"name": self.config.optimizer.name, "numbers": merge_numbers([r["numbers"] for r in ranks])}
-        return {"optimizer": optimizer if saved else None, "data": furthest([r["data"] for r in ranks])}
+        kernels = dict(sorted({r["kernels"] for r in ranks}))
+        return {
+            "optimizer": optimizer if saved else None,
+            "data": furthest([r["data"] for r in ranks]),
+            "kernels": kernels,  # digest of each stage's kernel plan (of one of its ranks where sizes differ)
+        }
 
     def wait(self) -> None:
         if self.saver is not None:

@@ -9,6 +9,7 @@ import torch
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops import KernelPlan, Registry, Signature, default_kernels, resolve
+from hetero_megatron.ops.kernel_plan import EVERY
 from hetero_megatron.ops.stage import stage_signatures
 from hetero_megatron.parallel.optimizer import OptimizerFactory
 from hetero_megatron.plan import locate, stage_at, unit_at
@@ -66,6 +67,10 @@ def agree_on_kernels(runtime: Runtime) -> None:
                 field=f"pipelines[{p}].stages[{s}].kernels", accepted="one provider per operator, by name",
             )  # fmt: skip
     if runtime.comm.rank == runtime.world.ranks[0]:
+        called = {op for _, (_, facts) in first.items() for op in facts[0]} | {EVERY}
+        stages = (stage for pipeline in runtime.plan.pipelines for stage in pipeline.stages)
+        for op in sorted({op for stage in stages for op, _ in stage.kernels} - called):
+            print(f"notice: kernels.{op} has no effect: this model never calls it", flush=True)
         for (p, s), (_, (_, digest, summary)) in sorted(first.items()):
             print(f"kernels of pipeline {p} stage {s} ({digest}): {summary}", flush=True)
 

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -58,7 +59,13 @@ def train(config: RunConfig) -> None:
         if comm.rank == 0:
             announce(config, world, platform, plugins, comm.emulation.describe())
         if comm.rank in config.plan.ranks:
-            Training(config, comm, platform, plugins).run()
+            training = Training(config, comm, platform, plugins)
+            try:
+                training.run()
+            except UserError:  # of all ranks alike: a checkpoint on its way is still finished
+                with suppress(UserError, RuntimeError):
+                    training.checkpoints.wait()
+                raise
         else:  # idle, but torch wants every rank to take part in making groups
             comm.create_groups(plan_groups(config.plan, make_buckets(config.plan, config.spec)))
             comm.background_group(config.plan.ranks)

@@ -131,8 +131,11 @@ class MetricsWriter:
 
     def _line(self, record: Mapping[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
-            self._file.flush()
+            try:
+                self._file.write(json.dumps(record, allow_nan=False) + "\n")
+                self._file.flush()
+            except OSError as error:
+                raise UserError(f"{FILE} cannot be written: {error.strerror}", field="--save") from error
 
     def _scalars(self, values: Mapping[str, float], step: int) -> None:
         if self._tensorboard is not None:

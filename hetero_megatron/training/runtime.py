@@ -114,8 +114,9 @@ class Runtime:
         self.model, self.boxes = self._build_model(initialize)
         if compile_backend is not None:
             apply_compile(self.model, compile_backend)
-        self.loss_chunk = self._loss_chunk(logits_bytes) if self.stage.head else None
-        if self.loss_chunk is not None:
+        self.fused_loss = "linear_cross_entropy" in self.kernels.choices
+        self.loss_chunk = self._loss_chunk(logits_bytes) if self.stage.head and not self.fused_loss else None
+        if self.loss_chunk is not None or self.fused_loss:  # the loss applies the head itself
             self.model.lm_head.forward = lambda x: x  # type: ignore[method-assign]
         self.executor = self._build_executor()
         self._schedules: dict[tuple[int, bool], tuple[Action, ...]] = {}
@@ -183,6 +184,8 @@ class Runtime:
 
     def _token_losses(self, out: torch.Tensor, batch: Batch) -> torch.Tensor:
         group, vocab = self.tp_group, self.share.vocab
+        if self.fused_loss:
+            return self.kernels.linear_cross_entropy(out, self.model.lm_head.matrix, batch.labels)  # type: ignore[no-any-return]
         op = self.kernels.vocab_cross_entropy if group.size > 1 else VOCAB_CROSS_ENTROPY
         if self.loss_chunk is not None:
             return chunked_loss(out, self.model.lm_head.matrix, batch.labels, self.loss_chunk, group, vocab, op)

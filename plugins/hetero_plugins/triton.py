@@ -185,7 +185,7 @@ def _adamw(
 
 
 def _l2norm(tensors: Many) -> tuple[torch.Tensor, ...]:
-    full = [x for x in tensors if x.numel()]
+    full = [x.contiguous() for x in tensors if x.numel()]
     return (_kernels().l2norm(full).double() if full else torch.zeros((), dtype=torch.float64),)
 
 

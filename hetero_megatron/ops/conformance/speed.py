@@ -102,7 +102,7 @@ def gemm_rows(
 def attention_rows(
     spec: OpSpec, kernel: Kernel, device: torch.device, dtype: torch.dtype, synchronize: Callable[[], None]
 ) -> list[list[float]]:
-    """[sequence length, forward seconds, backward seconds] per head of 64, for the planner."""
+    """[length, heads, head_dim, forward seconds, backward seconds] of one causal sequence, for the planner."""
     rows, run = [], kernel.backward
     assert run is not None
     for length in (256, 512, 1024):
@@ -114,5 +114,5 @@ def attention_rows(
             kept = made[2:] if kernel.private else [(*args, *made)[spec.index(n)] for n in spec.saves]
             grads = seeds(spec, args)
             backward = best_seconds(lambda: run(*grads, *kept, *args[3:]), synchronize)  # noqa: B023
-        rows.append([length, forward / 4, backward / 4])
+        rows.append([length, 4, 64, forward, backward])
     return rows
