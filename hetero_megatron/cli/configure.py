@@ -59,6 +59,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
         distributed=distributed,
         check_nan=not args["no_check_for_nan_in_loss_and_grad"],
         deterministic=args["deterministic_mode"],
+        logits_bytes=_logits_bytes(args),
         alignment=training.build_alignment(args),
         platform=args["platform"],
         compile=_compile(args),
@@ -106,3 +107,9 @@ def _seed(args: Arguments) -> int:
     if args["seed"] < 0:
         raise UserError("is negative", field="--seed", value=args["seed"], accepted="0 or more", where=WHERE)
     return int(args["seed"])
+
+
+def _logits_bytes(args: Arguments) -> int:
+    if args["max_logits_mib"] < 1:
+        raise flag_error("max_logits_mib", args["max_logits_mib"], "too small", "an integer >= 1")
+    return int(args["max_logits_mib"]) << 20

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from hetero_megatron.spec.model_spec import ModelSpec
 from hetero_megatron.spec.tensors import logical_tensors
 
+LOGITS_BYTES = 1 << 30  # more logits than this at once are never made, unless the user asks (--max-logits-mib)
+
 
 def visible_pairs(length: int, window: int | None = None) -> int:
     """(query, key) pairs of causal attention in a document of ``length`` tokens: n(n+1)/2 without a window."""
@@ -95,6 +97,10 @@ def layer_activation_bytes(
 
 
 def head_activation_bytes(spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0) -> int:
-    """Bytes that the head keeps: norm input, head input, and the probabilities in at least fp32."""
+    """Bytes that the head keeps: norm input, head input, and the probabilities in at least fp32.
+
+    Where these would be more than ``LOGITS_BYTES``, the runtime goes through the tokens in chunks and stays below.
+    """
     h = spec.hidden_size
-    return round(tokens * (itemsize * (h / tp + h) + max(itemsize, 4) * spec.vocab_size / tp))
+    logits = min(tokens * max(itemsize, 4) * spec.vocab_size / tp, LOGITS_BYTES)
+    return round(tokens * itemsize * (h / tp + h) + logits)

@@ -10,6 +10,7 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.data import DataConfig
 from hetero_megatron.plan import Plan
 from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.training.batch_size import BatchSize
 from hetero_megatron.training.loss_scale import LossScale
 from hetero_megatron.training.lr_schedule import LearningRate, WeightDecay
@@ -153,6 +154,7 @@ class RunConfig:
         deterministic: refuse operators that do not give the same bits every time.
         platform: name of the platform to run on; None: the one that is here.
         compile: backend of torch.compile; None: layers run as they are.
+        logits_bytes: where the logits of a micro-batch on a rank would be more, head and loss go through it in chunks.
         as_rank: with ``dry_run``: the rank of the plan to run alone, with fake tensors; None: only print the plan.
         load_hf: directory whose safetensors are the initial weights; None: drawn from ``seed``.
         save_hf: where the weights go at the end, as a Hugging Face directory in ``save_hf_dtype``; None: nowhere.
@@ -177,6 +179,7 @@ class RunConfig:
     distributed: DistributedConfig = DistributedConfig()
     check_nan: bool = True
     deterministic: bool = False
+    logits_bytes: int = LOGITS_BYTES
     alignment: AlignmentConfig = AlignmentConfig()
     platform: str | None = None
     compile: str | None = None

@@ -50,6 +50,7 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
         runtime = Runtime(
             config.plan, config.spec, comm, DTYPES[config.dtype], lambda _, box: torch.empty(box.shape),
             optimizer_factory(config.optimizer), kernels=shape_kernels(config, rank, DTYPES[config.dtype]),
+            logits_bytes=config.logits_bytes,
         )  # fmt: skip
         assert runtime.optimizer is not None
         parameters = _bytes(runtime.sync.params.values())

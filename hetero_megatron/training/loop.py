@@ -151,7 +151,7 @@ class Training:
             factory = kernel_optimizer(factory, config.optimizer, kernels)
         self.runtime = Runtime(
             config.plan, config.spec, comm, dtype, self._initialize, factory, kernels=kernels,
-            compile_backend=config.compile,
+            compile_backend=config.compile, logits_bytes=config.logits_bytes,
         )  # fmt: skip
         self.runtime.check_agreement(
             repr((config.seed, config.steps, config.learning_rate, config.dtype)), repr(config.spec)

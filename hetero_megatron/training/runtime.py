@@ -44,10 +44,9 @@ from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.plan.context_plan import stage_contexts
 from hetero_megatron.schedule import Action, generate, lower, validate
 from hetero_megatron.spec import LogicalTensor, ModelSpec, shares, stage_tensors, tensor_box
+from hetero_megatron.spec.flops import LOGITS_BYTES
 
 Fetch = Callable[[Sequence[int]], Batch]  # global sample indices -> batch on the CPU
-LOGITS_BYTES = 1 << 30
-
 Initialize = Callable[[LogicalTensor, Box], torch.Tensor]  # values of a box of a logical tensor
 
 

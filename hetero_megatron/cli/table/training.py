@@ -56,6 +56,12 @@ TRAINING = (
     notice("--manual-gc", "it changes neither results nor what must fit into memory"),
     notice("--manual-gc-interval", "it changes neither results nor what must fit into memory", nargs=1, type=int),
     notice("--empty-unused-memory-level", "it does not change results", nargs=1, type=int),
+    value(
+        "--max-logits-mib",
+        int,
+        1024,
+        "where a micro-batch's logits on a rank would be more MiB, head and loss go through its tokens in chunks",
+    ),
     switch("--deterministic-mode", "refuse operators that do not give the same bits every time"),
     notice("--use-cpu-initialization", "initial weights are always drawn on the CPU, whatever the plan"),
     refused("--data-parallel-random-init", "initial weights never depend on the plan"),
