@@ -58,5 +58,8 @@ class BinFile:
     def keys(self) -> Iterable[str]:
         return self._tensors.keys()
 
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
     def get_slice(self, name: str) -> BinSlice:
         return BinSlice(self._tensors[name])

@@ -124,7 +124,12 @@ class HFWeights:
         if math.prod(box.shape) == 0:
             return torch.empty(box.shape)
         source = self._source(tensor.name)
-        values: torch.Tensor = self._handle(self._file_of[source.name]).get_slice(source.name)[source.slices(box)]
+        handle, slices = self._handle(self._file_of[source.name]), source.slices(box)
+        values: torch.Tensor
+        if tuple(s.stop - s.start for s in slices) == self._shapes[source.name]:
+            values = handle.get_tensor(source.name)  # mapped, not copied
+        else:
+            values = handle.get_slice(source.name)[slices]
         return values.T if source.transpose else values
 
     def _refuse(self, problem: str, path: Path) -> UserError:

@@ -80,7 +80,11 @@ class Files:
         try:
             if file not in self._handles:
                 self._handles[file] = self._safe_open(path, framework="pt", device="cpu")
-            part: torch.Tensor = self._handles[file].get_slice(key)[slices]
+            whole = self._handles[file].get_slice(key)
+            if [s.stop - s.start for s in slices] == list(whole.get_shape()):
+                everything: torch.Tensor = self._handles[file].get_tensor(key)  # mapped, not copied
+                return everything
+            part: torch.Tensor = whole[slices]
             return part
         except (OSError, SafetensorError) as error:
             raise Damaged(path, f"cannot be read: {error}") from error
