@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.testbed_job import renumber
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.comm import start_comm, stop_comm
 from hetero_megatron.data.batch import Batch
@@ -20,6 +19,7 @@ from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.buckets import make_buckets, plan_groups
+from hetero_megatron.planner.place import renumbered
 from hetero_megatron.platform import detect_platform
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.training.loop import position
@@ -38,7 +38,7 @@ def main() -> None:
     head = {"version": 1, "seq_length": work["seq_length"], "global_batch_size": work["micro_batches"]}
     alone = plan_from_dict({**head, "schedule": "1f1b", "pipelines": [pipeline]}, spec)
     for rank in everyone:  # groups are made by all ranks; each trains its own plan of one rank
-        plan = renumber(alone, [rank])
+        plan = renumbered(alone, {0: rank})
         comm.create_groups(plan_groups(plan, make_buckets(plan, spec)))
 
     def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
@@ -48,8 +48,10 @@ def main() -> None:
         tokens = torch.zeros(len(indices), work["seq_length"], dtype=torch.int64)
         return Batch(tokens, tokens, torch.arange(work["seq_length"]).expand(tokens.shape))
 
-    build = torch.optim.SGD
-    runtime = Runtime(renumber(alone, [comm.rank]), spec, comm, torch.float32, initialize, lambda g: build(g, lr=0.0))
+    def build(groups: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=0.0)
+
+    runtime = Runtime(renumbered(alone, {0: comm.rank}), spec, comm, torch.float32, initialize, build)
     runtime.train_step(fetch, 0, work["micro_batches"], lr=0.0)
     comm.emulation.started()
     rows = []

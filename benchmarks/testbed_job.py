@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,9 +23,10 @@ from hetero_megatron.data.batch import Batch
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
-from hetero_megatron.plan import Plan, Stage, Unit, plan_from_dict
+from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.plan.dump import to_dict
+from hetero_megatron.planner.place import renumbered
 from hetero_megatron.planner.predict import predict
 from hetero_megatron.planner.search import SearchOptions, few_uniform, judge, make_evaluator, search
 from hetero_megatron.planner.whatif import without
@@ -91,7 +91,7 @@ def choose(cluster: Cluster, spec: ModelSpec, seq_length: int, batch: int) -> li
     options = SearchOptions(dtype=DTYPE, time_limit=15.0)
     plans: list[tuple[str, str, Plan]] = []
     best = search(spec, cluster, seq_length, batch, options)
-    plans.append(("planner", "planner", renumber(best.best.plan, used(cluster, best.best.idle))))
+    plans.append(("planner", "planner", best.best.plan))
     evaluator = make_evaluator(spec, cluster, seq_length, options)
     uniform = []
     for shape, candidate in few_uniform(evaluator, spec, batch, 12):
@@ -106,8 +106,7 @@ def choose(cluster: Cluster, spec: ModelSpec, seq_length: int, batch: int) -> li
             alone = search(spec, part, seq_length, batch, options)
         except UserError:  # too little memory alone
             continue
-        kept = [ranks[i] for i in used(part, alone.best.idle)]
-        plans.append((f"{chip} alone", "alone", renumber(alone.best.plan, kept)))
+        plans.append((f"{chip} alone", "alone", renumbered(alone.best.plan, dict(enumerate(ranks)))))
     for name, data in others(cluster, spec, seq_length, batch):
         try:
             plan = plan_from_dict(data, spec, cluster)
@@ -117,26 +116,6 @@ def choose(cluster: Cluster, spec: ModelSpec, seq_length: int, batch: int) -> li
             continue
         plans.append((name, "other", plan))
     return [(name, kind, to_dict(plan)) for name, kind, plan in plans]
-
-
-def used(cluster: Cluster, idle: Sequence[int]) -> list[int]:
-    return [r for r in range(cluster.world_size) if r not in set(idle)]
-
-
-def renumber(plan: Plan, ranks: Sequence[int]) -> Plan:
-    """The plan with rank i at ``ranks[i]`` (of a plan whose ranks have no gaps)."""
-    if plan.ranks[-1] >= len(plan.ranks):
-        return plan
-
-    def unit(u: Unit) -> Unit:
-        return replace(u, ranks=tuple(ranks[r] for r in u.ranks))
-
-    def stage(s: Stage) -> Stage:
-        return replace(s, units=tuple(map(unit, s.units)))
-
-    return replace(
-        plan, pipelines=tuple(replace(p, stages=tuple(map(stage, p.stages))) for p in plan.pipelines), _cache={}
-    )
 
 
 def others(cluster: Cluster, spec: ModelSpec, seq_length: int, batch: int) -> list[tuple[str, dict[str, Any]]]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.cluster.document import from_data, parse_document
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import (
@@ -23,6 +24,7 @@ from hetero_megatron.plan import (
     format_plan,
     from_flagscale,
     from_megatron,
+    idle_ranks,
     load_plan,
     locate,
     micro_batch_sizes,
@@ -447,3 +449,18 @@ def test_plans_load_without_torch() -> None:
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+def test_chips_of_a_cluster_may_be_idle_and_leave_gaps() -> None:
+    spec = load_model("tiny")
+    cluster = cluster_from_dict(
+        {"nodes": [{"name": "n", "count": 4, "chip": "c"}], "chips": {"c": {"memory": "1 GiB"}},
+         "links": {"inter_node": {"bandwidth": "1 GB/s"}}}
+    )  # fmt: skip
+    stages = [{"ranks": [0], "layers": [0, 3]}, {"ranks": [2], "layers": [3, 6]}]
+    data = {"version": 1, "seq_length": 64, "global_batch_size": 2, "schedule": "1f1b",
+            "pipelines": [{"micro_batch_size": 1, "num_micro_batches": 2, "stages": stages}]}  # fmt: skip
+    plan = plan_from_dict(data, spec, cluster)
+    assert plan.ranks == (0, 2) and idle_ranks(plan, cluster) == (1, 3)
+    with pytest.raises(UserError, match="rank 1 is not used"):
+        plan_from_dict(data, spec)

@@ -73,7 +73,7 @@ def _parser() -> ArgumentParser:
     add("--global-batch-size", required=True, type=int, metavar="B", help="sequences per optimizer step")
     add("--context-only", action="store_true",
         help="only divide the tokens and heads of one stage on all chips: plan --context-only --help")  # fmt: skip
-    add("--out", metavar="FILE", help="write the plan file (and FILE.cluster.yaml where idle chips leave gaps)")
+    add("--out", metavar="FILE", help="write the plan file (and FILE.cluster.yaml where it is for another cluster)")
     add("--html", metavar="FILE", help="write the report and the predicted timeline as a page")
     add("--json", action="store_true", help="print one JSON object instead")
     add("--quiet", action="store_true", help="no progress on standard error")
@@ -134,7 +134,7 @@ def _write(args: Namespace, result: Result, cluster: Cluster, summary: Summary) 
             name = f"{args.out}.cluster.yaml"
             _file(name, "--out", yaml.safe_dump(document(best.cluster), sort_keys=False))
             if not args.json:
-                print(f"the plan's ranks count in {name}: the cluster without idle chips", file=sys.stderr)
+                print(f"the plan's ranks count in {name}", file=sys.stderr)
     if args.html:
         page = html_page(best.prediction, summary.model)
         report = format_summary(summary).replace("&", "&amp;").replace("<", "&lt;")

@@ -88,7 +88,7 @@ def _from_file(
     for key, mine in (("seq_length", plan.seq_length), ("global_batch_size", plan.global_batch_size)):
         if key in args.given and args[key] != mine:
             raise flag_error(key, args[key], f"the plan file says {mine}", f"{mine}, or leave the flag out")
-    _ranks(args, environment, plan.world_size)
+    _ranks(args, environment, plan.ranks[-1] + 1)
     return plan
 
 
@@ -110,11 +110,7 @@ def _searched(
     sizes = (args["micro_batch_size"],) if "micro_batch_size" in args.given else None
     options = SearchOptions(dtype=dtype or "fp32", space=Space(micro_batch_sizes=sizes))
     found = search(spec, cluster, args["seq_length"], args["global_batch_size"], options).best
-    if found.cluster is not cluster:
-        problem = f"the best plan leaves {len(found.idle)} chips idle that are not the last ones"
-        remedy = "`hetero-megatron plan --out FILE`, then start only the chips of FILE.cluster.yaml with --plan FILE"
-        raise flag_error("auto_plan", True, problem, remedy)
-    _ranks(args, environment, found.plan.world_size)
+    _ranks(args, environment, found.plan.ranks[-1] + 1)
     args.notices.append(
         f"plan {found.plan.fingerprint()} searched: {found.step_seconds:.4g} s per step predicted, "
         f"{found.prediction.tokens_per_second:,.0f} tokens/s"

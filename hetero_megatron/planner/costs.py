@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 from hetero_megatron.cluster import Cluster, Link
 from hetero_megatron.errors import UserError
+from hetero_megatron.plan.buckets import BUCKET_BYTES, IN_FLIGHT
 from hetero_megatron.planner.memory import (
     ITEM_BYTES,
     MemoryBytes,
     activation_bytes,
     equal_shares,
     held_elements,
+    largest_elements,
     state_bytes,
 )
 from hetero_megatron.planner.operators import Operators
@@ -282,9 +284,13 @@ class CostModel:
         )
         held = max(self._held(stage).values())
         owned = self.owned_elements(stage, replicas)
-        weights, gradients, optimizer, buffers = state_bytes(
-            held, owned, stage.dp * replicas, self.item, self.options.moments
-        )
+        group = stage.dp * replicas
+        weights, gradients, optimizer, _ = state_bytes(held, owned, group, self.item, self.options.moments)
+        # Only so many buckets travel at once, each of about BUCKET_BYTES or of one tensor that is larger.
+        kinds = equal_shares(self.model, stage.tp)
+        largest = max(largest_elements(self.model, stage.embed, stage.head, share) for share in kinds)
+        moving = min(held, IN_FLIGHT * max(BUCKET_BYTES // 4, largest))
+        buffers = state_bytes(moving, moving / group, group, self.item)[3]
         return MemoryBytes(
             weights, gradients, 0 if stage.offload else optimizer, activations, buffers, self.overhead(stage.chip)
         )

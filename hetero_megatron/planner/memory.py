@@ -94,6 +94,12 @@ def _elements(spec: ModelSpec, what: str, share: Share) -> int:
     return sum(tensor_box(t, share).size for t in stage_tensors(spec, layers, "embed" in what, "head" in what))
 
 
+@lru_cache(maxsize=4096)
+def largest_elements(spec: ModelSpec, embed: bool, head: bool, share: Share) -> int:
+    """Elements of the largest tensor (part) that a rank with a decoder layer holds."""
+    return max(tensor_box(t, share).size for t in stage_tensors(spec, (0,), embed, head))
+
+
 @lru_cache(maxsize=1024)
 def equal_shares(spec: ModelSpec, tp: int) -> tuple[Share, ...]:
     """The distinct shares of an equal split over ``tp`` ranks."""

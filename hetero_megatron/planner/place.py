@@ -4,8 +4,7 @@ Tensor-parallel groups lie inside one node wherever they fit (largest first). ``
 first stages, then all second ones (replicas of a stage share nodes, stages lie in different ones, as Megatron does);
 ``order="pipeline"`` places one pipeline after the other.
 
-A plan's ranks have no gaps. Where idle chips would leave gaps, the plan is for the cluster without them:
-:func:`shrink` gives that cluster.
+A plan's ranks are those of the cluster; chips that no stage has are idle.
 """
 
 from __future__ import annotations
@@ -91,27 +90,35 @@ def place(candidate: Candidate, pool: Pool) -> Placed | None:
     return Placed(candidate, pipelines, tuple(sorted(idle)))
 
 
-def to_plan(placed: Placed, cluster: Cluster, seq_length: int, num_heads: int) -> tuple[Plan, Cluster]:
-    """The canonical plan, and the cluster that its ranks count in (``cluster`` without idle chips that leave gaps)."""
-    used = sorted(r for _, _, stages in placed.pipelines for units in stages for unit in units for r in unit)
-    number = {rank: i for i, rank in enumerate(used)}
-    smaller = cluster if used == list(range(len(used))) else shrink(cluster, used)
+def to_plan(placed: Placed, cluster: Cluster, seq_length: int, num_heads: int) -> Plan:
+    """The canonical plan."""
     pipelines = []
     for shape, count, stages in placed.pipelines:
         start, built = 0, []
         for s, (stage, units) in enumerate(zip(shape.stages, stages, strict=True)):
             layers = ((start, start + stage.layers),) if stage.layers else ()
             start += stage.layers
-            built.append(_stage(stage, units, number, shape, layers, s, seq_length, num_heads, smaller))
+            built.append(_stage(stage, units, shape, layers, s, seq_length, num_heads, cluster))
         pipelines.append(Pipeline(shape.micro_batch_size, count, tuple(built)))
     batch = sum(p.batch_size for p in pipelines)
-    return Plan(seq_length, batch, placed.candidate.schedule, tuple(pipelines)), smaller
+    return Plan(seq_length, batch, placed.candidate.schedule, tuple(pipelines))
+
+
+def renumbered(plan: Plan, number: Mapping[int, int]) -> Plan:
+    """The plan with ``number[rank]`` in place of each of its ranks."""
+    pipelines = []
+    for pipeline in plan.pipelines:
+        stages = []
+        for stage in pipeline.stages:
+            units = tuple(replace(u, ranks=tuple(number[r] for r in u.ranks)) for u in stage.units)
+            stages.append(replace(stage, units=units))
+        pipelines.append(replace(pipeline, stages=tuple(stages)))
+    return Plan(plan.seq_length, plan.global_batch_size, plan.schedule, tuple(pipelines))
 
 
 def _stage(
     stage: StageShape,
     units: Units,
-    number: Mapping[int, int],
     shape: PipelineShape,
     layers: tuple[Interval, ...],
     index: int,
@@ -122,7 +129,7 @@ def _stage(
     rows = shape.micro_batch_size // stage.dp
     made = tuple(
         Unit(
-            tuple(number[r] for r in ranks),
+            ranks,
             (1,) * stage.tp,
             (d * rows, (d + 1) * rows),
             ((0, seq_length),),

@@ -15,7 +15,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, validate
 from hetero_megatron.planner.build import Builder, Skeleton
 from hetero_megatron.planner.evaluate import Evaluator
-from hetero_megatron.planner.place import place, to_plan
+from hetero_megatron.planner.place import place, renumbered, shrink, to_plan
 from hetero_megatron.planner.pool import Group, Pool
 from hetero_megatron.planner.search import Result, SearchOptions, search
 from hetero_megatron.planner.shape import Candidate, StageShape
@@ -86,7 +86,8 @@ class Planner:
             )  # fmt: skip
         placed = place(best[1], smaller)
         assert placed is not None, "it was evaluated on these chips"
-        plan, own = to_plan(placed, self.cluster, self.seq_length, self.model.num_heads)
+        plan = to_plan(placed, self.cluster, self.seq_length, self.model.num_heads)
+        plan, own = renumbered(plan, {rank: i for i, rank in enumerate(keep)}), shrink(self.cluster, keep)
         validate(plan, self.model, own, dtype=self.options.dtype)
         return plan, own, best[0]
 

@@ -62,10 +62,10 @@ class Choice:
     """A plan that was judged."""
 
     plan: Plan
-    cluster: Cluster  # that the plan's ranks count in: without idle chips that would leave gaps
+    cluster: Cluster  # that the plan's ranks count in
     candidate: Candidate
     prediction: Prediction
-    idle: tuple[int, ...]  # ranks of the cluster that was given
+    idle: tuple[int, ...]  # ranks without work
 
     @property
     def step_seconds(self) -> float:
@@ -245,12 +245,10 @@ def concrete(
     placed = place(candidate, evaluator.pool)
     if placed is None:
         return None
-    plan, own = to_plan(placed, cluster, seq_length, model.num_heads)
-    validate(plan, model, own, dtype=options.dtype)
-    costs = evaluator.costs
-    if own is not cluster:
-        costs = CostModel(model, own, seq_length, options.dtype, options.costs)
-    return Choice(plan, own, candidate, predict(plan, model, own, options.dtype, costs), placed.idle)
+    plan = to_plan(placed, cluster, seq_length, model.num_heads)
+    validate(plan, model, cluster, dtype=options.dtype)
+    prediction = predict(plan, model, cluster, options.dtype, evaluator.costs)
+    return Choice(plan, cluster, candidate, prediction, placed.idle)
 
 
 def check_request(model: ModelSpec, seq_length: int, batch: int, options: SearchOptions) -> None:
