@@ -2,7 +2,7 @@
 
     python benchmarks/bench_testbed.py [--chips clock|soft] [--links namespaces|paced] [--only NAME …] [--out FILE]
 
-For each cluster, in one run: chips and links are calibrated; the planner's plan, the three best uniform plans (of all),
+For each cluster, in one run: chips and links are calibrated; the planner's plan, the two best uniform plans (of all),
 the best plan of each chip type alone, and two plans that nobody chose run for some steps. Prints predicted beside
 measured step times, and the planner's plan beside the uniform ones, the ceiling mean(speed) / min(speed), and the sum
 of the chip types alone (HETHUB's bound). Under ``clock`` errors are schedule + communication errors.
@@ -24,10 +24,10 @@ from benchmarks.common import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = {
-    "name": "bench", "naming": "llama", "num_layers": 12, "hidden_size": 128, "ffn_hidden_size": 352, "num_heads": 8,
+    "name": "bench", "naming": "llama", "num_layers": 8, "hidden_size": 128, "ffn_hidden_size": 352, "num_heads": 8,
     "num_kv_heads": 4, "head_dim": 16, "vocab_size": 257, "max_position_embeddings": 2048,
 }  # fmt: skip
-SEQ_LENGTH, BATCH = 128, 32
+SEQ_LENGTH, BATCH = 128, 24
 
 
 def cluster(groups: list[tuple[str, int, int, float, str]], inter: str = "50 MB/s", **pairs: str) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--chips", default="clock", choices=("clock", "soft", "quota"))
     parser.add_argument("--links", default="namespaces", choices=("namespaces", "paced", "none"))
     parser.add_argument("--only", nargs="*", default=list(CLUSTERS), choices=list(CLUSTERS))
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--out", help="write everything as JSON")
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()

@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def choose(cluster: Cluster, spec: ModelSpec, seq_length: int, batch: int) -> list[tuple[str, str, dict[str, Any]]]:
-    """(name, kind, plan): the planner's, the best few uniform ones, the best on each chip type alone, and plans that
+    """(name, kind, plan): the planner's, the two best uniform ones, the best on each chip type alone, and plans that
     the planner would not choose."""
     options = SearchOptions(dtype=DTYPE, time_limit=15.0)
     plans: list[tuple[str, str, Plan]] = []
@@ -98,7 +98,7 @@ def choose(cluster: Cluster, spec: ModelSpec, seq_length: int, batch: int) -> li
         choices = judge([(0.0, 0, candidate)], cluster, spec, seq_length, options, evaluator)
         uniform += [(shape, choice) for choice in choices]
     uniform.sort(key=lambda item: item[1].step_seconds)
-    plans += [(f"uniform: {u.text()}", "uniform", c.plan) for u, c in uniform[:3]]  # type: ignore[attr-defined]
+    plans += [(f"uniform: {u.text()}", "uniform", c.plan) for u, c in uniform[:2]]  # type: ignore[attr-defined]
     for chip in cluster.chips:
         ranks = [r.rank for r in cluster.ranks if r.chip == chip]
         part = without(cluster, [g.name for g in cluster.nodes if g.chip != chip])
