@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Layout
 from hetero_megatron.layout.layout import overlapping_pairs
 from hetero_megatron.planner.rates import LinkRates, Rates
@@ -19,22 +21,30 @@ LinkKind = tuple[str, str, bool]  # node group of the sender, of the receiver, w
 
 @dataclass(frozen=True)
 class Exchange:
-    """Messages under way together: how long they occupy each port, how long the slowest takes to arrive after that."""
+    """Messages under way together: how long they occupy each port, how long the slowest takes to arrive after that, and
+    how long the most loaded single link needs."""
 
     ports: Mapping[Port, float]
     latency: float
+    link: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """Until the ports are free again."""
-        return max(self.ports.values(), default=0.0)
+        """Until everything was sent."""
+        return max(self.link, *self.ports.values(), 0.0)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Messages that start together, added up by port and kind of link: all that their price depends on but rates."""
+    """Messages that start together: all that their price depends on but rates.
+
+    Attributes:
+        bytes_by: added up by port and kind of link.
+        longest: the most between one sender and one receiver (chips inside a node, else nodes), by kind of link.
+    """
 
     bytes_by: Mapping[tuple[Port, LinkKind], float]
+    longest: Mapping[LinkKind, float]
 
 
 class Network:
@@ -42,10 +52,12 @@ class Network:
 
     def __init__(self, rates: Rates) -> None:
         self.rates, self.ranks = rates, rates.cluster.ranks
+        self._fastest: dict[tuple[str, bool], float] = {}
 
     def traffic(self, flows: Iterable[Flow]) -> Traffic:
         """Those to itself cost nothing."""
         total: dict[tuple[Port, LinkKind], float] = defaultdict(float)
+        between: dict[tuple[int | str, int | str, LinkKind], float] = defaultdict(float)
         for src, dst, size in flows:
             if src == dst:
                 continue
@@ -54,12 +66,17 @@ class Network:
             kind = (a.group, b.group, same)
             total[("out", src if same else a.node), kind] += size
             total[("in", dst if same else b.node), kind] += size
-        return Traffic(dict(total))
+            between[src if same else a.node, dst if same else b.node, kind] += size
+        longest: dict[LinkKind, float] = defaultdict(float)
+        for (_, _, kind), size in between.items():
+            longest[kind] = max(longest[kind], size)
+        return Traffic(dict(total), dict(longest))
 
     def price(
         self, traffic: Traffic, item: float = 1.0, sharing: Mapping[str, int] | None = None, collective: bool = False
     ) -> Exchange:
-        """What messages cost.
+        """What messages cost: a port passes everything at the rate of its fastest link, and what one sender has for one
+        receiver takes at least as long as their own link needs.
 
         Args:
             item: bytes per unit in which the traffic was counted.
@@ -73,8 +90,27 @@ class Network:
             alpha, beta = (link.all_to_all if collective else None) or (link.alpha, link.beta)
             latency = max(latency, alpha)
             others = sharing.get(port[1], 1) if sharing and isinstance(port[1], str) else 1
-            ports[port] += size * item * beta * others
-        return Exchange(dict(ports), latency)
+            at = kind[0] if port[0] == "out" else kind[1]
+            ports[port] += size * item * min(beta, self.fastest(at, kind[2])) * others
+        slowest = 0.0
+        for kind, size in traffic.longest.items():
+            link = self.rates.between(*kind)
+            beta = link.all_to_all[1] if collective and link.all_to_all else link.beta
+            slowest = max(slowest, size * item * beta)
+        return Exchange(dict(ports), latency, slowest)
+
+    def fastest(self, group: str, same_node: bool) -> float:
+        """Seconds per byte of the fastest link that chips (or nodes) of a group have."""
+        key = (group, same_node)
+        if key not in self._fastest:
+            known = []
+            for node in self.rates.cluster.nodes:
+                if (same_node and node.name != group) or (not same_node and node.name == group and node.count == 1):
+                    continue
+                with contextlib.suppress(UserError):  # a link that nothing is known about is no candidate
+                    known.append(self.rates.between(group, node.name, same_node).beta)
+            self._fastest[key] = min(known)
+        return self._fastest[key]
 
     def exchange(
         self, flows: Iterable[Flow], sharing: Mapping[str, int] | None = None, collective: bool = False

@@ -102,7 +102,7 @@ class Synchronisation:
             found = self.network.price(traffic, item, collective=True)
             if bucket.ranks not in self._posting:
                 self._posting[bucket.ranks] = self.network.posting(bucket.ranks)
-            self._prices[key] = Exchange(found.ports, found.latency + self._posting[bucket.ranks])
+            self._prices[key] = Exchange(found.ports, found.latency + self._posting[bucket.ranks], found.link)
         return self._prices[key]
 
     def ready_at(self, bucket: Bucket, begin: Mapping[int, float], parts: Mapping[int, UnitSeconds]) -> float:
