@@ -16,14 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.cluster.rates_section import merge_rates, write_rates
 from hetero_megatron.errors import UserError
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):  # type: ignore[no-untyped-def]
-        raise UserError(message, field="calibrate", accepted="hetero-megatron calibrate --help")
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -37,7 +33,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = _Parser(prog="hetero-megatron calibrate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p = ArgumentParser("calibrate", __doc__ or "")
+    p.formatter_class = argparse.RawTextHelpFormatter
     p.add_argument("--cluster", help="cluster file (default: the testbed's)")
     p.add_argument("--model", help="preset, config.json or directory: whose layers to time")
     p.add_argument("--seq-length", type=int, default=0, help="tokens per sequence (default: the model's, at most 512)")

@@ -3,7 +3,7 @@ would take.
 
 A *segment* is what a rank computes between two communication calls. ``Comm`` tells its clock when a segment ends and
 when the next one begins, so time blocked in communication is never credited, and a collective inside a layer is never
-hidden in a sleep. Without a testbed the clock is :class:`RealClock`, which does nothing.
+hidden in a sleep. Without a testbed the clock is :class:`RealClock`, which only reads the time.
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops.bind import bind
 from hetero_megatron.ops.gemm import WeightGradients, bind_gemm
@@ -178,7 +176,3 @@ def _first(registry: Registry, signature: Signature, field: str) -> Choice:
 
 def _rank(kernel: Kernel) -> tuple[int, int]:
     return ORDER.index(kernel.kind), kernel.priority
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -8,7 +8,7 @@ placed on ranks and judged by ``predict``; the result is a canonical plan that v
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from hetero_megatron.cluster import Cluster
@@ -269,13 +269,3 @@ def check_request(model: ModelSpec, seq_length: int, batch: int, options: Search
             f"cannot be divided into micro-batches of {size} sequences", field="--global-batch-size", value=batch,
             accepted=f"{near}, or --micro-batch-size 1",
         )  # fmt: skip
-
-
-def restricted_pools(evaluator: Evaluator) -> Iterator[tuple[str, Evaluator]]:
-    """(chip type, evaluator over the groups of that type only)."""
-    names = dict.fromkeys(group.chip for group in evaluator.pool.groups)
-    for name in names:
-        groups = [g for g, group in enumerate(evaluator.pool.groups) if group.chip == name]
-        pool = evaluator.pool.restricted(groups)
-        tables = Tables(evaluator.costs, pool, evaluator.tables.layers, evaluator.tables.depth)
-        yield name, Evaluator(tables, pool)
