@@ -200,7 +200,8 @@ def measure(rounds: int, layers: int, directory: str) -> None:
         f"stall of an asynchronous save: {1e3 * ours['stall']:.1f} ms, {ours['stall'] / ours['step']:.2%} of a step of "
         f"{1e3 * ours['step']:.0f} ms (CPU time of the training thread: {1e3 * ours['stall cpu']:.1f} ms, "
         f"{ours['stall cpu'] / ours['step cpu']:.2%}); a step beside the copy and the writing takes "
-        f"{ours['with save'] / ours['step']:.2f} of one alone ({ours['with save cpu'] / ours['step cpu']:.2f} by CPU time)"
+        f"{ours['with save'] / ours['step']:.2f} of one alone "
+        f"({ours['with save cpu'] / ours['step cpu']:.2f} by CPU time)"
     )
     one = {s: [__file__, "--side", s, *more] for s in ("transformers", "import")}
     alternate(one, 1, rank_env())  # makes the directory, and warms the page cache
