@@ -108,7 +108,7 @@ class ForkedJob:
             self.returncode = self.returncode or 0
         elif any(codes):  # one has failed
             if self._deadline == float("inf"):
-                self._deadline = time.monotonic() + 60
+                self._deadline = time.monotonic() + 120
                 for process in self._ranks if self._asks else ():
                     process.terminate()
             if all(code is not None for code in codes) or time.monotonic() > self._deadline:
@@ -205,7 +205,7 @@ def kill_run(directory: Path, seed: int, under_torchrun: bool = False) -> Killed
         rank = rng.randrange(4)
         with suppress(ProcessLookupError, IndexError):  # the job is over, or its ranks are just being started
             os.kill(workers[rank], signal.SIGKILL)
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 900
         while job.poll() is None and time.monotonic() < deadline:
             seen |= set(job.workers())
             time.sleep(0.1)
@@ -223,7 +223,7 @@ def kill_run(directory: Path, seed: int, under_torchrun: bool = False) -> Killed
 
 def _wait_for(moment: str, run: Path, rng: random.Random, job: TorchrunJob | ForkedJob) -> None:
     """Until the job starts, has made some steps, or is writing a checkpoint."""
-    deadline, steps = time.monotonic() + 120, rng.randint(1, STEPS - 4)
+    deadline, steps = time.monotonic() + 600, rng.randint(1, STEPS - 4)
     while time.monotonic() < deadline and job.poll() is None:
         metrics = run / "metrics.jsonl"
         done = metrics.read_text().count("\n") if metrics.exists() else 0

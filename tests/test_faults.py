@@ -21,7 +21,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     path = tmp_path_factory.mktemp("undisturbed")
     job = ForkedJob(path, 0)
     try:
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 900
         while job.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
         assert job.returncode == 0, job.output()

@@ -243,13 +243,13 @@ class _Step:
         found = estimate_memory(self.plan, costs.model, costs.dtype, costs.options.moments, self.sync.all_buckets)
         memory = {}
         for rank, needs in found.items():
-            optimizer = 0 if self._offloads(rank) else needs.optimizer
-            if not costs.options.sharded:
+            optimizer = needs.optimizer
+            if not costs.options.sharded and not needs.host:
                 held = self.sync.structure.held[rank]
                 optimizer = state_bytes(held, held, 1, costs.item, costs.options.moments)[2]
             overhead = costs.overhead(self.chips[rank])
             memory[rank] = MemoryBytes(
-                needs.weights, needs.gradients, optimizer, needs.activations, needs.buffers, overhead
+                needs.weights, needs.gradients, optimizer, needs.activations, needs.buffers, overhead, needs.host
             )
         return memory, {r: costs.memory_limit(self.chips[r]) for r in self.plan.ranks}
 
