@@ -16,7 +16,7 @@ from hetero_megatron.comm.emulation import Emulation
 from hetero_megatron.comm.pacing import Pacer
 from tests.pool import shared_pool
 
-CHIP = NominalChip(gemm_flops=1e9, attention_flops=1e8, bytes_per_second=1e8, operator_seconds=1e-5, segment_seconds=0.0)
+CHIP = NominalChip(1e9, 1e8, 1e8, operator_seconds=1e-5, segment_seconds=0.0)
 
 
 def count(function) -> float:  # type: ignore[no-untyped-def]
