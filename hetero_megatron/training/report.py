@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.comm.clock import OVERRUN_LIMIT
+from hetero_megatron.comm.clock import verdict
 from hetero_megatron.platform import Platform
 from hetero_megatron.spec.flops import sequence_flops
 from hetero_megatron.training.config import RunConfig
@@ -167,7 +167,4 @@ class Reporter:
         every = self.runtime.world.gather_vectors(row)
         overrun, late = every.max(0).values.tolist()
         worst = self.config.plan.ranks[int(every[:, 0].argmax())]
-        text = f"testbed: woken late by up to {late:.2%} of a rank's compute"
-        if overrun > OVERRUN_LIMIT:
-            text += f"; INVALID: rank {worst} took {overrun:.1%} more CPU time than its emulated chip; lower its speed"
-        return text
+        return verdict(overrun, late, f"rank {worst}")

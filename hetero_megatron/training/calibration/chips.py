@@ -71,7 +71,7 @@ def _fetch(run: Run):  # type: ignore[no-untyped-def]
 
 
 def optimizer_seconds(comm: Comm, dtype: torch.dtype, build: OptimizerFactory) -> list[tuple[int, float]]:
-    """(elements, seconds) of norm, scaling and update of so many owned elements, each the median of 5."""
+    """(elements, seconds) of norm, scaling and update of so many owned elements, each the median of 8."""
     wide = torch.promote_types(dtype, torch.float32)
     rows = []
     for elements in OPTIMIZER_ELEMENTS:
@@ -79,7 +79,7 @@ def optimizer_seconds(comm: Comm, dtype: torch.dtype, build: OptimizerFactory) -
         masters = [torch.zeros(elements // 16, dtype=wide, device=comm.device) for _ in range(16)]
         optimizer = build([{"params": masters, "decay": True}])
         seconds = []
-        for _ in range(6):
+        for _ in range(9):
             grads = [torch.ones_like(m) for m in masters]
             before = comm.clock.computed
             with comm.clock.counting():
@@ -96,12 +96,12 @@ def optimizer_seconds(comm: Comm, dtype: torch.dtype, build: OptimizerFactory) -
 def attention_seconds(
     comm: Comm, dtype: torch.dtype, spec: ModelSpec, lengths: Sequence[int]
 ) -> list[tuple[int, int, int, float, float]]:
-    """(length, heads, head_dim, forward, backward) of causal attention over one sequence, each the median of 3."""
+    """(length, heads, head_dim, forward, backward) of causal attention over one sequence, each the median of 5."""
     rows = []
     heads, kv = spec.num_heads, spec.num_kv_heads
     for length in lengths:
         times: list[list[float]] = [[], []]
-        for _ in range(4):
+        for _ in range(6):
             q, k, v = (
                 torch.randn(1, length, n, spec.head_dim, dtype=dtype, device=comm.device, requires_grad=True)
                 for n in (heads, kv, kv)

@@ -11,7 +11,7 @@ import torch
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import Comm
-from hetero_megatron.comm.clock import OVERRUN_LIMIT
+from hetero_megatron.comm.clock import verdict
 from hetero_megatron.parallel.optimizer import OptimizerFactory
 from hetero_megatron.planner.rates import model_fingerprint
 from hetero_megatron.spec import ModelSpec
@@ -200,7 +200,5 @@ def format_calibration(found: Calibration) -> str:
     for ranks, slower in found.slow.items():
         lines.append(f"straggler: ranks {', '.join(map(str, ranks))} {slower:.2f} times slower than their chip type")
     if found.clock:
-        lines.append(f"testbed: woken late by up to {found.clock['late']:.2%} of a rank's compute")
-        if found.clock["overrun"] > OVERRUN_LIMIT:
-            lines.append(f"INVALID: a rank took {found.clock['overrun']:.1%} more CPU time than its emulated chip")
+        lines.append(verdict(found.clock["overrun"], found.clock["late"]))
     return "\n".join(lines)
