@@ -16,7 +16,7 @@ from hetero_megatron.cluster import Cluster, Link
 from hetero_megatron.planner.costs import CostModel, CostOptions, StageChoice
 from hetero_megatron.planner.evaluate import Evaluator, Score
 from hetero_megatron.planner.memory import MemoryBytes
-from hetero_megatron.planner.pool import Pool, make_pool
+from hetero_megatron.planner.pool import make_pool
 from hetero_megatron.planner.rates import ChipRates, LayerRow, LinkRates, Rates, model_fingerprint
 from hetero_megatron.planner.shape import Candidate, PipelineShape, in_flight
 from hetero_megatron.planner.space import Space
@@ -160,9 +160,8 @@ class SailorEvaluator(Evaluator):
             ids.append(self.costs.model.num_layers + 1)
         key = tuple((s.group, s.tp, n) for s, n in rows) + tuple(ids)
         if key not in self._sync:
-            replicas = [
-                Replica(GPUS[self.pool.groups[s.group].chip], s.tp, self.costs.judge.zone) for s, n in rows for _ in range(n)
-            ]
+            zone = self.costs.judge.zone
+            replicas = [Replica(GPUS[self.pool.groups[s.group].chip], s.tp, zone) for s, n in rows for _ in range(n)]
             self._sync[key] = self.costs.judge.sync(replicas, ids)
         return self._sync[key]
 

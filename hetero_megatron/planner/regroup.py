@@ -1,8 +1,8 @@
 """Other tensor-parallel degrees inside the pipelines of a good plan.
 
-The program of :mod:`search_large` gives all stages of a node group one degree. Here a run of stages of one group is cut
-up anew, in every way: 2 + 2 + 2 chips may become 4 + 2 or 2 + 4. Layers and shares are solved exactly again; what cannot
-be faster even with all chips busy all the time is left out.
+The program of :mod:`search_large` gives all stages of a node group one degree. Here a run of stages of one group is
+cut up anew, in every way: 2 + 2 + 2 chips may become 4 + 2 or 2 + 4. Layers and shares are solved exactly again; what
+cannot be faster even with all chips busy all the time is left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hetero_megatron.planner.shape import Candidate, StageShape
 from hetero_megatron.planner.space import Space, batch_sizes, tp_degrees
 from hetero_megatron.planner.tables import Kind
 
-MOST_CHIPS = 16  # of one run of stages
+MOST_CHIPS = 8  # of one run of stages
 ORDERED = 6  # chips up to which all orders of degrees are tried; above, falling and rising ones
 MOST_WAYS = 4000  # for a whole pipeline
 Improve = Callable[[Candidate, float], bool]
@@ -45,7 +45,7 @@ def _promising(
     shapes = {tuple((s.group, s.tp, s.dp) for s in part.shape.stages) for part in candidate.parts}
     if len(shapes) > 1 or any(dp > 1 for _, _, dp in next(iter(shapes))):
         return
-    (old,) = shapes
+    old = next(iter(shapes))
     pool, copies = builder.evaluator.pool, candidate.pipelines
     runs = []
     for group, stages in itertools.groupby(old, key=lambda s: s[0]):
@@ -67,8 +67,8 @@ def _promising(
             if bound < seconds and (size != candidate.parts[0].shape.micro_batch_size or made != _plain(old)):
                 found.append((bound, size, made))
     for bound, size, made in sorted(found):
-        stages = tuple(StageShape(group, tp, 1) for group, tp in made)
-        yield Skeleton(stages, size, copies), bound
+        cut = tuple(StageShape(group, tp, 1) for group, tp in made)
+        yield Skeleton(cut, size, copies), bound
 
 
 def _plain(stages: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int], ...]:
