@@ -1,6 +1,7 @@
 """Our planner on Sailor's published clusters, judged by rules like its simulator's.
 
-``python benchmarks/bench_sailor.py``: OPT-350M, global batch 1024, sequences of 2048, fp32; Sailor's profiles, memory rule, network table and constraints. Our
+``python benchmarks/bench_sailor.py``: OPT-350M, global batch 1024, sequences of 2048, fp32; Sailor's profiles, memory
+rule, network table and constraints. Our
 search runs on those rules (``sailor_rules.py``), the plan is exported in Sailor's format, read back as JSON, and scored
 by an independent judge (``sailor_judge.py``), which is first checked against published and measured numbers.
 """
