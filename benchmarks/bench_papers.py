@@ -103,8 +103,8 @@ def times(value: float | None) -> str:
 
 
 HEAD = (
-    "case", "step s: theirs", "ours", "tokens/s", "over uniform: theirs", "ours", "over the sum of the types alone: theirs",
-    "ours", "MFU: theirs", "ours", "of the bound", "search, CPU s",
+    "case", "step s: theirs", "ours", "tokens/s", "over uniform: theirs", "ours",
+    "over the sum of the types alone: theirs", "ours", "MFU: theirs", "ours", "of the bound", "search, CPU s",
 )  # fmt: skip
 
 

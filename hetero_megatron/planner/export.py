@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from itertools import groupby
 
 from hetero_megatron.cluster import Cluster
@@ -48,13 +49,31 @@ def _one_shape(plan: Plan, kind: str, rounded: bool = False) -> None:
                 accepted="a plan of equal pipelines",
             )  # fmt: skip
         for s, stage in enumerate(pipeline.stages):
-            if len(stage.layers) > 1 or len({u.tp for u in stage.units}) > 1:
-                raise UserError(f"{kind} cannot say this stage", field=f"pipelines[{p}].stages[{s}]")
+            for what in _unsayable(stage, plan.seq_length):
+                raise UserError(f"{kind} cannot say {what}", field=f"pipelines[{p}].stages[{s}]")
+
+
+def _unsayable(stage: Stage, seq_length: int) -> Iterator[str]:
+    """What a stage has that is in neither format."""
+    if len(stage.layers) > 1:
+        yield "several ranges of layers"
+    if len({u.tp for u in stage.units}) > 1:
+        yield "replicas with unlike tensor parallelism in one stage"
+    if any(len(set(u.tp_split)) > 1 for u in stage.units):
+        yield "uneven tensor-parallel shares"
+    if any(u.num_tokens != seq_length for u in stage.units):
+        yield "context groups"
+    if stage.optimizer.offload:
+        yield "an offloaded optimizer"
+    if stage.recompute.kind == "selective":
+        yield "selective recomputation of one stage"
 
 
 def flagscale(plan: Plan, cluster: Cluster) -> str:
     """Flags, one per line; meshes are runs of stages with one chip type and equal degrees."""
     _one_shape(plan, "FlagScale")
+    if plan.schedule != "1f1b":
+        raise UserError("FlagScale's meshes run one schedule", field="schedule", value=plan.schedule, accepted="1f1b")
     stages = plan.pipelines[0].stages
 
     def degrees(stage: Stage) -> tuple[str, int, int]:
@@ -99,6 +118,10 @@ def _runs(values: list[int], count: int) -> str:
 def sailor(plan: Plan, cluster: Cluster) -> str:
     """JSON of Sailor's plan dictionary; Sailor counts embedding and head as layers of their own."""
     _one_shape(plan, "Sailor", rounded=True)
+    if plan.schedule != "1f1b":
+        raise UserError("Sailor knows one schedule", field="schedule", value=plan.schedule, accepted="1f1b")
+    if any(s.recompute.kind != "none" for p in plan.pipelines for s in p.stages):
+        raise UserError("Sailor knows no recomputation", field="recompute", accepted="none (plan --recompute none)")
     first = plan.pipelines[0].stages
     layers, groups = [], []
     start = 0
