@@ -59,9 +59,11 @@ def main() -> None:
         mine = run(plan_from_dict(data, spec, cluster), spec, comm, build, work["steps"])
         every: Any = [s for s in world.gather_objects(mine) if s is not None]
         seconds = [max(s) for s in zip(*(one.seconds for one in every))]
-        rows.append({**row, "plan": data, "steps": seconds, "measured": median(seconds), "losses": every[0].losses})
+        computed = [median(one.computed) for one in every]
+        rows.append({**row, "plan": data, "computed": computed, "steps": seconds, "measured": median(seconds), "losses": every[0].losses})
         if comm.rank == 0:
-            print(f"{row['name']}: {row['predicted']:.3f} s predicted, {median(seconds):.3f} s measured", flush=True)
+            print(f"{row['name']}: {row['predicted']:.3f} s predicted, {median(seconds):.3f} s measured; computed "
+                  + " ".join(f"{x:.3f}" for x in computed), flush=True)
     reports: Any = [r for r in world.gather_objects(comm.clock.report()) if r]
     if comm.rank == 0:
         worst = {k: max(r[k] for r in reports) for k in ("overrun", "late")} if reports else {}

@@ -141,9 +141,11 @@ def others(cluster: Cluster, spec: ModelSpec, seq_length: int, batch: int) -> li
 
 @dataclass(frozen=True)
 class Steps:
-    """``seconds`` of the measured steps on one rank; ``losses`` of all, also of the first one."""
+    """``seconds`` of the measured steps on one rank, and of these ``computed`` by its chip's own clock; ``losses`` of all
+    steps, also of the first one."""
 
     seconds: list[float]
+    computed: list[float]
     losses: list[float]
 
 
@@ -162,14 +164,15 @@ def run(plan: Plan, spec: ModelSpec, comm: Comm, build: Any, steps: int) -> Step
         return Batch(tokens, tokens, torch.arange(plan.seq_length).expand(tokens.shape))
 
     runtime = Runtime(plan, spec, comm, torch.float32, initialize, build)
-    seconds, losses = [], []
+    seconds, computed, losses = [], [], []
     for step in range(steps + 1):
         runtime.world.gather_vectors(torch.zeros(1))
-        start = time.perf_counter()
+        start, before = time.perf_counter(), comm.clock.computed
         stats = runtime.train_step(fetch, step * plan.global_batch_size, plan.global_batch_size, lr=1e-4)
         seconds.append(time.perf_counter() - start)
+        computed.append(comm.clock.computed - before)
         losses.append(stats.loss)
-    return Steps(seconds[1:], losses)
+    return Steps(seconds[1:], computed[1:], losses)
 
 
 if __name__ == "__main__":
