@@ -35,7 +35,9 @@ CLUSTERS = {
     "4:2:1, 1+2+2": emulated_cluster(
         [("a", 1, 1, 0.6, "1 GiB"), ("b", 2, 1, 0.3, "1 GiB"), ("c", 2, 1, 0.15, "1 GiB")], a_b="40 MB/s", b_c="20 MB/s"
     ),
-    "3:1, nodes of 2": emulated_cluster([("fast", 1, 2, 0.5, "1 GiB"), ("slow", 1, 2, 0.17, "1 GiB")], fast_slow="25 MB/s"),
+    "3:1, nodes of 2": emulated_cluster(
+        [("fast", 1, 2, 0.5, "1 GiB"), ("slow", 1, 2, 0.17, "1 GiB")], fast_slow="25 MB/s"
+    ),
     "3:1, 2+2, small memory": emulated_cluster(
         [("fast", 2, 1, 0.6, "101 MiB"), ("slow", 2, 1, 0.2, "92 MiB")], fast_slow="25 MB/s"
     ),

@@ -60,10 +60,22 @@ def main() -> None:
         every: Any = [s for s in world.gather_objects(mine) if s is not None]
         seconds = [max(s) for s in zip(*(one.seconds for one in every))]
         computed = [median(one.computed) for one in every]
-        rows.append({**row, "plan": data, "computed": computed, "steps": seconds, "measured": median(seconds), "losses": every[0].losses})
+        rows.append(
+            {
+                **row,
+                "plan": data,
+                "computed": computed,
+                "steps": seconds,
+                "measured": median(seconds),
+                "losses": every[0].losses,
+            }
+        )
         if comm.rank == 0:
-            print(f"{row['name']}: {row['predicted']:.3f} s predicted, {median(seconds):.3f} s measured; computed "
-                  + " ".join(f"{x:.3f}" for x in computed), flush=True)
+            print(
+                f"{row['name']}: {row['predicted']:.3f} s predicted, {median(seconds):.3f} s measured; computed "
+                + " ".join(f"{x:.3f}" for x in computed),
+                flush=True,
+            )
     reports: Any = [r for r in world.gather_objects(comm.clock.report()) if r]
     if comm.rank == 0:
         worst = {k: max(r[k] for r in reports) for k in ("overrun", "late")} if reports else {}
@@ -102,9 +114,7 @@ def describe(layout: Any) -> str:
     if layout.name:
         text = layout.name
     else:
-        text = " | ".join(
-            " ".join(f"{t}t{h}h" for t, h in zip(g.tokens, g.heads, strict=True)) for g in layout.groups
-        )
+        text = " | ".join(" ".join(f"{t}t{h}h" for t, h in zip(g.tokens, g.heads, strict=True)) for g in layout.groups)
     if layout.transport == "a2a":
         return text
     return f"{text}, {layout.transport}" + (f" {layout.block}" if layout.block else "")

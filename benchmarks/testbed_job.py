@@ -141,7 +141,7 @@ def others(cluster: Cluster, spec: ModelSpec, seq_length: int, batch: int) -> li
 
 @dataclass(frozen=True)
 class Steps:
-    """``seconds`` of the measured steps on one rank, and of these ``computed`` by its chip's own clock; ``losses`` of all
+    """``seconds`` of the measured steps on one rank, ``computed``: of these by its chip's own clock; ``losses`` of all
     steps, also of the first one."""
 
     seconds: list[float]

@@ -19,9 +19,7 @@ def emulated_cluster(
     return {
         "version": 1,
         "nodes": [{"name": n, "count": c, "chips_per_node": k, "chip": f"chip-{n}"} for n, c, k, _, _ in groups],
-        "chips": {
-            f"chip-{n}": {"memory": m, "dtypes": ["fp32"], "emulate": {"speed": s}} for n, _, _, s, m in groups
-        },
+        "chips": {f"chip-{n}": {"memory": m, "dtypes": ["fp32"], "emulate": {"speed": s}} for n, _, _, s, m in groups},
         "links": {
             "intra_node": {"bandwidth": "1 GB/s"},
             "inter_node": {"bandwidth": inter},

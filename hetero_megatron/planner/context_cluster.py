@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.cluster import Rank
 from hetero_megatron.errors import UserError
@@ -124,7 +126,23 @@ def _member(
         layer_backward_seconds=known.layer_backward_seconds,
         attention_backward=core[1] / core[0],
         message_seconds=known.message_seconds,
+        visit=_visit(known, model, 3),
+        visit_backward=_visit(known, model, 4),
     )  # fmt: skip
+
+
+def _visit(known: ChipRates, model: ModelSpec, column: int) -> tuple[float, float]:
+    """(seconds, seconds per query and head) of one block's visit: a line through the measured rows; zeros without."""
+    rows = [row for row in known.visits if row[2] == model.head_dim]
+    if not rows:
+        return 0.0, 0.0
+    sizes, seconds = np.array([row[0] * row[1] for row in rows]), np.array([row[column] for row in rows])
+    if len(set(sizes.tolist())) < 2:
+        return float(seconds.mean()), 0.0
+    slope, fixed = np.polyfit(sizes, seconds, 1)
+    if slope < 0 or fixed < 0:  # noise: through the mean
+        return (float(seconds.mean()), 0.0) if slope < 0 else (0.0, float((seconds / sizes).mean()))
+    return float(fixed), float(slope)
 
 
 def _layer_seconds(
