@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -66,9 +67,9 @@ def main() -> None:
     for name, kind, data in plans:
         plan = plan_from_dict(data, spec, cluster)
         seconds = run(plan, spec, comm, build, work["steps"])
-        every = [s for s in world.gather_objects(seconds) if s]
+        every = [s.seconds for s in world.gather_objects(seconds) if s]  # type: ignore[attr-defined]
         if comm.rank == 0:
-            steps = [max(s) for s in zip(*every)]  # type: ignore[call-overload]
+            steps = [max(s) for s in zip(*every)]
             predicted = predict(plan, spec, rated, DTYPE)
             rows.append(
                 {
@@ -138,11 +139,21 @@ def others(cluster: Cluster, spec: ModelSpec, seq_length: int, batch: int) -> li
     return [("one pipeline", {**head, "pipelines": [long]}), ("replicas", {**head, "pipelines": replicas})]
 
 
-def run(plan: Plan, spec: ModelSpec, comm: Comm, build: Any, steps: int) -> list[float]:
-    """Seconds of each of ``steps`` steps after a first one; [] on ranks that the plan leaves out."""
+@dataclass(frozen=True)
+class Steps:
+    """``seconds`` of the measured steps on one rank, ``computed``: of these by its chip's own clock; ``losses`` of all
+    steps, also of the first one."""
+
+    seconds: list[float]
+    computed: list[float]
+    losses: list[float]
+
+
+def run(plan: Plan, spec: ModelSpec, comm: Comm, build: Any, steps: int) -> Steps | None:
+    """``steps`` steps after a first one; None on ranks that the plan leaves out."""
     if comm.rank not in plan.ranks:
         comm.create_groups(plan_groups(plan, make_buckets(plan, spec)))
-        return []
+        return None
 
     def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
         return initial_values(tensor, box, spec, seed=0)
@@ -153,13 +164,15 @@ def run(plan: Plan, spec: ModelSpec, comm: Comm, build: Any, steps: int) -> list
         return Batch(tokens, tokens, torch.arange(plan.seq_length).expand(tokens.shape))
 
     runtime = Runtime(plan, spec, comm, torch.float32, initialize, build)
-    seconds = []
+    seconds, computed, losses = [], [], []
     for step in range(steps + 1):
         runtime.world.gather_vectors(torch.zeros(1))
-        start = time.perf_counter()
-        runtime.train_step(fetch, step * plan.global_batch_size, plan.global_batch_size, lr=1e-4)
+        start, before = time.perf_counter(), comm.clock.computed
+        stats = runtime.train_step(fetch, step * plan.global_batch_size, plan.global_batch_size, lr=1e-4)
         seconds.append(time.perf_counter() - start)
-    return seconds[1:]
+        computed.append(comm.clock.computed - before)
+        losses.append(stats.loss)
+    return Steps(seconds[1:], computed[1:], losses)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from hetero_megatron.comm.clock import verdict
 from hetero_megatron.parallel.optimizer import OptimizerFactory
 from hetero_megatron.planner.rates import model_fingerprint
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.training.calibration.chips import attention_seconds, observe, optimizer_seconds
+from hetero_megatron.training.calibration.chips import attention_seconds, observe, optimizer_seconds, visit_seconds
 from hetero_megatron.training.calibration.links import LinkRow, measure_links
 from hetero_megatron.training.calibration.runs import (
     Costs,
@@ -57,6 +57,7 @@ class Calibration:
     step_seconds: dict[str, float] = field(default_factory=dict)
     optimizer: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     attention: dict[str, list[tuple[int, int, int, float, float]]] = field(default_factory=dict)
+    visits: dict[str, list[tuple[int, int, int, float, float]]] = field(default_factory=dict)
     links: list[LinkRow] = field(default_factory=list)
     slow: dict[tuple[int, ...], float] = field(default_factory=dict)
     clock: dict[str, float] = field(default_factory=dict)  # the worst rank's, on a testbed
@@ -94,11 +95,14 @@ def calibrate(
     found.slow = stragglers(seen, found.costs, STRAGGLER)
     _solve(found, [o for o in seen if o.ranks not in found.slow])
     log("optimizer and attention")
-    mine = (chip, optimizer_seconds(comm, dtype, optimizer), attention_seconds(comm, dtype, spec, options.lengths))
+    lengths = options.lengths
+    alone = (attention_seconds(comm, dtype, spec, lengths), visit_seconds(comm, dtype, spec, lengths))
+    mine = (chip, optimizer_seconds(comm, dtype, optimizer), *alone)
     every: Any = world.gather_objects(mine)
-    for name, updates, attentions in every:
+    for name, updates, attentions, visits in every:
         found.optimizer.setdefault(name, []).extend(updates)
         found.attention.setdefault(name, []).extend(attentions)
+        found.visits.setdefault(name, []).extend(visits)
     # After the last action: the norm's gather and the update; the rank that ended last waited for nobody.
     fixed = median(tail for tail, _ in tails)
     found.step_seconds = {name: max(1e-4, fixed - min(s for _, s in rows)) for name, rows in found.optimizer.items()}
@@ -151,8 +155,9 @@ def _document(found: Calibration, cluster: Cluster, spec: ModelSpec, options: Ca
         rows["message_seconds"] = _digits(messages.get(group, 0.0))
         rows["step_seconds"] = _digits(found.step_seconds[chip])
         rows["optimizer"] = [[n, _digits(s)] for n, s in _medians(found.optimizer[chip])]
-        if found.attention.get(chip):
-            rows["attention"] = [[*key, *map(_digits, s)] for key, s in _attention_medians(found.attention[chip])]
+        for table in ("attention", "visits"):
+            if measured := getattr(found, table).get(chip):
+                rows[table] = [[*key, *map(_digits, s)] for key, s in _attention_medians(measured)]
         chips[chip] = {options.dtype: rows}
     return {"chips": chips, "links": [_link(row) for row in found.links]}
 
