@@ -266,6 +266,10 @@ class CostModel:
             seconds += owned * (4 + self.item) / self.options.host_bandwidth
         return seconds + self.chip_rates(stage.chip).step_seconds
 
+    def held_elements(self, stage: StageChoice) -> int:
+        """Of the rank that holds most."""
+        return max(self._held(stage).values())
+
     def _held(self, stage: StageChoice) -> Mapping[object, int]:
         return {
             share: held_elements(self.model, stage.layers, stage.embed, stage.head, share)

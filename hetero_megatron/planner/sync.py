@@ -38,7 +38,7 @@ class Share:
 
 
 @dataclass
-class _Host:
+class Host:
     """One rank's own time in an exchange of all its buckets.
 
     Attributes:
@@ -194,7 +194,7 @@ class Synchronisation:
             idle: when each rank is done with all else; item: bytes per element; spread: from owners to holders.
         """
         sharded = self.model.options.sharded  # an all-reduce packs and adds on the way
-        hosts = {rank: _Host() for rank in idle}
+        hosts = {rank: Host() for rank in idle}
         queues: dict[int, deque[Bucket]] = defaultdict(deque)  # a rank sends its buckets in order
         for bucket in self.buckets:
             for rank in bucket.ranks:
