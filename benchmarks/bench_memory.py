@@ -1,10 +1,11 @@
 """Predicted against measured peak memory of every rank, on real processes (CPU, gloo).
 
-    python benchmarks/bench_memory.py [--only NAME …] [--steps 2]
+    python benchmarks/bench_memory.py [--only NAME …] [--steps 2] [--heap]
 
-Measured: the process's peak resident set less its resident set before the model is built, with MALLOC_ARENA_MAX=1.
-Predicted: the planner's estimate, and what libraries take on a first step, which is measured once, with a model of a
-few kilobytes. Goal: within 5 % on ranks of at least 300 MB.
+Measured: the process's peak resident set less its resident set before the model is built, with MALLOC_ARENA_MAX=1 and
+MALLOC_MMAP_THRESHOLD_=65536: without the latter, glibc comes to keep tensors of up to 32 MB in its heap, whose holes
+stay resident (``--heap`` leaves it so). Predicted: the planner's estimate, and what libraries take on a first step,
+which is measured once, with a model of a few kilobytes. Goal: within 5 % on ranks of at least 300 MB.
 """
 
 from __future__ import annotations
@@ -44,20 +45,17 @@ def stage(ranks: list[int], a: int, b: int, **more: Any) -> dict[str, Any]:
 # (micro-batch size, micro-batches, stages) of each pipeline
 PLANS: Plans = {
     "one rank": [(2, 2, [stage([0], 0, 8)])],
-    "pp 5 + 3": [(4, 6, [stage([0], 0, 5), stage([1], 5, 8)])],
-    "pp 3 + 5, full recompute": [
-        (8, 6, [stage([0], 0, 3, recompute="full"), stage([1], 3, 8, recompute="full")])
-    ],
+    "pp 5 + 3": [(4, 2, [stage([0], 0, 5), stage([1], 5, 8)])],
+    "pp 3 + 5, full recompute": [(6, 2, [stage([0], 0, 3, recompute="full"), stage([1], 3, 8, recompute="full")])],
     "pp 4 + 4, first 2 recomputed": [
-        (4, 6, [stage([0], 0, 4, recompute={"first": 2}), stage([1], 4, 8, recompute="selective")])
+        (4, 2, [stage([0], 0, 4, recompute={"first": 2}), stage([1], 4, 8, recompute="selective")])
     ],
-    "tp 2 + tp 1": [(4, 4, [stage([0, 1], 0, 6, tp=2), stage([2], 6, 8)])],
+    "tp 2 + tp 1": [(4, 2, [stage([0, 1], 0, 6, tp=2), stage([2], 6, 8)])],
     "tp 3:1": [(4, 2, [stage([0, 1], 0, 8, tp_split=[3, 1])])],
-    "dp, unequal": [(4, 3, [stage([0], 0, 8)]), (2, 2, [stage([1], 0, 8)])],
-    "one rank beside pp 5 + 3": [(4, 2, [stage([0], 0, 8)]), (4, 2, [stage([1], 0, 5), stage([2], 5, 8)])],
+    "dp, unequal": [(2, 3, [stage([0], 0, 8)]), (2, 2, [stage([1], 0, 8)])],
+    "one rank beside pp 5 + 3": [(2, 2, [stage([0], 0, 8)]), (4, 2, [stage([1], 0, 5), stage([2], 5, 8)])],
     "dp 2 x pp 2, unequal cuts": [
-        (4, 4, [stage([0], 0, 3), stage([1], 3, 8)]),
-        (4, 4, [stage([2], 0, 5, recompute="full"), stage([3], 5, 8)]),
+        (4, 2, [stage([0], 0, 3), stage([1], 3, 8)]), (4, 2, [stage([2], 0, 5, recompute="full"), stage([3], 5, 8)])
     ],
 }  # fmt: skip
 OVERHEAD: Plans = {"overhead": [(1, 4, [stage([0], 0, 1), stage([1], 1, 2)]), (1, 4, [stage([2], 0, 2)])]}
@@ -71,7 +69,7 @@ def document(pipelines: list[tuple[int, int, list[dict[str, Any]]]]) -> dict[str
     }  # fmt: skip
 
 
-def measure(model: dict[str, Any], plan: dict[str, Any], steps: int) -> list[dict[str, int]]:
+def measure(model: dict[str, Any], plan: dict[str, Any], steps: int, heap: bool) -> list[dict[str, int]]:
     """By rank: bytes by which it grew."""
     world = sum(len(s["ranks"]) for p in plan["pipelines"] for s in p["stages"])
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
@@ -85,6 +83,8 @@ def measure(model: dict[str, Any], plan: dict[str, Any], steps: int) -> list[dic
             **os.environ, "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
+        if not heap:
+            common["MALLOC_MMAP_THRESHOLD_"] = "65536"
         command = [sys.executable, str(ROOT / "benchmarks" / "memory_job.py"), str(path / "work.json")]
         ranks = [
             subprocess.Popen(
@@ -103,10 +103,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=list(PLANS), choices=list(PLANS))
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--heap", action="store_true", help="glibc's own threshold between heap and mmap")
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()
     print(f"{machine()}; fp32, {MODEL['num_layers']} layers x {MODEL['hidden_size']}, {SEQ_LENGTH} tokens")
-    found = measure(SMALL, document(OVERHEAD["overhead"]), args.steps)
+    found = measure(SMALL, document(OVERHEAD["overhead"]), args.steps, args.heap)
     small = ModelSpec(**SMALL)  # type: ignore[arg-type]
     needs = estimate_memory(plan_from_dict(document(OVERHEAD["overhead"]), small), small, "fp32")
     overhead = max(row["peak"] - needs[r].total for r, row in enumerate(found))
@@ -119,7 +120,7 @@ def main() -> None:
     for name in args.only:
         data = document(PLANS[name])
         needs = estimate_memory(plan_from_dict(data, spec), spec, "fp32")
-        for rank, row in enumerate(measure(MODEL, data, args.steps)):
+        for rank, row in enumerate(measure(MODEL, data, args.steps, args.heap)):
             n = needs[rank]
             predicted, measured = n.total + overhead, row["peak"]
             error = predicted / measured - 1
