@@ -1,11 +1,16 @@
 """The predictor and the planner against measurement, on clusters emulated by the testbed.
 
-    python benchmarks/bench_testbed.py [--chips clock|soft] [--links namespaces|paced] [--only NAME …] [--out FILE]
+    python benchmarks/bench_testbed.py [--cases plans|bound] [--chips clock|soft] [--links namespaces|paced]
+                                       [--only NAME …] [--out FILE]
 
 For each cluster, in one run: chips and links are calibrated; the planner's plan, the two best uniform plans (of all),
 the best plan of each chip type alone, and two plans that nobody chose run for some steps. Prints predicted beside
 measured step times, and the planner's plan beside the uniform ones, the ceiling mean(speed) / min(speed), and the sum
 of the chip types alone (HETHUB's bound). Under ``clock`` errors are schedule + communication errors.
+
+``--cases bound``: only the planner's plan and each type alone, where HETHUB's bound can be asked for: replicas side
+by side with a step of at least 40 x the exposed synchronisation, a model that has to be cut across chip types, and H2's
+superlinear case, a chip type short of memory.
 """
 
 from __future__ import annotations
@@ -14,48 +19,91 @@ import argparse
 import json
 import math
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import machine
-from benchmarks.testbed_run import emulated_cluster, notes, run_job, speed_ceiling
+from benchmarks.testbed_run import emulated_cluster as emulated
+from benchmarks.testbed_run import notes, run_job, speed_ceiling
 
 MODEL = {
     "name": "bench", "naming": "llama", "num_layers": 8, "hidden_size": 128, "ffn_hidden_size": 352, "num_heads": 8,
     "num_kv_heads": 4, "head_dim": 16, "vocab_size": 257, "max_position_embeddings": 2048,
 }  # fmt: skip
-SEQ_LENGTH, BATCH = 128, 24
+SEQ_LENGTH = 128
 
 
-CLUSTERS = {
-    "3:1, 2+2": emulated_cluster([("fast", 2, 1, 0.6, "1 GiB"), ("slow", 2, 1, 0.2, "1 GiB")], fast_slow="25 MB/s"),
-    "2:1, 1+3": emulated_cluster([("fast", 1, 1, 0.6, "1 GiB"), ("slow", 3, 1, 0.3, "1 GiB")], fast_slow="25 MB/s"),
-    "3:1, 2+4": emulated_cluster([("fast", 2, 1, 0.45, "1 GiB"), ("slow", 4, 1, 0.15, "1 GiB")], fast_slow="20 MB/s"),
-    "4:2:1, 1+2+2": emulated_cluster(
-        [("a", 1, 1, 0.6, "1 GiB"), ("b", 2, 1, 0.3, "1 GiB"), ("c", 2, 1, 0.15, "1 GiB")], a_b="40 MB/s", b_c="20 MB/s"
+@dataclass(frozen=True)
+class Case:
+    """A cluster and what it trains.
+
+    Attributes:
+        layers, batch: multiples of the number of chips, so that uniform plans are a fair baseline.
+        kinds: of plans to run besides the planner's and each type alone.
+        alone_memory: bytes that each chip of a type alone may use, where it could not hold the model.
+        goal: least share of the sum of the types alone.
+    """
+
+    cluster: dict[str, Any]
+    layers: int = 8
+    batch: int = 48
+    kinds: tuple[str, ...] = ("uniform", "other")
+    alone_memory: int | None = None
+    goal: float | None = None
+
+
+PLANS = {
+    "3:1, 2+2": Case(emulated([("fast", 2, 1, 0.6, "1 GiB"), ("slow", 2, 1, 0.2, "1 GiB")], fast_slow="25 MB/s")),
+    "2:1, 1+3": Case(emulated([("fast", 1, 1, 0.6, "1 GiB"), ("slow", 3, 1, 0.3, "1 GiB")], fast_slow="25 MB/s")),
+    "3:1, 2+4": Case(
+        emulated([("fast", 2, 1, 0.45, "1 GiB"), ("slow", 4, 1, 0.15, "1 GiB")], fast_slow="20 MB/s"), 6
     ),
-    "3:1, nodes of 2": emulated_cluster(
-        [("fast", 1, 2, 0.5, "1 GiB"), ("slow", 1, 2, 0.17, "1 GiB")], fast_slow="25 MB/s"
+    "4:2:1, 1+2+2": Case(
+        emulated(
+            [("a", 1, 1, 0.6, "1 GiB"), ("b", 2, 1, 0.3, "1 GiB"), ("c", 2, 1, 0.15, "1 GiB")],
+            a_b="40 MB/s", b_c="20 MB/s",
+        ), 5, 40,
     ),
-    "3:1, 2+2, small memory": emulated_cluster(
-        [("fast", 2, 1, 0.6, "101 MiB"), ("slow", 2, 1, 0.2, "92 MiB")], fast_slow="25 MB/s"
+    "3:1, nodes of 2": Case(
+        emulated([("fast", 1, 2, 0.5, "1 GiB"), ("slow", 1, 2, 0.17, "1 GiB")], fast_slow="25 MB/s")
     ),
-    "2:1, 2+6": emulated_cluster([("fast", 2, 1, 0.3, "1 GiB"), ("slow", 6, 1, 0.15, "1 GiB")], fast_slow="25 MB/s"),
+    "3:1, 2+2, small memory": Case(
+        emulated([("fast", 2, 1, 0.6, "101 MiB"), ("slow", 2, 1, 0.2, "92 MiB")], fast_slow="25 MB/s")
+    ),
+    "2:1, 2+6": Case(emulated([("fast", 2, 1, 0.3, "1 GiB"), ("slow", 6, 1, 0.15, "1 GiB")], fast_slow="25 MB/s")),
+}  # fmt: skip
+CLUSTERS = {name: case.cluster for name, case in PLANS.items()}
+BOUNDS = {
+    "side by side, 3:1": Case(
+        emulated([("fast", 2, 1, 0.6, "1 GiB"), ("slow", 2, 1, 0.2, "1 GiB")], "100 MB/s", fast_slow="50 MB/s"),
+        8, 160, (), None, 0.975,
+    ),
+    "cut across types, 3:1": Case(
+        emulated([("fast", 2, 1, 0.6, "88 MiB"), ("slow", 2, 1, 0.2, "88 MiB")], "100 MB/s", fast_slow="50 MB/s"),
+        16, 64, (), 1 << 30, 0.9,
+    ),
+    "superlinear, 3:1": Case(
+        emulated([("fast", 2, 1, 0.6, "79 MiB"), ("slow", 2, 1, 0.2, "1 GiB")], "100 MB/s", fast_slow="50 MB/s"),
+        8, 64, (), None, 1.05,
+    ),
 }  # fmt: skip
 
 
-def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure(case: Case, name: str, args: argparse.Namespace) -> dict[str, Any]:
     work = {
-        "model": MODEL, "seq_length": SEQ_LENGTH, "batch": BATCH, "steps": args.steps,
+        "model": {**MODEL, "num_layers": case.layers}, "seq_length": SEQ_LENGTH, "batch": case.batch,
+        "steps": args.steps, "kinds": case.kinds, "alone_memory": case.alone_memory,
         "calibration_steps": 1 if args.chips == "clock" else 3,
     }  # fmt: skip
-    return run_job(name, "testbed_job.py", CLUSTERS[name], work, args.chips, args.links, args.verbose)
+    return run_job(name, "testbed_job.py", case.cluster, work, args.chips, args.links, args.verbose)
 
 
-def report(name: str, found: dict[str, Any]) -> dict[str, float]:
+def report(case: Case, name: str, found: dict[str, Any]) -> dict[str, float]:
     """Print the table of one cluster; its key figures."""
-    print(f"\n### {name} ({notes(found)})\n\n| plan | predicted s | measured s | spread | error |")
+    print(f"\n### {name} ({case.layers} layers, batch {case.batch}; {notes(found)})")
+    print("\n| plan | predicted s | measured s | spread | error |")
     print("|---|---|---|---|---|")
     errors, best = [], {}
     for row in found["rows"]:
@@ -64,9 +112,12 @@ def report(name: str, found: dict[str, Any]) -> dict[str, float]:
         spread = (max(row["steps"]) - min(row["steps"])) / row["measured"]
         best[row["kind"]] = min(best.get(row["kind"], math.inf), row["measured"])
         print(f"| {row['name']} | {row['predicted']:.3f} | {row['measured']:.3f} | {spread:.1%} | {error:+.1%} |")
-    ceiling = speed_ceiling(CLUSTERS[name])
+    ceiling = speed_ceiling(case.cluster)
     alone = [row["measured"] for row in found["rows"] if row["kind"] == "alone"]
     figures = {"mean": sum(errors) / len(errors), "worst": max(errors), "plans": len(errors)}
+    planned = next(row for row in found["rows"] if row["kind"] == "planner")
+    exposed = planned["predicted"] - planned["parts"]["pipelines"]
+    figures["exposed"] = planned["predicted"] / exposed if exposed > 0 else math.inf
     if "uniform" in best:
         figures["uniform"] = best["uniform"] / best["planner"]
         figures["ceiling"] = figures["uniform"] / ceiling
@@ -83,28 +134,51 @@ def report(name: str, found: dict[str, Any]) -> dict[str, float]:
     return figures
 
 
+def summarise(cases: dict[str, Case], figures: dict[str, dict[str, float]]) -> None:
+    """One table over all clusters."""
+    print("| cluster | best uniform | share of the ceiling | best type alone | of the sum of the types | goal | "
+          "step / exposed sync |\n|---|---|---|---|---|---|---|")  # fmt: skip
+    for name, f in figures.items():
+        goal = cases[name].goal
+        cells = [
+            f"{f['uniform']:.2f}x" if "uniform" in f else "", f"{f['ceiling']:.0%}" if "ceiling" in f else "",
+            f"{f['type alone']:.2f}x" if "type alone" in f else "", f"{f['hethub']:.1%}" if "hethub" in f else "",
+            f"{goal:.1%}" if goal else "", f"{f['exposed']:.0f}",
+        ]  # fmt: skip
+        print(f"| {name} | {' | '.join(cells)} |")
+    ratios = [f["uniform"] for f in figures.values() if "uniform" in f]
+    if ratios:
+        geometric = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        shares = [f["ceiling"] for f in figures.values() if "ceiling" in f]
+        print(f"\nplanner / best uniform: {geometric:.2f}x (geometric mean), {sum(shares) / len(shares):.0%} of the "
+              f"ceiling (mean), worst {min(shares):.0%}")  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chips", default="clock", choices=("clock", "soft", "quota"))
     parser.add_argument("--links", default="namespaces", choices=("namespaces", "paced", "none"))
-    parser.add_argument("--only", nargs="*", default=list(CLUSTERS), choices=list(CLUSTERS))
+    parser.add_argument("--cases", default="plans", choices=("plans", "bound"))
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="some of the cases")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--out", help="write everything as JSON")
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()
-    print(f"{machine()}; chips {args.chips}, links {args.links}, {args.steps} steps")
-    print(f"model {MODEL['num_layers']} layers x {MODEL['hidden_size']}, {SEQ_LENGTH} tokens, batch {BATCH}")
+    cases = PLANS if args.cases == "plans" else BOUNDS
+    names = args.only or list(cases)
+    if unknown := [name for name in names if name not in cases]:
+        parser.error(f"--only {unknown[0]}: not one of {', '.join(cases)}")
+    print(f"{machine()}; chips {args.chips}, links {args.links}, {args.steps} steps (1 where it takes over 5 s)")
+    print(f"model of hidden size {MODEL['hidden_size']}, {SEQ_LENGTH} tokens")
     found, figures = {}, {}
-    for name in args.only:
-        found[name] = measure(name, args)
-        figures[name] = report(name, found[name])
+    for name in names:
+        found[name] = measure(cases[name], name, args)
+        figures[name] = report(cases[name], name, found[name])
     count = sum(f["plans"] for f in figures.values())
     mean = sum(f["mean"] * f["plans"] for f in figures.values()) / count
-    ratios = [f["uniform"] for f in figures.values() if "uniform" in f]
-    geometric = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else float("nan")
     worst = max(f["worst"] for f in figures.values())
-    print(f"\n{int(count)} plans on {len(figures)} clusters: prediction error mean {mean:.1%}, worst {worst:.1%}")
-    print(f"planner / best uniform: {geometric:.2f}x (geometric mean)")
+    print(f"\n{int(count)} plans on {len(figures)} clusters: prediction error mean {mean:.1%}, worst {worst:.1%}\n")
+    summarise(cases, figures)
     if args.out:
         Path(args.out).write_text(json.dumps(found, indent=1))
 

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,6 +39,8 @@ from hetero_megatron.training.loop import optimizer_factory, position
 from hetero_megatron.training.runtime import Runtime
 
 DTYPE = "fp32"
+LONG = 5.0  # seconds of a step above which one is enough
+WARM_UP = 6  # the first step has so much less to do
 
 
 def main() -> None:
@@ -61,16 +63,17 @@ def main() -> None:
     plans: Any = None
     if comm.rank == 0:
         print(format_calibration(found), flush=True)
-        plans = choose(rated, spec, work["seq_length"], work["batch"])
+        plans = choose(rated, spec, work)
     plans = world.gather_objects(plans)[0]
     rows = []
     for name, kind, data in plans:
         plan = plan_from_dict(data, spec, cluster)
-        seconds = run(plan, spec, comm, build, work["steps"])
+        predicted = predict(plan, spec, rated, DTYPE)
+        steps = 1 if predicted.step_seconds > LONG else work["steps"]
+        seconds = run(plan, spec, comm, build, steps)
         every = [s.seconds for s in world.gather_objects(seconds) if s]  # type: ignore[attr-defined]
         if comm.rank == 0:
-            steps = [max(s) for s in zip(*every)]
-            predicted = predict(plan, spec, rated, DTYPE)
+            steps = [max(s) for s in zip(*every)]  # type: ignore[call-overload]
             rows.append(
                 {
                     "name": name, "kind": kind, "plan": data, "predicted": predicted.step_seconds, "steps": steps,
@@ -86,16 +89,17 @@ def main() -> None:
     stop_comm()
 
 
-def choose(cluster: Cluster, spec: ModelSpec, seq_length: int, batch: int) -> list[tuple[str, str, dict[str, Any]]]:
-    """(name, kind, plan): the planner's, the two best uniform ones, the best on each chip type alone, and plans that
-    the planner would not choose."""
+def choose(cluster: Cluster, spec: ModelSpec, work: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    """(name, kind, plan) of the kinds that are asked for: the planner's, the two best uniform ones, the best on each
+    chip type alone, and plans that the planner would not choose."""
+    seq_length, batch = work["seq_length"], work["batch"]
     options = SearchOptions(dtype=DTYPE, time_limit=15.0)
     plans: list[tuple[str, str, Plan]] = []
     best = search(spec, cluster, seq_length, batch, options)
     plans.append(("planner", "planner", best.best.plan))
     evaluator = make_evaluator(spec, cluster, seq_length, options)
     uniform = []
-    for shape, candidate in few_uniform(evaluator, spec, batch, 12):
+    for shape, candidate in few_uniform(evaluator, spec, batch, 12) if "uniform" in work["kinds"] else ():
         choices = judge([(0.0, 0, candidate)], cluster, spec, seq_length, options, evaluator)
         uniform += [(shape, choice) for choice in choices]
     uniform.sort(key=lambda item: item[1].step_seconds)
@@ -103,12 +107,14 @@ def choose(cluster: Cluster, spec: ModelSpec, seq_length: int, batch: int) -> li
     for chip in cluster.chips:
         ranks = [r.rank for r in cluster.ranks if r.chip == chip]
         part = without(cluster, [g.name for g in cluster.nodes if g.chip != chip])
+        if work.get("alone_memory"):  # a model that must be cut across types: the bound lends each type memory
+            part = replace(part, chips={c: replace(k, memory=work["alone_memory"]) for c, k in part.chips.items()})
         try:
             alone = search(spec, part, seq_length, batch, options)
         except UserError:  # too little memory alone
             continue
         plans.append((f"{chip} alone", "alone", renumbered(alone.best.plan, dict(enumerate(ranks)))))
-    for name, data in others(cluster, spec, seq_length, batch):
+    for name, data in others(cluster, spec, seq_length, batch) if "other" in work["kinds"] else ():
         try:
             plan = plan_from_dict(data, spec, cluster)
             predict(plan, spec, cluster, DTYPE).require_fit()
@@ -150,7 +156,7 @@ class Steps:
 
 
 def run(plan: Plan, spec: ModelSpec, comm: Comm, build: Any, steps: int) -> Steps | None:
-    """``steps`` steps after a first one; None on ranks that the plan leaves out."""
+    """``steps`` steps after a small one; None on ranks that the plan leaves out."""
     if comm.rank not in plan.ranks:
         comm.create_groups(plan_groups(plan, make_buckets(plan, spec)))
         return None
@@ -165,10 +171,12 @@ def run(plan: Plan, spec: ModelSpec, comm: Comm, build: Any, steps: int) -> Step
 
     runtime = Runtime(plan, spec, comm, torch.float32, initialize, build)
     seconds, computed, losses = [], [], []
+    least = sum(p.micro_batch_size for p in plan.pipelines)  # the first step allocates, and is not measured
     for step in range(steps + 1):
+        size = plan.global_batch_size if step else max(least, plan.global_batch_size // WARM_UP)
         runtime.world.gather_vectors(torch.zeros(1))
         start, before = time.perf_counter(), comm.clock.computed
-        stats = runtime.train_step(fetch, step * plan.global_batch_size, plan.global_batch_size, lr=1e-4)
+        stats = runtime.train_step(fetch, step * plan.global_batch_size, size, lr=1e-4)
         seconds.append(time.perf_counter() - start)
         computed.append(comm.clock.computed - before)
         losses.append(stats.loss)

@@ -63,6 +63,16 @@ class BucketExchange:
         return sum(_volume(slices) for _, slices in self._take[holder])
 
     @property
+    def given(self) -> int:
+        """Elements of gradients that go to other owners, and of parameters that come back."""
+        return sum(self._give_counts)
+
+    @property
+    def taken(self) -> int:
+        """Elements of gradients that other holders send, and of parameters that they get."""
+        return sum(self._take_counts)
+
+    @property
     def alone(self) -> bool:
         """This rank holds and owns everything in the bucket: nothing to exchange."""
         return self.group.size == 1
@@ -98,9 +108,11 @@ class BucketExchange:
         chunks = dict(zip(self.group.ranks, received.split(self._take_counts), strict=True))
         for holder in self.group.ranks:
             if holder == self.comm.rank:
-                mine = [(name, slices) for name, slices in self._give[holder]]
-                for (at, inside), (name, slices) in zip(self._take[holder], mine, strict=True):
-                    views[at][inside] += grads[name][slices]
+                if self._take[holder]:  # one launch, however many pieces
+                    torch._foreach_add_(
+                        [views[at][inside] for at, inside in self._take[holder]],
+                        [grads[name][slices] for name, slices in self._give[holder]],
+                    )
             elif holder in self._sends_all:
                 total += chunks[holder]
             else:
@@ -137,14 +149,15 @@ class BucketExchange:
         received = self._handle.wait()
         assert received is not None
         self._handle = None
-        start = 0
-        for owner in self.group.ranks:
-            if owner == self.comm.rank:
-                continue
-            for name, slices in self._give[owner]:
-                target = params[name][slices]
-                target.copy_(received[start : start + target.numel()].view(target.shape))
-                start += target.numel()
+        targets = [
+            params[name][slices]
+            for owner in self.group.ranks
+            if owner != self.comm.rank
+            for name, slices in self._give[owner]
+        ]
+        if targets:  # one launch, however many pieces
+            parts = received.split([t.numel() for t in targets])
+            torch._foreach_copy_(targets, [part.view(t.shape) for part, t in zip(parts, targets, strict=True)])
 
 
 def _volume(slices: Slices) -> int:

@@ -115,4 +115,4 @@ def squared_norm(grads: Sequence[Sequence[torch.Tensor]]) -> float:
     if not flat:
         return 0.0
     norms = torch._foreach_norm(flat)
-    return float(torch.stack([n.double() for n in norms]).square().sum())
+    return float(torch.stack(norms).double().square().sum())

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hetero_megatron.cluster import Cluster, Link
@@ -224,37 +224,6 @@ class CostModel:
     def action_seconds(self, chip: str) -> float:
         return self.chip_rates(chip).action_seconds
 
-    def sync_parts(
-        self, holders: Sequence[tuple[StageChoice, int]], link: Link, same_node: bool = False
-    ) -> tuple[float, float]:
-        """(gradient reduce, parameter spread) seconds of one segment of layers between replicas.
-
-        Args:
-            holders: the stage of every replica that holds the segment, and how many layers of it.
-        """
-        ranks = sum(stage.tp * stage.dp for stage, _ in holders)
-        if ranks <= 1 or all(s.dp == 1 for s, _ in holders) and len(holders) == 1:
-            return 0.0, 0.0
-        total = [0.0, 0.0]
-        for stage, layers in holders:
-            held = max(held_elements(self.model, layers, False, False, s) for s in equal_shares(self.model, stage.tp))
-            copies = self._copies(holders)
-            # A rank gives all but what it owns, and takes as much: (copies - 1) / copies of what it holds.
-            sent = held * (copies - 1) / copies
-            sharing = 1 if same_node else min(stage.tp * stage.dp, self._node[stage.chip])
-            for i, item in enumerate((self.wide, self.item)):
-                posting = (ranks - 1) * self.message_seconds(stage.chip)
-                total[i] = max(total[i], link.latency + posting + sent * item * sharing / link.bandwidth)
-        return total[0], total[1]
-
-    @staticmethod
-    def _copies(holders: Sequence[tuple[StageChoice, int]]) -> int:
-        return sum(stage.dp for stage, _ in holders)
-
-    def sync_seconds(self, holders: Sequence[tuple[StageChoice, int]], link: Link, same_node: bool = False) -> float:
-        """Gradient reduce and parameter spread of one segment between replicas, nothing hidden behind backward."""
-        return sum(self.sync_parts(holders, link, same_node))
-
     def owned_elements(self, stage: StageChoice, replicas: int) -> float:
         """Elements whose optimizer state one rank keeps, when ``replicas`` pipelines hold the same layers."""
         held = max(self._held(stage).values())
@@ -266,6 +235,10 @@ class CostModel:
         if stage.offload:  # gradients out, new weights in
             seconds += owned * (4 + self.item) / self.options.host_bandwidth
         return seconds + self.chip_rates(stage.chip).step_seconds
+
+    def held_elements(self, stage: StageChoice) -> int:
+        """Of the rank that holds most."""
+        return max(self._held(stage).values())
 
     def _held(self, stage: StageChoice) -> Mapping[object, int]:
         return {

@@ -11,11 +11,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hetero_megatron.cluster import Link
-from hetero_megatron.planner.loads import Loads, sync_loads
+from hetero_megatron.planner.loads import At, Loads, Run, Ways, bounded, own_seconds, sync_loads
 from hetero_megatron.planner.place import Placed, Units, place
 from hetero_megatron.planner.pool import Pool
 from hetero_megatron.planner.shape import Candidate, PipelineShape, StageShape, in_flight
+from hetero_megatron.planner.sync import Host
 from hetero_megatron.planner.tables import Kind, Tables
 from hetero_megatron.planner.timing import closed_form, seconds
 
@@ -38,6 +38,7 @@ class Evaluator:
 
     def __init__(self, tables: Tables, pool: Pool) -> None:
         self.tables, self.pool, self.costs = tables, pool, tables.costs
+        self.ways = Ways(pool, tables.costs)
         self.node = {
             r: (g, n) for g, group in enumerate(pool.groups) for n, ranks in enumerate(group.ranks) for r in ranks
         }
@@ -133,6 +134,7 @@ class Evaluator:
         """Lower bound on what follows the end of a pipeline with these stages, in any plan of ``pipelines`` pipelines:
         synchronisation over the best link that replicas could have between them, states divided among all chips."""
         after, drain, last = 0.0, 0.0, len(stages) - 1
+        saved = max(self.saved_seconds(stage, s == 0, s == last) for s, stage in enumerate(stages))
         for s, stage in enumerate(stages):
             key = (stage, size, pipelines, s == 0, s == last)
             if key not in self._after:
@@ -140,7 +142,7 @@ class Evaluator:
             own, backward = self._after[key]
             after = max(after, own - drain)
             drain += backward + (links[s] if s < last else 0.0)
-        return after
+        return after - saved
 
     def _least_after(
         self, stage: StageShape, size: int, pipelines: int, embed: bool, head: bool
@@ -148,83 +150,147 @@ class Evaluator:
         choice = self.tables.choice(stage, embed, head)
         backward = self.costs.backward_seconds(choice, size)
         optimizer = self.costs.optimizer_seconds(choice, -(-self.pool.chips // stage.dp))
-        best = math.inf if pipelines * stage.dp > 1 and stage.layers else 0.0
-        if best:
-            one = StageShape(stage.group, stage.tp, 1, stage.layers)
-            others = [(self.tables.choice(one, False, False), stage.layers)] * (pipelines - 1)
-            mine = (self.tables.choice(stage, False, False), stage.layers)
-            group = self.pool.groups[stage.group]
-            ends: list[tuple[Link | None, bool]] = [(x, False) for x in self.pool.inter[stage.group]]
-            if group.per_node > stage.tp:
-                ends.append((self.pool.intra[stage.group], True))
-            for link, near in ends:
-                if link is not None:
-                    reduce, spread = self.costs.sync_parts([mine, *others], link, near)
-                    best = min(best, exposed(reduce, backward, stage.layers) + spread)
+        best = 0.0
+        if pipelines * stage.dp > 1 and stage.layers:
+            copies, item = pipelines * stage.dp, self.costs.wide
+            moved = self.costs.held_elements(self.tables.choice(stage, False, False)) * (copies - 1) / copies
+            # Some may go to copies in the node, the others through its cards, which the TP group shares.
+            (inside, a), (outside, b) = (bounded(self.ways, stage.group, self.pool, near) for near in (True, False))
+            if self.pool.groups[stage.group].per_node <= stage.tp:
+                inside = math.inf
+            rate = sum(1 / beta if beta else math.inf for beta in (inside, outside * stage.tp) if beta < math.inf)
+            wire = moved / rate if rate else 0.0
+            best = exposed(wire * item, backward, stage.layers) + wire * self.costs.item + 2 * min(a, b)
         return best + optimizer, backward
 
     def _ends(self, placed: Placed, by_part: Sequence[float]) -> tuple[float, int, tuple[int, int]]:
         """(when all parameters are updated everywhere; bytes over; where)."""
-        parts = placed.candidate.parts
-        loads = sync_loads(placed, self.pool, self.costs, self.node)
-        backward, done = self._backward_ends(placed, by_part)
-        barrier = spread = 0.0
-        begin: dict[tuple[int, int], float] = {}
-        for at, partners in loads.partners.items():
-            ready = max(done[p] for p in partners)
-            own = loads.own[at] * self._own_beta(parts[at[0]].shape.stages[at[1]])
-            last = ready + exposed(own * self.costs.wide, backward[at], parts[at[0]].shape.stages[at[1]].layers)
-            chip = self.pool.groups[parts[at[0]].shape.stages[at[1]].group].chip
-            add = loads.moved[at] * self.costs.wide / self.costs.chip_rates(chip).bytes_per_second
-            spread = max(spread, own * self.costs.item)
-            start = max(done[p] - backward[p] for p in partners)
-            for node in loads.nodes[at]:
-                begin[node] = min(begin.get(node, math.inf), start)
-                one = loads.cards[node] * loads.slow[node] * self.costs.wide
-                last = max(last, ready + one / max(4, self.tables.layers))
-            barrier = max(barrier, last + add)
-        for node, load in loads.cards.items():
-            seconds_ = load * loads.slow[node]
-            barrier = max(barrier, begin[node] + seconds_ * self.costs.wide)
-            spread = max(spread, seconds_ * self.costs.item)
-        barrier = max([barrier + loads.latency, *by_part])
-        optimizer, over, where = self._states(placed, loads)
-        return barrier + optimizer + spread, over, where
+        loads = sync_loads(placed, self.ways, self.costs, self.node)
+        times = self._backward_ends(placed, by_part)
+        stages = {(p, s): x for p, part in enumerate(placed.candidate.parts) for s, x in enumerate(part.shape.stages)}
+        chips = {at: self.pool.groups[stage.group].chip for at, stage in stages.items()}
+        done = {at: when.done for at, when in times.items()}
+        summed = self._travel(loads, stages, chips, done, times, self.costs.options.gradient_bytes or self.costs.wide)
+        barrier = max(summed.values()) + self._barrier_seconds(placed)
+        update, over, where = self._states(placed, loads)
+        updated = {at: barrier + seconds_ for at, seconds_ in update.items()}
+        written = self._travel(loads, stages, chips, updated, None, self.costs.item)
+        return max(written.values()), over, where
 
-    def _own_beta(self, stage: StageShape) -> float:
-        """Seconds per byte of a chip's own link inside its node."""
-        link = self.pool.intra[stage.group]
-        return 1 / link.bandwidth if link is not None else 0.0
+    def _travel(
+        self,
+        loads: Loads,
+        stages: Mapping[At, StageShape],
+        chips: Mapping[At, str],
+        idle: Mapping[At, float],
+        times: Mapping[At, _LastBackward] | None,
+        item: float,
+    ) -> dict[At, float]:
+        """When the ranks of each stage are done with all runs: gradients as ``times`` has them, else parameters. The
+        rules are :class:`~hetero_megatron.planner.sync.Synchronisation`'s, but a run's buckets are taken together."""
+        hosts = {at: Host() for at in idle}
+        free: dict[object, float] = {}
+        sharded = self.costs.options.sharded
+        for run in loads.runs:
+            ready = late = 0.0
+            after = {}
+            share = 1 / run.buckets  # of the run, that only the last bucket is
+            for at in run.held:
+                pack, after[at] = (
+                    own_seconds(run, at, self.costs, chips[at], item, times is None)
+                    if sharded else (0.0, 0.0)
+                )  # fmt: skip
+                first = last = idle[at]
+                if times is not None and self.costs.options.overlap:
+                    first, last = times[at].span(run, at, share)
+                sent = hosts[at].send(last, pack)
+                late, ready = max(late, sent), max(ready, sent - (last - first) - pack * (1 - share))
+            begin = max([ready, *(free.get(port, 0.0) for port in run.ports)])
+            end = max(begin + run.link * item, late + run.link * item * share)
+            for port, seconds_ in run.ports.items():
+                free[port] = max(begin + seconds_ * item, late + seconds_ * item * share)
+                end = max(end, free[port])
+            end += run.latency
+            for at, seconds_ in after.items():
+                hosts[at].under_way.append((end, seconds_ * share))
+                hosts[at].delay += seconds_ * (1 - share)
+        return {at: host.finish(idle[at]) for at, host in hosts.items()}
 
-    def _states(self, placed: Placed, loads: Loads) -> tuple[float, int, tuple[int, int]]:
-        """(seconds of the slowest optimizer, bytes over, where)."""
-        optimizer, over, where = 0.0, 0, (0, 0)
+    def _barrier_seconds(self, placed: Placed) -> float:
+        """As :mod:`hetero_megatron.planner.predict` has it: once around a ring of all ranks."""
+        used = [g for g, n in enumerate(placed.candidate.usage(len(self.pool.groups))) if n]
+        ranks = sum(placed.candidate.usage(len(self.pool.groups)))
+        ways = [self.ways.between(g, h) for g in used for h in used]
+        ways += [self.ways.between(g, g, True) for g in used if ranks > 1]
+        known = [way for way in ways if way is not None]
+        return (ranks - 1) * max((way.single + way.message for way in known), default=0.0)
+
+    def _states(self, placed: Placed, loads: Loads) -> tuple[dict[At, float], int, At]:
+        """(seconds of each stage's optimizer, bytes over, where)."""
+        update: dict[At, float] = {}
+        over, where = 0, (0, 0)
         for p, part in enumerate(placed.candidate.parts):
             count = len(part.shape.stages)
             alive = in_flight(placed.candidate.schedule, count, part.num_micro_batches)
             for s, stage in enumerate(part.shape.stages):
                 choice = self.tables.choice(stage, s == 0, s == count - 1)
                 replicas = stage.layers / loads.shared[p, s] if stage.layers else float(placed.candidate.pipelines)
-                optimizer = max(optimizer, self.costs.optimizer_seconds(choice, replicas))  # type: ignore[arg-type]
+                update[p, s] = self.costs.optimizer_seconds(choice, replicas)  # type: ignore[arg-type]
                 needs = self.costs.memory_bytes(choice, part.shape.micro_batch_size, alive[s], replicas)  # type: ignore[arg-type]
                 excess = needs.total - self.costs.memory_limit(choice.chip)
                 if excess > over:
                     over, where = excess, (p, s)
-        return optimizer, over, where
+        return update, over, where
 
-    def _backward_ends(
-        self, placed: Placed, by_part: Sequence[float]
-    ) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
-        """Per stage: seconds of one backward, and when its last one ends (the first stage's is the last of all)."""
-        backward: dict[tuple[int, int], float] = {}
-        done: dict[tuple[int, int], float] = {}
+    def saved_seconds(self, stage: StageShape, embed: bool, head: bool) -> float:
+        """What the first backward of a step takes less than the others."""
+        choice = self.tables.choice(stage, embed, head)
+        return self.costs.held_elements(choice) * self.costs.item * self.costs.chip_rates(choice.chip).accumulate_beta
+
+    def _backward_ends(self, placed: Placed, by_part: Sequence[float]) -> dict[At, _LastBackward]:
+        """Of every stage's last backward (the first stage's is the last of all)."""
+        found: dict[At, _LastBackward] = {}
         for p, part in enumerate(placed.candidate.parts):
-            times, links, drain = self.stage_seconds(part.shape)[1], self.links(part.shape), 0.0
-            for s, seconds_ in enumerate(times):
-                backward[p, s], done[p, s] = seconds_, by_part[p] - drain
-                if s + 1 < len(times):
-                    drain += times[s] + links[s]
-        return backward, done
+            forward, times = self.stage_seconds(part.shape)
+            links, drain, last = self.links(part.shape), 0.0, len(times) - 1
+            busiest = max(range(len(times)), key=lambda s: forward[s] + times[s])
+            saved = self.saved_seconds(part.shape.stages[busiest], busiest == 0, busiest == last)
+            for s, (stage, seconds_) in enumerate(zip(part.shape.stages, times)):
+                ends = []
+                for embed, head, layers in ((False, False, stage.layers), (False, s == last, stage.layers)):
+                    choice = self.tables.choice(StageShape(stage.group, stage.tp, stage.dp, layers, stage.recompute,
+                                                           stage.first), embed, head)  # fmt: skip
+                    ends.append(self.costs.backward_seconds(choice, part.shape.micro_batch_size))
+                action = self.costs.action_seconds(self.pool.groups[stage.group].chip)
+                messages = seconds_ - self.costs.backward_seconds(
+                    self.tables.choice(stage, s == 0, s == last), part.shape.micro_batch_size
+                )
+                layer = (ends[0] - action) / stage.layers if stage.layers else 0.0
+                own = seconds_ - messages
+                done = by_part[p] - drain - saved - (messages if s else 0.0)
+                found[p, s] = _LastBackward(done - own, done, layer, ends[1], stage.layers)
+                if s < last:
+                    drain += seconds_ + links[s]
+        return found
+
+
+@dataclass(frozen=True)
+class _LastBackward:
+    """Seconds: when it begins and ends, each of its layers, and all but the embedding's part."""
+
+    begin: float
+    done: float
+    layer: float
+    plain: float
+    layers: int
+
+    def span(self, run: Run, at: At, share: float) -> tuple[float, float]:
+        """When the gradients of the first and of the last bucket of a run are there."""
+        lowest = run.lowest[at]
+        last = self.done if run.embed else self.begin + self.plain - lowest * self.layer
+        above = last - self.begin - (self.layers - lowest) * self.layer if not run.embed else 0.0
+        first = max(self.begin + above, last - (1 - share) * (self.layers - lowest) * self.layer)
+        return min(first, last), last
 
 
 def exposed(reduce: float, backward: float, layers: int) -> float:

@@ -81,6 +81,9 @@ class Operators:
     def optimizer(self, elements: float) -> float:
         """One Adam update of the owned elements."""
         rows = self.rates.optimizer
+        if len(rows) > 1 and rows[-1][1] > rows[0][1]:  # a fixed part, and so much per element
+            (a, s), (b, t) = rows[0], rows[-1]
+            return float(max(s + (t - s) * (elements - a) / (b - a), 0.0))
         if rows:
             return elements / _nearest([(r[:1], r[0] / r[1]) for r in rows], (max(elements, 1.0),))
         return elements * UPDATE_BYTES / self.rates.bytes_per_second

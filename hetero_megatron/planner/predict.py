@@ -6,7 +6,6 @@ own layouts say which bytes cross which link; only the seconds per operator and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -153,17 +152,16 @@ class _Step:
         timelines = _timelines(self.plan, pipelines)
         computed, begin, parts = self._last_backwards(pipelines, timelines)
 
-        def ready(bucket: Bucket) -> float:
+        def ready(bucket: Bucket, rank: int) -> float:
             if costs.options.overlap:
-                return self.sync.ready_at(bucket, begin, parts)
-            return max(computed[r] for r in bucket.ranks)
+                return self.sync.ready_at(bucket, rank, begin[rank], parts[rank])
+            return computed[rank]
 
-        arrived, reduces = self.sync.run(ready, costs.options.gradient_bytes or costs.wide, False)
-        summed = {r: max(computed[r], arrived.get(r, 0.0)) + self._add_seconds(r) for r in self.plan.ranks}
+        summed, reduces = self.sync.run(ready, computed, costs.options.gradient_bytes or costs.wide, False)
         barrier = max(summed.values()) + self._barrier_seconds()
         updated = {r: barrier + self._update_seconds(r) for r in self.plan.ranks}
-        arrived, spreads = self.sync.run(lambda b: max(updated[r] for r in b.ranks), costs.item, True)
-        end = max(max(updated.values()), max(arrived.values(), default=0.0))
+        written, spreads = self.sync.run(lambda _, rank: updated[rank], updated, costs.item, True)
+        end = max(written.values())
         last = max(computed.values())
         parts_of_step = {
             "pipelines": last,
@@ -202,33 +200,36 @@ class _Step:
     def _last_backwards(
         self, pipelines: list[PipelineCosts], timelines: tuple[Timeline, ...]
     ) -> tuple[dict[int, float], dict[int, float], dict[int, UnitSeconds]]:
-        """By rank: when its last action has ended, when its last backward began, the parts of that."""
+        """By rank: when its last action has ended, when its last backward began, the parts of that.
+
+        The first backward of a step has nothing to add its gradients to; where the pipeline waits for its busiest
+        stage, all ends are earlier by what that stage saves.
+        """
         ended, begin, parts = {}, {}, {}
         for pipeline, costs, timeline in zip(self.plan.pipelines, pipelines, timelines, strict=True):
+            busiest = max(range(len(pipeline.stages)), key=timeline.busy.__getitem__)
+            saved = min(self._saved_seconds(r) for r in pipeline.stages[busiest].ranks)
             for s, stage in enumerate(pipeline.stages):
                 row = timeline.schedule.stages[s]
                 at = next(i for i in range(len(row) - 1, -1, -1) if row[i].kind in ("B", "W"))
                 for rank in stage.ranks:
-                    ended[rank] = timeline.ends[s][-1]
-                    begin[rank] = timeline.starts[s][at]
+                    ended[rank] = timeline.ends[s][-1] - saved
+                    begin[rank] = timeline.starts[s][at] - saved
                     parts[rank] = costs.parts[s]
         return ended, begin, parts
 
-    def _add_seconds(self, rank: int) -> float:
-        """Packing what goes to other owners and adding what came from other holders, bound by memory."""
-        if not self.costs.options.sharded:
-            return 0.0  # an all-reduce adds on the way
-        moved = self.sync.structure.moved.get(rank, 0)
-        return moved * self.costs.wide / self.costs.chip_rates(self.chips[rank]).bytes_per_second
+    def _saved_seconds(self, rank: int) -> float:
+        held = self.sync.structure.held.get(rank, 0)
+        return held * self.costs.item * self.costs.chip_rates(self.chips[rank]).accumulate_beta
 
     def _barrier_seconds(self) -> float:
-        """The exchange of loss and norm between all ranks: a few bytes, so only latency."""
+        """The exchange of loss and norm between all ranks: a few bytes, so only latency, once around gloo's ring."""
         ranks = self.plan.ranks
         if len(ranks) == 1:
             return 0.0
         network = self.stages.network
         slowest = max(network.rates.link(ranks[0], r).alpha + network.message_seconds(ranks[0], r) for r in ranks[1:])
-        return slowest * math.ceil(math.log2(len(ranks)))
+        return slowest * (len(ranks) - 1)
 
     def _update_seconds(self, rank: int) -> float:
         rates = self.costs.chip_rates(self.chips[rank])

@@ -19,6 +19,11 @@ A cluster file holds rates under ``rates:`` (or, for one chip, under ``chips: <c
             action_seconds: 0.0                       # fixed host seconds per F or B of a stage
             message_seconds: 0.0                      # host seconds that one send or receive costs the rank itself
             step_seconds: 0.0                         # fixed host seconds per optimizer step
+            pack_beta: 0.0                            # s per byte packed for an exchange; these four: 0 = from
+            add_beta: 0.0                             # … bytes_per_second; per byte received or own and summed
+            unpack_beta: 0.0                          # s per byte of parameters received, written in place
+            exchange_seconds: 0.0                     # fixed host seconds of packing or unpacking one bucket
+            accumulate_beta: 0.0                      # s per byte of weights: what the first backward of a step saves
             overhead_bytes: 0                         # memory that the framework takes before any tensor
             layers: [[fingerprint, tp, micro_batch_size, seq_length, forward s, backward s], …]
             embed: / head:                            # rows like layers; head is final norm, output matrix and loss
@@ -69,7 +74,8 @@ LATENCY = {"intra": 10e-6, "inter": 20e-6}  # where the cluster file gives none 
 ROWS = {"gemm": 4, "attention": 5, "layers": 6, "embed": 6, "head": 6, "optimizer": 2, "visits": 5}
 NUMBERS = (
     "gemm_flops", "gemm_half", "attention_flops", "bytes_per_second", "layer_seconds", "action_seconds",
-    "message_seconds", "step_seconds", "overhead_bytes", "score_seconds", "layer_backward_seconds",
+    "message_seconds", "step_seconds", "overhead_bytes", "score_seconds", "layer_backward_seconds", "pack_beta",
+    "add_beta", "unpack_beta", "exchange_seconds", "accumulate_beta",
 )  # fmt: skip
 
 Row = tuple[float, ...]
@@ -112,6 +118,25 @@ class ChipRates:
     calibrated: bool = False
     score_seconds: float = 0.0
     layer_backward_seconds: float = 0.0
+    pack_beta: float = 0.0
+    add_beta: float = 0.0
+    unpack_beta: float = 0.0
+    exchange_seconds: float = 0.0
+    accumulate_beta: float = 0.0
+
+    @property
+    def pack(self) -> float:
+        """Seconds per byte packed: read and written."""
+        return self.pack_beta or 2 / self.bytes_per_second
+
+    @property
+    def add(self) -> float:
+        """Seconds per byte added to a sum: two read, one written."""
+        return self.add_beta or 3 / self.bytes_per_second
+
+    @property
+    def unpack(self) -> float:
+        return self.unpack_beta or 2 / self.bytes_per_second
 
 
 @dataclass(frozen=True)

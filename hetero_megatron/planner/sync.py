@@ -1,18 +1,19 @@
 """Gradient reduction and parameter spread of a concrete plan, bucket by bucket, on the ports of its chips and nodes.
 
 The same buckets as the runtime's: a bucket is sent when all its ranks have its gradients, which happens during the last
-backward; buckets of one group go in order; buckets that share a chip's link or a node's cards take turns on it.
+backward, and fewer than ``IN_FLIGHT`` are under way; every rank sends its buckets in order and packs, sums and unpacks
+them itself; buckets that share a chip's link or a node's cards take turns on it.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hetero_megatron.plan import Plan, Stage
-from hetero_megatron.plan.buckets import Bucket, make_buckets
+from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, make_buckets
 from hetero_megatron.planner.costs import CostModel, UnitSeconds
 from hetero_megatron.planner.network import Exchange, Network, Traffic, volumes
 from hetero_megatron.spec import logical_tensors
@@ -27,6 +28,47 @@ class Span:
     end: float
 
 
+@dataclass
+class Share:
+    """Elements of one bucket on one rank: given to other owners, taken from other holders, owned."""
+
+    given: int = 0
+    taken: int = 0
+    owned: int = 0
+
+
+@dataclass
+class Host:
+    """One rank's own time in an exchange of all its buckets.
+
+    Attributes:
+        delay: seconds of packing and summing so far; last: when it last sent a bucket.
+        under_way: (arrival, seconds to sum or unpack it) of buckets that it waits for.
+    """
+
+    delay: float = 0.0
+    last: float = 0.0
+    under_way: deque[tuple[float, float]] = field(default_factory=deque)
+
+    def send(self, ready: float, pack: float) -> float:
+        """When the next bucket, whose content is there at ``ready`` but for the delay, is packed."""
+        at = max(ready + self.delay, self.last)
+        if len(self.under_way) == IN_FLIGHT:
+            arrived, after = self.under_way.popleft()
+            at = max(at, arrived) + after
+            self.delay += after
+        self.delay += pack
+        self.last = at + pack
+        return self.last
+
+    def finish(self, at: float) -> float:
+        """When everything is summed; ``at``: when the rank is done with all else."""
+        end = max(at + self.delay, self.last)
+        for arrived, after in self.under_way:
+            end = max(end, arrived) + after
+        return end
+
+
 class _Structure:
     """Which elements of which bucket go where."""
 
@@ -35,7 +77,7 @@ class _Structure:
         self.buckets = make_buckets(plan, model.model)
         self.owned: dict[int, int] = defaultdict(int)
         self.held: dict[int, int] = defaultdict(int)
-        self.moved: dict[int, int] = defaultdict(int)  # elements read and written to pack and to add
+        self.shares: dict[int, dict[int, Share]] = {}  # by bucket and rank
         self._elements: dict[tuple[int, ...], dict[tuple[int, int], int]] = {}
         self._traffic: dict[tuple[int, bool], Traffic] = {}
         known: dict[int, list[tuple[int, int]]] = {}
@@ -46,10 +88,14 @@ class _Structure:
                         known[id(layout)] = [(r, layout.elements(r)) for r in layout.ranks]
                     for rank, count in known[id(layout)]:
                         total[rank] += count
-            for (src, dst), count in self.elements(bucket).items() if len(bucket.ranks) > 1 else ():
-                if src != dst:
-                    self.moved[src] += 2 * count
-                    self.moved[dst] += 3 * count
+            if len(bucket.ranks) > 1:
+                self.shares[bucket.index] = shares = {rank: Share() for rank in bucket.ranks}
+                for (src, dst), count in self.elements(bucket).items():
+                    if src == dst:
+                        shares[src].owned += count
+                    else:
+                        shares[src].given += count
+                        shares[dst].taken += count
 
     def serves(self, model: CostModel) -> bool:
         return self.model == model.model and self.cluster is model.cluster
@@ -90,6 +136,7 @@ class Synchronisation:
         self.stage_of = {r: s for p in plan.pipelines for s in p.stages for r in s.ranks}
         self._prices: dict[tuple[object, ...], Exchange] = {}
         self._posting: dict[tuple[int, ...], float] = {}
+        self._into: dict[tuple[int, int, int], float] = {}
 
     def elements(self, bucket: Bucket) -> Mapping[tuple[int, int], int]:
         """Elements from every holder to every owner of a bucket."""
@@ -105,11 +152,13 @@ class Synchronisation:
             self._prices[key] = Exchange(found.ports, found.latency + self._posting[bucket.ranks], found.link)
         return self._prices[key]
 
-    def ready_at(self, bucket: Bucket, begin: Mapping[int, float], parts: Mapping[int, UnitSeconds]) -> float:
-        """When all members have the bucket's gradients; ``begin``: of each rank's last backward."""
-        stages = self.stage_of
-        layers = [self.layer_of[name] for name in bucket.names]
-        return max(begin[r] + self._into_backward(stages[r], parts[r], layers) for r in bucket.ranks)
+    def ready_at(self, bucket: Bucket, rank: int, begin: float, part: UnitSeconds) -> float:
+        """When a member has the bucket's gradients; ``begin``: of its last backward, ``part``: its parts."""
+        key = (id(bucket), id(self.stage_of[rank]), id(part))
+        if key not in self._into:
+            layers = [self.layer_of[name] for name in bucket.names]
+            self._into[key] = self._into_backward(self.stage_of[rank], part, layers)
+        return begin + self._into[key]
 
     @staticmethod
     def _into_backward(stage: Stage, part: UnitSeconds, layers: Sequence[int | str]) -> float:
@@ -126,34 +175,58 @@ class Synchronisation:
             return part.action + head + (len(held) - held.index(min(decoder))) * each
         return part.action + head
 
-    def run(self, ready: Callable[[Bucket], float], item: float, spread: bool) -> tuple[dict[int, float], list[Span]]:
-        """(when each rank has its last bucket, when each bucket travels).
+    def host_seconds(self, bucket: Bucket, rank: int, item: float, spread: bool) -> tuple[float, float]:
+        """(before, after) a bucket travels: packing what others get; summing gradients, or writing parameters."""
+        rates, share = self.model.chip_rates(self.network.ranks[rank].chip), self.structure.shares[bucket.index][rank]
+        fixed = rates.exchange_seconds
+        if spread:  # owners give what they took
+            return share.taken * item * rates.pack + fixed, share.given * item * rates.unpack + fixed
+        summed = (share.taken + share.owned) * item * rates.add + fixed * len(bucket.ranks)
+        return share.given * item * rates.pack + fixed, summed
+
+    def run(
+        self, ready: Callable[[Bucket, int], float], idle: Mapping[int, float], item: float, spread: bool
+    ) -> tuple[dict[int, float], list[Span]]:
+        """(when each rank is done with all its buckets, when each bucket travels).
 
         Args:
-            ready: seconds at which all members of a bucket could start it.
-            item: bytes per element; spread: from owners to holders.
+            ready: seconds at which a rank has the content of a bucket, packing and summing of others not counted.
+            idle: when each rank is done with all else; item: bytes per element; spread: from owners to holders.
         """
-        queues: dict[tuple[int, ...], list[Bucket]] = defaultdict(list)
+        sharded = self.model.options.sharded  # an all-reduce packs and adds on the way
+        hosts = {rank: Host() for rank in idle}
+        queues: dict[int, deque[Bucket]] = defaultdict(deque)  # a rank sends its buckets in order
         for bucket in self.buckets:
-            queues[bucket.ranks].append(bucket)
-        heap = [(ready(queue[0]), group) for group, queue in queues.items()]
-        heapq.heapify(heap)
-        position = dict.fromkeys(queues, 0)
+            for rank in bucket.ranks:
+                queues[rank].append(bucket)
+        missing = {b.index: sum(queues[r][0] is not b for r in b.ranks) for b in self.buckets}
+        heap: list[tuple[float, int]] = []
+        by_index = {b.index: b for b in self.buckets}
         free: dict[object, float] = defaultdict(float)
-        done: dict[int, float] = defaultdict(float)
         spans = []
+
+        def launch(bucket: Bucket) -> None:
+            packs = {r: self.host_seconds(bucket, r, item, spread)[0] if sharded else 0.0 for r in bucket.ranks}
+            heapq.heappush(heap, (max(hosts[r].send(ready(bucket, r), packs[r]) for r in bucket.ranks), bucket.index))
+
+        for bucket in self.buckets:
+            if not missing[bucket.index]:
+                launch(bucket)
         while heap:
-            at, group = heapq.heappop(heap)
-            bucket = queues[group][position[group]]
+            at, index = heapq.heappop(heap)
+            bucket = by_index[index]
             price = self.price(bucket, item, spread)
             start = max([at, *(free[port] for port in price.ports)])
             for port, seconds in price.ports.items():
                 free[port] = start + seconds
             end = start + price.seconds + price.latency
-            spans.append(Span(bucket.index, start, end))
-            for rank in group:
-                done[rank] = max(done[rank], end)
-            position[group] += 1
-            if position[group] < len(queues[group]):
-                heapq.heappush(heap, (max(ready(queues[group][position[group]]), start), group))
-        return done, spans
+            spans.append(Span(index, start, end))
+            for rank in bucket.ranks:
+                after = self.host_seconds(bucket, rank, item, spread)[1] if sharded else 0.0
+                hosts[rank].under_way.append((end, after))
+                queues[rank].popleft()
+            for following in {queues[r][0].index: queues[r][0] for r in bucket.ranks if queues[r]}.values():
+                missing[following.index] = sum(queues[r][0] is not following for r in following.ranks)
+                if not missing[following.index]:
+                    launch(following)
+        return {rank: host.finish(idle[rank]) for rank, host in hosts.items()}, spans

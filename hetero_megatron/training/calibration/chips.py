@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from statistics import median
 
@@ -16,10 +15,11 @@ from hetero_megatron.model import initial_values
 from hetero_megatron.ops import attention
 from hetero_megatron.ops.block_attention import BlockAttention, accumulators, key_heads
 from hetero_megatron.ops.tile_kernels import tile_kernel
+from hetero_megatron.parallel.exchange import BucketExchange
 from hetero_megatron.parallel.optimizer import OptimizerFactory, squared_norm
 from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.spec import LogicalTensor, ModelSpec
-from hetero_megatron.training.calibration.runs import Observation, Run
+from hetero_megatron.training.calibration.runs import Observation, Phase, Run
 from hetero_megatron.training.runtime import Runtime
 
 OPTIMIZER_ELEMENTS = (1 << 18, 1 << 21)
@@ -30,8 +30,9 @@ def observe(run: Run, comm: Comm, dtype: torch.dtype, optimizer: OptimizerFactor
     """Take part in ``run``; every rank of the job calls it, also those that the plan leaves out.
 
     Returns:
-        On a rank of the plan: ``observation`` of its stage, and ``tail``, the seconds between its last action and the
-        end of the step less the optimizer's (of the step in which they were fewest).
+        On a rank of the plan: ``observation`` of its stage; ``saved``, what a step's first backward takes less than the
+        others, in seconds per byte of weights; ``tail``, the chip's seconds in the whole step outside its actions, and
+        ``owned``, the elements that it updates then.
     """
     if comm.rank not in run.plan.ranks:
         comm.create_groups(plan_groups(run.plan, make_buckets(run.plan, run.spec)))
@@ -44,14 +45,18 @@ def observe(run: Run, comm: Comm, dtype: torch.dtype, optimizer: OptimizerFactor
     forward: list[float] = []
     backward: list[float] = []
     tails: list[float] = []
+    saved: list[float] = []
     for step in range(steps + 1):
+        before = comm.clock.computed
         stats = runtime.train_step(_fetch(run), 0, run.plan.global_batch_size, lr=1e-6)
-        done = time.perf_counter()
+        tail = comm.clock.computed - before - sum(t.computed for t in stats.actions)
         if step == 0:  # allocations, caches, lazy initialisation
             continue
         for kind, into in (("F", forward), ("B", backward)):
-            into += [t.computed for t in stats.actions if t.action.kind == kind][1:]
-        tails.append(done - stats.actions[-1].end)
+            first, *others = [t.computed for t in stats.actions if t.action.kind == kind]
+            into += others
+            saved += [median(others) - first] if kind == "B" else []
+        tails.append(tail)
     stage, first = runtime.stage, runtime.place.stage
     chip, layers = run.stages[first]
     width = max(forward) - min(forward) + max(backward) - min(backward)
@@ -61,7 +66,59 @@ def observe(run: Run, comm: Comm, dtype: torch.dtype, optimizer: OptimizerFactor
     )  # fmt: skip
     assert runtime.optimizer is not None
     owned = sum(master.numel() for _, _, master in runtime.optimizer.owned())
-    return {"observation": observation, "tail": min(tails), "owned": owned}
+    held = sum(p.numel() * p.element_size() for p in runtime.model.parameters())
+    return {"observation": observation, "saved": median(saved) / held, "tail": min(tails), "owned": owned}
+
+
+def observe_exchange(
+    run: Run, chip: str, comm: Comm, dtype: torch.dtype, optimizer: OptimizerFactory, steps: int
+) -> list[Phase]:
+    """Take part in a run of replicas; every rank of the job calls it. What this rank's chip did, bucket by bucket."""
+    if comm.rank not in run.plan.ranks:
+        comm.create_groups(plan_groups(run.plan, make_buckets(run.plan, run.spec)))
+        return []
+
+    def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
+        return initial_values(tensor, box, run.spec, seed=0)
+
+    runtime = Runtime(run.plan, run.spec, comm, dtype, initialize, optimizer)
+    found: list[Phase] = []
+    for exchange in runtime.sync.exchanges:
+        _time_phases(exchange, chip, dtype, found)
+    for step in range(steps + 1):
+        if step == 1:  # the first one allocates
+            found.clear()
+        runtime.train_step(_fetch(run), 0, run.plan.global_batch_size, lr=1e-6)
+    return found
+
+
+def _time_phases(exchange: BucketExchange, chip: str, dtype: torch.dtype, found: list[Phase]) -> None:
+    """Note what each call of ``exchange`` computes."""
+    clock, ranks = exchange.comm.clock, exchange.group.size
+    wide = torch.promote_types(dtype, torch.float32).itemsize
+    given, taken = exchange.given, exchange.taken
+    calls = {
+        "start_reduce": ("pack", given * wide, 1),
+        "finish_reduce": ("add", (taken + exchange.size) * wide, ranks),
+        "start_spread": ("pack", taken * dtype.itemsize, 1),
+        "finish_spread": ("unpack", given * dtype.itemsize, 1),
+    }
+
+    def timed(name: str, kind: str, size: int, count: int) -> None:
+        plain = getattr(exchange, name)
+
+        def call(*arguments: object) -> object:
+            clock.settle()
+            before = clock.computed
+            out = plain(*arguments)
+            clock.settle()
+            found.append(Phase(chip, kind, size, count, clock.computed - before))
+            return out
+
+        setattr(exchange, name, call)
+
+    for name, what in calls.items():
+        timed(name, *what)
 
 
 def _fetch(run: Run):  # type: ignore[no-untyped-def]

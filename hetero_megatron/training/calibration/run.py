@@ -15,13 +15,22 @@ from hetero_megatron.comm.clock import verdict
 from hetero_megatron.parallel.optimizer import OptimizerFactory
 from hetero_megatron.planner.rates import model_fingerprint
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.training.calibration.chips import attention_seconds, observe, optimizer_seconds, visit_seconds
+from hetero_megatron.training.calibration.chips import (
+    attention_seconds,
+    observe,
+    observe_exchange,
+    optimizer_seconds,
+    visit_seconds,
+)
 from hetero_megatron.training.calibration.links import LinkRow, measure_links
 from hetero_megatron.training.calibration.runs import (
     Costs,
     Observation,
+    Phase,
+    exchange_runs,
     full_runs,
     solve,
+    solve_phases,
     spot_checks,
     spread,
     stragglers,
@@ -55,6 +64,8 @@ class Calibration:
     costs: dict[tuple[str, int, int], Costs] = field(default_factory=dict)
     spreads: dict[tuple[str, int, int], float] = field(default_factory=dict)
     step_seconds: dict[str, float] = field(default_factory=dict)
+    exchange: dict[str, tuple[float, float, float, float]] = field(default_factory=dict)  # as solve_phases() returns
+    saved: dict[str, float] = field(default_factory=dict)  # by a first backward, seconds per byte of weights
     optimizer: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     attention: dict[str, list[tuple[int, int, int, float, float]]] = field(default_factory=dict)
     visits: dict[str, list[tuple[int, int, int, float, float]]] = field(default_factory=dict)
@@ -79,7 +90,8 @@ def calibrate(
     world = comm.group(everyone)
     found = Calibration()
     seen: list[Observation] = []
-    tails: list[tuple[float, dict[str, float]]] = []
+    tails: dict[str, list[tuple[float, int]]] = {}
+    saved: dict[str, list[float]] = {}
     chip = cluster.ranks[comm.rank].chip
     for tp in options.tp:
         for size in options.micro_batch_sizes:
@@ -90,10 +102,19 @@ def calibrate(
                 seconds = observe(run, comm, dtype, optimizer, options.steps)
                 answers: list[Any] = [a for a in world.gather_objects(seconds) if a]
                 seen += _merge([a["observation"] for a in answers])
-                tails.append((min(a["tail"] for a in answers), {"owned": max(a["owned"] for a in answers)}))
+                for a in answers:
+                    name = a["observation"].chip
+                    tails.setdefault(name, []).append((a["tail"], a["owned"]))
+                    saved.setdefault(name, []).append(a["saved"])
     _solve(found, seen)
     found.slow = stragglers(seen, found.costs, STRAGGLER)
     _solve(found, [o for o in seen if o.ranks not in found.slow])
+    log("exchange of gradients and parameters")
+    phases: list[Phase] = []
+    for run in exchange_runs(cluster, spec, options.seq_length):
+        mine_ = observe_exchange(run, chip, comm, dtype, optimizer, options.steps)
+        phases += [p for rows in world.gather_objects(mine_) for p in rows]  # type: ignore[attr-defined]
+    found.exchange = {c: solve_phases([p for p in phases if p.chip == c]) for c in {p.chip for p in phases}}
     log("optimizer and attention")
     lengths = options.lengths
     alone = (attention_seconds(comm, dtype, spec, lengths), visit_seconds(comm, dtype, spec, lengths))
@@ -103,9 +124,10 @@ def calibrate(
         found.optimizer.setdefault(name, []).extend(updates)
         found.attention.setdefault(name, []).extend(attentions)
         found.visits.setdefault(name, []).extend(visits)
-    # After the last action: the norm's gather and the update; the rank that ended last waited for nobody.
-    fixed = median(tail for tail, _ in tails)
-    found.step_seconds = {name: max(1e-4, fixed - min(s for _, s in rows)) for name, rows in found.optimizer.items()}
+    for name, rows in tails.items():  # what a step takes outside its actions, less the update
+        update = _medians(found.optimizer[name])
+        found.step_seconds[name] = max(1e-6, median(tail - _at(update, owned) for tail, owned in rows))
+        found.saved[name] = max(0.0, median(saved[name]))
     log("links")
     found.links = [row for rows in world.gather_objects(measure_links(comm, cluster)) for row in rows]  # type: ignore[attr-defined]
     reports = [r for r in world.gather_objects(comm.clock.report()) if isinstance(r, dict)]
@@ -154,12 +176,22 @@ def _document(found: Calibration, cluster: Cluster, spec: ModelSpec, options: Ca
         group = next(g.name for g in cluster.nodes if g.chip == chip)
         rows["message_seconds"] = _digits(messages.get(group, 0.0))
         rows["step_seconds"] = _digits(found.step_seconds[chip])
+        rows["accumulate_beta"] = _digits(found.saved[chip])
+        if chip in found.exchange:
+            names = ("pack_beta", "add_beta", "unpack_beta", "exchange_seconds")
+            rows |= {key: _digits(value) for key, value in zip(names, found.exchange[chip])}
         rows["optimizer"] = [[n, _digits(s)] for n, s in _medians(found.optimizer[chip])]
         for table in ("attention", "visits"):
             if measured := getattr(found, table).get(chip):
                 rows[table] = [[*key, *map(_digits, s)] for key, s in _attention_medians(measured)]
         chips[chip] = {options.dtype: rows}
     return {"chips": chips, "links": [_link(row) for row in found.links]}
+
+
+def _at(rows: Sequence[tuple[int, float]], elements: int) -> float:
+    """Seconds of an update of so many elements, on the line through the first and last measured ones."""
+    (a, s), (b, t) = rows[0], rows[-1]
+    return s + (t - s) * (elements - a) / (b - a)
 
 
 def _medians(rows: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

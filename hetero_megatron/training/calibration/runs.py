@@ -95,6 +95,52 @@ def spot_checks(cluster: Cluster, spec: ModelSpec, seq_length: int, tp: int, mic
     ]
 
 
+def exchange_runs(cluster: Cluster, spec: ModelSpec, seq_length: int) -> list[Run]:
+    """One replica of a few layers on each of some chips of every type: what packing, summing and unpacking cost."""
+    ranks = sorted(r for found in tp_groups(cluster, 1).values() for (r,) in found[:MEASURED_GROUPS])
+    runs = []
+    for layers in LAYERS if len(ranks) > 1 else ():
+        small = replace(spec, num_layers=layers)
+        pipelines = [
+            {"micro_batch_size": 1, "num_micro_batches": 1, "stages": [{"ranks": [r], "layers": [0, layers]}]}
+            for r in ranks
+        ]
+        data = {
+            "version": 1, "seq_length": seq_length, "global_batch_size": len(ranks), "schedule": "1f1b",
+            "pipelines": pipelines,
+        }  # fmt: skip
+        stages = tuple((cluster.ranks[r].chip, layers) for r in ranks)
+        runs.append(Run(plan_from_dict(data, small, cluster), small, 1, 1, stages))
+    return runs
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What one rank did for one bucket: ``kind`` is pack, add or unpack, of so many bytes in ``calls`` messages."""
+
+    chip: str
+    kind: str
+    bytes: int
+    calls: int
+    seconds: float
+
+
+PHASES = ("pack", "add", "unpack")
+
+
+def solve_phases(found: Sequence[Phase]) -> tuple[float, float, float, float]:
+    """(pack, add, unpack: seconds per byte; fixed seconds per call) of one chip type, by least squares."""
+    rows = np.array([[f.bytes * (f.kind == kind) for kind in PHASES] + [f.calls] for f in found], float)
+    seconds = np.array([f.seconds for f in found])
+    scale = rows.max(axis=0)
+    solution, *_ = np.linalg.lstsq(rows / scale, seconds, rcond=1e-9)
+    if solution[3] < 0:  # nothing fixed to be seen
+        solution, *_ = np.linalg.lstsq(rows[:, :3] / scale[:3], seconds, rcond=1e-9)
+        solution = np.append(solution, 0.0)
+    pack, add, unpack, fixed = np.maximum(solution / scale, 0.0).tolist()
+    return pack, add, unpack, fixed
+
+
 def _run(
     cluster: Cluster,
     spec: ModelSpec,

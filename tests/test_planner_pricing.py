@@ -1,0 +1,90 @@
+"""The search ranks by the times that the prediction judges by; what an exchange costs its hosts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hetero_megatron.plan import plan_from_dict
+from hetero_megatron.planner.costs import CostModel
+from hetero_megatron.planner.place import place, to_plan
+from hetero_megatron.planner.pool import Pool
+from hetero_megatron.planner.predict import predict
+from hetero_megatron.planner.search import SearchOptions, make_evaluator
+from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape
+from hetero_megatron.planner.stages import StageCosts
+from hetero_megatron.planner.sync import Synchronisation
+from hetero_megatron.spec.flops import parameter_count
+from hetero_megatron.training.calibration.runs import Phase, solve_phases
+from tests.planner_cases import MODEL, SEQ, cluster, plan, stages
+
+BYTES = 4 * parameter_count(MODEL)
+HOST = {
+    "pack_beta": 1.5 / BYTES, "add_beta": 2.0 / BYTES, "unpack_beta": 1.0 / BYTES, "exchange_seconds": 0.02,
+    "accumulate_beta": 0.5 / BYTES, "message_seconds": 0.01, "step_seconds": 0.1,
+}  # fmt: skip
+
+
+def random_candidate(rng: random.Random, pool: Pool) -> Candidate:
+    """Pipelines of unlike stages on some of the chips, as the search could make them."""
+    counts, parts = list(pool.counts), []
+    while sum(counts) and (not parts or rng.random() < 0.7):
+        units: list[tuple[int, int]] = []
+        for _ in range(rng.randint(1, min(4, sum(counts)))):
+            g = rng.choice([g for g, n in enumerate(counts) if n])
+            units.append((g, 1))
+            counts[g] -= 1
+            if not sum(counts):
+                break
+        cuts = sorted(rng.sample(range(1, MODEL.num_layers), len(units) - 1))
+        sizes = [b - a for a, b in zip([0, *cuts], [*cuts, MODEL.num_layers])]
+        shape = tuple(StageShape(g, tp, 1, n, rng.choice(["none", "full"])) for (g, tp), n in zip(units, sizes))
+        parts.append(Part(PipelineShape(1, shape), 1, rng.randint(1, 10)))
+    return Candidate(tuple(parts), "1f1b", rng.choice(["stage", "pipeline"]))
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_the_search_and_the_prediction_agree(per_node: int) -> None:
+    there = cluster(per_node=per_node, beta=8 / BYTES, alpha=0.03, speeds=(1.0, 0.5, 0.3), **HOST)
+    evaluator = make_evaluator(MODEL, there, SEQ, SearchOptions(dtype="fp32"))
+    rng = random.Random(per_node)
+    errors = []
+    for _ in range(15):
+        candidate = random_candidate(rng, evaluator.pool)
+        placed = place(candidate, evaluator.pool)
+        assert placed is not None
+        concrete = to_plan(placed, there, SEQ, MODEL.num_heads)
+        exact = predict(concrete, MODEL, there, "fp32", evaluator.costs).step_seconds
+        errors.append(abs(evaluator.score_placed(placed).step_seconds / exact - 1))
+    assert sum(errors) / len(errors) < 0.005 and max(errors) < 0.02
+
+
+def test_hosts_pack_sum_and_unpack() -> None:
+    """Two replicas, by hand: half of everything is packed, all of it summed, half of it written."""
+    there = cluster(per_node=1, beta=1e-30, **HOST)
+    found = plan_from_dict(plan((1, stages(11)), (1, stages(11, first_rank=1))), MODEL)
+    costs = CostModel(MODEL, there, SEQ, "fp32")
+    sync = Synchronisation(found, costs, StageCosts(found, costs).network)
+    (bucket,) = sync.buckets
+    before, after = sync.host_seconds(bucket, 0, 4, False)
+    assert before == pytest.approx(1.5 / 2 + 0.02, rel=0.02) and after == pytest.approx(2.0 / 2 * 2 + 0.04, rel=0.02)
+    before, after = sync.host_seconds(bucket, 1, 4, True)
+    assert before == pytest.approx(1.5 / 2 + 0.02, rel=0.02) and after == pytest.approx(1.0 / 2 + 0.02, rel=0.02)
+    parts = predict(found, MODEL, there, "fp32", costs).parts
+    # One micro-batch of 11 layers, 1 s forward and 2 s backward each, the first backward cheaper.
+    assert parts["pipelines"] == pytest.approx(33 - 0.5, rel=1e-3)
+    assert parts["gradients"] == pytest.approx(0.77 + 2.04 + 2 * 0.01, rel=0.02)
+    assert parts["parameters"] == pytest.approx(0.77 + 0.52 + 0.01, rel=0.02)
+
+
+def test_phases_are_told_apart() -> None:
+    """Least squares gives back the rates that made the rows."""
+    rates, fixed = {"pack": 2e-9, "add": 3e-9, "unpack": 1e-9}, 2e-4
+    rows = [
+        Phase("c", kind, size, calls, size * rates[kind] + calls * fixed)
+        for size in (1 << 20, 3 << 20) for kind, calls in (("pack", 1), ("add", 4), ("unpack", 1))
+    ]  # fmt: skip
+    assert solve_phases(rows) == pytest.approx((2e-9, 3e-9, 1e-9, 2e-4), rel=1e-6)
+    negative = [Phase("c", p.kind, p.bytes, p.calls, p.seconds - 4 * fixed) for p in rows]
+    assert solve_phases(negative)[3] == 0.0
