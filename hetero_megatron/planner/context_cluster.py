@@ -131,14 +131,10 @@ def _layer_seconds(
     model: ModelSpec, known: ChipRates, seq_length: int, share: int, tp: int, item: int
 ) -> tuple[float, tuple[float, float]]:
     """(seconds per token outside attention, (forward, backward) of attention over a whole sequence) of one TP group."""
-    device = replace(known, layers=(), layer_seconds=0.0, layer_backward_seconds=0.0)  # without the host's launches
-    plain = Operators(model, device, item)
-    modelled, core = plain.layer(1 / tp, 1, share), plain.attention(1 / tp, 1, share)
-    measured = Operators(model, replace(device, layers=known.layers), item).layer(1 / tp, 1, share)
-    ratio = [m / p for m, p in zip(measured, modelled, strict=True)]
-    linear = (modelled[0] - core[0]) * ratio[0] / share
-    whole = plain.attention(1 / tp, 1, seq_length)
-    return linear, (whole[0] * ratio[0], whole[1] * ratio[1])
+    operators = Operators(model, known, item)
+    linear, ratio = operators.split(1 / tp, 1, share)
+    whole = operators.attention(1 / tp, 1, seq_length)
+    return linear[0] / share, (whole[0] * ratio[0], whole[1] * ratio[1])
 
 
 def _fabric(rates: Rates, all_groups: Sequence[str], members: Sequence[Member], tp: int, cards_shared: bool) -> Fabric:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from hetero_megatron.planner.rates import ChipRates, LayerRow, model_fingerprint
 from hetero_megatron.spec import ModelSpec
@@ -46,6 +47,28 @@ class Operators:
         if key not in self._cache:
             self._cache[key] = self._layer_by_operators(share, rows, length, exchange, posting) if rows else (0.0, 0.0)
         return self._cache[key]
+
+    def split(self, share: float, rows: float, length: int) -> tuple[Seconds, Seconds]:
+        """(a layer without its attention core and without launches, measured / modelled time of a layer), for a rank
+        with ``length`` tokens of each sequence. The second also corrects :meth:`attention`."""
+        key = ("split", share, rows, length)
+        if not (rows and length):
+            return (0.0, 0.0), (1.0, 1.0)
+        if key not in self._cache:
+            # Host seconds of launches count once per layer, with attention and what it exchanges.
+            bare = replace(self.rates, layers=(), layer_seconds=0.0, layer_backward_seconds=0.0)
+            plain = Operators(self.model, bare, self.item, self.sequence_parallel)
+            whole, core = plain.layer(share, rows, length), plain.attention(share, rows, length)
+            self._cache["ratio", share, rows, length] = ratio = self._ratio(bare, whole, share, rows, length)
+            self._cache[key] = ((whole[0] - core[0]) * ratio[0], (whole[1] - core[1]) * ratio[1])
+        return self._cache[key], self._cache["ratio", share, rows, length]
+
+    def _ratio(self, bare: ChipRates, modelled: Seconds, share: float, rows: float, length: int) -> Seconds:
+        if not self.rates.layers:
+            return 1.0, 1.0
+        measured = Operators(self.model, replace(bare, layers=self.rates.layers), self.item, self.sequence_parallel)
+        found = measured.layer(share, rows, length)
+        return found[0] / modelled[0], found[1] / modelled[1]
 
     def embed(self, share: float, rows: float, length: int) -> Seconds:
         return self._cached("embed", share, rows, length, self._embed_by_operators)
