@@ -29,6 +29,7 @@ def problem_from_cluster(
     options: ContextOptions | None = None,
     rates: Rates | None = None,
     cards_shared: bool = True,
+    margin: float = MARGIN,
 ) -> ContextProblem:
     """The scheduling problem of one stage on ``ranks`` of a cluster (all of them by default).
 
@@ -38,6 +39,7 @@ def problem_from_cluster(
         rates: of the cluster in ``dtype``; read from it, or from data sheets x default efficiencies, by default.
         cards_shared: bandwidths between nodes are those of a node's network cards together (as the planner reads
             cluster files), not of each chip.
+        margin: share of a chip's memory that stays free.
 
     Raises:
         UserError: ranks that the cluster lacks, a dtype that a chip lacks, TP groups that cross nodes, unknown links.
@@ -54,7 +56,7 @@ def problem_from_cluster(
     for block in _tp_groups(cluster, chosen, tp):
         first = cluster.ranks[block[0]]
         if first.group not in speeds:
-            speeds[first.group] = _member(model, cluster, rates, first, seq_length, share, tp, item)
+            speeds[first.group] = _member(model, cluster, rates, first, seq_length, share, tp, item, margin)
         node = nodes.setdefault(first.node, len(nodes))
         members.append(replace(speeds[first.group], ranks=block, node=node, kind=groups.index(first.group)))
     used = sorted({member.kind for member in members})
@@ -99,7 +101,15 @@ def _tp_groups(cluster: Cluster, ranks: Sequence[int], tp: int) -> list[tuple[in
 
 
 def _member(
-    model: ModelSpec, cluster: Cluster, rates: Rates, at: Rank, seq_length: int, share: int, tp: int, item: int
+    model: ModelSpec,
+    cluster: Cluster,
+    rates: Rates,
+    at: Rank,
+    seq_length: int,
+    share: int,
+    tp: int,
+    item: int,
+    margin: float,
 ) -> Member:
     """Speeds of a member, from operator rates, corrected by whole-layer rows where calibration wrote them.
 
@@ -113,7 +123,7 @@ def _member(
     # Two gathers and two scatter-sums of the hidden state per layer and forward (sequence parallelism).
     tp_seconds = 4 * model.hidden_size * item * (tp - 1) / tp * inside.beta if inside else 0.0
     found = cluster.chips[chip]
-    memory = (found.memory_budget or found.memory) * (1 - MARGIN) - known.overhead_bytes
+    memory = (found.memory_budget or found.memory) * (1 - margin) - known.overhead_bytes
     return Member(
         ranks=(0,), node=0, kind=0,
         gemm_flops=layer_matmul_flops(model) / linear,
