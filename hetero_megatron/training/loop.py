@@ -202,7 +202,8 @@ class Training:
             self.reporter.event("straggler", str(behind), step=self.step, rank=behind.rank, ratio=behind.ratio)
         if self.config.failure.replan_on_drift and not self.exit.reason and self.stragglers.behind():
             self.drift = self.stragglers.behind()
-            self.exit.reason = self.drift_reason = f"rank {', '.join(str(b.rank) for b in self.drift)} drifted from its rate"
+            ranks = ", ".join(str(b.rank) for b in self.drift)
+            self.exit.reason = self.drift_reason = f"rank {ranks} drifted from its rate"
 
     def say(self, text: str) -> None:
         if self.reporter.speaks:
