@@ -200,8 +200,9 @@ class Training:
         for behind in new:
             self.say(f"notice: step {self.step}: {behind}")
             self.reporter.event("straggler", str(behind), step=self.step, rank=behind.rank, ratio=behind.ratio)
-        if self.config.failure.replan_on_drift and not self.exit.reason and self.stragglers.behind():
-            self.drift = self.stragglers.behind()
+        steady = [b for b in self.stragglers.behind() if b.steady]
+        if self.config.failure.replan_on_drift and not self.exit.reason and steady:
+            self.drift = steady
             ranks = ", ".join(str(b.rank) for b in self.drift)
             self.exit.reason = self.drift_reason = f"rank {ranks} drifted from its rate"
 
