@@ -112,5 +112,12 @@ def test_stragglers_are_named_once() -> None:
     calibrated = StragglerWatch([0], {0: "big"}, {0: 1.0})
     said = [text for _ in range(WARM_UP + RECENT) for text in calibrated.step([1.7], 8)]
     assert len(said) == 1 and "predicted from calibrated rates" in str(said[0]) and said[0].ratio == 1.7
+    assert calibrated.behind()[0].steady
+    watch = StragglerWatch([0], {0: "big"}, {0: 1.0})
+    for seconds in [1.0] * (WARM_UP + RECENT) + [6.0] * (RECENT - 1):
+        watch.step([seconds], 8)
+    assert [b.steady for b in watch.behind()] == [False]  # named, but it is not known yet how slow it is
+    watch.step([6.0], 8)
+    assert [(b.steady, b.ratio) for b in watch.behind()] == [(True, 6.0)]
     watch = StragglerWatch([0], {0: "big"}, {0: 1.0}, batch_size=16)  # the prediction is for another batch size
     assert not [b for _ in range(WARM_UP + RECENT) for b in watch.step([1.7], 8)]

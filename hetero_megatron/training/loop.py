@@ -66,7 +66,8 @@ def train(config: RunConfig) -> int:
             try:
                 return training.run()
             except UserError as error:  # of all ranks alike: a checkpoint on its way is still finished
-                training.reporter.event("error", str(error), step=training.step)
+                with suppress(UserError):  # a full disk must not hide what was wrong
+                    training.reporter.event("error", str(error), step=training.step)
                 with suppress(UserError, RuntimeError):
                     training.checkpoints.wait()
                 raise
@@ -180,6 +181,7 @@ class Training:
         self.guard = StepGuard(finite, config.failure.check_spikes, config.failure.rerun, self.say)
         self.stragglers = self._watch()
         self.drift: list[Behind] = []
+        self.drift_reason = ""
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
 
@@ -198,9 +200,11 @@ class Training:
         for behind in new:
             self.say(f"notice: step {self.step}: {behind}")
             self.reporter.event("straggler", str(behind), step=self.step, rank=behind.rank, ratio=behind.ratio)
-        if self.config.failure.replan_on_drift and not self.drift and self.stragglers.behind():
-            self.drift = self.stragglers.behind()
-            self.exit.reason = f"rank {', '.join(str(b.rank) for b in self.drift)} drifted from its rate"
+        steady = [b for b in self.stragglers.behind() if b.steady]
+        if self.config.failure.replan_on_drift and not self.exit.reason and steady:
+            self.drift = steady
+            ranks = ", ".join(str(b.rank) for b in self.drift)
+            self.exit.reason = self.drift_reason = f"rank {ranks} drifted from its rate"
 
     def say(self, text: str) -> None:
         if self.reporter.speaks:
@@ -242,7 +246,7 @@ class Training:
             save_hf(config.save_hf, config.spec, owned, dtype, self.runtime.world, config.load_hf)
         self.checkpoints.wait()
         self.reporter.finish(self.step, self.exit.reason)
-        if self.drift and self.step < config.steps:
+        if self.drift and self.exit.reason == self.drift_reason and self.step < config.steps:
             write_drift(config, self.step, self.drift)
             return DRIFT
         return 0

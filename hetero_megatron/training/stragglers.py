@@ -25,13 +25,17 @@ DRIFT_FILE = "drift.json"
 
 @dataclass(frozen=True)
 class Behind:
-    """A rank that computes ``seconds`` per step (median of its last steps) and should take ``should``."""
+    """A rank that computes ``seconds`` per step (median of its last steps) and should take ``should``.
+
+    ``steady``: every one of them was too slow, so that their median is what it takes now.
+    """
 
     rank: int
     chip: str
     seconds: float
     should: float
     predicted: bool
+    steady: bool
 
     @property
     def ratio(self) -> float:
@@ -101,7 +105,8 @@ class StragglerWatch:
             should = self.expected[rank] if predicted else median(first)
             seconds = median(recent)
             if seconds > self.factor * should:
-                found.append(Behind(rank, self.chips[rank], seconds, should, predicted))
+                steady = min(recent) > self.factor * should
+                found.append(Behind(rank, self.chips[rank], seconds, should, predicted, steady))
         return found
 
 
