@@ -3,7 +3,8 @@
     python benchmarks/bench_testbed_links.py [--repeats 3] [--seconds 0.4]
 
 Ranks exchange plain TCP messages, no torch, one pair at a time. Each repeat is a testbed of its own. Every message
-lasts ``seconds`` at the rate asked; a rate is the median of 3 messages, from the receiver's first byte to its last. Needs root and iproute2.
+lasts ``seconds`` at the rate asked; a rate is the median of 3 messages, from the receiver's first byte to its last.
+Needs root and iproute2.
 """
 
 from __future__ import annotations
