@@ -3,9 +3,9 @@
     python benchmarks/bench_calibration.py [--chips clock soft] [--repeats 3]
 
 Each repeat is a testbed of its own, on which ``hetero-megatron calibrate`` runs (micro-batch sizes 1 and 2, one
-measured step per pipeline under ``clock``, four under ``soft``). Spread: (largest - smallest) / median of one rate over the repeats. Layers, embedding, head, attention and the
-optimizer are what a chip does (goal: 3 % under ``clock``, 6 % under ``soft``); links and host overheads are real in
-either case and are listed for information.
+measured step per pipeline under ``clock``, four under ``soft``). Spread: (largest - smallest) / median of one rate over
+the repeats. Layers, embedding, head, attention and the optimizer are what a chip does (goal: 3 % under ``clock``, 6 %
+under ``soft``); links and host overheads are real in either case and are listed for information.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Testbed with namespaces: rates of links asked against measured, each way, and the latency that comes with it.
 
-    python benchmarks/bench_testbed_links.py [--repeats 3] [--seconds 0.4]
+    python benchmarks/bench_testbed_links.py [--repeats 3] [--seconds 0.3]
 
 Ranks exchange plain TCP messages, no torch, one pair at a time. Each repeat is a testbed of its own. Every message
-lasts ``seconds`` at the rate asked; a rate is the median of 3 messages, from the receiver's first byte to its last. Needs root and iproute2.
+lasts ``seconds`` at the rate asked; a rate is the median of 3 messages, from the receiver's first byte to its last.
+Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def measure(description: dict[str, Any], seconds: float) -> tuple[list[dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=0.4)
+    parser.add_argument("--seconds", type=float, default=0.3)
     arguments = parser.parse_args()
     if why := examine().no_namespaces():
         print(f"skipped: {why}")

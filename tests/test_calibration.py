@@ -121,6 +121,17 @@ def test_rates_are_written_without_touching_the_rest(tmp_path: Path) -> None:
         write_rates(file, again, tmp_path / "none" / "x.yaml")
 
 
+def test_calibrations_of_other_shapes_add_up() -> None:
+    def rates(length: int, seconds: float) -> dict[str, object]:
+        rows = {"layers": [["m", 1, 2, length, seconds, 2 * seconds]], "optimizer": [[64, seconds]]}
+        rows["step_seconds"] = seconds  # type: ignore[assignment]
+        return {"chips": {"c": {"fp32": rows}}}
+
+    merged = merge_rates(merge_rates(rates(128, 1.0), rates(256, 2.0)), rates(128, 3.0))["chips"]["c"]["fp32"]
+    assert sorted(merged["layers"]) == [["m", 1, 2, 128, 3.0, 6.0], ["m", 1, 2, 256, 2.0, 4.0]]
+    assert merged["optimizer"] == [[64, 3.0]] and merged["step_seconds"] == 3.0
+
+
 def test_a_conformance_profile_is_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, profile = tmp_path / "cluster.yaml", tmp_path / "profile.json"
     file.write_text(yaml.safe_dump(CLUSTER))

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import bench_calibration, bench_testbed_chips
 from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.errors import UserError
@@ -219,3 +220,26 @@ def test_bad_commands(words: str, says: str, capfd: pytest.CaptureFixture[str]) 
 def test_command() -> None:
     assert find_command(["sh", "-c", "true"]) == ("sh", "-c", "true")
     assert find_command([__file__, "x"]) == (sys.executable, __file__, "x")
+
+
+def test_benchmarks_find_the_errors_that_are_there() -> None:
+    """Speed ratios and action durations from made-up actions; spreads from made-up rates."""
+    speeds = [0.6, 0.6, 0.2, 0.2]  # of the cluster "3:1, 2+2"
+
+    def rank(index: int, slower: float) -> dict[str, Any]:
+        lasts = [(kind, seconds / speeds[index]) for kind, seconds in (("F", 1), ("B", 2))]
+        rows = [[kind, seconds * slower, seconds] for kind, seconds in lasts]
+        return {"rows": [rows * (3 if index < 2 else 1) for _ in range(3)]}
+
+    ranks = [rank(i, 1.05 if i == 3 else 1.0) for i in range(4)]
+    assert bench_testbed_chips.action_error(ranks) == pytest.approx(0.05)
+    assert bench_testbed_chips.ratios("3:1, 2+2", "soft", ranks) == (pytest.approx(0.025), 0.0)  # median of two ranks
+    assert bench_testbed_chips.ratios("3:1, 2+2", "quota", ranks) == (pytest.approx(0.025), 0.0)
+
+    def rates(seconds: float) -> dict[str, Any]:
+        rows = {"layers": [["m", 1, 2, 64, 1.0, seconds]], "embed": [["m", 1, 2, 64, 0.0, seconds / 100]]}
+        return {"chips": {"c": {"fp32": {**rows, "optimizer": [[8, 1.0]], "step_seconds": 0.5}}}, "links": []}
+
+    found = bench_calibration.spreads([rates(1.9), rates(2.0), rates(2.1)])
+    assert found["layers"] == (2, pytest.approx(0.05), pytest.approx(0.1))
+    assert found["embed"][2] == pytest.approx(0.001) and found["optimizer"] == (1, 0.0, 0.0)

@@ -14,16 +14,26 @@ import yaml
 
 from hetero_megatron.errors import UserError
 
+SECONDS = {"gemm": 1, "optimizer": 1, "attention": 2, "layers": 2, "embed": 2, "head": 2}  # last columns of these rows
+
 
 def merge_rates(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """``new`` over ``old``: by chip, dtype and key; measured links replace links with the same ends."""
+    """``new`` over ``old``: by chip, dtype and key; in tables by what was timed (model, shape, TP degree), so that
+    calibrations of other shapes add up; measured links replace links with the same ends."""
     chips = {name: dict(by_dtype) for name, by_dtype in old.get("chips", {}).items()}
     for name, by_dtype in new.get("chips", {}).items():
         for dtype, rows in by_dtype.items():
             known = chips.setdefault(name, {})
-            known[dtype] = {**known.get(dtype, {}), **rows}
+            before = known.get(dtype, {})
+            known[dtype] = {**before, **{key: _merge_value(key, before.get(key), value) for key, value in rows.items()}}
     links = {_ends(link): link for link in [*old.get("links", []), *new.get("links", [])]}
     return {"chips": chips, **({"links": list(links.values())} if links else {})}
+
+
+def _merge_value(key: str, old: Any, new: Any) -> Any:
+    if key not in SECONDS or not isinstance(old, list) or not isinstance(new, list):
+        return new
+    return list({json.dumps(row[: -SECONDS[key]]): row for row in [*old, *new]}.values())
 
 
 def _ends(link: Mapping[str, Any]) -> str:

@@ -21,9 +21,9 @@ pipelines:
   - micro_batch_size: 1
     num_micro_batches: 6
     stages:
-      - {ranks: [0, 1], layers: [0, 4], tp: 2, chip: big}
-      - {ranks: 2, layers: [4, 6], chip: small}
-  - {micro_batch_size: 1, num_micro_batches: 2, stages: [{ranks: 3, layers: [0, 6], chip: small}]}
+      - {ranks: [0, 1], layers: [0, 4], tp: 2}
+      - {ranks: 2, layers: [4, 6]}
+  - {micro_batch_size: 1, num_micro_batches: 2, stages: [{ranks: 3, layers: [0, 6]}]}
 """
 
 
@@ -31,14 +31,18 @@ pipelines:
 @pytest.mark.skipif(bool(examine().no_namespaces()), reason=f"testbed: {examine().no_namespaces()}")
 def test_training_is_the_same_on_a_testbed(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(PLAN)
+    train = ["pretrain_gpt.py", "--plan", str(tmp_path / "plan.yaml"), "--model", "tiny", "--mock-data"]
+    train += ["--train-iters", "4", "--lr", "1e-3", "--save"]
+    testbed = [sys.executable, "-m", "hetero_megatron.cli.main", "testbed", "run", "--cluster", CLUSTER]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    starts = {
+        "testbed": [*testbed, "--chips", "clock", "--links", "namespaces", "--", sys.executable],
+        "torchrun": [*torchrun, "--nproc-per-node", "4"],
+    }
     losses = {}
-    for links in ("namespaces", "none"):
-        save = tmp_path / links
-        run = [sys.executable, "-m", "hetero_megatron.cli.main", "testbed", "run", "--cluster", CLUSTER]
-        run += ["--chips", "none", "--links", links, "--log-dir", str(tmp_path / f"log-{links}"), "--"]
-        run += [sys.executable, "pretrain_gpt.py", "--cluster", CLUSTER, "--plan", str(tmp_path / "plan.yaml")]
-        run += ["--model", "tiny", "--mock-data", "--train-iters", "4", "--lr", "1e-3", "--save", str(save)]
-        done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    for name, start in starts.items():
+        save = tmp_path / name
+        done = subprocess.run([*start, *train, str(save)], cwd=ROOT, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
-        losses[links] = [json.loads(line)["loss"] for line in (save / "metrics.jsonl").read_text().splitlines()]
-    assert len(losses["none"]) == 4 and losses["namespaces"] == pytest.approx(losses["none"], rel=1e-6)
+        losses[name] = [json.loads(line)["loss"] for line in (save / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses["torchrun"]) == 4 and losses["testbed"] == pytest.approx(losses["torchrun"], rel=1e-6)
