@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -70,7 +71,9 @@ def vtrain_set(kind: str) -> None:
     print(f"vTrain {kind}-node: {len(to_fit)} runs to fit, {len(to_test)} to test")
     print(f"  data sheets only, tested half: {summary(errors(to_test, start, DEEPSPEED))}")
     only = None if single else ("gemm_flops", "gemm_half", "score_seconds", "alpha", "beta", "optimizer")
+    began = time.process_time()
     fit = fit_rates(to_fit[:FIT_ON], start, DEEPSPEED, only, steps=10)
+    print(f"  fitted in {time.process_time() - began:.0f} s of CPU, {len(to_fit[:FIT_ON])} runs")
     print(format_fit(fit))
     found = errors(to_test, fit.rates, DEEPSPEED)
     print(f"  tested half: {summary(found)}")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -16,7 +17,16 @@ from hetero_megatron.cluster import Cluster, cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import dump_yaml, plan_from_dict
 from hetero_megatron.planner.costs import CostOptions
-from hetero_megatron.planner.fit import Run, fit_rates, format_fit, median_step_seconds, predict_runs, read_runs
+from hetero_megatron.planner.fit import (
+    Run,
+    _knobs,
+    _Problem,
+    fit_rates,
+    format_fit,
+    median_step_seconds,
+    predict_runs,
+    read_runs,
+)
 from hetero_megatron.planner.rates import Rates, load_rates
 from tests.planner_cases import MODEL, plan, stages
 
@@ -57,6 +67,24 @@ def test_known_rates_come_back() -> None:
     assert found["c.gemm_flops"].value == pytest.approx(2e11, rel=0.1)
     assert found["link n-n.beta"].value == pytest.approx(3e-8, rel=0.25)
     assert found["c.gemm_flops"].determined and found["c.gemm_flops"].error < 1.2
+
+
+def test_derivatives_without_synchronisation_are_those_of_whole_predictions() -> None:
+    """Exact where nothing follows the pipelines but what does not move; close where synchronisation overlaps."""
+    start = load_rates(world(), "fp32")
+    runs = runs_of(start)
+    options = CostOptions(overlap=False)
+    knobs = _knobs(runs, start, ("gemm_flops", "action_seconds", "beta"))
+    assert [k.computes for k in knobs] == [True, True, False]
+    problem = _Problem(runs, start, options, knobs)
+    at = np.array([0.1, -0.2, 0.3])
+    found = problem.jacobian(at)
+    for i in range(3):
+        move = at.copy()
+        move[i] -= 0.02
+        whole = (problem.residuals(move) - problem.residuals(at)) / -0.02
+        assert np.abs(found[:, i] - whole).max() <= 0.03 * np.abs(whole).max()
+    assert np.array_equal(problem.jacobian(at)[:, 2], found[:, 2])  # kept for a few steps
 
 
 def test_what_runs_do_not_show_is_not_determined() -> None:

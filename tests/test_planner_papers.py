@@ -210,10 +210,12 @@ def test_regroup_finds_another_degree() -> None:
     before = evaluator.score(start)
     assert before is not None
     found: list[tuple[float, Candidate]] = []
-    regroup(
-        Builder(evaluator, MODEL, 2, space), start, before.step_seconds, space, 50,
-        lambda c, s: bool(found.append((s, c))) or True,
-    )  # fmt: skip
+
+    def keep(candidate: Candidate, seconds: float) -> bool:
+        found.append((seconds, candidate))
+        return True
+
+    regroup(Builder(evaluator, MODEL, 2, space), start, before.step_seconds, space, 50, keep)
     assert found and min(found, key=lambda row: row[0])[0] < before.step_seconds
     best = min(found, key=lambda row: row[0])[1]
     assert best.usage(1) == (4,) and max(s.tp for s in best.parts[0].shape.stages) > 1
