@@ -140,9 +140,6 @@ def test_equal_layouts_are_all_factorisations() -> None:
 def test_the_best_equal_layouts_of_every_kind_are_chosen() -> None:
     """On 4 members of 4 heads: ring, Ulysses, and USP 2x2 of consecutive and of strided members."""
     problem = random_problem(random.Random(1), 4)
-    problem = replace(problem, model=small_model(4), members=(problem.members[0],) * 1 + tuple(
-        replace(problem.members[0], ranks=(r,)) for r in range(1, 4)
-    ))  # fmt: skip
     few, legal = few_equal(problem, 2)
     ranked = ranked_equal(problem)
     assert legal == len(ranked) == len(equal_layouts(problem))

@@ -68,24 +68,22 @@ def tiles(
 
 def _joined(found: list[Tile]) -> list[Tile]:
     """Full tiles that lie side by side as one: first along the keys, then along the queries."""
-    for along, across in (((2, 3), (0, 1)), ((0, 1), (2, 3))):
-        first, last = along
+    for by_keys in (True, False):
         out: list[Tile] = []
-        at: dict[tuple[int, int, int], int] = {}  # (other axis, end) -> place in out of a full tile that ends there
-        for tile in sorted(found, key=lambda t: (t[first], t[across[0]])):
+        ends: dict[tuple[int, int, int], int] = {}  # (other side, end) of a full tile -> its place in out
+        for tile in sorted(found, key=lambda t: (t.k0, t.q0) if by_keys else (t.q0, t.k0)):
             if tile.kind != FULL:
                 out.append(tile)
                 continue
-            where = at.pop((tile[across[0]], tile[across[1]], tile[first]), None)
-            if where is None:
-                where = len(out)
+            q0, q1, k0, k1 = tile.q0, tile.q1, tile.k0, tile.k1
+            place = ends.pop((q0, q1, k0) if by_keys else (k0, k1, q0), None)
+            if place is None:
+                place = len(out)
                 out.append(tile)
             else:
-                sides = list(out[where][:4])
-                sides[last] = tile[last]
-                q0, q1, k0, k1 = sides
-                out[where] = Tile(q0, q1, k0, k1, FULL, k1 - k0)  # any distance at which all keys are visible
-            at[tile[across[0]], tile[across[1]], tile[last]] = where
+                before = out[place]  # all keys are visible at any distance of their number or more
+                out[place] = Tile(before.q0, q1, before.k0, k1, FULL, k1 - before.k0)
+            ends[(q0, q1, k1) if by_keys else (k0, k1, q1)] = place
         found = out
     return sorted(found)
 
