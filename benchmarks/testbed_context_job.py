@@ -114,7 +114,7 @@ def describe(layout: Any) -> str:
     if layout.name:
         text = layout.name
     else:
-        text = " | ".join(" ".join(f"{t}t{h}h" for t, h in zip(g.tokens, g.heads, strict=True)) for g in layout.groups)
+        text = "; ".join(" ".join(f"{t}t{h}h" for t, h in zip(g.tokens, g.heads, strict=True)) for g in layout.groups)
     if layout.transport == "a2a":
         return text
     return f"{text}, {layout.transport}" + (f" {layout.block}" if layout.block else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, Layout, transfer
 from hetero_megatron.planner.context import schedule_context
 from hetero_megatron.planner.context_cost import ContextCosts, kv_heads, shared_kv
+from hetero_megatron.planner.context_equal import few_equal, kind_of, ranked_equal
 from hetero_megatron.planner.context_exact import compositions, exact_context
 from hetero_megatron.planner.context_groups import clusters, equal_layouts, partitions
 from hetero_megatron.planner.context_problem import (
@@ -133,6 +135,20 @@ def test_equal_layouts_are_all_factorisations() -> None:
     assert names == {"ring", "usp 2x6", "usp 4x3"}  # 8 heads cannot be divided by 3, 6 or 12
     names = {layout.name for layout in equal_layouts(random_problem(random.Random(0), 8, heads=8, units=64))}
     assert {"ring", "ulysses", "usp 2x4", "usp 4x2 strided"} <= names
+
+
+def test_the_best_equal_layouts_of_every_kind_are_chosen() -> None:
+    """On 4 members of 4 heads: ring, Ulysses, and USP 2x2 of consecutive and of strided members."""
+    problem = random_problem(random.Random(1), 4)
+    few, legal = few_equal(problem, 2)
+    ranked = ranked_equal(problem)
+    assert legal == len(ranked) == len(equal_layouts(problem))
+    assert [found.seconds for _, found in few] == sorted(found.seconds for _, found in few)
+    chosen = Counter(kind_of(layout) for layout, _ in few)
+    assert chosen == {"ring": 2, "usp": 2, "ulysses": 1}
+    for kind in chosen:
+        best = min(found.seconds for layout, found in ranked if kind_of(layout) == kind)
+        assert best == min(found.seconds for layout, found in few if kind_of(layout) == kind)
 
 
 def test_equal_members_are_shared_equally_and_fast_ones_get_more() -> None:
