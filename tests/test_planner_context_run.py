@@ -15,10 +15,10 @@ from hetero_megatron.cli.configure import configure
 from tests.test_end_to_end import ENVIRONMENT, ROOT, SINGLE, command
 
 CLUSTER = {
-    "nodes": [{"name": "fast", "count": 2, "chip": "big"}, {"name": "slow", "count": 1, "chip": "small"}],
+    "nodes": [{"name": "fast", "count": 1, "chip": "big"}, {"name": "slow", "count": 2, "chip": "small"}],
     "chips": {
         "big": {"memory": "2 GiB", "emulate": {"speed": 0.02}},
-        "small": {"memory": "1 GiB", "emulate": {"speed": 0.01}},
+        "small": {"memory": "1 GiB", "emulate": {"speed": 0.014}},
     },
     "links": {"inter_node": {"bandwidth": "10 GB/s", "latency": "1 us"}},
 }

@@ -19,6 +19,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Pipeline, Plan, Stage, validate
 from hetero_megatron.plan.canonical import KeyValues, Recompute, Unit
 from hetero_megatron.plan.context import nested_zigzag
+from hetero_megatron.plan.fields import first_layers
 from hetero_megatron.planner.context import schedule_context
 from hetero_megatron.planner.context_bound import speed_bound
 from hetero_megatron.planner.context_cluster import problem_from_cluster
@@ -26,6 +27,7 @@ from hetero_megatron.planner.context_memory import member_limits
 from hetero_megatron.planner.context_problem import ContextLayout, ContextOptions, ContextProblem
 from hetero_megatron.planner.context_seconds import ContextSeconds
 from hetero_megatron.planner.costs import CostModel
+from hetero_megatron.planner.footprint import plan_activations
 from hetero_megatron.planner.network import Network
 from hetero_megatron.planner.pool import Group, Pool
 from hetero_megatron.planner.predict import Prediction, predict
@@ -100,7 +102,7 @@ class ContextSearch:
         rows = [(self.bound(x), i, x) for i, x in enumerate(self.structures())]
         rows.sort(key=lambda row: row[:2])
         found: list[tuple[float, int, Plan, str]] = []
-        tried = 0
+        tried, late = 0, False
         for bound, i, structure in rows:
             known = min([best, *(row[0] for row in found)])
             late = deadline is not None and time.monotonic() > deadline
@@ -114,8 +116,10 @@ class ContextSearch:
         plans = [p for _, _, plan, text in found[:MOST_PREDICTED] if (p := self.judge(plan, text)) is not None]
         plans.sort(key=lambda p: p.prediction.step_seconds)
         why = f"{tried} of {len(rows)} structures tried"
-        if not found:
-            why += "; none fits into memory" if math.isinf(best) else "; the others cannot be faster at these speeds"
+        if not plans and tried:
+            why += "; none of those fits into memory"
+        if tried < len(rows) and not late:
+            why += "; the others cannot be faster at these speeds" if tried < MOST_SCHEDULED else ""
         return Found(plans, why, tried, len(rows) - tried)
 
     def structures(self) -> Iterator[Structure]:
@@ -255,17 +259,43 @@ class ContextSearch:
         return (rounds - 1) * max(times) + sum(times), Plan(self.costs.seq_length, self.batch, "1f1b", pipelines), text
 
     def judge(self, plan: Plan, text: str) -> ContextPlan | None:
-        """Predicted exactly, with the block size that is best by its timed rounds; None: over memory."""
+        """Predicted exactly, with the block size that is best by its timed rounds, and with no more layers recomputed
+        than memory asks for; None: over memory."""
         validate(plan, self.model, self.cluster, dtype=self.costs.dtype)
-        found = predict(plan, self.model, self.cluster, self.costs.dtype, self.costs)
-        other = self._blocks(plan)
-        if other is not None:
-            again = predict(other, self.model, self.cluster, self.costs.dtype, self.costs)
-            if not again.over and (found.over or again.step_seconds < found.step_seconds):
-                plan, found = other, again
+        found = self._predict(plan)
+        for change in (self._blocks, self._recompute_less):
+            other = change(plan, found)
+            if other is not None:
+                again = self._predict(other)
+                if not again.over and (found.over or again.step_seconds < found.step_seconds):
+                    plan, found = other, again
         return None if found.over else ContextPlan(plan, found, text)
 
-    def _blocks(self, plan: Plan) -> Plan | None:
+    def _predict(self, plan: Plan) -> Prediction:
+        return predict(plan, self.model, self.cluster, self.costs.dtype, self.costs)
+
+    def _recompute_less(self, plan: Plan, found: Prediction) -> Plan | None:
+        """Full recompute of the first layers of a stage only, as few as fit."""
+        if self.space.recompute is not None or found.over:
+            return None
+        others = {r: replace(m, activations=0) for r, m in found.memory.items()}
+        for s in range(len(plan.pipelines[0].stages)):
+            layers = plan.pipelines[0].stages[s].num_layers
+            if plan.pipelines[0].stages[s].recompute.kind != "full":
+                continue
+            low, high = 0, layers  # high fits
+            while low < high:
+                count = (low + high) // 2
+                trial = _with_first(plan, s, count)
+                needs = plan_activations(trial, self.model, self.costs.item)
+                fits = all(
+                    replace(others[r], activations=m.activations).total <= found.limits[r] for r, m in needs.items()
+                )
+                low, high = (low, count) if fits else (count + 1, high)
+            plan = _with_first(plan, s, high)
+        return plan
+
+    def _blocks(self, plan: Plan, _: Prediction) -> Plan | None:
         """The plan with the best of some block sizes in each stage with a ring; None: they are best already."""
         chosen: list[KeyValues | None] = []
         for stage in plan.pipelines[0].stages:
@@ -286,6 +316,16 @@ class ContextSearch:
             for p in plan.pipelines
         )
         return None if pipelines == plan.pipelines else replace(plan, pipelines=pipelines, _cache={})
+
+
+def _with_first(plan: Plan, s: int, count: int) -> Plan:
+    """The plan with ``count`` layers of stage ``s`` of every pipeline recomputed whole."""
+    pipelines = []
+    for pipeline in plan.pipelines:
+        stages = list(pipeline.stages)
+        stages[s] = replace(stages[s], recompute=first_layers(count, stages[s].num_layers))
+        pipelines.append(replace(pipeline, stages=tuple(stages)))
+    return replace(plan, pipelines=tuple(pipelines), _cache={})
 
 
 def _groups(stage: Stage) -> set[int]:

@@ -26,7 +26,7 @@ def estimate_memory(
         buckets: those of the plan, if they were made already.
     """
     item = ITEM_BYTES[dtype]
-    out = _activations(plan, spec, item)
+    out = plan_activations(plan, spec, item)
     held, owned = (dict.fromkeys(plan.ranks, 0) for _ in range(2))
     travelling: dict[int, list[int]] = {rank: [] for rank in plan.ranks}  # by bucket, in the order of their sending
     sizes: dict[int, dict[int, int]] = {}
@@ -58,7 +58,8 @@ def _elements(layout: Layout, known: dict[int, dict[int, int]]) -> dict[int, int
     return known[id(layout)]
 
 
-def _activations(plan: Plan, spec: ModelSpec, item: int) -> dict[int, MemoryBytes]:
+def plan_activations(plan: Plan, spec: ModelSpec, item: int) -> dict[int, MemoryBytes]:
+    """Only the activations of every rank."""
     out: dict[int, MemoryBytes] = {}
     known: dict[tuple[object, ...], MemoryBytes] = {}
     for pipeline in plan.pipelines:
