@@ -18,38 +18,20 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import machine
+from benchmarks.testbed_run import emulated_cluster, notes, run_job, speed_ceiling
 
-ROOT = Path(__file__).resolve().parent.parent
 MODEL = {
     "name": "bench", "naming": "llama", "num_layers": 8, "hidden_size": 128, "ffn_hidden_size": 352, "num_heads": 8,
     "num_kv_heads": 4, "head_dim": 16, "vocab_size": 257, "max_position_embeddings": 2048,
 }  # fmt: skip
 SEQ_LENGTH = 128
-
-
-def cluster(groups: list[tuple[str, int, int, float, str]], inter: str = "50 MB/s", **pairs: str) -> dict[str, Any]:
-    """Groups are (name, nodes, chips per node, speed, memory); pairs are a_b="25 MB/s"."""
-    return {
-        "version": 1,
-        "nodes": [{"name": n, "count": c, "chips_per_node": k, "chip": f"chip-{n}"} for n, c, k, _, _ in groups],
-        "chips": {
-            f"chip-{n}": {"memory": m, "dtypes": ["fp32"], "emulate": {"speed": s}} for n, _, _, s, m in groups
-        },
-        "links": {
-            "intra_node": {"bandwidth": "1 GB/s"},
-            "inter_node": {"bandwidth": inter},
-            "pairs": [{"between": key.split("_"), "bandwidth": rate} for key, rate in pairs.items()],
-        },
-    }
 
 
 @dataclass(frozen=True)
@@ -71,72 +53,59 @@ class Case:
     goal: float | None = None
 
 
+def two_types(
+    fast: tuple[int, int, float, str], slow: tuple[int, int, float, str], between: str, inter: str = "50 MB/s"
+) -> dict[str, Any]:
+    """Each (nodes, chips per node, speed, memory); ``inter``: between nodes of a type."""
+    return emulated_cluster([("fast", *fast), ("slow", *slow)], inter, fast_slow=between)
+
+
 PLANS = {
-    "3:1, 2+2": Case(cluster([("fast", 2, 1, 0.6, "1 GiB"), ("slow", 2, 1, 0.2, "1 GiB")], fast_slow="25 MB/s")),
-    "2:1, 1+3": Case(cluster([("fast", 1, 1, 0.6, "1 GiB"), ("slow", 3, 1, 0.3, "1 GiB")], fast_slow="25 MB/s")),
-    "3:1, 2+4": Case(
-        cluster([("fast", 2, 1, 0.45, "1 GiB"), ("slow", 4, 1, 0.15, "1 GiB")], fast_slow="20 MB/s"), 6
-    ),
+    "3:1, 2+2": Case(two_types((2, 1, 0.6, "1 GiB"), (2, 1, 0.2, "1 GiB"), "25 MB/s")),
+    "2:1, 1+3": Case(two_types((1, 1, 0.6, "1 GiB"), (3, 1, 0.3, "1 GiB"), "25 MB/s")),
+    "3:1, 2+4": Case(two_types((2, 1, 0.45, "1 GiB"), (4, 1, 0.15, "1 GiB"), "20 MB/s"), layers=6),
     "4:2:1, 1+2+2": Case(
-        cluster(
+        emulated_cluster(
             [("a", 1, 1, 0.6, "1 GiB"), ("b", 2, 1, 0.3, "1 GiB"), ("c", 2, 1, 0.15, "1 GiB")],
             a_b="40 MB/s", b_c="20 MB/s",
-        ), 5, 40,
+        ), layers=5, batch=40,
     ),
-    "3:1, nodes of 2": Case(
-        cluster([("fast", 1, 2, 0.5, "1 GiB"), ("slow", 1, 2, 0.17, "1 GiB")], fast_slow="25 MB/s")
-    ),
-    "3:1, 2+2, small memory": Case(
-        cluster([("fast", 2, 1, 0.6, "101 MiB"), ("slow", 2, 1, 0.2, "92 MiB")], fast_slow="25 MB/s")
-    ),
-    "2:1, 2+6": Case(cluster([("fast", 2, 1, 0.3, "1 GiB"), ("slow", 6, 1, 0.15, "1 GiB")], fast_slow="25 MB/s")),
+    "3:1, nodes of 2": Case(two_types((1, 2, 0.5, "1 GiB"), (1, 2, 0.17, "1 GiB"), "25 MB/s")),
+    "3:1, 2+2, small memory": Case(two_types((2, 1, 0.6, "101 MiB"), (2, 1, 0.2, "92 MiB"), "25 MB/s")),
+    "2:1, 2+6": Case(two_types((2, 1, 0.3, "1 GiB"), (6, 1, 0.15, "1 GiB"), "25 MB/s")),
 }  # fmt: skip
 CLUSTERS = {name: case.cluster for name, case in PLANS.items()}
 BOUNDS = {
     "side by side, 3:1": Case(
-        cluster([("fast", 2, 1, 0.6, "1 GiB"), ("slow", 2, 1, 0.2, "1 GiB")], "100 MB/s", fast_slow="50 MB/s"),
-        8, 160, (), None, 0.975,
+        two_types((2, 1, 0.6, "1 GiB"), (2, 1, 0.2, "1 GiB"), "50 MB/s", "100 MB/s"),
+        batch=160, kinds=(), goal=0.975,
     ),
+    # The slow chips hold no replica, however they are cut; 64 micro-batches of 2.
     "cut across types, 3:1": Case(
-        cluster([("fast", 2, 1, 0.6, "88 MiB"), ("slow", 2, 1, 0.2, "88 MiB")], "100 MB/s", fast_slow="50 MB/s"),
-        16, 64, (), 1 << 30, 0.9,
+        two_types((2, 1, 0.6, "1 GiB"), (2, 1, 0.2, "81 MiB"), "50 MB/s", "100 MB/s"),
+        batch=128, kinds=(), alone_memory=1 << 30, goal=0.9,
     ),
+    # The fast chips alone hold the model only if they recompute all of it, in micro-batches of 1.
     "superlinear, 3:1": Case(
-        cluster([("fast", 2, 1, 0.6, "79 MiB"), ("slow", 2, 1, 0.2, "1 GiB")], "100 MB/s", fast_slow="50 MB/s"),
-        8, 64, (), None, 1.05,
+        two_types((2, 1, 0.6, "83 MiB"), (2, 1, 0.2, "1 GiB"), "50 MB/s", "100 MB/s"),
+        batch=64, kinds=(), goal=1.05,
     ),
 }  # fmt: skip
 
 
 def measure(case: Case, name: str, args: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder)
-        (path / "cluster.json").write_text(json.dumps(case.cluster))
-        work = {
-            "cluster": case.cluster, "model": {**MODEL, "num_layers": case.layers}, "seq_length": SEQ_LENGTH,
-            "batch": case.batch, "steps": args.steps, "kinds": case.kinds, "alone_memory": case.alone_memory,
-            "calibration_steps": 1 if args.chips == "clock" else 3, "out": str(path / "out.json"),
-        }  # fmt: skip
-        (path / "work.json").write_text(json.dumps(work))
-        command = [sys.executable, "-m", "hetero_megatron.cli.main", "testbed", "run", "--chips", args.chips]
-        command += ["--links", args.links, "--cluster", str(path / "cluster.json"), "--"]
-        command += [sys.executable, str(ROOT / "benchmarks" / "testbed_job.py"), str(path / "work.json")]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{name} failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
-        if args.verbose:
-            print(done.stdout, flush=True)
-        return {**json.loads((path / "out.json").read_text()), "disturbed": "DISTURBED" in done.stdout}
+    work = {
+        "model": {**MODEL, "num_layers": case.layers}, "seq_length": SEQ_LENGTH, "batch": case.batch,
+        "steps": args.steps, "kinds": case.kinds, "alone_memory": case.alone_memory,
+        "calibration_steps": 1 if args.chips == "clock" else 3,
+    }  # fmt: skip
+    return run_job(name, "testbed_job.py", case.cluster, work, args.chips, args.links, args.verbose)
 
 
 def report(case: Case, name: str, found: dict[str, Any]) -> dict[str, float]:
     """Print the table of one cluster; its key figures."""
-    notes = [f"{case.layers} layers, batch {case.batch}", f"calibrated in {found['calibration_seconds']:.0f} s"]
-    if found["clock"]:
-        notes.append(f"late {found['clock']['late']:.1%}, overrun {found['clock']['overrun']:.1%}")
-    if found["disturbed"]:
-        notes.append("DISTURBED by other work on the machine")
-    print(f"\n### {name} ({'; '.join(notes)})\n\n| plan | predicted s | measured s | spread | error |")
+    print(f"\n### {name} ({case.layers} layers, batch {case.batch}; {notes(found)})\n")
+    print("| plan | predicted s | measured s | spread | error |")
     print("|---|---|---|---|---|")
     errors, best = [], {}
     for row in found["rows"]:
@@ -145,9 +114,7 @@ def report(case: Case, name: str, found: dict[str, Any]) -> dict[str, float]:
         spread = (max(row["steps"]) - min(row["steps"])) / row["measured"]
         best[row["kind"]] = min(best.get(row["kind"], math.inf), row["measured"])
         print(f"| {row['name']} | {row['predicted']:.3f} | {row['measured']:.3f} | {spread:.1%} | {error:+.1%} |")
-    chips = {c: v["emulate"]["speed"] for c, v in case.cluster["chips"].items()}
-    speeds = [chips[g["chip"]] for g in case.cluster["nodes"] for _ in range(g["count"] * g["chips_per_node"])]
-    ceiling = sum(speeds) / len(speeds) / min(speeds)
+    ceiling = speed_ceiling(case.cluster)
     alone = [row["measured"] for row in found["rows"] if row["kind"] == "alone"]
     figures = {"mean": sum(errors) / len(errors), "worst": max(errors), "plans": len(errors)}
     planned = next(row for row in found["rows"] if row["kind"] == "planner")
@@ -159,7 +126,7 @@ def report(case: Case, name: str, found: dict[str, Any]) -> dict[str, float]:
     if alone:
         figures["type alone"] = min(alone) / best["planner"]
         figures["hethub"] = 1 / best["planner"] / sum(1 / s for s in alone)
-    share, total = figures.get("ceiling", 0), len(chips)
+    share, total = figures.get("ceiling", 0), len(CLUSTERS[name]["chips"])
     text = {
         "uniform": f"best uniform {figures.get('uniform', 0):.2f}x slower ({share:.0%} of the ceiling {ceiling:.2f})",
         "type alone": f"best type alone {figures.get('type alone', 0):.2f}x slower",

@@ -1,4 +1,8 @@
-"""What bench_testbed_chips.py runs on every rank: the same pipeline of one stage on each, action by action."""
+"""What bench_testbed_chips.py runs on every rank: the same pipeline of one stage on each, action by action.
+
+Every rank gets micro-batches in proportion to its speed, so that all compute for the same time: a fast one that has
+finished would leave the core to the others. ``clock`` and ``soft`` are done in the rank, so one start serves both.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,14 @@ import json
 import os
 import sys
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from hetero_megatron.cluster import cluster_from_dict
-from hetero_megatron.comm import start_comm, stop_comm
+from hetero_megatron.cluster import Cluster, cluster_from_dict
+from hetero_megatron.comm import Comm, start_comm, stop_comm
+from hetero_megatron.comm.emulation import Emulation
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
@@ -33,13 +37,35 @@ def main() -> None:
     everyone = tuple(range(cluster.world_size))
     comm.create_groups([everyone])
     world = comm.group(everyone)
-    pipeline = {"micro_batch_size": 1, "num_micro_batches": work["micro_batches"], "stages": [
+    runtime, fetch, count = alone(work, spec, cluster, comm)
+    runtime.train_step(fetch, 0, 2, lr=0.0)  # allocations, lazy imports
+    comm.emulation.started()
+    described = json.loads(Path(os.environ["HETERO_TESTBED"]).read_text())
+    found: dict[str, Any] = {}
+    for mode in work["modes"]:
+        comm.clock = Emulation(comm.rank, {**described, "chips": mode}).clock
+        rows = []
+        for repeat in range(work["repeats"] + 1):
+            world.gather_vectors(torch.zeros(1))
+            stats = runtime.train_step(fetch, 0, count, lr=0.0)
+            actions = [t for t in stats.actions if t.action.kind in ("F", "B")][2:]  # the first pair waits for the rest
+            if repeat:  # in the first one, quotas begin and caches fill
+                rows.append([(t.action.kind, t.end - t.start, t.computed) for t in actions])
+        found[mode] = [{"rows": r, "clock": c} for r, c in world.gather_objects((rows, comm.clock.report()))]  # type: ignore[misc]
+    if comm.rank == 0:
+        Path(work["out"]).write_text(json.dumps(found))
+    stop_comm()
+
+
+def alone(work: dict[str, Any], spec: ModelSpec, cluster: Cluster, comm: Comm) -> tuple[Runtime, Any, int]:
+    """A pipeline of one stage on this rank alone, its data, and how many micro-batches keep it busy as long as all."""
+    pipeline = {"micro_batch_size": 1, "num_micro_batches": 1, "stages": [
         {"ranks": [0], "layers": [0, spec.num_layers]}]}  # fmt: skip
-    head = {"version": 1, "seq_length": work["seq_length"], "global_batch_size": work["micro_batches"]}
-    alone = plan_from_dict({**head, "schedule": "1f1b", "pipelines": [pipeline]}, spec)
-    for rank in everyone:  # groups are made by all ranks; each trains its own plan of one rank
-        plan = renumbered(alone, {0: rank})
-        comm.create_groups(plan_groups(plan, make_buckets(plan, spec)))
+    head = {"version": 1, "seq_length": work["seq_length"], "global_batch_size": 1}
+    plan = plan_from_dict({**head, "schedule": "1f1b", "pipelines": [pipeline]}, spec)
+    for rank in range(cluster.world_size):  # groups are made by all ranks; each trains its own plan of one rank
+        mine = renumbered(plan, {0: rank})
+        comm.create_groups(plan_groups(mine, make_buckets(mine, spec)))
 
     def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
         return initial_values(tensor, box, spec, seed=0)
@@ -51,20 +77,9 @@ def main() -> None:
     def build(groups: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=0.0)
 
-    runtime = Runtime(renumbered(alone, {0: comm.rank}), spec, comm, torch.float32, initialize, build)
-    runtime.train_step(fetch, 0, work["micro_batches"], lr=0.0)
-    comm.emulation.started()
-    rows = []
-    for _ in range(work["repeats"]):
-        world.gather_vectors(torch.zeros(1))
-        stats = runtime.train_step(fetch, 0, work["micro_batches"], lr=0.0)
-        for kind in ("F", "B"):
-            actions = [t for t in stats.actions if t.action.kind == kind][1:]
-            rows.append((kind, median(t.end - t.start for t in actions), median(t.computed for t in actions)))
-    every = world.gather_objects(rows)
-    if comm.rank == 0:
-        Path(work["out"]).write_text(json.dumps(every))
-    stop_comm()
+    speeds = [cluster.chip_of(r).speed or 1.0 for r in range(cluster.world_size)]
+    count = round(work["micro_batches"] * speeds[comm.rank] / min(speeds))
+    return Runtime(renumbered(plan, {0: comm.rank}), spec, comm, torch.float32, initialize, build), fetch, count
 
 
 if __name__ == "__main__":

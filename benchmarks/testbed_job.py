@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -69,11 +69,11 @@ def main() -> None:
     for name, kind, data in plans:
         plan = plan_from_dict(data, spec, cluster)
         predicted = predict(plan, spec, rated, DTYPE)
-        steps = 1 if predicted.step_seconds > LONG else work["steps"]
-        seconds = run(plan, spec, comm, build, steps)
-        every = [s for s in world.gather_objects(seconds) if s]
+        count = 1 if predicted.step_seconds > LONG else work["steps"]
+        seconds = run(plan, spec, comm, build, count)
+        every = [s.seconds for s in world.gather_objects(seconds) if s]  # type: ignore[attr-defined]
         if comm.rank == 0:
-            steps = [max(s) for s in zip(*every)]  # type: ignore[call-overload]
+            steps = [max(s) for s in zip(*every)]
             rows.append(
                 {
                     "name": name, "kind": kind, "plan": data, "predicted": predicted.step_seconds, "steps": steps,
@@ -145,11 +145,21 @@ def others(cluster: Cluster, spec: ModelSpec, seq_length: int, batch: int) -> li
     return [("one pipeline", {**head, "pipelines": [long]}), ("replicas", {**head, "pipelines": replicas})]
 
 
-def run(plan: Plan, spec: ModelSpec, comm: Comm, build: Any, steps: int) -> list[float]:
-    """Seconds of each of ``steps`` steps after a small one; [] on ranks that the plan leaves out."""
+@dataclass(frozen=True)
+class Steps:
+    """``seconds`` of the measured steps on one rank, ``computed``: of these by its chip's own clock; ``losses`` of all
+    steps, also of the first one."""
+
+    seconds: list[float]
+    computed: list[float]
+    losses: list[float]
+
+
+def run(plan: Plan, spec: ModelSpec, comm: Comm, build: Any, steps: int) -> Steps | None:
+    """``steps`` steps after a first one; None on ranks that the plan leaves out."""
     if comm.rank not in plan.ranks:
         comm.create_groups(plan_groups(plan, make_buckets(plan, spec)))
-        return []
+        return None
 
     def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
         return initial_values(tensor, box, spec, seed=0)
@@ -160,15 +170,17 @@ def run(plan: Plan, spec: ModelSpec, comm: Comm, build: Any, steps: int) -> list
         return Batch(tokens, tokens, torch.arange(plan.seq_length).expand(tokens.shape))
 
     runtime = Runtime(plan, spec, comm, torch.float32, initialize, build)
-    seconds = []
-    least = sum(p.micro_batch_size for p in plan.pipelines)  # the first step allocates, and is not measured
+    seconds, computed, losses = [], [], []
+    least = sum(p.micro_batch_size for p in plan.pipelines)
     for step in range(steps + 1):
         size = plan.global_batch_size if step else max(least, plan.global_batch_size // WARM_UP)
         runtime.world.gather_vectors(torch.zeros(1))
-        start = time.perf_counter()
-        runtime.train_step(fetch, step * plan.global_batch_size, size, lr=1e-4)
+        start, before = time.perf_counter(), comm.clock.computed
+        stats = runtime.train_step(fetch, step * plan.global_batch_size, size, lr=1e-4)
         seconds.append(time.perf_counter() - start)
-    return seconds[1:]
+        computed.append(comm.clock.computed - before)
+        losses.append(stats.loss)
+    return Steps(seconds[1:], computed[1:], losses)
 
 
 if __name__ == "__main__":

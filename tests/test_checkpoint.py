@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import subprocess
+import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ def save(
     group = runtime.comm.background_group(runtime.plan.ranks)
     assert group is not None and runtime.optimizer is not None
     saver = CheckpointSaver(directory, group, asynchronous=asynchronous)
+    runtime.before_update = saver.staged
     tensors, numbers = owned_tensors(runtime.optimizer, runtime.spec)
     merge = lambda ranks: {"optimizer": {"numbers": merge_numbers(ranks)}}  # noqa: E731
     saver.save(step, tensors, {"step": step, "dtype": dtype, "model": asdict(runtime.spec)}, numbers, merge)
@@ -174,3 +176,44 @@ def test_the_checksums_are_the_ones_that_sha256sum_knows(tmp_path: Path) -> None
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(": OK") == len(list(made.iterdir())) - 1
     assert sorted(p.name for p in tmp_path.iterdir()) == [made.name, "latest"]
+
+
+def copy_in_background(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: Any, path: str) -> Seen:
+    """Save while the copy is held up; what the next forward and backward may do, and the update may not."""
+    runtime = build(comm, case, plan, spec, initial)
+    if runtime is None:
+        return {}
+    group, copy_may_end = comm.background_group(plan.ranks), threading.Event()
+    assert group is not None and runtime.optimizer is not None
+    saver = CheckpointSaver(path, group, synchronize=lambda: copy_may_end.wait(30) and None)
+    order: list[str] = []
+
+    def before_update() -> None:
+        order.append("forward and backward done")
+        copy_may_end.set()
+        saver.staged()
+        order.append("copied")
+
+    steps(runtime, case, plan.global_batch_size, 0, 1)
+    runtime.before_update = before_update
+    tensors, numbers = owned_tensors(runtime.optimizer, spec)
+    merge = lambda ranks: {"optimizer": {"numbers": merge_numbers(ranks)}}  # noqa: E731
+    saved = [w[2] for w in weights(runtime)]
+    saver.save(1, tensors, {"step": 1, "model": asdict(spec)}, numbers, merge)
+    order.append("saving")
+    steps(runtime, case, plan.global_batch_size, 1, 2)
+    saver.wait()
+    found = open_checkpoint(path, runtime.world)
+    assert found is not None
+    load_tensors(found, runtime.optimizer, spec, runtime.world, True)
+    same = all((a == b[2]).all() for a, b in zip(saved, weights(runtime), strict=True))
+    return {"order": order, "same": same}
+
+
+def test_the_copy_is_made_beside_the_next_forward_and_backward(tmp_path: Path) -> None:
+    case = random_case(SEED + 5)
+    spec, initial, _ = start(case)
+    for seen in shared_pool().run(
+        copy_in_background, case, plan_from_dict(case.plan, spec), spec, initial, str(tmp_path)
+    )[: case.ranks]:
+        assert seen["order"][:3] == ["saving", "forward and backward done", "copied"] and seen["same"]

@@ -277,7 +277,7 @@ def test_sub_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert hetero_megatron(["--help"]) == 0
     assert "doctor" in capsys.readouterr().out
     assert hetero_megatron(["report"]) == 2
-    assert "command = report: not built yet" in capsys.readouterr().err
+    assert "RUN_DIR" in capsys.readouterr().err
     assert hetero_megatron(["docter"]) == 2
     assert "did you mean doctor?" in capsys.readouterr().err
     assert hetero_megatron(["doctor", "--jsn"]) == 2

@@ -107,8 +107,10 @@ def test_stragglers_are_named_once() -> None:
     for _ in range(BASELINE):
         assert watch.step([1.0, 2.0], 8) == []
     said = [text for _ in range(RECENT + SILENCE // 2) for text in watch.step([1.1, 4.0], 8)]
-    assert len(said) == 1 and said[0].startswith("rank 7 (small) falls behind: it computes 4 s per step, 2.00 times")
+    assert len(said) == 1 and str(said[0]).startswith("rank 7 (small) falls behind: it computes 4 s per step, 2.00")
     assert watch.step([50.0, 50.0], 16) == []  # another batch size: another amount of work
     calibrated = StragglerWatch([0], {0: "big"}, {0: 1.0})
     said = [text for _ in range(WARM_UP + RECENT) for text in calibrated.step([1.7], 8)]
-    assert len(said) == 1 and "predicted from calibrated rates" in said[0]
+    assert len(said) == 1 and "predicted from calibrated rates" in str(said[0]) and said[0].ratio == 1.7
+    watch = StragglerWatch([0], {0: "big"}, {0: 1.0}, batch_size=16)  # the prediction is for another batch size
+    assert not [b for _ in range(WARM_UP + RECENT) for b in watch.step([1.7], 8)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.comm import Comm
+from hetero_megatron.errors import UserError
 from hetero_megatron.model import initial_values
-from hetero_megatron.plan import dump_yaml, plan_from_dict
+from hetero_megatron.plan import Plan, dump_yaml, plan_from_dict
 from hetero_megatron.plan.buckets import make_buckets, plan_groups
-from hetero_megatron.planner.footprint import estimate_memory
+from hetero_megatron.planner.footprint import estimate_memory, format_memory
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.config import OptimizerConfig, RunConfig
 from hetero_megatron.training.dry_run import run_rank
@@ -45,9 +47,19 @@ SPELLED = plan(
 )
 
 
-def config(dtype: str, directory: Path) -> RunConfig:
+HOST = {"optimizer": {"offload": True}}
+OFFLOADED = plan(
+    [
+        pipe(2, 3, stage([0, 1], [0, 4], tp=2, tp_split=[3, 1], **HOST), stage([2], [4, 6])),
+        pipe(2, 1, stage([3, 4], [0, 6], tp=1, dp_split=[1, 1], optimizer={"offload": True, "share": 3})),
+    ],
+    seq_length=48,
+)
+
+
+def config(dtype: str, directory: Path, spelled: Any = SPELLED) -> RunConfig:
     path = directory / "plan.yaml"
-    path.write_text(dump_yaml(plan_from_dict(SPELLED, load_model("tiny"))))
+    path.write_text(dump_yaml(plan_from_dict(spelled, load_model("tiny"))))
     flags = {"fp32": [], "bf16": ["--bf16"]}[dtype]
     return configure(["--plan", str(path), "--model", "tiny", "--dry-run", *flags], {"WORLD_SIZE": "8"})
 
@@ -103,6 +115,34 @@ def test_a_dry_rank_sends_and_holds_what_a_real_one_does(dtype: str, tmp_path: P
         assert 0.8 * optimizer <= estimate.optimizer <= optimizer  # without the copies of non-contiguous pieces
         # The formula adds up what is rarely alive at the same time: it is right within a factor.
         assert 0.75 * dry.peak <= estimate.total <= 1.6 * dry.peak
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_an_offloaded_optimizer_is_in_the_hosts_memory(dtype: str, tmp_path: Path) -> None:
+    run = config(dtype, tmp_path, OFFLOADED)
+    real, estimates = shared_pool().run(real_step, run), estimate_memory(run.plan, run.spec, run.dtype)
+    plain = {r: m.optimizer for r, m in estimate_memory(_without_offload(run.plan), run.spec, run.dtype).items()}
+    for rank in run.plan.ranks:
+        dry, (_, _, optimizer), estimate = run_rank(run, rank), real[rank], estimates[rank]
+        assert dry.optimizer == optimizer and dry.offload == (rank != 2)
+        if dry.offload:
+            assert estimate.optimizer == 0 and estimate.host == optimizer  # masters are copies in any dtype
+            assert 0.75 * dry.peak <= estimate.total <= 1.6 * dry.peak
+        else:
+            assert estimate.host == 0 and estimate.optimizer == plain[rank]
+    text = format_memory(estimates)
+    assert text.splitlines()[1].endswith("host") and "host" not in format_memory({2: estimates[2]})
+
+
+def _without_offload(chosen: Plan) -> Plan:
+    stages = lambda p: tuple(replace(s, optimizer=replace(s.optimizer, offload=False)) for s in p.stages)  # noqa: E731
+    return replace(chosen, pipelines=tuple(replace(p, stages=stages(p)) for p in chosen.pipelines))
+
+
+def test_offload_of_what_cannot_be_is_refused_in_a_dry_run(tmp_path: Path) -> None:
+    run = replace(config("fp32", tmp_path, OFFLOADED), optimizer=OptimizerConfig(name="sgd"))
+    with pytest.raises(UserError, match="optimizer.offload"):
+        run_rank(run, 0)
 
 
 def test_the_command_prints_memory_and_the_rank() -> None:

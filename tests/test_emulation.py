@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_megatron.comm.clock import EmulatedClock, NominalChip, OperatorSeconds, RealClock
+from hetero_megatron.comm.clock import EmulatedClock, NominalChip, OperatorSeconds, RealClock, verdict
 from hetero_megatron.comm.emulation import Emulation
 from hetero_megatron.comm.pacing import Pacer
 from tests.pool import shared_pool
 
-CHIP = NominalChip(gemm_flops=1e9, attention_flops=1e8, bytes_per_second=1e8, operator_seconds=1e-5)
+CHIP = NominalChip(1e9, 1e8, 1e8, operator_seconds=1e-5, segment_seconds=0.0)
 
 
 def count(function) -> float:  # type: ignore[no-untyped-def]
@@ -67,6 +67,54 @@ def test_a_clock_that_the_cpu_cannot_keep_up_with_says_so() -> None:
     with clock.counting():
         a @ a
     assert clock.report()["overrun"] > 1
+
+
+def test_what_runs_outside_counting_is_no_compute() -> None:
+    """Transfers outside a step (agreements, calibration of links) tell the clock too; what follows them is nobody's."""
+    clock = EmulatedClock(lambda: 1.0, OperatorSeconds(CHIP))
+    a = torch.randn(50, 50)
+    with clock.counting():
+        a @ a
+    before = clock.report()
+    for _ in range(3):
+        clock.pause()
+        clock.resume(0.01)  # a message came
+        a @ a
+        _burn(0.02)
+    with clock.counting():
+        pass
+    assert {**clock.report(), "host": 0.0} == {**before, "host": 0.0}
+
+
+def test_a_segment_without_an_operator_is_the_hosts() -> None:
+    clock = EmulatedClock(lambda: 0.1, OperatorSeconds(NominalChip(1e9, 1e8, 1e8, 1e-5, segment_seconds=0.01)))
+    a = torch.randn(20, 20)
+    start = time.perf_counter()
+    with clock.counting():
+        a @ a
+        clock.settle()
+        computed = clock.computed
+        a.view(400)
+        torch.empty(1000)
+        _burn(0.02)
+        clock.settle()
+        assert clock.computed == computed
+    took = time.perf_counter() - start
+    assert computed == pytest.approx((2 * 20**3 / 1e9 + 1e-5 + 0.01) / 0.1)
+    report = clock.report()
+    assert report["host"] >= 0.02 / computed and report["overrun"] < 0.01
+    assert took >= computed + 0.02 * 0.9  # not hidden in the sleep before it
+
+
+def test_the_verdict_names_who_was_too_slow() -> None:
+    assert "INVALID" not in verdict(0.009, 0.5)
+    assert "INVALID: rank 3 took 2.0% more" in verdict(0.02, 0.0, "rank 3")
+
+
+def _burn(seconds: float) -> None:
+    start = time.thread_time()
+    while time.thread_time() - start < seconds:
+        pass
 
 
 def test_soft_stretches_cpu_time() -> None:

@@ -282,7 +282,7 @@ def test_export() -> None:
     assert list(args["hetero_process_meshes"]) == [2, 1, 1, 2, 1, 1, 1, 1, 2, 1]
     assert list(args["hetero_pipeline_layer_split"]) == [5, 3]
     data = json.loads(export("sailor", plan, cluster))
-    assert data["used_gpus"] == {"A100-80-SXM": 4, "L40S": 2}
+    assert data["used_gpus"] == {"A100-80": 4, "L40S": 2}
     assert data["pipeline_list"][0]["dp"] == [2, 2]
     assert sum(map(len, data["pipeline_list"][0]["layers_per_stage"])) == model.num_layers + 2
     pipelines[1]["num_micro_batches"] = 2

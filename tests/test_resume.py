@@ -67,7 +67,7 @@ def test_four_ranks_stop_and_one_goes_on(kind: str, tmp_path: Path) -> None:
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-10)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-10)
     saved = sorted(p.name for p in (tmp_path / "parts" / "run").iterdir())
-    assert saved == ["iter_0000003", "iter_0000004", "latest", "metrics.jsonl"]
+    assert saved == ["events.jsonl", "iter_0000003", "iter_0000004", "latest", "metrics.jsonl"]
 
 
 def test_flags_decide_what_is_read(tmp_path: Path) -> None:

@@ -59,11 +59,12 @@ def send(node: int, port: int, sizes: list[int]) -> None:
 
 
 def transfer(pairs: list[list[int]], size: int, repeats: int, out: str) -> None:
-    """Each pair [source rank, destination rank, node of the destination] in turn; the receivers write what they saw."""
+    """Each pair [source rank, destination rank, node of the destination] in turn; the receivers write what they saw.
+    A fourth number is the pair's own size of messages."""
     measured = {}
     gate = Path(out)
-    for index, (source, destination, node) in enumerate(pairs):
-        port, sizes = 6000 + index, [size] * repeats
+    for index, (source, destination, node, *own) in enumerate(pairs):
+        port, sizes = 6000 + index, [*own, size][:1] * repeats
         if destination == RANK:
             measured[f"{source}-{destination}"] = receive(port, sizes)
             (gate / f"done-{index}").touch()

@@ -32,6 +32,9 @@ Merge = Callable[[Sequence[Any]], Mapping[str, Any]]
 class CheckpointSaver:
     """Writes checkpoints while training goes on. Every method is called on all ranks at the same point.
 
+    Values change only in an optimizer step, so the copy itself is made beside the next forward and backward: whoever
+    is about to change values calls ``staged`` first.
+
     Args:
         group: all ranks that save, of a communicator that nobody else uses (``Comm.background_group``).
         keep: how many checkpoints stay (0: all); multiples of ``retain_interval`` steps stay as well.
@@ -55,6 +58,8 @@ class CheckpointSaver:
         self.asynchronous, self.synchronize, self.extra = asynchronous, synchronize, dict(extra or {})
         self._staged: dict[tuple[str, torch.Size], torch.Tensor] = {}
         self._thread: threading.Thread | None = None
+        self._copied = threading.Event()
+        self._copied.set()
         self._error: BaseException | None = None
 
     @property
@@ -65,10 +70,10 @@ class CheckpointSaver:
     def save(
         self, step: int, tensors: Mapping[str, BoxedTensor], state: Mapping[str, Any], local: Any, merge: Merge
     ) -> None:
-        """Copy, and write in the background. An earlier save that is still being written is waited for.
+        """Copy and write in the background. An earlier save that is still being written is waited for.
 
         Args:
-            tensors: boxes that this rank owns, by name.
+            tensors: boxes that this rank owns, by name; they must not change before ``staged`` has returned.
             state: for ``metadata.json``, equal on all ranks.
             local: what this rank knows; ``merge`` of all ranks' is added to the state (JSON).
 
@@ -76,13 +81,16 @@ class CheckpointSaver:
             UserError: the earlier save failed (on all ranks).
         """
         self.wait()
-        staged = {name: self._stage(name, tensor) for name, tensor in tensors.items()}
-        self.synchronize()
-        work = threading.Thread(target=self._write, args=(step, staged, state, local, merge), daemon=True)
+        self._copied.clear()
+        work = threading.Thread(target=self._work, args=(step, tensors, state, local, merge), daemon=True)
         self._thread = work
         work.start()
         if not self.asynchronous:
             self.wait()
+
+    def staged(self) -> None:
+        """Until what was passed to ``save`` is copied, and may change."""
+        self._copied.wait()
 
     def wait(self) -> None:
         """Until nothing is being written; raises what went wrong with it."""
@@ -101,6 +109,19 @@ class CheckpointSaver:
                 copy = self._staged[name, offset] = empty_like_box(values)
             parts.append((box, copy.copy_(values.detach(), non_blocking=True)))
         return BoxedTensor(tensor.shape, parts)
+
+    def _work(
+        self, step: int, tensors: Mapping[str, BoxedTensor], state: Mapping[str, Any], local: Any, merge: Merge
+    ) -> None:
+        try:
+            staged = {name: self._stage(name, tensor) for name, tensor in tensors.items()}
+            self.synchronize()
+        except Exception as error:  # out of host memory, a device error: the peers notice that this rank leaves
+            self._error = error
+            return
+        finally:
+            self._copied.set()
+        self._write(step, staged, state, local, merge)
 
     def _write(
         self, step: int, staged: Mapping[str, BoxedTensor], state: Mapping[str, Any], local: Any, merge: Merge

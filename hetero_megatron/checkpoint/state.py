@@ -29,7 +29,7 @@ def owned_tensors(
     """(boxes by name, numbers that all elements share, such as Adam's step) of everything this rank owns."""
     shapes = {t.name: t.shape for t in logical_tensors(spec)}
     parts: dict[str, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
-    numbers: dict[str, float] = {}
+    shared: dict[str, list[Any]] = defaultdict(list)
     inner = optimizer.torch_optimizer
     for name, box, master in optimizer.owned():
         parts[f"{MODEL}.{name}"].append((box, master))
@@ -37,9 +37,19 @@ def owned_tensors(
             if isinstance(value, torch.Tensor) and value.shape == master.shape and value.dim():
                 parts[f"{OPTIMIZER}.{key}.{name}"].append((box, value))
             elif value is not None:
-                number = float(value)
-                assert numbers.setdefault(key, number) == number, f"{key} of {name} differs from that of others"
+                shared[key].append(value)
+    numbers = {key: _common(key, values) for key, values in shared.items()}
     return {key: BoxedTensor(shapes[_logical(key)], boxes) for key, boxes in parts.items()}, numbers
+
+
+def _common(key: str, values: Sequence[Any]) -> float:
+    """The one number that all are; tensors on a device are read together, not with one synchronisation each."""
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    found = {float(v) for v in values if not isinstance(v, torch.Tensor)}
+    if tensors:
+        found |= set(torch.stack([t.detach().reshape(()) for t in tensors]).unique().tolist())
+    assert len(found) == 1, f"{key} differs between elements: {sorted(found)}"
+    return found.pop()
 
 
 def _logical(key: str) -> str:

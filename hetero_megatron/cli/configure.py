@@ -54,7 +54,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
         evaluation=evaluation,
         exit=stop,
         checkpoint=build_checkpoint(args),
-        failure=build_failure(args),
+        failure=build_failure(args, environment),
         logging=logging,
         distributed=distributed,
         check_nan=not args["no_check_for_nan_in_loss_and_grad"],

@@ -17,11 +17,9 @@ _COMMANDS = {
     "plan": "search for the best plan of a model on a cluster",
     "plugins": "platforms and kernels: list, scaffold, conformance kit",
     "predict": "simulate one plan: step time, memory, timeline",
+    "report": "one page about a run: plan, timeline, loss, throughput, events",
     "run": "start the ranks of a plan here, and go on when some fail",
     "testbed": "run a command on a heterogeneous cluster that is emulated on this machine",
-}
-_NOT_BUILT = {
-    "report": "a page about a run",
 }
 
 
@@ -47,9 +45,7 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
     if name in _COMMANDS:
         command: Callable[[Sequence[str]], int] = import_module(f"hetero_megatron.cli.{name}").main
         return command
-    if name in _NOT_BUILT:
-        raise UserError("not built yet", field="command", value=name, accepted=", ".join(_COMMANDS))
-    near = difflib.get_close_matches(name, [*_COMMANDS, *_NOT_BUILT], n=1)
+    near = difflib.get_close_matches(name, _COMMANDS, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise UserError(f"no such command{hint}", field="command", value=name, accepted=", ".join(_COMMANDS))
 
@@ -57,7 +53,7 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
 def _usage() -> str:
     lines = ["usage: hetero-megatron COMMAND ...", ""]
     lines += [f"  {name:<10} {text}" for name, text in _COMMANDS.items()]
-    lines += ["", "not built yet: " + ", ".join(_NOT_BUILT), "training: python pretrain_gpt.py --help"]
+    lines += ["", "training: python pretrain_gpt.py --help"]
     return "\n".join(lines)
 
 

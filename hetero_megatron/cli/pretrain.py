@@ -32,7 +32,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
         # Only now: importing torch takes seconds, and a refusal should not.
         from hetero_megatron.training.loop import train
 
-        train(config)
+        return train(config)
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return USER_ERROR
@@ -43,7 +43,6 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return PEER_ERROR
-    return 0
 
 
 def dry_run(config: RunConfig, environment: Mapping[str, str]) -> int:

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import yaml
+
+from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
+from hetero_megatron.plan import Plan
 from hetero_megatron.plan.dump import dump_yaml
+from hetero_megatron.planner.drift import with_slow_nodes, worst_by_node
 from hetero_megatron.training.config import RunConfig
-from hetero_megatron.training.supervise import Planner, Seat, Setup, Supervisor
+from hetero_megatron.training.jobs import LAUNCHER, Job, Seat, Setup, TestbedJob
+from hetero_megatron.training.record import expectation
+from hetero_megatron.training.supervise import Planner, Replanner, Supervisor
 
 USAGE = """\
 usage: hetero-megatron run --plan P [--cluster C] [--on-failure stop|restart|replan] [--fallback-plan F ...]
-                           [--max-restarts N] [--grace SECONDS] -- FLAGS OF pretrain_gpt.py
+                           [--max-restarts N] [--max-replans N] [--grace SECONDS]
+                           [--testbed] [--chips …] [--links …] -- FLAGS OF pretrain_gpt.py
 
   starts one process per rank on this host (each node of the cluster file is a label); ranks resume from --load
   --on-failure stop      end when a rank fails
@@ -22,8 +32,16 @@ usage: hetero-megatron run --plan P [--cluster C] [--on-failure stop|restart|rep
                          what is left goes on (without any, the planner searches one: needs --cluster); ranks that
                          only crashed are restarted
   --max-restarts N       give up after so many restarts (default 3)
-  --grace SECONDS        how long the other ranks may take to end after one failed (default 30)"""
-_SINGLE = ("--plan", "--cluster", "--on-failure", "--max-restarts", "--grace")
+  --grace SECONDS        how long the other ranks may take to end after one failed (default 30)
+  --max-replans N        with --replan-on-drift FACTOR among the flags: how often to plan again because ranks drift
+                         from their rates (default 2); then drift is not looked for any more
+  --testbed              run on a testbed of --cluster, anew in every round: nodes can really be lost, chips be slowed;
+                         --chips and --links are those of hetero-megatron testbed run"""
+_SINGLE = (
+    *("--plan", "--cluster", "--on-failure", "--max-restarts", "--max-replans", "--grace"),
+    *("--chips", "--links"),
+)
+WORTH = 0.03  # a new plan must save this share of the step, else the old one stays
 _ENOUGH = 1 << 16  # ranks: how many there are is not asked yet
 _POLICIES = ("stop", "restart", "replan")
 
@@ -41,6 +59,7 @@ def main(argv: Sequence[str]) -> int:
     if "--plan" not in options:
         raise UserError("missing", field="--plan", accepted="a plan file")
     cluster = Path(options["--cluster"]) if "--cluster" in options else None
+    testbed = _testbed(options, cluster)
     config = _configure(words, Path(options["--plan"]), cluster, None)
     seats = _seats(config)
     for plan in fallbacks:
@@ -55,7 +74,31 @@ def main(argv: Sequence[str]) -> int:
     log = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     restarts, grace = _number(options, "--max-restarts", 3), _number(options, "--grace", 30)
     planner = first_that_fits(words, fallbacks) if fallbacks else searched(words, config, scratch)
-    return Supervisor(setup, words, policy, planner, int(restarts), grace, scratch, log).run()
+    replanner = replanned(words, scratch) if config.failure.replan_on_drift else None
+    replans = int(_number(options, "--max-replans", 2))
+    if replanner is not None and not replans:
+        raise UserError("contradicts --replan-on-drift", field="--max-replans", value=0, accepted="1 or more")
+
+    def on_testbed(setup: Setup, words: Sequence[str], number: int) -> Job:
+        assert testbed is not None
+        return TestbedJob(setup, words, number, grace, testbed, scratch / f"testbed-round-{number}")
+
+    return Supervisor(
+        setup, words, policy, planner, int(restarts), grace, scratch, log, replanner, replans,
+        on_testbed if testbed is not None else None,
+    ).run()  # fmt: skip
+
+
+def _testbed(options: dict[str, str], cluster: Path | None) -> list[str] | None:
+    """Flags for ``testbed run``; None: no testbed."""
+    flags = [word for name in ("--chips", "--links") if name in options for word in (name, options[name])]
+    if "--testbed" not in options:
+        if flags:
+            raise UserError("it needs --testbed", field=flags[0], value=flags[1])
+        return None
+    if cluster is None:
+        raise UserError("needs a cluster to emulate", field="--testbed", accepted="--cluster FILE beside it")
+    return flags
 
 
 def first_that_fits(words: Sequence[str], plans: Sequence[Path]) -> Planner:
@@ -82,7 +125,7 @@ def searched(words: Sequence[str], config: RunConfig, scratch: Path) -> Planner:
         same = ["--seq-length", str(config.plan.seq_length), "--global-batch-size", str(config.plan.global_batch_size)]
         flags = ["--auto-plan", "--cluster", str(cluster), *same, *words]
         try:
-            plan = configure(flags, {"WORLD_SIZE": str(len(seats))}).plan
+            plan = configure(flags, {"WORLD_SIZE": str(len(seats)), LAUNCHER: "1"}).plan
         except UserError as error:
             print(f"launcher: no plan found: {error}", file=sys.stderr, flush=True)
             return None
@@ -93,11 +136,48 @@ def searched(words: Sequence[str], config: RunConfig, scratch: Path) -> Planner:
     return choose
 
 
+def replanned(words: Sequence[str], scratch: Path) -> Replanner:
+    """Plans again with the measured rates of the ranks that drifted; keeps the plan where a new one gains little."""
+
+    def choose(setup: Setup, drift: Mapping[str, Any], number: int) -> tuple[Setup, str]:
+        assert setup.cluster is not None, "--replan-on-drift needs --cluster"
+        before = load_cluster(str(setup.cluster))
+        factors = worst_by_node(before, drift["ratios"])
+        document = with_slow_nodes(yaml.safe_load(setup.cluster.read_text()), before, factors, drift["dtype"])
+        cluster = scratch / f"cluster-round-{number}.yaml"
+        cluster.write_text(yaml.safe_dump(document, sort_keys=False))
+        kept = scratch / f"plan-round-{number}.yaml"
+        config = _configure(words, setup.plan, setup.cluster, len(setup.seats))
+        kept.write_text(dump_yaml(_any_chip(config.plan)))
+        old = _predicted(_configure(words, kept, cluster, len(setup.seats)))
+        chosen = searched(words, config, scratch)(setup.seats, cluster)
+        new = _predicted(_configure(words, chosen, cluster, len(setup.seats))) if chosen is not None else None
+        slow = ", ".join(f"{node} takes {factor:.2f} times as long" for node, factor in sorted(factors.items()))
+        if chosen is None or new is None or (old is not None and new > (1 - WORTH) * old):
+            return Setup(kept, setup.seats, cluster), f"{slow}; the plan stays: no other is predicted to gain"
+        gain = f", predicted {new:.3g} s per step instead of {old:.3g} s" if old is not None else ""
+        kept.write_text(chosen.read_text())
+        return Setup(kept, setup.seats, cluster), f"{slow}; plan {kept}{gain}"
+
+    return choose
+
+
+def _any_chip(plan: Plan) -> Plan:
+    """Without the chips' names, which change with their rates."""
+    pipelines = (replace(p, stages=tuple(replace(s, chip=None) for s in p.stages)) for p in plan.pipelines)
+    return replace(plan, pipelines=tuple(pipelines))
+
+
+def _predicted(config: RunConfig) -> float | None:
+    found, _ = expectation(config)
+    return None if found is None else found.step_seconds
+
+
 def _configure(words: Sequence[str], plan: Path, cluster: Path | None, world: int | None) -> RunConfig:
     from hetero_megatron.cli.configure import configure
 
     more = ["--cluster", str(cluster)] if cluster is not None else []
-    environment = {"WORLD_SIZE": str(_ENOUGH if world is None else world)}
+    environment = {"WORLD_SIZE": str(_ENOUGH if world is None else world), LAUNCHER: "1"}
     return configure(["--plan", str(plan), *more, *words], environment)
 
 
@@ -139,8 +219,11 @@ def _parse(argv: Sequence[str]) -> tuple[dict[str, str], list[Path], list[str]]:
     words = list(argv[:split])
     while words:
         name, separator, value = words.pop(0).partition("=")
+        if name == "--testbed" and not separator:
+            options[name] = ""
+            continue
         if name not in (*_SINGLE, "--fallback-plan"):
-            raise UserError("unknown flag", field=name, accepted=", ".join((*_SINGLE, "--fallback-plan")))
+            raise UserError("unknown flag", field=name, accepted=", ".join((*_SINGLE, "--fallback-plan", "--testbed")))
         found = [value] if separator else []
         while not separator and words and not words[0].startswith("--") and (not found or name == "--fallback-plan"):
             found.append(words.pop(0))

@@ -3,7 +3,8 @@ would take.
 
 A *segment* is what a rank computes between two communication calls. ``Comm`` tells its clock when a segment ends and
 when the next one begins, so time blocked in communication is never credited, and a collective inside a layer is never
-hidden in a sleep. Without a testbed the clock is :class:`RealClock`, which only reads the time.
+hidden in a sleep. Nothing counts outside :meth:`RealClock.counting`. Without a testbed the clock is :class:`RealClock`,
+which only reads the time.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 BLOCKED = 1e-4  # seconds: a wait that took longer really blocked, so the rank's own lateness did not matter
 OVERRUN_LIMIT = 0.01  # share of emulated seconds by which real CPU time may exceed them before a run is invalid
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 class RealClock:
@@ -35,7 +36,7 @@ class RealClock:
 
     def __init__(self) -> None:
         self.computed = 0.0
-        self._running = False
+        self._counting = self._running = False
         self._mark = 0.0
 
     def pause(self) -> None:
@@ -45,7 +46,9 @@ class RealClock:
             self.computed += self._end()
 
     def resume(self, blocked: float = 0.0) -> None:
-        """The next segment begins; ``blocked``: seconds that the call waited for a peer."""
+        """The next segment begins, where compute is counted; ``blocked``: seconds that the call waited for a peer."""
+        if not self._counting:
+            return
         self._running = True
         self._mark = time.perf_counter()
         self._begin(blocked)
@@ -60,11 +63,13 @@ class RealClock:
     def counting(self) -> Iterator[None]:
         """While this is open, compute is counted."""
         with self._inside():
+            self._counting = True
             self.resume()
             try:
                 yield
             finally:
                 self.pause()
+                self._counting = False
 
     def _begin(self, blocked: float) -> None:
         pass
@@ -85,6 +90,8 @@ class EmulatedClock(RealClock):
 
     ``soft``: a segment lasts its CPU seconds / speed. With ``nominal`` (mode ``clock``): the nominal seconds of its
     operators / speed, which must exceed the CPU seconds; ``report()["overrun"]`` says by which share they did not.
+    There, a segment without an operator is the host's work (Python between two communication calls): a slow chip does
+    not slow it, so it takes the time that it takes, counts as communication, and cannot overrun anything.
 
     Args:
         speed: called at every segment; 1.0 = this machine's core (``soft``) or the nominal chip (``clock``).
@@ -94,13 +101,18 @@ class EmulatedClock(RealClock):
     def __init__(self, speed: Callable[[], float], nominal: OperatorSeconds | None = None) -> None:
         super().__init__()
         self.speed, self.nominal = speed, nominal
-        self.overrun = self.late = 0.0
+        self.overrun = self.late = self.host = 0.0
         self._cpu = self._lateness = self._due = 0.0
         _sleep_precisely()
 
     def _end(self) -> float:
         cpu = time.thread_time() - self._cpu
-        seconds = (cpu if self.nominal is None else self.nominal.take()) / self.speed()
+        nominal = cpu if self.nominal is None else self.nominal.take()
+        if nominal == 0.0:
+            self.host += cpu
+            self._lateness = time.perf_counter() - (self._due + cpu)
+            return 0.0
+        seconds = nominal / self.speed()
         self.overrun += max(0.0, cpu - seconds)
         target = self._due + seconds
         while (left := target - time.perf_counter()) > 0:
@@ -122,55 +134,80 @@ class EmulatedClock(RealClock):
         return self.nominal if self.nominal is not None else contextlib.nullcontext()
 
     def report(self) -> dict[str, float]:
-        """``emulated`` seconds of compute, and the shares of it by which the CPU was too slow (``overrun``: the run is
-        invalid above 1 %) and by which the machine woke the rank too late (``late``)."""
+        """``emulated`` seconds of compute, and shares of it: by how much the CPU time of segments exceeded what the
+        emulated chip takes for them (``overrun``), how far the rank was behind that chip when it next waited for a
+        peer, for whatever reason (``late``), and CPU time between communication calls without compute (``host``)."""
         total = max(self.computed, 1e-9)
-        return {"emulated": self.computed, "overrun": self.overrun / total, "late": self.late / total}
+        shares = {"overrun": self.overrun, "late": self.late, "host": self.host}
+        return {"emulated": self.computed, **{name: seconds / total for name, seconds in shares.items()}}
+
+
+def verdict(overrun: float, late: float, who: str = "a rank") -> str:
+    """Whether what was measured under emulated clocks can be believed, in one line.
+
+    Args:
+        overrun, late: the largest of all ranks, as :meth:`EmulatedClock.report` gives them; who: had that overrun.
+    """
+    text = f"testbed: ranks were behind their emulated clock by up to {late:.2%} of their compute"
+    if overrun > OVERRUN_LIMIT:
+        text += f"; INVALID: {who} took {overrun:.1%} more CPU time than its emulated chip: lower its emulate.speed"
+    return text
 
 
 @dataclass(frozen=True)
 class NominalChip:
-    """The chip of speed 1.0 in mode ``clock``: about half as fast as one core of a 2024 server in fp32, so that the
-    core can always keep up with it."""
+    """The chip of speed 1.0 in mode ``clock``: about two thirds as fast as one core of a 2024 server in fp32, and with
+    costs per operator and per segment that exceed Python's, so that the core can always keep up with it."""
 
     gemm_flops: float = 40e9
     attention_flops: float = 12e9
     bytes_per_second: float = 3e9
     operator_seconds: float = 50e-6
+    segment_seconds: float = 100e-6
 
 
 class OperatorSeconds(TorchDispatchMode):
     """Adds up what the nominal chip would take for the operators that run while it is open.
 
-    A function of shapes and dtypes only, so a segment's seconds are the same on every machine and in every run.
+    A function of shapes and dtypes only, so a segment's seconds are the same on every machine and in every run. Views
+    and allocations are no operators: they move no data.
     """
 
     def __init__(self, chip: NominalChip = NominalChip()) -> None:
+        from torch.utils.flop_counter import flop_registry  # slow to import, and for emulated clocks only
+
         super().__init__()
-        self.chip, self.seconds = chip, 0.0
+        self.chip, self.seconds, self._flops = chip, 0.0, flop_registry
+        self._costs: dict[Any, Callable[[Any, Any, Any], float] | None] = {}
 
     def take(self) -> float:
-        """Seconds since the last call."""
+        """Seconds of the segment that ends here; 0.0 when no operator ran in it."""
         seconds, self.seconds = self.seconds, 0.0
-        return seconds
+        return seconds + self.chip.segment_seconds if seconds else 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not func.is_view and func.namespace != "c10d":
-            self.seconds += self._cost(func, args, kwargs or {}, out)
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func not in self._costs:
+            self._costs[func] = self._cost_of(func)
+        cost = self._costs[func]
+        if cost is not None:
+            self.seconds += self.chip.operator_seconds + cost(args, kwargs, out)
         return out
 
-    def _cost(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
-        chip = self.chip
-        packet = func.overloadpacket
-        name = packet.__name__
+    def _cost_of(self, func: Any) -> Callable[[Any, Any, Any], float] | None:
+        """(arguments, keyword arguments, result) -> seconds beside the operator's fixed ones; None: no operator."""
+        chip, name = self.chip, func.overloadpacket.__name__
+        if func.is_view or func.namespace == "c10d" or name in _ALLOCATIONS:
+            return None
         if "scaled_dot_product" in name:
-            return chip.operator_seconds + _attention_flops(name, args) / chip.attention_flops
-        if packet in flop_registry:
-            flops = flop_registry[packet](*args, **kwargs, out_val=out)
-            wide = max(1.0, args[0].element_size() / 4)
-            return chip.operator_seconds + flops * wide / chip.gemm_flops
-        return chip.operator_seconds + (_bytes(args) + _bytes(out)) / chip.bytes_per_second
+            return lambda args, kwargs, out: _attention_flops(name, args) / chip.attention_flops
+        flops = self._flops.get(func.overloadpacket)
+        if flops is None:
+            return lambda args, kwargs, out: (_bytes(args) + _bytes(out)) / chip.bytes_per_second
+        return lambda args, kwargs, out: (
+            flops(*args, **kwargs, out_val=out) * max(1.0, args[0].element_size() / 4) / chip.gemm_flops
+        )
 
 
 def _attention_flops(name: str, args: Any) -> float:
@@ -185,7 +222,7 @@ def _attention_flops(name: str, args: Any) -> float:
 
 def _bytes(value: Any) -> int:
     if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
+        return value.nbytes
     if isinstance(value, (list, tuple)):
         return sum(map(_bytes, value))
     return 0

@@ -63,7 +63,31 @@ def tiles(
         for q in parts:
             for k in by_document.get(document, ()):
                 out += _pair(q, k, window)
-    return out
+    return _joined(out)
+
+
+def _joined(found: list[Tile]) -> list[Tile]:
+    """Full tiles that lie side by side as one: first along the keys, then along the queries."""
+    for along, across in (((2, 3), (0, 1)), ((0, 1), (2, 3))):
+        first, last = along
+        out: list[Tile] = []
+        at: dict[tuple[int, int, int], int] = {}  # (other axis, end) -> place in out of a full tile that ends there
+        for tile in sorted(found, key=lambda t: (t[first], t[across[0]])):
+            if tile.kind != FULL:
+                out.append(tile)
+                continue
+            where = at.pop((tile[across[0]], tile[across[1]], tile[first]), None)
+            if where is None:
+                where = len(out)
+                out.append(tile)
+            else:
+                sides = list(out[where][:4])
+                sides[last] = tile[last]
+                q0, q1, k0, k1 = sides
+                out[where] = Tile(q0, q1, k0, k1, FULL, k1 - k0)  # any distance at which all keys are visible
+            at[tile[across[0]], tile[across[1]], tile[last]] = where
+        found = out
+    return sorted(found)
 
 
 def visible(

@@ -66,8 +66,9 @@ class StageAttention:
     def _blocks(self) -> tuple[Block, ...]:
         """Keys and values come in blocks with the ring; else they are one block that is here already."""
         if self.gather:
-            return (Block(self.group.index, (0, sum(b - a for a, b in self.key_tokens)), self.key_tokens),)
-        return make_blocks(self.context.groups, self.context.block)
+            whole = (0, sum(b - a for a, b in self.key_tokens))
+            return (Block(self.group.index, (whole,), self.key_tokens),)
+        return make_blocks(self.context.groups, self.context.block, mirrored=self.window is None)
 
     def program(self, documents: Documents) -> Program:
         """What this rank does for a micro-batch with these documents."""

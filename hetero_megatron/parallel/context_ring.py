@@ -16,6 +16,7 @@ import torch
 
 from hetero_megatron.comm import Comm, Handle
 from hetero_megatron.layout import Transfer
+from hetero_megatron.layout.mask import Interval
 from hetero_megatron.ops.block_attention import BlockAttention, RowTile, accumulators
 from hetero_megatron.plan.context_plan import Hop, RingSchedule, StageContext, head_hop
 
@@ -64,6 +65,12 @@ class Program:
         if hop.last:
             return self.schedule.blocks[hop.block].group
         return next(h.to for h in self.schedule.rounds[t + 1] if h.block == hop.block)
+
+
+def part_of_block(x: torch.Tensor, at: Sequence[Interval]) -> torch.Tensor:
+    """[b, places, heads, d] of the places ``at``: a view where they are one run."""
+    parts = [x[:, a:b] for a, b in at]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 class Messages:
@@ -115,8 +122,7 @@ class Messages:
         return (2 * t + self.gradients) * PIECES + k
 
     def _shape(self, block: int) -> tuple[int, ...]:
-        a, b = self.program.schedule.blocks[block].at
-        return (2, self.b, b - a, self.heads, self.d)
+        return (2, self.b, self.program.schedule.blocks[block].size, self.heads, self.d)
 
     def _buffer(self, block: int, heads: slice) -> torch.Tensor:
         shape = (*self._shape(block)[:3], heads.stop - heads.start, self.d)
@@ -144,13 +150,16 @@ class Arrival:
             whole[:, :, :, heads] = part
         return whole[0], whole[1]
 
-    def add_to(self, pair: Pair) -> None:
-        """Add partial gradients, which come from any number of ranks."""
+    def add_to(self, dk: torch.Tensor, dv: torch.Tensor, at: Sequence[Interval]) -> None:
+        """Add partial gradients, which come from any number of ranks, at the places ``at``."""
         for heads, handle in self._parts:
             part = handle.wait()
             assert part is not None
-            pair[0][:, :, heads] += part[0]
-            pair[1][:, :, heads] += part[1]
+            start = 0
+            for a, b in at:
+                dk[:, a:b, heads] += part[0][:, start : start + b - a]
+                dv[:, a:b, heads] += part[1][:, start : start + b - a]
+                start += b - a
 
 
 @dataclass(frozen=True)
@@ -192,8 +201,10 @@ class KeyValueRing:
             handle.wait()
 
     def _own(self, block: int) -> Pair:
-        a, b = self.program.schedule.blocks[block].at
-        return self.k[:, a:b], self.v[:, a:b]
+        return part_of_block(self.k, self._at(block)), part_of_block(self.v, self._at(block))
+
+    def _at(self, block: int) -> tuple[Interval, ...]:
+        return self.program.schedule.blocks[block].at
 
     def _post(self, t: int, held: Pair | None) -> tuple[list[Handle], list[Arrival]]:
         """Start what arrives in round t: my receive; my sends of own blocks, or of the one that arrived before."""
@@ -223,13 +234,28 @@ class GradientRing:
 
     def target(self, visit: Visit) -> Pair:
         """Where the gradient of a visiting block is added up."""
-        a, b = self.program.schedule.blocks[visit.block].at
-        if visit.hop is None:
+        block = self.program.schedule.blocks[visit.block]
+        if visit.hop is None and len(block.at) == 1:
+            ((a, b),) = block.at
             return self.dk[:, a:b], self.dv[:, a:b]
-        shape = (self.dk.shape[0], b - a, *self.dk.shape[2:])
+        shape = (self.dk.shape[0], block.size, *self.dk.shape[2:])
         pair = (self.dk.new_zeros(shape), self.dv.new_zeros(shape))
-        self.made = (visit.hop, pair)
+        if visit.hop is not None:
+            self.made = (visit.hop, pair)
         return pair
+
+    def computed(self, visit: Visit, pair: Pair) -> None:
+        """The gradient of a visiting block is complete in ``pair``, which :meth:`target` gave."""
+        at = self.program.schedule.blocks[visit.block].at
+        if visit.hop is None and len(at) > 1:
+            self._add_own(at, pair)
+
+    def _add_own(self, at: Sequence[Interval], pair: Pair) -> None:
+        start = 0
+        for a, b in at:
+            self.dk[:, a:b] += pair[0][:, start : start + b - a]
+            self.dv[:, a:b] += pair[1][:, start : start + b - a]
+            start += b - a
 
     def end_of_round(self, t: int) -> None:
         """Send on what was computed in round t with the sum so far; receive what round t + 1 continues, and own
@@ -239,7 +265,7 @@ class GradientRing:
         if self.made is not None:
             hop, pair = self.made
             if self.so_far is not None:
-                self.so_far.add_to(pair)
+                self.so_far.add_to(*pair, ((0, pair[0].shape[1]),))
             sends.append((pair, hop.to, program.next_group(hop, t)))
         self.take_returns()
         for handle in self.sends:
@@ -261,8 +287,7 @@ class GradientRing:
     def take_returns(self) -> None:
         """Add what came back to the gradients of the own blocks."""
         for block, arrival in self.returns:
-            a, b = self.program.schedule.blocks[block].at
-            arrival.add_to((self.dk[:, a:b], self.dv[:, a:b]))
+            arrival.add_to(self.dk, self.dv, self.program.schedule.blocks[block].at)
         self.returns = []
 
     def finish(self) -> None:
@@ -291,7 +316,9 @@ class RingAttention(torch.autograd.Function):
         dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
         ring = GradientRing(program, dk, dv)
         for visit in KeyValueRing(program, k, v).visits(ring.end_of_round):
-            mine = (dq, *ring.target(visit))
-            program.attention.backward(grad, q, *visit.pair, out, lse, program.tiles[visit.block], mine)
+            target = ring.target(visit)
+            tiles = program.tiles[visit.block]
+            program.attention.backward(grad, q, *visit.pair, out, lse, tiles, (dq, *target))
+            ring.computed(visit, target)
         ring.finish()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None

@@ -169,11 +169,15 @@ def _move(before: Layout, after: Layout) -> Move:
 
 @dataclass(frozen=True)
 class Block:
-    """A run of a group's tokens whose keys and values travel together; ``at``: its place among them."""
+    """Some of a group's tokens, whose keys and values travel together; ``at``: their places among the group's."""
 
     group: int
-    at: Interval
+    at: tuple[Interval, ...]
     tokens: tuple[Interval, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(b - a for a, b in self.at)
 
 
 @dataclass(frozen=True)
@@ -201,15 +205,24 @@ class RingSchedule:
         return next((hop for hop in self.rounds[t] if hop.to == group), None) if t < len(self.rounds) else None
 
 
-def make_blocks(groups: Sequence[ContextGroup], block: int) -> tuple[Block, ...]:
-    """Each group's tokens in equal blocks of at most ``block`` tokens; 0: as the smallest group has."""
+def make_blocks(groups: Sequence[ContextGroup], block: int, mirrored: bool = True) -> tuple[Block, ...]:
+    """Each group's tokens in equal blocks of at most ``block`` tokens; 0: as the smallest group has.
+
+    Args:
+        mirrored: a block is a run from the front and one as far from the back. In zigzag order half of a group's
+            queries then see half of any block, so that all blocks are equal work and no round waits for a heavy one.
+            Else a block is one run: with a window, fewer groups need it.
+    """
     sizes = [g.num_tokens for g in groups if g.num_tokens]
     limit = block or min(sizes, default=1)
     out = []
     for group in groups:
-        count = round(group.num_tokens / limit) if block == 0 else -(-group.num_tokens // limit)
-        for a, b in cut(group.num_tokens, [1] * count) if count else ():
-            out.append(Block(group.index, (a, b), part_of(group.tokens, a, b)))
+        length = group.num_tokens
+        count = round(length / limit) if block == 0 else -(-length // limit)
+        for a, b in cut(length, [1] * count) if count else ():
+            front, back = (a - a // 2, b - b // 2), (length - b // 2, length - a // 2)
+            at = join((front, back)) if mirrored else ((a, b),)
+            out.append(Block(group.index, at, join(i for c, d in at for i in part_of(group.tokens, c, d))))
     return tuple(out)
 
 

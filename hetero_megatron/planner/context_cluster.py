@@ -6,13 +6,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.cluster import Rank
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.context_problem import ContextOptions, ContextProblem, Fabric, Member
 from hetero_megatron.planner.memory import ITEM_BYTES
 from hetero_megatron.planner.operators import Operators
-from hetero_megatron.planner.rates import ChipRates, Rates, load_rates
+from hetero_megatron.planner.rates import ChipRates, Rates, load_rates, model_fingerprint
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, visible_pairs
 
@@ -124,7 +126,23 @@ def _member(
         layer_backward_seconds=known.layer_backward_seconds,
         attention_backward=core[1] / core[0],
         message_seconds=known.message_seconds,
+        visit=_visit(known, model, 3),
+        visit_backward=_visit(known, model, 4),
     )  # fmt: skip
+
+
+def _visit(known: ChipRates, model: ModelSpec, column: int) -> tuple[float, float]:
+    """(seconds, seconds per query and head) of one block's visit: a line through the measured rows; zeros without."""
+    rows = [row for row in known.visits if row[2] == model.head_dim]
+    if not rows:
+        return 0.0, 0.0
+    sizes, seconds = np.array([row[0] * row[1] for row in rows]), np.array([row[column] for row in rows])
+    if len(set(sizes.tolist())) < 2:
+        return float(seconds.mean()), 0.0
+    slope, fixed = np.polyfit(sizes, seconds, 1)
+    if slope < 0 or fixed < 0:  # noise: through the mean
+        return (float(seconds.mean()), 0.0) if slope < 0 else (0.0, float((seconds / sizes).mean()))
+    return float(fixed), float(slope)
 
 
 def _layer_seconds(
@@ -134,11 +152,19 @@ def _layer_seconds(
     device = replace(known, layers=(), layer_seconds=0.0, layer_backward_seconds=0.0)  # without the host's launches
     plain = Operators(model, device, item)
     modelled, core = plain.layer(1 / tp, 1, share), plain.attention(1 / tp, 1, share)
+    whole = plain.attention(1 / tp, 1, seq_length)
+    rest = modelled[0] - core[0]
+    fingerprint = model_fingerprint(model)
+    rows = [row for row in known.layers if row.fingerprint == fingerprint and row.tp == tp]
+    if known.attention and rows:  # attention is known by itself: what a whole layer took beyond it is the rest
+        row = min(rows, key=lambda r: abs(r.micro_batch_size * r.seq_length - share))
+        size = (1 / tp, row.micro_batch_size, row.seq_length)
+        attended = plain.attention(*size)[0]
+        if row.forward > attended:
+            return rest / share * (row.forward - attended) / (plain.layer(*size)[0] - attended), whole
     measured = Operators(model, replace(device, layers=known.layers), item).layer(1 / tp, 1, share)
     ratio = [m / p for m, p in zip(measured, modelled, strict=True)]
-    linear = (modelled[0] - core[0]) * ratio[0] / share
-    whole = plain.attention(1 / tp, 1, seq_length)
-    return linear, (whole[0] * ratio[0], whole[1] * ratio[1])
+    return rest * ratio[0] / share, (whole[0] * ratio[0], whole[1] * ratio[1])
 
 
 def _fabric(rates: Rates, all_groups: Sequence[str], members: Sequence[Member], tp: int, cards_shared: bool) -> Fabric:

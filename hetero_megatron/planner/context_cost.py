@@ -28,11 +28,13 @@ from hetero_megatron.planner.context_memory import group_bytes, kv_bytes, member
 from hetero_megatron.planner.context_problem import ContextGroup, ContextLayout, ContextProblem
 
 Floats = npt.NDArray[np.float64]
+VISITED = 0.75  # of a group's queries see some key of a mirrored block: all of them half of it, or half of them all
 
 
 @dataclass(frozen=True)
 class GroupParts:
-    """One group's forward seconds per layer; ``bytes`` (without exchange buffers) and ``kv`` heads per member."""
+    """One group's forward seconds per layer; ``visit``: beside FLOPs, by a block of keys, forward and backward;
+    ``bytes`` (without exchange buffers) and ``kv`` heads per member."""
 
     tokens: float
     linear: float
@@ -44,6 +46,7 @@ class GroupParts:
     attention: float
     attention_backward: float
     floor: tuple[float, float]
+    visit: tuple[float, float]
     bytes: Floats
     kv: Floats
 
@@ -133,6 +136,7 @@ class ContextCosts:
         self.pair = np.array([problem.pair_flops / m.attention_flops for m in members])
         self.backward = np.array([m.attention_backward for m in members])
         self.message = np.array([m.message_seconds for m in members])
+        self.visits = np.array([(m.visit, m.visit_backward) for m in members]) * problem.options.micro_batch
         self.memory = np.array([m.memory for m in members])
         self.limits = member_limits(problem)
         self.per_kv = model.queries_per_kv
@@ -183,9 +187,15 @@ class ContextCosts:
             attention=float(attention.max()),
             attention_backward=float((attention * self.backward[d]).max()),
             floor=(float(floor[0]), float(floor[1])),
+            visit=self._visit(d, h * total * VISITED),
             bytes=group_bytes(self.problem, s, h, kv),
             kv=kv,
         )
+
+    def _visit(self, d: npt.NDArray[np.int64], rows: Floats) -> tuple[float, float]:
+        """Seconds by which a block's visit takes a member's time beside its FLOPs, at the member it takes most from."""
+        forward, backward = (self.visits[d, i, 0] * (rows > 0) + self.visits[d, i, 1] * rows for i in (0, 1))
+        return float(forward.max()), float(backward.max())
 
     def _all_to_all(self, d: npt.NDArray[np.int64], give: Floats, take: Floats) -> float:
         """Seconds of a ragged all-to-all in which i sends give_i take_j numbers of ``self.byte`` bytes to j."""
@@ -307,8 +317,9 @@ class ContextCosts:
         if len(parts) == 1:
             return forward, backward, 0.0
         if layout.transport == "ring":
-            slower = self.lock_step(layout, tokens)
-            forward, backward = forward * slower, backward * slower
+            slower, count = self.lock_step(layout, tokens), float(np.ceil(tokens / layout.block).sum())
+            visit = np.array([p.visit for p in parts])
+            forward, backward = forward * slower + count * visit[:, 0], backward * slower + count * visit[:, 1]
         once = 2 * self.byte  # K and V
         wide = once * (1 + options.wide / options.item)  # and their gradients on the way back
         foreign = problem.seq_length - tokens
@@ -358,6 +369,6 @@ def total_exchange(give: Floats, take: Floats) -> float:
 def _speeds(member: object) -> tuple[object, ...]:
     names = (
         "gemm_flops", "attention_flops", "memory", "token_seconds", "layer_seconds", "layer_backward_seconds",
-        "attention_backward", "message_seconds",
+        "attention_backward", "message_seconds", "visit", "visit_backward",
     )  # fmt: skip
     return (*(getattr(member, name) for name in names), len(getattr(member, "ranks")))  # noqa: B009

@@ -29,6 +29,7 @@ class Member:
         layer_seconds, layer_backward_seconds: least host seconds per layer (launches), forward and backward.
         attention_backward: seconds of attention's backward per second of its forward (5 products against 2).
         message_seconds: host seconds that one message costs the member itself.
+        visit, visit_backward: (seconds, seconds per query and head) that one block of keys costs beside its FLOPs.
     """
 
     ranks: tuple[int, ...]
@@ -42,6 +43,8 @@ class Member:
     layer_backward_seconds: float = 0.0
     attention_backward: float = 2.5
     message_seconds: float = 0.0
+    visit: tuple[float, float] = (0.0, 0.0)
+    visit_backward: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)

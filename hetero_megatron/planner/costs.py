@@ -18,6 +18,7 @@ from hetero_megatron.planner.memory import (
     activation_bytes,
     equal_shares,
     held_elements,
+    host_bytes,
     largest_elements,
     state_bytes,
 )
@@ -265,7 +266,8 @@ class CostModel:
         moving = min(held, IN_FLIGHT * max(BUCKET_BYTES // 4, largest))
         buffers = state_bytes(moving, moving / group, group, self.item)[3]
         return MemoryBytes(
-            weights, gradients, 0 if stage.offload else optimizer, activations, buffers, self.overhead(stage.chip)
+            weights, gradients, 0 if stage.offload else optimizer, activations, buffers, self.overhead(stage.chip),
+            host_bytes(owned, self.options.moments) if stage.offload else 0,
         )
 
     def overhead(self, chip: str) -> int:

@@ -2,12 +2,15 @@
 
 * ``flagscale``: the flags of its heterogeneous training (process meshes, layers per stage). It knows one pipeline shape
   whose meshes are of one chip type each, with equal micro-batches.
-* ``sailor``: the plan dictionary of its simulator (one data-parallel degree per stage, chip type and TP per replica).
+* ``sailor``: the plan dictionary of its simulator (one data-parallel degree for all stages, GPU type, GPUs and TP of
+  each replica, every replica in the zone of its published inputs). It divides the batch equally and rounds the number
+  of micro-batches up, so that shares that differ by one micro-batch are equal to it.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from itertools import groupby
 
 from hetero_megatron.cluster import Cluster
@@ -15,6 +18,11 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, Stage
 
 FORMATS = ("flagscale", "sailor")
+SAILOR_GPUS = {  # our names begin with -> its profiles'; others keep their name
+    "A100-40": "A100-40", "A100-80": "A100-80", "V100-16": "V100-16", "GH200": "GH-96", "RTX3090": "RTX-3090",
+    "RTX2080": "RTX-2080", "TitanRTX": "Titan-RTX",
+}  # fmt: skip
+SAILOR_ZONE = "us-central1-a"
 
 
 def export(kind: str, plan: Plan, cluster: Cluster) -> str:
@@ -26,24 +34,46 @@ def export(kind: str, plan: Plan, cluster: Cluster) -> str:
     return {"flagscale": flagscale, "sailor": sailor}[kind](plan, cluster)
 
 
-def _one_shape(plan: Plan, kind: str) -> None:
-    """Refuse what neither format can say: pipelines of unlike stages or shares."""
+def _one_shape(plan: Plan, kind: str, rounded: bool = False) -> None:
+    """Refuse what neither format can say: pipelines of unlike stages or shares; ``rounded``: the last micro-batch of a
+    share may be missing."""
     first = plan.pipelines[0]
+    most = -(-plan.global_batch_size // (len(plan.pipelines) * first.micro_batch_size))
     for p, pipeline in enumerate(plan.pipelines):
         same = [s.layers for s in pipeline.stages] == [s.layers for s in first.stages]
-        if not same or pipeline.batch_size != first.batch_size or pipeline.micro_batch_size != first.micro_batch_size:
+        same = same and pipeline.micro_batch_size == first.micro_batch_size
+        share = pipeline.num_micro_batches <= most if rounded else pipeline.batch_size == first.batch_size
+        if not same or not share:
             raise UserError(
                 f"{kind} has one layer split and one share of the batch for all pipelines", field=f"pipelines[{p}]",
                 accepted="a plan of equal pipelines",
             )  # fmt: skip
         for s, stage in enumerate(pipeline.stages):
-            if len(stage.layers) > 1 or len({u.tp for u in stage.units}) > 1:
-                raise UserError(f"{kind} cannot say this stage", field=f"pipelines[{p}].stages[{s}]")
+            for what in _unsayable(stage, plan.seq_length):
+                raise UserError(f"{kind} cannot say {what}", field=f"pipelines[{p}].stages[{s}]")
+
+
+def _unsayable(stage: Stage, seq_length: int) -> Iterator[str]:
+    """What a stage has that is in neither format."""
+    if len(stage.layers) > 1:
+        yield "several ranges of layers"
+    if len({u.tp for u in stage.units}) > 1:
+        yield "replicas with unlike tensor parallelism in one stage"
+    if any(len(set(u.tp_split)) > 1 for u in stage.units):
+        yield "uneven tensor-parallel shares"
+    if any(u.num_tokens != seq_length for u in stage.units):
+        yield "context groups"
+    if stage.optimizer.offload:
+        yield "an offloaded optimizer"
+    if stage.recompute.kind == "selective":
+        yield "selective recomputation of one stage"
 
 
 def flagscale(plan: Plan, cluster: Cluster) -> str:
     """Flags, one per line; meshes are runs of stages with one chip type and equal degrees."""
     _one_shape(plan, "FlagScale")
+    if plan.schedule != "1f1b":
+        raise UserError("FlagScale's meshes run one schedule", field="schedule", value=plan.schedule, accepted="1f1b")
     stages = plan.pipelines[0].stages
 
     def degrees(stage: Stage) -> tuple[str, int, int]:
@@ -87,7 +117,11 @@ def _runs(values: list[int], count: int) -> str:
 
 def sailor(plan: Plan, cluster: Cluster) -> str:
     """JSON of Sailor's plan dictionary; Sailor counts embedding and head as layers of their own."""
-    _one_shape(plan, "Sailor")
+    _one_shape(plan, "Sailor", rounded=True)
+    if plan.schedule != "1f1b":
+        raise UserError("Sailor knows one schedule", field="schedule", value=plan.schedule, accepted="1f1b")
+    if any(s.recompute.kind != "none" for p in plan.pipelines for s in p.stages):
+        raise UserError("Sailor knows no recomputation", field="recompute", accepted="none (plan --recompute none)")
     first = plan.pipelines[0].stages
     layers, groups = [], []
     start = 0
@@ -98,15 +132,16 @@ def sailor(plan: Plan, cluster: Cluster) -> str:
         replicas = []
         for pipeline in plan.pipelines:
             for unit in pipeline.stages[s].units:
-                rank = cluster.ranks[unit.ranks[0]]
-                replicas.append([[[rank.chip, unit.tp, rank.group]], unit.tp])
+                name = sailor_gpu(cluster.ranks[unit.ranks[0]].chip)
+                replicas.append([[[name, unit.tp, SAILOR_ZONE]], unit.tp])
         groups.append(replicas)
     degrees = {len(g) for g in groups}
     if len(degrees) > 1:
         raise UserError("Sailor has one data-parallel degree for all stages", field="stages", value=sorted(degrees))
     used: dict[str, int] = {}
     for number in plan.ranks:
-        used[cluster.ranks[number].chip] = used.get(cluster.ranks[number].chip, 0) + 1
+        name = sailor_gpu(cluster.ranks[number].chip)
+        used[name] = used.get(name, 0) + 1
     row = {
         "num_stages": len(first),
         "layers_per_stage": layers,
@@ -116,3 +151,8 @@ def sailor(plan: Plan, cluster: Cluster) -> str:
     size = plan.pipelines[0].micro_batch_size // len(first[0].units)
     data = {"pipeline_list": [row], "mbs": size, "gbs": plan.global_batch_size, "used_gpus": used}
     return json.dumps(data) + "\n"
+
+
+def sailor_gpu(chip: str) -> str:
+    """Sailor's name of a chip."""
+    return next((name for start, name in SAILOR_GPUS.items() if chip.startswith(start)), chip)

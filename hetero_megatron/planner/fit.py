@@ -12,7 +12,7 @@ import csv
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, load_plan
 from hetero_megatron.planner.costs import CostModel, CostOptions
-from hetero_megatron.planner.predict import step_seconds
+from hetero_megatron.planner.predict import pipeline_seconds, step_seconds
 from hetero_megatron.planner.rates import ChipRates, LinkRates, Rates, as_document
 from hetero_megatron.spec import ModelSpec, load_model
 
@@ -39,6 +39,12 @@ PRIOR = 1.0  # standard deviation of the logarithm of a factor, before any run
 NOISE = 0.03  # of a measured time: what the fit takes as one standard deviation
 DETERMINED = 0.7  # of the prior: above it the runs say too little about a rate
 COARSE = (0.1, 0.3, 3.0, 10.0)  # factors that are tried before the least squares
+COMPUTING = (
+    "gemm_flops", "gemm_half", "attention_flops", "score_seconds", "layer_seconds", "layer_backward_seconds",
+    "action_seconds", "layers", "embed", "head",
+)  # fmt: skip
+EVERY = 40  # runs at most that the coarse grid looks at
+LAG = 3  # steps after which the derivatives of rates that synchronisation depends on are computed again
 WARM_UP = 2  # first steps of a run that do not count
 
 
@@ -73,15 +79,16 @@ class Fit:
     after: tuple[float, ...]
 
 
-def predict_runs(runs: Sequence[Run], rates: Rates, options: CostOptions) -> list[float]:
-    """Predicted seconds of each run."""
+def predict_runs(runs: Sequence[Run], rates: Rates, options: CostOptions, pipelines_only: bool = False) -> list[float]:
+    """Predicted seconds of each run, or of its pipelines only (without synchronisation and optimizer)."""
+    predicted = pipeline_seconds if pipelines_only else step_seconds
     costs: dict[tuple[ModelSpec, int], CostModel] = {}
     out = []
     for run in runs:
         key = (run.model, run.plan.seq_length)
         if key not in costs:
             costs[key] = CostModel(run.model, rates.cluster, run.plan.seq_length, rates.dtype, options, rates)
-        out.append(step_seconds(run.plan, costs[key]))
+        out.append(predicted(run.plan, costs[key]))
     return out
 
 
@@ -108,25 +115,16 @@ def fit_rates(
     for run in runs:
         if not 0 < run.seconds < math.inf:
             raise UserError("not a time", field=run.label or "seconds", value=run.seconds, accepted="seconds above 0")
-    options = options or CostOptions()
     knobs = _knobs(runs, start, only)
-    measured = np.log([run.seconds for run in runs])
-
-    def errors(theta: np.ndarray) -> np.ndarray:
-        return np.log(predict_runs(runs, _apply(start, knobs, theta), options)) - measured
-
-    def residuals(theta: np.ndarray) -> np.ndarray:
-        return np.concatenate([errors(theta) / NOISE, theta / PRIOR])
-
-    zero = np.zeros(len(knobs))
+    problem = _Problem(runs, start, options or CostOptions(), knobs)
     highest = [_highest(knob, start) for knob in knobs]
     found = least_squares(
-        residuals, _coarse(residuals, np.array(highest)), lambda x: _jacobian(residuals, x), loss="soft_l1",
+        problem.residuals, _coarse(problem, np.array(highest)), problem.jacobian, loss="soft_l1",
         bounds=(-np.inf, highest), ftol=1e-3, max_nfev=steps,
     )  # fmt: skip
-    after = errors(found.x)
+    after = problem.errors(found.x)
     # The Jacobian of the plain residuals gives the bars; a worse fit than NOISE widens them.
-    jacobian = _jacobian(residuals, found.x)
+    jacobian = problem.jacobian(found.x, fresh=True)
     covariance = np.linalg.inv(jacobian.T @ jacobian)
     widen = max(1.0, float(np.sqrt(np.mean(np.square(after)))) / NOISE)
     bars = np.minimum(np.sqrt(np.diag(covariance)) * widen, PRIOR)
@@ -136,8 +134,80 @@ def fit_rates(
         FittedRate(str(knob), knob.value(start), knob.value(rates), float(np.exp(bar)), bool(ok))
         for knob, bar, ok in zip(knobs, bars, keep, strict=True)
     )
-    before = np.exp(errors(zero)) - 1
+    before = np.exp(problem.errors(np.zeros(len(knobs)))) - 1
     return Fit(rates, fitted, tuple(before.tolist()), tuple((np.exp(after) - 1).tolist()))
+
+
+class _Problem:
+    """Residuals of a fit and their derivatives.
+
+    A prediction is the time of the pipelines and what comes after them, mostly the synchronisation of gradients, which
+    takes most of the work to compute. Residuals are exact. Where only a rate of *computing* moves, differences (of
+    derivatives and of the coarse grid) take what comes after as it was: it moves only as far as the ends of stages move
+    apart. Columns of the other rates are computed at every :data:`LAG`-th step and kept in between.
+    """
+
+    def __init__(self, runs: Sequence[Run], start: Rates, options: CostOptions, knobs: Sequence[_Knob]) -> None:
+        self.runs, self.start, self.options, self.knobs = runs, start, options, knobs
+        self.measured = np.log([run.seconds for run in runs])
+        self.some = runs if len(runs) <= EVERY else [runs[round(i)] for i in np.linspace(0, len(runs) - 1, EVERY)]
+        self._exact: dict[bytes, np.ndarray] = {}
+        self._columns: dict[int, np.ndarray] = {}
+        self._calls = 0
+
+    def seconds(self, theta: np.ndarray) -> np.ndarray:
+        key = theta.tobytes()
+        if key not in self._exact:
+            self._exact[key] = np.array(predict_runs(self.runs, _apply(self.start, self.knobs, theta), self.options))
+        return self._exact[key]
+
+    def pipelines(self, theta: np.ndarray, runs: Sequence[Run]) -> np.ndarray:
+        """Seconds of the pipelines alone."""
+        rates = _apply(self.start, self.knobs, theta)
+        return np.array(predict_runs(runs, rates, self.options, pipelines_only=True))
+
+    def errors(self, theta: np.ndarray) -> np.ndarray:
+        """Logarithms of predicted / measured."""
+        return np.asarray(np.log(self.seconds(theta)) - self.measured)
+
+    def residuals(self, theta: np.ndarray) -> np.ndarray:
+        return np.concatenate([self.errors(theta) / NOISE, theta / PRIOR])
+
+    def jacobian(self, at: np.ndarray, fresh: bool = False, step: float = -0.02) -> np.ndarray:
+        """Differences, wide enough to look over the kinks of maxima, downwards because of the bounds."""
+        fresh = fresh or self._calls % LAG == 0
+        self._calls += 1
+        here = self.seconds(at)
+        base = self.pipelines(at, self.runs) if any(k.computes for k in self.knobs) else here
+        for i, knob in enumerate(self.knobs):
+            move = at.copy()
+            move[i] += step
+            if knob.computes:
+                there = here + self.pipelines(move, self.runs) - base
+            elif fresh or i not in self._columns:
+                there = self.seconds(move)
+                del self._exact[move.tobytes()]
+            else:
+                continue
+            self._columns[i] = (np.log(there) - np.log(here)) / step / NOISE
+        prior = np.eye(len(at)) / PRIOR
+        return np.concatenate([np.stack([self._columns[i] for i in range(len(at))], axis=1), prior])
+
+    def rough(self, theta: np.ndarray, base: np.ndarray | None) -> float:
+        """What the least squares minimise, of some of the runs; ``base``: their seconds after the pipelines, where
+        those are known."""
+        measured = np.log([run.seconds for run in self.some])
+        if base is None:
+            seconds = np.array(predict_runs(self.some, _apply(self.start, self.knobs, theta), self.options))
+        else:
+            seconds = base + self.pipelines(theta, self.some)
+        residuals = np.concatenate([(np.log(seconds) - measured) / NOISE, theta / PRIOR])
+        return float(np.sum(np.sqrt(1 + np.square(residuals)) - 1))
+
+    def after(self, theta: np.ndarray) -> np.ndarray:
+        """Seconds of some of the runs after the end of their pipelines."""
+        rates = _apply(self.start, self.knobs, theta)
+        return np.array(predict_runs(self.some, rates, self.options)) - self.pipelines(theta, self.some)
 
 
 def _highest(knob: _Knob, start: Rates) -> float:
@@ -147,33 +217,21 @@ def _highest(knob: _Knob, start: Rates) -> float:
     return max(math.log(peak / knob.value(start)), 1e-3) if peak else math.inf
 
 
-def _coarse(residuals: Callable[[np.ndarray], np.ndarray], highest: np.ndarray) -> np.ndarray:
+def _coarse(problem: _Problem, highest: np.ndarray) -> np.ndarray:
     """A start: knobs one after the other on a coarse grid. Maxima (compute or launches, bytes or FLOPs) hide a knob
     that is far off from every gradient."""
-
-    def cost(theta: np.ndarray) -> float:
-        return float(np.sum(np.sqrt(1 + np.square(residuals(theta))) - 1))
-
     best = np.zeros(len(highest))
-    least = cost(best)
-    for i in range(len(highest)):
+    base = problem.after(best)
+    least = problem.rough(best, None)
+    for i, knob in enumerate(problem.knobs):
         for factor in COARSE:
             trial = best.copy()
             trial[i] = math.log(factor)
-            if trial[i] < highest[i] and (found := cost(trial)) < least:
+            if trial[i] < highest[i] and (found := problem.rough(trial, base if knob.computes else None)) < least:
                 best, least = trial, found
+        if not knob.computes and best[i]:
+            base = problem.after(best)
     return best
-
-
-def _jacobian(function: Callable[[np.ndarray], np.ndarray], at: np.ndarray, step: float = -0.02) -> np.ndarray:
-    """Differences, wide enough to look over the kinks of maxima, downwards because of the bounds."""
-    here = function(at)
-    columns = []
-    for i in range(len(at)):
-        move = np.zeros(len(at))
-        move[i] = step
-        columns.append((function(at + move) - here) / step)
-    return np.stack(columns, axis=1)
 
 
 @dataclass(frozen=True)
@@ -189,6 +247,11 @@ class _Knob:
             return f"{self.chip}.{self.rate}"
         a, b, same = self.link
         return f"link {'within ' + a if same else a + '-' + b}.{self.rate}"
+
+    @property
+    def computes(self) -> bool:
+        """Whether it is a rate of computing, which synchronisation does not depend on."""
+        return self.rate in COMPUTING
 
     def value(self, rates: Rates) -> float:
         if self.link is not None:

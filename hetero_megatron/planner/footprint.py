@@ -11,7 +11,7 @@ from hetero_megatron.layout import Layout
 from hetero_megatron.plan import Plan, Stage, rank_ranges
 from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, make_buckets
 from hetero_megatron.plan.context_plan import ContextGroup, Member, StageContext, seen_tokens, stage_contexts
-from hetero_megatron.planner.memory import ITEM_BYTES, MemoryBytes, activation_bytes, state_bytes
+from hetero_megatron.planner.memory import ITEM_BYTES, MemoryBytes, activation_bytes, host_bytes, state_bytes
 from hetero_megatron.schedule import generate, in_flight
 from hetero_megatron.spec import ModelSpec
 
@@ -37,11 +37,17 @@ def estimate_memory(
             held[rank] += whole
             owned[rank] += mine
             travelling[rank].append(state_bytes(whole, mine, len(bucket.ranks), item)[3])
+    offloading = {r for p in plan.pipelines for s in p.stages if s.optimizer.offload for r in s.ranks}
     for rank, memory in out.items():
         weights, gradients, optimizer, _ = state_bytes(held[rank], owned[rank], 1, item, moments)
+        host = 0
+        if rank in offloading:
+            optimizer, host = 0, host_bytes(owned[rank], moments)
         sizes_of = travelling[rank]
         buffers = max(sum(sizes_of[i : i + IN_FLIGHT]) for i in range(len(sizes_of)))
-        out[rank] = replace(memory, weights=weights, gradients=gradients, optimizer=optimizer, buffers=buffers)
+        out[rank] = replace(
+            memory, weights=weights, gradients=gradients, optimizer=optimizer, buffers=buffers, host=host
+        )
     return out
 
 
@@ -131,7 +137,10 @@ def refuse(over: tuple[OverLimit, ...], memory: Mapping[int, MemoryBytes], where
     return UserError(
         f"the plan does not fit: {worst}{more}. Most of it is {largest}, {format_bytes(parts[largest])}",
         field="memory", where=where,
-        accepted=help_by.get(largest, "more tp, fewer layers on its stage, or more replicas that share the optimizer"),
+        accepted=help_by.get(
+            largest, "more tp, fewer layers on its stage, more replicas that share the optimizer, or "
+            "optimizer: {offload: true}",
+        ),
     )  # fmt: skip
 
 
@@ -140,9 +149,10 @@ def format_memory(memory: Mapping[int, MemoryBytes]) -> str:
     rows: dict[MemoryBytes, list[int]] = {}
     for rank, needs in sorted(memory.items()):
         rows.setdefault(needs, []).append(rank)
-    heads = ["weights", "gradients", "optimizer", "activations", "buffers", "overhead", "total"]
-    if not any(needs.overhead for needs in rows):
-        heads.remove("overhead")
+    heads = ["weights", "gradients", "optimizer", "activations", "buffers", "overhead", "total", "host"]
+    for head in ("overhead", "host"):
+        if not any(getattr(needs, head) for needs in rows):
+            heads.remove(head)
     lines = ["estimated memory per rank", f"{'ranks':<16}" + "".join(f"{h:>13}" for h in heads)]
     for needs, ranks in rows.items():
         values = [getattr(needs, head) for head in heads]

@@ -22,6 +22,7 @@ class MemoryBytes:
         activations: kept for backward by all micro-batches in flight, and what one layer needs while it runs again.
         buffers: gradients packed, received and summed when they travel.
         overhead: of the framework, before the first tensor.
+        host: fp32 masters and moments of an offloaded optimizer: in the host's memory, so not part of ``total``.
     """
 
     weights: int = 0
@@ -30,6 +31,7 @@ class MemoryBytes:
     activations: int = 0
     buffers: int = 0
     overhead: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -38,7 +40,8 @@ class MemoryBytes:
         return self.overhead + state + max(self.activations, self.buffers)
 
     def parts(self) -> dict[str, int]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        """What ``total`` is made of."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "host"}
 
 
 def kept_bytes(
@@ -104,6 +107,11 @@ def largest_elements(spec: ModelSpec, embed: bool, head: bool, share: Share) -> 
 def equal_shares(spec: ModelSpec, tp: int) -> tuple[Share, ...]:
     """The distinct shares of an equal split over ``tp`` ranks."""
     return tuple(dict.fromkeys(shares(spec, (1,) * tp)))
+
+
+def host_bytes(owned: float, moments: int = 2) -> int:
+    """Of an offloaded optimizer: masters are copies in fp32 whatever the dtype of the weights, and so are moments."""
+    return round(4 * owned * (moments + 1))
 
 
 def state_bytes(held: int, owned: float, group: int, item: int, moments: int = 2) -> tuple[int, int, int, int]:

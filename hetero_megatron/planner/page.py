@@ -1,16 +1,17 @@
-"""A predicted step as one self-contained HTML page: no network, no library."""
+"""Steps on a time axis as self-contained HTML: no network, no library."""
 
 from __future__ import annotations
 
 import html
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hetero_megatron.planner.predict import Prediction
 from hetero_megatron.planner.report import format_prediction
 from hetero_megatron.planner.timeline import group_title, groups, stage_label
 
-KINDS = ("F", "B", "B_INPUT", "W", "gradients", "optimizer", "parameters")
+KINDS = ("F", "B", "B_INPUT", "W", "gradients", "optimizer", "parameters", "rest")
 
 _STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; margin: 2em; color: #222; background: #fff }
@@ -23,7 +24,7 @@ canvas { width: 100%; border: 1px solid #ccc; cursor: grab; touch-action: none }
 
 _SCRIPT = """
 const colors = {F: '#4c8bf5', B: '#34a06f', B_INPUT: '#34a06f', W: '#8ecfae', gradients: '#e0a020',
-                optimizer: '#b05fd0', parameters: '#d9654f'};
+                optimizer: '#b05fd0', parameters: '#d9654f', rest: '#b9b9b9'};
 const row = 22, left = 10, head = 18;
 for (const chart of DATA.charts) {
   const canvas = document.getElementById(chart.id), tip = document.getElementById('tip');
@@ -82,26 +83,43 @@ for (const chart of DATA.charts) {
 """
 
 
+LEGEND = {
+    "forward": "#4c8bf5", "backward": "#34a06f", "gradients": "#e0a020", "optimizer": "#b05fd0",
+    "parameters": "#d9654f",
+}  # fmt: skip
+
+
 def html_page(found: Prediction, title: str) -> str:
     """The page: figures as text, one chart per distinct pipeline (wheel zooms, dragging moves, double click resets)."""
-    charts = []
-    body = []
-    for number, group in enumerate(groups(found)):
-        name = f"chart{number}"
-        charts.append({"id": name, **_chart(found, group.pipelines[0])})
-        body.append(f"<h3>{html.escape(group_title(found, group))}</h3><canvas id='{name}'></canvas>")
-    data = json.dumps({"step": found.step_seconds, "kinds": KINDS, "charts": charts}, separators=(",", ":"))
-    data = data.replace("</", "<\\/")
-    colors = {"forward": "#4c8bf5", "backward": "#34a06f", "gradients": "#e0a020", "optimizer": "#b05fd0",
-              "parameters": "#d9654f"}  # fmt: skip
-    legend = "".join(f"<span><i style='background:{c}'></i>{name}</span>" for name, c in colors.items())
+    heading = f"{title}: predicted step"
+    body = f"<h1>{html.escape(heading)}</h1><pre>{html.escape(format_prediction(found))}</pre>"
+    return page(heading, body + charts_html(prediction_charts(found), found.step_seconds))
+
+
+def page(title: str, body: str, style: str = "") -> str:
+    """A whole document."""
     return (
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
-        f"<title>{html.escape(title)}: predicted step</title><style>{_STYLE}</style></head><body>"
-        f"<h1>{html.escape(title)}: predicted step</h1><pre>{html.escape(format_prediction(found))}</pre>"
-        f"<p class='legend'>{legend}</p>{''.join(body)}<div id='tip'></div>"
-        f"<script>const DATA = {data};{_SCRIPT}</script></body></html>\n"
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{html.escape(title)}</title>"
+        f"<style>{_STYLE}{style}</style></head><body>{body}</body></html>\n"
     )
+
+
+def prediction_charts(found: Prediction) -> list[dict[str, Any]]:
+    """A chart per distinct pipeline: title, labels of its rows, rows of [kind, start, seconds, micro-batch or -1]."""
+    return [{"title": group_title(found, group), **_chart(found, group.pipelines[0])} for group in groups(found)]
+
+
+def charts_html(
+    charts: Sequence[Mapping[str, Any]], seconds: float, prefix: str = "chart", legend: Mapping[str, str] = LEGEND
+) -> str:
+    """Legend, canvases and script for charts as in :func:`prediction_charts`, on one axis; once per page."""
+    numbered = [{"id": f"{prefix}{i}", **chart} for i, chart in enumerate(charts)]
+    canvases = "".join(f"<h3>{html.escape(c['title'])}</h3><canvas id='{c['id']}'></canvas>" for c in numbered)
+    data = json.dumps({"step": seconds, "kinds": KINDS, "charts": numbered}, separators=(",", ":"))
+    data = data.replace("</", "<\\/")
+    keys = "".join(f"<span><i style='background:{c}'></i>{name}</span>" for name, c in legend.items())
+    script = f"<script>const DATA = {data};{_SCRIPT}</script>"
+    return f"<p class='legend'>{keys}</p>{canvases}<div id='tip'></div>{script}"
 
 
 def _chart(found: Prediction, pipeline: int) -> dict[str, Any]:

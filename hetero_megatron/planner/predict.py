@@ -105,6 +105,29 @@ def step_seconds(plan: Plan, costs: CostModel) -> float:
     return _Step(plan, costs).times().end
 
 
+def pipeline_seconds(plan: Plan, costs: CostModel) -> float:
+    """Until the last backward has ended, for a plan that is known to be valid."""
+    _check(plan, costs)
+    stages = StageCosts(plan, costs)
+    return max(timeline.step_seconds for timeline in _timelines(plan, [stages.of(p) for p in plan.pipelines]))
+
+
+def _timelines(plan: Plan, pipelines: list[PipelineCosts]) -> tuple[Timeline, ...]:
+    """One simulation per distinct pipeline."""
+    schedules: dict[tuple[int, int], Schedule] = plan._cache.setdefault("schedules", {})
+    known: dict[tuple[int, int], Timeline] = {}
+    out = []
+    for costs, pipeline in zip(pipelines, plan.pipelines, strict=True):
+        shape = (len(pipeline.stages), pipeline.num_micro_batches)
+        if shape not in schedules:
+            schedules[shape] = lower(generate(plan.schedule, *shape))
+        key = (id(costs), pipeline.num_micro_batches)
+        if key not in known:
+            known[key] = simulate(schedules[shape], costs.costs)
+        out.append(known[key])
+    return tuple(out)
+
+
 @dataclass(frozen=True)
 class _Times:
     end: float
@@ -126,7 +149,7 @@ class _Step:
     def times(self) -> _Times:
         costs = self.costs
         pipelines = [self.stages.of(p) for p in self.plan.pipelines]
-        timelines = self._timelines(pipelines)
+        timelines = _timelines(self.plan, pipelines)
         computed, begin, parts = self._last_backwards(pipelines, timelines)
 
         def ready(bucket: Bucket, rank: int) -> float:
@@ -173,21 +196,6 @@ class _Step:
             chips=self.chips,
             assumed=tuple(sorted(c for c in set(self.chips.values()) if not costs.chip_rates(c).calibrated)),
         )
-
-    def _timelines(self, pipelines: list[PipelineCosts]) -> tuple[Timeline, ...]:
-        """One simulation per distinct pipeline."""
-        schedules: dict[tuple[int, int], Schedule] = self.plan._cache.setdefault("schedules", {})
-        known: dict[tuple[int, int], Timeline] = {}
-        out = []
-        for costs, pipeline in zip(pipelines, self.plan.pipelines, strict=True):
-            shape = (len(pipeline.stages), pipeline.num_micro_batches)
-            if shape not in schedules:
-                schedules[shape] = lower(generate(self.plan.schedule, *shape))
-            key = (id(costs), pipeline.num_micro_batches)
-            if key not in known:
-                known[key] = simulate(schedules[shape], costs.costs)
-            out.append(known[key])
-        return tuple(out)
 
     def _last_backwards(
         self, pipelines: list[PipelineCosts], timelines: tuple[Timeline, ...]
@@ -244,13 +252,13 @@ class _Step:
         found = estimate_memory(self.plan, costs.model, costs.dtype, costs.options.moments, self.sync.all_buckets)
         memory = {}
         for rank, needs in found.items():
-            optimizer = 0 if self._offloads(rank) else needs.optimizer
-            if not costs.options.sharded:
+            optimizer = needs.optimizer
+            if not costs.options.sharded and not needs.host:
                 held = self.sync.structure.held[rank]
                 optimizer = state_bytes(held, held, 1, costs.item, costs.options.moments)[2]
             overhead = costs.overhead(self.chips[rank])
             memory[rank] = MemoryBytes(
-                needs.weights, needs.gradients, optimizer, needs.activations, needs.buffers, overhead
+                needs.weights, needs.gradients, optimizer, needs.activations, needs.buffers, overhead, needs.host
             )
         return memory, {r: costs.memory_limit(self.chips[r]) for r in self.plan.ranks}
 

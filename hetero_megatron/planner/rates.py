@@ -10,6 +10,7 @@ A cluster file holds rates under ``rates:`` (or, for one chip, under ``chips: <c
             gemm_flops: 2.1e14                        # or: achieved FLOP/s of large products …
             gemm_half: 300                            # … times m/(m + half) and min(n, k)/(min(n, k) + half); default 0
             attention: [[length, heads, head_dim, forward s, backward s], …]   # causal, one sequence
+            visits: [[queries, heads, head_dim, forward s, backward s], …]   # a block of keys in the ring, less FLOPs
             attention_flops: 1.5e14                   # or: achieved FLOP/s over the visible pairs
             bytes_per_second: 1.2e12                  # of bandwidth-bound operators (read + written)
             score_seconds: 0.0                        # per (head, query, key), where kernels write the scores out
@@ -70,7 +71,7 @@ CORE_FLOPS, CORE_BYTES = 5e10, 6e9  # one CPU core (emulated chips, speed 1.0): 
 OVERHEAD_BYTES = 1 << 30  # context, libraries and communicators of an accelerator: assumed
 CORE_OVERHEAD_BYTES = 64 << 20  # the same on a CPU, on top of the process before the model is built
 LATENCY = {"intra": 10e-6, "inter": 20e-6}  # where the cluster file gives none (Calculon's values)
-ROWS = {"gemm": 4, "attention": 5, "layers": 6, "embed": 6, "head": 6, "optimizer": 2}
+ROWS = {"gemm": 4, "attention": 5, "layers": 6, "embed": 6, "head": 6, "optimizer": 2, "visits": 5}
 NUMBERS = (
     "gemm_flops", "gemm_half", "attention_flops", "bytes_per_second", "layer_seconds", "action_seconds",
     "message_seconds", "step_seconds", "overhead_bytes", "score_seconds", "layer_backward_seconds", "pack_beta",
@@ -113,6 +114,7 @@ class ChipRates:
     embed: tuple[LayerRow, ...] = ()
     head: tuple[LayerRow, ...] = ()
     optimizer: tuple[Row, ...] = ()
+    visits: tuple[Row, ...] = ()
     calibrated: bool = False
     score_seconds: float = 0.0
     layer_backward_seconds: float = 0.0

@@ -78,7 +78,7 @@ def as_json(found: Prediction) -> Mapping[str, Any]:
                 "rank": rank,
                 "chip": found.chips[rank],
                 "busy_seconds": found.busy[rank],
-                "memory": memory.parts() | {"total": memory.total},
+                "memory": memory.parts() | {"total": memory.total, "host": memory.host},
                 "memory_limit": found.limits[rank],
             }
             for rank, memory in sorted(found.memory.items())

@@ -21,6 +21,7 @@ from hetero_megatron.planner.place import place, to_plan
 from hetero_megatron.planner.polish import polish
 from hetero_megatron.planner.pool import Pool, make_pool
 from hetero_megatron.planner.predict import Prediction, predict
+from hetero_megatron.planner.regroup import regroup
 from hetero_megatron.planner.search_large import LargeSearch
 from hetero_megatron.planner.search_small import SmallSearch
 from hetero_megatron.planner.shape import Candidate
@@ -45,6 +46,7 @@ class SearchOptions:
     space: what may be chosen.
     costs: assumptions of the cost model.
     exhaustive: False: never enumerate completely; None: where possible.
+    regroup: ways to cut the stages of each of the best make-ups into other TP degrees that are tried; 0: none.
     seed: of graph partitioning, the only part with random choices.
     """
 
@@ -54,6 +56,7 @@ class SearchOptions:
     space: Space = Space()
     costs: CostOptions = CostOptions()
     exhaustive: bool | None = None
+    regroup: int = 0
     seed: int = 0
 
 
@@ -112,6 +115,10 @@ class _Best:
         self.stopped = self.deadline is not None and time.monotonic() > self.deadline
         return not self.stopped
 
+    def make_ups(self) -> list[Candidate]:
+        """The best of each number of pipelines."""
+        return list({row[2].pipelines: row[2] for row in reversed(self.rows)}.values())
+
 
 def make_evaluator(
     model: ModelSpec, cluster: Cluster, seq_length: int, options: SearchOptions, costs: CostModel | None = None
@@ -161,6 +168,12 @@ def search(
             effort = POLISH if evaluator.pool.chips <= 256 else POLISH // 8
             for seconds, _, candidate in list(best.rows[:2]):
                 complete = complete and polish(evaluator, candidate, seconds, space, effort, best.improve)
+            if options.regroup and isinstance(chosen, LargeSearch):
+                for candidate in best.make_ups():
+                    seconds = best.rows[0][0]
+                    complete = complete and regroup(
+                        chosen.builder, candidate, seconds, space, options.regroup, best.improve
+                    )
     except KeyboardInterrupt:
         if not best.rows:
             raise

@@ -58,6 +58,7 @@ class Checkpointing:
                 options.save, group, options.keep, options.retain_interval, options.asynchronous, synchronize
             )
             self.saver.extra.update(travel_along(config.load_hf))
+            runtime.before_update = self.saver.staged
 
     @property
     def failed(self) -> bool:
@@ -74,7 +75,7 @@ class Checkpointing:
         return self.active and bool(interval) and step % (interval or 1) == 0
 
     def save(self, progress: Progress, loss_scale: LossScale) -> None:
-        """Stage and write in the background, unless this step is saved already."""
+        """Copy and write in the background, unless this step is saved already."""
         if self.saver is None or self.last_saved == progress.step:
             return
         assert self.runtime.optimizer is not None

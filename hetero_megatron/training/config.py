@@ -111,11 +111,13 @@ class AlignmentConfig:
 @dataclass(frozen=True)
 class FailureConfig:
     """What is watched for: ``check_spikes`` of the loss; ``rerun``: a step that is right the second time counts;
-    ``stragglers``: ranks that fall behind are named."""
+    ``stragglers``: ranks that fall behind are named; ``replan_on_drift``: where one computes more than this many times
+    as long as it should, the run stops for its launcher to plan again; None: never."""
 
     check_spikes: bool = False
     rerun: bool = False
     stragglers: bool = False
+    replan_on_drift: float | None = None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hetero_megatron.cluster import Cluster, format_bytes
 from hetero_megatron.comm.fake import FakeComm
 from hetero_megatron.data.batch import Batch
+from hetero_megatron.parallel.offload import check_offload
 from hetero_megatron.parallel.optimizer import in_place
 from hetero_megatron.plan import locate, rank_ranges
 from hetero_megatron.training.config import RunConfig
@@ -28,6 +29,7 @@ class DryRun:
 
     Attributes:
         parameters, optimizer: bytes of local weights, and of owned masters (where they are copies) and moments.
+        offload: the optimizer's are in the host's memory, and not part of ``peak``.
         peak: most bytes of live tensors at once, optimizer state included.
         sent: bytes by purpose (``pipeline``, ``context parallel``, ``tensor parallel``, ``gradients``, ``weights``) and
             destination rank.
@@ -37,6 +39,7 @@ class DryRun:
     rank: int
     parameters: int
     optimizer: int
+    offload: bool
     peak: int
     sent: Mapping[str, Mapping[int, int]]
     seconds: float
@@ -45,6 +48,7 @@ class DryRun:
 def run_rank(config: RunConfig, rank: int) -> DryRun:
     """Build the rank's part of the plan and run one nominal step."""
     start = time.perf_counter()
+    check_offload(config.plan, config.optimizer.name, config.dtype)
     comm = FakeComm(rank, torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker() as memory:
         runtime = Runtime(
@@ -53,6 +57,9 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
             logits_bytes=config.logits_bytes,
         )  # fmt: skip
         assert runtime.optimizer is not None
+        offload = runtime.optimizer.offload
+        if offload:
+            memory.forget(master for masters in runtime.optimizer.masters for master in masters)
         parameters = _bytes(runtime.sync.params.values())
         size = config.plan.global_batch_size
         work = runtime.work(lambda indices: _batch(len(indices), config.plan.seq_length), 0, size)
@@ -67,10 +74,22 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
         grads = runtime.sync.finish()
         sent["gradients"] = _since(before, comm.sent_bytes)
         before = dict(comm.sent_bytes)
+        if offload and runtime.optimizer.torch_optimizer is not None:
+            _make_moments(runtime.optimizer.torch_optimizer, memory)
         runtime.optimizer.step(grads, 1.0)
         sent["weights"] = _since(before, comm.sent_bytes)
         optimizer = _optimizer_bytes(runtime)
-    return DryRun(rank, parameters, optimizer, memory.peak, sent, time.perf_counter() - start)
+    return DryRun(rank, parameters, optimizer, offload, memory.peak, sent, time.perf_counter() - start)
+
+
+def _make_moments(optimizer: torch.optim.Optimizer, memory: MemoryTracker) -> None:
+    """The states that the first step would make, in the host's memory."""
+    memory.host = True
+    for group in optimizer.param_groups:
+        for master in group["params"]:
+            moments = {key: torch.zeros_like(master) for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[master] = {"step": torch.zeros((), dtype=torch.float32), **moments}
+    memory.host = False
 
 
 def _batch(rows: int, length: int) -> Batch:
@@ -94,7 +113,8 @@ def _optimizer_bytes(runtime: Runtime) -> int:
         for e, m in zip(runtime.sync.exchanges, runtime.optimizer.masters, strict=True)
         for pair in zip(e.pieces, m)
     )
-    return moments + _bytes(master for piece, master in pairs if not in_place(params[piece.name][piece.slices]))
+    copied = runtime.optimizer.offload
+    return moments + _bytes(m for piece, m in pairs if copied or not in_place(params[piece.name][piece.slices]))
 
 
 def _since(before: Mapping[int, int], after: Mapping[int, int]) -> dict[int, int]:
@@ -108,8 +128,10 @@ def format_dry_run(run: DryRun, config: RunConfig) -> str:
         f"rank {run.rank}: pipeline {place.pipeline}, stage {place.stage}, unit {place.unit}, TP rank {place.tp_rank}; "
         f"{config.dtype}, fake tensors, one step in {run.seconds:.1f} s",
         f"  weights          {format_bytes(run.parameters):>12}",
-        f"  optimizer        {format_bytes(run.optimizer):>12}   moments, and masters where they are copies",
-        f"  peak             {format_bytes(run.peak):>12}   live tensors, optimizer included",
+        f"  optimizer        {format_bytes(run.optimizer):>12}   "
+        + ("moments and masters, in host memory" if run.offload else "moments, and masters where they are copies"),
+        f"  peak             {format_bytes(run.peak):>12}   live tensors, optimizer "
+        + ("not included" if run.offload else "included"),
     ]
     for purpose, by_rank in run.sent.items():
         ranks = rank_ranges(tuple(sorted(by_rank)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -36,13 +36,16 @@ from hetero_megatron.training.failure import StepGuard
 from hetero_megatron.training.kernels import agree_on_kernels, kernel_optimizer, rank_kernels
 from hetero_megatron.training.report import Reporter
 from hetero_megatron.training.runtime import Runtime
-from hetero_megatron.training.stragglers import StragglerWatch
+from hetero_megatron.training.stragglers import DRIFT, FACTOR, Behind, StragglerWatch, write_drift
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def train(config: RunConfig) -> None:
+def train(config: RunConfig) -> int:
     """Run ``config`` on this rank of the job that torchrun's environment describes.
+
+    Returns:
+        the exit code: 0, or ``DRIFT`` where the launcher is to plan again.
 
     Raises:
         UserError: something in the configuration, data or cluster cannot be honoured (all ranks raise it).
@@ -61,8 +64,9 @@ def train(config: RunConfig) -> None:
         if comm.rank in config.plan.ranks:
             training = Training(config, comm, platform, plugins)
             try:
-                training.run()
-            except UserError:  # of all ranks alike: a checkpoint on its way is still finished
+                return training.run()
+            except UserError as error:  # of all ranks alike: a checkpoint on its way is still finished
+                training.reporter.event("error", str(error), step=training.step)
                 with suppress(UserError, RuntimeError):
                     training.checkpoints.wait()
                 raise
@@ -71,6 +75,7 @@ def train(config: RunConfig) -> None:
             comm.background_group(config.plan.ranks)
     finally:
         stop_comm()
+    return 0
 
 
 def position(cluster: Cluster | None, world: int) -> int | None:
@@ -173,9 +178,29 @@ class Training:
         self.reporter = Reporter(config, self.runtime, platform, self.step + 1)
         finite = config.check_nan and config.dtype != "fp16"
         self.guard = StepGuard(finite, config.failure.check_spikes, config.failure.rerun, self.say)
-        self.stragglers = StragglerWatch(config.plan.ranks, self.reporter.chips) if config.failure.stragglers else None
+        self.stragglers = self._watch()
+        self.drift: list[Behind] = []
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
+
+    def _watch(self) -> StragglerWatch | None:
+        failure, plan = self.config.failure, self.config.plan
+        if not (failure.stragglers or failure.replan_on_drift) or not self.reporter.speaks:
+            return None
+        factor = failure.replan_on_drift or FACTOR
+        chips, expected = self.reporter.chips, self.reporter.expected_busy
+        return StragglerWatch(plan.ranks, chips, expected, factor, plan.global_batch_size)
+
+    def _look_for_stragglers(self, busy: Sequence[float], size: int) -> None:
+        """On the rank that speaks: name ranks that fall behind; stop for a new plan where that was asked for."""
+        assert self.stragglers is not None
+        new = self.stragglers.step(busy, size)
+        for behind in new:
+            self.say(f"notice: step {self.step}: {behind}")
+            self.reporter.event("straggler", str(behind), step=self.step, rank=behind.rank, ratio=behind.ratio)
+        if self.config.failure.replan_on_drift and not self.drift and self.stragglers.behind():
+            self.drift = self.stragglers.behind()
+            self.exit.reason = f"rank {', '.join(str(b.rank) for b in self.drift)} drifted from its rate"
 
     def say(self, text: str) -> None:
         if self.reporter.speaks:
@@ -197,7 +222,8 @@ class Training:
         log = print if self.runtime.comm.rank == config.plan.ranks[0] else (lambda _: None)
         return build_datasets(config.data, config.plan.seq_length, config.seed, wanted, config.spec.vocab_size, log)
 
-    def run(self) -> None:
+    def run(self) -> int:
+        """Returns the exit code of this rank."""
         config = self.config
         if not config.skip_train:
             assert self.data.train is not None
@@ -216,6 +242,10 @@ class Training:
             save_hf(config.save_hf, config.spec, owned, dtype, self.runtime.world, config.load_hf)
         self.checkpoints.wait()
         self.reporter.finish(self.step, self.exit.reason)
+        if self.drift and self.step < config.steps:
+            write_drift(config, self.step, self.drift)
+            return DRIFT
+        return 0
 
     def _train(self, loader: BatchLoader) -> None:
         config, stop = self.config, False
@@ -232,8 +262,8 @@ class Training:
             self.alignment.after_step(self.step + 1, self.runtime)
             self.step, self.consumed, stop = self.step + 1, self.consumed + size, stats.stop
             scale, self.loss_scale = self.loss_scale, self.loss_scale.update(stats.skipped)
-            for sentence in self.stragglers.step(stats.busy, size) if self.stragglers is not None else ():
-                self.say(f"notice: step {self.step}: {sentence}")
+            if self.stragglers is not None:
+                self._look_for_stragglers(stats.busy, size)
             self.reporter.step(self.step, self.consumed, size, lr, scale.scale, stats, time.perf_counter() - start)
             every = config.evaluation
             if self.checkpoints.due(self.step):

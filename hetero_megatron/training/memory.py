@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,11 +16,13 @@ class MemoryTracker(TorchDispatchMode):
 
     Attributes:
         live, peak: bytes now, and at most so far.
+        host: while this is set, new tensors are in the host's memory and do not count.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
+        self.host = False
         self._known: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -32,13 +34,21 @@ class MemoryTracker(TorchDispatchMode):
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._known:
+        if key in self._known or self.host:
             return
         size = storage.nbytes()
         self.live += size
         self.peak = max(self.peak, self.live)
         self._known[key] = weakref.ref(storage, lambda _: self._freed(key, size))
 
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These are in the host's memory: they do not count, nor does what was the peak with them."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if self._known.pop(storage._cdata, None) is not None:
+                self.live -= storage.nbytes()
+        self.peak = self.live
+
     def _freed(self, key: int, size: int) -> None:
-        self._known.pop(key, None)
-        self.live -= size
+        if self._known.pop(key, None) is not None:
+            self.live -= size

@@ -155,15 +155,20 @@ class MetricsWriter:
 def _open(directory: Path, resume: bool) -> IO[str]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        path = directory / FILE
-        if path.exists() and not resume:
-            number = 1
-            while (aside := directory / f"metrics.{number}.jsonl").exists():
-                number += 1
-            path.rename(aside)
-        return path.open("a", encoding="utf-8")
+        if not resume:
+            set_aside(directory, FILE)
+        return (directory / FILE).open("a", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot be written: {error.strerror}", field="--save", value=str(directory)) from error
+
+
+def set_aside(directory: str | Path, name: str) -> None:
+    """Give a file of an earlier run the next free number: ``metrics.jsonl`` -> ``metrics.1.jsonl``."""
+    path, number = Path(directory) / name, 1
+    if path.exists():
+        while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+            number += 1
+        path.rename(aside)
 
 
 def _tensorboard(directory: str, queue_size: int) -> Any:

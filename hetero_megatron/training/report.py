@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
+from typing import Any
 
 import torch
 
-from hetero_megatron.comm.clock import OVERRUN_LIMIT
+from hetero_megatron.comm.clock import verdict
 from hetero_megatron.platform import Platform
 from hetero_megatron.spec.flops import sequence_flops
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.console import Progress, format_line, format_validation
-from hetero_megatron.training.metrics import MetricsWriter, StepMetrics
+from hetero_megatron.training.metrics import MetricsWriter, StepMetrics, set_aside
+from hetero_megatron.training.record import FILE, add_event, expectation, measured_rows, start_event
 from hetero_megatron.training.runtime import Runtime, StepStats
 from hetero_megatron.training.throughput import measured_peak_flops, tokens_per_chip_second, work_shares
+
+TIMELINE_AFTER = 2  # steps before the one whose timeline is written down: the first ones are slower
 
 
 class Reporter:
@@ -30,7 +35,11 @@ class Reporter:
         kind = platform.device.type
         self.chips = {r: cluster.chip_of(r).name if cluster is not None else kind for r in config.plan.ranks}
         self.shares = work_shares(config.plan, config.spec)
+        self.expected_busy: dict[int, float] = {}  # by rank, from calibrated rates only; empty on the other ranks
+        self.predicted: float | None = None
         self.writer = self._writer() if self.speaks else None
+        if self.speaks:
+            self._begin()
         self.first_loss: float | None = None
         self.last_loss = 0.0
         self._since: list[tuple[float, float, int]] = []  # (loss, seconds, tokens) since the last line
@@ -47,6 +56,36 @@ class Reporter:
             tensorboard_interval=logging.tensorboard_interval,
         )
 
+    def _begin(self) -> None:
+        """Predict a step, and write down what starts here."""
+        found, notice = expectation(self.config)
+        if notice:
+            print(f"notice: {notice}", flush=True)
+        if found is not None:
+            self.predicted = found.step_seconds
+            print(f"predicted step: {found.step_seconds:.4g} s", flush=True)
+            self.expected_busy = {} if found.assumed else dict(found.busy)
+        directory = self.config.logging.save
+        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        if directory is not None:
+            if self.first_step == 1 and not again:
+                set_aside(directory, FILE)
+            text = f"start at step {self.first_step}" + (" after a restart" if again else "")
+            self.event("start", text, **start_event(self.config, found, self.chips, self.first_step))
+
+    def event(self, kind: str, text: str, **more: Any) -> None:
+        """Add to ``events.jsonl`` in the --save directory, if there is one; from the rank that speaks."""
+        if self.speaks and self.config.logging.save is not None:
+            add_event(self.config.logging.save, kind, text, **more)
+
+    def _timeline(self, step: int, stats: StepStats, seconds: float) -> None:
+        """What every rank did in one of the first steps. Called on all ranks."""
+        if self.config.logging.save is None or step != min(self.first_step + TIMELINE_AFTER, self.config.steps):
+            return
+        everyone = self.runtime.world.gather_objects(measured_rows(stats.actions))
+        rows = {str(r): row for r, row in zip(self.config.plan.ranks, everyone, strict=True)}
+        self.event("timeline", f"timeline of step {step}", step=step, seconds=seconds, ranks=rows)
+
     def step(
         self, step: int, consumed: int, size: int, lr: float, scale: float, stats: StepStats, seconds: float
     ) -> None:
@@ -56,6 +95,7 @@ class Reporter:
         self._skipped += stats.skipped
         self._nan += not math.isfinite(stats.loss)
         self._since.append((stats.loss, seconds, stats.tokens))
+        self._timeline(step, stats, seconds)
         if self.writer is None:
             return
         tgs = tokens_per_chip_second(self.shares, self.chips, stats.tokens / seconds)
@@ -68,6 +108,7 @@ class Reporter:
                 lr,
                 stats.tokens,
                 seconds,
+                predicted_step_seconds=self.predicted if size == self.config.plan.global_batch_size else None,
                 loss_scale=scale,
                 skipped=stats.skipped,
                 batch_size=size,
@@ -107,6 +148,7 @@ class Reporter:
             return
         if emulation is not None:
             print(emulation, flush=True)
+        self.event("end", f"stopped at step {step}: {reason}" if reason else f"done: {step} steps", step=step)
         print(f"peak memory per rank: {peaks.min():.0f} to {peaks.max():.0f} MiB", flush=True)
         self.writer.close()
         if self.first_loss is not None:
@@ -125,7 +167,4 @@ class Reporter:
         every = self.runtime.world.gather_vectors(row)
         overrun, late = every.max(0).values.tolist()
         worst = self.config.plan.ranks[int(every[:, 0].argmax())]
-        text = f"testbed: woken late by up to {late:.2%} of a rank's compute"
-        if overrun > OVERRUN_LIMIT:
-            text += f"; INVALID: rank {worst} took {overrun:.1%} more CPU time than its emulated chip; lower its speed"
-        return text
+        return verdict(overrun, late, f"rank {worst}")

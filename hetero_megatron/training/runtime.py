@@ -124,6 +124,7 @@ class Runtime:
         self.sync = GradientSync(comm, dict(self.model.named_parameters()), self.boxes, buckets)
         offload = self.stage.optimizer.offload
         self.optimizer = ShardedOptimizer(self.sync, optimizer, offload) if optimizer is not None else None
+        self.before_update: Callable[[], None] = lambda: None  # waits for whoever still reads weights or moments
 
     def _build_model(self, initialize: Initialize) -> tuple[GPTStage, dict[str, Box]]:
         stage, spec = self.stage, self.spec
@@ -274,6 +275,7 @@ class Runtime:
         skipped = vetoed or not math.isfinite(norm)
         if not skipped:
             clip = min(1.0, clip_grad / (norm + 1e-6)) if clip_grad > 0 else 1.0
+            self.before_update()
             self.comm.activity = "the optimizer step"
             self.optimizer.set_rates(lr, weight_decay)
             self.optimizer.step(grads, scale * clip)

@@ -5,14 +5,45 @@ What it should be is the prediction from calibrated rates where there is one, el
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
+from typing import Any
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.training.config import RunConfig
 
 WARM_UP, BASELINE, RECENT = 3, 20, 8  # steps that are ignored, that make the own baseline, that are compared with it
 FACTOR = 1.5
 SILENCE = 100  # steps before the same rank is named again
+DRIFT = 4  # exit code: stopped after a checkpoint, for the launcher to plan again
+DRIFT_FILE = "drift.json"
+
+
+@dataclass(frozen=True)
+class Behind:
+    """A rank that computes ``seconds`` per step (median of its last steps) and should take ``should``."""
+
+    rank: int
+    chip: str
+    seconds: float
+    should: float
+    predicted: bool
+
+    @property
+    def ratio(self) -> float:
+        return self.seconds / self.should
+
+    def __str__(self) -> str:
+        own = f"in steps {WARM_UP + 1} to {WARM_UP + BASELINE} of this run"
+        source = "predicted from calibrated rates" if self.predicted else own
+        return (
+            f"rank {self.rank} ({self.chip}) falls behind: it computes {self.seconds:.3g} s per step, "
+            f"{self.ratio:.2f} times the {self.should:.3g} s {source}"
+        )
 
 
 @dataclass
@@ -24,12 +55,14 @@ class StragglerWatch:
         chips: type by rank, for the message.
         expected: predicted busy seconds of a step by rank; empty: the rank's own median of earlier steps.
         factor: a rank is behind when the median of its last steps exceeds this times what is expected.
+        batch_size: that ``expected`` is for; 0: any. Steps of another size are judged by the rank's own.
     """
 
     ranks: Sequence[int]
     chips: Mapping[int, str]
     expected: Mapping[int, float] = field(default_factory=dict)
     factor: float = FACTOR
+    batch_size: int = 0
 
     def __post_init__(self) -> None:
         self._size = 0
@@ -41,34 +74,53 @@ class StragglerWatch:
         self._recent: dict[int, deque[float]] = {r: deque(maxlen=RECENT) for r in self.ranks}
         self._named: dict[int, int] = {}
 
-    def step(self, busy: Sequence[float], batch_size: int) -> list[str]:
-        """One sentence for each rank that is found to be behind at this step."""
+    def step(self, busy: Sequence[float], batch_size: int) -> list[Behind]:
+        """The ranks that are found to be behind at this step, and were not named lately."""
         if batch_size != self._size:  # another amount of work: begin anew
             self._size = batch_size
             self._begin()
         self._step += 1
         if self._step <= WARM_UP:
             return []
-        out = []
         for rank, seconds in zip(self.ranks, busy, strict=True):
-            recent = self._recent[rank]
-            recent.append(seconds)
+            self._recent[rank].append(seconds)
             if len(self._first[rank]) < BASELINE:
                 self._first[rank].append(seconds)
-                if rank not in self.expected:
-                    continue
-            if len(recent) == RECENT and self._step >= self._named.get(rank, 0):
-                out += self._judge(rank, median(recent))
-        return out
+        new = [b for b in self.behind() if self._step >= self._named.get(b.rank, 0)]
+        self._named |= {b.rank: self._step + SILENCE for b in new}
+        return new
 
-    def _judge(self, rank: int, seconds: float) -> list[str]:
-        predicted = rank in self.expected
-        should = self.expected[rank] if predicted else median(self._first[rank])
-        if seconds <= self.factor * should:
-            return []
-        self._named[rank] = self._step + SILENCE
-        source = "predicted from calibrated rates" if predicted else f"in steps {WARM_UP + 1} to {WARM_UP + BASELINE}"
-        return [
-            f"rank {rank} ({self.chips[rank]}) falls behind: it computes {seconds:.3g} s per step, "
-            f"{seconds / should:.2f} times the {should:.3g} s {source}"
-        ]
+    def behind(self) -> list[Behind]:
+        """Every rank that is behind now."""
+        found = []
+        for rank in self.ranks:
+            recent, first = self._recent[rank], self._first[rank]
+            predicted = rank in self.expected and self.batch_size in (0, self._size)
+            if len(recent) < RECENT or (not predicted and self._step <= WARM_UP + BASELINE):
+                continue
+            should = self.expected[rank] if predicted else median(first)
+            seconds = median(recent)
+            if seconds > self.factor * should:
+                found.append(Behind(rank, self.chips[rank], seconds, should, predicted))
+        return found
+
+
+def write_drift(config: RunConfig, step: int, behind: Sequence[Behind]) -> None:
+    """For the launcher: which ranks are behind by how much, in the --save directory."""
+    assert config.checkpoint.save is not None
+    ranks = {str(b.rank): b.ratio for b in behind}
+    path = Path(config.checkpoint.save) / DRIFT_FILE
+    try:
+        path.write_text(json.dumps({"step": step, "dtype": config.dtype, "ratios": ranks}), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot be written: {error.strerror}", field="--save", value=str(path)) from error
+
+
+def read_drift(directory: Path) -> dict[str, Any] | None:
+    """What ``write_drift`` wrote, which is removed: ``step``, ``dtype``, ``ratios`` by rank; None if nothing."""
+    path = directory / DRIFT_FILE
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text(encoding="utf-8"))
+    path.unlink()
+    return {**found, "ratios": {int(rank): float(ratio) for rank, ratio in found["ratios"].items()}}

@@ -7,11 +7,7 @@ any callable. Checkpoints do the rest: they are read under any plan.
 
 from __future__ import annotations
 
-import ctypes
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,32 +16,21 @@ from typing import Any
 
 import yaml
 
+from hetero_megatron.cluster.edit import without_nodes
 from hetero_megatron.errors import UserError
+from hetero_megatron.training.jobs import Job, LocalJob, Seat, Setup
+from hetero_megatron.training.record import add_event
+from hetero_megatron.training.stragglers import DRIFT, read_drift
 
 USER_ERROR, PEER_ERROR = 2, 3  # exit codes of a rank: its own refusal; a peer that died or does not answer
-_PROGRAM = "import os, sys; from hetero_megatron.cli.pretrain import main; c = main(sys.argv[1:]); "
-_PROGRAM += "sys.stdout.flush(); sys.stderr.flush(); os._exit(c)"
-
-
-@dataclass(frozen=True)
-class Seat:
-    """Where one rank runs."""
-
-    node: str
-    local: int
-
-
-@dataclass(frozen=True)
-class Setup:
-    """A plan on seats; ``cluster``: the file that names them, if there is one."""
-
-    plan: Path
-    seats: tuple[Seat, ...]
-    cluster: Path | None = None
-
+DRIFT_FLAG = "--replan-on-drift"
 
 # (seats that are left, cluster file of them or None) -> a plan file for them, or None if there is none.
 Planner = Callable[[Sequence[Seat], Path | None], Path | None]
+# (what ran, what ``read_drift`` gives, number of the next round) -> (what runs next, a sentence about it).
+Replanner = Callable[[Setup, Mapping[str, Any], int], tuple[Setup, str]]
+# (setup, flags, number of the round) -> its processes.
+Launch = Callable[[Setup, Sequence[str], int], Job]
 
 
 @dataclass
@@ -68,9 +53,12 @@ class Supervisor:
     Args:
         words: of ``pretrain_gpt.py``, without --plan and --cluster; with --save and --load.
         policy: ``stop``, ``restart`` (the same plan) or ``replan`` (drop the nodes of ranks that died or hung).
-        max_restarts: rounds after the first.
+        max_restarts: rounds after a failure.
         grace: seconds for the other ranks to say what they saw and end, after the first one failed.
-        scratch: folder for the cluster files of what is left.
+        scratch: folder for the cluster files of what is left; that of --save.
+        replanner: asked where ranks stopped because one drifted from its rate; at most ``max_replans`` times, then
+            drift is not looked for any more.
+        launch: starts the processes of a round; None: on this host.
     """
 
     def __init__(
@@ -83,40 +71,60 @@ class Supervisor:
         grace: float,
         scratch: Path,
         log: Callable[[str], None] = print,
+        replanner: Replanner | None = None,
+        max_replans: int = 2,
+        launch: Launch | None = None,
     ) -> None:
         self.setup, self.words, self.policy, self.planner = setup, list(words), policy, planner
-        self.max_restarts, self.grace, self.scratch, self.log = max_restarts, grace, scratch, log
+        self.max_restarts, self.grace, self.scratch, self._print = max_restarts, grace, scratch, log
+        self.replanner, self.max_replans, self.launch = replanner, max_replans, launch
         self._signalled: int | None = None
+
+    def log(self, text: str) -> None:
+        self._print(f"launcher: {text}")
+        add_event(self.scratch, "launcher", text)
 
     def run(self) -> int:
         """Exit code of the job: 0, or that of the round that could not be mended."""
-        from hetero_megatron.comm.store import JobStore
-
-        store = JobStore()
         before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
         try:
-            for number in range(self.max_restarts + 1):
-                ended = self._round(store.host, store.port, number)
-                code = _code(ended)
-                if code in (0, USER_ERROR) or ended.stopped or self.policy == "stop":
-                    return code
-                if number < self.max_restarts:
-                    self._mend(ended, number + 1)
-            self.log(f"launcher: gave up after {self.max_restarts} restarts")
-            return code
+            return self._rounds(self.launch or _local())
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def _rounds(self, launch: Launch) -> int:
+        number = restarts = replans = 0
+        while True:
+            read_drift(self.scratch)  # of an earlier job
+            ended = self._round(launch(self.setup, self.words, number))
+            code, number = _code(ended), number + 1
+            if ended.stopped or code == 0:
+                return 0 if code == DRIFT else code
+            if code == DRIFT and self.replanner is not None and (drift := read_drift(self.scratch)) is not None:
+                replans += 1
+                self.setup, text = self.replanner(self.setup, drift, number)
+                self.log(f"round {number}: {text}")
+                if replans == self.max_replans:
+                    self.words = without_flag(self.words, DRIFT_FLAG)
+                    self.log(f"drift is not looked for any more: planned again {replans} times")
+                continue
+            if code == USER_ERROR or self.policy == "stop":
+                return code
+            if restarts == self.max_restarts:
+                self.log(f"gave up after {restarts} restarts")
+                return code
+            restarts += 1
+            self._mend(ended, number)
+
     def _on_signal(self, number: int, _: object) -> None:
         self._signalled = number
 
-    def _round(self, host: str, port: int, number: int) -> Round:
-        job = _Job(self.setup, self.words, host, port, number)
+    def _round(self, job: Job) -> Round:
         ended, passed = Round(), False
         first_failure: float | None = None
         try:
-            while len(ended.codes) < len(job.ranks):
+            while len(ended.codes) + len(ended.hung) < len(job.ranks):
                 if self._signalled is not None and not passed:  # the ranks save, and end with 0
                     job.signal(self._signalled)
                     ended.stopped = passed = True
@@ -124,15 +132,16 @@ class Supervisor:
                     ended.codes[rank] = code
                     if code and first_failure is None:
                         first_failure = time.monotonic()
-                        self.log(f"launcher: rank {rank} ({self._where(rank)}) ended with {_say(code)}")
+                        self.log(f"rank {rank} ({self._where(rank)}) ended with {_say(code)}")
+                ended.hung = job.hung()
                 if first_failure is not None and time.monotonic() - first_failure > self.grace:
                     ended.hung |= set(job.ranks) - ended.codes.keys()
-                    for rank in sorted(ended.hung):
-                        self.log(f"launcher: rank {rank} ({self._where(rank)}) did not end in {self.grace:g} s: killed")
                     break
                 time.sleep(0.05)
         finally:
             job.kill()
+        for rank in sorted(ended.hung):
+            self.log(f"rank {rank} ({self._where(rank)}) did not end in {self.grace:g} s: killed")
         return ended
 
     def _where(self, rank: int) -> str:
@@ -143,7 +152,7 @@ class Supervisor:
         """Choose what the next round runs."""
         lost = ended.lost(self.setup.seats) if self.policy == "replan" else set()
         if not lost:
-            self.log(f"launcher: round {number}: the same plan again, from the latest checkpoint")
+            self.log(f"round {number}: the same plan again, from the latest checkpoint")
             return
         seats, cluster = self._left(lost, number)
         plan = self.planner(seats, cluster) if seats else None
@@ -153,7 +162,7 @@ class Supervisor:
                 field="--fallback-plan", accepted=f"a plan for at most {len(seats)} ranks",
             )  # fmt: skip
         self.setup = Setup(plan, tuple(seats), cluster)
-        self.log(f"launcher: round {number}: without {', '.join(sorted(lost))}, {len(seats)} ranks left, plan {plan}")
+        self.log(f"round {number}: without {', '.join(sorted(lost))}, {len(seats)} ranks left, plan {plan}")
 
     def _left(self, lost: set[str], number: int) -> tuple[list[Seat], Path | None]:
         seats = [s for s in self.setup.seats if s.node not in lost]
@@ -178,86 +187,22 @@ def _say(code: int) -> str:
     return f"exit code {code}" if code > 0 else signal.Signals(-code).name
 
 
-class _Job:
-    """The processes of one round. They die with the launcher."""
+def _local() -> Launch:
+    """Ranks on this host; the rendezvous store is here, and serves all rounds."""
+    from hetero_megatron.comm.store import JobStore
 
-    def __init__(self, setup: Setup, words: Sequence[str], host: str, port: int, number: int) -> None:
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        command = [sys.executable, "-c", _PROGRAM, "--plan", str(setup.plan), *words]
-        command += ["--cluster", str(setup.cluster)] if setup.cluster is not None else []
-        try:
-            for rank, seat in enumerate(setup.seats):
-                environment = {**os.environ, **_environment(setup, rank, seat, host, port, number)}
-                self._processes[rank] = subprocess.Popen(command, env=environment, preexec_fn=_die_with_parent)
-        except BaseException:
-            self.kill()
-            raise
-
-    @property
-    def ranks(self) -> list[int]:
-        return list(self._processes)
-
-    def poll(self) -> dict[int, int]:
-        found = {rank: process.poll() for rank, process in self._processes.items()}
-        return {rank: code for rank, code in found.items() if code is not None}
-
-    def signal(self, number: int) -> None:
-        for process in self._processes.values():
-            if process.poll() is None:
-                process.send_signal(number)
-
-    def kill(self) -> None:
-        for process in self._processes.values():
-            if process.poll() is None:
-                process.kill()
-        for process in self._processes.values():
-            process.wait()
+    store = JobStore()
+    return lambda setup, words, number: LocalJob(setup, words, store.host, store.port, number)
 
 
-def _environment(setup: Setup, rank: int, seat: Seat, host: str, port: int, number: int) -> dict[str, str]:
-    """What torchrun would set. The store is the launcher's, so ranks do not start one."""
-    together = sum(s.node == seat.node for s in setup.seats)
-    values = {
-        "RANK": rank, "WORLD_SIZE": len(setup.seats), "LOCAL_RANK": seat.local, "LOCAL_WORLD_SIZE": together,
-        "MASTER_ADDR": host, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True,
-        "TORCHELASTIC_RESTART_COUNT": number, "HETERO_NODE": seat.node,
-    }  # fmt: skip
-    return {key: str(value) for key, value in values.items()} | {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")
-    }
-
-
-def _die_with_parent() -> None:
-    """Linux: SIGKILL to this process when the launcher dies, however it dies."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-def without_nodes(document: Mapping[str, Any], lost: set[str]) -> dict[str, Any]:
-    """A cluster file's content without some nodes; the others keep their names, chips and links."""
-    nodes: list[dict[str, Any]] = []
-    names: dict[str, list[str]] = {}
-    for group in document["nodes"]:
-        count = int(group.get("count", 1))
-        members = [group["name"]] if count == 1 else [f"{group['name']}-{i}" for i in range(count)]
-        kept = [m for m in members if m not in lost]
-        if kept == members:
-            nodes.append(dict(group))
-            names[group["name"]] = [group["name"]]
-            continue
-        nodes += [{**group, "name": m, "count": 1} for m in kept]
-        names[group["name"]] = kept
-    out = {**document, "nodes": nodes}
-    if document.get("chips"):
-        used = {node["chip"] for node in nodes}
-        out["chips"] = {name: chip for name, chip in document["chips"].items() if name in used}
-    links = document.get("links") or {}
-    if links.get("pairs"):
-        pairs = [
-            {**pair, "between": [a, b]}
-            for pair in links["pairs"]
-            for a in names[pair["between"][0]]
-            for b in names[pair["between"][1]]
-        ]
-        out["links"] = {**links, "pairs": pairs}
+def without_flag(words: Sequence[str], flag: str) -> list[str]:
+    """The words without a flag and its value, in either spelling."""
+    out: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word == flag:
+            rest = rest[1:]
+        elif not word.startswith(flag + "="):
+            out.append(word)
     return out

@@ -21,7 +21,16 @@ FLAGS = (
     notice("--log-params-norm", _NOT_LOGGED),
     notice("--log-throughput", "throughput is always logged"),
     notice("--log-progress", "metrics.jsonl is the record of progress"),
-    switch("--log-straggler", "name ranks that compute 1.5 times as long per step as in their first 20 steps"),
+    switch(
+        "--log-straggler",
+        "name ranks that compute 1.5 times as long per step as predicted from calibrated rates, or else as in their "
+        "first 20 steps",
+    ),
+    value(
+        "--replan-on-drift", float, None,
+        "where a rank computes more than this many times as long as it should: save, stop, and let the launcher "
+        "(hetero-megatron run) plan again with what was measured",
+    ),
     notice("--timing-log-level", _SECONDS, nargs=1, type=int),
     notice("--timing-log-option", _SECONDS, nargs=1),
     value("--wandb-project", str, None, "log to this Weights & Biases project"),

@@ -10,8 +10,11 @@ import torch
 from hetero_megatron.comm import Comm
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.layout import Box
+from hetero_megatron.layout.mask import FULL, Tile
 from hetero_megatron.model import initial_values
 from hetero_megatron.ops import attention
+from hetero_megatron.ops.block_attention import BlockAttention, accumulators, key_heads
+from hetero_megatron.ops.tile_kernels import tile_kernel
 from hetero_megatron.parallel.exchange import BucketExchange
 from hetero_megatron.parallel.optimizer import OptimizerFactory, squared_norm
 from hetero_megatron.plan.buckets import make_buckets, plan_groups
@@ -20,6 +23,7 @@ from hetero_megatron.training.calibration.runs import Observation, Phase, Run
 from hetero_megatron.training.runtime import Runtime
 
 OPTIMIZER_ELEMENTS = (1 << 18, 1 << 21)
+VISITS = 4  # blocks of keys, against one
 
 
 def observe(run: Run, comm: Comm, dtype: torch.dtype, optimizer: OptimizerFactory, steps: int) -> dict[str, object]:
@@ -128,7 +132,7 @@ def _fetch(run: Run):  # type: ignore[no-untyped-def]
 
 
 def optimizer_seconds(comm: Comm, dtype: torch.dtype, build: OptimizerFactory) -> list[tuple[int, float]]:
-    """(elements, seconds) of norm, scaling and update of so many owned elements, each the median of 5."""
+    """(elements, seconds) of norm, scaling and update of so many owned elements, each the median of 8."""
     wide = torch.promote_types(dtype, torch.float32)
     rows = []
     for elements in OPTIMIZER_ELEMENTS:
@@ -136,7 +140,7 @@ def optimizer_seconds(comm: Comm, dtype: torch.dtype, build: OptimizerFactory) -
         masters = [torch.zeros(elements // 16, dtype=wide, device=comm.device) for _ in range(16)]
         optimizer = build([{"params": masters, "decay": True}])
         seconds = []
-        for _ in range(6):
+        for _ in range(9):
             grads = [torch.ones_like(m) for m in masters]
             before = comm.clock.computed
             with comm.clock.counting():
@@ -153,12 +157,12 @@ def optimizer_seconds(comm: Comm, dtype: torch.dtype, build: OptimizerFactory) -
 def attention_seconds(
     comm: Comm, dtype: torch.dtype, spec: ModelSpec, lengths: Sequence[int]
 ) -> list[tuple[int, int, int, float, float]]:
-    """(length, heads, head_dim, forward, backward) of causal attention over one sequence, each the median of 3."""
+    """(length, heads, head_dim, forward, backward) of causal attention over one sequence, each the median of 5."""
     rows = []
     heads, kv = spec.num_heads, spec.num_kv_heads
     for length in lengths:
         times: list[list[float]] = [[], []]
-        for _ in range(4):
+        for _ in range(6):
             q, k, v = (
                 torch.randn(1, length, n, spec.head_dim, dtype=dtype, device=comm.device, requires_grad=True)
                 for n in (heads, kv, kv)
@@ -175,3 +179,51 @@ def attention_seconds(
             times[1].append(at[2] - at[1])
         rows.append((length, heads, spec.head_dim, median(times[0][1:]), median(times[1][1:])))
     return rows
+
+
+def visit_seconds(
+    comm: Comm, dtype: torch.dtype, spec: ModelSpec, lengths: Sequence[int]
+) -> list[tuple[int, int, int, float, float]]:
+    """(queries, heads, head_dim, forward, backward): what one more block of keys and values costs in the ring beside
+    its FLOPs (launches, merging, packing), each the median of 3. The same keys pass in one block and in several."""
+    rows = []
+    kv, repeat = spec.num_kv_heads, spec.queries_per_kv
+    attention = BlockAttention(tile_kernel(comm.device), key_heads([i // repeat for i in range(spec.num_heads)]))
+    for length in lengths:
+        cuts = [VISITS, 1] if length >= VISITS else []
+        q, grad = (torch.randn(1, length, spec.num_heads, spec.head_dim, dtype=dtype, device=comm.device) for _ in "qg")
+        k, v = (torch.randn(1, length, kv, spec.head_dim, dtype=dtype, device=comm.device) for _ in "kv")
+        found: dict[int, list[float]] = {}
+        for count in cuts:
+            blocks = [(i * length // count, (i + 1) * length // count) for i in range(count)]
+            times = [_visit(comm, attention, (q, k, v, grad), blocks) for _ in range(4)]
+            found[count] = [median(pass_) for pass_ in zip(*times[1:])]
+        if found:
+            extra = [max((a - b) / (VISITS - 1), 1e-9) for a, b in zip(found[VISITS], found[1])]
+            rows.append((length, spec.num_heads, spec.head_dim, extra[0], extra[1]))
+    return rows
+
+
+def _visit(
+    comm: Comm, attention: BlockAttention, tensors: tuple[torch.Tensor, ...], blocks: Sequence[tuple[int, int]]
+) -> list[float]:
+    """Seconds (forward, backward) of attention to keys that come in ``blocks``, all visible to all queries."""
+    q, k, v, grad = tensors
+    tiles = [[(None, Tile(0, q.shape[1], 0, b - a, FULL, b - a))] for a, b in blocks]
+    with comm.clock.counting():
+        at = [comm.clock.computed]
+        out, lse = accumulators(q)
+        for (a, b), mine in zip(blocks, tiles, strict=True):
+            pair = torch.stack((k[:, a:b], v[:, a:b]))  # as it is sent on
+            attention.forward(q, pair[0], pair[1], mine, out, lse)
+        comm.clock.settle()
+        at.append(comm.clock.computed)
+        dq = torch.zeros_like(out)
+        for (a, b), mine in zip(blocks, tiles, strict=True):
+            pair = torch.stack((k[:, a:b], v[:, a:b]))
+            sums = torch.zeros(pair.shape, dtype=out.dtype, device=out.device)
+            attention.backward(grad, q, pair[0], pair[1], out, lse, mine, (dq, sums[0], sums[1]))
+            sums += torch.stack((sums[0], sums[1]))  # the sum so far arrives, and leaves
+        comm.clock.settle()
+        at.append(comm.clock.computed)
+    return [at[1] - at[0], at[2] - at[1]]

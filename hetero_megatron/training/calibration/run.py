@@ -11,11 +11,17 @@ import torch
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import Comm
-from hetero_megatron.comm.clock import OVERRUN_LIMIT
+from hetero_megatron.comm.clock import verdict
 from hetero_megatron.parallel.optimizer import OptimizerFactory
 from hetero_megatron.planner.rates import model_fingerprint
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.training.calibration.chips import attention_seconds, observe, observe_exchange, optimizer_seconds
+from hetero_megatron.training.calibration.chips import (
+    attention_seconds,
+    observe,
+    observe_exchange,
+    optimizer_seconds,
+    visit_seconds,
+)
 from hetero_megatron.training.calibration.links import LinkRow, measure_links
 from hetero_megatron.training.calibration.runs import (
     Costs,
@@ -62,6 +68,7 @@ class Calibration:
     saved: dict[str, float] = field(default_factory=dict)  # by a first backward, seconds per byte of weights
     optimizer: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     attention: dict[str, list[tuple[int, int, int, float, float]]] = field(default_factory=dict)
+    visits: dict[str, list[tuple[int, int, int, float, float]]] = field(default_factory=dict)
     links: list[LinkRow] = field(default_factory=list)
     slow: dict[tuple[int, ...], float] = field(default_factory=dict)
     clock: dict[str, float] = field(default_factory=dict)  # the worst rank's, on a testbed
@@ -109,11 +116,14 @@ def calibrate(
         phases += [p for rows in world.gather_objects(mine_) for p in rows]  # type: ignore[attr-defined]
     found.exchange = {c: solve_phases([p for p in phases if p.chip == c]) for c in {p.chip for p in phases}}
     log("optimizer and attention")
-    mine = (chip, optimizer_seconds(comm, dtype, optimizer), attention_seconds(comm, dtype, spec, options.lengths))
+    lengths = options.lengths
+    alone = (attention_seconds(comm, dtype, spec, lengths), visit_seconds(comm, dtype, spec, lengths))
+    mine = (chip, optimizer_seconds(comm, dtype, optimizer), *alone)
     every: Any = world.gather_objects(mine)
-    for name, updates, attentions in every:
+    for name, updates, attentions, visits in every:
         found.optimizer.setdefault(name, []).extend(updates)
         found.attention.setdefault(name, []).extend(attentions)
+        found.visits.setdefault(name, []).extend(visits)
     for name, rows in tails.items():  # what a step takes outside its actions, less the update
         update = _medians(found.optimizer[name])
         found.step_seconds[name] = max(1e-6, median(tail - _at(update, owned) for tail, owned in rows))
@@ -171,8 +181,9 @@ def _document(found: Calibration, cluster: Cluster, spec: ModelSpec, options: Ca
             names = ("pack_beta", "add_beta", "unpack_beta", "exchange_seconds")
             rows |= {key: _digits(value) for key, value in zip(names, found.exchange[chip])}
         rows["optimizer"] = [[n, _digits(s)] for n, s in _medians(found.optimizer[chip])]
-        if found.attention.get(chip):
-            rows["attention"] = [[*key, *map(_digits, s)] for key, s in _attention_medians(found.attention[chip])]
+        for table in ("attention", "visits"):
+            if measured := getattr(found, table).get(chip):
+                rows[table] = [[*key, *map(_digits, s)] for key, s in _attention_medians(measured)]
         chips[chip] = {options.dtype: rows}
     return {"chips": chips, "links": [_link(row) for row in found.links]}
 
@@ -226,7 +237,5 @@ def format_calibration(found: Calibration) -> str:
     for ranks, slower in found.slow.items():
         lines.append(f"straggler: ranks {', '.join(map(str, ranks))} {slower:.2f} times slower than their chip type")
     if found.clock:
-        lines.append(f"testbed: woken late by up to {found.clock['late']:.2%} of a rank's compute")
-        if found.clock["overrun"] > OVERRUN_LIMIT:
-            lines.append(f"INVALID: a rank took {found.clock['overrun']:.1%} more CPU time than its emulated chip")
+        lines.append(verdict(found.clock["overrun"], found.clock["late"]))
     return "\n".join(lines)

@@ -152,9 +152,7 @@ def _run(
 ) -> Run:
     count = max(4, len(groups) + 1)
     small = replace(spec, num_layers=layers * len(groups))
-    stages = [
-        {"ranks": list(g), "tp": tp, "layers": [i * layers, (i + 1) * layers]} for i, g in enumerate(groups)
-    ]
+    stages = [{"ranks": list(g), "tp": tp, "layers": [i * layers, (i + 1) * layers]} for i, g in enumerate(groups)]
     pipeline = {"micro_batch_size": micro_batch_size, "num_micro_batches": count, "stages": stages}
     data = {
         "version": 1, "seq_length": seq_length, "global_batch_size": count * micro_batch_size, "schedule": "1f1b",

@@ -1,0 +1,133 @@
+"""Calibration on the testbed: how far repeated calibrations agree, rate by rate, and how long one takes.
+
+    python benchmarks/bench_calibration.py [--chips clock soft] [--repeats 3]
+
+Each repeat is a testbed of its own, on which ``hetero-megatron calibrate`` runs (micro-batch sizes 1 and 2, one
+measured step per pipeline under ``clock``, four under ``soft``). Spread: (largest - smallest) / median of one rate over the repeats. Layers, embedding, head, attention and the
+optimizer are what a chip does (goal: 3 % under ``clock``, 6 % under ``soft``); links and host overheads are real in
+either case and are listed for information.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.bench_testbed import CLUSTERS, MODEL, ROOT, SEQ_LENGTH
+from benchmarks.common import machine
+
+GOALS = {"clock": 0.03, "soft": 0.06}
+STEPS = {"clock": 1, "soft": 4}  # an emulated clock gives the same seconds every time; CPU time does not
+SECONDS_GOAL = 120
+CHIP_RATES = ("layers", "embed", "head", "optimizer", "attention")
+MODEL_CONFIG = {  # a Hugging Face config.json of the benchmark's model
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": MODEL["num_layers"],
+    "hidden_size": MODEL["hidden_size"], "intermediate_size": MODEL["ffn_hidden_size"],
+    "num_attention_heads": MODEL["num_heads"], "num_key_value_heads": MODEL["num_kv_heads"],
+    "head_dim": MODEL["head_dim"], "vocab_size": MODEL["vocab_size"], "hidden_act": "silu", "rms_norm_eps": 1e-5,
+    "max_position_embeddings": MODEL["max_position_embeddings"], "rope_theta": 10000.0, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def measure(name: str, chips: str) -> tuple[dict[str, Any], float, str]:
+    """(rates, seconds from the start of the ranks to their end, what the launcher and the clock said)."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        (path / "cluster.json").write_text(json.dumps(CLUSTERS[name]))
+        (path / "config.json").write_text(json.dumps(MODEL_CONFIG))
+        command = [sys.executable, "-m", "hetero_megatron.cli.main"]
+        run = [*command, "testbed", "run", "--chips", chips, "--cluster", str(path / "cluster.json"), "--"]
+        run += [*command, "calibrate", "--model", str(path / "config.json"), "--seq-length", str(SEQ_LENGTH)]
+        run += ["--attention-lengths", "128,256", "--steps", str(STEPS[chips]), "--out", str(path / "out.json")]
+        start = time.perf_counter()
+        done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{name} failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+        seconds = time.perf_counter() - start
+        return _read(path / "out.json"), seconds, done.stdout + done.stderr
+
+
+def _read(file: Path) -> dict[str, Any]:
+    from hetero_megatron.cluster import load_cluster
+
+    return dict(load_cluster(str(file)).rates)
+
+
+def flat(rates: dict[str, Any]) -> dict[str, dict[tuple[Any, ...], float]]:
+    """By kind of rate, then by what it is the rate of. Rows end in (forward, backward) seconds, the optimizer's in
+    seconds."""
+    found: dict[str, dict[tuple[Any, ...], float]] = {}
+    for chip, dtypes in rates["chips"].items():
+        for kind, value in next(iter(dtypes.values())).items():
+            into = found.setdefault(kind, {})
+            if isinstance(value, float):
+                into[chip,] = value
+                continue
+            width = 1 if kind == "optimizer" else 2
+            for *key, last in ([*row[:-width], row[-width:]] for row in value):
+                for way, seconds in enumerate(last):
+                    into[(chip, *key, way)] = seconds
+    for link in rates["links"]:
+        ends = tuple(link.get(k) for k in ("within", "from", "to"))
+        for kind in ("alpha", "beta", "message_seconds"):
+            found.setdefault(f"link {kind}", {})[ends] = link[kind]
+    return found
+
+
+def spreads(repeats: list[dict[str, Any]]) -> dict[str, tuple[int, float, float]]:
+    """By kind: (how many rates, median spread, largest spread). Embedding and head count against a layer's seconds
+    where they are smaller than that: they are differences of stages that hold layers too."""
+    every = [flat(rates) for rates in repeats]
+    found = {}
+    for kind, first in every[0].items():
+        widths = []
+        for key in first:
+            values = [one[kind][key] for one in every]
+            base = median(values)
+            if kind in ("embed", "head"):
+                base = max(base, median(one["layers"][key] for one in every))
+            widths.append((max(values) - min(values)) / base if base else 0.0)
+        found[kind] = (len(widths), median(widths), max(widths))
+    return found
+
+
+def _met(value: float, goal: float) -> str:
+    return "met" if value <= goal else "missed"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chips", nargs="*", default=["clock", "soft"], choices=("clock", "soft"))
+    parser.add_argument("--only", nargs="*", default=["3:1, 2+2"], choices=list(CLUSTERS))
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    print(f"{machine()}; {args.repeats} repeats")
+    print("\n| cluster | chips | kind of rate | rates | median spread | largest spread |\n|---|---|---|---|---|---|")
+    closing = []
+    for name in args.only:
+        for chips in args.chips:
+            runs = [measure(name, chips) for _ in range(args.repeats)]
+            found = spreads([rates for rates, _, _ in runs])
+            for kind, (count, middle, most) in found.items():
+                print(f"| {name} | {chips} | {kind} | {count} | {middle:.2%} | {most:.2%} |", flush=True)
+            worst = max(found[kind][2] for kind in CHIP_RATES if kind in found)
+            longest = max(seconds for _, seconds, _ in runs)
+            disturbed = sum("DISTURBED" in said for _, _, said in runs)
+            invalid = sum("INVALID" in said for _, _, said in runs)
+            text = f"{name}, {chips}: largest spread of a chip's rate {worst:.2%}, goal {GOALS[chips]:.0%}: "
+            text += f"{_met(worst, GOALS[chips])}; {longest:.0f} s with start-up, goal {SECONDS_GOAL} s: "
+            text += f"{_met(longest, SECONDS_GOAL)}; disturbed {disturbed}, invalid {invalid} of {len(runs)}"
+            closing.append(text)
+    print("\n" + "\n".join(closing))
+
+
+if __name__ == "__main__":
+    main()

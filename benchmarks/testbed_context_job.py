@@ -1,0 +1,126 @@
+"""What bench_context_testbed.py runs on every rank: calibrate, schedule, run the asymmetric and the equal layouts.
+
+One process per rank for everything, because starting ranks is what takes time. Rank 0 writes the result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.testbed_job import DTYPE, run
+from hetero_megatron.cluster import Cluster, cluster_from_dict
+from hetero_megatron.comm import start_comm, stop_comm
+from hetero_megatron.plan import plan_from_dict
+from hetero_megatron.plan.dump import to_dict
+from hetero_megatron.planner.context import schedule_context
+from hetero_megatron.planner.context_cluster import problem_from_cluster
+from hetero_megatron.planner.context_equal import few_equal, kind_of
+from hetero_megatron.planner.context_plan import one_stage_plan
+from hetero_megatron.planner.context_problem import ContextOptions
+from hetero_megatron.platform import detect_platform
+from hetero_megatron.spec import ModelSpec
+from hetero_megatron.training.calibration import CalibrationOptions, calibrate, format_calibration
+from hetero_megatron.training.config import OptimizerConfig
+from hetero_megatron.training.loop import optimizer_factory, position
+
+
+def main() -> None:
+    work = json.loads(Path(sys.argv[1]).read_text())
+    spec, cluster = ModelSpec(**work["model"]), cluster_from_dict(work["cluster"])
+    comm = start_comm(detect_platform("gloo"), 300, position(cluster, cluster.world_size))
+    everyone = tuple(range(cluster.world_size))
+    comm.create_groups([everyone])
+    world = comm.group(everyone)
+    comm.emulation.started()
+    build = optimizer_factory(OptimizerConfig())
+    # Calibrated on pipelines and attention much shorter than what is planned then.
+    options = CalibrationOptions(
+        work["calibration_length"], DTYPE, (1,), (1,), tuple(work["attention_lengths"]), work["calibration_steps"]
+    )
+    start = time.perf_counter()
+    found = calibrate(comm, cluster, spec, options, torch.float32, build, lambda _: None)
+    took = time.perf_counter() - start
+    chosen: Any = None
+    if comm.rank == 0:
+        print(format_calibration(found), flush=True)
+        rated = cluster_from_dict({**work["cluster"], "rates": found.rates})
+        chosen = choose(rated, spec, work["seq_length"], work["batch"], work["each"])
+    rows, plans = [], world.gather_objects(chosen)[0]
+    for row, data in plans:  # type: ignore[attr-defined]
+        mine = run(plan_from_dict(data, spec, cluster), spec, comm, build, work["steps"])
+        every: Any = [s for s in world.gather_objects(mine) if s is not None]
+        seconds = [max(s) for s in zip(*(one.seconds for one in every))]
+        computed = [median(one.computed) for one in every]
+        rows.append(
+            {
+                **row,
+                "plan": data,
+                "computed": computed,
+                "steps": seconds,
+                "measured": median(seconds),
+                "losses": every[0].losses,
+            }
+        )
+        if comm.rank == 0:
+            print(
+                f"{row['name']}: {row['predicted']:.3f} s predicted, {median(seconds):.3f} s measured; computed "
+                + " ".join(f"{x:.3f}" for x in computed),
+                flush=True,
+            )
+    reports: Any = [r for r in world.gather_objects(comm.clock.report()) if r]
+    if comm.rank == 0:
+        worst = {k: max(r[k] for r in reports) for k in ("overrun", "late")} if reports else {}
+        out = {"rows": rows, "clock": worst, "calibration_seconds": took, "rates": found.rates}
+        Path(work["out"]).write_text(json.dumps(out))
+    stop_comm()
+
+
+def choose(
+    cluster: Cluster, spec: ModelSpec, seq_length: int, batch: int, each: int
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(description, plan): the scheduler's, then the best equal ones of every kind by its model.
+
+    The scheduler knows the cluster by what was calibrated. Predicted seconds are of the micro-batches, without
+    exchange of gradients and update, which are the same for all.
+    """
+    options = ContextOptions(recompute="none")
+    problem = problem_from_cluster(spec, cluster, seq_length, dtype=DTYPE, options=options)
+    choice = schedule_context(problem)
+    equal, legal = few_equal(problem, each)
+    layouts = [("asymmetric", choice.layout, choice.seconds)]
+    layouts += [(kind_of(layout), layout, found.seconds) for layout, found in equal]
+    return [
+        (
+            {
+                "kind": kind, "predicted": seconds * batch, "legal": legal, "name": describe(layout),
+                "bound": choice.bound * batch,
+            },
+            to_dict(one_stage_plan(problem, layout, batch)),
+        )
+        for kind, layout, seconds in layouts
+    ]  # fmt: skip
+
+
+def describe(layout: Any) -> str:
+    if layout.name:
+        text = layout.name
+    else:
+        text = " | ".join(" ".join(f"{t}t{h}h" for t, h in zip(g.tokens, g.heads, strict=True)) for g in layout.groups)
+    if layout.transport == "a2a":
+        return text
+    return f"{text}, {layout.transport}" + (f" {layout.block}" if layout.block else "")
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,31 @@
+"""``hetero-megatron report``: one page about a run: plan, timeline, loss, throughput, events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from hetero_megatron.cli.arguments import ArgumentParser
+from hetero_megatron.errors import UserError
+from hetero_megatron.training.run_page import read_run, run_page, summary
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = ArgumentParser("report", "One self-contained page about a run, while it runs or afterwards.")
+    parser.add_argument("run", metavar="RUN_DIR", help="the --save directory of a run")
+    parser.add_argument("--out", metavar="FILE", help="where the page goes (RUN_DIR/report.html)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; a page only with --out")
+    args = parser.parse_args(list(argv))
+    run = read_run(args.run)
+    out = Path(args.out) if args.out else None if args.json else run.directory / "report.html"
+    if out is not None:
+        try:
+            out.write_text(run_page(run), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot be written: {error.strerror}", field="--out", value=str(out)) from None
+    if args.json:
+        print(json.dumps(summary(run)))
+    else:
+        print(f"wrote {out}")
+    return 0

@@ -1,0 +1,80 @@
+"""Cluster files with some nodes gone, or of another chip: the rest of the document stays as it was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import product
+from typing import Any
+
+Choose = Callable[[str, str], str | None]  # (node, its chip) -> the chip that it has now; None: the node is gone
+
+
+def without_nodes(document: Mapping[str, Any], lost: set[str]) -> dict[str, Any]:
+    """The content of a cluster file without some nodes; the others keep their names, chips, links and rates."""
+    return with_nodes(document, lambda node, chip: None if node in lost else chip)
+
+
+def with_nodes(document: Mapping[str, Any], choose: Choose) -> dict[str, Any]:
+    """The content of a cluster file after each node kept or changed its chip, or went.
+
+    A group whose nodes are all as before stays one entry; of another, every node becomes an entry of its own, and
+    what was written about links of the group is written about each.
+    """
+    nodes: list[dict[str, Any]] = []
+    names: dict[str, list[str]] = {}
+    for group in document["nodes"]:
+        count, name, chip = int(group.get("count", 1)), group["name"], group["chip"]
+        members = [name] if count == 1 else [f"{name}-{i}" for i in range(count)]
+        chips = {member: choose(member, chip) for member in members}
+        if all(now == chip for now in chips.values()):
+            nodes.append(dict(group))
+            names[name] = [name]
+            continue
+        nodes += [{**group, "name": m, "count": 1, "chip": now} for m, now in chips.items() if now is not None]
+        names[name] = [m for m, now in chips.items() if now is not None]
+    used, counts = {node["chip"] for node in nodes}, {n["name"]: int(n.get("count", 1)) for n in nodes}
+    out = {**document, "nodes": nodes}
+    if document.get("chips"):
+        out["chips"] = {name: chip for name, chip in document["chips"].items() if name in used}
+    links = document.get("links") or {}
+    if links.get("pairs"):
+        pairs = [
+            {**pair, "between": ends}
+            for pair in links["pairs"]
+            for ends in _ends(pair["between"], names, counts, one_way=False)
+        ]
+        out["links"] = {**links, "pairs": pairs}
+    if document.get("rates"):
+        out["rates"] = _rates(document["rates"], used, names, counts)
+    return out
+
+
+def _ends(
+    between: list[str], names: Mapping[str, list[str]], counts: Mapping[str, int], one_way: bool
+) -> list[list[str]]:
+    """The pairs of groups that a pair of groups has become; a group of one node has no link to itself."""
+    found: dict[object, list[str]] = {}
+    for a, b in product(names[between[0]], names[between[1]]):
+        if a != b or counts[a] > 1:
+            found.setdefault((a, b) if one_way else frozenset((a, b)), [a, b])
+    return list(found.values())
+
+
+def _rates(
+    rates: Mapping[str, Any], used: set[str], names: Mapping[str, list[str]], counts: Mapping[str, int]
+) -> dict[str, Any]:
+    out = dict(rates)
+    if "chips" in rates:
+        out["chips"] = {name: by_dtype for name, by_dtype in rates["chips"].items() if name in used}
+    links: list[dict[str, Any]] = []
+    for link in rates.get("links", []):
+        if "within" in link:
+            links += [{**link, "within": name} for name in names[link["within"]]]
+        elif "between" in link:
+            links += [{**link, "between": ends} for ends in _ends(link["between"], names, counts, one_way=False)]
+        else:
+            both = [link["from"], link["to"]]
+            links += [{**link, "from": a, "to": b} for a, b in _ends(both, names, counts, one_way=True)]
+    if "links" in rates:
+        out["links"] = links
+    return out

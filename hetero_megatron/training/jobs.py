@@ -1,0 +1,173 @@
+"""The processes of one round of a job: one per rank, on this host or on a testbed of this host. They die with us."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from hetero_megatron.testbed.process import all_status
+
+LAUNCHER = "HETERO_LAUNCHER"  # in the environment of ranks whose launcher plans again when told to
+_PROGRAM = "import os, sys; from hetero_megatron.cli.pretrain import main; c = main(sys.argv[1:]); "
+_PROGRAM += "sys.stdout.flush(); sys.stderr.flush(); os._exit(c)"
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one rank runs."""
+
+    node: str
+    local: int
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A plan on seats; ``cluster``: the file that names them, if there is one."""
+
+    plan: Path
+    seats: tuple[Seat, ...]
+    cluster: Path | None = None
+
+
+class Job(Protocol):
+    """What a supervisor needs of a round."""
+
+    @property
+    def ranks(self) -> list[int]: ...
+
+    def poll(self) -> dict[int, int]:
+        """Exit codes of the ranks that have ended, -N for signal N."""
+
+    def hung(self) -> set[int]:
+        """Ranks that the job itself had to kill because they did not end."""
+
+    def signal(self, number: int) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+def _command(setup: Setup, words: Sequence[str]) -> list[str]:
+    command = [sys.executable, "-c", _PROGRAM, "--plan", str(setup.plan), *words]
+    return command + (["--cluster", str(setup.cluster)] if setup.cluster is not None else [])
+
+
+class LocalJob:
+    """Ranks on this host, whose rendezvous store is elsewhere: a node is only a label."""
+
+    def __init__(self, setup: Setup, words: Sequence[str], host: str, port: int, number: int) -> None:
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        command = _command(setup, words)
+        try:
+            for rank, seat in enumerate(setup.seats):
+                environment = {**os.environ, **_environment(setup, rank, seat, host, port, number)}
+                self._processes[rank] = subprocess.Popen(command, env=environment, preexec_fn=_die_with_parent)
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def ranks(self) -> list[int]:
+        return list(self._processes)
+
+    def poll(self) -> dict[int, int]:
+        found = {rank: process.poll() for rank, process in self._processes.items()}
+        return {rank: code for rank, code in found.items() if code is not None}
+
+    def hung(self) -> set[int]:
+        return set()
+
+    def signal(self, number: int) -> None:
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def kill(self) -> None:
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.kill()
+        for process in self._processes.values():
+            process.wait()
+
+
+class TestbedJob:
+    """Ranks on a testbed: a new one for every round, of the nodes that are left.
+
+    Args:
+        options: further flags of ``hetero-megatron testbed run``.
+        logs: where its logs go; it says there how every rank ended.
+    """
+
+    __test__ = False  # not a test, whatever pytest thinks of its name
+
+    def __init__(
+        self, setup: Setup, words: Sequence[str], number: int, grace: float, options: Sequence[str], logs: Path
+    ) -> None:
+        assert setup.cluster is not None, "the command line refuses a testbed without a cluster"
+        self.ranks = list(range(len(setup.seats)))
+        self._report = logs / "testbed.json"
+        self._report.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "hetero_megatron.cli.main", "testbed", "run", "--cluster", str(setup.cluster)]
+        command += ["--grace", str(grace), "--log-dir", str(logs), *options, "--", *_command(setup, words)]
+        environment = {**os.environ, LAUNCHER: "1", "TORCHELASTIC_RESTART_COUNT": str(number)}
+        self._process = subprocess.Popen(command, env=environment, preexec_fn=_die_with_parent)
+
+    def poll(self) -> dict[int, int]:
+        code = self._process.poll()
+        if code is None:
+            return {}
+        if not self._report.exists():  # refused, or died
+            return dict.fromkeys(self.ranks, code or 1)
+        codes = json.loads(self._report.read_text(encoding="utf-8"))["exit_codes"]
+        return {int(rank): c if c < 128 else 128 - c for rank, c in codes.items()}
+
+    def hung(self) -> set[int]:
+        return set() if self._process.poll() is None else set(self.ranks) - self.poll().keys()
+
+    def signal(self, number: int) -> None:
+        """To the ranks: the testbed's launcher would not leave them the time to save."""
+        for entry in all_status():
+            if entry.parent == self._process.pid and b"testbed.reaper" not in _arguments(entry.pid):
+                os.kill(entry.pid, number)
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)  # it takes the namespaces and groups with it
+            try:
+                self._process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self._process.wait()
+
+
+def _arguments(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _environment(setup: Setup, rank: int, seat: Seat, host: str, port: int, number: int) -> dict[str, str]:
+    """What torchrun would set. The store is the launcher's, so ranks do not start one."""
+    together = sum(s.node == seat.node for s in setup.seats)
+    values = {
+        "RANK": rank, "WORLD_SIZE": len(setup.seats), "LOCAL_RANK": seat.local, "LOCAL_WORLD_SIZE": together,
+        "MASTER_ADDR": host, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RESTART_COUNT": number, "HETERO_NODE": seat.node, LAUNCHER: 1,
+    }  # fmt: skip
+    return {key: str(value) for key, value in values.items()} | {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")
+    }
+
+
+def _die_with_parent() -> None:
+    """Linux: SIGKILL to this process when the launcher dies, however it dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)

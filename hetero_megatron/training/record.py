@@ -1,0 +1,75 @@
+"""What happened in a run, beside its metrics: ``events.jsonl`` in the --save directory, for ``hetero-megatron report``.
+
+One JSON object per line: ``{"time": seconds since 1970, "kind": …, "text": …, …}``. Every start of the job writes one
+with plan, chips and prediction. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan.dump import to_dict
+from hetero_megatron.planner.costs import CostOptions
+from hetero_megatron.planner.page import prediction_charts
+from hetero_megatron.planner.predict import Prediction, predict
+from hetero_megatron.training.config import RunConfig
+
+FILE = "events.jsonl"
+
+
+def add_event(directory: str | Path, kind: str, text: str, **more: Any) -> None:
+    """Append one event; UserError if the file cannot be written."""
+    line = json.dumps({"time": time.time(), "kind": kind, "text": text, **more}, separators=(",", ":"))
+    path = Path(directory) / FILE
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    except OSError as error:
+        raise UserError(f"{FILE} cannot be written: {error.strerror}", field="--save", value=str(directory)) from error
+
+
+def expectation(config: RunConfig) -> tuple[Prediction | None, str]:
+    """(what the rates of the cluster file say about a step, or None; why it is None or how far it can be believed).
+
+    The sentence is empty where there is no cluster file, or everything was calibrated.
+    """
+    if config.cluster is None:
+        return None, ""
+    options = CostOptions(moments=2 if config.optimizer.name == "adam" else 1)
+    try:
+        found = predict(config.plan, config.spec, config.cluster, config.dtype, options=options)
+    except UserError as error:
+        return None, f"no prediction of the step time: {error}"
+    if found.assumed:
+        return found, f"the prediction takes {', '.join(found.assumed)} from data sheets: hetero-megatron calibrate"
+    return found, ""
+
+
+def start_event(
+    config: RunConfig, found: Prediction | None, chips: Mapping[int, str], first_step: int
+) -> dict[str, Any]:
+    """What a report needs to know about this start of the job."""
+    prediction = None
+    if found is not None:
+        prediction = {
+            "step_seconds": found.step_seconds, "parts": dict(found.parts), "assumed": list(found.assumed),
+            "busy": {str(r): s for r, s in found.busy.items()}, "charts": prediction_charts(found),
+        }  # fmt: skip
+    return {
+        "first_step": first_step, "steps": config.steps, "plan": to_dict(config.plan),
+        "fingerprint": config.plan.fingerprint(), "model": asdict(config.spec), "dtype": config.dtype,
+        "ranks": list(config.plan.ranks), "chips": {str(r): c for r, c in chips.items()}, "prediction": prediction,
+    }  # fmt: skip
+
+
+def measured_rows(actions: Sequence[Any]) -> list[tuple[str, float, float, int]]:
+    """(kind, start, seconds, micro-batch) of a rank's compute actions of one step, from the start of the first."""
+    kept = [t for t in actions if t.action.kind in ("F", "B", "B_INPUT", "W")]
+    origin = actions[0].start if actions else 0.0
+    return [(t.action.kind, t.start - origin, t.end - t.start, t.action.micro_batch) for t in kept]
