@@ -82,7 +82,7 @@ BOUNDS = {
     ),
     # The slow chips hold no replica, however they are cut; 64 micro-batches of 2.
     "cut across types, 3:1": Case(
-        two_types((2, 1, 0.6, "1 GiB"), (2, 1, 0.2, "81 MiB"), "50 MB/s", "100 MB/s"),
+        two_types((2, 1, 0.6, "1 GiB"), (2, 1, 0.2, "82 MiB"), "50 MB/s", "100 MB/s"),
         batch=128, kinds=(), alone_memory=1 << 30, goal=0.9,
     ),
     # The fast chips alone hold the model only if they recompute all of it, in micro-batches of 1.
@@ -126,7 +126,7 @@ def report(case: Case, name: str, found: dict[str, Any]) -> dict[str, float]:
     if alone:
         figures["type alone"] = min(alone) / best["planner"]
         figures["hethub"] = 1 / best["planner"] / sum(1 / s for s in alone)
-    share, total = figures.get("ceiling", 0), len(CLUSTERS[name]["chips"])
+    share, total = figures.get("ceiling", 0), len(case.cluster["chips"])
     text = {
         "uniform": f"best uniform {figures.get('uniform', 0):.2f}x slower ({share:.0%} of the ceiling {ceiling:.2f})",
         "type alone": f"best type alone {figures.get('type alone', 0):.2f}x slower",
