@@ -2,8 +2,8 @@
 
 Each element has one owner among its holders, evenly divided among the ranks; a holder sends the owners what is theirs
 and gets new parameters back. Messages are priced as :mod:`hetero_megatron.planner.network` prices them on concrete
-ranks: a node sends at the rate of its fastest link, to one other node at that of their own. What the ranks of a TP group
-hold alike (norms) is left out.
+ranks: a node sends at the rate of its fastest link, to one other node at that of their own. What the ranks of a TP
+group hold alike (norms) is left out.
 """
 
 from __future__ import annotations
