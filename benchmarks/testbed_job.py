@@ -156,7 +156,7 @@ class Steps:
 
 
 def run(plan: Plan, spec: ModelSpec, comm: Comm, build: Any, steps: int) -> Steps | None:
-    """``steps`` steps after a first one; None on ranks that the plan leaves out."""
+    """``steps`` steps after a small one; None on ranks that the plan leaves out."""
     if comm.rank not in plan.ranks:
         comm.create_groups(plan_groups(plan, make_buckets(plan, spec)))
         return None
@@ -171,7 +171,7 @@ def run(plan: Plan, spec: ModelSpec, comm: Comm, build: Any, steps: int) -> Step
 
     runtime = Runtime(plan, spec, comm, torch.float32, initialize, build)
     seconds, computed, losses = [], [], []
-    least = sum(p.micro_batch_size for p in plan.pipelines)
+    least = sum(p.micro_batch_size for p in plan.pipelines)  # the first step allocates, and is not measured
     for step in range(steps + 1):
         size = plan.global_batch_size if step else max(least, plan.global_batch_size // WARM_UP)
         runtime.world.gather_vectors(torch.zeros(1))

@@ -6,6 +6,7 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -22,7 +23,7 @@ from hetero_megatron.planner.search import Result, SearchOptions, search
 from hetero_megatron.planner.space import Space
 from hetero_megatron.planner.summary import Summary, format_summary, plan_text, summarize, summary_json
 from hetero_megatron.planner.whatif import document, with_more, without
-from hetero_megatron.spec import load_model
+from hetero_megatron.spec import ModelSpec, load_model
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         return context_only(argv)
     args = _parser().parse_args(list(argv))
     _check(args)
-    model, cluster = load_model(args.model), load_cluster(args.cluster)
+    model, cluster = stretched(load_model(args.model), args.seq_length), load_cluster(args.cluster)
     if args.without:
         cluster = without(cluster, [name for word in args.without for name in word.split(",")])
     for text in args.add or ():
@@ -56,6 +57,18 @@ def main(argv: Sequence[str]) -> int:
     print(plan_text(result.best, model.name))
     print(format_summary(summary))
     return 0
+
+
+def stretched(model: ModelSpec, seq_length: int) -> ModelSpec:
+    """The model with at least so many positions where they are not learned; training needs the flag that is named."""
+    if seq_length <= model.max_position_embeddings or model.position != "rope":
+        return model
+    print(
+        f"notice: {model.name} is made for {model.max_position_embeddings} positions; training at {seq_length} needs "
+        f"--max-position-embeddings {seq_length}",
+        file=sys.stderr,
+    )
+    return replace(model, max_position_embeddings=seq_length)
 
 
 def _say(text: str) -> None:
@@ -81,6 +94,8 @@ def _parser() -> ArgumentParser:
     add("--optimizer", default="adam", choices=("adam", "sgd"), help="for its state (adam)")
     add("--micro-batch-size", type=int, metavar="N", help="only this one (default: all that make sense)")
     add("--recompute", choices=("none", "selective", "full"), help="the same everywhere (default: chosen per stage)")
+    add("--context", default="auto", choices=("auto", "always", "never"),
+        help="context groups: for long sequences and where nothing fits without (auto), or as said")  # fmt: skip
     add("--memory-margin", type=float, default=CostOptions.margin, metavar="X",
         help="share of a chip's memory that stays free (%(default)s)")  # fmt: skip
     add("--time-limit", type=float, metavar="SECONDS", help="take the best plan so far after this (also on Ctrl-C)")
@@ -120,7 +135,7 @@ def _options(args: Namespace) -> SearchOptions:
     return SearchOptions(
         dtype=args.dtype,
         time_limit=args.time_limit,
-        space=Space(micro_batch_sizes=sizes, recompute=args.recompute),
+        space=Space(micro_batch_sizes=sizes, recompute=args.recompute, context=args.context),
         costs=CostOptions(margin=args.memory_margin, moments=2 if args.optimizer == "adam" else 1),
         seed=args.seed,
     )

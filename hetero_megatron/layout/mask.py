@@ -76,16 +76,17 @@ def _joined(found: list[Tile]) -> list[Tile]:
             if tile.kind != FULL:
                 out.append(tile)
                 continue
-            where = at.pop((tile[across[0]], tile[across[1]], tile[first]), None)
+            sides = list(tile[:4])
+            side = (sides[across[0]], sides[across[1]])
+            where = at.pop((*side, sides[first]), None)
             if where is None:
                 where = len(out)
                 out.append(tile)
             else:
-                sides = list(out[where][:4])
-                sides[last] = tile[last]
+                sides[first] = list(out[where][:4])[first]
                 q0, q1, k0, k1 = sides
                 out[where] = Tile(q0, q1, k0, k1, FULL, k1 - k0)  # any distance at which all keys are visible
-            at[tile[across[0]], tile[across[1]], tile[last]] = where
+            at[(*side, sides[last])] = where
         found = out
     return sorted(found)
 

@@ -26,7 +26,6 @@ from hetero_megatron.plan.context_plan import (
     RingSchedule,
     StageContext,
     head_moves,
-    make_blocks,
     ring_schedule,
     seen_tokens,
 )
@@ -68,7 +67,7 @@ class StageAttention:
         if self.gather:
             whole = (0, sum(b - a for a, b in self.key_tokens))
             return (Block(self.group.index, (whole,), self.key_tokens),)
-        return make_blocks(self.context.groups, self.context.block, mirrored=self.window is None)
+        return self.context.blocks
 
     def program(self, documents: Documents) -> Program:
         """What this rank does for a micro-batch with these documents."""

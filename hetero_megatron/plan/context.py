@@ -25,26 +25,47 @@ def context_units(
     """The units of a stage with ``context`` groups; refuses sums that do not come out and ranks that
     differ."""
     entry = keys["context"]
-    groups = [item.mapping(GROUP_KEYS, required=("ranks", "heads")) for item in entry.items()]
-    if not groups:
+    replicas, rows = [entry], [(0, micro_batch_size)]
+    if "dp_split" in keys:
+        replicas, rows = _replicas(entry, keys["dp_split"])
+    groups = [[item.mapping(GROUP_KEYS, required=("ranks", "heads")) for item in one.items()] for one in replicas]
+    if not all(groups):
         entry.fail("no groups", accepted="at least one context group")
-    members = [nested_ranks(g["ranks"]) or [(rank,) for rank in parse_ranks(g["ranks"])] for g in groups]
-    _check_ranks(keys["ranks"], members)
-    tokens = _tokens(entry, groups, members, keys.get("order"), seq_length)
-    splits = tp_splits(keys.get("tp_split"), [ranks for group in members for ranks in group])
+    members = [
+        [nested_ranks(g["ranks"]) or [(rank,) for rank in parse_ranks(g["ranks"])] for g in row] for row in groups
+    ]
+    _check_ranks(keys["ranks"], [group for row in members for group in row])
+    splits = tp_splits(keys.get("tp_split"), [ranks for row in members for group in row for ranks in group])
     units: list[Unit] = []
-    for g, group in enumerate(groups):
-        heads = _counts(group["heads"], len(members[g]))
-        if sum(heads) != num_heads:
-            group["heads"].fail(
-                f"the heads of a group sum to {sum(heads)}, the model has {num_heads} query heads"
-            )
-        first = 0
-        for m, ranks in enumerate(members[g]):
-            rows, cut_heads = (0, micro_batch_size), (first, first + heads[m])
-            units.append(Unit(ranks, splits[len(units)], rows, tokens[g][m], cut_heads, group=g))
-            first += heads[m]
+    for one, mine, who, sequences in zip(replicas, groups, members, rows, strict=True):
+        tokens = _tokens(one, mine, who, keys.get("order"), seq_length)
+        for g, group in enumerate(who):
+            heads = _counts(mine[g]["heads"], len(group))
+            if sum(heads) != num_heads:
+                mine[g]["heads"].fail(
+                    f"the heads of a group sum to {sum(heads)}, the model has {num_heads} query heads"
+                )
+            first = 0
+            for m, ranks in enumerate(group):
+                share = (first, first + heads[m])
+                units.append(Unit(ranks, splits[len(units)], sequences, tokens[g][m], share, group=g))
+                first += heads[m]
     return tuple(units)
+
+
+def _replicas(entry: Entry, split: Entry) -> tuple[list[Entry], list[Interval]]:
+    """With ``dp_split``: one list of groups per inner replica, and the rows of the micro-batch that each computes."""
+    weights, replicas = split.integers(1), entry.items()
+    if len(weights) != len(replicas) or not all(isinstance(one.value, list) for one in replicas):
+        entry.fail(
+            f"with dp_split, there is one list of groups per inner replica, {len(weights)} of them",
+            accepted="[[{ranks, tokens, heads}, ...], ...]",
+        )
+    rows, start = [], 0
+    for weight in weights:
+        rows.append((start, start + weight))
+        start += weight
+    return replicas, rows
 
 
 def _check_ranks(entry: Entry, members: list[list[tuple[int, ...]]]) -> None:

@@ -68,6 +68,11 @@ class StageContext:
     def ranks(self) -> tuple[int, ...]:
         return tuple(sorted(rank for g in self.groups for rank in g.ranks))
 
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """What travels round the ring. With a window whole runs: fewer groups need each."""
+        return make_blocks(self.groups, self.block, mirrored=self.spec.sliding_window is None)
+
 
 def has_context(stage: Stage, seq_length: int) -> bool:
     """Whether the units of a stage divide tokens or heads, not sequences only."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from hetero_megatron.plan.canonical import VERSION, KeyValues, Optimizer, Pipeline, Plan, Recompute, Stage
+from hetero_megatron.plan.canonical import VERSION, KeyValues, Optimizer, Pipeline, Plan, Recompute, Stage, Unit
 from hetero_megatron.plan.schema import shifted
 
 
@@ -77,7 +77,10 @@ def _stage(pipeline: Pipeline, index: int) -> dict[str, Any]:
     entry: dict[str, Any] = {"ranks": _ranks(stage.ranks)}
     entry["layers"] = list(stage.layers[0]) if len(stage.layers) == 1 else [list(r) for r in stage.layers]
     if _has_context(stage):
-        entry["context"] = _context(stage)
+        rows = [[unit for unit in stage.units if unit.sequences == replica] for replica in stage.replicas]
+        entry["context"] = [_context(units) for units in rows] if len(rows) > 1 else _context(rows[0])
+        if len(rows) > 1:
+            entry["dp_split"] = list(stage.dp_split)
         if stage.kv is not None and stage.kv != KeyValues():
             entry["kv"] = {"transport": stage.kv.transport, "block": stage.kv.block}
         elif stage.kv is not None:
@@ -137,10 +140,11 @@ def _has_context(stage: Stage) -> bool:
     return stage.kv is not None or divided or len(whole) != 1
 
 
-def _context(stage: Stage) -> list[dict[str, Any]]:
+def _context(every: Sequence[Unit]) -> list[dict[str, Any]]:
+    """The groups of one inner replica."""
     groups = []
-    for group in dict.fromkeys(unit.group for unit in stage.units):
-        units = [unit for unit in stage.units if unit.group == group]
+    for group in dict.fromkeys(unit.group for unit in every):
+        units = [unit for unit in every if unit.group == group]
         flat = all(unit.tp == 1 for unit in units)
         groups.append(
             {

@@ -210,11 +210,8 @@ def shifted(pipeline: Pipeline, offset: int) -> Pipeline:
 def _stage(keys: dict[str, Entry], dimensions: Dimensions, embed: bool, head: bool) -> Stage:
     layers = parse_layers(keys["layers"])
     if "context" in keys:
-        for other in ("tp", "dp_split"):
-            if other in keys:
-                keys[other].fail(
-                    "a stage with context groups cannot have it", accepted="TP groups as context members"
-                )
+        if "tp" in keys:
+            keys["tp"].fail("a stage with context groups cannot have it", accepted="TP groups as context members")
         units = context_units(keys, dimensions.seq_length, dimensions.num_heads, dimensions.micro_batch_size)
     else:
         for other in ("kv", "order"):

@@ -14,7 +14,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.planner.context_problem import ContextOptions, ContextProblem, Fabric, Member
 from hetero_megatron.planner.memory import ITEM_BYTES
 from hetero_megatron.planner.operators import Operators
-from hetero_megatron.planner.rates import ChipRates, Rates, load_rates, model_fingerprint
+from hetero_megatron.planner.rates import ChipRates, Rates, load_rates
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, visible_pairs
 
@@ -31,6 +31,7 @@ def problem_from_cluster(
     options: ContextOptions | None = None,
     rates: Rates | None = None,
     cards_shared: bool = True,
+    margin: float = MARGIN,
 ) -> ContextProblem:
     """The scheduling problem of one stage on ``ranks`` of a cluster (all of them by default).
 
@@ -40,6 +41,7 @@ def problem_from_cluster(
         rates: of the cluster in ``dtype``; read from it, or from data sheets x default efficiencies, by default.
         cards_shared: bandwidths between nodes are those of a node's network cards together (as the planner reads
             cluster files), not of each chip.
+        margin: share of a chip's memory that stays free.
 
     Raises:
         UserError: ranks that the cluster lacks, a dtype that a chip lacks, TP groups that cross nodes, unknown links.
@@ -56,7 +58,7 @@ def problem_from_cluster(
     for block in _tp_groups(cluster, chosen, tp):
         first = cluster.ranks[block[0]]
         if first.group not in speeds:
-            speeds[first.group] = _member(model, cluster, rates, first, seq_length, share, tp, item)
+            speeds[first.group] = _member(model, cluster, rates, first, seq_length, share, tp, item, margin)
         node = nodes.setdefault(first.node, len(nodes))
         members.append(replace(speeds[first.group], ranks=block, node=node, kind=groups.index(first.group)))
     used = sorted({member.kind for member in members})
@@ -101,7 +103,15 @@ def _tp_groups(cluster: Cluster, ranks: Sequence[int], tp: int) -> list[tuple[in
 
 
 def _member(
-    model: ModelSpec, cluster: Cluster, rates: Rates, at: Rank, seq_length: int, share: int, tp: int, item: int
+    model: ModelSpec,
+    cluster: Cluster,
+    rates: Rates,
+    at: Rank,
+    seq_length: int,
+    share: int,
+    tp: int,
+    item: int,
+    margin: float,
 ) -> Member:
     """Speeds of a member, from operator rates, corrected by whole-layer rows where calibration wrote them.
 
@@ -115,7 +125,7 @@ def _member(
     # Two gathers and two scatter-sums of the hidden state per layer and forward (sequence parallelism).
     tp_seconds = 4 * model.hidden_size * item * (tp - 1) / tp * inside.beta if inside else 0.0
     found = cluster.chips[chip]
-    memory = (found.memory_budget or found.memory) * (1 - MARGIN) - known.overhead_bytes
+    memory = (found.memory_budget or found.memory) * (1 - margin) - known.overhead_bytes
     return Member(
         ranks=(0,), node=0, kind=0,
         gemm_flops=layer_matmul_flops(model) / linear,
@@ -149,22 +159,10 @@ def _layer_seconds(
     model: ModelSpec, known: ChipRates, seq_length: int, share: int, tp: int, item: int
 ) -> tuple[float, tuple[float, float]]:
     """(seconds per token outside attention, (forward, backward) of attention over a whole sequence) of one TP group."""
-    device = replace(known, layers=(), layer_seconds=0.0, layer_backward_seconds=0.0)  # without the host's launches
-    plain = Operators(model, device, item)
-    modelled, core = plain.layer(1 / tp, 1, share), plain.attention(1 / tp, 1, share)
-    whole = plain.attention(1 / tp, 1, seq_length)
-    rest = modelled[0] - core[0]
-    fingerprint = model_fingerprint(model)
-    rows = [row for row in known.layers if row.fingerprint == fingerprint and row.tp == tp]
-    if known.attention and rows:  # attention is known by itself: what a whole layer took beyond it is the rest
-        row = min(rows, key=lambda r: abs(r.micro_batch_size * r.seq_length - share))
-        size = (1 / tp, row.micro_batch_size, row.seq_length)
-        attended = plain.attention(*size)[0]
-        if row.forward > attended:
-            return rest / share * (row.forward - attended) / (plain.layer(*size)[0] - attended), whole
-    measured = Operators(model, replace(device, layers=known.layers), item).layer(1 / tp, 1, share)
-    ratio = [m / p for m, p in zip(measured, modelled, strict=True)]
-    return rest * ratio[0] / share, (whole[0] * ratio[0], whole[1] * ratio[1])
+    operators = Operators(model, known, item)
+    linear, ratio = operators.split(1 / tp, 1, share)
+    whole = operators.attention(1 / tp, 1, seq_length)
+    return linear[0] / share, (whole[0] * ratio[0], whole[1] * ratio[1])
 
 
 def _fabric(rates: Rates, all_groups: Sequence[str], members: Sequence[Member], tp: int, cards_shared: bool) -> Fabric:

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero_megatron.planner.context_problem import ContextLayout, ContextProblem
-from hetero_megatron.spec.flops import layer_parameters
+from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.flops import layer_activation_bytes, layer_parameters
 
 Floats = npt.NDArray[np.float64]
 
@@ -41,35 +42,56 @@ def member_limits(problem: ContextProblem) -> Floats:
     return limits
 
 
-def token_bytes(problem: ContextProblem, alone: bool, tp: int) -> tuple[float, float]:
-    """(kept, working) bytes per owned token: outside attention, as ``layer_activation_bytes`` counts them.
+def core_bytes(model: ModelSpec, item: int, wide: int, q: Any, kv: Any) -> tuple[Any, Any, Any, Any]:
+    """Bytes of one layer's attention core on a rank (or member) with ``q`` query heads and ``kv`` KV heads.
 
-    Args:
-        alone: the member is its whole group, so that attention's output is not held twice.
-        tp: ranks of the member; inputs that TP gathers are held by each of them.
+    Per query token: kept (queries, output, log-sum-exp); per key token: kept (keys, values); then what backward works
+    with: dQ and the output's gradient per query token, dK and dV per key token (accumulated in at least fp32).
     """
+    d = model.head_dim
+    return (2 * d * item + 4) * q, 2 * d * item * kv, d * (wide + item) * q, 2 * d * wide * kv
+
+
+def home_bytes(model: ModelSpec, item: int, recompute: str, alone: bool) -> int:
+    """Bytes per owned token and layer that attention keeps outside its exchange, over all heads: the output on its way
+    to the projection (the same tensor where the member is its whole group), with selective recompute q, k and v too."""
+    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    if recompute == "selective":
+        return item * (2 * q + 2 * kv)
+    return 0 if alone else item * q
+
+
+def outside_bytes(model: ModelSpec, item: int, tp: float) -> float:
+    """Bytes per owned token that a rank with 1/tp of a layer keeps outside attention: what ``layer_activation_bytes``
+    counts, less the core."""
+    kept = core_bytes(model, item, 4, model.num_heads, model.num_kv_heads)
+    return layer_activation_bytes(model, 4096, "none", item, tp) / 4096 - (kept[0] + kept[1]) / tp
+
+
+def block_bytes(model: ModelSpec, item: int, wide: int, block: int) -> int:
+    """Bytes per KV head and sequence of what a ring has under way: two blocks of K and V, and of their gradients."""
+    return 2 * model.head_dim * (item + wide) * 2 * block
+
+
+def token_bytes(problem: ContextProblem, alone: bool, tp: int) -> tuple[float, float]:
+    """(kept, working) bytes per owned token of a member of ``tp`` ranks; ``alone``: it is its whole group."""
     model, options = problem.model, problem.options
-    h, q = model.hidden_size, model.num_heads * model.head_dim
-    matrices = 3 if model.activation == "swiglu" else 2
-    layer = options.item * (2 * h + 2 * h * tp + matrices * model.ffn_hidden_size + (0 if alone else q))
+    layer = tp * outside_bytes(model, options.item, tp) + home_bytes(model, options.item, options.recompute, alone)
     rows = options.micro_batch
     if options.recompute == "full":
-        return rows * options.in_flight * problem.layers * h * float(options.item), rows * float(layer)
+        kept = rows * options.in_flight * problem.layers * model.hidden_size * float(options.item)
+        return kept, rows * float(layer)
     return rows * options.in_flight * problem.layers * float(layer), 0.0
 
 
 def head_bytes(problem: ContextProblem, h: Any, kv: Any) -> tuple[Any, Any]:
-    """(kept, working) bytes per token of the *group*, of a member with ``h`` query heads and ``kv`` KV heads.
-
-    Kept: q, k, v, the output, and the log-sum-exp. Working: dQ, dK and dV in fp32, and the output's gradient.
-    """
+    """(kept, working) bytes per token of the *group*, of a member with ``h`` query heads and ``kv`` KV heads."""
     model, options = problem.model, problem.options
-    kept = model.head_dim * options.item * (2 * h + 2 * kv) + (0 if options.recompute == "selective" else 4) * h
-    work = model.head_dim * ((options.wide + options.item) * h + 2 * options.wide * kv)
+    queries, keys, dq, dkv = core_bytes(model, options.item, options.wide, h, kv)
     rows = options.micro_batch
-    if options.recompute == "full":
-        return 0.0 * h, rows * (kept + work)
-    return rows * options.in_flight * problem.layers * kept, rows * work
+    if options.recompute != "none":
+        return 0.0 * h, rows * (queries + keys + dq + dkv)
+    return rows * options.in_flight * problem.layers * (queries + keys), rows * (dq + dkv)
 
 
 def group_bytes(problem: ContextProblem, s: Floats, h: Floats, kv: Floats) -> Floats:
@@ -82,8 +104,11 @@ def group_bytes(problem: ContextProblem, s: Floats, h: Floats, kv: Floats) -> Fl
 
 
 def kv_bytes(problem: ContextProblem, layout: ContextLayout) -> float:
-    """Bytes of exchange buffers per KV head that a member needs: two blocks of K, V and their gradients, or all."""
-    options = problem.options
-    per_token = 2 * problem.model.head_dim * (options.item + options.wide) * options.micro_batch
-    tokens = problem.seq_length if layout.transport == "gather" else 2 * layout.block
-    return float(per_token * tokens)
+    """Bytes of exchange per KV head that a member needs: two blocks of K, V and their gradients, or, gathered, keys and
+    values of the whole sequence, which every layer keeps for its backward."""
+    model, options = problem.model, problem.options
+    if layout.transport != "gather":
+        return float(block_bytes(model, options.item, options.wide, layout.block) * options.micro_batch)
+    layers = options.in_flight * problem.layers if options.recompute == "none" else 1
+    per_token = 2 * model.head_dim * (options.item * layers + options.wide)
+    return float(per_token * problem.seq_length * options.micro_batch)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from hetero_megatron.cluster import format_bytes
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Layout
-from hetero_megatron.plan import Plan, Stage, rank_ranges
+from hetero_megatron.plan import Plan, rank_ranges
 from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, make_buckets
-from hetero_megatron.plan.context_plan import ContextGroup, Member, StageContext, seen_tokens, stage_contexts
+from hetero_megatron.planner.context_footprint import context_activations
 from hetero_megatron.planner.memory import ITEM_BYTES, MemoryBytes, activation_bytes, host_bytes, state_bytes
 from hetero_megatron.schedule import generate, in_flight
 from hetero_megatron.spec import ModelSpec
@@ -73,27 +73,8 @@ def _activations(plan: Plan, spec: ModelSpec, item: int) -> dict[int, MemoryByte
                     if what not in known:
                         known[what] = MemoryBytes(activations=activation_bytes(spec, *what))
                     out[rank] = known[what]
-            for context in stage_contexts(spec, stage, plan.seq_length):
-                for group in context.groups:
-                    for member in group.members:
-                        more = count * _context_activations(context, group, member, stage, item)
-                        out[member.rank] = replace(out[member.rank], activations=out[member.rank].activations + more)
+            out |= context_activations(plan, spec, stage, count, item)
     return out
-
-
-def _context_activations(context: StageContext, group: ContextGroup, member: Member, stage: Stage, item: int) -> int:
-    """Bytes that attention of a context member keeps beyond its own tokens': queries, keys, values, output and
-    log-sum-exp are of the group's tokens and of the heads that the rank computes."""
-    spec, kind = context.spec, stage.recompute.kind
-    rows = stage.replicas[0][1] - stage.replicas[0][0]
-    layers = {"none": stage.num_layers, "first": stage.num_layers - stage.recompute.layers}.get(kind, 0)
-    keys = seen_tokens(group.tokens) if context.transport == "gather" else group.tokens
-    own, seen = (sum(b - a for a, b in tokens) for tokens in (member.tokens, keys))
-    q, kv = (b - a for a, b in (member.computed.q_heads, member.computed.kv_heads))
-    held_q, held_kv = (b - a for a, b in (member.held.q_heads, member.held.kv_heads))
-    there = item * spec.head_dim * 2 * (group.num_tokens * q + seen * kv) + 4 * group.num_tokens * q
-    here = item * spec.head_dim * own * (held_q + 2 * held_kv) + 4 * own * held_q
-    return layers * rows * max(there - here, 0)
 
 
 @dataclass(frozen=True)

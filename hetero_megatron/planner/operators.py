@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from hetero_megatron.planner.rates import ChipRates, LayerRow, model_fingerprint
 from hetero_megatron.spec import ModelSpec
@@ -46,6 +47,43 @@ class Operators:
         if key not in self._cache:
             self._cache[key] = self._layer_by_operators(share, rows, length, exchange, posting) if rows else (0.0, 0.0)
         return self._cache[key]
+
+    def split(self, share: float, rows: float, length: int) -> tuple[Seconds, Seconds]:
+        """(a layer without its attention core and without launches, measured / modelled time of that core), for a rank
+        with ``length`` tokens of each sequence. The second corrects :meth:`attention`."""
+        if not (rows and length):
+            return (0.0, 0.0), (1.0, 1.0)
+        key = ("split", share, rows, length)
+        if key not in self._cache:
+            # Host seconds of launches count once per layer, with attention and what it exchanges.
+            bare = replace(self.rates, layers=(), layer_seconds=0.0, layer_backward_seconds=0.0)
+            plain = Operators(self.model, bare, self.item, self.sequence_parallel)
+            whole, core = plain.layer(share, rows, length), plain.attention(share, rows, length)
+            rest, ratio = self._corrections(plain, share, rows, length)
+            self._cache["ratio", share, rows, length] = ratio
+            self._cache[key] = ((whole[0] - core[0]) * rest[0], (whole[1] - core[1]) * rest[1])
+        return self._cache[key], self._cache["ratio", share, rows, length]
+
+    def _corrections(self, plain: Operators, share: float, rows: float, length: int) -> tuple[Seconds, Seconds]:
+        """Measured over modelled time of (a layer's rest, its attention core). Attention that was measured by itself
+        stays as it is, and the rest answers for what a whole layer took beyond it."""
+        measured = self._measured("layers")
+        if not measured:
+            return (1.0, 1.0), (1.0, 1.0)
+        if self.rates.attention:
+            row = min(
+                measured, key=lambda r: (r.tp != round(1 / share), abs(r.micro_batch_size * r.seq_length - length))
+            )
+            size = (1 / row.tp, row.micro_batch_size, int(row.seq_length))
+            whole, core = plain.layer(*size), plain.attention(*size)
+            if row.forward > core[0] and row.backward > core[1]:
+                rest = (row.forward - core[0]) / (whole[0] - core[0]), (row.backward - core[1]) / (whole[1] - core[1])
+                return rest, (1.0, 1.0)
+        modelled = plain.layer(share, rows, length)
+        with_rows = replace(plain.rates, layers=self.rates.layers)
+        found = Operators(self.model, with_rows, self.item, self.sequence_parallel).layer(share, rows, length)
+        ratio = found[0] / modelled[0], found[1] / modelled[1]
+        return ratio, ratio
 
     def embed(self, share: float, rows: float, length: int) -> Seconds:
         return self._cached("embed", share, rows, length, self._embed_by_operators)

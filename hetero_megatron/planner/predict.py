@@ -81,7 +81,7 @@ def predict(
         costs: the cost model, when the caller has one for this model, cluster, sequence length and dtype.
 
     Raises:
-        UserError: a plan that the cluster cannot hold, missing rates or links, context groups.
+        UserError: a plan that the cluster cannot hold, missing rates or links.
     """
     if costs is None:
         validate(plan, model, cluster, dtype=dtype)

@@ -69,6 +69,7 @@ class Choice:
     candidate: Candidate
     prediction: Prediction
     idle: tuple[int, ...]  # ranks without work
+    text: str = ""  # what it is, where it has context groups: then the candidate is empty
 
     @property
     def step_seconds(self) -> float:
@@ -79,7 +80,7 @@ class Choice:
 class Result:
     """What a search found. ``others``: the runners-up, best first; ``rejected``: how many candidates were dropped for
     what; ``complete``: nothing was cut short; ``lower_bound``: seconds that no plan of the space beats (0: not computed
-    here)."""
+    here); ``context``: what came of trying stages of context groups; ``context_tried``: whether there were any."""
 
     best: Choice
     others: list[Choice]
@@ -92,6 +93,8 @@ class Result:
     method: str = ""
     lower_bound: float = 0.0
     search: LargeSearch | SmallSearch | GraphSearch | None = None
+    context: str = ""
+    context_tried: bool = False
 
 
 class _Best:
@@ -179,6 +182,7 @@ def search(
             raise
         complete = False
     choices = judge(best.rows, cluster, model, seq_length, options, evaluator) if best.rows else []
+    choices, why, tried = with_context(choices, model, cluster, global_batch_size, space, evaluator, deadline)
     if not choices and best.rows and options.costs.margin < MARGIN:
         # The exact placement of states takes a little more than their mean: leave more room.
         costs = replace(options.costs, margin=options.costs.margin + MARGIN / 2)
@@ -190,7 +194,7 @@ def search(
     return Result(
         choices[0], choices[1:], evaluator.pool, evaluator, time.monotonic() - started, evaluator.evaluated,
         dict(chosen.rejected), complete, "enumeration" if enumerate_all else "islands" if many else "programs",
-        small.bound if enumerate_all and complete else 0.0, chosen,
+        small.bound if enumerate_all and complete else 0.0, chosen, why, tried,
     )  # fmt: skip
 
 
@@ -244,6 +248,40 @@ def judge(
         if choice is not None and not choice.prediction.over:
             found.append(choice)
     return sorted(found, key=lambda choice: choice.step_seconds)
+
+
+def with_context(
+    choices: list[Choice],
+    model: ModelSpec,
+    cluster: Cluster,
+    batch: int,
+    space: Space,
+    evaluator: Evaluator,
+    deadline: float | None,
+) -> tuple[list[Choice], str, bool]:
+    """(the choices and plans with context groups, best first; what came of trying those; whether any was tried)."""
+    from hetero_megatron.planner.context_stages import ContextSearch, wanted
+
+    why_not = "not supported" if not supports("context") else wanted(space, evaluator.costs.seq_length, bool(choices))
+    if why_not:
+        return choices, why_not, False
+    best = choices[0].step_seconds if choices else float("inf")
+    found = ContextSearch(model, cluster, evaluator.pool, evaluator.costs, batch, space).run(best, deadline)
+    new = [
+        Choice(
+            x.plan, cluster, Candidate(()), x.prediction,
+            tuple(sorted({r for g in evaluator.pool.groups for n in g.ranks for r in n} - set(x.plan.ranks))), x.text,
+        )
+        for x in found.plans
+    ]  # fmt: skip
+    every = sorted([*choices, *new], key=lambda choice: choice.step_seconds)
+    why = found.why
+    if new and every[0].text:
+        why += f"; chosen, {best / every[0].step_seconds:.2f} x as fast as the best without" if choices else "; chosen"
+        why += "" if choices else ", because nothing fits without"
+    elif new:
+        why += f"; the best takes {new[0].step_seconds / best:.2f} x as long as the plan without"
+    return every, why, True
 
 
 def concrete(

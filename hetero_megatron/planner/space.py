@@ -21,6 +21,7 @@ class Space:
         schedules: those tried, in order of preference.
         max_tp: largest TP degree; over_nodes: TP groups may span nodes.
         max_pipelines: bound on the number of pipelines.
+        context: auto (for long sequences, and where nothing fits without) | always | never: stages of context groups.
     """
 
     micro_batch_sizes: tuple[int, ...] | None = None
@@ -30,6 +31,7 @@ class Space:
     max_tp: int = 16
     over_nodes: bool = True
     max_pipelines: int | None = None
+    context: str = "auto"
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, Layout, transfer
 from hetero_megatron.plan import Pipeline, Plan, Stage, Unit, token_intervals, unit_sequences
+from hetero_megatron.plan.context_plan import has_context
+from hetero_megatron.planner.context_seconds import ContextSeconds
 from hetero_megatron.planner.costs import CostModel, UnitSeconds
 from hetero_megatron.planner.network import Exchange, Flow, Network
 from hetero_megatron.schedule import Costs
@@ -32,6 +33,7 @@ class StageCosts:
     def __init__(self, plan: Plan, model: CostModel) -> None:
         self.plan, self.model = plan, model
         self.network = Network(model.rates)
+        self.context = ContextSeconds(plan, model, self.network)
         self.sharing = self._sharing()
         # Independent of rates, so kept with the plan: fits predict the same plans over and over.
         self._pieces: dict[tuple[object, ...], tuple[Piece, ...]] = plan._cache.setdefault("pieces", {})
@@ -56,9 +58,9 @@ class StageCosts:
         ranks = self.network.ranks
         rows: list[object] = [pipeline.micro_batch_size, pipeline.num_micro_batches]
         for stage in pipeline.stages:
-            rows.append((stage.num_layers, stage.embed, stage.head, stage.recompute, stage.optimizer))
+            rows.append((stage.num_layers, stage.embed, stage.head, stage.recompute, stage.optimizer, stage.kv))
             for unit in stage.units:
-                rows.append((unit.tp_split, unit.sequences, unit.tokens))
+                rows.append((unit.tp_split, unit.sequences, unit.tokens, unit.heads, unit.group))
                 for rank in unit.ranks:
                     there = ranks[rank]
                     at = nodes.setdefault(there.node, len(nodes))
@@ -118,10 +120,8 @@ class StageCosts:
 
     def _rank_seconds(self, stage: Stage, unit: Unit, t: int) -> UnitSeconds:
         model = self.model
-        if unit.num_tokens != self.plan.seq_length:
-            raise UserError(
-                "context groups have no costs yet", field="context", value=list(unit.tokens), accepted="tp and dp_split"
-            )
+        if has_context(stage, self.plan.seq_length):
+            return self.context.unit_seconds(stage, unit, t)
         rows = unit.sequences[1] - unit.sequences[0]
         size = rows * self.plan.seq_length * model.model.hidden_size * model.item
         swap, posting = self.network.tp_exchange(unit.ranks, size)

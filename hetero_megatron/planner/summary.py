@@ -10,6 +10,7 @@ from hetero_megatron.cluster import Cluster, format_bytes
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import dump_yaml, from_megatron, rank_ranges, to_dict
 from hetero_megatron.planner.bound import ASSUMPTIONS, Bound, price_bound
+from hetero_megatron.planner.context_joint_bound import CONTEXT_ASSUMPTIONS, context_bound
 from hetero_megatron.planner.evaluate import best_recompute
 from hetero_megatron.planner.place import shrink
 from hetero_megatron.planner.predict import Prediction, predict
@@ -92,6 +93,8 @@ def summarize(
         bound is None and result.method != "islands" and result.pool.chips * model.num_layers <= PRICE_CHIPS
     ):
         found = price_bound(result.evaluator, model, batch, options.space, result.best.step_seconds)
+    if found is not None and result.context_tried:
+        found = context_bound(found, result.evaluator, model, batch)
     summary = Summary(result, model.name, found)
     summary.variants = variants(result, model, cluster, seq_length, batch, options)
     if baselines:
@@ -137,7 +140,7 @@ def each_alone(
             found.append(Baseline(name, "", chips=len(keep), problem=error.problem))
             continue
         best = own.best
-        text = text_of(best.candidate, [g.chip for g in own.pool.groups])
+        text = choice_text(best, [g.chip for g in own.pool.groups])
         found.append(Baseline(name, text, best.prediction.tokens_per_second, best.step_seconds, len(keep)))
     return found
 
@@ -151,6 +154,11 @@ def text_of(candidate: Candidate, chips: list[str]) -> str:
     return " + ".join(parts) + (" + …" if len(candidate.parts) > 4 else "")
 
 
+def choice_text(choice: Choice, chips: list[str]) -> str:
+    """What a plan is."""
+    return choice.text or text_of(choice.candidate, chips)
+
+
 def variants(
     result: Result, model: ModelSpec, cluster: Cluster, seq_length: int, batch: int, options: SearchOptions
 ) -> list[Variant]:
@@ -159,15 +167,15 @@ def variants(
     chips = [g.chip for g in result.pool.groups]
     for text, candidate in (
         ("the same with equal layers per stage", _even_layers(result, best.candidate, model)),
-        ("the same with equal shares of the batch", _even_shares(best.candidate, batch)),
+        ("the same with equal shares of the batch", None if best.text else _even_shares(best.candidate, batch)),
     ):
-        if candidate is not None:
+        if candidate is not None and not best.text:
             found.append(_variant(result, text, candidate, model, cluster, seq_length, options))
-    seen = {_make_up(best.candidate)}
+    seen = {(best.text, _make_up(best.candidate))}
     for other in result.others:
-        if _make_up(other.candidate) not in seen and len(found) < 6:
-            seen.add(_make_up(other.candidate))
-            found.append(Variant(text_of(other.candidate, chips), other.step_seconds, _why(best, other)))
+        if (other.text, _make_up(other.candidate)) not in seen and len(found) < 6:
+            seen.add((other.text, _make_up(other.candidate)))
+            found.append(Variant(choice_text(other, chips), other.step_seconds, _why(best, other)))
     return [v for v in found if v.step_seconds >= best.step_seconds or v.step_seconds == 0.0]
 
 
@@ -248,7 +256,7 @@ def format_summary(summary: Summary) -> str:
     share = f", {found.mfu:.1%} of the peak of the chips used (aggregate MFU)" if found.mfu is not None else ""
     lines = [
         f"best plan: {format_seconds(best.step_seconds)} per step, {found.tokens_per_second:,.0f} tokens/s{share}",
-        f"  {text_of(best.candidate, chips)}",
+        f"  {choice_text(best, chips)}",
         f"  found in {result.seconds:.2f} s, {result.evaluated:,} plans evaluated exactly"
         + ("" if result.complete else "; cut short, the best so far"),
     ]
@@ -259,6 +267,7 @@ def format_summary(summary: Summary) -> str:
             f"  no plan of this space does more than {tokens:,.0f} tokens/s under these rates: within {gap:.1%} of the "
             f"bound (by {summary.bound.method})"
         )
+    lines.append(f"  context groups: {result.context}")
     if best.idle:
         lines.append(f"  idle: {len(best.idle)} chips (ranks {rank_ranges(best.idle)}); using them would not help")
     lines += ["", *_memory_lines(best), "", *_comparison_lines(summary)]
@@ -329,7 +338,8 @@ def summary_json(summary: Summary) -> Mapping[str, Any]:
     bound = None
     if summary.bound is not None:
         bound = {
-            "step_seconds": summary.bound.seconds, "method": summary.bound.method, "assumptions": list(ASSUMPTIONS),
+            "step_seconds": summary.bound.seconds, "method": summary.bound.method,
+            "assumptions": list(CONTEXT_ASSUMPTIONS if result.context_tried else ASSUMPTIONS),
             "gap": max(0.0, summary.bound.gap(best.step_seconds)) if summary.bound.seconds else None,
         }  # fmt: skip
     return {
@@ -346,6 +356,7 @@ def summary_json(summary: Summary) -> Mapping[str, Any]:
         "bound": bound,
         "hethub_bound_tokens_per_second": summary.hethub_tokens_per_second,
         "hetero_speedup_ratio": summary.speedup_ratio,
+        "context": result.context,
         "uniform": vars(summary.uniform) if summary.uniform else None,
         "alone": [vars(b) for b in summary.alone],
         "rejected": [vars(v) for v in summary.variants],

@@ -1,0 +1,66 @@
+"""The certificate where stages may be context groups: what the speeds of all chips allow, whatever the plan.
+
+Every layer's products and every visible query-key pair are computed once in forward and again in backward, by some
+chip; a chip divides its time between the two. The least time in which all chips together do the work of a batch is a
+linear program with a known optimum (:func:`speed_bound`); recompute, communication, bubbles, head, embedding, host and
+optimizer only add to it. Plans with and without context groups compute this work, so it bounds both; the certificate
+of a search that tried both is the smaller of this and the bound of its plans without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hetero_megatron.planner.bound import ASSUMPTIONS, Bound
+from hetero_megatron.planner.context_bound import speed_bound
+from hetero_megatron.planner.context_problem import ContextOptions, ContextProblem, Fabric, Member
+from hetero_megatron.planner.costs import CostModel
+from hetero_megatron.planner.evaluate import Evaluator
+from hetero_megatron.planner.operators import Operators
+from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, visible_pairs
+
+CONTEXT_ASSUMPTIONS = (
+    "context groups: only the products of layers and attention count, at the best rate of each chip over shares of the "
+    "sequence, the micro-batch and TP",
+    *(text.replace("no context groups, ", "") for text in ASSUMPTIONS),
+)
+ROWS, DEGREES, PARTS = (1, 4, 32), (1, 2, 4, 8), (1, 2, 8, 64)
+
+
+def context_bound(found: Bound, evaluator: Evaluator, model: ModelSpec, batch: int) -> Bound:
+    """The smaller of a bound on plans without context groups and of the one on all plans."""
+    seconds = work_bound(evaluator, model, batch)
+    return Bound(seconds, "work") if seconds < found.seconds else found
+
+
+def work_bound(evaluator: Evaluator, model: ModelSpec, batch: int) -> float:
+    """Seconds in which no plan computes ``batch`` sequences."""
+    costs = evaluator.costs
+    best = {group.chip: _fastest(model, costs, group.chip) for group in evaluator.pool.groups}
+    members = [
+        replace(best[group.chip], ranks=(rank,)) for group in evaluator.pool.groups for n in group.ranks for rank in n
+    ]
+    fabric = Fabric(((0.0, 0.0),), (((0.0, 0.0),),))
+    options = ContextOptions(head=False, embed=False, recompute="none")
+    problem = ContextProblem(model, costs.seq_length, tuple(members), fabric, options)
+    return batch * speed_bound(problem)
+
+
+def _fastest(model: ModelSpec, costs: CostModel, chip: str) -> Member:
+    """A chip at the best of its rates."""
+    operators: Operators = costs.operators(chip)
+    flops = layer_matmul_flops(model)
+    pairs = layer_attention_flops(model, visible_pairs(costs.seq_length, model.sliding_window))
+    gemm = core = back = 0.0
+    for rows in ROWS:
+        for tp in DEGREES:
+            for part in PARTS:
+                length = max(1, costs.seq_length // part)
+                linear, ratio = operators.split(1 / tp, rows, length)
+                work = flops * rows * length / tp
+                gemm = max(gemm, work / linear[0], 2 * work / linear[1])
+                seconds = operators.attention(1 / tp, rows, costs.seq_length)
+                core = max(core, pairs * rows / tp / (seconds[0] * ratio[0]))
+                back = max(back, pairs * rows / tp / (seconds[1] * ratio[1]))
+    return Member((0,), 0, 0, gemm, core, 0.0, attention_backward=core / back)

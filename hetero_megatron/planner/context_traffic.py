@@ -1,0 +1,147 @@
+"""What crosses links in one layer of a context stage, and which query-key pairs every group computes when.
+
+Taken from the structures that the runtime executes (``head_moves``, ``make_blocks``, ``ring_schedule``, ``head_hop``),
+in units of (token, head) of one sequence, so it depends on no rates.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hetero_megatron.layout import Transfer
+from hetero_megatron.layout.mask import tiles, visible
+from hetero_megatron.plan.context_plan import (
+    Block,
+    ContextGroup,
+    Hop,
+    RingSchedule,
+    StageContext,
+    head_hop,
+    head_moves,
+    ring_schedule,
+    seen_tokens,
+)
+
+Volumes = Mapping[tuple[int, int], int]  # (source rank, destination rank) -> (token, head) units
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One message exchange between two groups: a block's keys and values, or their gradients."""
+
+    source: int
+    to: int
+    tokens: int
+    gradients: bool
+
+
+class LayerTraffic:
+    """One layer of one inner replica of a stage.
+
+    Attributes:
+        ranks: the ranks of each head exchange; enter, leave: what travels in it before and after attention (queries,
+            keys and values; the output). Backward sends the same amounts back.
+        pairs: by group and block, the (query, key) pairs of one head.
+    """
+
+    def __init__(self, context: StageContext, window: int | None) -> None:
+        self.context, self.window = context, window
+        self.groups = {g.index: g for g in context.groups}
+        self.ring = context.transport != "gather" and len(context.groups) > 1
+        one = context.transport == "gather" or len(context.groups) == 1
+        exchanged = context.groups[:1] if one else context.groups
+        self.ranks, self.enter, self.leave = [], [], []
+        self.exchange_of: dict[int, int] = {}  # by group: place in these lists
+        for group in exchanged:
+            ranks, queries, keys = head_moves(context, group)
+            self.ranks.append(ranks)
+            self.enter.append(_volumes([(queries.pieces, 1), (keys.pieces, 2)]))
+            self.leave.append(_volumes([(queries.pieces.adjoint(), 1)]))
+        for place, group in enumerate(context.groups):
+            self.exchange_of[group.index] = 0 if one else place
+        self.blocks: tuple[Block, ...] = ()
+        self.schedule: RingSchedule | None = None
+        if self.ring:
+            self.blocks = context.blocks
+            self.schedule = ring_schedule(context.groups, self.blocks, self._needs)
+        self.pairs = self._pairs()
+        self._hops: dict[tuple[int, int], tuple[Transfer, Transfer]] = {}
+
+    def _needs(self, group: ContextGroup, block: Block) -> bool:
+        return visible(group.tokens, block.tokens, (0,), self.window)
+
+    def _pairs(self) -> dict[int, list[int]]:
+        found = {}
+        for g, group in self.groups.items():
+            keys = [block.tokens for block in self.blocks]
+            if not self.ring:
+                keys = [seen_tokens(group.tokens) if self.context.transport == "gather" else group.tokens]
+            found[g] = [sum(t.area for t in tiles(group.tokens, k, (0,), self.window)) for k in keys]
+        return found
+
+    def volumes(self, passage: Passage) -> dict[tuple[int, int], int]:
+        """Of keys and values together (or of both gradients)."""
+        key = (passage.source, passage.to)
+        if key not in self._hops:
+            heads = self.context.spec.num_kv_heads
+            self._hops[key] = head_hop(self.groups[passage.source], self.groups[passage.to], heads)
+        return _volumes([(self._hops[key][passage.gradients], 2 * passage.tokens)])
+
+    def block_tokens(self, block: int) -> int:
+        return self.blocks[block].size
+
+    def keys_of(self, t: int) -> list[Passage]:
+        """What arrives in round ``t``."""
+        assert self.schedule is not None
+        return [Passage(h.source, h.to, self.block_tokens(h.block), False) for h in self._round(t)]
+
+    def gradients_of(self, t: int) -> list[Passage]:
+        """What leaves at the end of round ``t`` of backward: to the block's next group, or to its owner."""
+        following = {h.block: h.to for h in self._round(t + 1)}
+        ends = [(h, self.blocks[h.block].group if h.last else following[h.block]) for h in self._round(t)]
+        return [Passage(h.to, end, self.block_tokens(h.block), True) for h, end in ends]
+
+    def _round(self, t: int) -> tuple[Hop, ...]:
+        assert self.schedule is not None
+        return self.schedule.rounds[t] if t < len(self.schedule.rounds) else ()
+
+    def sent(self, item: int, wide: int, recompute: str, full: bool) -> dict[tuple[int, int], int]:
+        """Bytes per element of a head's row, by (source, destination), of one layer's forward and backward.
+
+        Multiply by head_dim and by the sequences of the micro-batch.
+
+        Args:
+            item: bytes of an activation; wide: of an accumulated gradient.
+            recompute: of the stage; full: whether this layer runs again whole. A recomputed core stops as soon as
+                what backward needs is there, before its output leaves.
+        """
+        total: dict[tuple[int, int], int] = defaultdict(int)
+        into = 1 + 1 + (full or recompute == "selective")  # forward, backward, and again
+        out = 1 + 1 + full
+        for flows, times in ((self.enter, into), (self.leave, out)):
+            for one in flows:
+                # What leaves in forward comes back in backward, between the same ranks the other way round.
+                for (a, b), n in one.items():
+                    total[a, b] += (times - 1) * n * item
+                    total[b, a] += n * item
+        if self.schedule is not None:
+            for t in range(len(self.schedule.rounds)):
+                for passage, times, size in (
+                    *((p, into, item) for p in self.keys_of(t)),
+                    *((p, 1, wide) for p in self.gradients_of(t)),
+                ):
+                    for pair, n in self.volumes(passage).items():
+                        total[pair] += times * n * size
+        return {pair: n for pair, n in total.items() if n}
+
+
+def _volumes(moves: list[tuple[Transfer, int]]) -> dict[tuple[int, int], int]:
+    """Units by pair of ranks, each transfer's times its weight; what stays where it is left out."""
+    total: dict[tuple[int, int], int] = defaultdict(int)
+    for transfer, weight in moves:
+        for piece in transfer.pieces:
+            if piece.src != piece.dst:
+                total[piece.src, piece.dst] += piece.box.size * weight
+    return dict(total)
