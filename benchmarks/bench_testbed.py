@@ -25,8 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import machine
-from benchmarks.testbed_run import emulated_cluster as emulated
-from benchmarks.testbed_run import notes, run_job, speed_ceiling
+from benchmarks.testbed_run import emulated_cluster, notes, run_job, speed_ceiling
 
 MODEL = {
     "name": "bench", "naming": "llama", "num_layers": 8, "hidden_size": 128, "ffn_hidden_size": 352, "num_heads": 8,
@@ -54,39 +53,42 @@ class Case:
     goal: float | None = None
 
 
+def two_types(
+    fast: tuple[int, int, float, str], slow: tuple[int, int, float, str], between: str, inter: str = "50 MB/s"
+) -> dict[str, Any]:
+    """Each (nodes, chips per node, speed, memory); ``inter``: between nodes of a type."""
+    return emulated_cluster([("fast", *fast), ("slow", *slow)], inter, fast_slow=between)
+
+
 PLANS = {
-    "3:1, 2+2": Case(emulated([("fast", 2, 1, 0.6, "1 GiB"), ("slow", 2, 1, 0.2, "1 GiB")], fast_slow="25 MB/s")),
-    "2:1, 1+3": Case(emulated([("fast", 1, 1, 0.6, "1 GiB"), ("slow", 3, 1, 0.3, "1 GiB")], fast_slow="25 MB/s")),
-    "3:1, 2+4": Case(
-        emulated([("fast", 2, 1, 0.45, "1 GiB"), ("slow", 4, 1, 0.15, "1 GiB")], fast_slow="20 MB/s"), 6
-    ),
+    "3:1, 2+2": Case(two_types((2, 1, 0.6, "1 GiB"), (2, 1, 0.2, "1 GiB"), "25 MB/s")),
+    "2:1, 1+3": Case(two_types((1, 1, 0.6, "1 GiB"), (3, 1, 0.3, "1 GiB"), "25 MB/s")),
+    "3:1, 2+4": Case(two_types((2, 1, 0.45, "1 GiB"), (4, 1, 0.15, "1 GiB"), "20 MB/s"), layers=6),
     "4:2:1, 1+2+2": Case(
-        emulated(
+        emulated_cluster(
             [("a", 1, 1, 0.6, "1 GiB"), ("b", 2, 1, 0.3, "1 GiB"), ("c", 2, 1, 0.15, "1 GiB")],
             a_b="40 MB/s", b_c="20 MB/s",
-        ), 5, 40,
+        ), layers=5, batch=40,
     ),
-    "3:1, nodes of 2": Case(
-        emulated([("fast", 1, 2, 0.5, "1 GiB"), ("slow", 1, 2, 0.17, "1 GiB")], fast_slow="25 MB/s")
-    ),
-    "3:1, 2+2, small memory": Case(
-        emulated([("fast", 2, 1, 0.6, "101 MiB"), ("slow", 2, 1, 0.2, "92 MiB")], fast_slow="25 MB/s")
-    ),
-    "2:1, 2+6": Case(emulated([("fast", 2, 1, 0.3, "1 GiB"), ("slow", 6, 1, 0.15, "1 GiB")], fast_slow="25 MB/s")),
+    "3:1, nodes of 2": Case(two_types((1, 2, 0.5, "1 GiB"), (1, 2, 0.17, "1 GiB"), "25 MB/s")),
+    "3:1, 2+2, small memory": Case(two_types((2, 1, 0.6, "101 MiB"), (2, 1, 0.2, "92 MiB"), "25 MB/s")),
+    "2:1, 2+6": Case(two_types((2, 1, 0.3, "1 GiB"), (6, 1, 0.15, "1 GiB"), "25 MB/s")),
 }  # fmt: skip
 CLUSTERS = {name: case.cluster for name, case in PLANS.items()}
 BOUNDS = {
     "side by side, 3:1": Case(
-        emulated([("fast", 2, 1, 0.6, "1 GiB"), ("slow", 2, 1, 0.2, "1 GiB")], "100 MB/s", fast_slow="50 MB/s"),
-        8, 160, (), None, 0.975,
+        two_types((2, 1, 0.6, "1 GiB"), (2, 1, 0.2, "1 GiB"), "50 MB/s", "100 MB/s"),
+        batch=160, kinds=(), goal=0.975,
     ),
+    # The slow chips hold no replica, however they are cut; 64 micro-batches of 2.
     "cut across types, 3:1": Case(
-        emulated([("fast", 2, 1, 0.6, "88 MiB"), ("slow", 2, 1, 0.2, "88 MiB")], "100 MB/s", fast_slow="50 MB/s"),
-        16, 64, (), 1 << 30, 0.9,
+        two_types((2, 1, 0.6, "1 GiB"), (2, 1, 0.2, "82 MiB"), "50 MB/s", "100 MB/s"),
+        batch=128, kinds=(), alone_memory=1 << 30, goal=0.9,
     ),
+    # The fast chips alone hold the model only if they recompute all of it, in micro-batches of 1.
     "superlinear, 3:1": Case(
-        emulated([("fast", 2, 1, 0.6, "79 MiB"), ("slow", 2, 1, 0.2, "1 GiB")], "100 MB/s", fast_slow="50 MB/s"),
-        8, 64, (), None, 1.05,
+        two_types((2, 1, 0.6, "83 MiB"), (2, 1, 0.2, "1 GiB"), "50 MB/s", "100 MB/s"),
+        batch=64, kinds=(), goal=1.05,
     ),
 }  # fmt: skip
 
@@ -102,8 +104,8 @@ def measure(case: Case, name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def report(case: Case, name: str, found: dict[str, Any]) -> dict[str, float]:
     """Print the table of one cluster; its key figures."""
-    print(f"\n### {name} ({case.layers} layers, batch {case.batch}; {notes(found)})")
-    print("\n| plan | predicted s | measured s | spread | error |")
+    print(f"\n### {name} ({case.layers} layers, batch {case.batch}; {notes(found)})\n")
+    print("| plan | predicted s | measured s | spread | error |")
     print("|---|---|---|---|---|")
     errors, best = [], {}
     for row in found["rows"]:
@@ -124,7 +126,7 @@ def report(case: Case, name: str, found: dict[str, Any]) -> dict[str, float]:
     if alone:
         figures["type alone"] = min(alone) / best["planner"]
         figures["hethub"] = 1 / best["planner"] / sum(1 / s for s in alone)
-    share, total = figures.get("ceiling", 0), len(CLUSTERS[name]["chips"])
+    share, total = figures.get("ceiling", 0), len(case.cluster["chips"])
     text = {
         "uniform": f"best uniform {figures.get('uniform', 0):.2f}x slower ({share:.0%} of the ceiling {ceiling:.2f})",
         "type alone": f"best type alone {figures.get('type alone', 0):.2f}x slower",

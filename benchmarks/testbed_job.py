@@ -69,11 +69,11 @@ def main() -> None:
     for name, kind, data in plans:
         plan = plan_from_dict(data, spec, cluster)
         predicted = predict(plan, spec, rated, DTYPE)
-        steps = 1 if predicted.step_seconds > LONG else work["steps"]
-        seconds = run(plan, spec, comm, build, steps)
+        count = 1 if predicted.step_seconds > LONG else work["steps"]
+        seconds = run(plan, spec, comm, build, count)
         every = [s.seconds for s in world.gather_objects(seconds) if s]  # type: ignore[attr-defined]
         if comm.rank == 0:
-            steps = [max(s) for s in zip(*every)]  # type: ignore[call-overload]
+            steps = [max(s) for s in zip(*every)]
             rows.append(
                 {
                     "name": name, "kind": kind, "plan": data, "predicted": predicted.step_seconds, "steps": steps,

@@ -50,7 +50,7 @@ def test_the_search_and_the_prediction_agree(per_node: int) -> None:
     evaluator = make_evaluator(MODEL, there, SEQ, SearchOptions(dtype="fp32"))
     rng = random.Random(per_node)
     errors = []
-    for _ in range(15):
+    for _ in range(10):
         candidate = random_candidate(rng, evaluator.pool)
         placed = place(candidate, evaluator.pool)
         assert placed is not None

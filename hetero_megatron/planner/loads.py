@@ -1,8 +1,9 @@
 """What gradient synchronisation of a candidate puts on links and chips, from where the replicas of each stage lie.
 
-Each element has one owner among its holders, evenly divided; a holder sends the owners what is theirs and gets new
-parameters back. Messages are priced as :mod:`hetero_megatron.planner.network` prices them on concrete ranks: a node
-sends at the rate of its fastest link, to one other node at that of their own.
+Each element has one owner among its holders, evenly divided among the ranks; a holder sends the owners what is theirs
+and gets new parameters back. Messages are priced as :mod:`hetero_megatron.planner.network` prices them on concrete
+ranks: a node sends at the rate of its fastest link, to one other node at that of their own. What the ranks of a TP
+group hold alike (norms) is left out.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hetero_megatron.planner.shape import StageShape
 
 Node = tuple[int, int]  # group, index
 At = tuple[int, int]  # part, stage
-Port = Node | At  # a node's network cards; a chip's own link
+Port = tuple[int, ...]  # a node's network cards; (part, stage, 0): the own link of each of the stage's chips
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class Run:
 
     Attributes:
         held: elements of a rank of each stage that holds them; lowest: the stage's layers before these, and whether
-            the stage has the embedding after them in backward; copies: how many hold each element; ranks: in all.
+            the stage has the embedding after them in backward; copies: how many hold each element; ranks: in all;
+        share: of a copy's elements that its TP group owns, by stage.
         ports: seconds that each port is busy; link: of the most loaded pair of ends; latency, hosts' part included.
     """
 
@@ -77,6 +79,7 @@ class Run:
     lowest: dict[At, int]
     copies: int
     ranks: int
+    share: dict[At, float]
     embed: bool = False
     ports: dict[Port, float] = field(default_factory=dict)
     link: float = 0.0
@@ -125,14 +128,15 @@ def sync_loads(placed: Placed, ways: Ways, costs: CostModel, node_of: Mapping[in
     before: tuple[At, ...] = ()
     for holders, first, layers, end in segments:
         copies = sum(sum(loads.nodes[at].values()) for at in holders)
+        ranks = sum(sum(loads.nodes[at].values()) * stages[at].tp for at in holders)
         for at in holders:
-            loads.shared[at] += layers * stages[at].dp / copies
+            loads.shared[at] += layers * stages[at].dp * stages[at].tp / ranks
         if copies <= 1:
             before = ()
             continue
         if holders != before:
-            ranks = sum(sum(loads.nodes[at].values()) * stages[at].tp for at in holders)
-            loads.runs.append(Run(dict.fromkeys(holders, 0.0), {}, copies, ranks))
+            share = {at: stages[at].tp / ranks for at in holders}
+            loads.runs.append(Run(dict.fromkeys(holders, 0.0), {}, copies, ranks, share))
         run, before = loads.runs[-1], holders
         for at in holders:
             run.held[at] += _held(costs, stages[at], layers, end)
@@ -151,38 +155,45 @@ def _held(costs: CostModel, stage: StageShape, layers: int, end: str) -> float:
 
 def _price(run: Run, loads: Loads, stages: Mapping[At, StageShape], ways: Ways) -> None:
     """Seconds per byte of an element on every port, and between the two most loaded ends."""
-    nodes: Counter[Node] = Counter()
+    nodes: Counter[Node] = Counter()  # ranks
+    units: Counter[int] = Counter()  # copies by group
+    inside_units: Counter[Node] = Counter()
     for at in run.held:
-        nodes.update(loads.nodes[at])
-    units: Counter[int] = Counter()  # by group
+        for node, n in loads.nodes[at].items():
+            nodes[node] += n * stages[at].tp
+            units[node[0]] += n
+            inside_units[node] += n
+    total: Counter[int] = Counter()  # ranks by group
     most: dict[int, int] = defaultdict(int)  # on one node of the group
     count: Counter[int] = Counter()  # nodes
     for (g, _), n in nodes.items():
-        units[g] += n
+        total[g] += n
         most[g], count[g] = max(most[g], n), count[g] + 1
     groups = sorted(units)
     message = 0.0
     for at, held in run.held.items():
         tp = stages[at].tp
         for (g, i), mine in loads.nodes[at].items():
-            inside = nodes[g, i]
-            near = ways.between(g, g, True) if inside > 1 else None
+            inside, others_inside = nodes[g, i], inside_units[g, i] - 1
+            near = ways.between(g, g, True) if others_inside else None
             if near is not None:
-                run.ports[at] = max(run.ports.get(at, 0.0), held * (inside - 1) / run.copies * near.out)
-                run.link = max(run.link, held / run.copies * near.link)
+                own = held * max((inside - tp) / run.ranks * near.out, run.share[at] * others_inside * near.into)
+                run.ports[*at, 0] = max(run.ports.get((*at, 0), 0.0), own)
+                run.link = max(run.link, held / run.ranks * near.link)
                 run.latency, message = max(run.latency, near.alpha), max(message, near.message)
             out = into = 0.0
             for h in groups:
-                others = units[h] - (inside if h == g else 0)
+                others = total[h] - (inside if h == g else 0)
+                copies = units[h] - (inside_units[g, i] if h == g else 0)
                 way, back = ways.between(g, h), ways.between(h, g)
                 if not others or way is None or back is None:
                     continue
-                out, into = out + others * way.out, into + others * back.into
+                out, into = out + others / run.ranks * way.out, into + copies * run.share[at] * back.into
                 if h != g or count[g] > 1:
-                    run.link = max(run.link, mine * tp * held / run.copies * most[h] * max(way.link, back.link))
+                    run.link = max(run.link, mine * tp * held / run.ranks * most[h] * max(way.link, back.link))
                 run.latency, message = max(run.latency, way.alpha), max(message, way.message)
             if out:
-                run.ports[g, i] = run.ports.get((g, i), 0.0) + mine * tp * held / run.copies * max(out, into)
+                run.ports[g, i] = run.ports.get((g, i), 0.0) + mine * tp * held * max(out, into)
     run.latency += (run.ranks - 1) * message
 
 
@@ -191,11 +202,12 @@ def own_seconds(
 ) -> tuple[float, float]:
     """(before, after) a rank's part of a run travels, as :meth:`Synchronisation.host_seconds` has it."""
     rates, held = costs.chip_rates(chip), run.held[at]
-    others = held * (run.copies - 1) / run.copies * item
+    given, taken = held * (1 - run.share[at]) * item, held * run.share[at] * (run.copies - 1) * item
     fixed = rates.exchange_seconds * run.buckets
     if spread:
-        return others * rates.pack + fixed, others * rates.unpack + fixed
-    return others * rates.pack + fixed, held * item * rates.add + fixed * run.ranks
+        return taken * rates.pack + fixed, given * rates.unpack + fixed
+    own = held * run.share[at] * item
+    return given * rates.pack + fixed, (taken + own) * rates.add + fixed * run.ranks
 
 
 def bounded(ways: Ways, group: int, pool: Pool, near: bool) -> tuple[float, float]:

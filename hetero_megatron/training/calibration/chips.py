@@ -53,9 +53,9 @@ def observe(run: Run, comm: Comm, dtype: torch.dtype, optimizer: OptimizerFactor
         if step == 0:  # allocations, caches, lazy initialisation
             continue
         for kind, into in (("F", forward), ("B", backward)):
-            first, *others = [t.computed for t in stats.actions if t.action.kind == kind]
+            alone, *others = [t.computed for t in stats.actions if t.action.kind == kind]
             into += others
-            saved += [median(others) - first] if kind == "B" else []
+            saved += [median(others) - alone] if kind == "B" else []
         tails.append(tail)
     stage, first = runtime.stage, runtime.place.stage
     chip, layers = run.stages[first]

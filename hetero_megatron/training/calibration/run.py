@@ -112,8 +112,8 @@ def calibrate(
     log("exchange of gradients and parameters")
     phases: list[Phase] = []
     for run in exchange_runs(cluster, spec, options.seq_length):
-        mine_ = observe_exchange(run, chip, comm, dtype, optimizer, options.steps)
-        phases += [p for rows in world.gather_objects(mine_) for p in rows]  # type: ignore[attr-defined]
+        own = observe_exchange(run, chip, comm, dtype, optimizer, options.steps)
+        phases += [p for rows in world.gather_objects(own) for p in rows]  # type: ignore[attr-defined]
     found.exchange = {c: solve_phases([p for p in phases if p.chip == c]) for c in {p.chip for p in phases}}
     log("optimizer and attention")
     lengths = options.lengths
