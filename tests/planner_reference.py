@@ -1,13 +1,16 @@
 """Exhaustive search over plans of small clusters, and random clusters to search.
 
-Written apart from the planner's search: nested loops over everything, nothing clever but two cuts that cannot lose a
-better plan. A plan whose slowest pipeline alone takes as long as the best plan known is skipped (synchronisation only
-adds), and of a stage's recompute levels only the fastest that fits is tried (all times grow with a stage's).
+Written apart from the planner's search: nested loops over everything, nothing clever but cuts that cannot lose a better
+plan. A plan is skipped when one of its stages alone, doing all its micro-batches, or one of its pipelines takes as long
+as the best plan known (synchronisation only adds). Of a stage's recompute levels only the fastest that fits is tried
+(all times grow with a stage's); before the other pipelines are known, the fastest that would fit if optimizer states
+were divided among all chips and buckets took no memory, which is never slower.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,6 +24,7 @@ from hetero_megatron.spec.flops import parameter_count
 
 GIB = 2**30
 Usage = tuple[int, ...]
+Row = tuple[float, PipelineShape, int]  # seconds, shape, micro-batches
 
 
 @dataclass(frozen=True)
@@ -76,31 +80,35 @@ class Exhaustive:
         self.found: Candidate | None = None
         self.tried = 0
         self.fixed = min(evaluator.costs.chip_rates(g.chip).step_seconds for g in evaluator.pool.groups)
-        self._seconds: dict[Any, float] = {}
+        self._afters: dict[Any, float] = {}
+        self._least: dict[Any, tuple[float, StageShape | None]] = {}
 
     def run(self) -> float:
         everything = [u for u in itertools.product(*(range(n + 1) for n in self.counts)) if any(u)]
         for schedule in ("1f1b", "gpipe"):
+            tables = {u: self._pipelines(u, schedule) for u in everything}
             for d in range(1, min(self.case.batch, sum(self.counts)) + 1):
-                tables = {u: self._pipelines(u, schedule, d) for u in everything}
                 for usages in itertools.combinations_with_replacement(everything, d):
                     if all(sum(u[g] for u in usages) <= n for g, n in enumerate(self.counts)):
                         self._combine(usages, tables, schedule)
         return self.best
 
-    def _pipelines(self, usage: Usage, schedule: str, d: int) -> dict[int, list[tuple[float, PipelineShape, int]]]:
-        """By number of sequences: every pipeline on exactly these chips that ends in time."""
-        found: dict[int, list[tuple[float, PipelineShape, int]]] = {}
-        most = self.case.batch - d + 1
-        sizes = [self.case.size] if self.case.size else [b for b in (1, 2, 3, 4, 8) if b <= most]
+    def _pipelines(self, usage: Usage, schedule: str) -> dict[int, list[Row]]:
+        """By number of sequences: every pipeline on exactly these chips that could end in time."""
+        found: dict[int, list[Row]] = {}
+        batch, alone = self.case.batch, sum(self.counts) == sum(usage)
+        sizes = [self.case.size] if self.case.size else [b for b in (1, 2, 3, 4, 8) if b <= batch]
         for size in sizes:
+            few = batch // size if alone else 1  # a pipeline on all chips computes the whole batch
+            if alone and batch % size:
+                continue
             for stages in self._stages(usage, size):
-                for layers in self._layers(len(stages)):
+                for layers in self._layers(stages, size, few):
                     shape = PipelineShape(size, tuple(replace(s, layers=n) for s, n in zip(stages, layers)))
-                    for m in range(1, most // size + 1):
-                        if d == 1 and m * size != self.case.batch:
-                            continue
+                    for m in range(few, batch // size + 1):
                         seconds = self._time(shape, m, schedule)
+                        if seconds + self.fixed >= self.best and m > 1:
+                            break  # more micro-batches take longer
                         if seconds + self.fixed < self.best:
                             found.setdefault(m * size, []).append((seconds, shape, m))
         for rows in found.values():
@@ -108,10 +116,49 @@ class Exhaustive:
         return found
 
     def _time(self, shape: PipelineShape, m: int, schedule: str) -> float:
-        key = (shape, m, schedule)
-        if key not in self._seconds:
-            self._seconds[key] = self.evaluator.pipeline_seconds(shape, m, schedule)
-        return self._seconds[key]
+        """Of a pipeline with the least recompute that could ever fit; inf if none could."""
+        alive = in_flight(schedule, len(shape.stages), m)
+        last = len(shape.stages) - 1
+        slowest, made = 0.0, []
+        for s, stage in enumerate(shape.stages):
+            seconds, fitting = self._stage(stage, shape.micro_batch_size, s == 0, s == last, alive[s])
+            slowest = max(slowest, seconds)
+            made.append(fitting)
+        if m * slowest + self.fixed >= self.best:
+            return m * slowest
+        fitting_shape = PipelineShape(shape.micro_batch_size, tuple(x for x in made if x is not None))
+        return self.evaluator.pipeline_seconds(fitting_shape, m, schedule)
+
+    def _stage(
+        self, stage: StageShape, size: int, embed: bool, head: bool, alive: int
+    ) -> tuple[float, StageShape | None]:
+        """(seconds of a micro-batch, the stage) with the fastest recompute that could ever fit; inf if none could."""
+        key = (stage, size, embed, head, alive)
+        if key not in self._least:
+            costs, best = self.evaluator.costs, (math.inf, None)
+            for made in self._levels(stage):
+                choice = self.evaluator.tables.choice(made, embed, head)
+                needs = costs.memory_bytes(choice, size, alive, sum(self.counts))
+                state = needs.overhead + needs.weights + needs.gradients + needs.optimizer
+                if state + needs.activations <= costs.memory_limit(choice.chip):
+                    seconds = costs.forward_seconds(choice, size) + costs.backward_seconds(choice, size)
+                    best = min(best, (seconds, made), key=lambda row: row[0])
+            self._least[key] = best
+        return self._least[key]
+
+    def _after(self, shape: PipelineShape, pipelines: int) -> float:
+        """Least seconds of what follows a pipeline in a plan of so many; tests check that it is never too much."""
+        key = (shape, pipelines)
+        if key not in self._afters:
+            links = [0.0] * (len(shape.stages) - 1)
+            self._afters[key] = self.evaluator.least_after(shape.stages, shape.micro_batch_size, links, pipelines)
+        return self._afters[key]
+
+    def _levels(self, stage: StageShape) -> list[StageShape]:
+        levels = [("none", 0), ("selective", 0), *(("first", n) for n in range(1, stage.layers)), ("full", 0)]
+        if self.case.recompute is not None:
+            levels = [(self.case.recompute, 0)]
+        return [replace(stage, recompute=recompute, first=first) for recompute, first in levels]
 
     def _stages(self, usage: Usage, size: int) -> Iterator[tuple[StageShape, ...]]:
         if not any(usage):
@@ -129,15 +176,23 @@ class Exhaustive:
                     for others in self._stages(rest, size):
                         yield (StageShape(g, tp, dp), *others)
 
-    def _layers(self, count: int) -> Iterator[tuple[int, ...]]:
-        total = self.case.model.num_layers
-        if count == 1:
-            yield (total,)
-            return
-        for cut in itertools.combinations_with_replacement(range(total + 1), count - 1):
-            layers = tuple(b - a for a, b in zip((0, *cut), (*cut, total)))
-            if all(layers[1:-1]):
-                yield layers
+    def _layers(self, stages: tuple[StageShape, ...], size: int, m: int) -> Iterator[tuple[int, ...]]:
+        """All layers of the stages, none of which alone takes too long for ``m`` micro-batches."""
+        total, last = self.case.model.num_layers, len(stages) - 1
+
+        def extend(s: int, left: int, prefix: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+            for n in range(left + 1) if s < last else (left,):
+                if n == 0 and 0 < s < last:
+                    continue
+                seconds, _ = self._stage(replace(stages[s], layers=n), size, s == 0, s == last, 1)
+                if m * seconds + self.fixed >= self.best:
+                    continue
+                if s == last:
+                    yield (*prefix, n)
+                else:
+                    yield from extend(s + 1, left - n, (*prefix, n))
+
+        yield from extend(0, total, ())
 
     def _combine(self, usages: tuple[Usage, ...], tables: dict[Usage, Any], schedule: str) -> None:
         def extend(i: int, left: int, parts: tuple[Part, ...]) -> None:
@@ -152,6 +207,8 @@ class Exhaustive:
                 for seconds, shape, m in rows:
                     if seconds + self.fixed >= self.best:
                         break
+                    if seconds + self._after(shape, len(usages)) >= self.best:
+                        continue
                     extend(i + 1, left - q, (*parts, Part(shape, 1, m)))
 
         extend(0, self.case.batch, ())
@@ -193,13 +250,9 @@ class Exhaustive:
     def _fastest(
         self, stage: StageShape, shape: PipelineShape, s: int, alive: int, replicas: float
     ) -> StageShape | None:
-        levels = [("none", 0), ("selective", 0), *(("first", n) for n in range(1, stage.layers)), ("full", 0)]
-        if self.case.recompute is not None:
-            levels = [(self.case.recompute, 0)]
         tables, costs = self.evaluator.tables, self.evaluator.costs
         best: tuple[float, StageShape] | None = None
-        for recompute, first in levels:
-            made = replace(stage, recompute=recompute, first=first)
+        for made in self._levels(stage):
             choice = tables.choice(made, s == 0, s == len(shape.stages) - 1)
             needs = costs.memory_bytes(choice, shape.micro_batch_size, alive, replicas).total  # type: ignore[arg-type]
             if needs > costs.memory_limit(choice.chip):

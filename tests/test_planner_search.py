@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from hetero_megatron.planner.bound import price_bound
 from hetero_megatron.planner.columns import allocate
 from hetero_megatron.planner.place import shrink
 from hetero_megatron.planner.search import SearchOptions, make_evaluator, search
+from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape
 from hetero_megatron.planner.space import Space
 from hetero_megatron.planner.split import _bisect, best_split, count_splits, splits
 from hetero_megatron.planner.summary import summarize, summary_json
@@ -113,6 +116,30 @@ def test_as_good_as_exhaustive_search(seed: int) -> None:
     if math.isfinite(mine):
         assert mine <= 1.01 * best
         assert bound <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 7])
+def test_least_after_a_pipeline_is_never_too_much(seed: int) -> None:
+    """The reference skips plans by it, so it is checked against the evaluation of plans of one and two pipelines."""
+    case = random_case(seed, "open")
+    evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
+    kinds = [StageShape(g, 1, 1) for g, n in enumerate(evaluator.pool.counts) for _ in range(n)]
+    half = case.model.num_layers // 2
+    shapes = [(replace(a, layers=half), replace(b, layers=case.model.num_layers - half)) for a in kinds for b in kinds]
+    shapes += [(replace(a, layers=case.model.num_layers),) for a in kinds]
+    checked = 0
+    for first, second in itertools.combinations_with_replacement(shapes, 2):
+        for stages in ((first,), (first, second)):
+            parts = tuple(Part(PipelineShape(1, s), 1, 2) for s in stages)
+            score = evaluator.score(Candidate(parts))
+            if score is None:
+                continue
+            for part, seconds_ in zip(parts, score.pipelines, strict=True):
+                links = [0.0] * (len(part.shape.stages) - 1)
+                after = evaluator.least_after(part.shape.stages, 1, links, len(parts))
+                assert seconds_ + after <= score.step_seconds * (1 + 1e-9)
+                checked += 1
+    assert checked > 5
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -246,6 +273,10 @@ def test_planning_again_after_a_loss() -> None:
         assert plan.global_batch_size == 32
         assert node not in {own.ranks[r].node for r in plan.ranks}
         assert step >= planner.result.best.step_seconds * 0.99
+    plan, _, step = planner.without(["ada-1"])
+    planner.prepare()
+    again, _, prepared = planner.without(["ada-1"])
+    assert (again.fingerprint(), prepared) == (plan.fingerprint(), step)
     with pytest.raises(UserError, match="no such node"):
         planner.without(["nothing"])
 

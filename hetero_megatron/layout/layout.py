@@ -23,6 +23,7 @@ class Layout:
     shape: tuple[int, ...]
     boxes: Mapping[int, tuple[Box, ...]]
     _cache: dict[str, tuple[IntArray, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _counts: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         whole = Box.whole(self.shape)
@@ -35,6 +36,7 @@ class Layout:
                 assert len(overlapping_pairs(lo, hi, lo, hi)[0]) == len(mine), f"rank {rank}: boxes overlap: {mine}"
             kept[rank] = mine
         object.__setattr__(self, "boxes", kept)
+        object.__setattr__(self, "_counts", {rank: sum(b.size for b in mine) for rank, mine in kept.items()})
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -57,7 +59,7 @@ class Layout:
         return ranks, lo, hi
 
     def elements(self, rank: int) -> int:
-        return sum(b.size for b in self.of(rank))
+        return self._counts.get(rank, 0)
 
 
 def box_arrays(boxes: Iterable[Box], ndim: int | None = None) -> tuple[IntArray, IntArray]:

@@ -35,7 +35,7 @@ class Column:
 @dataclass
 class Shelf:
     """Columns of pipelines that use the same chips: ``times[q]`` is the least time for q sequences, ``best[q]`` the
-    columns that reach about that."""
+    columns that reach about that, ``cut[q]`` the least time of a column that was not kept."""
 
     batch: int
     exact: bool = False
@@ -43,10 +43,12 @@ class Shelf:
     columns: list[Column] = field(default_factory=list)
     times: Floats = field(init=False)
     best: list[list[tuple[float, int]]] = field(init=False)
+    cut: Floats = field(init=False)
 
     def __post_init__(self) -> None:
         self.times = np.full(self.batch + 1, np.inf)
         self.best = [[] for _ in range(self.batch + 1)]
+        self.cut = np.full(self.batch + 1, np.inf)
 
     def add_at(self, column: Column, counts: Sequence[int]) -> None:
         """Take a column for these numbers of micro-batches only."""
@@ -60,10 +62,12 @@ class Shelf:
             return
         row = self.best[q]
         if len(row) >= self.keep and time >= row[-1][0]:
+            self.cut[q] = min(self.cut[q], time)
             return
         row.append((time, index))
         row.sort()
-        del row[self.keep :]
+        if len(row) > self.keep:
+            self.cut[q] = min(self.cut[q], row.pop()[0])
         self.times[q] = row[0][0]
 
 

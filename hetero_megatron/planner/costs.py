@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hetero_megatron.cluster import Cluster, Link
@@ -126,6 +125,7 @@ class CostModel:
         self._node = {c: max(g.chips_per_node for g in cluster.nodes if g.chip == c) for c in cluster.chips}
         self._home = {c: next(g.name for g in cluster.nodes if g.chip == c) for c in cluster.chips}
         self._seconds: dict[tuple[StageChoice, int], tuple[float, float]] = {}
+        self._most: dict[tuple[int, int, bool, bool], int] = {}
 
     def chip_rates(self, chip: str) -> ChipRates:
         """UserError for a chip that does not compute in this dtype or that the cluster lacks."""
@@ -226,8 +226,7 @@ class CostModel:
 
     def owned_elements(self, stage: StageChoice, replicas: int) -> float:
         """Elements whose optimizer state one rank keeps, when ``replicas`` pipelines hold the same layers."""
-        held = max(self._held(stage).values())
-        return held / (stage.dp * replicas)
+        return self.held_elements(stage) / (stage.dp * replicas)
 
     def optimizer_seconds(self, stage: StageChoice, replicas: int) -> float:
         owned = self.owned_elements(stage, replicas)
@@ -237,14 +236,22 @@ class CostModel:
         return seconds + self.chip_rates(stage.chip).step_seconds
 
     def held_elements(self, stage: StageChoice) -> int:
-        """Of the rank that holds most."""
-        return max(self._held(stage).values())
+        """Of the rank of the stage that holds most."""
+        key = (stage.tp, stage.layers, stage.embed, stage.head)
+        if key not in self._most:
+            self._most[key] = max(
+                held_elements(self.model, stage.layers, stage.embed, stage.head, share)
+                for share in equal_shares(self.model, stage.tp)
+            )
+        return self._most[key]
 
-    def _held(self, stage: StageChoice) -> Mapping[object, int]:
-        return {
-            share: held_elements(self.model, stage.layers, stage.embed, stage.head, share)
-            for share in equal_shares(self.model, stage.tp)
-        }
+    def _largest(self, stage: StageChoice) -> int:
+        """Elements of the largest tensor on any rank of the stage."""
+        key = (stage.tp, -1, stage.embed, stage.head)
+        if key not in self._most:
+            kinds = equal_shares(self.model, stage.tp)
+            self._most[key] = max(largest_elements(self.model, stage.embed, stage.head, share) for share in kinds)
+        return self._most[key]
 
     def memory_bytes(self, stage: StageChoice, micro_batch_size: int, in_flight: int, replicas: int) -> MemoryBytes:
         """The worst rank of the stage.
@@ -256,13 +263,12 @@ class CostModel:
         activations = activation_bytes(
             self.model, stage.layers, stage.head, stage.recompute, stage.first, tokens, in_flight, self.item, stage.tp
         )
-        held = max(self._held(stage).values())
+        held = self.held_elements(stage)
         owned = self.owned_elements(stage, replicas)
         group = stage.dp * replicas
         weights, gradients, optimizer, _ = state_bytes(held, owned, group, self.item, self.options.moments)
         # Only so many buckets travel at once, each of about BUCKET_BYTES or of one tensor that is larger.
-        kinds = equal_shares(self.model, stage.tp)
-        largest = max(largest_elements(self.model, stage.embed, stage.head, share) for share in kinds)
+        largest = self._largest(stage)
         moving = min(held, IN_FLIGHT * max(BUCKET_BYTES // 4, largest))
         buffers = state_bytes(moving, moving / group, group, self.item)[3]
         return MemoryBytes(

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from hetero_megatron.cluster import format_bytes
 from hetero_megatron.errors import UserError
-from hetero_megatron.layout import Layout
 from hetero_megatron.plan import Plan, rank_ranges
 from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, make_buckets
 from hetero_megatron.planner.context_footprint import context_activations
@@ -29,14 +28,19 @@ def estimate_memory(
     out = plan_activations(plan, spec, item)
     held, owned = (dict.fromkeys(plan.ranks, 0) for _ in range(2))
     travelling: dict[int, list[int]] = {rank: [] for rank in plan.ranks}  # by bucket, in the order of their sending
-    sizes: dict[int, dict[int, int]] = {}
+    known: dict[tuple[int, ...], list[tuple[int, int, int, int]]] = {}  # (rank, held, owned, travelling) of a bucket
     for bucket in buckets if buckets is not None else make_buckets(plan, spec):
-        for rank in bucket.ranks:
-            mine = sum(_elements(layout, sizes)[rank] for layout in bucket.owners.values())
-            whole = sum(_elements(layout, sizes)[rank] for layout in bucket.holders.values())
+        key = (*map(id, bucket.holders.values()), *map(id, bucket.owners.values()))
+        if key not in known:
+            known[key] = []
+            for rank in bucket.ranks:
+                mine = sum(layout.elements(rank) for layout in bucket.owners.values())
+                whole = sum(layout.elements(rank) for layout in bucket.holders.values())
+                known[key].append((rank, whole, mine, state_bytes(whole, mine, len(bucket.ranks), item)[3]))
+        for rank, whole, mine, moving in known[key]:
             held[rank] += whole
             owned[rank] += mine
-            travelling[rank].append(state_bytes(whole, mine, len(bucket.ranks), item)[3])
+            travelling[rank].append(moving)
     offloading = {r for p in plan.pipelines for s in p.stages if s.optimizer.offload for r in s.ranks}
     for rank, memory in out.items():
         weights, gradients, optimizer, _ = state_bytes(held[rank], owned[rank], 1, item, moments)
@@ -49,13 +53,6 @@ def estimate_memory(
             memory, weights=weights, gradients=gradients, optimizer=optimizer, buffers=buffers, host=host
         )
     return out
-
-
-def _elements(layout: Layout, known: dict[int, dict[int, int]]) -> dict[int, int]:
-    """Elements by rank; buckets of equal layers share their layouts, so few are counted."""
-    if id(layout) not in known:
-        known[id(layout)] = {rank: layout.elements(rank) for rank in layout.ranks}
-    return known[id(layout)]
 
 
 def plan_activations(plan: Plan, spec: ModelSpec, item: int) -> dict[int, MemoryBytes]:

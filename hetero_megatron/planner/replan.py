@@ -3,10 +3,12 @@
 A warm :class:`Planner` keeps the cost tables and the pipelines (skeletons) that the last search thought best. For new
 numbers of nodes it only asks how many of each fit, divides the batch, solves layers and recompute exactly, and
 evaluates the best few; no new kinds of pipelines are looked for. A full search can follow in the background.
+``prepare`` does so ahead of time for the loss of any one node; what is then left to do is to place the plan on ranks.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -39,12 +41,13 @@ class Planner:
         self.options = options or SearchOptions()
         self.result: Result = search(model, cluster, seq_length, batch, self.options)
         self.skeletons = self._skeletons()
+        self._ready: dict[tuple[int, ...], tuple[float, Candidate]] = {}
 
     def _skeletons(self) -> list[Skeleton]:
         """Distinct pipelines of the best plans, best first, and halves of them (fewer stages of each kind)."""
         found: dict[tuple[tuple[StageShape, ...], int], Skeleton] = {}
-        for choice in (self.result.best, *self.result.others):
-            for part in choice.candidate.parts:
+        for candidate in self.result.ranked:
+            for part in candidate.parts:
                 stages = tuple(StageShape(s.group, s.tp, s.dp) for s in part.shape.stages)
                 for variant in _variants(stages):
                     found.setdefault(
@@ -63,33 +66,50 @@ class Planner:
         known = {r.node for r in self.cluster.ranks}
         if not gone <= known:
             raise UserError("the cluster has no such node", field="node", value=sorted(gone - known)[0])
-        left = set(keep)
-        pool = self.result.pool
-        groups = tuple(
-            Group(g.chip, g.per_node, tuple(node for node in g.ranks if node[0] in left)) for g in pool.groups
-        )
-        smaller = Pool(groups, pool.intra, pool.inter)
-        evaluator = Evaluator(self.result.evaluator.tables, smaller)
-        builder = Builder(evaluator, self.model, self.batch, self.options.space)
-        best: tuple[float, Candidate] | None = None
-        for tried, rows in enumerate(self._combinations(smaller)):
-            if tried >= MOST_TRIED:
-                break
-            for candidate in builder.candidates(rows, self.result.best.candidate.schedule):
-                score = evaluator.score(candidate)
-                if score is not None and score.over == 0 and (best is None or score.step_seconds < best[0]):
-                    best = (score.step_seconds, candidate)
-        if best is None:
+        smaller = self._smaller(set(keep))
+        shape = tuple(g.nodes for g in smaller.groups)
+        found = self._ready.get(shape) or self._search(smaller)
+        if found is None:
             raise UserError(
                 "none of the known pipelines fits the nodes that are left", field="node", value=", ".join(nodes),
                 accepted="a full search: hetero-megatron plan --without",
             )  # fmt: skip
-        placed = place(best[1], smaller)
+        seconds, candidate = found
+        placed = place(candidate, smaller)
         assert placed is not None, "it was evaluated on these chips"
         plan = to_plan(placed, self.cluster, self.seq_length, self.model.num_heads)
         plan, own = renumbered(plan, {rank: i for i, rank in enumerate(keep)}), shrink(self.cluster, keep)
         validate(plan, self.model, own, dtype=self.options.dtype)
-        return plan, own, best[0]
+        return plan, own, seconds
+
+    def prepare(self) -> None:
+        """Plan ahead for the loss of any one node: equal nodes are interchangeable, so once per group of them."""
+        for group in self.result.pool.groups:
+            gone = set(group.ranks[0])
+            smaller = self._smaller({r for g in self.result.pool.groups for n in g.ranks for r in n} - gone)
+            found = self._search(smaller) if smaller.chips else None
+            if found is not None:
+                self._ready[tuple(g.nodes for g in smaller.groups)] = found
+
+    def _smaller(self, left: set[int]) -> Pool:
+        """The pool with only these ranks, whole nodes at a time; no group goes, so tables stay valid."""
+        pool = self.result.pool
+        groups = tuple(
+            Group(g.chip, g.per_node, tuple(node for node in g.ranks if node[0] in left)) for g in pool.groups
+        )
+        return Pool(groups, pool.intra, pool.inter)
+
+    def _search(self, pool: Pool) -> tuple[float, Candidate] | None:
+        """(seconds, candidate): the best of the known pipelines on these nodes; None when none fits."""
+        evaluator = Evaluator(self.result.evaluator.tables, pool)
+        builder = Builder(evaluator, self.model, self.batch, self.options.space)
+        best: tuple[float, Candidate] | None = None
+        for rows in itertools.islice(self._combinations(pool), MOST_TRIED):
+            for candidate in builder.candidates(rows, self.result.best.candidate.schedule):
+                score = evaluator.score(candidate)
+                if score is not None and score.over == 0 and (best is None or score.step_seconds < best[0]):
+                    best = (score.step_seconds, candidate)
+        return best
 
     def _combinations(self, pool: Pool) -> Iterator[list[Skeleton]]:
         """As many of one kind as fit, then of others in what is left; kinds that use most of the chips first."""

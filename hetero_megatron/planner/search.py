@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
@@ -24,14 +25,16 @@ from hetero_megatron.planner.predict import Prediction, predict
 from hetero_megatron.planner.regroup import regroup
 from hetero_megatron.planner.search_large import LargeSearch
 from hetero_megatron.planner.search_small import SmallSearch
-from hetero_megatron.planner.shape import Candidate
+from hetero_megatron.planner.shape import Candidate, Part, in_flight
 from hetero_megatron.planner.space import Space
 from hetero_megatron.planner.tables import Tables
 from hetero_megatron.planner.uniform import uniform_plans
 from hetero_megatron.spec import ModelSpec
 
 MARGIN = 0.1  # of memory, up to which the search leaves more and more room when nothing it finds fits exactly
-EXACT_CHIPS = 2048  # above, only the best candidate is predicted exactly, which takes longer than the search
+EXACT_CHIPS = 2048  # above, the search does not wait for exact prediction, which takes longer than it does
+SLACK = 64 << 20  # bytes per rank that exact placement of states may take beyond their mean, where it is not predicted
+WINDOW = 1.01  # candidates are predicted exactly if they are within this of the best: both agree to 0.5 %
 POLISH = 240  # evaluations of changes to each of the two best plans, on large clusters fewer
 DEPTH = 48  # pipeline stages that the search goes up to
 Progress = Callable[[str], None]
@@ -76,11 +79,28 @@ class Choice:
         return self.prediction.step_seconds
 
 
+class LateChoice(Choice):
+    """A plan of a very large cluster, which fits with room to spare: predicted when first asked for."""
+
+    def __init__(
+        self, plan: Plan, cluster: Cluster, candidate: Candidate, idle: tuple[int, ...], costs: CostModel
+    ) -> None:
+        fields = {"plan": plan, "cluster": cluster, "candidate": candidate, "idle": idle, "_costs": costs}
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    @cached_property
+    def prediction(self) -> Prediction:  # type: ignore[override]
+        costs: CostModel = self.__dict__["_costs"]
+        return predict(self.plan, costs.model, self.cluster, costs.dtype, costs)
+
+
 @dataclass
 class Result:
     """What a search found. ``others``: the runners-up, best first; ``rejected``: how many candidates were dropped for
     what; ``complete``: nothing was cut short; ``lower_bound``: seconds that no plan of the space beats (0: not computed
-    here); ``context``: what came of trying stages of context groups; ``context_tried``: whether there were any."""
+    here); ``context``: what came of trying stages of context groups; ``context_tried``: whether there were any;
+    ``ranked``: the best candidates by evaluation, also those that were not made concrete."""
 
     best: Choice
     others: list[Choice]
@@ -95,6 +115,7 @@ class Result:
     search: LargeSearch | SmallSearch | GraphSearch | None = None
     context: str = ""
     context_tried: bool = False
+    ranked: tuple[Candidate, ...] = ()
 
 
 class _Best:
@@ -195,6 +216,7 @@ def search(
         choices[0], choices[1:], evaluator.pool, evaluator, time.monotonic() - started, evaluator.evaluated,
         dict(chosen.rejected), complete, "enumeration" if enumerate_all else "islands" if many else "programs",
         small.bound if enumerate_all and complete else 0.0, chosen, why, tried,
+        ranked=tuple(row[2] for row in best.rows),
     )  # fmt: skip
 
 
@@ -209,25 +231,50 @@ def _seeds(evaluator: Evaluator, model: ModelSpec, batch: int, space: Space, bes
 
 
 def few_uniform(evaluator: Evaluator, model: ModelSpec, batch: int, most: int) -> list[tuple[object, Candidate]]:
-    """The uniform plans that come first by closed form."""
-    rows = []
+    """The uniform plans that come first by closed form, of those that are good by their slowest stage alone."""
+    rough: list[tuple[float, int, object, Candidate]] = []
     for i, (uniform, candidate) in enumerate(uniform_plans(evaluator.pool, model, batch)):
-        parts = candidate.parts
-        fits = all(
-            evaluator.costs.memory_bytes(
-                evaluator.tables.choice(stage, s == 0, s == len(part.shape.stages) - 1), part.shape.micro_batch_size,
-                min(part.num_micro_batches, len(part.shape.stages) - s), candidate.pipelines,
-            ).total <= evaluator.costs.memory_limit(evaluator.pool.groups[stage.group].chip)
-            for part in parts[:4] for s, stage in enumerate(part.shape.stages)
-        )  # fmt: skip
-        if fits:
-            time_ = max(
-                evaluator.pipeline_seconds(part.shape, part.num_micro_batches, "1f1b", exact=False)
-                for part in parts[:8]
-            )
-            rows.append((time_, i, uniform, candidate))
+        seconds = max(_rough(evaluator, part) for part in candidate.parts[:8])
+        rough.append((seconds, i, uniform, candidate))
+    rough.sort(key=lambda row: row[:2])
+    rows: list[tuple[float, int, object, Candidate]] = []
+    for _, i, uniform, candidate in rough:
+        if len(rows) >= 3 * most:
+            break
+        if not _uniform_fits(evaluator, candidate):
+            continue
+        time_ = max(
+            evaluator.pipeline_seconds(part.shape, part.num_micro_batches, "1f1b", exact=False)
+            for part in candidate.parts[:8]
+        )
+        rows.append((time_, i, uniform, candidate))
     rows.sort(key=lambda row: row[:2])
     return [(uniform, candidate) for _, _, uniform, candidate in rows[:most]]
+
+
+def _rough(evaluator: Evaluator, part: Part) -> float:
+    """Seconds of a uniform pipeline without links and ends: its slowest stage for every micro-batch, and the fill."""
+    size, stages = part.shape.micro_batch_size, part.shape.stages
+    found: dict[int, float] = {}
+    for stage in stages:
+        if stage.group not in found:  # the first stage of a group has most layers
+            choice = evaluator.tables.choice(stage, False, False)
+            costs = evaluator.costs
+            found[stage.group] = costs.forward_seconds(choice, size) + costs.backward_seconds(choice, size)
+    return (part.num_micro_batches + len(stages) - 1) * max(found.values())
+
+
+def _uniform_fits(evaluator: Evaluator, candidate: Candidate) -> bool:
+    costs, tables, pool = evaluator.costs, evaluator.tables, evaluator.pool
+    for part in candidate.parts[:4]:
+        stages = part.shape.stages
+        for s, stage in enumerate(stages):
+            choice = tables.choice(stage, s == 0, s == len(stages) - 1)
+            alive = min(part.num_micro_batches, len(stages) - s)
+            need = costs.memory_bytes(choice, part.shape.micro_batch_size, alive, candidate.pipelines)
+            if need.total > costs.memory_limit(pool.groups[stage.group].chip):
+                return False
+    return True
 
 
 def judge(
@@ -240,9 +287,14 @@ def judge(
 ) -> list[Choice]:
     """Concrete plans of the best candidates, predicted exactly; those that fit, best first."""
     found: list[Choice] = []
-    most = options.top if evaluator.pool.chips <= EXACT_CHIPS else 1
+    if evaluator.pool.chips > EXACT_CHIPS:
+        for _, _, candidate in rows:
+            late = concrete(candidate, cluster, model, seq_length, options, evaluator, late=roomy(evaluator, candidate))
+            if late is not None and (isinstance(late, LateChoice) or not late.prediction.over):
+                return [late]
+        return []
     for seconds, _, candidate in rows:
-        if len(found) >= most or (found and seconds > 1.1 * rows[0][0]):
+        if len(found) >= options.top or (found and seconds > WINDOW * rows[0][0]):
             break
         choice = concrete(candidate, cluster, model, seq_length, options, evaluator)
         if choice is not None and not choice.prediction.over:
@@ -284,6 +336,20 @@ def with_context(
     return every, why, True
 
 
+def roomy(evaluator: Evaluator, candidate: Candidate) -> bool:
+    """Whether every stage would fit even if its ranks owned more of the optimizer states than on average."""
+    costs = evaluator.costs
+    for part in candidate.parts:
+        stages = part.shape.stages
+        alive = in_flight(candidate.schedule, len(stages), part.num_micro_batches)
+        for s, stage in enumerate(stages):
+            choice = evaluator.tables.choice(stage, s == 0, s == len(stages) - 1)
+            needs = costs.memory_bytes(choice, part.shape.micro_batch_size, alive[s], candidate.pipelines)
+            if needs.total + SLACK > costs.memory_limit(choice.chip):
+                return False
+    return True
+
+
 def concrete(
     candidate: Candidate,
     cluster: Cluster,
@@ -291,13 +357,17 @@ def concrete(
     seq_length: int,
     options: SearchOptions,
     evaluator: Evaluator,
+    late: bool = False,
 ) -> Choice | None:
-    """The plan of a candidate, validated and predicted; None when its TP groups do not pack."""
+    """The plan of a candidate, validated and predicted (``late``: when asked for); None when its TP groups do not
+    pack."""
     placed = place(candidate, evaluator.pool)
     if placed is None:
         return None
     plan = to_plan(placed, cluster, seq_length, model.num_heads)
     validate(plan, model, cluster, dtype=options.dtype)
+    if late:
+        return LateChoice(plan, cluster, candidate, placed.idle, evaluator.costs)
     prediction = predict(plan, model, cluster, options.dtype, evaluator.costs)
     return Choice(plan, cluster, candidate, prediction, placed.idle)
 

@@ -29,6 +29,7 @@ from hetero_megatron.spec import ModelSpec
 Floats = NDArray[np.float64]
 NONE = -1e6  # layers of what cannot be
 RATIO, GRID = 1.06, 44
+CUT = 1.03  # programs whose bound is so much above the best found so far are not solved
 RUNS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 
 
@@ -289,7 +290,7 @@ class LargeSearch:
         programs.sort(key=lambda row: row[:3])
         everything = (1 << len(self.pool.groups)) - 1
         for bound, _, _, nominal, program in programs:
-            if bound > 1.15 * best.get(everything, math.inf):
+            if bound > CUT * best.get(everything, math.inf):
                 break
             for family in program.families(nominal):
                 seconds = family.seconds(nominal)

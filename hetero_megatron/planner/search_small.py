@@ -27,6 +27,7 @@ from hetero_megatron.spec import ModelSpec
 
 Usage = tuple[int, ...]
 Sequence_ = tuple[Option, ...]
+MOST_CHIPS = 24  # above, not even worth counting
 MOST_SEQUENCES = 6000
 MOST_COMBINATIONS = 20_000
 MOST_WORK = 8_000_000  # sequences x splits of layers x numbers of micro-batches
@@ -96,6 +97,8 @@ class SmallSearch:
         self.rejected: dict[str, int] = defaultdict(int)
 
     def possible(self) -> bool:
+        if self.pool.chips > MOST_CHIPS:
+            return False
         total = work = 0
         for size in batch_sizes(self.space, self.batch):
             found = sequences(self.pool, self.model, self.space, size, MOST_SEQUENCES)
@@ -146,20 +149,26 @@ class SmallSearch:
             if found is not None:
                 rows.append((found[0], combination, found[1]))
         rows.sort()
-        if self.exact or not rows:
-            # What was left out takes at least as long as the best plan.
-            self.bound = min([self.best, self.skipped, *(row[0] for row in rows[:1])])
+        left = math.inf  # least time of what was not gone through
         for bound, combination, shares in rows:
             if bound >= self.best:
                 break
-            for candidate in self._candidates(combination, shares, shelves[len(combination)]):
+            shelf = shelves[len(combination)]
+            # All that one pipeline can be is tried, so only what its shelf did not keep is left of the combination.
+            rest = float(shelf[combination[0]].cut[self.batch]) if len(combination) == 1 else bound
+            for least, candidate in self._candidates(combination, shares, shelf):
                 score = self.evaluator.score(candidate)
                 if score is None or score.over > 0:
                     self.rejected["memory" if score else "packing"] += 1
+                    rest = min(rest, least)  # another recompute may fit
                     continue
                 self.best = min(self.best, score.step_seconds)
                 if not self.improve(candidate, score.step_seconds):
                     return False
+            left = min(left, rest)
+        if self.exact or not rows:
+            # What was left out takes at least as long as the best plan.
+            self.bound = min(self.best, self.skipped, left)
         return True
 
     def _shelves(self, pipelines: int) -> dict[Usage, Shelf]:
@@ -188,7 +197,9 @@ class SmallSearch:
         return sum(self.pool.counts) - sum(usage) < pipelines - 1
 
     def _slow_links(self, row: Sequence_, size: int) -> bool:
-        """Whether transfers take long enough that more micro-batches in flight could pay."""
+        """Whether transfers take long enough that more micro-batches in flight could pay; in the last pass any."""
+        if self.exact:
+            return len(row) > 1
         stages = [StageShape(o.group, o.tp, o.dp, 1) for o in row]
         for a, b in zip(stages, stages[1:]):
             link = self.tables.boundary(a, b, size, self.tables.likely_same_node(a, b))
@@ -279,9 +290,9 @@ class SmallSearch:
 
     def _candidates(
         self, combination: tuple[Usage, ...], shares: tuple[int, ...], shelves: dict[Usage, Shelf]
-    ) -> Iterator[Candidate]:
-        """Plans of one combination: the best columns of each pipeline for its share; of a single pipeline all that
-        could be best, of several the first two each."""
+    ) -> Iterator[tuple[float, Candidate]]:
+        """(lower bound, plan) of one combination: the best columns of each pipeline for its share; of a single pipeline
+        all that could be best, of several the first two each."""
         for schedule in self.space.schedules:
             choices = []
             for usage, q in zip(combination, shares):
@@ -292,7 +303,7 @@ class SmallSearch:
                     continue
                 parts = tuple(Part(shape, 1, m) for _, shape, m in row)
                 for order in ("stage", "pipeline") if len(parts) > 1 else ("stage",):
-                    yield Candidate(parts, schedule, order).merged()
+                    yield max(seconds for seconds, _, _ in row), Candidate(parts, schedule, order).merged()
 
     def _shapes(self, shelf: Shelf, q: int, schedule: str, pipelines: int) -> list[tuple[float, PipelineShape, int]]:
         """(seconds, shape, micro-batches) of the columns for ``q`` sequences, fastest first."""

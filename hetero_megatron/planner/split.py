@@ -119,10 +119,14 @@ def _round_trips(times: Floats, links: list[float], m: int) -> Floats:
 def _bisect(seconds: list[Floats], links: list[float], micro_batches: int) -> tuple[float, tuple[int, ...]] | None:
     """Bisection on the time; for each, a dynamic program over (stage, layers so far) keeps the least time before."""
     layers = len(seconds[0]) - 1
-    low = float(sum(np.min(s) for s in seconds))
+    low = max(float(sum(np.min(s) for s in seconds)), micro_batches * _least_bottleneck(seconds))
     finite = [float(s[np.isfinite(s)].max()) if np.isfinite(s).any() else np.inf for s in seconds]
     high = sum(finite) * (micro_batches + len(seconds)) + 2 * sum(links)
-    best = _feasible(seconds, links, micro_batches, high, layers)
+    best, limit = None, low
+    while best is None and limit < high:
+        limit = min(limit * 1.25, high) if limit > 0 else high
+        best = _feasible(seconds, links, micro_batches, limit, layers)
+        low = low if best is not None else limit
     if best is None:
         return None
     high = best[0]
@@ -136,6 +140,16 @@ def _bisect(seconds: list[Floats], links: list[float], micro_batches: int) -> tu
         else:
             best, high = found, min(middle, found[0])
     return best
+
+
+def _least_bottleneck(seconds: list[Floats]) -> float:
+    """No split has a slowest stage below this: all stages busy at their best rate of layers per second."""
+    layers = len(seconds[0]) - 1
+    rate = 0.0
+    for time in seconds:
+        with np.errstate(divide="ignore"):
+            rate += float(np.max(np.arange(1, layers + 1) / time[1:]))
+    return layers / rate if rate > 0 else 0.0
 
 
 def _feasible(

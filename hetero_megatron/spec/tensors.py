@@ -93,8 +93,11 @@ def _norm(spec: ModelSpec, name: str, layer: int | str) -> Iterator[LogicalTenso
 
 def stage_tensors(spec: ModelSpec, layers: Iterable[int], embed: bool, head: bool) -> tuple[LogicalTensor, ...]:
     """What a stage with these layers holds; with tied weights the head stage has the embedding matrix too."""
-    chosen = set(layers)
+    return _stage_tensors(spec, frozenset(layers), embed, head)
 
+
+@lru_cache(maxsize=512)
+def _stage_tensors(spec: ModelSpec, chosen: frozenset[int], embed: bool, head: bool) -> tuple[LogicalTensor, ...]:
     def held(tensor: LogicalTensor) -> bool:
         if tensor.layer == "embed":
             return embed or (head and spec.tied and tensor.name == "model.embed_tokens.weight")
