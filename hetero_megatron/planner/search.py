@@ -238,7 +238,7 @@ def few_uniform(evaluator: Evaluator, model: ModelSpec, batch: int, most: int) -
         rough.append((seconds, i, uniform, candidate))
     rough.sort(key=lambda row: row[:2])
     rows: list[tuple[float, int, object, Candidate]] = []
-    for _, i, uniform, candidate in rough:
+    for _, i, shape, candidate in rough:
         if len(rows) >= 3 * most:
             break
         if not _uniform_fits(evaluator, candidate):
@@ -247,9 +247,9 @@ def few_uniform(evaluator: Evaluator, model: ModelSpec, batch: int, most: int) -
             evaluator.pipeline_seconds(part.shape, part.num_micro_batches, "1f1b", exact=False)
             for part in candidate.parts[:8]
         )
-        rows.append((time_, i, uniform, candidate))
+        rows.append((time_, i, shape, candidate))
     rows.sort(key=lambda row: row[:2])
-    return [(uniform, candidate) for _, _, uniform, candidate in rows[:most]]
+    return [(shape, candidate) for _, _, shape, candidate in rows[:most]]
 
 
 def _rough(evaluator: Evaluator, part: Part) -> float:
