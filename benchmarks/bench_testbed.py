@@ -39,7 +39,8 @@ class Case:
     """A cluster and what it trains.
 
     Attributes:
-        layers, batch: multiples of the number of chips, so that uniform plans are a fair baseline.
+        layers, batch: multiples of the number of chips, so that uniform plans are a fair baseline, and batches that can
+            be divided by speed.
         kinds: of plans to run besides the planner's and each type alone.
         alone_memory: bytes that each chip of a type alone may use, where it could not hold the model.
         goal: least share of the sum of the types alone.
@@ -62,8 +63,8 @@ def two_types(
 
 PLANS = {
     "3:1, 2+2": Case(two_types((2, 1, 0.6, "1 GiB"), (2, 1, 0.2, "1 GiB"), "25 MB/s")),
-    "2:1, 1+3": Case(two_types((1, 1, 0.6, "1 GiB"), (3, 1, 0.3, "1 GiB"), "25 MB/s")),
-    "3:1, 2+4": Case(two_types((2, 1, 0.45, "1 GiB"), (4, 1, 0.15, "1 GiB"), "20 MB/s"), layers=6),
+    "2:1, 1+3": Case(two_types((1, 1, 0.6, "1 GiB"), (3, 1, 0.3, "1 GiB"), "25 MB/s"), batch=80),
+    "3:1, 2+4": Case(two_types((2, 1, 0.45, "1 GiB"), (4, 1, 0.15, "1 GiB"), "20 MB/s"), layers=6, batch=60),
     "4:2:1, 1+2+2": Case(
         emulated_cluster(
             [("a", 1, 1, 0.6, "1 GiB"), ("b", 2, 1, 0.3, "1 GiB"), ("c", 2, 1, 0.15, "1 GiB")],
@@ -72,7 +73,7 @@ PLANS = {
     ),
     "3:1, nodes of 2": Case(two_types((1, 2, 0.5, "1 GiB"), (1, 2, 0.17, "1 GiB"), "25 MB/s")),
     "3:1, 2+2, small memory": Case(two_types((2, 1, 0.6, "101 MiB"), (2, 1, 0.2, "92 MiB"), "25 MB/s")),
-    "2:1, 2+6": Case(two_types((2, 1, 0.3, "1 GiB"), (6, 1, 0.15, "1 GiB"), "25 MB/s")),
+    "2:1, 2+6": Case(two_types((2, 1, 0.3, "1 GiB"), (6, 1, 0.15, "1 GiB"), "25 MB/s"), batch=80),
 }  # fmt: skip
 CLUSTERS = {name: case.cluster for name, case in PLANS.items()}
 BOUNDS = {
