@@ -13,6 +13,7 @@ from hetero_megatron.data.batch import Batch
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
 from hetero_megatron.ops import attention
+from hetero_megatron.ops.optimizer_ops import l2norm_aten
 from hetero_megatron.parallel.optimizer import OptimizerFactory, squared_norm
 from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.spec import LogicalTensor, ModelSpec
@@ -47,7 +48,7 @@ def observe(run: Run, comm: Comm, dtype: torch.dtype, optimizer: OptimizerFactor
             continue
         for kind, into in (("F", forward), ("B", backward)):
             into += [t.computed for t in stats.actions if t.action.kind == kind][1:]
-        tails.append(done - stats.actions[-1].end)
+        tails.append(done - max(t.end for t in stats.actions if t.action.kind != "REDUCE"))
     stage, first = runtime.stage, runtime.place.stage
     chip, layers = run.stages[first]
     width = max(forward) - min(forward) + max(backward) - min(backward)
@@ -83,7 +84,7 @@ def optimizer_seconds(comm: Comm, dtype: torch.dtype, build: OptimizerFactory) -
             grads = [torch.ones_like(m) for m in masters]
             before = comm.clock.computed
             with comm.clock.counting():
-                squared_norm([grads])
+                squared_norm([grads], lambda tensors: l2norm_aten(tensors)[0])
                 torch._foreach_mul_(grads, 0.5)
                 for master, grad in zip(masters, grads):
                     master.grad = grad
