@@ -16,6 +16,9 @@ from hetero_megatron.plan import dump_yaml, plan_from_dict, to_dict
 from hetero_megatron.plan.buckets import layer_groups, make_buckets, plan_groups, sync_actions
 from hetero_megatron.plan.islands import crossing, format_islands, hop_elements, with_islands
 from hetero_megatron.plan.program import Collectives, step_schedules, validate_step
+from hetero_megatron.planner.costs import CostModel, CostOptions
+from hetero_megatron.planner.network import Network
+from hetero_megatron.planner.sync import Synchronisation
 from hetero_megatron.schedule import Action, Costs, Schedule, ScheduleError, format_grid, simulate, validate
 from hetero_megatron.spec import from_hf_config
 from tests.parity import check_case, fixed_case, random_case
@@ -123,6 +126,18 @@ def test_islands_of_a_cluster() -> None:
     assert with_islands(eight, SPEC, nodes("1 GB/s", (("a", 2), ("b", 2)), pairs=uneven)).islands == (
         (0, 1, 2, 3), (4, 5, 6, 7),
     )  # fmt: skip
+
+
+def test_two_hops_are_priced() -> None:
+    """Half the bytes over the slow link: the predicted exchange of gradients takes less."""
+    cluster = nodes("5 MB/s")
+    costs = CostModel(SPEC, cluster, 8, "fp32", CostOptions())
+    network = Network(costs.rates)
+    seconds = []
+    for plan in (plan_from_dict(replicas(4), SPEC), plan_from_dict(replicas(4, ["0-1", "2-3"]), SPEC)):
+        sync = Synchronisation(plan, costs, network)
+        seconds.append(sum(sync.price(b, 4.0, spread=False).seconds for b in sync.buckets))
+    assert seconds[1] < 0.6 * seconds[0]
 
 
 CASES = {
