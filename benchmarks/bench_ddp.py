@@ -1,6 +1,6 @@
 """Two symmetric data-parallel ranks against torch DDP + fused AdamW + clipping: time and peak memory per step.
 
-    python benchmarks/bench_ddp.py [--rounds 3] [--steps 8]
+    python benchmarks/bench_ddp.py [--rounds 2] [--steps 5] [--case llama-10M]
 
 Two baselines: our own model under DDP (only the parallel part differs) and transformers' Llama under DDP.
 Goal: time ratio (DDP / ours) >= 1. DDP runs with gradient_as_bucket_view, which spares it a copy of the gradients.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.bench_one_rank import CASES, config
-from benchmarks.common import alternate, machine, median, peak_rss, rank_env, ranks, timed
+from benchmarks.common import alternate, import_lazily_loaded, machine, median, peak_rss, rank_env, ranks, timed
 
 SIDES = ("transformers", "ddp", "ours")  # "ddp" is our GPTStage under DDP
 
@@ -59,6 +59,7 @@ def run_ddp(case: str, steps: int, transformers: bool) -> None:
     torch.manual_seed(dist.get_rank())
     tokens = torch.randint(0, hf_config.vocab_size, (b, s + 1))
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    import_lazily_loaded()
     before = peak_rss()
     if transformers:
         model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, attn_implementation="sdpa")
@@ -112,6 +113,7 @@ def run_ours(case: str, steps: int) -> None:
     tokens = torch.randint(0, spec.vocab_size, (b, s + 1))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.arange(s).expand(b, s))
     comm = start_comm(Platform(torch.device("cpu"), "cpu:gloo"), 60)
+    import_lazily_loaded()
     before = peak_rss()
     runtime = Runtime(
         plan,
@@ -126,8 +128,8 @@ def run_ours(case: str, steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--side", choices=SIDES)
     parser.add_argument("--case", choices=list(CASES))
     args = parser.parse_args()
@@ -145,7 +147,7 @@ def main() -> None:
         f"{'case':<12}{'baseline':<22}{'DDP ms':>9}{'ours ms':>9}{'time ratio':>12}"
         f"{'DDP MiB':>9}{'ours MiB':>10}{'mem ratio':>11}"
     )
-    for case in CASES:
+    for case in [args.case] if args.case else CASES:
         sides = {s: ranks(2, __file__, "--side", s, "--case", case, "--steps", str(args.steps)) for s in SIDES}
         results = alternate(sides, args.rounds, rank_env())
         time = {s: median([x for r in results[s] for x in r["seconds"]]) * 1e3 for s in SIDES}

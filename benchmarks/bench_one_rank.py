@@ -1,6 +1,6 @@
 """One rank against transformers + torch AdamW: same model, batch, threads and clipping; time and peak memory per step.
 
-    python benchmarks/bench_one_rank.py [--rounds 3] [--steps 8]
+    python benchmarks/bench_one_rank.py [--rounds 2] [--steps 5] [--case llama-10M]
 
 Goal: time ratio (transformers / ours) >= 1, memory ratio (ours / transformers) <= 1.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.common import alternate, machine, median, peak_rss, timed
+from benchmarks.common import alternate, import_lazily_loaded, machine, median, peak_rss, timed
 
 # name: (Hugging Face config, sequences, tokens per sequence)
 CASES: dict[str, tuple[dict[str, Any], int, int]] = {
@@ -62,6 +62,7 @@ def run_transformers(case: str, steps: int) -> None:
     _, b, s = CASES[case]
     torch.manual_seed(0)
     hf_config = AutoConfig.for_model(**config(case))
+    import_lazily_loaded()
     before = peak_rss()
     model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, attn_implementation="sdpa")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -110,6 +111,7 @@ def run_ours(case: str, steps: int) -> None:
     tokens = torch.randint(0, spec.vocab_size, (b, s + 1))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.arange(s).expand(b, s))
     comm = start_comm(Platform(torch.device("cpu"), "cpu:gloo"), 60)
+    import_lazily_loaded()
     before = peak_rss()
     runtime = Runtime(
         plan,
@@ -125,8 +127,8 @@ def run_ours(case: str, steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--side", choices=["transformers", "ours"])
     parser.add_argument("--case", choices=list(CASES))
     args = parser.parse_args()
@@ -138,7 +140,7 @@ def main() -> None:
         f"{'case':<12}{'transformers ms':>16}{'ours ms':>10}{'time ratio':>12}"
         f"{'theirs MiB':>12}{'ours MiB':>10}{'mem ratio':>11}"
     )
-    for case in CASES:
+    for case in [args.case] if args.case else CASES:
         sides = {
             s: [__file__, "--side", s, "--case", case, "--steps", str(args.steps)] for s in ("transformers", "ours")
         }

@@ -1,6 +1,6 @@
 """Tensor parallelism of degree 2 over gloo: what a layer exchanges, and other ways to do it.
 
-    python benchmarks/bench_tp.py [--rounds 15]
+    python benchmarks/bench_tp.py [--rounds 12]
 
 A layer's forward makes two gathers and two scatter-sums (its backward the same again); Megatron without sequence
 parallelism makes two all-reduces. Below that, single exchanges: ours (one ragged all-to-all) against torch's
@@ -102,7 +102,7 @@ def run(rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--side", choices=["run"])
     args = parser.parse_args()
     if args.side:

@@ -34,17 +34,24 @@ def timed(step: Callable[[], Any], count: int, warm_up: int = 2) -> list[float]:
     return seconds
 
 
+def import_lazily_loaded() -> None:
+    """torch imports its compiler when the first optimizer is made; one that comes before the memory of a side is
+    measured must come before that of the other too (70 MiB on the machine where it was found)."""
+    import torch._dynamo
+    import torch.nn.parallel  # noqa: F401
+
+
 def peak_rss() -> int:
     """Peak resident bytes of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def alternate(
-    sides: dict[str, list[str]], rounds: int, env: dict[str, str] | None = None
+    sides: dict[str, list[str]], rounds: int, env: dict[str, str] | None = None, timeout: float | None = None
 ) -> dict[str, list[dict[str, Any]]]:
     """Run the sides' commands in turn, ``rounds`` times; each prints one JSON object on its last line.
 
-    Alternating shares out the noise of a busy machine between the sides.
+    Alternating shares out the noise of a busy machine between the sides. ``timeout``: seconds that one may take.
     """
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for _ in range(rounds):
@@ -53,6 +60,7 @@ def alternate(
                 [sys.executable, *command],
                 capture_output=True,
                 text=True,
+                timeout=timeout,
                 env={**os.environ, "MALLOC_ARENA_MAX": "1", **(env or {})},
             )
             if done.returncode:

@@ -99,13 +99,21 @@ def random_plan(rng: random.Random, num_layers: int, heads: int, seq_length: int
         pipelines.append(random_pipeline(rng, order[start : start + size], num_layers, heads, seq_length))
         start += size
     batch = sum(p["micro_batch_size"] * p["num_micro_batches"] for p in pipelines)
-    return {
+    plan = {
         "version": 1,
         "seq_length": seq_length,
         "global_batch_size": batch,
         "schedule": rng.choice(["1f1b", "1f1b", "gpipe"]),
         "pipelines": pipelines,
     }
+    if ranks > 2 and rng.random() < 0.6:
+        rng.shuffle(order)
+        plan["islands"] = [
+            order[sum(sizes[:i]) :][:size]
+            for sizes in [composition(rng, ranks, rng.randint(1, ranks // 2), least=1)]
+            for i, size in enumerate(sizes)
+        ]
+    return plan
 
 
 def random_model(rng: random.Random) -> dict[str, Any]:

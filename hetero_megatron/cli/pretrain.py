@@ -49,12 +49,15 @@ def dry_run(config: RunConfig, environment: Mapping[str, str]) -> int:
     """Print the plan, memory per rank and the notices; with --as-rank run that rank with fake tensors (rank 0 only)."""
     from hetero_megatron.cluster import format_bytes
     from hetero_megatron.plan import format_plan
+    from hetero_megatron.plan.islands import format_islands
     from hetero_megatron.planner.footprint import estimate_memory, format_memory
 
     if environment.get("RANK", "0") != "0":
         return 0
     cluster = config.cluster
     print(format_plan(config.plan, config.spec, None if cluster is None else [r.chip for r in cluster.ranks]))
+    if config.plan.islands:
+        print(format_islands(config.plan, config.spec))
     for sentence in config.notices:
         print(f"notice: {sentence}")
     memory = estimate_memory(config.plan, config.spec, config.dtype, 2 if config.optimizer.name == "adam" else 1)

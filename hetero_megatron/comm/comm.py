@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -93,29 +93,33 @@ class Comm:
         self.activity = "start-up"
         self.sent_bytes: dict[int, int] = defaultdict(int)
         self.seconds = WaitSeconds()
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self._groups: dict[tuple[int, ...], list[Group]] = {}
         self._background: dict[tuple[int, ...], Group | None] = {}
 
     def create_groups(self, groups: Iterable[Sequence[int]]) -> None:
         """Create all groups of a plan, on every rank of the job, member or not, from the same list.
 
         torch numbers groups by how many a rank has made, so groups made by members only get unlike names on
-        unlike ranks and never meet; hence all ranks make all of them, in sorted order.
+        unlike ranks and never meet; hence all ranks make all of them, in sorted order. Ranks that are listed twice get
+        two groups: what goes on at the same time needs one each, because the members of a group must start its
+        collectives in the same order.
         """
-        for key in sorted({tuple(sorted(ranks)) for ranks in groups} - self._groups.keys()):
-            handle = None
-            if len(key) > 1:
-                made = dist.new_group(list(key), timeout=self.timeout)
-                handle = made if self.rank in key else None
-            self._groups[key] = Group(self, key, handle)
+        for key, count in sorted(Counter(tuple(sorted(ranks)) for ranks in groups).items()):
+            known = self._groups.setdefault(key, [])
+            while len(known) < count:
+                known.append(self._create(key))
 
-    def group(self, ranks: Sequence[int]) -> Group:
-        """The group of ``ranks``, which includes this rank and was created before."""
+    def _create(self, key: tuple[int, ...]) -> Group:
+        made = dist.new_group(list(key), timeout=self.timeout) if len(key) > 1 else None
+        return Group(self, key, made if self.rank in key else None)
+
+    def group(self, ranks: Sequence[int], lane: int = 0) -> Group:
+        """The group of ``ranks``, which includes this rank and was created before; ``lane`` -1: the last one made."""
         key = tuple(sorted(ranks))
         assert self.rank in key, f"rank {self.rank} asked for the group {key} it is not in"
         if len(key) == 1:
             return Group(self, key, None)
-        return self._groups[key]
+        return self._groups[key][lane]
 
     def background_group(self, ranks: Sequence[int], timeout: timedelta | None = None) -> Group | None:
         """A second group of the same ranks for a thread of its own (host memory only); None on other ranks.

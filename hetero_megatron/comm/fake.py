@@ -5,7 +5,7 @@ It lets one process run any rank of any plan, with fake tensors, to see what tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -38,10 +38,8 @@ class FakeComm(Comm):
     def __init__(self, rank: int, device: torch.device) -> None:
         super().__init__(rank, device, timedelta(0))
 
-    def create_groups(self, groups: Iterable[Sequence[int]]) -> None:
-        for ranks in groups:
-            key = tuple(sorted(ranks))
-            self._groups[key] = FakeGroup(self, key, None)
+    def _create(self, key: tuple[int, ...]) -> Group:
+        return FakeGroup(self, key, None)
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Handle:
         self.sent_bytes[dst] += tensor.numel() * tensor.element_size()

@@ -7,7 +7,7 @@ space; everything that knows about uneven shapes lives here.
 from hetero_megatron.layout.box import Box
 from hetero_megatron.layout.cut import cut, largest_remainder
 from hetero_megatron.layout.layout import Layout
-from hetero_megatron.layout.owners import assign_owners
+from hetero_megatron.layout.owners import assign_owners, representatives
 from hetero_megatron.layout.refine import Cell, refine
 from hetero_megatron.layout.transfer import Piece, Transfer, reduction, transfer
 
@@ -22,5 +22,6 @@ __all__ = [
     "largest_remainder",
     "reduction",
     "refine",
+    "representatives",
     "transfer",
 ]

@@ -49,6 +49,11 @@ class Layout:
         """All (rank, box) pairs, ranks ascending."""
         return ((rank, box) for rank, boxes in self.boxes.items() for box in boxes)
 
+    def only(self, ranks: Iterable[int]) -> Layout:
+        """What some of the ranks hold; itself where these are all."""
+        kept = {r: self.boxes[r] for r in ranks if r in self.boxes}
+        return self if len(kept) == len(self.boxes) else Layout(self.shape, kept)
+
     def arrays(self) -> tuple[IntArray, IntArray, IntArray]:
         """(ranks [n], lo [n, d], hi [n, d]) of :meth:`items`, cached."""
         if "all" not in self._cache:

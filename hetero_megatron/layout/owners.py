@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hetero_megatron.layout.box import Box
 from hetero_megatron.layout.layout import Layout
@@ -37,6 +37,32 @@ def assign_owners(
         name: Layout(holders[name].shape, {r: tuple(_join(boxes)) for r, boxes in by_rank.items()})
         for name, by_rank in owned.items()
     }
+
+
+def representatives(
+    holders: Mapping[str, Layout], owners: Mapping[str, Layout], islands: Sequence[Sequence[int]], whole_below: int = 0
+) -> dict[str, Layout]:
+    """The layout between holders and owners when sums go in two hops: in every island exactly one rank per element that
+    is held there. It is the element's owner in the owner's own island; in the others the elements are spread over
+    their holders as :func:`assign_owners` does.
+
+    Args:
+        islands: disjoint groups of ranks that together are all holders.
+    """
+    found: dict[str, dict[int, tuple[Box, ...]]] = {name: {} for name in holders}
+    for island in islands:
+        inside = set(island)
+        rest = {}
+        for name, layout in holders.items():
+            far = [box for rank, box in owners[name].items() if rank not in inside]
+            rest[name] = Layout(
+                layout.shape,
+                {r: tuple(x for b in layout.of(r) for o in far if (x := b.intersect(o))) for r in island},
+            )
+        for name, layout in assign_owners(rest, whole_below=whole_below).items():
+            for rank in island:
+                found[name][rank] = (*owners[name].of(rank), *layout.of(rank))
+    return {name: Layout(holders[name].shape, boxes) for name, boxes in found.items()}
 
 
 def _place(

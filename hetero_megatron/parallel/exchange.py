@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from hetero_megatron.comm import Comm, Handle
-from hetero_megatron.layout import Box, reduction
-from hetero_megatron.plan.buckets import Bucket
+from hetero_megatron.comm import Comm, Group, Handle
+from hetero_megatron.layout import Box, Layout, reduction
+from hetero_megatron.plan.buckets import Bucket, Hop
 
 Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
 class OwnedPiece:
-    """A box of one tensor that this rank owns. ``slices`` index it inside the local parameter."""
+    """A box of one tensor that this rank sums up. ``slices`` index it inside the local parameter."""
 
     name: str
     box: Box
@@ -25,143 +25,197 @@ class OwnedPiece:
     offset: int  # of its first element in the bucket's flat gradient
 
 
-class BucketExchange:
-    """Gradients to owners, parameters to holders, for one bucket.
+class HopExchange:
+    """One hop on one rank: arrays of ``sources`` are summed into arrays of ``targets``; back, values go from targets
+    into sources.
 
     Messages between two ranks list the common boxes in (tensor, position) order on both sides, so no index
     travels with the data.
     """
 
-    def __init__(self, bucket: Bucket, comm: Comm, boxes: Mapping[str, Box]) -> None:
-        self.bucket, self.comm, self.group = bucket, comm, comm.group(bucket.ranks)
-        self.pieces: list[OwnedPiece] = []
-        self._give: dict[int, list[tuple[str, Slices]]] = defaultdict(list)  # owner -> parts of my parameters
-        self._take: dict[int, list[tuple[int, Slices]]] = defaultdict(list)  # holder -> (piece, part of it)
-        offset, me = 0, comm.rank
-        for name in bucket.names:
-            first = len(self.pieces)
-            for box in bucket.owners[name].of(me):
-                self.pieces.append(OwnedPiece(name, box, box.slices(boxes[name]), offset))
-                offset += box.size
-            moves = reduction(bucket.holders[name], bucket.owners[name])
-            for piece in moves.sends(me):
-                self._give[piece.dst].append((name, piece.box.slices(boxes[name])))
-            for piece in moves.receives(me):
-                at = next(i for i in range(first, len(self.pieces)) if self.pieces[i].box.contains(piece.box))
-                self._take[piece.src].append((at, piece.box.slices(self.pieces[at].box)))
-        self.size = offset
-        self._give_counts = [0 if r == me else self._give_size(r, boxes) for r in self.group.ranks]
-        self._take_counts = [0 if r == me else self._take_size(r) for r in self.group.ranks]
-        everything = [(i, Box.whole(p.box.shape).slices()) for i, p in enumerate(self.pieces)]
-        self._sends_all = {r for r in self.group.ranks if self._take[r] == everything}
+    def __init__(self, hop: Hop, group: Group, sources: Sequence[OwnedPiece], targets: Sequence[OwnedPiece]) -> None:
+        self.group, self.me = group, group.comm.rank
+        self.sources, self.targets = sources, targets
+        self._give: dict[int, list[tuple[int, Slices]]] = defaultdict(list)  # by receiver: parts of my sources
+        self._take: dict[int, list[tuple[int, Slices]]] = defaultdict(list)  # by sender: parts of my targets
+        for name, layout in hop.sources.items():
+            moves = reduction(layout.only(group.ranks), hop.targets[name].only(group.ranks))
+            mine = [(i, s.box) for i, s in enumerate(sources) if s.name == name]
+            summed = [(i, t.box) for i, t in enumerate(targets) if t.name == name]
+            for piece in moves.sends(self.me):
+                self._give[piece.dst].append(_inside(piece.box, mine))
+            for piece in moves.receives(self.me):
+                self._take[piece.src].append(_inside(piece.box, summed))
+        self.size = sum(t.box.size for t in targets)
+        self._give_counts = [0 if r == self.me else _volume(self._give[r]) for r in group.ranks]
+        self._take_counts = [0 if r == self.me else _volume(self._take[r]) for r in group.ranks]
+        everything = [(i, Box.whole(t.box.shape).slices()) for i, t in enumerate(targets)]
+        self._sends_all = {r for r in group.ranks if self._take[r] == everything}
+        self.kept = {i for i, _ in self._give[self.me]}  # sources that are still needed once they are packed
         self._handle: Handle | None = None
-
-    def _give_size(self, owner: int, boxes: Mapping[str, Box]) -> int:
-        return sum(_volume(slices) for _, slices in self._give[owner])
-
-    def _take_size(self, holder: int) -> int:
-        return sum(_volume(slices) for _, slices in self._take[holder])
 
     @property
     def given(self) -> int:
-        """Elements of gradients that go to other owners, and of parameters that come back."""
+        """Elements of partial sums that others add up, and of parameters that come back."""
         return sum(self._give_counts)
 
     @property
     def taken(self) -> int:
-        """Elements of gradients that other holders send, and of parameters that they get."""
+        """Elements of partial sums that come from others, and of parameters that they get."""
         return sum(self._take_counts)
 
     @property
-    def alone(self) -> bool:
-        """This rank holds and owns everything in the bucket: nothing to exchange."""
-        return self.group.size == 1
-
-    @property
     def arrived(self) -> bool:
-        """Whether :meth:`finish_reduce` would not wait."""
+        """Whether what was started would end without waiting."""
         return self._handle is None or self._handle.done
 
-    def start_reduce(self, grads: Mapping[str, torch.Tensor]) -> None:
-        """Pack the parts of my partial gradients that others own and send them off."""
-        if self.alone:
+    def start(self, arrays: Sequence[torch.Tensor], empty: torch.Tensor) -> None:
+        """Pack the parts of my partial sums that others are to add, and send them off; ``empty``: of their dtype."""
+        if self.group.size == 1:
             return
-        parts = [
-            grads[name][slices].reshape(-1)
-            for owner in self.group.ranks
-            if owner != self.comm.rank
-            for name, slices in self._give[owner]
-        ]
-        send = torch.cat(parts) if parts else next(iter(grads.values())).new_empty(0)
+        parts = [arrays[i][at].reshape(-1) for r in self.group.ranks if r != self.me for i, at in self._give[r]]
+        send = torch.cat(parts) if parts else empty
         self._handle = self.group.all_to_all(send, self._give_counts, self._take_counts)
 
-    def finish_reduce(self, grads: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Gradients of the owned pieces, partial sums added in rank order."""
-        if self.alone:
-            return [grads[p.name][p.slices] for p in self.pieces]
-        assert self._handle is not None, "finish_reduce without start_reduce"
-        received = self._handle.wait()
-        assert received is not None
-        self._handle = None
-        total = received.new_zeros(self.size)
-        views = [total[p.offset : p.offset + p.box.size].view(p.box.shape) for p in self.pieces]
+    def finish(self, arrays: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """The sums, one array per target, partial sums added in rank order; ``arrays`` not in ``kept`` may be None."""
+        if self.group.size == 1:
+            return [_part(arrays, i, at) for i, at in self._give[self.me]]
+        received = self._wait()
         chunks = dict(zip(self.group.ranks, received.split(self._take_counts), strict=True))
-        for holder in self.group.ranks:
-            if holder == self.comm.rank:
-                if self._take[holder]:  # one launch, however many pieces
-                    torch._foreach_add_(
-                        [views[at][inside] for at, inside in self._take[holder]],
-                        [grads[name][slices] for name, slices in self._give[holder]],
-                    )
-            elif holder in self._sends_all:
-                total += chunks[holder]
+        others = [r for r in self.group.ranks if r != self.me]
+        first = others[0]
+        if first in self._sends_all:  # its part becomes the sum; of the first two it does not matter which is added
+            total = chunks[first] if len(others) == 1 else chunks[first].clone()
+            order = [r for r in self.group.ranks if r != first]
+        else:
+            total, order = received.new_zeros(self.size), list(self.group.ranks)
+        views = [total[t.offset : t.offset + t.box.size].view(t.box.shape) for t in self.targets]
+        for rank in order:
+            if rank == self.me:
+                if self._take[rank]:  # one launch, however many pieces
+                    mine = [_part(arrays, i, at) for i, at in self._give[rank]]
+                    torch._foreach_add_([views[to][inside] for to, inside in self._take[rank]], mine)
+            elif rank in self._sends_all:
+                total += chunks[rank]
             else:
-                self._add_parts(views, chunks[holder], self._take[holder])
+                self._add(views, chunks[rank], self._take[rank])
         return views
 
     @staticmethod
-    def _add_parts(views: list[torch.Tensor], chunk: torch.Tensor, parts: list[tuple[int, Slices]]) -> None:
+    def _add(views: list[torch.Tensor], chunk: torch.Tensor, parts: list[tuple[int, Slices]]) -> None:
         start = 0
-        for at, inside in parts:
-            target = views[at][inside]
+        for to, inside in parts:
+            target = views[to][inside]
             target += chunk[start : start + target.numel()].view(target.shape)
             start += target.numel()
 
-    def start_spread(self, masters: list[torch.Tensor], dtype: torch.dtype) -> None:
-        """Send the updated owned pieces (in ``dtype``) to the ranks that hold them."""
-        if self.alone:
+    def start_back(self, arrays: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+        """Send my targets' values (in ``dtype``) to the ranks that have them among their sources."""
+        if self.group.size == 1:
             return
-        parts = [
-            masters[at][inside].reshape(-1)
-            for holder in self.group.ranks
-            if holder != self.comm.rank
-            for at, inside in self._take[holder]
-        ]
-        device = self.comm.device  # masters may be in host memory
+        parts = [arrays[i][at].reshape(-1) for r in self.group.ranks if r != self.me for i, at in self._take[r]]
+        device = self.group.comm.device  # masters may be in host memory
         send = torch.cat(parts).to(device, dtype) if parts else torch.empty(0, dtype=dtype, device=device)
         self._handle = self.group.all_to_all(send, self._take_counts, self._give_counts)
 
-    def finish_spread(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Write what the owners sent into the local parameters."""
-        if self.alone:
+    def finish_back(self, arrays: Sequence[torch.Tensor]) -> None:
+        """Write what came into my sources; the parts that are my own targets are there already."""
+        if self.group.size == 1:
             return
-        assert self._handle is not None, "finish_spread without start_spread"
-        received = self._handle.wait()
-        assert received is not None
-        self._handle = None
-        targets = [
-            params[name][slices]
-            for owner in self.group.ranks
-            if owner != self.comm.rank
-            for name, slices in self._give[owner]
-        ]
+        received = self._wait()
+        targets = [arrays[i][at] for r in self.group.ranks if r != self.me for i, at in self._give[r]]
         if targets:  # one launch, however many pieces
             parts = received.split([t.numel() for t in targets])
             torch._foreach_copy_(targets, [part.view(t.shape) for part, t in zip(parts, targets, strict=True)])
 
+    def _wait(self) -> torch.Tensor:
+        assert self._handle is not None, "finish without start"
+        received, self._handle = self._handle.wait(), None
+        assert received is not None
+        return received
 
-def _volume(slices: Slices) -> int:
-    size = 1
-    for s in slices:
-        size *= s.stop - s.start
-    return size
+
+class BucketExchange:
+    """Gradients to owners, parameters to holders, for one bucket, in one hop or two.
+
+    What lies between two hops are boxes of this rank's own parameters, so new values need no memory on their way back.
+    """
+
+    def __init__(self, bucket: Bucket, comm: Comm, boxes: Mapping[str, Box]) -> None:
+        self.bucket = bucket
+        layers = [_pieces(bucket.hops[0].sources, comm.rank, boxes)]
+        layers += [_pieces(hop.targets, comm.rank, boxes) for hop in bucket.hops]
+        self.pieces = layers[-1]
+        self.hops = [
+            HopExchange(hop, comm.group(hop.group(comm.rank), lane=-1), sources, targets)
+            for hop, sources, targets in zip(bucket.hops, layers[:-1], layers[1:], strict=True)
+        ]
+        self._arrays: list[torch.Tensor | None] = []
+        self._empty = torch.empty(0)
+
+    def arrived(self, hop: int) -> bool:
+        """Whether finishing a hop that was started would not wait."""
+        return self.hops[hop].arrived
+
+    def start_reduce(self, hop: int, grads: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Send partial sums a hop towards their owners; ``grads``: by name, for the first hop, kept as needed."""
+        exchange = self.hops[hop]
+        if hop == 0:
+            assert grads is not None
+            self._arrays = [grads[s.name] for s in exchange.sources]
+            self._empty = grads[self.bucket.names[0]].new_empty(0)
+        exchange.start(self._arrays, self._empty)  # type: ignore[arg-type]  # all are there until they are packed
+        self._arrays = [x if i in exchange.kept else None for i, x in enumerate(self._arrays)]
+
+    def finish_reduce(self, hop: int) -> list[torch.Tensor]:
+        """The sums of the hop's targets: after the last hop, of the owned pieces."""
+        sums = self.hops[hop].finish(self._arrays)
+        self._arrays = list(sums) if hop + 1 < len(self.hops) else []
+        return sums
+
+    def start_spread(self, hop: int, masters: Sequence[torch.Tensor], params: Mapping[str, torch.Tensor]) -> None:
+        """Send the updated owned pieces (or, of an earlier hop, what came of them) a hop towards their holders."""
+        exchange, dtype = self.hops[hop], params[self.bucket.names[0]].dtype
+        last = hop + 1 == len(self.hops)
+        exchange.start_back(masters if last else _views(exchange.targets, params), dtype)
+
+    def finish_spread(self, hop: int, params: Mapping[str, torch.Tensor]) -> None:
+        """Write what came into the local parameters."""
+        exchange = self.hops[hop]
+        exchange.finish_back(_views(exchange.sources, params))
+
+
+def _pieces(layouts: Mapping[str, Layout], rank: int, boxes: Mapping[str, Box]) -> list[OwnedPiece]:
+    """A rank's boxes of every tensor, and where they lie in its parameters and in a flat buffer."""
+    pieces, offset = [], 0
+    for name, layout in layouts.items():
+        for box in layout.of(rank):
+            pieces.append(OwnedPiece(name, box, box.slices(boxes[name]), offset))
+            offset += box.size
+    return pieces
+
+
+def _views(pieces: Sequence[OwnedPiece], params: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    return [params[p.name][p.slices] for p in pieces]
+
+
+def _inside(box: Box, among: Sequence[tuple[int, Box]]) -> tuple[int, Slices]:
+    """(index of the box that contains ``box``, where it is in there)."""
+    return next((i, box.slices(origin)) for i, origin in among if origin.contains(box))
+
+
+def _part(arrays: Sequence[torch.Tensor | None], index: int, at: Slices) -> torch.Tensor:
+    array = arrays[index]
+    assert array is not None, "given up before it was summed"
+    return array[at]
+
+
+def _volume(parts: Sequence[tuple[int, Slices]]) -> int:
+    total = 0
+    for _, slices in parts:
+        size = 1
+        for s in slices:
+            size *= s.stop - s.start
+        total += size
+    return total

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.layout import Box
 from hetero_megatron.parallel.exchange import BucketExchange
-from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket
+from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, sync_actions
+from hetero_megatron.schedule import Action
 
 
 class GradientSync:
     """Gradients of one rank's parameters.
 
     Full-precision parameters accumulate in ``.grad`` as autograd does; 16-bit ones in an fp32 sum per parameter.
-    In the last micro-batch a bucket is sent as soon as all its gradients are there and fewer than ``IN_FLIGHT`` are
-    under way. Every rank sends its buckets in the order of their index, so that the lowest one under way anywhere can
-    always complete; nothing waits inside backward, where a neighbour may be waiting for what comes after it.
+    In the last micro-batch a REDUCE starts as soon as all its gradients are there and fewer than ``IN_FLIGHT`` buckets
+    are under way. Every rank starts its REDUCEs in the order of their list, which is one for all ranks, so that the
+    first one under way anywhere can always complete; nothing waits inside backward, where a neighbour may be waiting
+    for what comes after it.
 
     Args:
         params: local parameters by logical name; boxes: the box of each in its logical tensor.
+
+    Attributes:
+        reduces, spreads: what this rank does in every step, in order.
     """
 
     def __init__(
@@ -30,13 +34,16 @@ class GradientSync:
     ) -> None:
         self.params = params
         self.exchanges = [BucketExchange(b, comm, boxes) for b in buckets if comm.rank in b.ranks]
+        self.by_bucket = {e.bucket.index: e for e in self.exchanges}
+        self.reduces, self.spreads = sync_actions(buckets, comm.rank)
         self._wide: dict[str, torch.Tensor] = {}
         self._armed = False
-        self._missing: list[set[str]] = []
-        self._under_way: deque[int] = deque()
-        self._launched = 0
+        self._missing: dict[int, set[str]] = {}
+        self._queue: Sequence[Action] = ()
+        self._started = 0  # of the queue
+        self._ended = 0
         self._owned: list[list[torch.Tensor]] = []
-        self._bucket_of = {name: i for i, e in enumerate(self.exchanges) for name in e.bucket.names}
+        self._bucket_of = {name: e.bucket.index for e in self.exchanges for name in e.bucket.names}
         for name, param in params.items():
             param.register_post_accumulate_grad_hook(self._hook(name))
 
@@ -55,35 +62,51 @@ class GradientSync:
 
         return accumulated
 
-    def begin_last_micro_batch(self) -> None:
-        """From now on a complete bucket is sent at once."""
-        self._armed, self._launched, self._owned = True, 0, []
-        self._missing = [set(e.bucket.names) for e in self.exchanges]
+    def begin(self, reduces: Iterable[Action]) -> None:
+        """The last backward of the step begins: from now on the ``reduces`` start, in this order."""
+        self._queue = tuple(reduces)
+        assert {a.micro_batch for a in self._queue} == self.by_bucket.keys(), "every bucket is reduced once"
+        self._armed, self._started, self._ended, self._owned = True, 0, 0, []
+        self._missing = {e.bucket.index: set(e.bucket.names) for e in self.exchanges}
 
     def _progress(self) -> None:
-        """Sum what has arrived, send what is complete, without waiting."""
-        while self._under_way and self.exchanges[self._under_way[0]].arrived:
-            self._sum_oldest()
-        while (
-            self._launched < len(self.exchanges)
-            and not self._missing[self._launched]
-            and len(self._under_way) < IN_FLIGHT
-        ):
-            self._launch()
+        """Sum what has arrived, start what can start, without waiting."""
+        while self._end_next(wait=False) or self._start_next():
+            pass
 
-    def _launch(self) -> None:
-        exchange = self.exchanges[self._launched]
-        exchange.start_reduce({name: self.gradient(name) for name in exchange.bucket.names})
-        self._under_way.append(self._launched)
-        self._launched += 1
+    def _end_next(self, wait: bool) -> bool:
+        if self._ended == self._started:
+            return False
+        _, bucket, hop = self._queue[self._ended]
+        exchange = self.by_bucket[bucket]
+        if not wait and not exchange.arrived(hop):
+            return False
+        sums = exchange.finish_reduce(hop)
+        if hop + 1 == len(exchange.hops):
+            self._owned.append(sums)
+        self._ended += 1
+        return True
 
-    def _sum_oldest(self) -> None:
-        """A bucket's local gradients are given up as soon as they are summed."""
-        exchange = self.exchanges[self._under_way.popleft()]
-        self._owned.append(exchange.finish_reduce({n: self.gradient(n) for n in exchange.bucket.names}))
-        for name in exchange.bucket.names:
-            self._wide.pop(name, None)
-            self.params[name].grad = None
+    def _start_next(self) -> bool:
+        """A bucket's local gradients are given up as soon as they are packed, but for what is summed here."""
+        if self._started == len(self._queue):
+            return False
+        _, bucket, hop = self._queue[self._started]
+        under_way = {a.micro_batch for a in self._queue[self._ended : self._started]}
+        exchange = self.by_bucket[bucket]
+        if hop:
+            if bucket in under_way:  # its hop before has not ended
+                return False
+            exchange.start_reduce(hop)
+        else:
+            if self._missing[bucket] or len(under_way) >= IN_FLIGHT:
+                return False
+            exchange.start_reduce(0, {name: self.gradient(name) for name in exchange.bucket.names})
+            for name in exchange.bucket.names:
+                self._wide.pop(name, None)
+                self.params[name].grad = None
+        self._started += 1
+        return True
 
     def gradient(self, name: str) -> torch.Tensor:
         """The accumulated partial gradient of one local parameter (zeros where it took no part)."""
@@ -95,14 +118,20 @@ class GradientSync:
             self._wide[name] = grad
         return grad
 
+    def complete(self, action: Action) -> None:
+        """Return when ``action`` has ended. Backward is over, so what has not come by now is zero."""
+        self._missing = {bucket: set() for bucket in self.by_bucket}
+        end = self._queue.index(action) + 1
+        while self._ended < end:
+            if not self._start_next():
+                self._end_next(wait=True)
+
     def finish(self) -> list[list[torch.Tensor]]:
-        """Send what was not sent yet, wait, and return the summed gradients of the owned pieces per exchange."""
+        """Complete what is left, and return the summed gradients of the owned pieces per exchange."""
         if not self._armed:
-            self.begin_last_micro_batch()
+            self.begin(self.reduces)
+        if self._queue:
+            self.complete(self._queue[-1])
         self._armed = False
-        while len(self._owned) < len(self.exchanges):
-            while self._launched < len(self.exchanges) and len(self._under_way) < IN_FLIGHT:
-                self._launch()
-            self._sum_oldest()
         owned, self._owned = self._owned, []
         return owned

@@ -11,6 +11,7 @@ from hetero_megatron.layout import Box
 from hetero_megatron.parallel.exchange import BucketExchange, OwnedPiece
 from hetero_megatron.parallel.gradients import GradientSync
 from hetero_megatron.plan.buckets import IN_FLIGHT
+from hetero_megatron.schedule import Action
 
 OptimizerFactory = Callable[[list[dict[str, object]]], torch.optim.Optimizer]
 
@@ -85,23 +86,29 @@ class ShardedOptimizer:
     def spread(self) -> None:
         """Make every holder's parameters equal to the owners' masters."""
         params = {name: p.detach() for name, p in self.sync.params.items()}
-        waiting: deque[tuple[BucketExchange, list[torch.Tensor]]] = deque()
-        for exchange, masters in zip(self.sync.exchanges, self.masters, strict=True):
-            if len(waiting) == IN_FLIGHT:
-                self._receive(*waiting.popleft(), params)
-            exchange.start_spread(masters, params[exchange.bucket.names[0]].dtype)
-            waiting.append((exchange, masters))
-        for exchange, masters in waiting:
-            self._receive(exchange, masters, params)
+        masters = {e.bucket.index: m for e, m in zip(self.sync.exchanges, self.masters, strict=True)}
+        under_way: deque[Action] = deque()
+        for action in self.sync.spreads:
+            _, bucket, hop = action
+            exchange = self.sync.by_bucket[bucket]
+            # A bucket goes on when its hop before has come; others wait for their turn, to bound the memory.
+            while any(a.micro_batch == bucket for a in under_way) or len(under_way) >= IN_FLIGHT:
+                self._arrive(under_way.popleft(), params)
+            if hop + 1 == len(exchange.hops):
+                self._keep_own(exchange, masters[bucket], params)
+            exchange.start_spread(hop, masters[bucket], params)
+            under_way.append(action)
+        for action in under_way:
+            self._arrive(action, params)
 
-    def _receive(
-        self, exchange: BucketExchange, masters: list[torch.Tensor], params: dict[str, torch.Tensor]
-    ) -> None:
+    def _keep_own(self, exchange: BucketExchange, masters: list[torch.Tensor], params: dict[str, torch.Tensor]) -> None:
         for piece, master in zip(exchange.pieces, masters, strict=True):
             own = params[piece.name][piece.slices]
             if self.offload or not in_place(own):
                 own.copy_(master)
-        exchange.finish_spread(params)
+
+    def _arrive(self, action: Action, params: dict[str, torch.Tensor]) -> None:
+        self.sync.by_bucket[action.micro_batch].finish_spread(action.chunk, params)
 
 
 def in_place(view: torch.Tensor) -> bool:
@@ -109,10 +116,7 @@ def in_place(view: torch.Tensor) -> bool:
     return view.dtype not in (torch.float16, torch.bfloat16) and view.is_contiguous()
 
 
-def squared_norm(grads: Sequence[Sequence[torch.Tensor]]) -> float:
-    """Sum of squares of all owned gradients (each element counted by its one owner), accumulated in fp64."""
+def squared_norm(grads: Sequence[Sequence[torch.Tensor]], l2norm: Callable[..., torch.Tensor]) -> float:
+    """Sum of squares of all owned gradients (each element counted by its one owner), by an operator ``l2norm``."""
     flat = [g for per in grads for g in per if g.numel()]
-    if not flat:
-        return 0.0
-    norms = torch._foreach_norm(flat)
-    return float(torch.stack(norms).double().square().sum())
+    return float(l2norm(flat).double().square()) if flat else 0.0

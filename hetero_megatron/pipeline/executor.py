@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -25,12 +26,20 @@ SEND_LAG = 4  # gradient sends that may be under way; their buffers live that lo
 LossFunction = Callable[[torch.Tensor, Batch], torch.Tensor]  # (logits, batch) -> sum of token losses, scalar
 
 
+class Reducer(Protocol):
+    """Who sums gradients: told when the last backward begins, asked for each REDUCE at its place in the list."""
+
+    def begin(self, reduces: Sequence[Action]) -> None: ...
+
+    def complete(self, action: Action) -> None: ...
+
+
 @dataclass(frozen=True)
 class StageWork:
     """What a step gives one rank to do.
 
     Attributes:
-        actions: lowered actions of its stage.
+        actions: lowered actions of its stage, and the REDUCEs after them.
         batches: its rows of each micro-batch (None where it has no rows).
         sizes: sequences of each micro-batch (of the whole pipeline, which defines the boundary layouts).
         seed: value with which backward starts at the loss sum.
@@ -56,7 +65,8 @@ class TimedAction:
 @dataclass
 class StepResult:
     """Sum of token losses and number of tokens (of this rank's head stage, else 0), and seconds: computing,
-    waiting for pipeline neighbours, communicating otherwise; ``actions`` in the order in which they ran."""
+    waiting for pipeline neighbours, communicating otherwise (adding up gradients after the last backward included);
+    ``actions`` in the order in which they ran."""
 
     loss_sum: float | torch.Tensor = 0.0  # a tensor [], so that the executor never waits for the device
     tokens: int = 0
@@ -102,26 +112,35 @@ class PipelineExecutor:
         self.comm, self.model, self.loss, self.dtype, self.place = comm, model, loss, dtype, place
         self.before, self.after = before, after
 
-    def run(self, work: StageWork, last_backward: Callable[[], None] | None = None) -> StepResult:
-        """Do all actions; ``last_backward`` is called just before the last B starts."""
+    def run(self, work: StageWork, reducer: Reducer | None = None) -> StepResult:
+        """Do all actions. ``reducer`` does the REDUCEs, which may start during the last B; without one they are left
+        out."""
         live, result = _Live(), StepResult()
         receives = [a for a in work.actions if a.kind.startswith("RECV")]
+        reduces = [a for a in work.actions if a.kind == "REDUCE"]
         posted, taken = 0, 0
         last_b = max((i for i, a in enumerate(work.actions) if a.kind == "B"), default=-1)
         clock, start, waited = self.comm.clock, time.perf_counter(), self.comm.seconds.neighbours
         clock.settle()
-        computed = clock.computed
         for i, action in enumerate(work.actions):
+            if action.kind == "REDUCE" and reducer is None:
+                continue
             self.comm.activity = f"{self.place}, action {action}"
             while posted < min(taken + LOOKAHEAD, len(receives)):
                 self._post(receives[posted], work, live)
                 posted += 1
-            if i == last_b and last_backward is not None:
-                last_backward()
+            if i == last_b and reducer is not None:
+                reducer.begin(reduces)
             begin, done = time.perf_counter(), clock.computed
-            self._handlers[action.kind](self, action, work, live, result)
+            if action.kind == "REDUCE":
+                assert reducer is not None
+                reducer.complete(action)
+            else:
+                self._handlers[action.kind](self, action, work, live, result)
             clock.settle()
-            result.actions.append(TimedAction(action, begin, time.perf_counter(), clock.computed - done))
+            spent = clock.computed - done
+            result.actions.append(TimedAction(action, begin, time.perf_counter(), spent))
+            result.busy_seconds += spent if action.kind != "REDUCE" else 0.0
             taken += action.kind.startswith("RECV")
         self.comm.activity = f"{self.place}, waiting for its last sends"
         for handles in [*live.old_sends, *live.sends.values()]:
@@ -129,7 +148,6 @@ class PipelineExecutor:
         if live.losses:
             result.loss_sum = torch.stack([x.double() for x in live.losses]).sum()
         result.bubble_seconds = self.comm.seconds.neighbours - waited
-        result.busy_seconds = clock.computed - computed
         result.communication_seconds = time.perf_counter() - start - result.busy_seconds - result.bubble_seconds
         self.comm.activity = f"{self.place}, after its last action"
         return result

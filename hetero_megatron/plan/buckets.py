@@ -2,7 +2,9 @@
 
 A raw gradient is a partial sum on every rank that holds a copy. Each element has one owner, which sums the
 holders' gradients, counts the element in the norm, updates it and sends it back. A bucket is a run of tensors in
-backward order with the same group of holders; one ragged all-to-all per bucket and direction moves everything.
+backward order with the same group of holders; one ragged all-to-all per bucket and direction moves everything. Where
+holders lie in several islands with slow links between, and several of one island hold the same elements, there are two:
+the island sums up first, so that each element crosses once per island.
 """
 
 from __future__ import annotations
@@ -11,25 +13,42 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hetero_megatron.layout import Layout, assign_owners
+from hetero_megatron.layout import Layout, assign_owners, reduction, representatives
 from hetero_megatron.plan.canonical import Plan
 from hetero_megatron.plan.context_plan import context_groups
+from hetero_megatron.schedule import Action
 from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors, shares, stage_tensors, tensor_box
 
 WHOLE_BYTES = 64 << 10  # smaller tensors have one owner: splitting them costs more messages than it saves bytes
 BUCKET_BYTES = 32 << 20
+WORTH_A_HOP = 1 / 16  # of the bytes between islands must be saved by a second hop, or its messages are not worth it
 IN_FLIGHT = 2  # buckets under way at once: what is packed and received for them is extra memory
 
 
 @dataclass(frozen=True)
+class Hop:
+    """One exchange on the way from holders to owners: inside each of ``groups`` (disjoint) every element of ``sources``
+    goes to the rank that has it in ``targets``. The way back is the same with source and target exchanged."""
+
+    groups: tuple[tuple[int, ...], ...]
+    sources: Mapping[str, Layout]
+    targets: Mapping[str, Layout]
+
+    def group(self, rank: int) -> tuple[int, ...]:
+        return next(ranks for ranks in self.groups if rank in ranks)
+
+
+@dataclass(frozen=True)
 class Bucket:
-    """Tensors synchronised together: ``names`` in backward order, ``ranks`` (holders) ascending."""
+    """Tensors synchronised together: ``names`` in backward order, ``ranks`` (holders) ascending; ``hops``: one from the
+    holders to the owners, or two by way of a representative in each island."""
 
     index: int
     ranks: tuple[int, ...]
     names: tuple[str, ...]
     holders: Mapping[str, Layout]
     owners: Mapping[str, Layout]
+    hops: tuple[Hop, ...]
 
 
 def tensor_holders(plan: Plan, spec: ModelSpec) -> dict[str, Layout]:
@@ -87,21 +106,73 @@ def make_buckets(
                 runs[-1] = (ranks, runs[-1][1], runs[-1][2] + size)
             else:
                 runs.append((ranks, [name], size))
-    owners: dict[tuple[object, ...], list[Layout]] = {}
+    owners: dict[tuple[object, ...], tuple[list[Layout], list[Layout] | None]] = {}
     buckets = []
     for i, (ranks, names, _) in enumerate(runs):
         held = {name: holders[name] for name in names}
         # Buckets of equal layouts are owned alike; names count only by their order, which breaks ties.
         key = (tuple(map(id, held.values())), tuple(sorted(range(len(names)), key=names.__getitem__)))
         if key not in owners:
-            owners[key] = list(assign_owners(held, weights, whole_below=WHOLE_BYTES // itemsize).values())
-        buckets.append(Bucket(i, ranks, tuple(names), held, dict(zip(names, owners[key], strict=True))))
+            owned = assign_owners(held, weights, whole_below=WHOLE_BYTES // itemsize)
+            between = island_layouts(held, owned, islands_of(plan, ranks), WHOLE_BYTES // itemsize)
+            owners[key] = (list(owned.values()), list(between.values()) if between is not None else None)
+        last, middle = owners[key]
+        owned = dict(zip(names, last, strict=True))
+        hops: tuple[Hop, ...] = (Hop((ranks,), held, owned),)
+        if middle is not None:
+            between = dict(zip(names, middle, strict=True))
+            hops = (Hop(islands_of(plan, ranks), held, between), Hop((ranks,), between, owned))
+        buckets.append(Bucket(i, ranks, tuple(names), held, owned, hops))
     return tuple(buckets)
 
 
+def islands_of(plan: Plan, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """``ranks`` by island; a rank that the plan puts in none is one by itself."""
+    island = {rank: i for i, members in enumerate(plan.islands) for rank in members}
+    groups: dict[int, list[int]] = defaultdict(list)
+    for rank in ranks:
+        groups[island.get(rank, -1 - rank)].append(rank)
+    return tuple(sorted(tuple(members) for members in groups.values()))
+
+
+def island_layouts(
+    holders: Mapping[str, Layout], owners: Mapping[str, Layout], islands: Sequence[tuple[int, ...]], whole_below: int
+) -> dict[str, Layout] | None:
+    """The representatives of a bucket, or None where going by them saves next to no bytes between islands."""
+    if len(islands) < 2 or all(len(island) == 1 for island in islands):
+        return None
+    middle = representatives(holders, owners, islands, whole_below)
+    island = {rank: i for i, members in enumerate(islands) for rank in members}
+
+    def crossing(sources: Mapping[str, Layout]) -> int:
+        pieces = (p for name, layout in sources.items() for p in reduction(layout, owners[name]).pieces)
+        return sum(p.box.size for p in pieces if island[p.src] != island[p.dst])
+
+    return middle if crossing(middle) < (1 - WORTH_A_HOP) * crossing(holders) else None
+
+
+def sync_actions(buckets: Sequence[Bucket], rank: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
+    """(REDUCE, SPREAD) of one rank in the order in which it starts them: by bucket, and within one hop after hop; the
+    parameters come back the other way round. All ranks keep to this one order, so none waits in a circle."""
+    mine = [b for b in buckets if rank in b.ranks]
+    reduces = tuple(Action("REDUCE", b.index, h) for b in mine for h in range(len(b.hops)))
+    spreads = tuple(Action("SPREAD", b.index, h) for b in mine for h in reversed(range(len(b.hops))))
+    return reduces, spreads
+
+
 def plan_groups(plan: Plan, buckets: Sequence[Bucket]) -> list[tuple[int, ...]]:
-    """All groups that some ranks of the plan exchange data in: TP and context groups, bucket holders, the world."""
+    """All groups that some ranks of the plan exchange data in: TP and context groups, bucket holders, the world.
+
+    Gradients travel during the last backward, as its own exchanges do, and start when they can; so a group that both
+    need is listed twice, and the second one is for gradients.
+    """
+    layers = layer_groups(plan)
+    sync = {ranks for b in buckets for hop in b.hops for ranks in hop.groups}
+    return [*sorted({plan.ranks, *layers, *sync}), *sorted(r for r in sync & layers if len(r) > 1)]
+
+
+def layer_groups(plan: Plan) -> set[tuple[int, ...]]:
+    """TP and context groups: those that meet in forward and backward."""
     stages = [s for p in plan.pipelines for s in p.stages]
-    units = [u.ranks for s in stages for u in s.units]
-    context = [ranks for s in stages for ranks in context_groups(s, plan.seq_length)]
-    return [plan.ranks, *units, *context, *(b.ranks for b in buckets)]
+    units = {tuple(sorted(u.ranks)) for s in stages for u in s.units}
+    return units | {tuple(sorted(g)) for s in stages for g in context_groups(s, plan.seq_length)}

@@ -146,12 +146,14 @@ class Pipeline:
 @dataclass(frozen=True)
 class Plan:
     """Which ranks hold which layers, heads, tokens and sequences. ``global_batch_size`` is in sequences
-    per step."""
+    per step; ``islands``: groups of ranks with slower links between them, over which gradients and parameters go in two
+    hops where that saves bytes (a rank in none is one by itself)."""
 
     seq_length: int
     global_batch_size: int
     schedule: str
     pipelines: tuple[Pipeline, ...]
+    islands: tuple[tuple[int, ...], ...] = ()
     _cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False, hash=False)
 
     @property
@@ -178,4 +180,5 @@ class Plan:
             "global_batch_size": self.global_batch_size,
             "schedule": self.schedule,
             "pipelines": [asdict(pipeline) for pipeline in self.pipelines],
+            **({"islands": self.islands} if self.islands else {}),
         }

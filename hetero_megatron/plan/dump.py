@@ -33,6 +33,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "seq_length": plan.seq_length,
         "global_batch_size": plan.global_batch_size,
         "schedule": plan.schedule,
+        **({"islands": [rank_ranges(ranks) for ranks in plan.islands]} if plan.islands else {}),
         "pipelines": pipelines,
     }
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from hetero_megatron.spec import ModelSpec
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "adaptive")
-PLAN_KEYS = ("version", "seq_length", "global_batch_size", "schedule", "pipelines")
+PLAN_KEYS = ("version", "seq_length", "global_batch_size", "schedule", "islands", "pipelines")
 PIPELINE_KEYS = ("micro_batch_size", "num_micro_batches", "repeat", "stages")
 STAGE_KEYS = (
     "ranks", "layers", "tp", "tp_split", "dp_split", "context", "embed", "head",
@@ -146,8 +146,13 @@ def expand(document: Entry, num_heads: int) -> tuple[Plan, Source]:
         global_batch_size=keys["global_batch_size"].integer(1),
         schedule=keys["schedule"].choice(SCHEDULES) if "schedule" in keys else "1f1b",
         pipelines=tuple(pipelines),
+        islands=_islands(keys["islands"]) if "islands" in keys else (),
     )
     return plan, Source(document.file, dict(document.lines()), tuple(origin))
+
+
+def _islands(entry: Entry) -> tuple[tuple[int, ...], ...]:
+    return tuple(sorted(tuple(sorted(parse_ranks(item))) for item in entry.items()))
 
 
 def _pipelines(entry: Entry, seq_length: int, num_heads: int) -> list[Pipeline]:

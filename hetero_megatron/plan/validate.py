@@ -40,6 +40,7 @@ def validate(
     ranks_are_used_once(plan, source)
     if cluster is None:  # with one, a rank is a chip of it, and chips that no stage names are idle
         ranks_have_no_gaps(plan, source)
+    islands_are_apart(plan, source)
     for p, pipeline in enumerate(plan.pipelines):
         layers_are_covered_once(pipeline, f"pipelines[{p}]", spec.num_layers, source)
         stages_follow_the_layers(pipeline, f"pipelines[{p}]", source)
@@ -80,6 +81,17 @@ def ranks_are_used_once(plan: Plan, source: Source) -> None:
                     "each rank once in a plan",
                 )
             first[rank] = path
+
+
+def islands_are_apart(plan: Plan, source: Source) -> None:
+    seen: set[int] = set()
+    for i, island in enumerate(plan.islands):
+        for rank in island:
+            if rank in seen or rank not in plan.ranks:
+                problem = "is in two islands" if rank in seen else "is in no stage"
+                accepted = "each rank of the plan at most once"
+                raise source.error(f"rank {rank} {problem}", f"islands[{i}]", rank, accepted)
+            seen.add(rank)
 
 
 def ranks_have_no_gaps(plan: Plan, source: Source) -> None:

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 
 from hetero_megatron.plan import Plan, Stage
 from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, make_buckets
+from hetero_megatron.plan.islands import hop_elements
 from hetero_megatron.planner.costs import CostModel, UnitSeconds
-from hetero_megatron.planner.network import Exchange, Network, Traffic, volumes
+from hetero_megatron.planner.network import Exchange, Network, Port, Traffic, volumes
 from hetero_megatron.spec import logical_tensors
 
 
@@ -79,7 +80,7 @@ class _Structure:
         self.held: dict[int, int] = defaultdict(int)
         self.shares: dict[int, dict[int, Share]] = {}  # by bucket and rank
         self._elements: dict[tuple[int, ...], dict[tuple[int, int], int]] = {}
-        self._traffic: dict[tuple[int, bool], Traffic] = {}
+        self._traffic: dict[tuple[int, bool], tuple[Traffic, ...]] = {}
         known: dict[int, list[tuple[int, int]]] = {}
         for bucket in self.buckets:
             for layouts, total in ((bucket.owners, self.owned), (bucket.holders, self.held)):
@@ -110,13 +111,18 @@ class _Structure:
             self._elements[key] = dict(total)
         return self._elements[key]
 
-    def traffic(self, bucket: Bucket, spread: bool) -> Traffic:
-        """In elements; from holders to owners, or back to spread the new parameters."""
+    def traffic(self, bucket: Bucket, spread: bool) -> tuple[Traffic, ...]:
+        """In elements, hop after hop; from holders to owners, or back to spread the new parameters."""
         elements = self.elements(bucket)
         key = (id(elements), spread)
         if key not in self._traffic:
-            flows = [(b, a, float(n)) if spread else (a, b, float(n)) for (a, b), n in elements.items() if n]
-            self._traffic[key] = self.network.traffic(flows)
+            hops = [elements] if len(bucket.hops) == 1 else [hop_elements(hop) for hop in bucket.hops]
+            self._traffic[key] = tuple(
+                self.network.traffic(
+                    (b, a, float(n)) if spread else (a, b, float(n)) for (a, b), n in hop.items() if n
+                )
+                for hop in hops
+            )
         return self._traffic[key]
 
 
@@ -146,10 +152,15 @@ class Synchronisation:
         traffic = self.structure.traffic(bucket, spread)
         key = (id(traffic), item)
         if key not in self._prices:
-            found = self.network.price(traffic, item, collective=True)
+            hops = [self.network.price(hop, item, collective=True) for hop in traffic]
+            ports: dict[Port, float] = defaultdict(float)
+            for port, seconds in (pair for hop in hops for pair in hop.ports.items()):
+                ports[port] += seconds
             if bucket.ranks not in self._posting:
                 self._posting[bucket.ranks] = self.network.posting(bucket.ranks)
-            self._prices[key] = Exchange(found.ports, found.latency + self._posting[bucket.ranks], found.link)
+            latency = sum(hop.latency for hop in hops) + self._posting[bucket.ranks]
+            link = hops[0].link if len(hops) == 1 else sum(hop.seconds for hop in hops)  # one hop after the other
+            self._prices[key] = Exchange(dict(ports), latency, link)
         return self._prices[key]
 
     def ready_at(self, bucket: Bucket, rank: int, begin: float, part: UnitSeconds) -> float:

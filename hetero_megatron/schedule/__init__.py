@@ -1,9 +1,10 @@
 """Pipeline schedules as data: generated, lowered to communication, validated, printed, timed. No torch."""
 
 from hetero_megatron.schedule.actions import Action, Schedule
+from hetero_megatron.schedule.collectives import validate_collectives
 from hetero_megatron.schedule.generators import generate, schedule_names
-from hetero_megatron.schedule.lower import lower
-from hetero_megatron.schedule.show import format_grid
+from hetero_megatron.schedule.lower import lower, with_synchronisation
+from hetero_megatron.schedule.show import format_grid, format_rows
 from hetero_megatron.schedule.simulate import Costs, Timed, Timeline, simulate
 from hetero_megatron.schedule.validate import ScheduleError, in_flight, validate
 
@@ -15,10 +16,13 @@ __all__ = [
     "Timed",
     "Timeline",
     "format_grid",
+    "format_rows",
     "generate",
     "in_flight",
     "lower",
     "schedule_names",
     "simulate",
     "validate",
+    "validate_collectives",
+    "with_synchronisation",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hetero_megatron.schedule.actions import Action, Schedule
 
 
@@ -13,6 +15,17 @@ def lower(schedule: Schedule) -> Schedule:
     """
     last = len(schedule.stages) - 1
     return Schedule(schedule.name, tuple(_lower_stage(row, s > 0, s < last) for s, row in enumerate(schedule.stages)))
+
+
+def with_synchronisation(
+    schedule: Schedule, rows: Sequence[tuple[Sequence[Action], Sequence[Action]]]
+) -> Schedule:
+    """Append to each stage its REDUCEs, the UPDATE and its SPREADs; ``rows``: (REDUCEs, SPREADs) per stage."""
+    update = (Action("UPDATE", 0),)
+    stages = (
+        (*row, *reduces, *update, *spreads) for row, (reduces, spreads) in zip(schedule.stages, rows, strict=True)
+    )
+    return Schedule(schedule.name, tuple(stages))
 
 
 def _lower_stage(row: tuple[Action, ...], has_before: bool, has_after: bool) -> tuple[Action, ...]:

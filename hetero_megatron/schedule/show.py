@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from hetero_megatron.schedule.actions import Action, Schedule
 
 
@@ -12,14 +14,20 @@ def format_grid(schedule: Schedule, error: tuple[int, int] | None = None, most: 
         error: (stage, index of its action) to mark with ``<-- ERROR HERE``.
         most: columns shown: a window around the error, else from the start.
     """
+    rows = {f"stage {s}": row for s, row in enumerate(schedule.stages)}
+    return format_rows(rows, (f"stage {error[0]}", error[1]) if error else None, most)
+
+
+def format_rows(rows: Mapping[str, Sequence[Action]], error: tuple[str, int] | None = None, most: int = 24) -> str:
+    """:func:`format_grid` for rows of any name; ``error``: (row, index of its action)."""
     first = max(0, error[1] - most // 2) if error else 0
-    rows = [[str(Action(*a)) for a in row[first : first + most]] for row in schedule.stages]
-    width = max((len(cell) for row in rows for cell in row), default=1)
+    texts = {name: [str(Action(*a)) for a in row[first : first + most]] for name, row in rows.items()}
+    width = max((len(cell) for cells in texts.values() for cell in cells), default=1)
     lines = []
-    for stage, (row, cells) in enumerate(zip(schedule.stages, rows)):
+    for name, cells in texts.items():
         cells = [cell.ljust(width) for cell in cells]
-        if error and error[0] == stage:
+        if error and error[0] == name:
             cells[error[1] - first] += " <-- ERROR HERE"
-        before, after = ("… " if first else ""), (" …" if len(row) > first + most else "")
-        lines.append(f"stage {stage}: {before}{' '.join(cells)}{after}".rstrip())
+        before, after = ("… " if first else ""), (" …" if len(rows[name]) > first + most else "")
+        lines.append(f"{name}: {before}{' '.join(cells)}{after}".rstrip())
     return "\n".join(lines)

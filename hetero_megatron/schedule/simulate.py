@@ -24,7 +24,7 @@ class Costs:
             take time. Transfers of one direction of a boundary follow one another; the two directions do not disturb
             each other.
         weight_share: the part of ``backward`` that W takes where a schedule splits B into B_INPUT and W.
-        reduce: per stage, seconds of one REDUCE.
+        reduce, spread, update: per stage, seconds of one REDUCE, SPREAD and of the UPDATE.
         link_back: the same as ``link`` for gradients, where it differs.
         latency: per boundary, from the end of a transfer's occupation to its arrival.
         host: per stage, seconds of the stage itself by kind of send or receive (``SEND_F``, …); none where missing.
@@ -35,6 +35,8 @@ class Costs:
     link: Sequence[float] = ()
     weight_share: float = 0.5
     reduce: Sequence[float] = ()
+    spread: Sequence[float] = ()
+    update: Sequence[float] = ()
     link_back: Sequence[float] = ()
     latency: Sequence[float] = ()
     host: Sequence[Mapping[str, float]] = ()
@@ -149,6 +151,7 @@ def _seconds(count: int, costs: Costs) -> tuple[Table, Table, Directions, Direct
     link = list(costs.link or (0.0,) * (count - 1))
     back, latency = list(costs.link_back or link), list(costs.latency or (0.0,) * (count - 1))
     reduce, host = costs.reduce or (0.0,) * count, costs.host or ({},) * count
+    spread, update = costs.spread or (0.0,) * count, costs.update or (0.0,) * count
     for name, values, want in (
         ("forward", costs.forward, count),
         ("backward", costs.backward, count),
@@ -156,6 +159,8 @@ def _seconds(count: int, costs: Costs) -> tuple[Table, Table, Directions, Direct
         ("link_back", back, count - 1),
         ("latency", latency, count - 1),
         ("reduce", reduce, count),
+        ("spread", spread, count),
+        ("update", update, count),
         ("host", host, count),
     ):
         if len(values) != want:
@@ -169,6 +174,8 @@ def _seconds(count: int, costs: Costs) -> tuple[Table, Table, Directions, Direct
             "W": costs.backward[s] * costs.weight_share,
             "B_INPUT": costs.backward[s] * (1 - costs.weight_share),
             "REDUCE": reduce[s],
+            "SPREAD": spread[s],
+            "UPDATE": update[s],
         }
         for s in range(count)
     ]

@@ -19,7 +19,8 @@ def validate(schedule: Schedule) -> None:
 
     Raises:
         ScheduleError: an unknown or repeated action, an action before what it needs, a receive without a
-            send, a send that nobody receives, a forward without a backward, or a deadlock.
+            send, a send that nobody receives, a forward without a backward, gradients summed before they are all there
+            or never sent back as parameters, or a deadlock.
     """
     _Run(schedule).finish()
 
@@ -31,6 +32,7 @@ class _Run:
         self.schedule, self.last = schedule, len(schedule.stages) - 1
         self.position = [0] * len(schedule.stages)
         self.done: list[set[Action]] = [set() for _ in schedule.stages]
+        self.synchronising = [""] * len(schedule.stages)  # the last REDUCE, UPDATE or SPREAD of a stage
         self.waiting: dict[tuple[int, Action], int] = {}  # (sending stage, SEND) -> stage that waits for it
         self.unread: set[tuple[int, Action]] = set()
         ready = list(range(len(schedule.stages)))
@@ -86,8 +88,30 @@ class _Run:
             raise self._error(stage, at, f"comes before {Action('RECV_F', m, c)}")
         if kind in ("B", "B_INPUT") and stage < self.last and ("RECV_B", m, c) not in done:
             raise self._error(stage, at, f"comes before {Action('RECV_B', m, c)}")
+        if kind in ("REDUCE", "UPDATE", "SPREAD"):
+            self._check_synchronisation(stage, at, action)
+        elif self.synchronising[stage]:
+            raise self._error(stage, at, f"comes after {self.synchronising[stage]}, which needs all gradients")
         if (kind == "SEND_F" and stage == self.last) or (kind == "SEND_B" and stage == 0):
             raise self._error(stage, at, "has no stage to send to")
+
+    def _check_synchronisation(self, stage: int, at: int, action: Action) -> None:
+        """REDUCE hop after hop, then UPDATE once, then SPREAD, the hops the other way round."""
+        kind, bucket, hop = action
+        done, updated = self.done[stage], ("UPDATE", 0, 0) in self.done[stage]
+        self.synchronising[stage] = str(Action(*action))
+        if kind == "REDUCE":
+            if updated:
+                raise self._error(stage, at, "comes after the update")
+            if hop and ("REDUCE", bucket, hop - 1) not in done:
+                raise self._error(stage, at, f"comes before {Action('REDUCE', bucket, hop - 1)}")
+        elif kind == "SPREAD":
+            if not updated:
+                raise self._error(stage, at, "comes before the update")
+            if ("REDUCE", bucket, hop) not in done:
+                raise self._error(stage, at, f"without {Action('REDUCE', bucket, hop)}")
+            if ("REDUCE", bucket, hop + 1) in done and ("SPREAD", bucket, hop + 1) not in done:
+                raise self._error(stage, at, f"comes before {Action('SPREAD', bucket, hop + 1)}")
 
     def finish(self) -> None:
         """Nobody still waits, no message is unread, every forward has its backward."""
@@ -113,6 +137,8 @@ class _Run:
                     raise self._error(stage, rows[stage].index(action), "has no backward")
                 if kind == "B_INPUT" and ("W", m, c) not in done:
                     raise self._error(stage, rows[stage].index(action), "has no W")
+                if kind == "REDUCE" and ("UPDATE", 0, 0) in done and ("SPREAD", m, c) not in done:
+                    raise self._error(stage, rows[stage].index(action), "has no SPREAD")
 
     def _error(self, stage: int, at: int, what: str) -> ScheduleError:
         action = self.schedule.stages[stage][at]

@@ -145,7 +145,7 @@ def watched_run(runtime: Runtime, fetch: Fetch, first: int, size: int, scale: fl
     with _watch(runtime, found):
         work = runtime.work(fetch, first, size)
         work = StageWork(work.actions, work.batches, work.sizes, seed=scale / (size * runtime.plan.seq_length))
-        result = runtime.executor.run(work, runtime.sync.begin_last_micro_batch)
+        result = runtime.executor.run(work, runtime.sync)
     grads = runtime.sync.finish()
     for exchange, tensors in zip(runtime.sync.exchanges, grads, strict=True):
         names = exchange.bucket.names  # in backward order, as are the buckets
@@ -153,7 +153,7 @@ def watched_run(runtime: Runtime, fetch: Fetch, first: int, size: int, scale: fl
             if not torch.isfinite(grad).all():
                 position = exchange.bucket.index + names.index(piece.name) / len(names)
                 found.append(Finding(2, position, f"gradient of {piece.name}"))
-    rows = runtime.gather(result, squared_norm(grads))[:, :3]
+    rows = runtime.gather(result, squared_norm(grads, runtime.kernels.l2norm))[:, :3]
     return rows, first_place(runtime, found)
 
 

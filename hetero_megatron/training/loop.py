@@ -25,6 +25,7 @@ from hetero_megatron.parallel.offload import check_offload, cpu_adam
 from hetero_megatron.parallel.optimizer import OptimizerFactory
 from hetero_megatron.plan import format_plan, idle_ranks, locate, stage_at
 from hetero_megatron.plan.buckets import make_buckets, plan_groups
+from hetero_megatron.plan.islands import format_islands
 from hetero_megatron.platform import Platform, choose_platform
 from hetero_megatron.platform.plugins import Plugins, load_plugins
 from hetero_megatron.spec import LogicalTensor
@@ -112,6 +113,8 @@ def announce(config: RunConfig, world: int, platform: Platform, plugins: Plugins
     cluster = config.cluster
     chips = [cluster.chip_of(r).name for r in range(cluster.world_size)] if cluster is not None else None
     print(format_plan(config.plan, config.spec, chips), flush=True)
+    if config.plan.islands:
+        print(format_islands(config.plan, config.spec), flush=True)
     print(f"device: {platform.device.type}, backend {platform.backend}, {config.dtype}", flush=True)
     if testbed:
         print(testbed, flush=True)

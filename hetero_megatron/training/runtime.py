@@ -42,7 +42,8 @@ from hetero_megatron.plan import (
 )
 from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.plan.context_plan import stage_contexts
-from hetero_megatron.schedule import Action, generate, lower, validate
+from hetero_megatron.plan.program import step_schedules, validate_step
+from hetero_megatron.schedule import Action
 from hetero_megatron.spec import LogicalTensor, ModelSpec, shares, stage_tensors, tensor_box
 from hetero_megatron.spec.flops import LOGITS_BYTES
 
@@ -107,8 +108,8 @@ class Runtime:
             spec, self.share, self.stage.head, dtype, comm.device, self.unit.tp, dict(self.stage.kernels),
             f"pipelines[{self.place.pipeline}].stages[{self.place.stage}].kernels", compile_backend is not None,
         )  # fmt: skip
-        buckets = make_buckets(plan, spec, *([bucket_bytes] if bucket_bytes else []))
-        comm.create_groups(plan_groups(plan, buckets))
+        self.buckets = make_buckets(plan, spec, *([bucket_bytes] if bucket_bytes else []))
+        comm.create_groups(plan_groups(plan, self.buckets))
         self.world, self.tp_group = comm.group(plan.ranks), comm.group(self.unit.ranks)
         assert self.tp_group.ranks == self.unit.ranks, "TP ranks ascend; the validator sees to it"
         self.model, self.boxes = self._build_model(initialize)
@@ -121,7 +122,7 @@ class Runtime:
         self.executor = self._build_executor()
         self._schedules: dict[tuple[int, bool], tuple[Action, ...]] = {}
         self._boundaries: dict[tuple[int, int], Boundary] = {}
-        self.sync = GradientSync(comm, dict(self.model.named_parameters()), self.boxes, buckets)
+        self.sync = GradientSync(comm, dict(self.model.named_parameters()), self.boxes, self.buckets)
         offload = self.stage.optimizer.offload
         self.optimizer = ShardedOptimizer(self.sync, optimizer, offload) if optimizer is not None else None
         self.before_update: Callable[[], None] = lambda: None  # waits for whoever still reads weights or moments
@@ -199,7 +200,7 @@ class Runtime:
         sizes, rows = self.samples(first_sample, batch_size)
         tokens = self.unit.tokens
         batches = [fetch(indices).select(tokens).to(self.comm.device) if indices else None for indices in rows]
-        return StageWork(self._actions(len(sizes), forward_only), batches, sizes)
+        return StageWork(self._actions(batch_size, forward_only), batches, sizes)
 
     def samples(self, first_sample: int, batch_size: int) -> tuple[tuple[int, ...], list[range]]:
         """(sequences of each micro-batch, the global sample indices of this rank's rows of it)."""
@@ -213,17 +214,15 @@ class Runtime:
             start += size
         return sizes, rows
 
-    def _actions(self, num_micro_batches: int, forward_only: bool) -> tuple[Action, ...]:
-        """This stage's actions; a schedule is validated before it first runs."""
-        key = (num_micro_batches, forward_only)
+    def _actions(self, batch_size: int, forward_only: bool) -> tuple[Action, ...]:
+        """This stage's actions up to the update; a schedule is validated before it first runs."""
+        key = (batch_size, forward_only)
         if key not in self._schedules:
-            name = "gpipe" if forward_only else self.plan.schedule
-            stages = len(self.plan.pipelines[self.place.pipeline].stages)
-            schedule = lower(generate(name, stages, num_micro_batches))
-            validate(schedule)
-            actions = schedule.stages[self.place.stage]
-            forward = ("F", "SEND_F", "RECV_F")
-            self._schedules[key] = tuple(a for a in actions if a.kind in forward) if forward_only else actions
+            schedules = step_schedules(self.plan, self.buckets, batch_size)
+            validate_step(self.plan, self.buckets, schedules)
+            actions = schedules[self.place.pipeline].stages[self.place.stage]
+            left_out = ("B", "SEND_B", "RECV_B", "REDUCE") if forward_only else ()
+            self._schedules[key] = tuple(a for a in actions if a.kind not in ("UPDATE", "SPREAD", *left_out))
         return self._schedules[key]
 
     def train_step(
@@ -262,10 +261,10 @@ class Runtime:
         work = self.work(fetch, first_sample, batch_size)
         # Seeding with the nominal token count keeps 16-bit gradients in range; the true count is applied below.
         work = StageWork(work.actions, work.batches, work.sizes, seed=loss_scale / nominal)
-        result = self.executor.run(work, self.sync.begin_last_micro_batch)
+        result = self.executor.run(work, self.sync)
         self.comm.activity = "gradient synchronisation"
         grads = self.sync.finish()
-        every = self.gather(result, squared_norm(grads), stop)
+        every = self.gather(result, squared_norm(grads, self.kernels.l2norm), stop)
         loss_sum, tokens, square, stops = every[:, :4].sum(0).tolist()
         if tokens == 0:
             raise UserError(f"no token of samples {first_sample}..{first_sample + batch_size - 1} counts in the loss")

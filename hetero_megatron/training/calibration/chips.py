@@ -14,8 +14,9 @@ from hetero_megatron.layout.mask import FULL, Tile
 from hetero_megatron.model import initial_values
 from hetero_megatron.ops import attention
 from hetero_megatron.ops.block_attention import BlockAttention, accumulators, key_heads
+from hetero_megatron.ops.optimizer_ops import l2norm_aten
 from hetero_megatron.ops.tile_kernels import tile_kernel
-from hetero_megatron.parallel.exchange import BucketExchange
+from hetero_megatron.parallel.exchange import HopExchange
 from hetero_megatron.parallel.optimizer import OptimizerFactory, squared_norm
 from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.spec import LogicalTensor, ModelSpec
@@ -83,8 +84,8 @@ def observe_exchange(
 
     runtime = Runtime(run.plan, run.spec, comm, dtype, initialize, optimizer)
     found: list[Phase] = []
-    for exchange in runtime.sync.exchanges:
-        _time_phases(exchange, chip, dtype, found)
+    for hop in (hop for exchange in runtime.sync.exchanges for hop in exchange.hops):
+        _time_phases(hop, chip, dtype, found)
     for step in range(steps + 1):
         if step == 1:  # the first one allocates
             found.clear()
@@ -92,16 +93,16 @@ def observe_exchange(
     return found
 
 
-def _time_phases(exchange: BucketExchange, chip: str, dtype: torch.dtype, found: list[Phase]) -> None:
+def _time_phases(exchange: HopExchange, chip: str, dtype: torch.dtype, found: list[Phase]) -> None:
     """Note what each call of ``exchange`` computes."""
-    clock, ranks = exchange.comm.clock, exchange.group.size
+    clock, ranks = exchange.group.comm.clock, exchange.group.size
     wide = torch.promote_types(dtype, torch.float32).itemsize
     given, taken = exchange.given, exchange.taken
     calls = {
-        "start_reduce": ("pack", given * wide, 1),
-        "finish_reduce": ("add", (taken + exchange.size) * wide, ranks),
-        "start_spread": ("pack", taken * dtype.itemsize, 1),
-        "finish_spread": ("unpack", given * dtype.itemsize, 1),
+        "start": ("pack", given * wide, 1),
+        "finish": ("add", (taken + exchange.size) * wide, ranks),
+        "start_back": ("pack", taken * dtype.itemsize, 1),
+        "finish_back": ("unpack", given * dtype.itemsize, 1),
     }
 
     def timed(name: str, kind: str, size: int, count: int) -> None:
@@ -144,7 +145,7 @@ def optimizer_seconds(comm: Comm, dtype: torch.dtype, build: OptimizerFactory) -
             grads = [torch.ones_like(m) for m in masters]
             before = comm.clock.computed
             with comm.clock.counting():
-                squared_norm([grads])
+                squared_norm([grads], lambda tensors: l2norm_aten(tensors)[0])
                 torch._foreach_mul_(grads, 0.5)
                 for master, grad in zip(masters, grads):
                     master.grad = grad

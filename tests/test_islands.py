@@ -1,0 +1,236 @@
+"""Sums in two hops across slow links: the same sums, fewer bytes; REDUCEs and collectives as data, checked."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hetero_megatron.cluster import cluster_from_dict
+from hetero_megatron.errors import UserError
+from hetero_megatron.layout import Box, Layout, assign_owners, reduction, representatives
+from hetero_megatron.plan import dump_yaml, plan_from_dict, to_dict
+from hetero_megatron.plan.buckets import layer_groups, make_buckets, plan_groups, sync_actions
+from hetero_megatron.plan.islands import crossing, format_islands, hop_elements, with_islands
+from hetero_megatron.plan.program import Collectives, step_schedules, validate_step
+from hetero_megatron.planner.costs import CostModel, CostOptions
+from hetero_megatron.planner.network import Network
+from hetero_megatron.planner.sync import Synchronisation
+from hetero_megatron.schedule import Action, Costs, Schedule, ScheduleError, format_grid, simulate, validate
+from hetero_megatron.spec import from_hf_config
+from tests.parity import check_case, fixed_case, random_case
+from tests.pool import shared_pool
+
+MODEL = {
+    "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 61, "max_position_embeddings": 64,
+    "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+SPEC = from_hf_config(MODEL)
+
+
+def replicas(count: int, islands: list[Any] | None = None, tp: int = 1) -> dict[str, Any]:
+    stages = [[{"ranks": list(range(i * tp, (i + 1) * tp)), "layers": [0, 4], "tp": tp}] for i in range(count)]
+    pipelines = [{"micro_batch_size": 1, "num_micro_batches": 1, "stages": s} for s in stages]
+    plan = {"version": 1, "seq_length": 8, "global_batch_size": count, "schedule": "1f1b", "pipelines": pipelines}
+    return plan | ({"islands": islands} if islands else {})
+
+
+def random_layouts(draw: random.Random) -> tuple[Layout, list[list[int]]]:
+    """Partial copies of a small matrix on 2 to 8 ranks, and the ranks in islands."""
+    shape, ranks = (draw.randint(1, 9), draw.randint(1, 5)), list(range(draw.randint(2, 8)))
+    boxes = {}
+    for rank in ranks:
+        a, b = sorted(draw.choices(range(shape[0] + 1), k=2))
+        c, d = (0, shape[1]) if draw.random() < 0.5 else sorted(draw.choices(range(shape[1] + 1), k=2))
+        boxes[rank] = (Box((a, c), (b, d)),)
+    draw.shuffle(ranks)
+    cuts = sorted(draw.choices(range(len(ranks) + 1), k=draw.randint(1, 3)))
+    islands = [sorted(ranks[a:b]) for a, b in zip([0, *cuts], [*cuts, len(ranks)]) if a < b]
+    return Layout(shape, boxes), islands
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_two_hops_give_the_same_sum_and_fewest_crossings(seed: int) -> None:
+    """Against NumPy: every island sums what it holds in one place, and one copy per island crosses."""
+    holders, islands = random_layouts(random.Random(seed))
+    owners = assign_owners({"x": holders}, whole_below=seed % 5)
+    middle = representatives({"x": holders}, owners, islands)["x"]
+    values = np.random.default_rng(seed).standard_normal((8, *holders.shape))
+    held = np.zeros((8, *holders.shape), dtype=bool)
+    for rank, box in holders.items():
+        held[(rank, *box.slices())] = True
+    at_middle, at_owner = np.zeros_like(values), np.zeros_like(values)
+    for island in islands:
+        for piece in reduction(holders.only(island), middle.only(island)).pieces:
+            at_middle[(piece.dst, *piece.box.slices())] += values[(piece.src, *piece.box.slices())]
+    crossed = 0
+    island_of = {rank: i for i, ranks in enumerate(islands) for rank in ranks}
+    for piece in reduction(middle, owners["x"]).pieces:
+        at_owner[(piece.dst, *piece.box.slices())] += at_middle[(piece.src, *piece.box.slices())]
+        crossed += piece.box.size * (island_of[piece.src] != island_of[piece.dst])
+    np.testing.assert_allclose(at_owner.sum(0), (values * held).sum(0), rtol=1e-12, atol=1e-12)
+    there = np.stack([held[ranks].any(0) for ranks in islands]).sum(0)
+    assert crossed == np.maximum(there - 1, 0).sum()
+
+
+def test_bytes_between_islands() -> None:
+    """Four replicas on two nodes: two of four send to an owner from afar, one island does."""
+    direct = plan_from_dict(replicas(4), SPEC)
+    planned = plan_from_dict(replicas(4, ["0-1", [2, 3]]), SPEC)
+    size = sum(b.owners[n].elements(r) for b in make_buckets(direct, SPEC) for n in b.names for r in b.ranks)
+    found = crossing(planned, SPEC)
+    assert (found.direct, found.planned, found.hops, found.buckets) == (8 * size, 4 * size, 1, 1)
+    assert "1 of 1 buckets are summed inside an island first" in format_islands(planned, SPEC)
+
+
+def test_islands_that_save_nothing_are_left_alone() -> None:
+    for islands in ([[0], [1], [2, 3]], [[0, 1, 2, 3]]):
+        plan = plan_from_dict(replicas(2, islands, tp=2), SPEC)  # only norms are on both ranks of a TP group
+        assert all(len(b.hops) == 1 for b in make_buckets(plan, SPEC))
+
+
+def test_islands_are_part_of_the_plan() -> None:
+    plan = plan_from_dict(replicas(4, ["0-1", [3, 2]]), SPEC)
+    assert plan.islands == ((0, 1), (2, 3)) and "islands: ['0-1', '2-3']" in dump_yaml(plan)
+    again = plan_from_dict(to_dict(plan), SPEC)
+    assert again == plan and again.fingerprint() == plan.fingerprint()
+    assert plan.fingerprint() != plan_from_dict(replicas(4), SPEC).fingerprint()
+
+
+@pytest.mark.parametrize("islands, message", [([[0, 1], [1, 2]], "two islands"), ([[0, 9]], "in no stage")])
+def test_wrong_islands_are_refused(islands: list[Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        plan_from_dict(replicas(4, islands), SPEC)
+    assert str(caught.value.field).startswith("islands[")
+
+
+def nodes(inter: str, groups: tuple[tuple[str, int], ...] = (("a", 2),), **links: Any) -> Any:
+    described = [{"name": n, "count": c, "chip": "chip", "chips_per_node": 2} for n, c in groups]
+    link = {"intra_node": {"bandwidth": "2 GB/s"}, "inter_node": {"bandwidth": inter}}
+    chip = {"chip": {"memory": "8 GiB", "emulate": {"speed": 1.0}}}
+    return cluster_from_dict({"version": 1, "nodes": described, "chips": chip, "links": link | links})
+
+
+def test_islands_of_a_cluster() -> None:
+    plan = plan_from_dict(replicas(4), SPEC)
+    assert with_islands(plan, SPEC, nodes("50 MB/s")).islands == ((0, 1), (2, 3))
+    assert with_islands(plan, SPEC, nodes("2 GB/s")) is plan  # no link is slower than another
+    named = replace(plan, islands=((0, 2),), _cache={})
+    assert with_islands(named, SPEC, nodes("50 MB/s")) is named
+    uneven = [{"between": ["a", "b"], "bandwidth": "5 MB/s"}]
+    eight = plan_from_dict(replicas(8), SPEC)  # two vendors of two nodes each: the slow link between vendors decides
+    assert with_islands(eight, SPEC, nodes("1 GB/s", (("a", 2), ("b", 2)), pairs=uneven)).islands == (
+        (0, 1, 2, 3), (4, 5, 6, 7),
+    )  # fmt: skip
+
+
+def test_two_hops_are_priced() -> None:
+    """Half the bytes over the slow link: the predicted exchange of gradients takes less."""
+    cluster = nodes("5 MB/s")
+    costs = CostModel(SPEC, cluster, 8, "fp32", CostOptions())
+    network = Network(costs.rates)
+    seconds = []
+    for plan in (plan_from_dict(replicas(4), SPEC), plan_from_dict(replicas(4, ["0-1", "2-3"]), SPEC)):
+        sync = Synchronisation(plan, costs, network)
+        seconds.append(sum(sync.price(b, 4.0, spread=False).seconds for b in sync.buckets))
+    assert seconds[1] < 0.6 * seconds[0]
+
+
+CASES = {
+    "four replicas on two nodes": replicas(4, ["0-1", "2-3"]),
+    "uneven islands of TP groups": replicas(4, [[0, 1, 2, 3, 4], [5, 6, 7]], tp=2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_in_two_hops_equals_one_process(name: str) -> None:
+    case = fixed_case(MODEL, CASES[name])
+    assert any(len(b.hops) == 2 for b in make_buckets(plan_from_dict(case.plan, SPEC), SPEC))
+    check_case(case, shared_pool())
+
+
+def test_bytes_sent_are_those_planned() -> None:
+    plan = plan_from_dict(CASES["uneven islands of TP groups"], SPEC)
+    everyone = {(0, 1, 2, 3, 4), (5, 6, 7)}
+    assert {g for b in make_buckets(plan, SPEC) for g in b.hops[0].groups} == everyone
+    total = [sum(hop_elements(h).values()) for b in make_buckets(plan, SPEC) for h in b.hops]
+    assert all(total)
+
+
+def test_sync_groups_are_not_those_of_the_layers() -> None:
+    """Both would meet in the last backward, in an order that depends on how fast messages are."""
+    plan = plan_from_dict(replicas(1, tp=2), SPEC)
+    groups = plan_groups(plan, make_buckets(plan, SPEC))
+    assert layer_groups(plan) == {(0, 1)} and groups.count((0, 1)) == 2
+
+
+def test_the_step_as_data() -> None:
+    plan = plan_from_dict(replicas(4, ["0-1", "2-3"], tp=2) | {"islands": [[0, 1, 2, 3], [4, 5, 6, 7]]}, SPEC)
+    buckets = make_buckets(plan, SPEC)
+    schedules = step_schedules(plan, buckets)
+    validate_step(plan, buckets, schedules)
+    assert format_grid(schedules[0]).split() == (
+        ["stage", "0:", "F0", "B0", "REDUCE0", "REDUCE0.1", "UPDATE0", "SPREAD0.1", "SPREAD0"]
+    )
+    meet = Collectives(plan, buckets)
+    assert meet(0, Action("F", 0)) == ((0, 1),)
+    assert meet(0, Action("REDUCE", 0, 0)) == ((0, 1, 2, 3),)
+    assert meet(5, Action("REDUCE", 0, 1)) == meet(5, Action("UPDATE", 0)) == (tuple(range(8)),)
+    seconds = simulate(schedules[0], Costs([1.0], [2.0], reduce=[0.5], update=[0.25], spread=[0.125])).step_seconds
+    assert seconds == 1 + 2 + 2 * 0.5 + 0.25 + 2 * 0.125
+
+
+STEP = [Action("F", 0), Action("B", 0), Action("REDUCE", 0), Action("REDUCE", 0, 1), Action("UPDATE", 0),
+        Action("SPREAD", 0, 1), Action("SPREAD", 0)]  # fmt: skip
+DAMAGED = {
+    "B after REDUCE": ([0, 2, 1, 3, 4, 5, 6], "B0 comes after REDUCE0"),
+    "hops swapped": ([0, 1, 3, 2, 4, 5, 6], "REDUCE0.1 comes before REDUCE0"),
+    "REDUCE after the update": ([0, 1, 2, 4, 3, 5, 6], "REDUCE0.1 comes after the update"),
+    "SPREAD before the update": ([0, 1, 2, 3, 6, 4, 5], "SPREAD0 comes before the update"),
+    "SPREAD hops swapped": ([0, 1, 2, 3, 4, 6, 5], "SPREAD0 comes before SPREAD0.1"),
+    "no SPREAD": ([0, 1, 2, 3, 4, 5], "REDUCE0 has no SPREAD"),
+    "no REDUCE": ([0, 1, 4, 6], "SPREAD0 without REDUCE0"),
+}
+
+
+@pytest.mark.parametrize("order, message", DAMAGED.values(), ids=DAMAGED)
+def test_damaged_steps_are_marked(order: list[int], message: str) -> None:
+    validate(Schedule("x", (tuple(STEP),)))
+    with pytest.raises(ScheduleError, match=message) as caught:
+        validate(Schedule("x", (tuple(STEP[i] for i in order),)))
+    assert str(caught.value).count("<-- ERROR HERE") == 1
+
+
+def swapped(schedules: tuple[Schedule, ...], at: int, a: Action, b: Action) -> tuple[Schedule, ...]:
+    def swap(x: Action) -> Action:
+        return {a: b, b: a}.get(x, x)
+
+    changed = Schedule(schedules[at].name, tuple(tuple(map(swap, row)) for row in schedules[at].stages))
+    return (*schedules[:at], changed, *schedules[at + 1 :])
+
+
+def test_collectives_in_another_order_are_refused() -> None:
+    plan = plan_from_dict(replicas(3), SPEC)
+    buckets = make_buckets(plan, SPEC, 8 << 10)
+    good = step_schedules(plan, buckets)
+    validate_step(plan, buckets, good)
+    bad = swapped(good, 1, Action("REDUCE", 1), Action("REDUCE", 2))
+    with pytest.raises(ScheduleError, match=r"rank 0: REDUCE1 .* never begins: rank 1 of them is at REDUCE2") as caught:
+        validate_step(plan, buckets, bad)
+    assert str(caught.value).count("<-- ERROR HERE") == 1 and "rank 2: " in str(caught.value)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_random_plan_has_a_valid_step(seed: int) -> None:
+    case = random_case(9000 + seed)
+    spec = from_hf_config(case.model)
+    plan = plan_from_dict(case.plan, spec)
+    buckets = make_buckets(plan, spec, 4 << 10)
+    validate_step(plan, buckets, step_schedules(plan, buckets))
+    for rank in plan.ranks:
+        reduces, spreads = sync_actions(buckets, rank)
+        assert len(reduces) == len(spreads) == sum(len(b.hops) for b in buckets if rank in b.ranks)
