@@ -119,7 +119,8 @@ class PipelineExecutor:
         receives = [a for a in work.actions if a.kind.startswith("RECV")]
         reduces = [a for a in work.actions if a.kind == "REDUCE"]
         posted, taken = 0, 0
-        last_b = max((i for i, a in enumerate(work.actions) if a.kind == "B"), default=-1)
+        # A pipeline without samples has no B: its gradients are zero, and its REDUCEs all that begins.
+        begin_at = max((i for i, a in enumerate(work.actions) if a.kind == "B"), default=0)
         clock, start, waited = self.comm.clock, time.perf_counter(), self.comm.seconds.neighbours
         clock.settle()
         for i, action in enumerate(work.actions):
@@ -129,7 +130,7 @@ class PipelineExecutor:
             while posted < min(taken + LOOKAHEAD, len(receives)):
                 self._post(receives[posted], work, live)
                 posted += 1
-            if i == last_b and reducer is not None:
+            if i == begin_at and reducer is not None:
                 reducer.begin(reduces)
             begin, done = time.perf_counter(), clock.computed
             if action.kind == "REDUCE":
