@@ -14,6 +14,7 @@ import pytest
 
 from hetero_megatron.cli import main
 from hetero_megatron.cluster import Cluster, cluster_from_dict
+from hetero_megatron.errors import UserError
 from hetero_megatron.plan import load_plan, plan_from_dict
 from hetero_megatron.planner.context_joint_bound import work_bound
 from hetero_megatron.planner.context_stages import LONG, wanted
@@ -105,12 +106,12 @@ def test_no_random_context_plan_is_below_the_bound() -> None:
         assert predict(plan, MODEL, where).step_seconds >= work_bound(evaluator, MODEL, 4)
 
 
-def test_a_sequence_too_long_for_a_chip_gets_context_groups() -> None:
-    """Activations of 128k tokens fit on no chip, and TP may not cross nodes here; context groups divide them."""
-    where = cluster(4, 0, memory="40 GiB")
+def test_a_sequence_that_is_slow_on_one_chip_gets_context_groups() -> None:
+    """Where TP may not cross nodes, context groups divide what one chip would compute alone."""
+    where = cluster(4, 0)
     tight = SearchOptions(space=Space(max_tp=1))
     found = search(MODEL, where, 131072, 2, tight)
-    assert found.best.text.count("context") and "structures tried; chosen" in found.context
+    assert "context" in found.best.text and "; chosen" in found.context
     for rank, memory in found.best.prediction.memory.items():
         assert memory.total <= found.best.prediction.limits[rank]
     assert found.best.plan.global_batch_size == 2 and not math.isinf(found.best.step_seconds)
@@ -137,3 +138,12 @@ def test_the_command_reports_context_and_its_plan_loads(tmp_path: Path, capsys: 
     assert "--max-position-embeddings 32768" in shown.err
     model = replace(load_model("llama3-8b"), max_position_embeddings=32768)
     assert load_plan(out, model).fingerprint() == data["fingerprint"]
+
+
+def test_what_fits_nowhere_else_gets_context_groups_whatever_its_length() -> None:
+    where, model = cluster(4, 0, memory="7 GiB"), replace(MODEL, num_layers=1, vocab_size=256)
+    space = Space(max_tp=1, recompute="none", micro_batch_sizes=(1,), context="never")
+    with pytest.raises(UserError, match="fits in no plan"):
+        search(model, where, 30000, 1, SearchOptions(space=space))
+    found = search(model, where, 30000, 1, SearchOptions(space=replace(space, context="auto")))
+    assert found.context.endswith("because nothing fits without") and "context" in found.best.text

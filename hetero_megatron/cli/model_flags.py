@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hetero_megatron.cli.parse import Arguments, flag_error, flag_name
 from hetero_megatron.data import DataConfig, config_tokenizer
 from hetero_megatron.errors import UserError
@@ -19,7 +21,7 @@ def build_spec(args: Arguments, data: DataConfig | None) -> ModelSpec:
     """
     if args["model"] is not None or args["load_hf"] is not None:
         named = "model" if args["model"] is not None else "load_hf"
-        spec = load_model(args[named], flag_name(named))
+        spec = _stretched(args, load_model(args[named], flag_name(named)))
         _check_agreement(args, spec)
         args.notices.extend(spec.notices)
         return spec
@@ -36,6 +38,15 @@ def build_spec(args: Arguments, data: DataConfig | None) -> ModelSpec:
         return _spec(args, _vocabulary(args, data))
     except UserError as error:
         raise _renamed(error) from None
+
+
+def _stretched(args: Arguments, spec: ModelSpec) -> ModelSpec:
+    """--max-position-embeddings may give a model more positions than it was made for, where they are not learned."""
+    key = "max_position_embeddings"
+    if key not in args.given or spec.position != "rope" or args[key] <= spec.max_position_embeddings:
+        return spec
+    args.notices.append(f"{spec.name} was made for {spec.max_position_embeddings} positions, not {args[key]}")
+    return replace(spec, max_position_embeddings=args[key])
 
 
 def _check_agreement(args: Arguments, spec: ModelSpec) -> None:
