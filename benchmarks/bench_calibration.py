@@ -21,8 +21,9 @@ from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.bench_testbed import CLUSTERS, MODEL, ROOT, SEQ_LENGTH
+from benchmarks.bench_testbed import CLUSTERS, MODEL, SEQ_LENGTH
 from benchmarks.common import machine
+from benchmarks.testbed_run import ROOT
 
 GOALS = {"clock": 0.03, "soft": 0.06}
 STEPS = {"clock": 1, "soft": 4}  # an emulated clock gives the same seconds every time; CPU time does not

@@ -22,8 +22,9 @@ from statistics import mean, median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.bench_testbed import CLUSTERS, MODEL, ROOT, SEQ_LENGTH
+from benchmarks.bench_testbed import CLUSTERS, MODEL, SEQ_LENGTH
 from benchmarks.common import machine
+from benchmarks.testbed_run import ROOT
 
 LAYERS, MICRO_BATCHES = 4, 6  # of the slowest ranks; the others get more, by their speeds
 GOALS = {"clock": 0.01, "soft": 0.03, "quota": 0.10}
