@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_megatron.cluster import cluster_from_dict
+from hetero_megatron.cluster import cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import plan_from_dict, to_dict, validate
 from hetero_megatron.planner.bound import price_bound
@@ -178,6 +178,14 @@ def test_programs_search_a_larger_cluster_deterministically() -> None:
     assert [b.name for b in summary.alone] == ["A100-80-SXM", "L40S"]
     assert summary.speedup_ratio is not None
     assert summary_json(summary)["idle_ranks"] == list(a.best.idle)
+
+
+def test_no_slower_than_the_best_type_alone() -> None:
+    """24 RTX 4090 alone beat what the programs, before polishing, take for best on all 40 chips of three types."""
+    model, cluster = load_model("llama2-7b"), load_cluster("examples/clusters/papers/hexiscale_1.yaml")
+    alone = without(cluster, [g.name for g in cluster.nodes if g.chip != "RTX4090"])
+    whole, part = (search(model, c, 4096, 256).best.step_seconds for c in (cluster, alone))
+    assert whole <= part * (1 + 1e-9)
 
 
 def test_equal_nodes_are_interchangeable() -> None:

@@ -24,9 +24,9 @@ MOST_USED, BEAM = 32, 24  # columns that the beam search goes through, and its w
 def budgets(search: LargeSearch) -> list[tuple[int, tuple[int, ...]]]:
     """Unequal numbers of chips per group: for every pair of divisors of two groups' counts that gives pipelines of
     about the size of the best ones; the rest of the groups absent."""
-    counts = search.pool.counts
+    counts = search.counts
     good = sorted({sum(f.budget) for f in search.families[:40]})
-    low, high = (good[0] / 2, good[-1] * 2) if good else (1, search.pool.chips)
+    low, high = (good[0] / 2, good[-1] * 2) if good else (1, sum(counts))
     found: dict[tuple[int, ...], int] = {}
     parts = [sorted({max(1, round(n / 2 ** (i / 2))) for i in range(2 * n.bit_length())}) for n in counts]
     for g in range(len(counts)):
@@ -35,7 +35,7 @@ def budgets(search: LargeSearch) -> list[tuple[int, tuple[int, ...]]]:
                 for b in parts[h]:
                     if low <= a + b <= high:
                         budget = tuple(a if i == g else b if i == h else 0 for i in range(len(counts)))
-                        found.setdefault(budget, max(1, search.pool.chips // (a + b)))
+                        found.setdefault(budget, max(1, sum(counts) // (a + b)))
     rows = sorted(found.items(), key=lambda row: (sum(row[0]), row[0]))
     step = max(1, len(rows) // MOST_BUDGETS)
     return [(d, budget) for budget, d in rows[::step]]
@@ -43,7 +43,7 @@ def budgets(search: LargeSearch) -> list[tuple[int, tuple[int, ...]]]:
 
 def mixed(search: LargeSearch) -> Iterator[list[Skeleton]]:
     """Combinations of columns, best first."""
-    if len(search.pool.groups) < 2 or not search.families:
+    if sum(n > 0 for n in search.counts) < 2 or not search.families:
         return
     from hetero_megatron.planner.build import Skeleton
     from hetero_megatron.planner.search_large import Family, Program
@@ -51,7 +51,7 @@ def mixed(search: LargeSearch) -> Iterator[list[Skeleton]]:
     size = search.families[0].size
     programs: list[tuple[Family, Program]] = []
     for f in search.families[:MOST_COLUMNS]:
-        key = (tuple(n // f.replicas for n in search.pool.counts), f.size, f.replicas)
+        key = (tuple(n // f.replicas for n in search.counts), f.size, f.replicas)
         programs.append((f, search._programs[key]))
     for d, budget in budgets(search):
         program = Program(search, budget, size, d)
@@ -84,7 +84,7 @@ def _solve(search: LargeSearch, usage: NDArray[np.float64], sequences: list[int]
     Beam search over the columns in the order of sequences per price of their chips: as many as fit, fewer, or none. A
     state is worth what it computes and, at most, what the chips that are left could at the best rate.
     """
-    counts = np.array(search.pool.counts, float)
+    counts = np.array(search.counts, float)
     worth = np.array(sequences, float)
     keep = np.flatnonzero(worth > 0)
     if not len(keep):

@@ -189,9 +189,9 @@ def search(
         _seeds(evaluator, model, global_batch_size, space, best)
         complete = chosen.run()
         if complete and not enumerate_all:
-            effort = POLISH if evaluator.pool.chips <= 256 else POLISH // 8
-            for seconds, _, candidate in list(best.rows[:2]):
-                complete = complete and polish(evaluator, candidate, seconds, space, effort, best.improve)
+            complete = _polish(evaluator, space, best)
+            if isinstance(chosen, LargeSearch):
+                complete = complete and _each_type(chosen, best)
             if options.regroup and isinstance(chosen, LargeSearch):
                 for candidate in best.make_ups():
                     seconds = best.rows[0][0]
@@ -218,6 +218,30 @@ def search(
         small.bound if enumerate_all and complete else 0.0, chosen, why, tried,
         ranked=tuple(row[2] for row in best.rows),
     )  # fmt: skip
+
+
+def _each_type(whole: LargeSearch, best: _Best) -> bool:
+    """Search also on the chips of each type alone, where they could be faster than what was found: by the programs'
+    measure a part of a cluster looks worse than its plans are once they are polished."""
+    groups = whole.pool.groups
+    for chip in sorted({g.chip for g in groups}) if len({g.chip for g in groups}) > 1 else ():
+        counts = tuple(g.chips if g.chip == chip else 0 for g in groups)
+        own = _Best(best.keep, best.deadline, None)
+        alone = LargeSearch(whole.evaluator, whole.model, whole.batch, whole.space, own.improve, counts=counts)
+        if best.rows and alone.least_seconds() >= best.rows[0][0]:
+            continue
+        complete = alone.run() and _polish(whole.evaluator, whole.space, own)
+        for seconds, _, candidate in own.rows:
+            complete = best.improve(candidate, seconds) and complete
+        if not complete:
+            return False
+    return True
+
+
+def _polish(evaluator: Evaluator, space: Space, best: _Best) -> bool:
+    """Improve the best two in small steps."""
+    effort = POLISH if evaluator.pool.chips <= 256 else POLISH // 8
+    return all(polish(evaluator, row[2], row[0], space, effort, best.improve) for row in list(best.rows[:2]))
 
 
 def _seeds(evaluator: Evaluator, model: ModelSpec, batch: int, space: Space, best: _Best) -> None:

@@ -193,7 +193,7 @@ class Program:
 
 
 class LargeSearch:
-    """See the module docstring."""
+    """See the module docstring. ``counts``: chips that may be used, per group; None: all."""
 
     def __init__(
         self,
@@ -203,8 +203,11 @@ class LargeSearch:
         space: Space,
         improve: Callable[[Candidate, float], bool],
         effort: int = 1,
+        counts: tuple[int, ...] | None = None,
     ) -> None:
         self.evaluator, self.pool, self.model = evaluator, evaluator.pool, model
+        self.counts = counts or self.pool.counts
+        self.everything = sum(1 << g for g, n in enumerate(self.counts) if n)
         self.batch, self.space, self.improve, self.effort = batch, space, improve, effort
         self.builder = Builder(evaluator, model, batch, space)
         self._options: dict[tuple[int, int], list[Option]] = {}
@@ -252,17 +255,17 @@ class LargeSearch:
 
     def pipeline_counts(self) -> list[int]:
         """Numbers of pipelines to try: those that divide every group, and about four per octave."""
-        most = min(self.batch, self.pool.chips, self.space.max_pipelines or self.pool.chips)
-        common = math.gcd(*self.pool.counts)
+        most = min(self.batch, sum(self.counts), self.space.max_pipelines or sum(self.counts))
+        common = math.gcd(*self.counts)
         exact = [d for d in range(1, most + 1) if common % d == 0] if common <= 20_000 else [1]
         octave: list[int] = []
         d = 1.0
         while d <= most:
             octave.append(round(d))
-            d *= 2 ** (1 / (3 if self.pool.chips <= 256 else 2))
+            d *= 2 ** (1 / (3 if sum(self.counts) <= 256 else 2))
         small = list(range(1, min(most, 6) + 1))
         exact = exact if len(exact) <= 16 else [d for d in exact if d & (d - 1) == 0 or self.batch % d == 0]
-        return sorted({*exact, *octave, *small, *(n for n in self.pool.counts if n <= most)})
+        return sorted({*exact, *octave, *small, *(n for n in self.counts if 0 < n <= most)})
 
     def sizes(self, pipelines: int) -> list[int]:
         """Micro-batch sizes to try."""
@@ -273,22 +276,29 @@ class LargeSearch:
         """(number of pipelines, chips per group and pipeline)."""
         found = []
         for d in self.pipeline_counts():
-            budget = tuple(n // d for n in self.pool.counts)
+            budget = tuple(n // d for n in self.counts)
             if any(budget):
                 found.append((d, budget))
         return found
 
-    def _families(self) -> list[Family]:
-        found: list[tuple[float, Family]] = []
-        best: dict[int, float] = {}
+    def _bounded(self) -> list[tuple[float, int, int, float, Program]]:
+        """(seconds that no pipelines of the program beat, replicas, micro-batch size, micro-batches, program)."""
         programs = []
         for d, budget in self.budgets():
             for size in self.sizes(d):
                 program = Program(self, budget, size, d)
                 nominal = max(1.0, self.batch / (d * size))
                 programs.append((program.least_tau() * nominal, d, size, nominal, program))
-        programs.sort(key=lambda row: row[:3])
-        everything = (1 << len(self.pool.groups)) - 1
+        return sorted(programs, key=lambda row: row[:3])
+
+    def least_seconds(self) -> float:
+        """No equal pipelines of these chips take less."""
+        return min((row[0] for row in self._bounded()), default=math.inf)
+
+    def _families(self) -> list[Family]:
+        found: list[tuple[float, Family]] = []
+        best: dict[int, float] = {}
+        programs, everything = self._bounded(), self.everything
         for bound, _, _, nominal, program in programs:
             if bound > CUT * best.get(everything, math.inf):
                 break
@@ -302,12 +312,11 @@ class LargeSearch:
         return [family for _, family in found]
 
     def stages(self, family: Family) -> tuple[StageShape, ...]:
-        budget = tuple(n // family.replicas for n in self.pool.counts)
+        budget = tuple(n // family.replicas for n in self.counts)
         return self._programs[budget, family.size, family.replicas].trace(family)
 
     def _proposals(self) -> Iterator[tuple[list[Skeleton], str]]:
         """Combinations to make concrete, most promising first."""
-        everything = (1 << len(self.pool.groups)) - 1
         seen: set[object] = set()
 
         def fresh(rows: list[Skeleton]) -> bool:
@@ -324,7 +333,7 @@ class LargeSearch:
         per_mask: dict[int, int] = {}
         most = 10 * self.effort
         for family in self.families:
-            if per_mask.get(family.mask, 0) >= (most if family.mask == everything else 2):
+            if per_mask.get(family.mask, 0) >= (most if family.mask == self.everything else 2):
                 continue
             per_mask[family.mask] = per_mask.get(family.mask, 0) + 1
             rows = [self._skeleton(family, family.replicas)]
