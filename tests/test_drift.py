@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.cluster.edit import with_nodes, without_nodes
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.planner.drift import with_slow_nodes, worst_by_node
+from hetero_megatron.planner.drift import slower, with_slow_nodes, worst_by_node
 from hetero_megatron.planner.predict import predict
+from hetero_megatron.planner.rates import ChipRates, LayerRow
 from hetero_megatron.training.jobs import Seat, Setup
 from hetero_megatron.training.stragglers import DRIFT, DRIFT_FILE
 from hetero_megatron.training.supervise import Supervisor, without_flag
@@ -60,6 +62,19 @@ def test_a_node_that_takes_longer_is_predicted_to(factor: float, index: int) -> 
         for b in range(4):
             if a != b:
                 assert after.link(a, b) == before.link(a, b)
+
+
+def test_a_chip_that_takes_twice_as_long_does_so_in_every_rate() -> None:
+    """Rates of a new kind must not be forgotten: none but names and bytes stay as they are."""
+    row = LayerRow("x", 1, 1, 128, 0.5, 1.0)
+    numbers = {f.name: 2.0 for f in fields(ChipRates) if f.type == "float"}
+    tables = {"gemm": ((8, 8, 8, 2.0),), "attention": ((8, 1, 8, 2.0, 2.0),), "visits": ((8, 1, 8, 2.0, 2.0),)}
+    rates = ChipRates("a", "fp32", **{**numbers, **tables, "optimizer": ((8, 2.0),)}, layers=(row,))  # type: ignore[arg-type]
+    twice = slower(rates, 2.0)
+    same = {f.name for f in fields(ChipRates) if getattr(twice, f.name) == getattr(rates, f.name)}
+    assert same == {"chip", "dtype", "gemm_half", "overhead_bytes", "embed", "head", "calibrated"}
+    assert (twice.gemm_flops, twice.pack_beta, twice.layers[0].backward) == (1.0, 4.0, 2.0)
+    assert twice.visits[0][3:] == (4.0, 4.0)
 
 
 def test_drift_adds_up_and_an_emulated_chip_stays_slow() -> None:

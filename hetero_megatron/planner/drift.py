@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from hetero_megatron.cluster import Cluster
@@ -11,21 +11,24 @@ from hetero_megatron.cluster.edit import with_nodes
 from hetero_megatron.planner.rates import ChipRates, as_document, load_rates
 
 PER_SECOND = ("gemm_flops", "attention_flops", "bytes_per_second")
-SECONDS = (
-    "layer_seconds", "layer_backward_seconds", "action_seconds", "message_seconds", "step_seconds", "score_seconds",
-)  # fmt: skip
+TIMED = {"gemm": 1, "attention": 2, "visits": 2, "optimizer": 1}  # how many columns at the end of a row are seconds
+LAYERS = ("layers", "embed", "head")
 
 
 def slower(rates: ChipRates, factor: float) -> ChipRates:
     """The rates of a chip that takes ``factor`` times as long for everything."""
-    changes: dict[str, Any] = {key: getattr(rates, key) / factor for key in PER_SECOND}
-    changes |= {key: getattr(rates, key) * factor for key in SECONDS}
-    for key, timed in (("gemm", 1), ("attention", 2), ("optimizer", 1)):  # seconds are the last columns
-        changes[key] = tuple((*row[:-timed], *(x * factor for x in row[-timed:])) for row in getattr(rates, key))
-    for key in ("layers", "embed", "head"):
-        changes[key] = tuple(
-            replace(row, forward=row.forward * factor, backward=row.backward * factor) for row in getattr(rates, key)
-        )
+    changes: dict[str, Any] = {}
+    for name in (f.name for f in fields(rates)):
+        value = getattr(rates, name)
+        if name in PER_SECOND:
+            changes[name] = value / factor
+        elif name.endswith(("_seconds", "_beta")):  # per call, per byte
+            changes[name] = value * factor
+        elif name in TIMED:
+            n = TIMED[name]
+            changes[name] = tuple((*row[:-n], *(x * factor for x in row[-n:])) for row in value)
+        elif name in LAYERS:
+            changes[name] = tuple(replace(r, forward=r.forward * factor, backward=r.backward * factor) for r in value)
     return replace(rates, **changes)
 
 
