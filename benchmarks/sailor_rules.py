@@ -92,11 +92,11 @@ class SailorEvaluator(Evaluator):
         count = max(p.num_micro_batches for p in parts)
         if count > -(-candidate.sequences // (candidate.pipelines * first.micro_batch_size)):
             return None  # its micro-batches are those of an equal division
-        over, where = self._over(candidate)
+        over = self._over(candidate)
         seconds = max(self.pipeline_seconds(p.shape, count, "1f1b") for p in parts)
         update = max(self._update(p.shape, s) for p in parts for s in range(len(layers)))
         sync = max(self._stage_sync(candidate, s) for s in range(len(layers)))
-        return Score(seconds + update + sync, (seconds,) * len(parts), over, where)
+        return Score(seconds + update + sync, (seconds,) * len(parts), over)
 
     def pipeline_seconds(
         self,
@@ -130,18 +130,16 @@ class SailorEvaluator(Evaluator):
         end = start + found.layers
         return self._sums[key][end + (stage == last)] - self._sums[key][start - (stage == 0)]
 
-    def _over(self, candidate: Candidate) -> tuple[int, tuple[int, int]]:
-        worst, where = 0, (0, 0)
-        for p, part in enumerate(candidate.parts):
+    def _over(self, candidate: Candidate) -> int:
+        worst = 0
+        for part in candidate.parts:
             last = len(part.shape.stages) - 1
             alive = in_flight("1f1b", last + 1, 1 << 30)  # Sailor's rule knows no number of micro-batches
             for s, stage in enumerate(part.shape.stages):
                 choice = self.tables.choice(stage, s == 0, s == last)
                 needs = self.costs.memory_bytes(choice, part.shape.micro_batch_size, alive[s], 1).total
-                over = needs - self.costs.memory_limit(choice.chip)
-                if over > worst:
-                    worst, where = over, (p, s)
-        return worst, where
+                worst = max(worst, needs - self.costs.memory_limit(choice.chip))
+        return worst
 
     def _update(self, shape: PipelineShape, stage: int) -> float:
         """Of the stage's first layer: all that Sailor counts."""

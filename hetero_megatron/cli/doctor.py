@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from hetero_megatron.errors import UserError
+from hetero_megatron.cli.arguments import ArgumentParser
 
 OK, OPTIONAL, BROKEN = "ok", "missing (optional)", "MISSING"
 
@@ -147,12 +147,12 @@ def _package(name: str, use: str, needed: bool) -> Finding:
 
 def main(argv: Sequence[str]) -> int:
     """Print the findings (``--json``: as one object); 1 if something needed is missing."""
-    for word in argv:
-        if word != "--json":
-            raise UserError("unknown flag", field=word, accepted="--json")
+    parser = ArgumentParser("doctor", "What this machine has, what is missing, how to mend it. Nothing is changed.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    as_json = parser.parse_args(list(argv)).json
     findings = examine()
     broken = [f for f in findings if f.status == BROKEN]
-    if argv:
+    if as_json:
         print(json.dumps({"ok": not broken, "findings": [asdict(f) for f in findings]}))
         return 1 if broken else 0
     for finding in findings:

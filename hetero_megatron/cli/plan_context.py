@@ -13,7 +13,7 @@ from typing import Any
 from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cluster import format_bytes, load_cluster
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import dump_yaml, rank_ranges, supports
+from hetero_megatron.plan import dump_yaml, rank_ranges
 from hetero_megatron.plan.canonical import Plan
 from hetero_megatron.plan.validate import validate
 from hetero_megatron.planner.context import ContextChoice, schedule_context
@@ -55,10 +55,7 @@ def run_context_only(args: argparse.Namespace) -> int:
     problem, notices = _problem(args)
     choice = schedule_context(problem)
     plan = one_stage_plan(problem, choice.layout, getattr(args, "global_batch_size", None) or 1)
-    if supports("context") or len(problem.members) == 1:
-        validate(plan, problem.model)
-    else:
-        notices.append("this version plans context groups but cannot run them yet")
+    validate(plan, problem.model)
     if getattr(args, "out", None):
         Path(args.out).write_text(dump_yaml(plan), encoding="utf-8")
     if getattr(args, "json", False):

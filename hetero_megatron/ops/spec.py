@@ -8,7 +8,7 @@ shape that the spec names is *portable*: any provider's backward takes any provi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -187,5 +187,3 @@ def normal(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * seed + sum(shape))
     return torch.randn(*shape, dtype=torch.float64, generator=generator) * scale
 
-
-Facts = Mapping[str, tuple[int, ...]]

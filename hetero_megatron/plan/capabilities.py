@@ -34,7 +34,7 @@ TABLE: dict[str, Capability] = {
     "recompute.selective": Capability(True, "selective recompute"),
     "recompute.full": Capability(True, "full recompute"),
     "recompute.first": Capability(True, "recompute of the first layers"),
-    "optimizer.offload": Capability(True, "offload of the optimizer to host memory", "offload: false"),
+    "optimizer.offload": Capability(True, "offload of the optimizer to host memory"),
     "optimizer.shard_weights": Capability(False, "sharding of weights between steps", "shard_weights: false"),
     "kernels": Capability(True, "a kernel plan per stage"),
     "expert": Capability(False, "expert parallelism", "1"),

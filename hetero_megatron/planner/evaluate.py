@@ -30,7 +30,6 @@ class Score:
     step_seconds: float
     pipelines: tuple[float, ...]
     over: int = 0
-    over_stage: tuple[int, int] = (0, 0)  # (part, stage)
 
 
 class Evaluator:
@@ -68,8 +67,8 @@ class Evaluator:
                     times[key] = self.pipeline_seconds(shape, m, candidate.schedule, near)
                 worst = max(worst, times[key])
             by_part.append(worst)
-        end, over, where = self._ends(placed, by_part)
-        return Score(end, tuple(by_part), over, where)
+        end, over = self._ends(placed, by_part)
+        return Score(end, tuple(by_part), over)
 
     def nodes(self, units: Units) -> set[tuple[int, int]]:
         """Nodes that a stage lies in."""
@@ -163,24 +162,26 @@ class Evaluator:
             best = exposed(wire * item, backward, stage.layers) + wire * self.costs.item + 2 * min(a, b)
         return best + optimizer, backward
 
-    def _ends(self, placed: Placed, by_part: Sequence[float]) -> tuple[float, int, tuple[int, int]]:
-        """(when all parameters are updated everywhere; bytes over; where)."""
+    def _ends(self, placed: Placed, by_part: Sequence[float]) -> tuple[float, int]:
+        """(when all parameters are updated everywhere; bytes over)."""
         loads = sync_loads(placed, self.ways, self.costs, self.node)
         times = self._backward_ends(placed, by_part)
-        stages = {(p, s): x for p, part in enumerate(placed.candidate.parts) for s, x in enumerate(part.shape.stages)}
-        chips = {at: self.pool.groups[stage.group].chip for at, stage in stages.items()}
+        chips = {
+            (p, s): self.pool.groups[stage.group].chip
+            for p, part in enumerate(placed.candidate.parts)
+            for s, stage in enumerate(part.shape.stages)
+        }
         done = {at: when.done for at, when in times.items()}
-        summed = self._travel(loads, stages, chips, done, times, self.costs.options.gradient_bytes or self.costs.wide)
+        summed = self._travel(loads, chips, done, times, self.costs.options.gradient_bytes or self.costs.wide)
         barrier = max(summed.values()) + self._barrier_seconds(placed)
-        update, over, where = self._states(placed, loads)
+        update, over = self._states(placed, loads)
         updated = {at: barrier + seconds_ for at, seconds_ in update.items()}
-        written = self._travel(loads, stages, chips, updated, None, self.costs.item)
-        return max(written.values()), over, where
+        written = self._travel(loads, chips, updated, None, self.costs.item)
+        return max(written.values()), over
 
     def _travel(
         self,
         loads: Loads,
-        stages: Mapping[At, StageShape],
         chips: Mapping[At, str],
         idle: Mapping[At, float],
         times: Mapping[At, _LastBackward] | None,
@@ -225,10 +226,10 @@ class Evaluator:
         known = [way for way in ways if way is not None]
         return (ranks - 1) * max((way.single + way.message for way in known), default=0.0)
 
-    def _states(self, placed: Placed, loads: Loads) -> tuple[dict[At, float], int, At]:
-        """(seconds of each stage's optimizer, bytes over, where)."""
+    def _states(self, placed: Placed, loads: Loads) -> tuple[dict[At, float], int]:
+        """(seconds of each stage's optimizer, bytes over)."""
         update: dict[At, float] = {}
-        over, where = 0, (0, 0)
+        over = 0
         for p, part in enumerate(placed.candidate.parts):
             count = len(part.shape.stages)
             alive = in_flight(placed.candidate.schedule, count, part.num_micro_batches)
@@ -237,10 +238,8 @@ class Evaluator:
                 replicas = stage.layers / loads.shared[p, s] if stage.layers else float(placed.candidate.pipelines)
                 update[p, s] = self.costs.optimizer_seconds(choice, replicas)  # type: ignore[arg-type]
                 needs = self.costs.memory_bytes(choice, part.shape.micro_batch_size, alive[s], replicas)  # type: ignore[arg-type]
-                excess = needs.total - self.costs.memory_limit(choice.chip)
-                if excess > over:
-                    over, where = excess, (p, s)
-        return update, over, where
+                over = max(over, needs.total - self.costs.memory_limit(choice.chip))
+        return update, over
 
     def saved_seconds(self, stage: StageShape, embed: bool, head: bool) -> float:
         """What the first backward of a step takes less than the others."""

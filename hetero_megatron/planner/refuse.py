@@ -36,7 +36,7 @@ def fits(evaluator: Evaluator, model: ModelSpec, space: Space) -> bool:
     return any(float(layers.max()) >= model.num_layers for layers in whole.values())
 
 
-def refuse(model: ModelSpec, cluster: Cluster, evaluator: Evaluator, batch: int, space: Space) -> UserError:
+def refuse(model: ModelSpec, cluster: Cluster, evaluator: Evaluator, space: Space) -> UserError:
     """The error for a model that no plan fits."""
     costs, pool = evaluator.costs, evaluator.pool
     usable = sum((costs.memory_limit(g.chip) - costs.overhead(g.chip)) * g.chips for g in pool.groups)
@@ -45,14 +45,14 @@ def refuse(model: ModelSpec, cluster: Cluster, evaluator: Evaluator, batch: int,
         f"{model.name} fits in no plan of this cluster: weights, gradients and optimizer alone take "
         f"{format_bytes(state)}, all chips together have {format_bytes(usable)} to use"
     )
-    changes = [*_nodes(evaluator, model, space, cluster), *_length(evaluator, model, space)]
+    changes = [*_nodes(evaluator, model, space), *_length(evaluator, model, space)]
     return UserError(
         problem, field="--model", value=model.name, accepted=" or ".join(changes) or "a smaller model or larger chips",
         where=cluster.file,
     )  # fmt: skip
 
 
-def _nodes(evaluator: Evaluator, model: ModelSpec, space: Space, cluster: Cluster) -> list[str]:
+def _nodes(evaluator: Evaluator, model: ModelSpec, space: Space) -> list[str]:
     """The fewest more nodes of one kind that would do."""
     found = []
     for g, group in enumerate(evaluator.pool.groups):

@@ -211,7 +211,7 @@ def search(
     if not choices:
         from hetero_megatron.planner.refuse import refuse
 
-        raise refuse(model, cluster, evaluator, global_batch_size, space)
+        raise refuse(model, cluster, evaluator, space)
     return Result(
         choices[0], choices[1:], evaluator.pool, evaluator, time.monotonic() - started, evaluator.evaluated,
         dict(chosen.rejected), complete, "enumeration" if enumerate_all else "islands" if many else "programs",

@@ -8,9 +8,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.schedule.actions import Action, Schedule
+from hetero_megatron.schedule.actions import COMMUNICATION, Action, Schedule
 
-COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 _RECEIVES = ("RECV_F", "RECV_B")
 
 

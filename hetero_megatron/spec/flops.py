@@ -6,8 +6,6 @@ not counted: these are *model* FLOPs. Backward is twice forward, because each pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from hetero_megatron.spec.model_spec import ModelSpec
 from hetero_megatron.spec.tensors import logical_tensors
 
@@ -18,11 +16,6 @@ def visible_pairs(length: int, window: int | None = None) -> int:
     """(query, key) pairs of causal attention in a document of ``length`` tokens: n(n+1)/2 without a window."""
     full = min(length, window or length)
     return full * (full + 1) // 2 + (length - full) * full
-
-
-def document_pairs(lengths: Sequence[int], window: int | None = None) -> int:
-    """The same for documents packed into one sequence."""
-    return sum(visible_pairs(n, window) for n in lengths)
 
 
 def layer_matmul_flops(spec: ModelSpec) -> int:

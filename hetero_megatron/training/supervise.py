@@ -1,8 +1,8 @@
 """A launcher that goes on when ranks fail: restart, or drop what was lost and resume under another plan.
 
-One process per rank on this host (a node is a label, as with ``HETERO_NODE``). The rendezvous store lives here,
-outside the nodes that may be lost. Which plan fits what is left is asked of a ``Planner``: a list of fallback plans, or
-any callable. Checkpoints do the rest: they are read under any plan.
+One process per rank on this host (a node is a label, as with ``HETERO_NODE``), with a rendezvous store here, outside
+the nodes that may be lost; or on a testbed of this host, which has its own. Which plan fits what is left is asked of a
+``Planner``: a list of fallback plans, or any callable. Checkpoints do the rest: they are read under any plan.
 """
 
 from __future__ import annotations

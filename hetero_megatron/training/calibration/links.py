@@ -79,7 +79,7 @@ def _measure(comm: Comm, cluster: Cluster, a: int, b: int, tag: int) -> LinkRow:
     alpha = max(0.0, median(small) - median(ping) / 2 - beta * FIRST)
     message = median(_host_seconds(comm, a, b, tag) for _ in range(PINGS))
     group = comm.group((a, b))
-    swap = [_all_to_all(comm, lambda n: group.all_to_all(*_halves(comm, a, b, n)).wait(), n) for n in (FIRST, large)]
+    swap = [_all_to_all(lambda n: group.all_to_all(*_halves(comm, a, b, n)).wait(), n) for n in (FIRST, large)]
     swap_beta = max(0.0, swap[1] - swap[0]) / (large - FIRST)
     swap_alpha = max(0.0, swap[0] - swap_beta * FIRST)
     source, target = cluster.ranks[a], cluster.ranks[b]
@@ -130,7 +130,7 @@ def _halves(comm: Comm, a: int, b: int, size: int) -> tuple[torch.Tensor, list[i
     return torch.zeros(size, dtype=torch.uint8), counts, counts
 
 
-def _all_to_all(comm: Comm, exchange: Callable[[int], object], size: int) -> float:
+def _all_to_all(exchange: Callable[[int], object], size: int) -> float:
     seconds = []
     for _ in range(REPEATS + 1):
         start = time.perf_counter()
