@@ -11,6 +11,7 @@ from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import load_plan
+from hetero_megatron.plan.islands import format_islands, with_islands
 from hetero_megatron.planner.costs import CostModel, CostOptions
 from hetero_megatron.planner.memory import ITEM_BYTES
 from hetero_megatron.planner.page import html_page
@@ -42,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     if args.width < 10:
         raise UserError("too narrow", field="--width", value=args.width, accepted="10 or more")
     model, cluster = load_model(args.model), load_cluster(args.cluster)
-    plan = load_plan(args.plan, model, cluster, args.dtype)
+    plan = with_islands(load_plan(args.plan, model, cluster, args.dtype), model, cluster)  # as training does
     options = CostOptions(margin=args.memory_margin, moments=2 if args.optimizer == "adam" else 1)
     found = predict(plan, model, cluster, args.dtype, CostModel(model, cluster, plan.seq_length, args.dtype, options))
     if args.html:
@@ -53,6 +54,8 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(as_json(found)))
     else:
         print(format_prediction(found))
+        if plan.islands:
+            print(format_islands(plan, model))
         print(format_timeline(found, args.width))
     if found.over:
         print(f"error: the plan does not fit: {found.over[0]}", file=sys.stderr)
