@@ -1,4 +1,4 @@
-"""The planner against exhaustive search on random small clusters (issue 4, proof 4).
+"""The planner against exhaustive search on random small clusters.
 
 Half of the clusters have up to 4 chips and every choice open (TP, inner DP, stages, layers, micro-batch sizes and
 counts, recompute, schedule, idle chips), half 2 + 2 + 2 chips with micro-batch 1 and no recompute. The reference

@@ -1,4 +1,4 @@
-"""Time and memory of the planner's search on large clusters (issue 4, proof 6), and of planning again after a loss.
+"""Time and memory of the planner's search on large clusters, and of planning again after a loss.
 
 Each size runs in a process of its own. All but the first column are CPU seconds of one thread: search; exact prediction
 where the search did not wait for it; planning again after two nodes were lost (nothing prepared for that), preparing

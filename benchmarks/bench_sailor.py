@@ -1,9 +1,9 @@
 """Our planner on Sailor's published clusters, judged by rules like its simulator's.
 
 ``python benchmarks/bench_sailor.py``: OPT-350M, global batch 1024, sequences of 2048, fp32; Sailor's profiles, memory
-rule, network table and constraints. Our
-search runs on those rules (``sailor_rules.py``), the plan is exported in Sailor's format, read back as JSON, and scored
-by an independent judge (``sailor_judge.py``), which is first checked against published and measured numbers.
+rule, network table and constraints. Our search runs on those rules (``sailor_rules.py``), the plan is exported in
+Sailor's format, read back as JSON, and scored by an independent judge (``sailor_judge.py``), which is first checked
+against published and measured numbers.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ V, A = "V100-16", "A100-40"
 
 @dataclass(frozen=True)
 class Case:
-    """A cluster of the paper; iterations/s of other planners under Sailor's own simulator (research note 2.3; None: not
-    run there); ``goal``: a brute force over up to three uneven stages, under the same simulator."""
+    """A cluster of the paper; iterations/s of other planners under Sailor's own simulator (run beforehand; None:
+    not run there); ``goal``: a brute force over up to three uneven stages, under the same simulator."""
 
     a100: int
     v100: int
@@ -90,7 +90,7 @@ def check_judge(judge: Judge, folder: Path) -> None:
         memories.append(abs(max(verdict.memory) / given["max_mem"] - 1))
     print(
         f"\nOn the {len(times)} measured GH200 plans its mean error is {sum(times) / len(times):.1%} in time and "
-        f"{sum(memories) / len(memories):.1%} in memory; Sailor's simulator has 8.9% and 5.9% (research note 2.4).\n"
+        f"{sum(memories) / len(memories):.1%} in memory; Sailor's simulator has 8.9% and 5.9%.\n"
     )
 
 

@@ -1,6 +1,6 @@
 """An independent judge of plans in Sailor's format, by the rules of Sailor's simulator (SOSP'25, MIT).
 
-Written from the description of those rules (research note 2.3, and a reading of the published simulator for the facts:
+Written from the description of those rules (and a reading of the published simulator for the facts:
 which bandwidth row, which sizes, which bucket); it shares no line with it and none with our planner, and reads nothing
 but Sailor's published inputs. The rules, whether or not they are good ones:
 

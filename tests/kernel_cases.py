@@ -17,7 +17,7 @@ DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_availab
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 DTYPES = [FP64, FP32, FP16, BF16]
 
-# Relative Frobenius error allowed against fp64 (research/kernels_plugins.md, 8.2), by class of operator.
+# Relative Frobenius error allowed against fp64, by class of operator.
 CAPS: dict[str, dict[torch.dtype, float]] = {
     "elementwise": {FP64: 1e-13, FP32: 1e-6, FP16: 1e-3, BF16: 6e-3},
     "norm": {FP64: 1e-13, FP32: 1e-6, FP16: 1e-3, BF16: 5e-3},

@@ -30,7 +30,7 @@ from hetero_megatron.ops.rope import rope_reference
 from hetero_megatron.spec import RopeScaling
 
 Op = Callable[..., torch.Tensor]
-# Relative Frobenius error against fp64 (research/kernels_plugins.md, 8.2): forward, gradients.
+# Relative Frobenius error against fp64: forward, gradients.
 BOUNDS = {
     torch.float64: (1e-14, 1e-13), torch.float32: (2e-6, 5e-6), torch.float16: (1e-3, 2e-3),
     torch.bfloat16: (8e-3, 1.2e-2),

@@ -1,7 +1,7 @@
 """Matrix product of activations and weights: the operator behind every linear layer of the model.
 
-Its weight gradient can be accumulated into an fp32 buffer, and can be put off: a pipeline schedule that splits
-backward runs ``B_INPUT`` with :class:`WeightGradients` deferring, and ``W`` flushes it.
+Its weight gradient can be accumulated into an fp32 buffer, and can be put off: for a pipeline schedule that splits
+backward, :class:`WeightGradients` defers in ``B_INPUT`` and is flushed in ``W`` (the executor has neither).
 """
 
 from __future__ import annotations

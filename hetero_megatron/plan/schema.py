@@ -1,10 +1,11 @@
-"""Every spelling of a plan (DESIGN part 3) -> the canonical plan.
+"""Every spelling of a plan (docs/plans.md) -> the canonical plan.
 
 This module reads and expands; it refuses what it cannot expand. Laws that a canonical plan must obey are in
 ``validate.py``, which ``load_plan`` applies at the end.
 
 How a stage is divided, in order of what is given:
 
+* ``context``: as its groups say (``context.py``), with ``dp_split`` a list of groups per inner replica;
 * ``ranks`` as a nested list: each inner list is one TP group;
 * ``tp``, or the length of ``tp_split``: consecutive ranks form TP groups of that size;
 * ``dp_split`` alone: as many TP groups as it has entries, of equal size;

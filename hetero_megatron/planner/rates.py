@@ -39,8 +39,8 @@ recompute; ``fingerprint`` is :func:`model_fingerprint`. Whole-layer rows win ov
 measured takes the nearest rows, scaled by the operator rates.
 
 Cold start: data sheet x default efficiency. Matrix products: achievable share of peak ("MAMF") as tabulated in
-stas00/ml-engineering and FlagPerf (research/hethub_planners.md, 3.7), for very large products; half-saturation at 300,
-as fits of vTrain's A100 runs have it (h/tp of 290-455; same source, 3.6). Fitted to Megatron's four published times
+stas00/ml-engineering and FlagPerf, for very large products; half-saturation at 300, as fits of vTrain's A100 runs have
+it (h/tp of 290-455). Fitted to Megatron's four published times
 with full recompute, the plateau is 1.04 x MAMF. Memory: 0.85 of the data sheet (A100 measured 0.854). Links: 0.8 (A100
 NVLink 0.86, 200 Gb NIC 0.77).
 """

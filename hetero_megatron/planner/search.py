@@ -1,8 +1,10 @@
 """HeteroAuto: the best plan of a model on a mixed cluster.
 
-``search`` enumerates completely where that is possible (``search_small``), else uses dynamic and integer programs
-(``search_large``); uniform plans are always among the candidates. The best few by exact evaluation of their shape are
-placed on ranks and judged by ``predict``; the result is a canonical plan that validates.
+``search`` enumerates completely where that is possible (``search_small``), else uses dynamic programs and a beam search
+(``search_large``; for many kinds of nodes part by part, ``graph``), on all chips and on each type alone. Uniform plans
+are always among the candidates, stages of context groups where sequences are long (``context_stages``). The best few by
+exact evaluation of their shape are placed on ranks and judged by ``predict``; the result is a canonical plan that
+validates.
 """
 
 from __future__ import annotations

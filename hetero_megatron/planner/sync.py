@@ -2,7 +2,8 @@
 
 The same buckets as the runtime's: a bucket is sent when all its ranks have its gradients, which happens during the last
 backward, and fewer than ``IN_FLIGHT`` are under way; every rank sends its buckets in order and packs, sums and unpacks
-them itself; buckets that share a chip's link or a node's cards take turns on it.
+them itself; buckets that share a chip's link or a node's cards take turns on it. Where a plan has islands a bucket
+travels in two hops.
 """
 
 from __future__ import annotations

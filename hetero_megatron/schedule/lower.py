@@ -1,4 +1,4 @@
-"""Compute actions -> compute and communication actions."""
+"""Compute actions -> compute and communication actions; and what synchronises replicas after them."""
 
 from __future__ import annotations
 
