@@ -57,6 +57,8 @@ def refuse_old_lock() -> None:
     for lock in [*root.glob("cpu_adam/lock"), *root.glob("*/cpu_adam/lock")]:
         if time.time() - lock.stat().st_mtime > COMPILING:
             raise UserError(
-                "a process that compiled DeepSpeed's CPUAdam was killed and left its lock", field=FIELD, value=str(lock),
+                "a process that compiled DeepSpeed's CPUAdam was killed and left its lock",
+                field=FIELD,
+                value=str(lock),
                 accepted="remove that file",
             )  # fmt: skip
