@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -81,6 +82,9 @@ def deepspeed_ulysses(group: Any) -> Attention:
     import deepspeed
     from deepspeed.sequence.layer import DistributedAttention
 
+    # Its all-reduce through shared memory is compiled at first use, which waits for ever on a lock that a killed
+    # process left; all-to-all does not use it.
+    import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
     layer = DistributedAttention(causal, group, scatter_idx=2, gather_idx=1)  # type: ignore[arg-type]
     return lambda q, k, v: layer(q, k, v, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hetero_megatron.checkpoint.native import open_checkpoint
 from hetero_megatron.checkpoint.state import load_tensors
 from hetero_megatron.comm import Comm
 from hetero_megatron.errors import UserError
-from hetero_megatron.parallel.offload import check_offload, cpu_adam
+from hetero_megatron.parallel.offload import check_offload, cpu_adam, refuse_old_lock
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.runtime import Runtime
@@ -35,6 +36,17 @@ def test_what_cannot_be_offloaded_is_refused() -> None:
     for optimizer, dtype in (("sgd", "fp32"), ("adam", "fp64")):
         with pytest.raises(UserError, match="optimizer.offload"):
             check_offload(chosen, optimizer, dtype)
+
+
+def test_a_lock_that_a_killed_process_left_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    refuse_old_lock()  # somebody compiles right now
+    os.utime(lock, (0, 0))
+    with pytest.raises(UserError, match=f"{lock}.*remove that file"):
+        cpu_adam([{"params": [torch.zeros(2)]}], (0.9, 0.95), 1e-8)
 
 
 def run(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
+
 import torch
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan
 
 FIELD = "optimizer.offload"
+COMPILING = 900  # seconds; no compilation takes that long
 
 
 def check_offload(plan: Plan, optimizer: str, dtype: str) -> None:
@@ -24,11 +29,12 @@ def cpu_adam(groups: list[dict[str, object]], betas: tuple[float, float], eps: f
     """DeepSpeed's CPUAdam with decoupled weight decay over fp32 tensors on the host.
 
     Raises:
-        UserError: it is not installed, or its extension cannot be compiled here.
+        UserError: it is not installed, or its extension cannot be compiled here, or a lock is in the way.
     """
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+        refuse_old_lock()
         built: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, lr=0.0, betas=betas, eps=eps, adamw_mode=True)
     except ImportError as error:
         raise UserError(
@@ -41,3 +47,18 @@ def cpu_adam(groups: list[dict[str, object]], betas: tuple[float, float], eps: f
             accepted="a C++ compiler and ninja, or offload: false",
         ) from error  # fmt: skip
     return built
+
+
+def refuse_old_lock() -> None:
+    """torch compiles an extension under a lock, and waits for ever on one that a killed process left behind."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    for lock in [*root.glob("cpu_adam/lock"), *root.glob("*/cpu_adam/lock")]:
+        if time.time() - lock.stat().st_mtime > COMPILING:
+            raise UserError(
+                "a process that compiled DeepSpeed's CPUAdam was killed and left its lock",
+                field=FIELD,
+                value=str(lock),
+                accepted="remove that file",
+            )  # fmt: skip
