@@ -64,7 +64,7 @@ def report(
     gaps: list[float],
     better: dict[str, list[float]],
 ) -> None:
-    print(f"{done} clusters; {nowhere} on which nothing fits ({wrong} of these by less than the placement of states)")
+    print(f"{done} clusters; {nowhere} on which nothing is found ({wrong} of these have a plan)")
     if not ratios:
         return
     print(f"worse than exhaustive search: mean {statistics.mean(ratios):.3%}, worst {max(ratios):.3%}, "
@@ -108,7 +108,6 @@ def main() -> None:
             result = search(case.model, case.cluster, case.seq_length, case.batch, options, evaluator=evaluator)
         except UserError:
             nowhere += 1
-            # A plan may exist by the mean of memory and not by its exact placement; only a clear miss counts.
             wrong += math.isfinite(Exhaustive(case, evaluator, math.inf).run())
             continue
         mine = min(s.step_seconds for c in (result.best, *result.others) if (s := evaluator.score(c.candidate)))

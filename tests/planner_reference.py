@@ -18,6 +18,7 @@ from typing import Any
 
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.planner.evaluate import Evaluator, Score
+from hetero_megatron.planner.search import SearchOptions, judge
 from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape, in_flight
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import parameter_count
@@ -72,10 +73,14 @@ def random_case(seed: int, kind: str) -> Case:
 
 
 class Exhaustive:
-    """The best plan of a case by trying all of them, but none that is not below ``best`` to begin with."""
+    """The best plan of a case by trying all of them, but none that is not below ``best`` to begin with.
 
-    def __init__(self, case: Case, evaluator: Evaluator, best: float) -> None:
-        self.case, self.evaluator, self.best = case, evaluator, best
+    ``exact``: plans must fit with the optimizer states where they are placed, not only by their mean, as plans that the
+    search returns do.
+    """
+
+    def __init__(self, case: Case, evaluator: Evaluator, best: float, exact: bool = True) -> None:
+        self.case, self.evaluator, self.best, self.exact = case, evaluator, best, exact
         self.counts = evaluator.pool.counts
         self.found: Candidate | None = None
         self.tried = 0
@@ -220,8 +225,15 @@ class Exhaustive:
         for order in ("stage", "pipeline") if len(fitting.parts) > 1 else ("stage",):
             self.tried += 1
             score: Score | None = self.evaluator.score(replace(fitting, order=order))
-            if score is not None and score.over == 0 and score.step_seconds < self.best:
+            if score is None or score.over > 0 or score.step_seconds >= self.best:
+                continue
+            if not self.exact or self._fits(replace(fitting, order=order)):
                 self.best, self.found = score.step_seconds, replace(fitting, order=order)
+
+    def _fits(self, candidate: Candidate) -> bool:
+        case, evaluator = self.case, self.evaluator
+        row = [(0.0, 0, candidate)]
+        return bool(judge(row, case.cluster, case.model, case.seq_length, SearchOptions(), evaluator))
 
     def _recomputed(self, candidate: Candidate) -> Candidate | None:
         """The fastest recompute of each stage that fits; None where none does."""
