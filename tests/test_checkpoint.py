@@ -23,12 +23,14 @@ from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.training.runtime import Runtime
 from tests.hf_reference import hf_to_logical, make_hf
-from tests.parity import DTYPES, Case, RandomSamples, build_optimizer, random_case
+from tests.parity import DTYPES, Case, RandomSamples, build_optimizer, fixed_case, random_case
 from tests.pool import shared_pool
 from tests.random_plans import random_plan
+from tests.test_context_replicas import CASES as CONTEXT
+from tests.test_parity import LLAMA, plan
 
 SEED = int(os.environ.get("SEED", "2026"))
-COUNT = int(os.environ.get("N", "8"))
+COUNT, QUICK = int(os.environ.get("N", "20")), 8  # random pairs of plans, and those of them in `make test`
 BEFORE, AFTER = 3, 5
 Seen = dict[str, Any]
 
@@ -117,20 +119,36 @@ def start(case: Case) -> tuple[ModelSpec, dict[str, np.ndarray], dict[str, np.nd
     return spec, initial, {n: a + 1.0 for n, a in initial.items()}
 
 
-@pytest.mark.parametrize("index", range(COUNT))
+@pytest.mark.parametrize("index", [pytest.param(i, marks=[pytest.mark.slow] * (i >= QUICK)) for i in range(COUNT)])
 def test_any_plan_goes_on_where_any_other_stopped(index: int, tmp_path: Path) -> None:
     a = random_case(SEED + 7 * index)
-    b = other_plan(a, SEED + 7 * index)
+    check_pair(a, other_plan(a, SEED + 7 * index), tmp_path)
+
+
+@pytest.mark.parametrize("name", CONTEXT)
+def test_plans_with_context_groups_stop_and_go_on(name: str, tmp_path: Path) -> None:
+    """From a plan with context groups to one without, and the other way round."""
+    rng = random.Random(SEED)
+    context = fixed_case(LLAMA, plan(CONTEXT[name]), packed=True)
+    plain = random_plan(rng, 3, 6, context.plan["seq_length"], 4)
+    other = replace(context, ranks=4, plan=plain)
+    check_pair(context, other, tmp_path / "there")
+    check_pair(other, context, tmp_path / "back")
+
+
+def check_pair(a: Case, b: Case, path: Path) -> None:
+    """Five steps under ``b`` after a checkpoint of ``a`` equal the uninterrupted run; under ``a`` bit for bit."""
+    path.mkdir(exist_ok=True)
     spec, initial, wrong = start(a)
     size = max(a.plan["global_batch_size"], b.plan["global_batch_size"])
-    pool, path = shared_pool(), str(tmp_path)
-    want = pool.run(uninterrupted, a, plan_from_dict(a.plan, spec), spec, initial, size, path)
-    got = pool.run(resumed, b, plan_from_dict(b.plan, spec), spec, wrong, size, path)
+    pool, folder = shared_pool(), str(path)
+    want = pool.run(uninterrupted, a, plan_from_dict(a.plan, spec), spec, initial, size, folder)
+    got = pool.run(resumed, b, plan_from_dict(b.plan, spec), spec, wrong, size, folder)
     where = f"{a.describe()} -> {b.plan}"
     for seen in got[: b.ranks]:
         np.testing.assert_allclose(seen["steps"], want[0]["steps"], rtol=1e-9, atol=0, err_msg=where)
     compare_weights(want[: a.ranks], got[: b.ranks], spec, a.optimizer == "adamw", where)
-    again = pool.run(resumed, a, plan_from_dict(a.plan, spec), spec, wrong, size, path)
+    again = pool.run(resumed, a, plan_from_dict(a.plan, spec), spec, wrong, size, folder)
     for one, two in zip(want, again, strict=True):
         assert one.get("steps") == two.get("steps"), where
         for (_, _, x), (_, _, y) in zip(one.get("weights", ()), two.get("weights", ()), strict=True):
