@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from hetero_megatron.cluster import Cluster, cluster_from_dict
-from hetero_megatron.comm import Comm, start_comm, stop_comm
+from benchmarks.testbed_job import begin
+from hetero_megatron.cluster import Cluster
+from hetero_megatron.comm import Comm, stop_comm
 from hetero_megatron.comm.emulation import Emulation
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.layout import Box
@@ -24,19 +25,12 @@ from hetero_megatron.model import initial_values
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.planner.place import renumbered
-from hetero_megatron.platform import detect_platform
 from hetero_megatron.spec import LogicalTensor, ModelSpec
-from hetero_megatron.training.loop import position
 from hetero_megatron.training.runtime import Runtime
 
 
 def main() -> None:
-    work = json.loads(Path(sys.argv[1]).read_text())
-    spec, cluster = ModelSpec(**work["model"]), cluster_from_dict(work["cluster"])
-    comm = start_comm(detect_platform("gloo"), 300, position(cluster, cluster.world_size))
-    everyone = tuple(range(cluster.world_size))
-    comm.create_groups([everyone])
-    world = comm.group(everyone)
+    work, spec, cluster, comm, world = begin()
     runtime, fetch, count = alone(work, spec, cluster, comm)
     runtime.train_step(fetch, 0, 2, lr=0.0)  # allocations, lazy imports
     comm.emulation.started()

@@ -5,7 +5,6 @@ One process per rank for everything, because starting ranks is what takes time. 
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -16,9 +15,8 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.testbed_job import DTYPE, run
+from benchmarks.testbed_job import DTYPE, begin, end, run
 from hetero_megatron.cluster import Cluster, cluster_from_dict
-from hetero_megatron.comm import start_comm, stop_comm
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.dump import to_dict
 from hetero_megatron.planner.context import schedule_context
@@ -26,20 +24,14 @@ from hetero_megatron.planner.context_cluster import problem_from_cluster
 from hetero_megatron.planner.context_equal import few_equal, kind_of
 from hetero_megatron.planner.context_plan import one_stage_plan
 from hetero_megatron.planner.context_problem import ContextOptions
-from hetero_megatron.platform import detect_platform
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.calibration import CalibrationOptions, calibrate, format_calibration
 from hetero_megatron.training.config import OptimizerConfig
-from hetero_megatron.training.loop import optimizer_factory, position
+from hetero_megatron.training.loop import optimizer_factory
 
 
 def main() -> None:
-    work = json.loads(Path(sys.argv[1]).read_text())
-    spec, cluster = ModelSpec(**work["model"]), cluster_from_dict(work["cluster"])
-    comm = start_comm(detect_platform("gloo"), 300, position(cluster, cluster.world_size))
-    everyone = tuple(range(cluster.world_size))
-    comm.create_groups([everyone])
-    world = comm.group(everyone)
+    work, spec, cluster, comm, world = begin()
     comm.emulation.started()
     build = optimizer_factory(OptimizerConfig())
     # Calibrated on pipelines and attention much shorter than what is planned then.
@@ -76,12 +68,7 @@ def main() -> None:
                 + " ".join(f"{x:.3f}" for x in computed),
                 flush=True,
             )
-    reports: Any = [r for r in world.gather_objects(comm.clock.report()) if r]
-    if comm.rank == 0:
-        worst = {k: max(r[k] for r in reports) for k in ("overrun", "late")} if reports else {}
-        out = {"rows": rows, "clock": worst, "calibration_seconds": took, "rates": found.rates}
-        Path(work["out"]).write_text(json.dumps(out))
-    stop_comm()
+    end(work, comm, world, rows, found, took)
 
 
 def choose(

@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hetero_megatron.cluster import Cluster, cluster_from_dict
-from hetero_megatron.comm import Comm, start_comm, stop_comm
+from hetero_megatron.comm import Comm, Group, start_comm, stop_comm
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
@@ -34,6 +34,7 @@ from hetero_megatron.planner.whatif import without
 from hetero_megatron.platform import detect_platform
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.training.calibration import CalibrationOptions, calibrate, format_calibration
+from hetero_megatron.training.calibration.run import Calibration
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.loop import optimizer_factory, position
 from hetero_megatron.training.runtime import Runtime
@@ -44,13 +45,7 @@ WARM_UP = 6  # the first step has so much less to do
 
 
 def main() -> None:
-    work = json.loads(Path(sys.argv[1]).read_text())
-    spec = ModelSpec(**work["model"])
-    cluster = cluster_from_dict(work["cluster"])
-    comm = start_comm(detect_platform("gloo"), 300, position(cluster, cluster.world_size))
-    everyone = tuple(range(cluster.world_size))
-    comm.create_groups([everyone])
-    world = comm.group(everyone)
+    work, spec, cluster, comm, world = begin()
     comm.emulation.started()
     build = optimizer_factory(OptimizerConfig())
     per_node = max(g.chips_per_node for g in cluster.nodes)
@@ -81,9 +76,24 @@ def main() -> None:
                 }
             )  # fmt: skip
             print(f"{name}: {predicted.step_seconds:.3f} s predicted, {median(steps):.3f} s measured", flush=True)
-    reports = [r for r in world.gather_objects(comm.clock.report()) if r]
+    end(work, comm, world, rows, found, took)
+
+
+def begin() -> tuple[dict[str, Any], ModelSpec, Cluster, Comm, Group]:
+    """(work from the file named on the command line, model, cluster, communication, all ranks)."""
+    work = json.loads(Path(sys.argv[1]).read_text())
+    spec, cluster = ModelSpec(**work["model"]), cluster_from_dict(work["cluster"])
+    comm = start_comm(detect_platform("gloo"), 300, position(cluster, cluster.world_size))
+    everyone = tuple(range(cluster.world_size))
+    comm.create_groups([everyone])
+    return work, spec, cluster, comm, comm.group(everyone)
+
+
+def end(work: dict[str, Any], comm: Comm, world: Group, rows: list[Any], found: Calibration, took: float) -> None:
+    """Rank 0 writes what was measured, and the worst rank's emulated clock."""
+    reports: Any = [r for r in world.gather_objects(comm.clock.report()) if r]
     if comm.rank == 0:
-        worst = {k: max(r[k] for r in reports) for k in ("overrun", "late")} if reports else {}  # type: ignore[index]
+        worst = {k: max(r[k] for r in reports) for k in ("overrun", "late")} if reports else {}
         out = {"rows": rows, "clock": worst, "calibration_seconds": took, "rates": found.rates}
         Path(work["out"]).write_text(json.dumps(out))
     stop_comm()

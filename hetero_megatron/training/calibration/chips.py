@@ -35,14 +35,9 @@ def observe(run: Run, comm: Comm, dtype: torch.dtype, optimizer: OptimizerFactor
         others, in seconds per byte of weights; ``tail``, the chip's seconds in the whole step outside its actions, and
         ``owned``, the elements that it updates then.
     """
-    if comm.rank not in run.plan.ranks:
-        comm.create_groups(plan_groups(run.plan, make_buckets(run.plan, run.spec)))
+    runtime = _runtime(run, comm, dtype, optimizer)
+    if runtime is None:
         return {}
-
-    def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
-        return initial_values(tensor, box, run.spec, seed=0)
-
-    runtime = Runtime(run.plan, run.spec, comm, dtype, initialize, optimizer)
     forward: list[float] = []
     backward: list[float] = []
     tails: list[float] = []
@@ -75,14 +70,9 @@ def observe_exchange(
     run: Run, chip: str, comm: Comm, dtype: torch.dtype, optimizer: OptimizerFactory, steps: int
 ) -> list[Phase]:
     """Take part in a run of replicas; every rank of the job calls it. What this rank's chip did, bucket by bucket."""
-    if comm.rank not in run.plan.ranks:
-        comm.create_groups(plan_groups(run.plan, make_buckets(run.plan, run.spec)))
+    runtime = _runtime(run, comm, dtype, optimizer)
+    if runtime is None:
         return []
-
-    def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
-        return initial_values(tensor, box, run.spec, seed=0)
-
-    runtime = Runtime(run.plan, run.spec, comm, dtype, initialize, optimizer)
     found: list[Phase] = []
     for hop in (hop for exchange in runtime.sync.exchanges for hop in exchange.hops):
         _time_phases(hop, chip, dtype, found)
@@ -91,6 +81,18 @@ def observe_exchange(
             found.clear()
         runtime.train_step(_fetch(run), 0, run.plan.global_batch_size, lr=1e-6)
     return found
+
+
+def _runtime(run: Run, comm: Comm, dtype: torch.dtype, optimizer: OptimizerFactory) -> Runtime | None:
+    """This rank of the run; one that its plan leaves out makes the groups with the others, and gets None."""
+    if comm.rank not in run.plan.ranks:
+        comm.create_groups(plan_groups(run.plan, make_buckets(run.plan, run.spec)))
+        return None
+
+    def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
+        return initial_values(tensor, box, run.spec, seed=0)
+
+    return Runtime(run.plan, run.spec, comm, dtype, initialize, optimizer)
 
 
 def _time_phases(exchange: HopExchange, chip: str, dtype: torch.dtype, found: list[Phase]) -> None:
