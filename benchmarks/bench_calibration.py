@@ -5,7 +5,8 @@
 Each repeat is a testbed of its own, on which ``hetero-megatron calibrate`` runs (micro-batch sizes 1 and 2, one
 measured step per pipeline under ``clock``, four under ``soft``). Spread: (largest - smallest) / median of one rate over
 the repeats. Layers, embedding, head, attention and the optimizer are what a chip does (goal: 3 % under ``clock``, 6 %
-under ``soft``); links and host overheads are real in either case and are listed for information.
+under ``soft``); links and host overheads are real in either case and are listed for information, links as the seconds
+of a message.
 """
 
 from __future__ import annotations
@@ -78,8 +79,9 @@ def flat(rates: dict[str, Any]) -> dict[str, dict[tuple[Any, ...], float]]:
                     into[(chip, *key, way)] = seconds
     for link in rates["links"]:
         ends = tuple(link.get(k) for k in ("within", "from", "to"))
-        for kind in ("alpha", "beta", "message_seconds"):
-            found.setdefault(f"link {kind}", {})[ends] = link[kind]
+        for size in (64, 1024):  # alpha alone is a small difference of large numbers
+            seconds = link["alpha"] + link["message_seconds"] + link["beta"] * (size << 10)
+            found.setdefault(f"{size} KiB message", {})[ends] = seconds
     return found
 
 

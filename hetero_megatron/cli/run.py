@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from hetero_megatron.cluster import load_cluster
+from hetero_megatron.cluster.document import read_document
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.dump import dump_yaml
@@ -143,7 +144,7 @@ def replanned(words: Sequence[str], scratch: Path) -> Replanner:
         assert setup.cluster is not None, "--replan-on-drift needs --cluster"
         before = load_cluster(str(setup.cluster))
         factors = worst_by_node(before, drift["ratios"])
-        document = with_slow_nodes(yaml.safe_load(setup.cluster.read_text()), before, factors, drift["dtype"])
+        document = with_slow_nodes(read_document(setup.cluster).plain(), before, factors, drift["dtype"])
         cluster = scratch / f"cluster-round-{number}.yaml"
         cluster.write_text(yaml.safe_dump(document, sort_keys=False))
         kept = scratch / f"plan-round-{number}.yaml"

@@ -25,7 +25,7 @@ _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MAX_DEPTH = 24
 _SCALARS = yaml.constructor.SafeConstructor()
 # YAML 1.1 wants a sign in an exponent, so 1e9 and 1.5e9 would be text; every other language reads a number.
-_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE]\d+")
+_EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
 
 
 @dataclass(frozen=True)

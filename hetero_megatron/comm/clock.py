@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hetero_megatron.comm.priority import hold_core, may_hold_core
+
 BLOCKED = 1e-4  # seconds: a wait that took longer really blocked, so the rank's own lateness did not matter
 OVERRUN_LIMIT = 0.01  # share of emulated seconds by which real CPU time may exceed them before a run is invalid
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -88,8 +90,10 @@ class RealClock:
 class EmulatedClock(RealClock):
     """Sleeps at the end of a segment until the emulated chip would be done.
 
-    ``soft``: a segment lasts its CPU seconds / speed. With ``nominal`` (mode ``clock``): the nominal seconds of its
-    operators / speed, which must exceed the CPU seconds; ``report()["overrun"]`` says by which share they did not.
+    ``soft``: a segment lasts its CPU seconds / speed, and keeps its core meanwhile where that is allowed
+    (``holds_core``): CPU seconds grow when ranks interrupt each other. With ``nominal`` (mode ``clock``): the nominal
+    seconds of its operators / speed, which must exceed the CPU seconds; ``report()["overrun"]`` says by which share
+    they did not.
     There, a segment without an operator is the host's work (Python between two communication calls): a slow chip does
     not slow it, so it takes the time that it takes, counts as communication, and cannot overrun anything.
 
@@ -103,6 +107,7 @@ class EmulatedClock(RealClock):
         self.speed, self.nominal = speed, nominal
         self.overrun = self.late = self.host = 0.0
         self._cpu = self._lateness = self._due = 0.0
+        self.holds_core = nominal is None and may_hold_core()
         _sleep_precisely()
 
     def _end(self) -> float:
@@ -131,7 +136,9 @@ class EmulatedClock(RealClock):
 
     def _inside(self) -> AbstractContextManager[object]:
         self._lateness = 0.0
-        return self.nominal if self.nominal is not None else contextlib.nullcontext()
+        if self.nominal is not None:
+            return self.nominal
+        return hold_core() if self.holds_core else contextlib.nullcontext()
 
     def report(self) -> dict[str, float]:
         """``emulated`` seconds of compute, and shares of it: by how much the CPU time of segments exceeded what the

@@ -23,20 +23,34 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.platform import Platform
 
 
+class Works:
+    """Several transfers waited for as one."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
 class Handle:
     """A transfer under way. ``wait`` returns the received tensor (None for a send)."""
 
     def __init__(
         self,
         comm: Comm,
-        work: dist.Work | PacedWork | None,
+        work: dist.Work | PacedWork | Works | None,
         result: torch.Tensor | None,
         peers: tuple[int, ...],
-        keep: torch.Tensor | None = None,
+        keep: object = None,
         collective: bool = False,
     ) -> None:
         self._comm, self._work, self._result, self._peers = comm, work, result, peers
-        self._keep, self._collective = keep, collective  # the tensor being sent must live until then
+        self._keep, self._collective = keep, collective  # what is being sent must live until then
 
     @property
     def done(self) -> bool:
@@ -149,10 +163,10 @@ class Comm:
     def start(
         self,
         peers: tuple[int, ...],
-        transfer: Callable[[], dist.Work | None],
+        transfer: Callable[[], dist.Work | Works | None],
         sizes: Mapping[int, int] | None = None,
         group: tuple[int, ...] = (),
-    ) -> dist.Work | PacedWork | None:
+    ) -> dist.Work | PacedWork | Works | None:
         """Start a transfer: now, or when an emulated link would have delivered it (``sizes``: bytes by peer)."""
         self.clock.pause()
         pacer = self.emulation.pacer
@@ -218,6 +232,32 @@ class Group:
             self.ranks,
         )
         return Handle(self.comm, work, recv, self._others(), send, collective=True)
+
+    def exchange(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> Handle:
+        """Send part i to member i and receive member i's part into ``receive[i]``, nothing being packed.
+
+        Parts are contiguous; this rank's own are not looked at. Host memory goes as single messages, which over gloo
+        take half the time of its all-to-all (benchmarks/bench_tp.py); devices do it in one launch.
+        """
+        if self._handle is None:
+            return Handle(self.comm, None, None, ())
+        self.count(send[0], [x.numel() for x in send])
+        sizes = {r: x.nbytes for r, x in zip(self.ranks, send, strict=True) if r != self.comm.rank}
+        start = self._messages if self.comm.device.type == "cpu" else self._one_launch
+        work = self.comm.start(self._others(), lambda: start(send, receive), sizes, self.ranks)
+        return Handle(self.comm, work, None, self._others(), send, collective=True)
+
+    def _messages(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> Works:
+        peers = [i for i in range(self.size) if i != self.index]
+        works = [dist.irecv(receive[i], group=self._handle, group_src=i) for i in peers if receive[i].numel()]
+        works += [dist.isend(send[i], group=self._handle, group_dst=i) for i in peers if send[i].numel()]
+        return Works([work for work in works if work is not None])
+
+    def _one_launch(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> dist.Work | None:
+        own = send[self.index].new_empty(0)
+        gives = [own if i == self.index else x for i, x in enumerate(send)]
+        takes = [own if i == self.index else x for i, x in enumerate(receive)]
+        return dist.all_to_all(takes, gives, group=self._handle, async_op=True)  # type: ignore[no-any-return]
 
     def count(self, send: torch.Tensor, send_counts: Sequence[int]) -> None:
         """Book the bytes that go to each other member."""

@@ -57,7 +57,10 @@ class Emulation:
         """One line for the console; empty without emulation."""
         if self.chips == self.links == "none":
             return ""
-        kinds = {"clock": "emulated clock", "soft": "CPU time stretched", "quota": "CPU quota", "none": "real"}
+        soft = "CPU time stretched"
+        if isinstance(self.clock, EmulatedClock) and not self.clock.holds_core:
+            soft += ", ranks interrupt each other: less exact than as root"
+        kinds = {"clock": "emulated clock", "soft": soft, "quota": "CPU quota", "none": "real"}
         return f"testbed: chips {self.chips} ({kinds[self.chips]}), links {self.links}"
 
     def _make_clock(self) -> RealClock:

@@ -17,25 +17,30 @@ from hetero_megatron.comm import Group
 def _gather(x: torch.Tensor, group: Group, shards: Sequence[int]) -> torch.Tensor:
     """[b, shards[index], h] -> [b, sum(shards), h]."""
     b, _, h = x.shape
-    send = x.reshape(-1).repeat(group.size)
-    counts = [b * n * h for n in shards]
-    flat = group.all_to_all(send, [x.numel()] * group.size, counts).wait()
-    assert flat is not None
-    parts = [part.view(b, n, h) for part, n in zip(flat.split(counts), shards, strict=True)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    if b == 1:  # intervals of tokens are intervals of memory: they arrive where they belong
+        out = x.new_empty(1, sum(shards), h)
+        parts = list(out.split(list(shards), dim=1))
+        handle = group.exchange([x.contiguous()] * group.size, parts)
+        parts[group.index].copy_(x)
+        handle.wait()
+        return out
+    parts = [x if i == group.index else x.new_empty(b, n, h) for i, n in enumerate(shards)]
+    group.exchange([x.contiguous()] * group.size, parts).wait()
+    return torch.cat(parts, dim=1)
 
 
 def _scatter_sum(x: torch.Tensor, group: Group, shards: Sequence[int]) -> torch.Tensor:
     """Partial sums [b, sum(shards), h] on every rank -> the summed [b, shards[index], h], added in rank order."""
-    b, _, h = x.shape
-    own = shards[group.index]
-    send = torch.cat([part.reshape(-1) for part in x.split(list(shards), dim=1)])
-    flat = group.all_to_all(send, [b * n * h for n in shards], [b * own * h] * group.size).wait()
-    assert flat is not None
-    parts = flat.view(group.size, b, own, h)
-    if x.dtype in (torch.float16, torch.bfloat16):
-        return parts.sum(0, dtype=torch.float32).to(x.dtype)
-    return parts.sum(0)
+    send = list(x.split(list(shards), dim=1))
+    own = send[group.index]
+    parts = [own if i == group.index else torch.empty_like(own, memory_format=torch.contiguous_format)
+             for i in range(group.size)]  # fmt: skip
+    group.exchange([part if i == group.index else part.contiguous() for i, part in enumerate(send)], parts).wait()
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    total = torch.add(parts[0].to(wide), parts[1])
+    for part in parts[2:]:
+        total += part
+    return total.to(x.dtype)
 
 
 class _GatherTokens(torch.autograd.Function):

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from hetero_megatron.cluster.document import read_document
 from hetero_megatron.cluster.edit import without_nodes
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.jobs import Job, LocalJob, Seat, Setup
@@ -168,7 +169,7 @@ class Supervisor:
         seats = [s for s in self.setup.seats if s.node not in lost]
         if self.setup.cluster is None or not seats:
             return seats, None
-        document = without_nodes(yaml.safe_load(self.setup.cluster.read_text()), lost)
+        document = without_nodes(read_document(self.setup.cluster).plain(), lost)
         path = self.scratch / f"cluster-round-{number}.yaml"
         path.write_text(yaml.safe_dump(document, sort_keys=False))
         return seats, path
