@@ -148,6 +148,8 @@ BAD = [
     (["--cluster", "FILE", "--model", "tiny", "--tp", "x"], "not a list"),
     (["--cluster", "FILE", "--model", "no-such-model"], "no-such-model"),
     (["--cluster", "FILE", "--merge", "/none.json"], "none.json"),
+    (["--cluster", "FILE", "--model", "tiny", "--dtype", "fp32,int8", "--tp", "1"], "int8"),
+    (["--cluster", "FILE", "--from-runs", "runs.csv", "--dtype", "fp32,bf16"], "the runs had one"),
     (["--nonsense"], "nonsense"),
 ]
 
@@ -158,7 +160,7 @@ def test_bad_input(arguments: list[str], names: str, tmp_path: Path, monkeypatch
     file = tmp_path / "cluster.yaml"
     file.write_text(yaml.safe_dump(CLUSTER))
     with pytest.raises(UserError, match=names):
-        if "x" in arguments:
+        if {"x", "fp32,int8"} & set(arguments):
             monkeypatch.setenv("WORLD_SIZE", "8")
         calibrate_main([str(file) if a == "FILE" else a for a in arguments])
 
@@ -189,6 +191,23 @@ def test_a_calibration_gives_what_the_clock_says() -> None:
     expected = 3 * layer["big", 1, 2][0] + costs.action_seconds("big")
     assert costs.forward_seconds(stage, 2) == pytest.approx(expected, rel=0.01)
     assert {link.get("within", link.get("from")) for link in rates["links"]} == {"fast", "slow"}
+
+
+def test_one_call_measures_every_dtype_and_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HETERO_TESTBED", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("HETERO_NODE", "slow")
+    file = tmp_path / "cluster.yaml"
+    chips = {"small": {"memory": "1 GiB", "dtypes": ["fp32", "fp64"]}}
+    file.write_text(yaml.safe_dump({"nodes": [{"name": "slow", "count": 1, "chip": "small"}], "chips": chips}))
+    chosen = ["--dtype", "fp64,fp32", "--seq-length", "16,32", "--attention-lengths", "16,32"]
+    arguments = ["--cluster", str(file), "--model", "tiny", "--micro-batch-sizes", "1", "--steps", "1", *chosen]
+    assert calibrate_main(arguments) == 0
+    measured = load_cluster(str(file)).rates["chips"]["small"]
+    assert set(measured) == {"fp64", "fp32"}
+    for rows in measured.values():
+        assert [row[1:4] for row in rows["layers"]] == [[1, 1, 16], [1, 1, 32]]
+        assert [row[0] for row in rows["attention"]] == [16, 32]
 
 
 def test_the_command_refuses_in_a_process_of_its_own(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.cluster.rates_section import merge_rates, write_rates
 from hetero_megatron.errors import UserError
 
+DTYPE_NAMES = ("fp64", "fp32", "bf16", "fp16")
+
 
 def _numbers(text: str) -> tuple[int, ...]:
     try:
@@ -32,17 +34,25 @@ def _numbers(text: str) -> tuple[int, ...]:
     return values
 
 
+def _dtypes(text: str, default: str) -> tuple[str, ...]:
+    names = tuple(text.split(",")) if text else (default,)
+    if unknown := [name for name in names if name not in DTYPE_NAMES]:
+        raise UserError("no such dtype", field="--dtype", value=unknown[0], accepted=", ".join(DTYPE_NAMES))
+    return names
+
+
 def parser() -> argparse.ArgumentParser:
     p = ArgumentParser("calibrate", __doc__ or "")
     p.formatter_class = argparse.RawTextHelpFormatter
     p.add_argument("--cluster", help="cluster file (default: the testbed's)")
     p.add_argument("--model", help="preset, config.json or directory: whose layers to time")
-    p.add_argument("--seq-length", type=int, default=0, help="tokens per sequence (default: the model's, at most 512)")
+    p.add_argument("--seq-length", default="", help="tokens per sequence, comma-separated (default: the model's,\n"
+                   "at most 512)")  # fmt: skip
     p.add_argument("--micro-batch-sizes", default="1,2", help="comma-separated (default 1,2)")
     p.add_argument("--tp", default="", help="TP degrees, comma-separated (default: powers of 2 up to a node's chips)")
     p.add_argument("--attention-lengths", default="", help="also time attention alone at these lengths")
-    dtypes = ["", "fp64", "fp32", "bf16", "fp16"]
-    p.add_argument("--dtype", default="", choices=dtypes, help="default fp32 on the CPU, else bf16")
+    p.add_argument("--dtype", default="", help="fp64, fp32, bf16, fp16, comma-separated (default fp32 on the CPU,\n"
+                   "else bf16)")  # fmt: skip
     p.add_argument("--steps", type=int, default=2, help="measured steps per pipeline (default 2)")
     p.add_argument("--from-runs", metavar="FILE", help="fit the rates to measured runs: CSV with the columns\n"
                    "plan, model, and seconds or metrics (a metrics.jsonl); paths relative to it")  # fmt: skip
@@ -103,7 +113,10 @@ def _fit(cluster: Cluster, options: argparse.Namespace, rates: dict[str, Any]) -
     if options.model is not None:
         raise UserError("the CSV file names the models", field="--model", value=options.model, accepted="no --model")
     cluster = replace(cluster, rates=rates)
-    fit = fit_rates(read_runs(options.from_runs, cluster), load_rates(cluster, options.dtype or "bf16"))
+    dtype, *more = _dtypes(options.dtype, "bf16")
+    if more:
+        raise UserError("the runs had one", field="--dtype", value=options.dtype, accepted="one of them")
+    fit = fit_rates(read_runs(options.from_runs, cluster), load_rates(cluster, dtype))
     if not options.json:
         print(format_fit(fit), flush=True)
     return merge_rates(rates, rates_section(fit))
@@ -126,12 +139,16 @@ def _measure(cluster: Cluster, options: argparse.Namespace) -> tuple[dict[str, A
             value=world, accepted=f"{cluster.world_size} ranks (torchrun, or hetero-megatron testbed run)",
         )  # fmt: skip
     platform = detect_platform(None, int(os.environ.get("LOCAL_RANK", "0")))
-    dtype = options.dtype or ("fp32" if platform.device.type == "cpu" else "bf16")
     per_node = max(group.chips_per_node for group in cluster.nodes)
     tp = _numbers(options.tp) if options.tp else tuple(2**i for i in range(per_node.bit_length()) if 2**i <= per_node)
     lengths = _numbers(options.attention_lengths) if options.attention_lengths else ()
-    seq_length = options.seq_length or min(512, spec.max_position_embeddings)
-    wanted = CalibrationOptions(seq_length, dtype, _numbers(options.micro_batch_sizes), tp, lengths, options.steps)
+    sizes = _numbers(options.micro_batch_sizes)
+    tokens = _numbers(options.seq_length) if options.seq_length else (min(512, spec.max_position_embeddings),)
+    wanted = [
+        CalibrationOptions(n, dtype, sizes, tp, lengths, options.steps)
+        for dtype in _dtypes(options.dtype, "fp32" if platform.device.type == "cpu" else "bf16")
+        for n in tokens
+    ]
     comm = start_comm(platform, 600, position(cluster, world))
     first = comm.rank == 0
     start = time.perf_counter()
@@ -143,7 +160,13 @@ def _measure(cluster: Cluster, options: argparse.Namespace) -> tuple[dict[str, A
     try:
         comm.emulation.started()
         build = optimizer_factory(OptimizerConfig())
-        found = calibrate(comm, cluster, spec, wanted, DTYPES[dtype], build, log)
+        rates: dict[str, Any] = {}
+        tables, links = [], None
+        for one in wanted:
+            log(f"{one.dtype}, {one.seq_length} tokens")
+            found = calibrate(comm, cluster, spec, one, DTYPES[one.dtype], build, log, links)
+            rates, links = merge_rates(rates, found.rates), found.links
+            tables.append(f"{one.dtype}, {one.seq_length} tokens\n{format_calibration(found)}")
     finally:
         stop_comm()
-    return found.rates, format_calibration(found), first
+    return rates, "\n\n".join(tables), first

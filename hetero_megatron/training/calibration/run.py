@@ -83,8 +83,10 @@ def calibrate(
     dtype: torch.dtype,
     optimizer: OptimizerFactory,
     log: Callable[[str], None],
+    links: Sequence[LinkRow] | None = None,
 ) -> Calibration:
-    """Measure chips and links; every rank of the cluster calls it, and gets the same answer."""
+    """Measure chips, and links where they are not known yet; every rank of the cluster calls it, and gets the same
+    answer."""
     everyone = tuple(range(cluster.world_size))
     comm.create_groups([everyone])
     world = comm.group(everyone)
@@ -128,8 +130,10 @@ def calibrate(
         update = _medians(found.optimizer[name])
         found.step_seconds[name] = max(1e-6, median(tail - _at(update, owned) for tail, owned in rows))
         found.saved[name] = max(0.0, median(saved[name]))
-    log("links")
-    found.links = [row for rows in world.gather_objects(measure_links(comm, cluster)) for row in rows]  # type: ignore[attr-defined]
+    if links is None:
+        log("links")
+        links = [row for rows in world.gather_objects(measure_links(comm, cluster)) for row in rows]  # type: ignore[attr-defined]
+    found.links = list(links)
     reports = [r for r in world.gather_objects(comm.clock.report()) if isinstance(r, dict)]
     found.clock = {key: max(r.get(key, 0.0) for r in reports) for key in ("overrun", "late") if any(reports)}
     found.rates = _document(found, cluster, spec, options)
