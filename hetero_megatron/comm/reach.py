@@ -76,10 +76,15 @@ class Beacon:
 
 def own_address(towards: str) -> str:
     """This host's address on the way to another host (nothing is sent). OSError: there is no way, or no such host."""
-    family, kind, protocol, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
+    problem = OSError(f"no address of {towards}")
+    for family, kind, protocol, _, target in socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM):
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)
+                return str(probe.getsockname()[0])
+        except OSError as error:  # a name may have an IPv6 address where there is no IPv6
+            problem = error
+    raise problem
 
 
 def dial(address: Address, patience: float = PATIENCE) -> str | None:
@@ -135,7 +140,7 @@ class Reach:
         return {**found, **dict.fromkeys(set(self.cut()) & known.keys(), UNREACHABLE)}
 
     @staticmethod
-    def _choose(peers: list[int], known: Mapping[int, Address]) -> list[int]:
+    def _choose(peers: list[int], known: dict[int, Address]) -> list[int]:
         """The peers, then one rank of every host, then the rest."""
         hosts = {address.host: rank for rank, address in reversed(known.items())}
         return list(dict.fromkeys([*peers, *hosts.values(), *known]))[:AT_MOST]
