@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,6 +34,7 @@ from hetero_megatron.comm.reach import (
     explain,
     own_address,
 )
+from hetero_megatron.comm.store import JobStore
 from hetero_megatron.training.diagnosis import (
     DIRECTORY,
     Diagnosis,
@@ -63,6 +65,9 @@ def test_one_connection_tells_what_became_of_a_process() -> None:
         assert dial(address) == ANSWERS
         assert peer.pid is not None
         os.kill(peer.pid, signal.SIGSTOP)
+        threads = [Path(f"/proc/{peer.pid}/task/{t}/stat") for t in os.listdir(f"/proc/{peer.pid}/task")]
+        while not all(") T " in thread.read_text() for thread in threads):
+            time.sleep(0.01)
         assert dial(address, 0.5) == HANGS
         os.kill(peer.pid, signal.SIGCONT)
         assert dial(address) == ANSWERS
@@ -200,13 +205,14 @@ def test_the_launcher_drops_what_is_cut_off(policy: str, tmp_path: Path) -> None
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
-    code = "from hetero_megatron.cli.pretrain import main; import sys; c = main(sys.argv[1:]); import os; os._exit(c)"
+    code = "import os, sys; from datetime import timedelta; from hetero_megatron.comm import join; "
+    code += "join.START_UP = timedelta(seconds=3); from hetero_megatron.cli.pretrain import main; "
+    code += "os._exit(main(sys.argv[1:]))"
     flags = "--model tiny --mock-data --seq-length 32 --micro-batch-size 1 --train-iters 1 --lr 1e-3"
     flags += " --tensor-model-parallel-size 2 --distributed-timeout-minutes 0.05"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    alone = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    store = JobStore()  # as a launcher has it
+    alone = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": store.host, "MASTER_PORT": str(store.port)}
+    alone["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     command = [sys.executable, "-c", code, *flags.split()]
     done = subprocess.run(command, cwd=ROOT, env={**ENVIRONMENT, **alone}, capture_output=True, text=True, timeout=120)
     assert done.returncode == 3, done.stderr

@@ -18,11 +18,15 @@ from hetero_megatron.comm.reach import PATIENCE, UNREACHABLE, Address, Reach, ex
 from hetero_megatron.errors import UserError
 from hetero_megatron.platform import Platform
 
+# Ranks need long and unlike times to start (imports, a busy host), which says nothing about links.
+START_UP = timedelta(seconds=60)
+
 
 def start_comm(platform: Platform, timeout_seconds: float, position: int | None = None) -> Comm:
     """Join the job that torchrun's environment describes (RANK, WORLD_SIZE, …), or be alone without it.
 
     Args:
+        timeout_seconds: of every transfer; for others to start there are at least ``START_UP``.
         position: this process's rank in the plan where a cluster file fixes it: torchrun may number nodes otherwise,
             and does after a restart.
 
@@ -43,14 +47,13 @@ def start_comm(platform: Platform, timeout_seconds: float, position: int | None 
         beacon = listen(os.environ.get("MASTER_ADDR", "127.0.0.1"))
         start, stores = time.perf_counter(), []  # type: float, list[dist.Store]
         try:
-            stores.append(_join_store(rank, total, timeout))
+            stores.append(_join_store(rank, total, max(timeout, START_UP)))
             _claim(stores[0], rank, launched_as)
             stores[0].set(_beacon_key(rank), beacon.address.encode() if beacon else '["", 0, ""]')
+            every = stores[0].multi_get([_beacon_key(r) for r in range(total)])  # waits for everybody
             dist.init_process_group(platform.backend, timeout=timeout, store=stores[0], rank=rank, world_size=total)
-            every = stores[0].multi_get([_beacon_key(r) for r in range(total)])
         except RuntimeError as error:
-            seconds = time.perf_counter() - start
-            raise _not_joined(rank, total, stores, seconds, timeout_seconds, error) from error
+            raise _not_joined(rank, total, stores, time.perf_counter() - start, error) from error
         reach = Reach(rank, [Address.decode(text) for text in every], beacon, emulation.cut_off)
     return Comm(rank, platform.device, timeout, emulation, reach)
 
@@ -66,7 +69,7 @@ def _beacon_key(rank: int) -> str:
 
 
 def _not_joined(
-    rank: int, total: int, stores: Sequence[dist.Store], seconds: float, timeout: float, error: Exception
+    rank: int, total: int, stores: Sequence[dist.Store], seconds: float, error: Exception
 ) -> CommError:
     """Why a rank could not join: who never came, or whom it cannot reach."""
     others = [r for r in range(total) if r != rank]
@@ -76,14 +79,14 @@ def _not_joined(
     peers = [r for r in others if reach.get(r) == UNREACHABLE] or absent or others
     if came is None:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        why = f"the rendezvous store at {where} does not answer"
+        why = f"the rendezvous store at {where} does not answer, or not all came to it"
     elif absent and UNREACHABLE not in reach.values():
         why = f"rank {', '.join(map(str, absent[:8]))} never came"
     else:
         why = explain(peers, reach)
     return CommError(
-        f"rank {rank}, joining the job, waited {seconds:.1f} s for {len(others)} other ranks "
-        f"(time-out {timeout:g} s): {why} [{first_line(error)}]",
+        f"rank {rank}, joining the job, waited {seconds:.1f} s for {len(others)} other ranks: "
+        f"{why} [{first_line(error)}]",
         rank, peers, seconds, "joining the job", reach,
     )  # fmt: skip
 
