@@ -21,11 +21,11 @@ SEED ?=
 # Further arguments for pytest: make test ARGS="-k layout -x"
 ARGS ?=
 
-.PHONY: help env demo test test-slow test-parity test-faults test-scale bench lint types check clean
+.PHONY: help env demo test test-torch211 test-slow test-parity test-faults test-scale bench lint types check clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 env: $(STAMP)  ## build .venv with the pinned versions (again only when they change)
 
@@ -39,6 +39,13 @@ demo: env  ## pretrain a small model on 4 unequal ranks of this machine (about 2
 test: env  ## lint, types, import contract, and all tests but the slow ones
 	@$(MAKE) --no-print-directory check
 	$(PY) -m pytest $(ARGS)
+
+test-torch211: $(VENV)-2.11/.installed  ## tests under torch 2.11 in a second environment (5 GB)
+	$(VENV)-2.11/bin/python -m pytest $(ARGS)
+
+$(VENV)-2.11/.installed: setup.py constraints.txt
+	@tools/make_venv.sh "$(VENV)-2.11" "$(EXTRAS)" "$(PYTHON)" "torch==2.11.0 triton==3.6.0"
+	@touch $@
 
 test-slow: env  ## fresh install, the commands of README and docs, long kills
 	$(PY) -m pytest -m "slow and not scale" $(ARGS)

@@ -154,7 +154,7 @@ def measure(
     """Alternate the modes; ``prepare`` comes, untimed, before ``alone``, and what it leaves is cleared after."""
     import torch
 
-    from hetero_megatron.comm.comm import stop_comm
+    from hetero_megatron.comm import stop_comm
 
     seconds: dict[str, list[float]] = {name: [] for name in modes}
     for i in range(rounds + 1):

@@ -31,8 +31,7 @@ def run(rounds: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from hetero_megatron.comm import start_comm
-    from hetero_megatron.comm.comm import stop_comm
+    from hetero_megatron.comm import start_comm, stop_comm
     from hetero_megatron.parallel.collectives import gather_tokens, scatter_tokens
     from hetero_megatron.platform import Platform
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.test_end_to_end import ENVIRONMENT, ROOT
+from tests.test_end_to_end import ENVIRONMENT, ROOT, TORCHRUN
 
 STEPS = 12
 PLAN = """
@@ -50,7 +50,7 @@ def words(directory: Path, *more: str) -> list[str]:
 
 def start(directory: Path, restarts: int, *more: str) -> subprocess.Popen[str]:
     """The run under torchrun."""
-    launch = [".venv/bin/torchrun", "--nproc-per-node", "4", "--max-restarts", str(restarts), "--standalone"]
+    launch = [*TORCHRUN, "--nproc-per-node", "4", "--max-restarts", str(restarts), "--standalone"]
     launch += ["pretrain_gpt.py", *words(directory, *more)]
     pipe = subprocess.PIPE
     return subprocess.Popen(launch, cwd=ROOT, env=ENVIRONMENT, stdout=pipe, stderr=subprocess.STDOUT, text=True)

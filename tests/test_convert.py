@@ -46,6 +46,7 @@ def evaluate(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, wrong: Any, pa
 def test_there_and_back(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save(tmp_path / "in", name, shards=True)
     (tmp_path / "in" / "tokenizer.json").write_text("{}")
+    (tmp_path / "in" / "generation_config.json").write_text('{"temperature": 0.7, "do_sample": true}')
     config = json.loads((tmp_path / "in" / "config.json").read_text())
     (tmp_path / "in" / "config.json").write_text(json.dumps(config | {"eos_token_id": 5}))
     done = convert(capsys, str(tmp_path / "in"), str(tmp_path / "native"))
@@ -61,7 +62,9 @@ def test_there_and_back(name: str, tmp_path: Path, capsys: pytest.CaptureFixture
             assert seen[0] == pytest.approx(want, rel=1e-12)
     convert(capsys, str(tmp_path / "native"), str(tmp_path / "out"))
     assert_same(model, tmp_path / "out", torch.float64)
-    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    for name_of_file in ("tokenizer.json", "generation_config.json"):
+        written = (tmp_path / "out" / name_of_file).read_text()
+        assert written == (tmp_path / "in" / name_of_file).read_text()
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 5
     check_logits(name, tmp_path, capsys)
 
@@ -150,7 +153,8 @@ def test_transformers_trains_on(name: str, tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["nowhere", "out"], "holds no model"),
+        (["nowhere", "out"], "is no directory, and cannot be had from the Hugging Face hub"),
+        (["empty", "out"], "holds no model"),
         (["in"], "1 directories are given"),
         (["in", "in"], "not an empty directory"),
         (["in", "out", "--dtype", "int3"], "--dtype = int3"),
@@ -162,6 +166,7 @@ def test_refusals(
     words: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path / "in", "llama")
+    (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
     assert main(["convert", *words]) == 2
     assert says in capsys.readouterr().err

@@ -227,3 +227,32 @@ def test_paced_collectives_keep_their_order() -> None:
         results, vectors = answer
         assert results == [[0.0 + i, 10.0 + i, 20.0 + i] for i in range(3)]
         assert vectors == [0.0, 1.0, 2.0]
+
+
+def test_a_cut_link_carries_nothing_and_keeps_the_order_when_mended() -> None:
+    class Done:
+        def wait(self) -> None:
+            pass
+
+        def is_completed(self) -> bool:
+            return True
+
+    rates, begun = {1: 0.0, 2: 1e6}, []  # type: dict[int, float], list[str]
+    pacer = Pacer(lambda: rates, {}, timeout=0.5)
+
+    def start(name: str):  # type: ignore[no-untyped-def]
+        return lambda: begun.append(name) or Done()
+
+    first = pacer.submit({1: 100}, start("to 1"))
+    both = pacer.submit({1: 100, 2: 100}, start("group"), (0, 1, 2))
+    later = pacer.submit({2: 100}, start("group again"), (0, 1, 2))
+    free = pacer.submit({3: 100, 2: 0}, start("free"))
+    assert free is None  # nothing on the way there is paced
+    assert first is not None and both is not None and later is not None
+    with pytest.raises(RuntimeError, match="carries nothing"):
+        first.wait()
+    assert begun == [] and not later.is_completed()
+    rates[1] = 1e6
+    for work in (first, both, later):
+        work.wait()
+    assert begun == ["to 1", "group", "group again"]

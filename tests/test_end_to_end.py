@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 MODEL_AND_DATA = ["--model", "tiny", "--data-path", "stdlib", "--split", "95,5,0", "--fp64", "--seed", "7"]
 PACKING = ["--eod-mask-loss", "--reset-attention-mask", "--reset-position-ids"]
@@ -41,7 +43,7 @@ pipelines:
 
 
 def command(ranks: int) -> list[str]:
-    launcher = [".venv/bin/torchrun", "--nproc-per-node", str(ranks)] if ranks > 1 else [".venv/bin/python"]
+    launcher = [*TORCHRUN, "--nproc-per-node", str(ranks)] if ranks > 1 else [sys.executable]
     return [*launcher, "pretrain_gpt.py"]
 
 

@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def start(directory: Path) -> list[subprocess.Popen[str]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [".venv/bin/python", "pretrain_gpt.py", "--plan", str(directory / "plan.yaml"), "--model", "tiny"]
+    command = [sys.executable, "pretrain_gpt.py", "--plan", str(directory / "plan.yaml"), "--model", "tiny"]
     command += ["--mock-data", "--train-iters", "100000", "--lr", "1e-3", "--save", str(directory / "run")]
     command += ["--distributed-timeout-minutes", str(TIMEOUT / 60)]
     shared = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+import multiprocessing as mp
 import shutil
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +17,9 @@ import pytest
 import torch
 
 from hetero_megatron.checkpoint.hf_load import HFWeights
+from hetero_megatron.cli.configure import configure
 from hetero_megatron.comm import Comm
+from hetero_megatron.comm.fake import FakeComm
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.plan import Plan, plan_from_dict
@@ -161,3 +169,84 @@ def test_all_misfits_are_listed_at_once(tmp_path: Path) -> None:
     assert str(caught.value).count("unexpected model.layers.") == 9
     with pytest.raises(UserError, match=r"missing .*q_proj.bias \[24\].*; missing"):
         HFWeights(str(tmp_path / "llama"), load_model(str(tmp_path / "qwen")))
+
+
+# Memory
+
+WIDE = LLAMA | {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 8192, "num_hidden_layers": 4}
+WIDE |= {"num_attention_heads": 8, "num_key_value_heads": 4}
+MIB = 1 << 20
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that is no page of a file: what importing costs the host."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+
+def import_as(rank: int, directory: str, spelled: dict[str, Any], pipe: Connection) -> None:
+    """In a process of its own: (bytes above those before, bytes of the shard, bytes of its largest slice)."""
+    spec = load_model(directory)
+    chosen, slices, peak, done = plan_from_dict(spelled, spec), [0], [0], threading.Event()
+
+    def look() -> None:
+        while not done.wait(2e-4):
+            peak[0] = max(peak[0], anonymous_bytes())
+
+    def build(read: Callable[..., torch.Tensor]) -> Runtime:
+        return Runtime(chosen, spec, FakeComm(rank, torch.device("cpu")), torch.float32, read, None)
+
+    build(lambda tensor, box: torch.zeros(()))  # whatever building makes torch import or allocate once
+    weights = HFWeights(directory, spec)
+
+    def read(tensor: Any, box: Box) -> torch.Tensor:
+        values = weights.read(tensor, box)
+        slices.append(4 * math.prod(box.shape))
+        peak[0] = max(peak[0], anonymous_bytes())
+        return values
+
+    sys.setswitchinterval(1e-4)
+    before = anonymous_bytes()
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    runtime = build(read)
+    done.set()
+    watcher.join()
+    shard = sum(p.numel() * p.element_size() for p in runtime.model.parameters())
+    pipe.send((peak[0] - before, shard, max(slices)))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
+def test_a_rank_holds_its_shard_and_one_slice_while_it_imports(tmp_path: Path) -> None:
+    model, _ = make_hf(WIDE, seed=3, dtype=torch.float32)
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    spelled = plan([pipe(1, 1, stage([0, 1, 2, 3], [0, 4], tp=4, tp_split=[1, 1, 1, 1]))])
+    here, there = mp.Pipe()
+    process = mp.get_context("spawn").Process(target=import_as, args=(1, str(tmp_path), spelled, there))
+    process.start()
+    grown, shard, largest = here.recv()
+    process.join()
+    assert shard < 0.3 * whole and largest < 0.06 * whole  # otherwise this proves nothing
+    assert grown <= shard + largest + 3 * MIB, (grown / MIB, shard / MIB, largest / MIB, whole / MIB)
+
+
+# Names
+
+
+def test_a_model_is_found_by_its_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the hub's cache: no test may reach for a network."""
+    import huggingface_hub.constants
+
+    snapshot = tmp_path / "models--some--llama" / "snapshots" / ("a" * 40)
+    save(snapshot, "llama")
+    (tmp_path / "models--some--llama" / "refs").mkdir()
+    (tmp_path / "models--some--llama" / "refs" / "main").write_text("a" * 40)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    flags = "--mock-data --seq-length 32 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --load-hf"
+    config = configure([*flags.split(), "some/llama"], {})
+    assert config.load_hf is not None and Path(config.load_hf).resolve() == snapshot.resolve()
+    HFWeights(config.load_hf, config.spec)
+    with pytest.raises(UserError, match="is no directory, and cannot be had from the Hugging Face hub"):
+        configure([*flags.split(), "some/other"], {})

@@ -63,13 +63,15 @@ def test_untrained_weights_come_back_bit_for_bit(name: str, dtype: torch.dtype, 
     spec = load_model(str(tmp_path / "in"))
     spelled = PLANS["pipelines"]
     case, target = fixed_case(MODELS[name], spelled), tmp_path / "out"
-    (tmp_path / "in" / "tokenizer.json").write_text("{}")
+    along = {"tokenizer.json": "{}", "generation_config.json": '{"temperature": 0.7, "do_sample": true}'}
+    for name_of_file, text in along.items():
+        (tmp_path / "in" / name_of_file).write_text(text)
     plan = plan_from_dict(spelled, spec)
     shared_pool().run(round_trip, plan, spec, str(tmp_path / "in"), str(target), case, 0, dtype)
     back = AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
     for (name_a, a), (name_b, b) in zip(model.named_parameters(), back.named_parameters(), strict=True):
         assert name_a == name_b and torch.equal(a.to(dtype), b)
-    assert (target / "tokenizer.json").read_text() == "{}"
+    assert {name_of_file: (target / name_of_file).read_text() for name_of_file in along} == along
     assert not target.with_name("out.incomplete").exists()
 
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import re
+import resource
 import signal
 import subprocess
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from hetero_megatron.checkpoint.directory import CheckpointDirectory
 from hetero_megatron.cli.pretrain import main
 from tests.test_end_to_end import ASYMMETRIC, ENVIRONMENT, LENGTH, MODEL_AND_DATA, PACKING, RATES, ROOT, SINGLE, command
 from tests.test_parity import LLAMA
@@ -128,3 +130,32 @@ def test_sixteen_bits_resume_bit_for_bit(dtype: str, tmp_path: Path) -> None:
     for a, b in zip(metrics(tmp_path / "whole"), metrics(tmp_path / "parts"), strict=True):
         for key in ("step", "loss", "grad_norm", "loss_scale", "skipped", "lr"):
             assert a[key] == b[key]
+
+
+def test_a_full_disk_ends_the_run_and_older_checkpoints_stay(tmp_path: Path) -> None:
+    """Files of more than 40 KB cannot be written (those of metrics and events are smaller)."""
+    out, _ = run(tmp_path, SINGLE, 1, "--exit-interval", "1")
+    assert "saving checkpoint of step 1" in out
+    before = {p: p.read_bytes() for p in (tmp_path / "run" / "iter_0000001").iterdir()}
+    words = [*command(1), "--plan", str(tmp_path / "plan.yaml"), "--save", str(tmp_path / "run")]
+    words += ["--load", str(tmp_path / "run"), *MODEL_AND_DATA, *LENGTH, *RATES, "--save-interval", "1"]
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))  # noqa: E731
+    done = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, preexec_fn=limit)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "the checkpoint cannot be written (File too large" in done.stderr, done.stderr
+    assert "older ones are untouched" in done.stderr and "Traceback" not in done.stderr
+    assert {p: p.read_bytes() for p in (tmp_path / "run" / "iter_0000001").iterdir()} == before
+    assert not list((tmp_path / "run").glob("*.incomplete"))
+    assert (tmp_path / "run" / "latest").read_text().startswith("iter_0000001 ")
+
+
+def test_old_checkpoints_go_but_multiples_of_the_interval_stay(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    for step in (2, 3, 4, 6, 7, 9):
+        directory.at(step).mkdir()
+    directory.prune(2, 3, 7)
+    assert directory.steps() == [3, 6, 7, 9]  # 9 is newer than what was just written: of another run, left alone
+    directory.prune(0, None, 9)
+    assert directory.steps() == [3, 6, 7, 9]
+    directory.prune(1, None, 9)
+    assert directory.steps() == [9] and not list(tmp_path.glob("*.incomplete"))

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ def test_a_lost_node(
 ) -> None:
     for name, text in (("cluster", CLUSTER), ("three", THREE), ("two", TWO)):
         (tmp_path / f"{name}.yaml").write_text(text)
-    words = [".venv/bin/python", "-m", "hetero_megatron.cli.main", "run", "--plan", str(tmp_path / "three.yaml")]
+    words = [sys.executable, "-m", "hetero_megatron.cli.main", "run", "--plan", str(tmp_path / "three.yaml")]
     words += ["--cluster", str(tmp_path / "cluster.yaml"), "--on-failure", policy, "--grace", "15"]
     words += ["--fallback-plan", str(tmp_path / "two.yaml"), "--"]
     words += ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run"), *TRAIN]

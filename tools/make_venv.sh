@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Builds or completes the virtual environment: make_venv.sh FOLDER EXTRAS [PYTHON]. Called by `make env`.
+# Builds or completes the virtual environment: make_venv.sh FOLDER EXTRAS [PYTHON [PINS]]. Called by `make env`.
+# PINS ("torch==2.11.0 …") take the place of those of constraints.txt.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-venv=$1 extras=$2 wanted=${3:-}
+venv=$1 extras=$2 wanted=${3:-} others=${4:-} pins=constraints.txt
 
 fail() { printf 'make env: %s\n' "$*" >&2; exit 1; }
 
@@ -23,11 +24,18 @@ if ! recent "$venv/bin/python"; then
     "$python" -m venv "$venv"
 fi
 
+if [ -n "$others" ]; then
+    pins=$(mktemp)
+    trap 'rm -f "$pins"' EXIT
+    cp constraints.txt "$pins"
+    for pin in $others; do sed -i "s/^${pin%%==*}==.*/$pin/" "$pins"; done
+fi
+
 start=$SECONDS
 echo "make env: installing the pinned versions (about 90 s on a fast connection)"
 # Errors only: pip would also warn of every index that lacks a package.
 pip=("$venv/bin/python" -m pip --quiet --quiet --no-input)
 # Our own pip and setuptools first: older ones build packages from source more slowly, or refuse to.
-"${pip[@]}" install --constraint constraints.txt pip setuptools
-PIP_BUILD_CONSTRAINT=constraints.txt "${pip[@]}" install --constraint constraints.txt --editable ".[$extras]"
+"${pip[@]}" install --constraint "$pins" pip setuptools
+PIP_BUILD_CONSTRAINT="$pins" "${pip[@]}" install --constraint "$pins" --editable ".[$extras]"
 echo "make env: done in $((SECONDS - start)) s"

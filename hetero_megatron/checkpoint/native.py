@@ -141,10 +141,10 @@ class CheckpointSaver:
             if self.group.index == 0:
                 with suppress(OSError):
                     shutil.rmtree(self.directory.work(step))
-            self._error = _cause(error, "--save", str(self.directory.path), self.group.comm.rank)
+            self._error = _cause(error, "--save", str(self.directory.path), self.group)
 
 
-def _cause(error: BaseException, field: str, value: str, rank: int) -> BaseException:
+def _cause(error: BaseException, field: str, value: str, group: Group) -> BaseException:
     """What to tell the user: the first rank's failure behind DCP's exception, or a lost peer."""
     if isinstance(error, CheckpointException):
         where_rank, (inner, _) = min(error.failures.items())
@@ -157,8 +157,8 @@ def _cause(error: BaseException, field: str, value: str, rank: int) -> BaseExcep
         return RuntimeError(f"checkpoint: rank {where_rank} of the plan failed: {type(inner).__name__}: {inner}")
     if isinstance(error, RuntimeError) and not isinstance(error, CommError):
         doing = "saving" if field == "--save" else "loading"
-        cause = str(error).strip().splitlines()[0][:200]
-        return CommError(f"rank {rank}, {doing} a checkpoint, lost a peer [{cause}]")
+        peers = tuple(r for r in group.ranks if r != group.comm.rank)
+        return group.comm.failure(peers, 0.0, error, f"{doing} a checkpoint")
     return error
 
 
@@ -219,7 +219,7 @@ class Checkpoint:
                     process_group=group.process_group, no_dist=group.size == 1,
                 )  # fmt: skip
         except (Exception, CheckpointException) as error:
-            raise _cause(error, "--load", str(self.path), group.comm.rank) from error
+            raise _cause(error, "--load", str(self.path), group) from error
 
 
 def open_checkpoint(

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from hetero_megatron.cli import training_flags as training
 from hetero_megatron.cli.checkpoint_flags import build_checkpoint, build_failure
+from hetero_megatron.cli.hub import model_directory
 from hetero_megatron.cli.model_flags import build_spec
 from hetero_megatron.cli.parse import WHERE, Arguments, flag_error, parse
 from hetero_megatron.cli.plan_flags import build_plan
@@ -37,6 +38,8 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
     stop, logging = training.build_exit(args), training.build_logging(args)
     distributed, seed = training.build_distributed(args), _seed(args)
     data = _data(args)
+    if args["load_hf"] is not None:
+        args.values["load_hf"] = model_directory(args["load_hf"], "--load-hf")
     spec = build_spec(args, data)
     cluster = _cluster(args)
     plan = build_plan(args, spec, environment, cluster, dtype)

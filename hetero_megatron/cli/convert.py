@@ -7,12 +7,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from hetero_megatron.cli.hub import model_directory
 from hetero_megatron.errors import UserError
 
 USAGE = """\
 usage: hetero-megatron convert SOURCE TARGET [--dtype fp32|bf16|fp16|fp64] [--ckpt-step N] [--json]
 
-  SOURCE is a Hugging Face directory: TARGET becomes a directory for --load (step 0, for any plan).
+  SOURCE is a Hugging Face directory, or a name on the hub: TARGET becomes a directory for --load (step 0,
+  for any plan).
   SOURCE is a directory that --save wrote: TARGET becomes a Hugging Face directory.
 
   --dtype       of the written weights; otherwise that of SOURCE (of the training, for a checkpoint)
@@ -26,6 +28,7 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0 if argv else 2
     (source, target), options = _parse(argv)
+    source = model_directory(source, "SOURCE")
     native, foreign = _kinds(Path(source))
     if native == foreign:
         what = "is both a Hugging Face directory and one of checkpoints" if native else "holds no model"

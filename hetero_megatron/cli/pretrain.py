@@ -38,10 +38,12 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
         return USER_ERROR
     except RuntimeError as error:
         from hetero_megatron.comm.errors import CommError
+        from hetero_megatron.training.diagnosis import leave_diagnosis
 
         if not isinstance(error, CommError):
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        leave_diagnosis(error, environment)
         return PEER_ERROR
 
 

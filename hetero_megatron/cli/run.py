@@ -17,6 +17,7 @@ from hetero_megatron.plan import Plan
 from hetero_megatron.plan.dump import dump_yaml
 from hetero_megatron.planner.drift import with_slow_nodes, worst_by_node
 from hetero_megatron.training.config import RunConfig
+from hetero_megatron.training.diagnosis import diagnoses_at
 from hetero_megatron.training.jobs import LAUNCHER, Job, Seat, Setup, TestbedJob
 from hetero_megatron.training.record import expectation
 from hetero_megatron.training.supervise import Planner, Replanner, Supervisor
@@ -29,9 +30,9 @@ usage: hetero-megatron run --plan P [--cluster C] [--on-failure stop|restart|rep
   starts one process per rank on this host (each node of the cluster file is a label); ranks resume from --load
   --on-failure stop      end when a rank fails
                restart   all ranks again under the same plan (default)
-               replan    drop the nodes of ranks that died by a signal or hung; the first --fallback-plan that fits
-                         what is left goes on (without any, the planner searches one: needs --cluster); ranks that
-                         only crashed are restarted
+               replan    drop the nodes of ranks that died by a signal or hung, and where nodes cannot reach each
+                         other as few as will do; the first --fallback-plan that fits what is left goes on (without
+                         any, the planner searches one: needs --cluster); ranks that only crashed are restarted
   --max-restarts N       give up after so many restarts (default 3)
   --grace SECONDS        how long the other ranks may take to end after one failed (default 30)
   --max-replans N        with --replan-on-drift FACTOR among the flags: how often to plan again because ranks drift
@@ -82,7 +83,8 @@ def main(argv: Sequence[str]) -> int:
 
     def on_testbed(setup: Setup, words: Sequence[str], number: int) -> Job:
         assert testbed is not None
-        return TestbedJob(setup, words, number, grace, testbed, scratch / f"testbed-round-{number}")
+        logs = scratch / f"testbed-round-{number}"
+        return TestbedJob(setup, words, number, grace, testbed, logs, diagnoses_at(scratch, number))
 
     return Supervisor(
         setup, words, policy, planner, int(restarts), grace, scratch, log, replanner, replans,

@@ -6,7 +6,6 @@ dead or silent peer into a :class:`CommError` that says who waited for whom in w
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,8 +18,7 @@ import torch.distributed as dist
 from hetero_megatron.comm.emulation import Emulation
 from hetero_megatron.comm.errors import CommError
 from hetero_megatron.comm.pacing import PacedWork
-from hetero_megatron.errors import UserError
-from hetero_megatron.platform import Platform
+from hetero_megatron.comm.reach import Reach, explain
 
 
 class Works:
@@ -96,13 +94,19 @@ class Comm:
         sent_bytes: bytes sent so far by destination rank.
         seconds: time spent blocked in transfers so far.
         emulation, clock: the testbed's, which do nothing on real chips and links.
+        reach: asked what became of peers that do not answer.
     """
 
     def __init__(
-        self, rank: int, device: torch.device, timeout: timedelta, emulation: Emulation | None = None
+        self,
+        rank: int,
+        device: torch.device,
+        timeout: timedelta,
+        emulation: Emulation | None = None,
+        reach: Reach | None = None,
     ) -> None:
         self.rank, self.device, self.timeout = rank, device, timeout
-        self.emulation = emulation or Emulation(rank)
+        self.emulation, self.reach = emulation or Emulation(rank), reach or Reach(rank)
         self.clock = self.emulation.clock
         self.activity = "start-up"
         self.sent_bytes: dict[int, int] = defaultdict(int)
@@ -178,13 +182,18 @@ class Comm:
         self.clock.resume()
         return work
 
-    def failure(self, peers: tuple[int, ...], seconds: float, error: Exception) -> CommError:
+    def failure(
+        self, peers: tuple[int, ...], seconds: float, error: Exception, activity: str | None = None
+    ) -> CommError:
+        """What to raise for a transfer that failed after ``seconds``; looks first what became of the peers."""
+        activity = self.activity if activity is None else activity
         names = ", ".join(map(str, peers[:8])) + (", …" if len(peers) > 8 else "")
-        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reach = self.reach.look(peers)
         return CommError(
-            f"rank {self.rank}, in {self.activity}, waited {seconds:.1f} s for rank {names} and got no answer "
-            f"(time-out {self.timeout.total_seconds():g} s): the peer died, hangs, or runs another plan [{cause[:200]}]"
-        )
+            f"rank {self.rank}, in {activity}, waited {seconds:.1f} s for rank {names} and got no answer "
+            f"(time-out {self.timeout.total_seconds():g} s): {explain(peers, reach)} [{first_line(error)}]",
+            self.rank, peers, seconds, activity, reach,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -293,45 +302,6 @@ class Group:
         return tuple(r for r in self.ranks if r != self.comm.rank)
 
 
-def start_comm(platform: Platform, timeout_seconds: float, position: int | None = None) -> Comm:
-    """Join the job that torchrun's environment describes (RANK, WORLD_SIZE, …), or be alone without it.
-
-    Args:
-        position: this process's rank in the plan where a cluster file fixes it: torchrun may number nodes otherwise,
-            and does after a restart.
-
-    Raises:
-        UserError: two processes claim one position, or the launcher cannot renumber ranks.
-    """
-    timeout = timedelta(seconds=timeout_seconds)
-    total, launched_as = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    rank = launched_as if position is None else position
-    if total > 1 and not dist.is_initialized():
-        if rank != launched_as and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            raise UserError(
-                f"the cluster file makes this process rank {rank}, and only torchrun can renumber ranks",
-                field="RANK", value=launched_as, accepted=f"{rank}, or torchrun",
-            )  # fmt: skip
-        store, _, _ = next(dist.rendezvous("env://", rank, total, timeout=timeout))
-        # torchrun's agent keeps one store for all rounds: without a prefix a restarted rank dials dead peers.
-        store = dist.PrefixStore(f"round/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        _claim(store, rank, launched_as)
-        dist.init_process_group(platform.backend, timeout=timeout, store=store, rank=rank, world_size=total)
-    return Comm(rank, platform.device, timeout, Emulation.from_environment(rank))
-
-
-def _claim(store: dist.Store, rank: int, launched_as: int) -> None:
-    """Two processes with one rank would wait for a third for ever; the second one to come is refused instead."""
-    key = f"hetero_megatron/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/rank/{rank}"
-    first = store.compare_set(key, "", str(launched_as)).decode()
-    if first != str(launched_as):
-        raise UserError(
-            f"torchrun's ranks {first} and {launched_as} are both rank {rank} of the cluster file",
-            field="HETERO_NODE", value=os.environ.get("HETERO_NODE", "not set"), accepted="one process per chip",
-        )  # fmt: skip
-
-
-def stop_comm() -> None:
-    """Leave the job; safe to call when never started."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__

@@ -27,10 +27,14 @@ class Emulation:
     """
 
     def __init__(
-        self, rank: int = 0, described: Mapping[str, Any] | None = None, directory: Path | None = None
+        self,
+        rank: int = 0,
+        described: Mapping[str, Any] | None = None,
+        directory: Path | None = None,
+        timeout: float | None = None,
     ) -> None:
         described = described or {}
-        self.rank, self.directory = rank, directory
+        self.rank, self.directory, self._timeout = rank, directory, timeout
         self.chips = str(described.get("chips", "none"))
         self.links = str(described.get("links", "none"))
         self._speed = float(described["speeds"][rank] or 1.0) if self.chips != "none" else 1.0
@@ -39,14 +43,20 @@ class Emulation:
         self.clock, self.pacer = self._make_clock(), self._make_pacer(described.get("pace"))
 
     @staticmethod
-    def from_environment(rank: int, environment: Mapping[str, str] = os.environ) -> Emulation:
-        """By HETERO_TESTBED and HETERO_TESTBED_DIR; nothing is emulated without them."""
+    def from_environment(
+        rank: int, environment: Mapping[str, str] = os.environ, timeout: float | None = None
+    ) -> Emulation:
+        """By HETERO_TESTBED and HETERO_TESTBED_DIR; nothing is emulated without them.
+
+        Args:
+            timeout: seconds that a message may wait for an emulated link.
+        """
         file = environment.get("HETERO_TESTBED")
         if not file:
             return Emulation(rank)
         directory = environment.get("HETERO_TESTBED_DIR")
         described = json.loads(Path(file).read_text(encoding="utf-8"))
-        return Emulation(rank, described, Path(directory) if directory else None)
+        return Emulation(rank, described, Path(directory) if directory else None, timeout)
 
     def started(self) -> None:
         """Start-up is over: a quota may begin now."""
@@ -80,7 +90,13 @@ class Emulation:
             changed = {d: float(rate) for s, d, rate in self._fault("rate", []) if s == self.rank}
             return {**rates, **changed} if changed else rates
 
-        return Pacer(now, latency)
+        return Pacer(now, latency, self._timeout)
+
+    def cut_off(self) -> frozenset[int]:
+        """Ranks that a cut link of the testbed's (``paced``) keeps from this one now."""
+        if self.pacer is None:
+            return frozenset()
+        return frozenset(peer for peer, rate in self.pacer.rate().items() if rate == 0)
 
     def _speed_now(self) -> float:
         return float(self._fault("speed", {}).get(str(self.rank), self._speed))

@@ -1,4 +1,7 @@
-"""Slower links than the one at hand, in user space: a message leaves when the emulated link would have delivered it."""
+"""Slower links than the one at hand, in user space: a message leaves when the emulated link would have delivered it.
+
+A link of rate 0 is cut: its messages, and what must come after them, are held until it is mended.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,48 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
+
+MENDED_EVERY = 0.2  # seconds between two looks whether a cut link is mended
 
 
 class PacedWork:
-    """What a transfer's handle waits for: first for the emulated link, then for the transfer itself."""
+    """What a transfer's handle waits for: first for the emulated link, then for the transfer itself.
 
-    def __init__(self, started: Future[Any]) -> None:
-        self._started = started
+    Args:
+        timeout: seconds for the link; None: for ever.
+    """
+
+    def __init__(self, started: Future[Any], timeout: float | None = None) -> None:
+        self._started, self._timeout = started, timeout
 
     def is_completed(self) -> bool:
         return self._started.done() and (self._started.exception() is not None or self._started.result().is_completed())
 
     def wait(self) -> None:
-        self._started.result().wait()
+        """Raises RuntimeError when the link did not carry it in time, or the transfer failed."""
+        try:
+            work = self._started.result(self._timeout)
+        except TimeoutError:
+            raise RuntimeError(f"timed out after {self._timeout:g} s: the emulated link carries nothing") from None
+        work.wait()
+
+
+@dataclass(order=True)
+class _Message:
+    due: float
+    number: int
+    start: Callable[[], Any] = field(compare=False)
+    future: Future[Any] = field(compare=False)
+    peers: frozenset[int] = field(compare=False)
+    group: tuple[int, ...] = field(compare=False)
+
+    def begin(self) -> None:
+        try:
+            self.future.set_result(self.start())
+        except BaseException as error:  # it belongs to the rank that waits
+            self.future.set_exception(error)
 
 
 class Pacer:
@@ -31,15 +62,18 @@ class Pacer:
     collectives of one group keep their order. Latency delays a message but not the next one behind it.
 
     Args:
-        rate: bytes/s by peer, read at every message; a missing peer or None is not paced.
+        rate: bytes/s by peer, read at every message; a missing peer or None is not paced; 0: the link is cut.
         latency: seconds by peer.
+        timeout: seconds that a message may wait for its link; None: for ever.
     """
 
-    def __init__(self, rate: Callable[[], Mapping[int, float]], latency: Mapping[int, float]) -> None:
-        self.rate, self.latency = rate, latency
+    def __init__(
+        self, rate: Callable[[], Mapping[int, float]], latency: Mapping[int, float], timeout: float | None = None
+    ) -> None:
+        self.rate, self.latency, self.timeout = rate, latency, timeout
         self._free: dict[int, float] = {}  # when the link to a peer is free again
         self._group_free: dict[tuple[int, ...], float] = {}
-        self._queue: list[tuple[float, int, Callable[[], Any], Future[Any]]] = []
+        self._queue: list[_Message] = []
         self._numbers = itertools.count()
         self._wake = threading.Condition()
         threading.Thread(target=self._run, daemon=True, name="pacer").start()
@@ -56,25 +90,43 @@ class Pacer:
             if rate is None or size == 0:
                 continue
             paced = True
-            free = self._free[peer] = max(now, self._free.get(peer, 0.0)) + size / rate
+            free = self._free[peer] = max(now, self._free.get(peer, 0.0)) + (size / rate if rate else 0.0)
             due = max(due, free + self.latency.get(peer, 0.0))
         if not paced:
             return None
         if group:
             self._group_free[group] = due
         future: Future[Any] = Future()
+        peers = frozenset(peer for peer, size in sizes.items() if size)
         with self._wake:
-            heapq.heappush(self._queue, (due, next(self._numbers), start, future))
+            heapq.heappush(self._queue, _Message(due, next(self._numbers), start, future, peers, group))
             self._wake.notify()
-        return PacedWork(future)
+        return PacedWork(future, self.timeout)
 
     def _run(self) -> None:
+        held: list[_Message] = []  # by cut links, in order
         while True:
             with self._wake:
-                while not self._queue or (left := self._queue[0][0] - time.perf_counter()) > 0:
-                    self._wake.wait(left if self._queue else None)
-                _, _, start, future = heapq.heappop(self._queue)
-            try:
-                future.set_result(start())
-            except BaseException as error:  # it belongs to the rank that waits
-                future.set_exception(error)
+                while (left := self._seconds_left()) is None or left > 0:
+                    wait = min((s for s in (left, MENDED_EVERY if held else None) if s is not None), default=None)
+                    if not self._wake.wait(wait) and held:
+                        break
+                if self._seconds_left() == 0:
+                    held.append(heapq.heappop(self._queue))
+            held = self._begin(held)
+
+    def _seconds_left(self) -> float | None:
+        """Until the first message is through; None: there is none."""
+        return max(0.0, self._queue[0].due - time.perf_counter()) if self._queue else None
+
+    def _begin(self, messages: list[_Message]) -> list[_Message]:
+        """Start what its links carry; returns the rest. Nothing passes a message that it must come after."""
+        rates, stuck, rest = self.rate(), set(), []  # type: Mapping[int, float], set[object], list[_Message]
+        for message in messages:
+            lanes: set[object] = {*message.peers, message.group} - {()}
+            if lanes & stuck or any(rates.get(peer) == 0 for peer in message.peers):
+                stuck |= lanes
+                rest.append(message)
+            else:
+                message.begin()
+        return rest

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hetero_megatron.testbed.process import all_status
+from hetero_megatron.training.diagnosis import DIRECTORY as DIAGNOSES
 
 LAUNCHER = "HETERO_LAUNCHER"  # in the environment of ranks whose launcher plans again when told to
 _PROGRAM = "import os, sys; from hetero_megatron.cli.pretrain import main; c = main(sys.argv[1:]); "
@@ -60,14 +61,21 @@ def _command(setup: Setup, words: Sequence[str]) -> list[str]:
 
 
 class LocalJob:
-    """Ranks on this host, whose rendezvous store is elsewhere: a node is only a label."""
+    """Ranks on this host, whose rendezvous store is elsewhere: a node is only a label.
 
-    def __init__(self, setup: Setup, words: Sequence[str], host: str, port: int, number: int) -> None:
+    Args:
+        diagnoses: where ranks that lose a peer say so.
+    """
+
+    def __init__(
+        self, setup: Setup, words: Sequence[str], host: str, port: int, number: int, diagnoses: Path
+    ) -> None:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         command = _command(setup, words)
         try:
             for rank, seat in enumerate(setup.seats):
                 environment = {**os.environ, **_environment(setup, rank, seat, host, port, number)}
+                environment[DIAGNOSES] = str(diagnoses.absolute())
                 self._processes[rank] = subprocess.Popen(command, env=environment, preexec_fn=_die_with_parent)
         except BaseException:
             self.kill()
@@ -103,12 +111,20 @@ class TestbedJob:
     Args:
         options: further flags of ``hetero-megatron testbed run``.
         logs: where its logs go; it says there how every rank ended.
+        diagnoses: where ranks that lose a peer say so.
     """
 
     __test__ = False  # not a test, whatever pytest thinks of its name
 
     def __init__(
-        self, setup: Setup, words: Sequence[str], number: int, grace: float, options: Sequence[str], logs: Path
+        self,
+        setup: Setup,
+        words: Sequence[str],
+        number: int,
+        grace: float,
+        options: Sequence[str],
+        logs: Path,
+        diagnoses: Path,
     ) -> None:
         assert setup.cluster is not None, "the command line refuses a testbed without a cluster"
         self.ranks = list(range(len(setup.seats)))
@@ -117,6 +133,7 @@ class TestbedJob:
         command = [sys.executable, "-m", "hetero_megatron.cli.main", "testbed", "run", "--cluster", str(setup.cluster)]
         command += ["--grace", str(grace), "--log-dir", str(logs), *options, "--", *_command(setup, words)]
         environment = {**os.environ, LAUNCHER: "1", "TORCHELASTIC_RESTART_COUNT": str(number)}
+        environment[DIAGNOSES] = str(diagnoses.absolute())
         self._process = subprocess.Popen(command, env=environment, preexec_fn=_die_with_parent)
 
     def poll(self) -> dict[int, int]:

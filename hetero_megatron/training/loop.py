@@ -13,7 +13,7 @@ import torch
 from hetero_megatron.checkpoint.hf_load import HFWeights
 from hetero_megatron.checkpoint.hf_save import check_target, save_hf
 from hetero_megatron.cluster import Cluster
-from hetero_megatron.comm import Comm, start_comm, stop_comm
+from hetero_megatron.comm import Comm, CommError, start_comm, stop_comm
 from hetero_megatron.data import Datasets, build_datasets, unigram_entropy
 from hetero_megatron.data.batch import BatchOptions
 from hetero_megatron.data.loader import BatchLoader
@@ -59,13 +59,14 @@ def train(config: RunConfig) -> int:
         plugins.platforms.values(), config.platform, config.distributed.backend, int(os.environ.get("LOCAL_RANK", "0"))
     )
     comm = start_comm(platform, 60 * config.distributed.timeout_minutes, position(config.cluster, world))
+    code = 0
     try:
         if comm.rank == 0:
             announce(config, world, platform, plugins, comm.emulation.describe())
         if comm.rank in config.plan.ranks:
             training = Training(config, comm, platform, plugins)
             try:
-                return training.run()
+                code = training.run()
             except UserError as error:  # of all ranks alike: a checkpoint on its way is still finished
                 with suppress(UserError):  # a full disk must not hide what was wrong
                     training.reporter.event("error", str(error), step=training.step)
@@ -75,9 +76,13 @@ def train(config: RunConfig) -> int:
         else:  # idle, but torch wants every rank to take part in making groups
             comm.create_groups(plan_groups(config.plan, make_buckets(config.plan, config.spec)))
             comm.background_group(config.plan.ranks)
-    finally:
+    except CommError:
+        raise  # without a farewell: taking groups down waits for transfers that will never end (a save, for hours)
+    except BaseException:
         stop_comm()
-    return 0
+        raise
+    stop_comm()
+    return code
 
 
 def position(cluster: Cluster | None, world: int) -> int | None:

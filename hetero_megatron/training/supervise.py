@@ -7,6 +7,7 @@ the nodes that may be lost; or on a testbed of this host, which has its own. Whi
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ import yaml
 from hetero_megatron.cluster.document import read_document
 from hetero_megatron.cluster.edit import without_nodes
 from hetero_megatron.errors import UserError
+from hetero_megatron.training.diagnosis import cut_pairs, diagnoses_at, read_diagnoses, to_drop
 from hetero_megatron.training.jobs import Job, LocalJob, Seat, Setup
 from hetero_megatron.training.record import add_event
 from hetero_megatron.training.stragglers import DRIFT, read_drift
@@ -53,7 +55,8 @@ class Supervisor:
 
     Args:
         words: of ``pretrain_gpt.py``, without --plan and --cluster; with --save and --load.
-        policy: ``stop``, ``restart`` (the same plan) or ``replan`` (drop the nodes of ranks that died or hung).
+        policy: ``stop``, ``restart`` (the same plan) or ``replan`` (drop the nodes of ranks that died or hung, and of
+            nodes that cannot reach each other as few as possible).
         max_restarts: rounds after a failure.
         grace: seconds for the other ranks to say what they saw and end, after the first one failed.
         scratch: folder for the cluster files of what is left; that of --save.
@@ -89,7 +92,7 @@ class Supervisor:
         """Exit code of the job: 0, or that of the round that could not be mended."""
         before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
         try:
-            return self._rounds(self.launch or _local())
+            return self._rounds(self.launch or _local(self.scratch))
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -98,6 +101,7 @@ class Supervisor:
         number = restarts = replans = 0
         while True:
             read_drift(self.scratch)  # of an earlier job
+            shutil.rmtree(diagnoses_at(self.scratch, number), ignore_errors=True)
             ended = self._round(launch(self.setup, self.words, number))
             code, number = _code(ended), number + 1
             if ended.stopped or code == 0:
@@ -151,8 +155,9 @@ class Supervisor:
 
     def _mend(self, ended: Round, number: int) -> None:
         """Choose what the next round runs."""
-        lost = ended.lost(self.setup.seats) if self.policy == "replan" else set()
-        if not lost:
+        lost = ended.lost(self.setup.seats)
+        lost |= self._cut_off(lost, number - 1)
+        if not lost or self.policy != "replan":
             self.log(f"round {number}: the same plan again, from the latest checkpoint")
             return
         seats, cluster = self._left(lost, number)
@@ -164,6 +169,19 @@ class Supervisor:
             )  # fmt: skip
         self.setup = Setup(plan, tuple(seats), cluster)
         self.log(f"round {number}: without {', '.join(sorted(lost))}, {len(seats)} ranks left, plan {plan}")
+
+    def _cut_off(self, lost: set[str], number: int) -> set[str]:
+        """Beside the lost nodes: those to be dropped because links between nodes carry nothing."""
+        diagnoses = read_diagnoses(diagnoses_at(self.scratch, number))
+        nodes = [seat.node for seat in self.setup.seats]
+        pairs = cut_pairs(diagnoses, nodes, lost)
+        order = list(dict.fromkeys(nodes))
+        for a, b in sorted(sorted(pair, key=order.index) for pair in pairs):
+            self.log(f"{a} and {b} cannot reach each other")
+        if pairs or lost:
+            for found in diagnoses:
+                self.log(str(found))
+        return to_drop(pairs, nodes)
 
     def _left(self, lost: set[str], number: int) -> tuple[list[Seat], Path | None]:
         seats = [s for s in self.setup.seats if s.node not in lost]
@@ -188,12 +206,14 @@ def _say(code: int) -> str:
     return f"exit code {code}" if code > 0 else signal.Signals(-code).name
 
 
-def _local() -> Launch:
+def _local(scratch: Path) -> Launch:
     """Ranks on this host; the rendezvous store is here, and serves all rounds."""
     from hetero_megatron.comm.store import JobStore
 
     store = JobStore()
-    return lambda setup, words, number: LocalJob(setup, words, store.host, store.port, number)
+    return lambda setup, words, number: LocalJob(
+        setup, words, store.host, store.port, number, diagnoses_at(scratch, number)
+    )
 
 
 def without_flag(words: Sequence[str], flag: str) -> list[str]:

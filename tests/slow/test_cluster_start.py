@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from tests.test_end_to_end import TORCHRUN
 
 pytestmark = pytest.mark.slow
 
@@ -42,8 +45,8 @@ def launch(directory: Path, nodes: tuple[str, str]) -> subprocess.CompletedProce
         f"--lr 1e-3 --log-interval 1 --save {directory}/run"
     )
     script = f"names=({nodes[0]} {nodes[1]}); export HETERO_NODE=${{names[$RANK]}} LOCAL_RANK=0; "
-    script += f"exec .venv/bin/python pretrain_gpt.py {flags}"
-    command = [".venv/bin/torchrun", "--nproc-per-node", "2", "--no-python", "bash", "-c", script]
+    script += f"exec {sys.executable} pretrain_gpt.py {flags}"
+    command = [*TORCHRUN, "--nproc-per-node", "2", "--no-python", "bash", "-c", script]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 

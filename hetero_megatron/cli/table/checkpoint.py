@@ -10,7 +10,10 @@ _LOCAL = "all checkpoints are persistent"
 FLAGS = (
     value("--save", str, None, "directory of the run: metrics.jsonl and checkpoints are written there"),
     value("--load", str, None, "directory to go on from: its latest checkpoint, of whatever plan, if it holds one"),
-    value("--load-hf", str, None, "directory of a Hugging Face model: its weights, and its config without --model"),
+    value(
+        "--load-hf", str, None,
+        "directory of a Hugging Face model, or its name on the hub: its weights, and its config without --model",
+    ),
     value("--save-hf", str, None, "new directory: the trained weights as a Hugging Face model, at the end"),
     value("--save-hf-dtype", str, None, "dtype of its files; that of training if left out", choices=DTYPES),
     value(

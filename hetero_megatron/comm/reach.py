@@ -1,0 +1,172 @@
+"""What became of a rank that does not answer: each rank listens, and whoever waited in vain dials.
+
+A time-out looks the same whether a process died, hangs, or is cut off. One TCP connection tells them apart: refused, so
+the node is there and the process is not; accepted without a word, so the process hangs (the kernel accepts for it); no
+connection at all, so the node or the way to it is down.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+ANSWERS, HANGS, GONE, UNREACHABLE = "answers", "hangs", "is gone", "cannot be reached"
+PATIENCE = 5.0  # seconds for a connection, and for an answer on it: a lost first packet is sent again after 1 and 3 s
+AT_MOST = 64  # ranks that are dialled, all at once
+# What connecting gives where nothing comes through; other errors (no file descriptor left, say) tell nothing of a peer.
+_NO_WAY = {
+    errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN,
+    errno.EINVAL,  # Linux, for a route that is a black hole
+    errno.EACCES, errno.EPERM,  # prohibited by a route or a filter
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a rank listens, and what it says to whoever comes."""
+
+    host: str
+    port: int
+    greeting: str
+
+    def encode(self) -> str:
+        return json.dumps([self.host, self.port, self.greeting])
+
+    @staticmethod
+    def decode(text: str | bytes) -> Address | None:
+        """None: that rank does not listen."""
+        host, port, greeting = json.loads(text)
+        return Address(host, port, greeting) if port else None
+
+
+class Beacon:
+    """Greets everybody who connects, in a thread that lives as long as the process.
+
+    Raises:
+        OSError: it cannot listen at ``host``.
+    """
+
+    def __init__(self, host: str) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family, backlog=256)
+        self.address = Address(host, self._socket.getsockname()[1], secrets.token_hex(8))
+        threading.Thread(target=self._serve, daemon=True, name="beacon").start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                peer, _ = self._socket.accept()
+            except OSError:  # closed
+                return
+            with suppress(OSError), peer:
+                peer.sendall(self.address.greeting.encode())
+
+    def close(self) -> None:
+        with suppress(OSError):  # shutdown wakes accept
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def own_address(towards: str) -> str:
+    """This host's address on the way to another host (nothing is sent). OSError: there is no way, or no such host."""
+    problem = OSError(f"no address of {towards}")
+    for family, kind, protocol, _, target in socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM):
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)
+                return str(probe.getsockname()[0])
+        except OSError as error:  # a name may have an IPv6 address where there is no IPv6
+            problem = error
+    raise problem
+
+
+def dial(address: Address, patience: float = PATIENCE) -> str | None:
+    """What became of the rank that listened there; None: this host cannot tell."""
+    expected = address.greeting.encode()
+    try:
+        peer = socket.create_connection((address.host, address.port), timeout=patience)
+    except TimeoutError:
+        return UNREACHABLE
+    except (ConnectionRefusedError, ConnectionResetError):
+        return GONE
+    except OSError as error:
+        return UNREACHABLE if error.errno in _NO_WAY else None
+    said = b""
+    with peer:
+        try:
+            while len(said) < len(expected) and (more := peer.recv(len(expected) - len(said))):
+                said += more
+        except TimeoutError:
+            return HANGS
+        except OSError:  # it ended while we spoke
+            return GONE
+    return ANSWERS if said == expected else GONE  # another program has its port now
+
+
+class Reach:
+    """All ranks' addresses, exchanged at the start: when they are needed there may be nobody left to ask.
+
+    Args:
+        addresses: by rank; None where a rank does not listen.
+        beacon: this rank's own, kept alive.
+        cut: ranks that an emulated link does not reach now.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        addresses: Sequence[Address | None] = (),
+        beacon: Beacon | None = None,
+        cut: Callable[[], Collection[int]] = frozenset,
+    ) -> None:
+        self.rank, self.addresses, self.beacon, self.cut = rank, tuple(addresses), beacon, cut
+
+    def look(self, peers: Iterable[int], patience: float = PATIENCE) -> dict[int, str]:
+        """What became of ``peers``, and of others as well (so that a launcher learns who sees whom)."""
+        known = {r: a for r, a in enumerate(self.addresses) if a is not None and r != self.rank}
+        chosen = self._choose([p for p in peers if p in known], known)
+        if not chosen:
+            return {}
+        with ThreadPoolExecutor(len(chosen)) as pool:
+            said = pool.map(lambda r: dial(known[r], patience), chosen)
+            found = {rank: word for rank, word in zip(chosen, said, strict=True) if word is not None}
+        return {**found, **dict.fromkeys(set(self.cut()) & known.keys(), UNREACHABLE)}
+
+    @staticmethod
+    def _choose(peers: list[int], known: dict[int, Address]) -> list[int]:
+        """The peers, then one rank of every host, then the rest."""
+        hosts = {address.host: rank for rank, address in reversed(known.items())}
+        return list(dict.fromkeys([*peers, *hosts.values(), *known]))[:AT_MOST]
+
+
+def listen(towards: str) -> Beacon | None:
+    """A beacon where peers can reach it; None: not possible here, which must not keep anybody from training."""
+    try:
+        return Beacon(own_address(towards))
+    except OSError:
+        return None
+
+
+def explain(peers: Sequence[int], reach: Mapping[int, str]) -> str:
+    """A clause on what became of the ranks that were waited for; on others only if they are cut off."""
+    by_word: dict[str, list[int]] = {}
+    for rank, word in sorted(reach.items()):
+        if rank in peers or word == UNREACHABLE:
+            by_word.setdefault(word, []).append(rank)
+    if not by_word:
+        return "the peer died, hangs, or runs another plan"
+    parts = [f"rank {_listed(by_word[w])} {w}" for w in (UNREACHABLE, GONE, HANGS, ANSWERS) if w in by_word]
+    if by_word.keys() == {ANSWERS}:
+        parts.append("it waits for somebody else, is busy, or runs another plan")
+    return "; ".join(parts)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
