@@ -14,7 +14,7 @@ import yaml
 
 from hetero_megatron.errors import UserError
 
-SECONDS = {"gemm": 1, "optimizer": 1, "attention": 2, "visits": 2, "layers": 2, "embed": 2, "head": 2}  # last columns of these rows
+SECONDS = {"gemm": 1, "optimizer": 1, "attention": 2, "visits": 2, "layers": 2, "embed": 2, "head": 2}  # last columns
 
 
 def merge_rates(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
