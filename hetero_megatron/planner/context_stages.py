@@ -8,6 +8,7 @@ counts), the best few become plans, and ``predict`` judges them as it judges all
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import time
@@ -91,6 +92,12 @@ class ContextSearch:
         self.batch, self.space = batch, space
         self._known: dict[object, tuple[ContextProblem, ContextLayout, float] | None] = {}
         self._bounds: dict[object, tuple[float, float]] = {}
+
+    def on(self, pool: Pool) -> ContextSearch:
+        """The same on other chips of the cluster; layouts that are known stay known."""
+        other = copy.copy(self)
+        other.pool = pool
+        return other
 
     def run(self, best: float, deadline: float | None) -> Found:
         """Args:

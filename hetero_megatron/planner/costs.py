@@ -13,13 +13,15 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan.buckets import BUCKET_BYTES, IN_FLIGHT
 from hetero_megatron.planner.memory import (
     ITEM_BYTES,
+    Held,
     MemoryBytes,
-    activation_bytes,
     equal_shares,
     held_elements,
     host_bytes,
+    kept_bytes,
     largest_elements,
     state_bytes,
+    working_bytes,
 )
 from hetero_megatron.planner.operators import Operators
 from hetero_megatron.planner.rates import ChipRates, LinkRates, Rates, load_rates
@@ -65,7 +67,10 @@ class CostOptions:
         sequence_parallel: with tensor parallelism, as in our runtime; False: norms work on all tokens on every rank.
         whole_transfers: every TP rank sends whole activations to the next stage, not its part of them.
         blocking: a transfer between stages keeps both ranks busy, instead of going on behind their compute.
-        The last six describe other frameworks, whose runs are predicted to judge the predictor.
+        single_launch: a collective costs the host one message, as NCCL's do, not one to each other member.
+        softmax_batches: Megatron's fused softmax serves sequences x heads of a rank that are a multiple of this (4, by
+            its source), others run it operator by operator; 0: softmax is never apart.
+        The last eight describe other frameworks, whose runs are predicted to judge the predictor.
     """
 
     margin: float = 0.06
@@ -77,6 +82,8 @@ class CostOptions:
     sequence_parallel: bool = True
     whole_transfers: bool = False
     blocking: bool = False
+    single_launch: bool = False
+    softmax_batches: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,6 +132,7 @@ class CostModel:
         self._node = {c: max(g.chips_per_node for g in cluster.nodes if g.chip == c) for c in cluster.chips}
         self._home = {c: next(g.name for g in cluster.nodes if g.chip == c) for c in cluster.chips}
         self._seconds: dict[tuple[StageChoice, int], tuple[float, float]] = {}
+        self._activations: dict[tuple[StageChoice, int], tuple[int, int]] = {}
         self._most: dict[tuple[int, int, bool, bool], int] = {}
 
     def chip_rates(self, chip: str) -> ChipRates:
@@ -141,8 +149,9 @@ class CostModel:
     def operators(self, chip: str) -> Operators:
         if chip not in self._operators:
             self._operators[chip] = Operators(
-                self.model, self.chip_rates(chip), self.item, self.options.sequence_parallel
-            )
+                self.model, self.chip_rates(chip), self.item, self.options.sequence_parallel,
+                self.options.softmax_batches,
+            )  # fmt: skip
         return self._operators[chip]
 
     def forward_seconds(self, stage: StageChoice, micro_batch_size: int) -> float:
@@ -159,7 +168,7 @@ class CostModel:
             rows = -(-micro_batch_size // stage.dp)
             link = self.tp_link(stage.chip, stage.tp) if stage.tp > 1 else None
             swap = self.tp_exchange_seconds(stage.tp, rows, link)
-            posting = (stage.tp - 1) * (link.message_seconds or 0.0) if link is not None else 0.0
+            posting = self._messages(stage.tp) * (link.message_seconds or 0.0) if link is not None else 0.0
             parts = self.unit_seconds(self.operators(stage.chip), 1 / stage.tp, rows, swap, stage.recompute, posting)
             full = {"full": stage.layers, "first": stage.first}.get(stage.recompute, 0)
             self._seconds[key] = parts.total(stage.layers, full, stage.embed, stage.head)
@@ -193,7 +202,11 @@ class CostModel:
         size = rows * self.seq_length * self.model.hidden_size * self.item * (tp - 1) / tp
         alpha, beta = link.all_to_all or (link.alpha, link.beta)
         # Over a node's shared network cards all ranks of the group send at once.
-        return alpha + size * beta + (tp - 1) * (link.message_seconds or 0.0)
+        return alpha + size * beta + self._messages(tp) * (link.message_seconds or 0.0)
+
+    def _messages(self, tp: int) -> int:
+        """That a collective of a TP group costs the host."""
+        return 1 if self.options.single_launch else tp - 1
 
     def tp_link(self, chip: str, tp: int) -> LinkRates:
         """The slowest link inside a TP group of ``tp`` chips that fills nodes one after the other."""
@@ -259,10 +272,8 @@ class CostModel:
         Args:
             in_flight: micro-batches whose activations are alive at once; replicas: pipelines that hold these layers.
         """
-        tokens = -(-micro_batch_size // stage.dp) * self.seq_length
-        activations = activation_bytes(
-            self.model, stage.layers, stage.head, stage.recompute, stage.first, tokens, in_flight, self.item, stage.tp
-        )
+        kept, working = self._activation_bytes(stage, micro_batch_size)
+        activations = in_flight * kept + working
         held = self.held_elements(stage)
         owned = self.owned_elements(stage, replicas)
         group = stage.dp * replicas
@@ -275,6 +286,17 @@ class CostModel:
             weights, gradients, 0 if stage.offload else optimizer, activations, buffers, self.overhead(stage.chip),
             host_bytes(owned, self.options.moments) if stage.offload else 0,
         )
+
+    def _activation_bytes(self, stage: StageChoice, micro_batch_size: int) -> tuple[int, int]:
+        """(kept by one micro-batch, worked with) on a rank of the stage."""
+        key = (stage, micro_batch_size)
+        if key not in self._activations:
+            tokens = -(-micro_batch_size // stage.dp) * self.seq_length
+            held = Held(
+                stage.layers, stage.embed, stage.head, stage.recompute, stage.first, tokens, self.item, stage.tp
+            )
+            self._activations[key] = kept_bytes(self.model, held), working_bytes(self.model, held)
+        return self._activations[key]
 
     def overhead(self, chip: str) -> int:
         """Bytes that the framework takes on a chip before the first tensor."""
