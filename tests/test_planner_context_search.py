@@ -153,7 +153,7 @@ def test_what_fits_nowhere_else_gets_context_groups_whatever_its_length() -> Non
 
 def test_planning_again_after_a_loss_knows_context_groups() -> None:
     """Whichever node goes, prepared or not: a valid plan, hardly slower than what a new search finds."""
-    where, length, batch = cluster(2, 2, memory="24 GiB"), 1 << 17, 2
+    where, length, batch = cluster(2, 2), 1 << 17, 2
     planner = Planner(MODEL, where, length, batch, options("always"))
     assert planner.result.best.text
     found = {}

@@ -257,8 +257,9 @@ class ContextSearch:
             problem, layout, seconds = found
             times.append(seconds)
             words.append(_describe(self.cluster, problem, layout, layers))
+            known = [r for member in problem.members for r in member.ranks]  # perhaps of another stage of equal chips
             for p, ranks in enumerate(structure.ranks):
-                new = dict(zip(structure.ranks[0][s], ranks[s], strict=True))
+                new = dict(zip(known, ranks[s], strict=True))
                 stages[p].append(_stage(problem, layout, new, start, s, structure.stages, self.cluster))
             start += layers
         pipelines = tuple(Pipeline(1, rounds, tuple(row)) for row in stages)

@@ -119,7 +119,11 @@ class Planner:
         groups = tuple(
             Group(g.chip, g.per_node, tuple(node for node in g.ranks if node[0] in left)) for g in pool.groups
         )
-        return Pool(groups, pool.intra, pool.inter)
+        inter = tuple(
+            tuple(None if g == h and groups[g].nodes < 2 else link for h, link in enumerate(row))
+            for g, row in enumerate(pool.inter)
+        )
+        return Pool(groups, pool.intra, inter)
 
     def _search(self, pool: Pool) -> Known | None:
         """The best of the known pipelines and of stages of context groups on these nodes; None when nothing fits."""
