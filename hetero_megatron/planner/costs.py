@@ -67,10 +67,9 @@ class CostOptions:
         sequence_parallel: with tensor parallelism, as in our runtime; False: norms work on all tokens on every rank.
         whole_transfers: every TP rank sends whole activations to the next stage, not its part of them.
         blocking: a transfer between stages keeps both ranks busy, instead of going on behind their compute.
-        single_launch: a collective costs the host one message, as NCCL's do, not one to each other member.
         softmax_batches: Megatron's fused softmax serves sequences x heads of a rank that are a multiple of this (4, by
             its source), others run it operator by operator; 0: softmax is never apart.
-        The last eight describe other frameworks, whose runs are predicted to judge the predictor.
+        The last seven describe other frameworks, whose runs are predicted to judge the predictor.
     """
 
     margin: float = 0.06
@@ -82,7 +81,6 @@ class CostOptions:
     sequence_parallel: bool = True
     whole_transfers: bool = False
     blocking: bool = False
-    single_launch: bool = False
     softmax_batches: int = 0
 
 
@@ -168,7 +166,7 @@ class CostModel:
             rows = -(-micro_batch_size // stage.dp)
             link = self.tp_link(stage.chip, stage.tp) if stage.tp > 1 else None
             swap = self.tp_exchange_seconds(stage.tp, rows, link)
-            posting = self._messages(stage.tp) * (link.message_seconds or 0.0) if link is not None else 0.0
+            posting = (stage.tp - 1) * (link.message_seconds or 0.0) if link is not None else 0.0
             parts = self.unit_seconds(self.operators(stage.chip), 1 / stage.tp, rows, swap, stage.recompute, posting)
             full = {"full": stage.layers, "first": stage.first}.get(stage.recompute, 0)
             self._seconds[key] = parts.total(stage.layers, full, stage.embed, stage.head)
@@ -202,11 +200,7 @@ class CostModel:
         size = rows * self.seq_length * self.model.hidden_size * self.item * (tp - 1) / tp
         alpha, beta = link.all_to_all or (link.alpha, link.beta)
         # Over a node's shared network cards all ranks of the group send at once.
-        return alpha + size * beta + self._messages(tp) * (link.message_seconds or 0.0)
-
-    def _messages(self, tp: int) -> int:
-        """That a collective of a TP group costs the host."""
-        return 1 if self.options.single_launch else tp - 1
+        return alpha + size * beta + (tp - 1) * (link.message_seconds or 0.0)
 
     def tp_link(self, chip: str, tp: int) -> LinkRates:
         """The slowest link inside a TP group of ``tp`` chips that fills nodes one after the other."""

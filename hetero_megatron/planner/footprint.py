@@ -32,11 +32,15 @@ def estimate_memory(
     for bucket in buckets if buckets is not None else make_buckets(plan, spec):
         key = (*map(id, bucket.holders.values()), *map(id, bucket.owners.values()))
         if key not in known:
-            known[key] = []
-            for rank in bucket.ranks:
-                mine = sum(layout.elements(rank) for layout in bucket.owners.values())
-                whole = sum(layout.elements(rank) for layout in bucket.holders.values())
-                known[key].append((rank, whole, mine, state_bytes(whole, mine, len(bucket.ranks), item)[3]))
+            sizes = {
+                rank: [sum(x.elements(rank) for x in layouts.values()) for layouts in (bucket.holders, bucket.owners)]
+                for rank in bucket.ranks
+            }
+            whole, mine = (sum(size[i] for size in sizes.values()) for i in (0, 1))
+            alone = len(bucket.ranks) == 1
+            known[key] = [
+                (rank, a, b, 0 if alone else state_bytes(a, b, whole / mine, item)[3]) for rank, (a, b) in sizes.items()
+            ]
         for rank, whole, mine, moving in known[key]:
             held[rank] += whole
             owned[rank] += mine

@@ -151,13 +151,14 @@ def host_bytes(owned: float, moments: int = 2) -> int:
     return round(4 * owned * (moments + 1))
 
 
-def state_bytes(held: int, owned: float, group: int, item: int, moments: int = 2) -> tuple[int, int, int, int]:
+def state_bytes(held: int, owned: float, copies: float, item: int, moments: int = 2) -> tuple[int, int, int, int]:
     """(weights, gradients, optimizer, buffers) of a rank.
 
     Args:
-        held, owned: elements; group: ranks that hold the same (buckets go to and from all of them at once).
+        held, owned: elements; copies: ranks that hold the same ones (what the owner gets from others is added up in a
+            buffer of its own; 1: nothing travels).
     """
     wide = max(item, 4)
     master = 4 if item == 2 else 0
-    buffers = wide * (held - owned + owned * (group - 1) + owned) if group > 1 else 0
+    buffers = wide * (held - owned + owned * (copies - 1) + owned) if copies > 1 else 0
     return held * item, held * wide, round(owned * (moments * wide + master)), round(buffers)

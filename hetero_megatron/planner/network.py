@@ -48,14 +48,10 @@ class Traffic:
 
 
 class Network:
-    """Prices of messages between the ranks of a cluster.
+    """Prices of messages between the ranks of a cluster."""
 
-    Args:
-        single_launch: as in :class:`~hetero_megatron.planner.costs.CostOptions`.
-    """
-
-    def __init__(self, rates: Rates, single_launch: bool = False) -> None:
-        self.rates, self.ranks, self.single_launch = rates, rates.cluster.ranks, single_launch
+    def __init__(self, rates: Rates) -> None:
+        self.rates, self.ranks = rates, rates.cluster.ranks
         self._fastest: dict[tuple[str, bool], float] = {}
 
     def traffic(self, flows: Iterable[Flow]) -> Traffic:
@@ -136,8 +132,7 @@ class Network:
         found = self.exchange(((a, b, part) for a in ranks for b in ranks), collective=True)
         link = self.rates.link(ranks[0], ranks[-1])
         # Inside a node posting is part of what was measured as latency, unless the link says what a message costs.
-        messages = 1 if self.single_launch else len(ranks) - 1
-        posting = messages * (link.message_seconds or 0.0)
+        posting = (len(ranks) - 1) * (link.message_seconds or 0.0)
         return found.seconds + found.latency + posting, posting
 
     def message_seconds(self, rank: int, peer: int) -> float:

@@ -32,7 +32,7 @@ class StageCosts:
 
     def __init__(self, plan: Plan, model: CostModel) -> None:
         self.plan, self.model = plan, model
-        self.network = Network(model.rates, model.options.single_launch)
+        self.network = Network(model.rates)
         self.context = ContextSeconds(plan, model, self.network)
         self.sharing = self._sharing()
         # Independent of rates, so kept with the plan: fits predict the same plans over and over.
