@@ -287,8 +287,9 @@ class CostModel:
         if key not in self._activations:
             tokens = -(-micro_batch_size // stage.dp) * self.seq_length
             held = Held(
-                stage.layers, stage.embed, stage.head, stage.recompute, stage.first, tokens, self.item, stage.tp
-            )
+                stage.layers, stage.embed, stage.head, stage.recompute, stage.first, tokens, self.item, stage.tp,
+                stage.tp,
+            )  # fmt: skip
             self._activations[key] = kept_bytes(self.model, held), working_bytes(self.model, held)
         return self._activations[key]
 

@@ -72,7 +72,7 @@ def plan_activations(plan: Plan, spec: ModelSpec, item: int) -> dict[int, Memory
                 for rank, weight in zip(unit.ranks, unit.tp_split, strict=True):
                     tp = sum(unit.tp_split) / weight
                     held = Held(
-                        stage.num_layers, stage.embed, stage.head, kind.kind, kind.layers, tokens, item, tp
+                        stage.num_layers, stage.embed, stage.head, kind.kind, kind.layers, tokens, item, tp, unit.tp
                     )
                     if (held, count) not in known:
                         known[held, count] = MemoryBytes(activations=activation_bytes(spec, held, count))

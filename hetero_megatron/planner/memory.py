@@ -58,8 +58,8 @@ class Held:
     Attributes:
         layers, embed, head: of the stage. A stage without embedding receives activations, one without head sends them.
         recompute: none | selective | full | first; ``first`` layers are recomputed whole where it says so.
-        tokens: rows x sequence length on this rank's unit; tp: the rank has 1/tp of heads and columns.
-        item: bytes per element.
+        tokens: rows x sequence length on this rank's unit; item: bytes per element.
+        tp: the rank has 1/tp of heads and columns; shards: and an equal part of the tokens, of so many.
     """
 
     layers: int
@@ -70,6 +70,7 @@ class Held:
     tokens: int
     item: int
     tp: float
+    shards: int
 
     @property
     def full(self) -> int:
@@ -79,19 +80,20 @@ class Held:
 
 def boundary_bytes(spec: ModelSpec, held: Held) -> int:
     """Bytes of one micro-batch's activations between two stages on this rank."""
-    return round(held.tokens * spec.hidden_size * held.item / held.tp)
+    return round(held.tokens * spec.hidden_size * held.item / held.shards)
 
 
 def kept_bytes(spec: ModelSpec, held: Held) -> int:
     """Bytes that one micro-batch keeps in a stage from forward to backward: in its layers, for all of them the rotary
     tables, and in the head, or the output that the next stage gets."""
     rest = "selective" if held.recompute == "selective" else "none"
-    total = held.full * layer_activation_bytes(spec, held.tokens, "full", held.item, held.tp)
-    total += (held.layers - held.full) * layer_activation_bytes(spec, held.tokens, rest, held.item, held.tp)
+    sizes = (held.item, held.tp, held.shards)
+    total = held.full * layer_activation_bytes(spec, held.tokens, "full", *sizes)
+    total += (held.layers - held.full) * layer_activation_bytes(spec, held.tokens, rest, *sizes)
     if spec.position == "rope":
         total += held.tokens * spec.head_dim * max(held.item, 4)
     if held.head:
-        return total + head_activation_bytes(spec, held.tokens, held.item, held.tp)
+        return total + head_activation_bytes(spec, held.tokens, *sizes)
     return total + boundary_bytes(spec, held)
 
 
@@ -103,13 +105,14 @@ def working_bytes(spec: ModelSpec, held: Held) -> int:
     are, the last one is not run again, and gone when they are. On top: receives that are posted, and gradients on
     their way to the stage before.
     """
-    sizes = (spec, held.tokens, held.item, held.tp)
-    layer, head, in_head = layer_backward_bytes(*sizes), 0, 0
+    tokens, sizes = held.tokens, (held.item, held.tp, held.shards)
+    layer, head, in_head = layer_backward_bytes(spec, tokens, *sizes), 0, 0
     if held.full == held.layers > 0:
-        layer += layer_activation_bytes(spec, held.tokens, "none", held.item, held.tp)
-        layer -= layer_activation_bytes(spec, held.tokens, "full", held.item, held.tp)
+        layer += layer_activation_bytes(spec, tokens, "none", *sizes)
+        layer -= layer_activation_bytes(spec, tokens, "full", *sizes)
     if held.head:
-        head, in_head = head_activation_bytes(*sizes), head_backward_bytes(*sizes)
+        head = head_activation_bytes(spec, tokens, *sizes)
+        in_head = head_backward_bytes(spec, tokens, held.item, held.tp)
     moving = (not (held.embed and held.head)) * LOOKAHEAD + (not held.embed) * SEND_LAG
     return max(in_head, layer - head) + moving * boundary_bytes(spec, held)
 
