@@ -1,11 +1,13 @@
 """Predicted against measured peak memory of every rank, on real processes (CPU, gloo).
 
-    python benchmarks/bench_memory.py [--only NAME …] [--steps 2] [--heap]
+    python benchmarks/bench_memory.py [--only NAME …] [--steps 2] [--heap] [--live]
 
 Measured: the process's peak resident set less its resident set before the model is built, with MALLOC_ARENA_MAX=1 and
 MALLOC_MMAP_THRESHOLD_=65536: without the latter, glibc comes to keep tensors of up to 32 MB in its heap, whose holes
 stay resident (``--heap`` leaves it so). Predicted: the planner's estimate, and what libraries take on a first step,
-which is measured once, with a model of a few kilobytes. Goal: within 5 % on ranks of at least 300 MB.
+which is measured once per dtype, with a model of a few kilobytes. ``--live`` runs every plan once more, counting the
+bytes of live tensors: what the estimate describes, without allocator and libraries. Goal: within 5 % on ranks of at
+least 300 MB. The first of ``--steps`` steps has one micro-batch per pipeline: it makes the optimizer's states.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,60 +28,98 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import machine
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.planner.footprint import estimate_memory
+from hetero_megatron.planner.memory import MemoryBytes
 from hetero_megatron.spec import ModelSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 LEAST = 300e6  # bytes
 MODEL = {
-    "name": "bench", "naming": "llama", "num_layers": 8, "hidden_size": 512, "ffn_hidden_size": 1408, "num_heads": 8,
+    "name": "bench", "naming": "llama", "num_layers": 12, "hidden_size": 512, "ffn_hidden_size": 1408, "num_heads": 8,
     "num_kv_heads": 4, "head_dim": 64, "vocab_size": 2048, "max_position_embeddings": 2048,
 }  # fmt: skip
 SMALL = {**MODEL, "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_heads": 2, "num_kv_heads": 1,
          "head_dim": 32, "vocab_size": 128}  # fmt: skip
 SEQ_LENGTH = 256
-Plans = dict[str, list[tuple[int, int, list[dict[str, Any]]]]]
 
 
 def stage(ranks: list[int], a: int, b: int, **more: Any) -> dict[str, Any]:
     return {"ranks": ranks, "layers": [a, b], **more}
 
 
-# (micro-batch size, micro-batches, stages) of each pipeline
-PLANS: Plans = {
-    "one rank": [(2, 2, [stage([0], 0, 8)])],
-    "pp 5 + 3": [(4, 2, [stage([0], 0, 5), stage([1], 5, 8)])],
-    "pp 3 + 5, full recompute": [(6, 2, [stage([0], 0, 3, recompute="full"), stage([1], 3, 8, recompute="full")])],
-    "pp 4 + 4, first 2 recomputed": [
-        (4, 2, [stage([0], 0, 4, recompute={"first": 2}), stage([1], 4, 8, recompute="selective")])
-    ],
-    "tp 2 + tp 1": [(4, 2, [stage([0, 1], 0, 6, tp=2), stage([2], 6, 8)])],
-    "tp 3:1": [(4, 2, [stage([0, 1], 0, 8, tp_split=[3, 1])])],
-    "dp, unequal": [(2, 3, [stage([0], 0, 8)]), (2, 2, [stage([1], 0, 8)])],
-    "one rank beside pp 5 + 3": [(2, 2, [stage([0], 0, 8)]), (4, 2, [stage([1], 0, 5), stage([2], 5, 8)])],
-    "dp 2 x pp 2, unequal cuts": [
-        (4, 2, [stage([0], 0, 3), stage([1], 3, 8)]), (4, 2, [stage([2], 0, 5, recompute="full"), stage([3], 5, 8)])
-    ],
+@dataclass(frozen=True)
+class Case:
+    """A plan: (micro-batch size, micro-batches, stages) of each pipeline; ``changes`` of the model."""
+
+    pipelines: list[tuple[int, int, list[dict[str, Any]]]]
+    dtype: str = "fp32"
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def model(self) -> dict[str, Any]:
+        return {**MODEL, **self.changes}
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        rows = [{"micro_batch_size": b, "num_micro_batches": m, "stages": s} for b, m, s in self.pipelines]
+        return {
+            "version": 1, "seq_length": SEQ_LENGTH, "global_batch_size": sum(b * m for b, m, _ in self.pipelines),
+            "schedule": "1f1b", "pipelines": rows,
+        }  # fmt: skip
+
+    def estimate(self) -> dict[int, MemoryBytes]:
+        spec = ModelSpec(**self.model)
+        return estimate_memory(plan_from_dict(self.plan, spec), spec, self.dtype)
+
+
+ONE = [(2, 2, [stage([0], 0, 12)])]
+TWO = [(4, 3, [stage([0], 0, 6), stage([1], 6, 12)])]
+WIDE = {"num_layers": 4, "vocab_size": 16384}
+FOUR_LAYERS = [(4, 2, [stage([0], 0, 4)])]
+CASES = {
+    "one rank": Case(ONE),
+    "one rank, bf16": Case(ONE, "bf16"),
+    "vocabulary of 16,384": Case(FOUR_LAYERS, changes=WIDE),
+    "vocabulary of 16,384, bf16": Case(FOUR_LAYERS, "bf16", WIDE),
+    "pp 7 + 5": Case([(4, 3, [stage([0], 0, 7), stage([1], 7, 12)])]),
+    "pp 6 + 6, bf16": Case(TWO, "bf16"),
+    "pp 3 + 4 + 5": Case([(4, 4, [stage([0], 0, 3), stage([1], 3, 7), stage([2], 7, 12)])]),
+    "pp 2 + 3 + 3 + 4": Case(
+        [(4, 5, [stage([0], 0, 2), stage([1], 2, 5), stage([2], 5, 8), stage([3], 8, 12)])]
+    ),
+    "pp 5 + 7, full recompute": Case(
+        [(8, 3, [stage([0], 0, 5, recompute="full"), stage([1], 5, 12, recompute="full")])]
+    ),
+    "pp 6 + 6, first 3, selective": Case(
+        [(4, 3, [stage([0], 0, 6, recompute={"first": 3}), stage([1], 6, 12, recompute="selective")])]
+    ),
+    "tp 2": Case([(4, 2, [stage([0, 1], 0, 12, tp=2)])]),
+    "tp 2 + tp 1, bf16": Case([(4, 3, [stage([0, 1], 0, 8, tp=2), stage([2], 8, 12)])], "bf16"),
+    "tp 3:1": Case([(4, 2, [stage([0, 1], 0, 12, tp_split=[3, 1])])]),
+    "dp, unequal": Case([(3, 2, [stage([0], 0, 12)]), (2, 2, [stage([1], 0, 12)])]),
+    "dp of 3, bf16": Case([(2, 2, [stage([r], 0, 12)]) for r in range(3)], "bf16"),
+    "one rank beside pp 8 + 4": Case(
+        [(2, 2, [stage([0], 0, 12)]), (4, 3, [stage([1], 0, 8), stage([2], 8, 12)])]
+    ),
+    "dp 2 x pp 2, unequal cuts": Case(
+        [(4, 3, [stage([0], 0, 5), stage([1], 5, 12)]),
+         (4, 3, [stage([2], 0, 7, recompute="full"), stage([3], 7, 12)])]
+    ),
 }  # fmt: skip
-OVERHEAD: Plans = {"overhead": [(1, 4, [stage([0], 0, 1), stage([1], 1, 2)]), (1, 4, [stage([2], 0, 2)])]}
+OVERHEAD = [(1, 4, [stage([0], 0, 1), stage([1], 1, 2)]), (1, 4, [stage([2], 0, 2)])]
 
 
-def document(pipelines: list[tuple[int, int, list[dict[str, Any]]]]) -> dict[str, Any]:
-    rows = [{"micro_batch_size": b, "num_micro_batches": m, "stages": s} for b, m, s in pipelines]
-    return {
-        "version": 1, "seq_length": SEQ_LENGTH, "global_batch_size": sum(b * m for b, m, _ in pipelines),
-        "schedule": "1f1b", "pipelines": rows,
-    }  # fmt: skip
-
-
-def measure(model: dict[str, Any], plan: dict[str, Any], steps: int, heap: bool) -> list[dict[str, int]]:
-    """By rank: bytes by which it grew."""
-    world = sum(len(s["ranks"]) for p in plan["pipelines"] for s in p["stages"])
+def measure(case: Case, steps: int, heap: bool, live: bool = False) -> list[dict[str, int]]:
+    """By rank: bytes by which it grew, or, with ``live``, of its tensors."""
+    world = sum(len(s["ranks"]) for _, _, stages in case.pipelines for s in stages)
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
         path = Path(folder)
-        work = {"model": model, "plan": plan, "steps": steps, "out": str(path / "out.json")}
+        work = {
+            "model": case.model, "plan": case.plan, "dtype": case.dtype, "steps": steps, "live": live,
+            "out": str(path / "out.json"),
+        }  # fmt: skip
         (path / "work.json").write_text(json.dumps(work))
         common = {
             **os.environ, "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world),
@@ -99,38 +141,48 @@ def measure(model: dict[str, Any], plan: dict[str, Any], steps: int, heap: bool)
         return json.loads((path / "out.json").read_text())  # type: ignore[no-any-return]
 
 
+def row(name: str, case: Case, overhead: int, args: argparse.Namespace) -> Iterator[float]:
+    """Print a case's ranks; yields the errors that count."""
+    needs = case.estimate()
+    live = measure(case, args.steps, args.heap, live=True) if args.live else None
+    for rank, found in enumerate(measure(case, args.steps, args.heap)):
+        n = needs[rank]
+        predicted, measured = n.total + overhead, found["peak"]
+        error = predicted / measured - 1
+        state = n.weights + n.gradients + n.optimizer
+        cells = [f"{x / 1e6:.0f}" for x in (state, n.activations, n.buffers, predicted, measured)]
+        less = "" if measured >= LEAST else " (below 300 MB: does not count)"
+        if live is not None:
+            less += f" | {n.total / 1e6:.0f} | {live[rank]['live'] / 1e6:.0f} | {n.total / live[rank]['live'] - 1:+.1%}"
+        print(f"| {name} | {rank} | {' | '.join(cells)} | {error:+.1%}{less} |", flush=True)
+        if args.verbose:
+            print({k: round(v / 1e6) for k, v in found.items()})
+        if measured >= LEAST:
+            yield abs(error)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=list(PLANS), choices=list(PLANS))
+    parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--heap", action="store_true", help="glibc's own threshold between heap and mmap")
+    parser.add_argument("--live", action="store_true", help="once more, counting bytes of live tensors")
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()
-    print(f"{machine()}; fp32, {MODEL['num_layers']} layers x {MODEL['hidden_size']}, {SEQ_LENGTH} tokens")
-    found = measure(SMALL, document(OVERHEAD["overhead"]), args.steps, args.heap)
-    small = ModelSpec(**SMALL)  # type: ignore[arg-type]
-    needs = estimate_memory(plan_from_dict(document(OVERHEAD["overhead"]), small), small, "fp32")
-    overhead = max(row["peak"] - needs[r].total for r, row in enumerate(found))
-    print(f"libraries on a first step: {overhead / 1e6:.0f} MB (of a model of a few kilobytes)\n")
+    print(f"{machine()}; {MODEL['hidden_size']} wide, {SEQ_LENGTH} tokens; {'heap' if args.heap else 'mmap'}")
+    overhead = {}
+    for dtype in sorted({CASES[name].dtype for name in args.only}):
+        small = Case(OVERHEAD, dtype, SMALL)
+        needs = small.estimate()
+        overhead[dtype] = max(
+            found["peak"] - needs[r].total for r, found in enumerate(measure(small, args.steps, args.heap))
+        )
+        print(f"{dtype}: libraries on a first step: {overhead[dtype] / 1e6:.0f} MB (of a model of a few kilobytes)")
     heads = "plan | rank | weights + gradients + optimizer | activations | buffers | predicted MB | measured MB | error"
-    print(f"| {heads} |")
-    print("|---|---|---|---|---|---|---|---|")
-    spec = ModelSpec(**MODEL)  # type: ignore[arg-type]
-    errors = []
-    for name in args.only:
-        data = document(PLANS[name])
-        needs = estimate_memory(plan_from_dict(data, spec), spec, "fp32")
-        for rank, row in enumerate(measure(MODEL, data, args.steps, args.heap)):
-            n = needs[rank]
-            predicted, measured = n.total + overhead, row["peak"]
-            error = predicted / measured - 1
-            errors += [abs(error)] if measured >= LEAST else []
-            state = n.weights + n.gradients + n.optimizer
-            cells = [f"{x / 1e6:.0f}" for x in (state, n.activations, n.buffers, predicted, measured)]
-            less = "" if measured >= LEAST else " (below 300 MB: does not count)"
-            print(f"| {name} | {rank} | {' | '.join(cells)} | {error:+.1%}{less} |", flush=True)
-            if args.verbose:
-                print({k: round(v / 1e6) for k, v in row.items()})
+    more = " | without libraries MB | live tensors MB | error" if args.live else ""
+    print(f"\n| {heads}{more} |")
+    print("|---|---|---|---|---|---|---|---|" + ("---|---|---|" if args.live else ""))
+    errors = [e for name in args.only for e in row(name, CASES[name], overhead[CASES[name].dtype], args)]
     if errors:
         mean = sum(errors) / len(errors)
         print(f"\n{len(errors)} ranks of at least 300 MB: mean {mean:.1%}, worst {max(errors):.1%}")

@@ -36,7 +36,6 @@ from hetero_megatron.schedule import generate, in_flight
 from hetero_megatron.spec import load_model
 
 SEED = 0
-FIT_ON = 200  # runs of the fitted half of vTrain's single-node set that are used
 SAILOR_OVERHEAD, SAILOR_STATES = 5.06e9, 24  # bytes; bytes per parameter in fp32: constants of Sailor's own simulator
 SCORE_BYTES = 16  # eager attention reads and writes each fp16 score about eight times (mask, softmax, dropout, product)
 
@@ -69,11 +68,11 @@ def vtrain_set(kind: str) -> None:
     to_fit, to_test = split(vtrain(kind, recompute=not single))
     start = with_optimizer_rate(with_scores(load_rates(a100_cluster(1 if single else 64), "fp16")))
     print(f"vTrain {kind}-node: {len(to_fit)} runs to fit, {len(to_test)} to test")
-    print(f"  data sheets only, tested half: {summary(errors(to_test, start, DEEPSPEED))}")
+    print(f"  data sheets only, tested half: {summary(errors(to_test, start, DEEPSPEED))}", flush=True)
     only = None if single else ("gemm_flops", "gemm_half", "score_seconds", "alpha", "beta", "optimizer")
     began = time.process_time()
-    fit = fit_rates(to_fit[:FIT_ON], start, DEEPSPEED, only, steps=10)
-    print(f"  fitted in {time.process_time() - began:.0f} s of CPU, {len(to_fit[:FIT_ON])} runs")
+    fit = fit_rates(to_fit, start, DEEPSPEED, only, steps=10)
+    print(f"  fitted in {time.process_time() - began:.0f} s of CPU, {len(to_fit)} runs", flush=True)
     print(format_fit(fit))
     found = errors(to_test, fit.rates, DEEPSPEED)
     print(f"  tested half: {summary(found)}")

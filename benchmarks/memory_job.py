@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -20,7 +21,8 @@ from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.platform import detect_platform
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.training.config import OptimizerConfig
-from hetero_megatron.training.loop import optimizer_factory
+from hetero_megatron.training.loop import DTYPES, optimizer_factory
+from hetero_megatron.training.memory import MemoryTracker
 from hetero_megatron.training.runtime import Runtime
 
 
@@ -46,13 +48,20 @@ def main() -> None:
     gc.collect()
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts here
-    runtime = Runtime(plan, spec, comm, torch.float32, initialize, optimizer_factory(OptimizerConfig()))
-    marks = {"built": status("VmHWM") - before}
-    for step in range(work["steps"]):
-        runtime.train_step(fetch, step * plan.global_batch_size, plan.global_batch_size, lr=1e-4)
-        marks[f"step {step}"] = status("VmHWM") - before
+    tracker = MemoryTracker() if work["live"] else None
+    with tracker or nullcontext():
+        factory = optimizer_factory(OptimizerConfig())
+        runtime = Runtime(plan, spec, comm, DTYPES[work["dtype"]], initialize, factory)
+        marks = {"built": status("VmHWM") - before}
+        for step in range(work["steps"]):
+            # The first one makes the optimizer's states: a micro-batch per pipeline is enough.
+            size = plan.global_batch_size if step else sum(p.micro_batch_size for p in plan.pipelines)
+            runtime.train_step(fetch, step * plan.global_batch_size, size, lr=1e-4)
+            marks[f"step {step}"] = status("VmHWM") - before
     marks["rss"] = status("VmRSS") - before
     marks["peak"] = status("VmHWM") - before
+    if tracker is not None:
+        marks["live"] = tracker.peak
     every = runtime.world.gather_objects(marks)
     if comm.rank == 0:
         Path(work["out"]).write_text(json.dumps(every))

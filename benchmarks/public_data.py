@@ -24,10 +24,12 @@ from hetero_megatron.spec.paper_models import gpt
 DATA = Path(__file__).resolve().parent.parent / "shared" / "data"
 PLACES = (DATA, Path("/work/shared/data"))
 
-# Megatron-DeepSpeed 2022: fp16 all-reduce after the last backward, whole optimizer on every replica, all-reduces in TP.
+# Megatron-DeepSpeed 2022: fp16 all-reduce after the last backward, whole optimizer on every replica, all-reduces in TP;
+# its fused softmax is for sequences x local heads that 4 divides (FusedScaleMaskSoftmax.is_kernel_available).
 DEEPSPEED = CostOptions(
-    overlap=False, sharded=False, gradient_bytes=2, sequence_parallel=False, whole_transfers=True, blocking=True
-)
+    overlap=False, sharded=False, gradient_bytes=2, sequence_parallel=False, whole_transfers=True, blocking=True,
+    softmax_batches=4,
+)  # fmt: skip
 # Sailor trains in fp32 with the same framework.
 SAILOR = replace(DEEPSPEED, gradient_bytes=4)
 

@@ -24,6 +24,7 @@ from hetero_megatron.planner.context_cluster import problem_from_cluster
 from hetero_megatron.planner.context_equal import few_equal, kind_of
 from hetero_megatron.planner.context_plan import one_stage_plan
 from hetero_megatron.planner.context_problem import ContextOptions
+from hetero_megatron.planner.predict import predict
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.calibration import CalibrationOptions, calibrate, format_calibration
 from hetero_megatron.training.config import OptimizerConfig
@@ -76,25 +77,25 @@ def choose(
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """(description, plan): the scheduler's, then the best equal ones of every kind by its model.
 
-    The scheduler knows the cluster by what was calibrated. Predicted seconds are of the micro-batches, without
-    exchange of gradients and update, which are the same for all.
+    The scheduler knows the cluster by what was calibrated, and ranks layouts by seconds of a micro-batch; predicted
+    seconds are of the whole step, with exchange of gradients and update.
     """
     options = ContextOptions(recompute="none")
     problem = problem_from_cluster(spec, cluster, seq_length, dtype=DTYPE, options=options)
     choice = schedule_context(problem)
     equal, legal = few_equal(problem, each)
     layouts = [("asymmetric", choice.layout, choice.seconds)]
-    layouts += [(kind_of(layout), layout, found.seconds) for layout, found in equal]
-    return [
-        (
-            {
-                "kind": kind, "predicted": seconds * batch, "legal": legal, "name": describe(layout),
-                "bound": choice.bound * batch,
-            },
-            to_dict(one_stage_plan(problem, layout, batch)),
-        )
-        for kind, layout, seconds in layouts
-    ]  # fmt: skip
+    layouts += [(kind_of(layout), layout, cost.seconds) for layout, cost in equal]
+    rows = []
+    for kind, layout, seconds in layouts:
+        plan = one_stage_plan(problem, layout, batch)
+        found = predict(plan, spec, cluster, DTYPE)
+        row = {
+            "kind": kind, "predicted": found.step_seconds, "scheduled": seconds * batch, "parts": dict(found.parts),
+            "legal": legal, "name": describe(layout), "bound": choice.bound * batch,
+        }  # fmt: skip
+        rows.append((row, to_dict(plan)))
+    return rows
 
 
 def describe(layout: Any) -> str:

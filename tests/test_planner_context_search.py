@@ -18,7 +18,9 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan import load_plan, plan_from_dict
 from hetero_megatron.planner.context_joint_bound import work_bound
 from hetero_megatron.planner.context_stages import LONG, wanted
+from hetero_megatron.planner.place import shrink
 from hetero_megatron.planner.predict import predict
+from hetero_megatron.planner.replan import Planner
 from hetero_megatron.planner.search import SearchOptions, make_evaluator, search
 from hetero_megatron.planner.space import Space
 from hetero_megatron.spec import load_model
@@ -147,3 +149,20 @@ def test_what_fits_nowhere_else_gets_context_groups_whatever_its_length() -> Non
         search(model, where, 30000, 1, SearchOptions(space=space))
     found = search(model, where, 30000, 1, SearchOptions(space=replace(space, context="auto")))
     assert found.context.endswith("because nothing fits without") and "context" in found.best.text
+
+
+def test_planning_again_after_a_loss_knows_context_groups() -> None:
+    """Whichever node goes, prepared or not: a valid plan, hardly slower than what a new search finds."""
+    where, length, batch = cluster(2, 2), 1 << 17, 2
+    planner = Planner(MODEL, where, length, batch, options("always"))
+    assert planner.result.best.text
+    found = {}
+    for prepared in (False, True):
+        for node in ("fast-0", "fast-1", "slow-1"):
+            plan, own, seconds = planner.without([node])
+            assert seconds == pytest.approx(predict(plan, MODEL, own).step_seconds, rel=1e-9)
+            assert found.setdefault(node, seconds) == seconds
+        planner.prepare() if not prepared else None
+    assert found["fast-0"] == found["fast-1"] > found["slow-1"]
+    again = search(MODEL, shrink(where, [0, 2, 3]), length, batch, options("always"))
+    assert found["fast-1"] <= 1.02 * again.best.step_seconds

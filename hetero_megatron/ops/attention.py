@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -50,15 +51,49 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | Non
     windowed = window is not None and window < length
     if q.device.type != "cpu":
         return attention_reference(q, k, v, window)
-    if repeat > 1 and q.dtype in (torch.float16, torch.bfloat16):
-        # aten shares KV heads without a copy, but then adds their gradients in 16 bits: 1.5 times the error.
-        k, v = k.repeat_interleave(repeat, dim=2), v.repeat_interleave(repeat, dim=2)
     mask = causal_mask(length, window, q.device) if windowed else None
     bias = None if mask is None else torch.zeros(length, length, dtype=q.dtype).masked_fill_(~mask, -math.inf)
+    if repeat > 1 and q.dtype in (torch.float16, torch.bfloat16) and torch.is_grad_enabled():
+        return _SharedHeads.apply(q, k, v, bias)  # type: ignore[no-any-return]
+    return _flash(q, k, v, bias)
+
+
+def _flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal where there is no ``bias`` [length, length]."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, not windowed, attn_mask=bias
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, bias is None, attn_mask=bias
     )
     return out.transpose(1, 2), lse
+
+
+class _SharedHeads(torch.autograd.Function):
+    """16-bit attention whose query heads share KV heads. aten shares them without a copy, but then adds their gradients
+    in 16 bits (1.5 times the error), so backward, and only backward, works with copies, and adds in fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = _flash(q, k, v, bias)
+        ctx.save_for_backward(q, k, v, out, lse, bias)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse, bias = ctx.saved_tensors
+        kv_heads, repeat = k.shape[2], q.shape[2] // k.shape[2]
+        wide = (x.repeat_interleave(repeat, dim=2) for x in (k, v))
+        turned = (x.transpose(1, 2) for x in (grads[0], q, *wide, out))
+        dq, *found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *turned, lse, 0.0, bias is None, attn_mask=bias
+        )
+        dk, dv = (
+            x.unflatten(1, (kv_heads, repeat)).sum(2, dtype=torch.float32).to(k.dtype).transpose(1, 2) for x in found
+        )
+        return dq.transpose(1, 2), dk, dv, None
 
 
 def causal_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor:

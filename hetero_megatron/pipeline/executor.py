@@ -19,9 +19,7 @@ from hetero_megatron.comm import Comm, Handle
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.pipeline.boundary import Boundary, Receive
 from hetero_megatron.schedule import Action
-
-LOOKAHEAD = 2  # receives posted before they are needed: one in flight while one is being consumed
-SEND_LAG = 4  # gradient sends that may be under way; their buffers live that long
+from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
 
 LossFunction = Callable[[torch.Tensor, Batch], torch.Tensor]  # (logits, batch) -> sum of token losses, scalar
 

@@ -8,6 +8,7 @@ counts), the best few become plans, and ``predict`` judges them as it judges all
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import time
@@ -91,6 +92,12 @@ class ContextSearch:
         self.batch, self.space = batch, space
         self._known: dict[object, tuple[ContextProblem, ContextLayout, float] | None] = {}
         self._bounds: dict[object, tuple[float, float]] = {}
+
+    def on(self, pool: Pool) -> ContextSearch:
+        """The same on other chips of the cluster; layouts that are known stay known."""
+        other = copy.copy(self)
+        other.pool = pool
+        return other
 
     def run(self, best: float, deadline: float | None) -> Found:
         """Args:
@@ -250,8 +257,9 @@ class ContextSearch:
             problem, layout, seconds = found
             times.append(seconds)
             words.append(_describe(self.cluster, problem, layout, layers))
+            known = [r for member in problem.members for r in member.ranks]  # perhaps of another stage of equal chips
             for p, ranks in enumerate(structure.ranks):
-                new = dict(zip(structure.ranks[0][s], ranks[s], strict=True))
+                new = dict(zip(known, ranks[s], strict=True))
                 stages[p].append(_stage(problem, layout, new, start, s, structure.stages, self.cluster))
             start += layers
         pipelines = tuple(Pipeline(1, rounds, tuple(row)) for row in stages)

@@ -13,13 +13,15 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan.buckets import BUCKET_BYTES, IN_FLIGHT
 from hetero_megatron.planner.memory import (
     ITEM_BYTES,
+    Held,
     MemoryBytes,
-    activation_bytes,
     equal_shares,
     held_elements,
     host_bytes,
+    kept_bytes,
     largest_elements,
     state_bytes,
+    working_bytes,
 )
 from hetero_megatron.planner.operators import Operators
 from hetero_megatron.planner.rates import ChipRates, LinkRates, Rates, load_rates
@@ -65,7 +67,9 @@ class CostOptions:
         sequence_parallel: with tensor parallelism, as in our runtime; False: norms work on all tokens on every rank.
         whole_transfers: every TP rank sends whole activations to the next stage, not its part of them.
         blocking: a transfer between stages keeps both ranks busy, instead of going on behind their compute.
-        The last six describe other frameworks, whose runs are predicted to judge the predictor.
+        softmax_batches: Megatron's fused softmax serves sequences x heads of a rank that are a multiple of this (4, by
+            its source), others run it operator by operator; 0: softmax is never apart.
+        The last seven describe other frameworks, whose runs are predicted to judge the predictor.
     """
 
     margin: float = 0.06
@@ -77,6 +81,7 @@ class CostOptions:
     sequence_parallel: bool = True
     whole_transfers: bool = False
     blocking: bool = False
+    softmax_batches: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,7 @@ class CostModel:
         self._node = {c: max(g.chips_per_node for g in cluster.nodes if g.chip == c) for c in cluster.chips}
         self._home = {c: next(g.name for g in cluster.nodes if g.chip == c) for c in cluster.chips}
         self._seconds: dict[tuple[StageChoice, int], tuple[float, float]] = {}
+        self._activations: dict[tuple[StageChoice, int], tuple[int, int]] = {}
         self._most: dict[tuple[int, int, bool, bool], int] = {}
 
     def chip_rates(self, chip: str) -> ChipRates:
@@ -141,8 +147,9 @@ class CostModel:
     def operators(self, chip: str) -> Operators:
         if chip not in self._operators:
             self._operators[chip] = Operators(
-                self.model, self.chip_rates(chip), self.item, self.options.sequence_parallel
-            )
+                self.model, self.chip_rates(chip), self.item, self.options.sequence_parallel,
+                self.options.softmax_batches,
+            )  # fmt: skip
         return self._operators[chip]
 
     def forward_seconds(self, stage: StageChoice, micro_batch_size: int) -> float:
@@ -259,10 +266,8 @@ class CostModel:
         Args:
             in_flight: micro-batches whose activations are alive at once; replicas: pipelines that hold these layers.
         """
-        tokens = -(-micro_batch_size // stage.dp) * self.seq_length
-        activations = activation_bytes(
-            self.model, stage.layers, stage.head, stage.recompute, stage.first, tokens, in_flight, self.item, stage.tp
-        )
+        kept, working = self._activation_bytes(stage, micro_batch_size)
+        activations = in_flight * kept + working
         held = self.held_elements(stage)
         owned = self.owned_elements(stage, replicas)
         group = stage.dp * replicas
@@ -275,6 +280,18 @@ class CostModel:
             weights, gradients, 0 if stage.offload else optimizer, activations, buffers, self.overhead(stage.chip),
             host_bytes(owned, self.options.moments) if stage.offload else 0,
         )
+
+    def _activation_bytes(self, stage: StageChoice, micro_batch_size: int) -> tuple[int, int]:
+        """(kept by one micro-batch, worked with) on a rank of the stage."""
+        key = (stage, micro_batch_size)
+        if key not in self._activations:
+            tokens = -(-micro_batch_size // stage.dp) * self.seq_length
+            held = Held(
+                stage.layers, stage.embed, stage.head, stage.recompute, stage.first, tokens, self.item, stage.tp,
+                stage.tp,
+            )  # fmt: skip
+            self._activations[key] = kept_bytes(self.model, held), working_bytes(self.model, held)
+        return self._activations[key]
 
     def overhead(self, chip: str) -> int:
         """Bytes that the framework takes on a chip before the first tensor."""

@@ -38,7 +38,10 @@ LEAST_SECONDS = 1e-5
 PRIOR = 1.0  # standard deviation of the logarithm of a factor, before any run
 NOISE = 0.03  # of a measured time: what the fit takes as one standard deviation
 DETERMINED = 0.7  # of the prior: above it the runs say too little about a rate
-COARSE = (0.1, 0.3, 3.0, 10.0)  # factors that are tried before the least squares
+# Before the least squares: (factors that are tried, passes over all knobs, how many of them also move those that
+# synchronisation depends on).
+SEARCH = (((0.1, 0.3, 3.0, 10.0), 2, 1), ((0.5, 0.7, 1.4, 2.0), 6, 1), ((0.85, 0.93, 1.08, 1.18), 6, 1))
+LITTLE = 1e-3  # a pass that gains less than this share is the last one
 COMPUTING = (
     "gemm_flops", "gemm_half", "attention_flops", "score_seconds", "layer_seconds", "layer_backward_seconds",
     "action_seconds", "layers", "embed", "head",
@@ -218,19 +221,31 @@ def _highest(knob: _Knob, start: Rates) -> float:
 
 
 def _coarse(problem: _Problem, highest: np.ndarray) -> np.ndarray:
-    """A start: knobs one after the other on a coarse grid. Maxima (compute or launches, bytes or FLOPs) hide a knob
-    that is far off from every gradient."""
+    """A start: knobs one after the other by factors, coarse ones first, as long as it helps. Maxima (compute or
+    launches, bytes or FLOPs) hide a knob that is far off from every gradient, and one that moved first, to make up for
+    another, has to come back."""
     best = np.zeros(len(highest))
     base = problem.after(best)
     least = problem.rough(best, None)
-    for i, knob in enumerate(problem.knobs):
-        for factor in COARSE:
-            trial = best.copy()
-            trial[i] = math.log(factor)
-            if trial[i] < highest[i] and (found := problem.rough(trial, base if knob.computes else None)) < least:
-                best, least = trial, found
-        if not knob.computes and best[i]:
-            base = problem.after(best)
+    for factors, passes, every in SEARCH:
+        for turn in range(passes):
+            start = least
+            for i, knob in enumerate(problem.knobs):
+                if not knob.computes and turn >= every:  # what synchronisation depends on takes most of the time
+                    continue
+                origin = best[i]
+                for factor in factors:
+                    trial = best.copy()
+                    trial[i] = origin + math.log(factor)
+                    if trial[i] >= highest[i]:
+                        continue
+                    found = problem.rough(trial, base if knob.computes else None)
+                    if found < least:
+                        best, least = trial, found
+                if not knob.computes and best[i] != origin:
+                    base = problem.after(best)
+            if least > start * (1 - LITTLE):
+                break
     return best
 
 

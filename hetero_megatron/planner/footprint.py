@@ -10,7 +10,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, rank_ranges
 from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, make_buckets
 from hetero_megatron.planner.context_footprint import context_activations
-from hetero_megatron.planner.memory import ITEM_BYTES, MemoryBytes, activation_bytes, host_bytes, state_bytes
+from hetero_megatron.planner.memory import ITEM_BYTES, Held, MemoryBytes, activation_bytes, host_bytes, state_bytes
 from hetero_megatron.schedule import generate, in_flight
 from hetero_megatron.spec import ModelSpec
 
@@ -32,11 +32,15 @@ def estimate_memory(
     for bucket in buckets if buckets is not None else make_buckets(plan, spec):
         key = (*map(id, bucket.holders.values()), *map(id, bucket.owners.values()))
         if key not in known:
-            known[key] = []
-            for rank in bucket.ranks:
-                mine = sum(layout.elements(rank) for layout in bucket.owners.values())
-                whole = sum(layout.elements(rank) for layout in bucket.holders.values())
-                known[key].append((rank, whole, mine, state_bytes(whole, mine, len(bucket.ranks), item)[3]))
+            sizes = {
+                rank: [sum(x.elements(rank) for x in layouts.values()) for layouts in (bucket.holders, bucket.owners)]
+                for rank in bucket.ranks
+            }
+            whole, mine = (sum(size[i] for size in sizes.values()) for i in (0, 1))
+            alone = len(bucket.ranks) == 1
+            known[key] = [
+                (rank, a, b, 0 if alone else state_bytes(a, b, whole / mine, item)[3]) for rank, (a, b) in sizes.items()
+            ]
         for rank, whole, mine, moving in known[key]:
             held[rank] += whole
             owned[rank] += mine
@@ -58,7 +62,7 @@ def estimate_memory(
 def plan_activations(plan: Plan, spec: ModelSpec, item: int) -> dict[int, MemoryBytes]:
     """Only the activations of every rank."""
     out: dict[int, MemoryBytes] = {}
-    known: dict[tuple[object, ...], MemoryBytes] = {}
+    known: dict[tuple[Held, int], MemoryBytes] = {}
     for pipeline in plan.pipelines:
         alive = in_flight(generate(plan.schedule, len(pipeline.stages), pipeline.num_micro_batches))
         for stage, count in zip(pipeline.stages, alive, strict=True):
@@ -67,10 +71,12 @@ def plan_activations(plan: Plan, spec: ModelSpec, item: int) -> dict[int, Memory
                 kind = stage.recompute
                 for rank, weight in zip(unit.ranks, unit.tp_split, strict=True):
                     tp = sum(unit.tp_split) / weight
-                    what = (stage.num_layers, stage.head, kind.kind, kind.layers, tokens, count, item, tp)
-                    if what not in known:
-                        known[what] = MemoryBytes(activations=activation_bytes(spec, *what))
-                    out[rank] = known[what]
+                    held = Held(
+                        stage.num_layers, stage.embed, stage.head, kind.kind, kind.layers, tokens, item, tp, unit.tp
+                    )
+                    if (held, count) not in known:
+                        known[held, count] = MemoryBytes(activations=activation_bytes(spec, held, count))
+                    out[rank] = known[held, count]
             out |= context_activations(plan, spec, stage, count, item)
     return out
 

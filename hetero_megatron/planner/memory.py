@@ -6,8 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
+from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
 from hetero_megatron.spec import ModelSpec, Share, shares, stage_tensors, tensor_box
-from hetero_megatron.spec.flops import head_activation_bytes, layer_activation_bytes
+from hetero_megatron.spec.flops import (
+    head_activation_bytes,
+    head_backward_bytes,
+    layer_activation_bytes,
+    layer_backward_bytes,
+)
 
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -19,7 +25,8 @@ class MemoryBytes:
     Attributes:
         weights: parameters; gradients: accumulated, in at least fp32.
         optimizer: moments, and fp32 masters of 16-bit weights, of the elements that the rank owns.
-        activations: kept for backward by all micro-batches in flight, and what one layer needs while it runs again.
+        activations: kept for backward by all micro-batches in flight, what backward works with, and what is on its way
+            between stages.
         buffers: gradients packed, received and summed when they travel.
         overhead: of the framework, before the first tensor.
         host: fp32 masters and moments of an offloaded optimizer: in the host's memory, so not part of ``total``.
@@ -44,42 +51,75 @@ class MemoryBytes:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "host"}
 
 
-def kept_bytes(
-    spec: ModelSpec, layers: int, head: bool, recompute: str, first: int, tokens: int, item: int, tp: float
-) -> int:
-    """Bytes that one micro-batch keeps in a stage from forward to backward.
+@dataclass(frozen=True)
+class Held:
+    """What one rank of a stage works on, for its activations.
 
-    Args:
+    Attributes:
+        layers, embed, head: of the stage. A stage without embedding receives activations, one without head sends them.
         recompute: none | selective | full | first; ``first`` layers are recomputed whole where it says so.
-        tokens: rows x sequence length on this rank's unit; tp: the rank has 1/tp of heads and columns.
+        tokens: rows x sequence length on this rank's unit; item: bytes per element.
+        tp: the rank has 1/tp of heads and columns; shards: and an equal part of the tokens, of so many.
     """
-    full = {"full": layers, "first": first}.get(recompute, 0)
-    rest = "selective" if recompute == "selective" else "none"
-    total = full * layer_activation_bytes(spec, tokens, "full", item, tp)
-    total += (layers - full) * layer_activation_bytes(spec, tokens, rest, item, tp)
-    return total + (head_activation_bytes(spec, tokens, item, tp) if head else 0)
+
+    layers: int
+    embed: bool
+    head: bool
+    recompute: str
+    first: int
+    tokens: int
+    item: int
+    tp: float
+    shards: int
+
+    @property
+    def full(self) -> int:
+        """Layers that are recomputed whole."""
+        return {"full": self.layers, "first": self.first}.get(self.recompute, 0)
 
 
-def working_bytes(spec: ModelSpec, layers: int, recompute: str, first: int, tokens: int, item: int, tp: float) -> int:
-    """Bytes of one layer that runs again in backward, where any is recomputed whole."""
-    full = {"full": layers, "first": first}.get(recompute, 0)
-    return layer_activation_bytes(spec, tokens, "none", item, tp) if full else 0
+def boundary_bytes(spec: ModelSpec, held: Held) -> int:
+    """Bytes of one micro-batch's activations between two stages on this rank."""
+    return round(held.tokens * spec.hidden_size * held.item / held.shards)
 
 
-def activation_bytes(
-    spec: ModelSpec,
-    layers: int,
-    head: bool,
-    recompute: str,
-    first: int,
-    tokens: int,
-    in_flight: int,
-    item: int,
-    tp: float,
-) -> int:
-    """Bytes of activations of ``in_flight`` micro-batches and of the layer that is being recomputed."""
-    kept = kept_bytes(spec, layers, head, recompute, first, tokens, item, tp)
-    return in_flight * kept + working_bytes(spec, layers, recompute, first, tokens, item, tp)
+def kept_bytes(spec: ModelSpec, held: Held) -> int:
+    """Bytes that one micro-batch keeps in a stage from forward to backward: in its layers, for all of them the rotary
+    tables, and in the head, or the output that the next stage gets."""
+    rest = "selective" if held.recompute == "selective" else "none"
+    sizes = (held.item, held.tp, held.shards)
+    total = held.full * layer_activation_bytes(spec, held.tokens, "full", *sizes)
+    total += (held.layers - held.full) * layer_activation_bytes(spec, held.tokens, rest, *sizes)
+    if spec.position == "rope":
+        total += held.tokens * spec.head_dim * max(held.item, 4)
+    if held.head:
+        return total + head_activation_bytes(spec, held.tokens, *sizes)
+    return total + boundary_bytes(spec, held)
+
+
+def working_bytes(spec: ModelSpec, held: Held) -> int:
+    """Bytes beside what is kept, at the worst moment of a backward.
+
+    That is in the head, or in the last layer when what the head kept is gone; all other layers are still there then.
+    Where all layers are recomputed whole, the last one is there as if it had kept everything; where only the first ones
+    are, the last one is not run again, and gone when they are. On top: receives that are posted, and gradients on
+    their way to the stage before.
+    """
+    tokens, sizes = held.tokens, (held.item, held.tp, held.shards)
+    layer, head, in_head = layer_backward_bytes(spec, tokens, *sizes), 0, 0
+    if held.full == held.layers > 0:
+        layer += layer_activation_bytes(spec, tokens, "none", *sizes)
+        layer -= layer_activation_bytes(spec, tokens, "full", *sizes)
+    if held.head:
+        head = head_activation_bytes(spec, tokens, *sizes)
+        in_head = head_backward_bytes(spec, tokens, held.item, held.tp)
+    moving = (not (held.embed and held.head)) * LOOKAHEAD + (not held.embed) * SEND_LAG
+    return max(in_head, layer - head) + moving * boundary_bytes(spec, held)
+
+
+def activation_bytes(spec: ModelSpec, held: Held, in_flight: int) -> int:
+    """Bytes of activations of ``in_flight`` micro-batches, and of what backward works with."""
+    return in_flight * kept_bytes(spec, held) + working_bytes(spec, held)
 
 
 def held_elements(spec: ModelSpec, layers: int, embed: bool, head: bool, share: Share) -> int:
@@ -114,13 +154,14 @@ def host_bytes(owned: float, moments: int = 2) -> int:
     return round(4 * owned * (moments + 1))
 
 
-def state_bytes(held: int, owned: float, group: int, item: int, moments: int = 2) -> tuple[int, int, int, int]:
+def state_bytes(held: int, owned: float, copies: float, item: int, moments: int = 2) -> tuple[int, int, int, int]:
     """(weights, gradients, optimizer, buffers) of a rank.
 
     Args:
-        held, owned: elements; group: ranks that hold the same (buckets go to and from all of them at once).
+        held, owned: elements; copies: ranks that hold the same ones (what the owner gets from others is added up in a
+            buffer of its own; 1: nothing travels).
     """
     wide = max(item, 4)
     master = 4 if item == 2 else 0
-    buffers = wide * (held - owned + owned * (group - 1) + owned) if group > 1 else 0
+    buffers = wide * (held - owned + owned * (copies - 1) + owned) if copies > 1 else 0
     return held * item, held * wide, round(owned * (moments * wide + master)), round(buffers)

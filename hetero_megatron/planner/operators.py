@@ -16,6 +16,7 @@ from hetero_megatron.spec.flops import layer_attention_flops, visible_pairs
 Seconds = tuple[float, float]  # forward, backward
 ATTENTION_BACKWARD = 2.5  # a flash backward runs five products for the forward's two
 NEAREST = 2  # measured rows that set the correction at a size that was not measured
+UNFUSED = 0.2  # cast, scale, mask, softmax, cast for one kernel: four more launches to a layer's about twenty
 UPDATE_BYTES = 28  # Adam reads gradient, master and two moments in fp32 and writes the last three
 
 
@@ -26,10 +27,14 @@ class Operators:
         rates: of the chip, in the dtype of the run.
         item: bytes per element of activations.
         sequence_parallel: norms and residuals work on a token shard; False: on all tokens, on every TP rank.
+        softmax_batches: as in :class:`~hetero_megatron.planner.costs.CostOptions`.
     """
 
-    def __init__(self, model: ModelSpec, rates: ChipRates, item: int, sequence_parallel: bool = True) -> None:
+    def __init__(
+        self, model: ModelSpec, rates: ChipRates, item: int, sequence_parallel: bool = True, softmax_batches: int = 0
+    ) -> None:
         self.model, self.rates, self.item, self.sequence_parallel = model, rates, item, sequence_parallel
+        self.softmax_batches = softmax_batches
         self.fingerprint = model_fingerprint(model)
         self._cache: dict[tuple[object, ...], Seconds] = {}
         self._rows: dict[str, list[LayerRow]] = {}
@@ -183,9 +188,11 @@ class Operators:
         small = tokens * self.item * (norms + share * local) / self.rates.bytes_per_second
         core = self.attention(share, rows, length)
         # Kernels are launched ahead of the device, so launching counts only where it takes longer than they do.
-        forward = max(products + small + core[0] + exchange, self.rates.layer_seconds + posting)
+        unfused = self.softmax_batches and round(rows * share * model.num_heads) % self.softmax_batches
+        launches = 1 + UNFUSED if unfused else 1.0
+        forward = max(products + small + core[0] + exchange, launches * self.rates.layer_seconds + posting)
         backward = 2 * (products + small) + core[1] + exchange
-        return forward, max(backward, self.rates.layer_backward_seconds + posting)
+        return forward, max(backward, launches * self.rates.layer_backward_seconds + posting)
 
     def _embed_by_operators(self, share: float, rows: float, length: int) -> Seconds:
         moved = 2 * self.item * rows * length * self.model.hidden_size / self.rates.bytes_per_second

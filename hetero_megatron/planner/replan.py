@@ -2,20 +2,23 @@
 
 A warm :class:`Planner` keeps the cost tables and the pipelines (skeletons) that the last search thought best. For new
 numbers of nodes it only asks how many of each fit, divides the batch, solves layers and recompute exactly, and
-evaluates the best few; no new kinds of pipelines are looked for. A full search can follow in the background.
+evaluates the best few; no new kinds of pipelines are looked for. A full search can follow in the background. Where the
+last search tried stages of context groups, they are tried again on what is left, with the layouts known so far.
 ``prepare`` does so ahead of time for the loss of any one node; what is then left to do is to place the plan on ranks.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, validate
 from hetero_megatron.planner.build import Builder, Skeleton
+from hetero_megatron.planner.context_stages import ContextSearch
 from hetero_megatron.planner.evaluate import Evaluator
 from hetero_megatron.planner.place import place, renumbered, shrink, to_plan
 from hetero_megatron.planner.pool import Group, Pool
@@ -24,6 +27,15 @@ from hetero_megatron.planner.shape import Candidate, StageShape
 from hetero_megatron.spec import ModelSpec
 
 MOST_SKELETONS, MOST_TRIED = 24, 10
+
+
+@dataclass(frozen=True)
+class Known:
+    """A plan for ``pool``: a candidate, or, with context groups, a plan on the pool's own ranks."""
+
+    seconds: float
+    plan: Candidate | Plan
+    pool: Pool
 
 
 class Planner:
@@ -41,7 +53,11 @@ class Planner:
         self.options = options or SearchOptions()
         self.result: Result = search(model, cluster, seq_length, batch, self.options)
         self.skeletons = self._skeletons()
-        self._ready: dict[tuple[int, ...], tuple[float, Candidate]] = {}
+        self._ready: dict[tuple[int, ...], Known] = {}
+        self._context: ContextSearch | None = None
+        if self.result.context_tried:
+            costs = self.result.evaluator.costs
+            self._context = ContextSearch(model, cluster, self.result.pool, costs, batch, self.options.space)
 
     def _skeletons(self) -> list[Skeleton]:
         """Distinct pipelines of the best plans, best first, and halves of them (fewer stages of each kind)."""
@@ -74,13 +90,19 @@ class Planner:
                 "none of the known pipelines fits the nodes that are left", field="node", value=", ".join(nodes),
                 accepted="a full search: hetero-megatron plan --without",
             )  # fmt: skip
-        seconds, candidate = found
-        placed = place(candidate, smaller)
-        assert placed is not None, "it was evaluated on these chips"
-        plan = to_plan(placed, self.cluster, self.seq_length, self.model.num_heads)
+        plan = self._on_ranks(found, smaller)
         plan, own = renumbered(plan, {rank: i for i, rank in enumerate(keep)}), shrink(self.cluster, keep)
         validate(plan, self.model, own, dtype=self.options.dtype)
-        return plan, own, seconds
+        return plan, own, found.seconds
+
+    def _on_ranks(self, found: Known, pool: Pool) -> Plan:
+        """On the ranks of a pool that has as many nodes of each group as that which it was made for."""
+        if isinstance(found.plan, Plan):
+            ranks = ([r for g in p.groups for node in g.ranks for r in node] for p in (found.pool, pool))
+            return renumbered(found.plan, dict(zip(*ranks, strict=True)))
+        placed = place(found.plan, pool)
+        assert placed is not None, "it was evaluated on these chips"
+        return to_plan(placed, self.cluster, self.seq_length, self.model.num_heads)
 
     def prepare(self) -> None:
         """Plan ahead for the loss of any one node: equal nodes are interchangeable, so once per group of them."""
@@ -97,18 +119,32 @@ class Planner:
         groups = tuple(
             Group(g.chip, g.per_node, tuple(node for node in g.ranks if node[0] in left)) for g in pool.groups
         )
-        return Pool(groups, pool.intra, pool.inter)
+        inter = tuple(
+            tuple(None if g == h and groups[g].nodes < 2 else link for h, link in enumerate(row))
+            for g, row in enumerate(pool.inter)
+        )
+        return Pool(groups, pool.intra, inter)
 
-    def _search(self, pool: Pool) -> tuple[float, Candidate] | None:
-        """(seconds, candidate): the best of the known pipelines on these nodes; None when none fits."""
+    def _search(self, pool: Pool) -> Known | None:
+        """The best of the known pipelines and of stages of context groups on these nodes; None when nothing fits."""
+        best = self._pipelines(pool)
+        if self._context is not None:
+            left = pool.restricted([i for i, g in enumerate(pool.groups) if g.nodes])
+            found = self._context.on(left).run(best.seconds if best else math.inf, None).plans
+            if found and (best is None or found[0].prediction.step_seconds < best.seconds):
+                return Known(found[0].prediction.step_seconds, found[0].plan, pool)
+        return best
+
+    def _pipelines(self, pool: Pool) -> Known | None:
+        """The best of the known pipelines."""
         evaluator = Evaluator(self.result.evaluator.tables, pool)
         builder = Builder(evaluator, self.model, self.batch, self.options.space)
-        best: tuple[float, Candidate] | None = None
+        best: Known | None = None
         for rows in itertools.islice(self._combinations(pool), MOST_TRIED):
             for candidate in builder.candidates(rows, self.result.best.candidate.schedule):
                 score = evaluator.score(candidate)
-                if score is not None and score.over == 0 and (best is None or score.step_seconds < best[0]):
-                    best = (score.step_seconds, candidate)
+                if score is not None and score.over == 0 and (best is None or score.step_seconds < best.seconds):
+                    best = Known(score.step_seconds, candidate, pool)
         return best
 
     def _combinations(self, pool: Pool) -> Iterator[list[Skeleton]]:

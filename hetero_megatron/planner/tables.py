@@ -140,7 +140,7 @@ class Tables:
         constant = kept["none"][0]
         for r in RECOMPUTES if kind.recompute is None else (kind.recompute,):
             head, per, work = kept[r]
-            fits = k * (head + per * n) + work * (n > 0) <= room
+            fits = k * (head + per * n) + work <= room
             seconds = np.where(fits, unit.backward[r][0] + unit.backward[r][1] * n, np.inf)
             better = seconds < best
             best = np.where(better, seconds, best)
@@ -148,9 +148,9 @@ class Tables:
             full = np.where(better, n if r == "full" else 0, full)
         if self.first and kind.recompute is None:
             save = k * (kept["none"][1] - kept["full"][1])
-            over = k * (constant + kept["none"][1] * n) + kept["full"][2] - room
+            over = k * (constant + kept["none"][1] * n) + kept["none"][2] - room
             need = np.ceil(np.maximum(over, 0.0) / save - 1e-9)
-            need = np.where((need >= 1) & (need <= n) & (room >= 0), need, np.inf)
+            need = np.where((need >= 1) & (need < n) & (room >= 0), need, np.inf)
             back = unit.backward["none"]
             extra = unit.backward["full"][1] - back[1]
             seconds = back[0] + back[1] * n + need * extra
@@ -161,9 +161,9 @@ class Tables:
         return StageTable(np.asarray(best + forward, np.float64), full, selective, np.asarray(forward, np.float64))
 
     def _activations(self, kind: Kind, recompute: str) -> tuple[float, float, float]:
-        """(bytes of the ends, bytes per layer, bytes while a layer runs again): activations are
+        """(bytes of the ends, bytes per layer, bytes that backward works with): activations are
         in_flight x (ends + layers x per layer) + working."""
-        key = (kind.group, kind.tp, kind.dp, kind.micro_batch_size, kind.head, recompute)
+        key = (kind.group, kind.tp, kind.dp, kind.micro_batch_size, kind.embed, kind.head, recompute)
         if key not in self._kept:
             a, b, c = (self._bytes(kind, recompute, n, k)[1] for n, k in ((1, 1), (2, 1), (1, 2)))
             per, both = b - a, c - a

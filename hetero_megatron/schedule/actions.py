@@ -8,6 +8,8 @@ from typing import NamedTuple
 COMPUTE = ("F", "B", "B_INPUT", "W")
 COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 SYNCHRONISATION = ("REDUCE", "UPDATE", "SPREAD")
+LOOKAHEAD = 2  # receives posted before they are needed: one in flight while one is being consumed
+SEND_LAG = 4  # gradient sends that may be under way; their buffers live that long
 KINDS = (*COMPUTE, *COMMUNICATION, *SYNCHRONISATION)
 
 

@@ -57,7 +57,7 @@ def layer_parameters(spec: ModelSpec) -> int:
 
 
 def layer_activation_bytes(
-    spec: ModelSpec, tokens: int, recompute: str = "none", itemsize: int = 2, tp: float = 1.0
+    spec: ModelSpec, tokens: int, recompute: str = "none", itemsize: int = 2, tp: float = 1.0, shards: int | None = None
 ) -> int:
     """Bytes that one layer keeps from forward to backward, as ``model/gpt.py`` saves them.
 
@@ -76,11 +76,12 @@ def layer_activation_bytes(
         tokens: tokens of the micro-batch (rows x sequence length).
         recompute: none | selective | full; a stage's ``first: n`` is n layers full and the rest none.
         tp: this rank's share is 1 / tp of heads and columns; need not be an integer.
+        shards: of the tokens, one to each rank of the TP group, all equal; None: ``tp``.
     """
     h, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     if recompute == "full":
-        return round(tokens * h / tp) * itemsize
-    shard = 2 * h / tp
+        return round(tokens * h / (shards or tp)) * itemsize
+    shard = 2 * h / (shards or tp)
     gathered = 2 * h
     cut = 2 * q + 2 * kv + (3 if spec.activation == "swiglu" else 2) * spec.ffn_hidden_size
     if spec.qk_norm:
@@ -89,11 +90,50 @@ def layer_activation_bytes(
     return round(tokens * (itemsize * (shard + gathered + cut / tp) + lse / tp))
 
 
-def head_activation_bytes(spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0) -> int:
+def layer_backward_bytes(
+    spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, shards: int | None = None
+) -> int:
+    """Bytes that backward through one layer needs beside what the layer keeps, at the worst moment of autograd's.
+
+    The gradient that goes around the MLP is there all the time (h on the token shard). The worst moment is one of:
+
+    - in the activation: its input's gradients are written, one helper beside them, while the input is still kept and
+      the product is gone: 2 f with SwiGLU (gate's and up's gradients beside the product's), otherwise 1 f;
+    - in ``down_proj``: the gradient that comes in (h, whole), the product's (f), the weight's before it is added up;
+    - its addition to the fp32 sum, which makes a wide copy of a 16-bit gradient;
+    - with TP, a gather or scatter of tokens: what is sent, what is received, and the result, 3 h.
+    """
+    h, f = spec.hidden_size, spec.ffn_hidden_size / tp
+    row = tokens * itemsize
+    weight = h * f
+    inside = (2 if spec.activation == "swiglu" else 1) * f
+    worst = max(row * inside, row * (h + f) + weight * itemsize)
+    if itemsize == 2:
+        worst = max(worst, weight * (itemsize + 4))
+    if tp > 1:
+        worst = max(worst, row * 3 * h)
+    return round(row * h / (shards or tp) + worst)
+
+
+def head_activation_bytes(
+    spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, shards: int | None = None
+) -> int:
     """Bytes that the head keeps: norm input, head input, and the probabilities in at least fp32.
 
     Where these would be more than ``LOGITS_BYTES``, the runtime goes through the tokens in chunks and stays below.
     """
     h = spec.hidden_size
     logits = min(tokens * max(itemsize, 4) * spec.vocab_size / tp, LOGITS_BYTES)
-    return round(tokens * itemsize * (h / tp + h) + logits)
+    return round(tokens * itemsize * (h / (shards or tp) + h) + logits)
+
+
+def head_backward_bytes(spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0) -> int:
+    """Bytes that head and loss need beside what they keep, at the worst moment: 16-bit logits beside their wide
+    probabilities, or the gradients of the head's input and, before it is added up, of its weight."""
+    h, vocab, wide = spec.hidden_size, spec.vocab_size / tp, max(itemsize, 4)
+    chunked = tokens * wide * vocab > LOGITS_BYTES
+    gradients = tokens * itemsize * h + vocab * h * (wide if chunked else itemsize)
+    logits = tokens * itemsize * vocab if itemsize < wide and not chunked else 0
+    if logits:  # the wide probabilities are gone before the products of backward
+        gradients -= tokens * (wide - itemsize) * vocab
+    return round(max(logits, gradients))
