@@ -143,10 +143,10 @@ def test_files_runs_and_searches_have_the_same_islands(tmp_path: Path) -> None:
     assert [run.plan.islands for run in read_runs(str(tmp_path / "runs.csv"), cluster)] == [((0, 1), (2, 3))]
     found = search(SPEC, cluster, 8, 8, SearchOptions(dtype="fp32"))
     several = [c for c in (found.best, *found.others) if len(c.plan.pipelines) > 1]
+    assert several
     for choice in several:
         bare = replace(choice.plan, islands=(), _cache={})
         assert with_islands(bare, SPEC, cluster).fingerprint() == choice.plan.fingerprint()
-    assert any(choice.plan.islands for choice in several)
 
 
 def test_two_hops_take_turns() -> None:
@@ -212,7 +212,7 @@ def test_the_step_as_data() -> None:
     )
     assert format_step(plan, buckets).splitlines() == [
         "pipelines 0-3, 1f1b",
-        "  stage 0: F0         B0         REDUCE0    REDUCE0.1  UPDATE0    SPREAD0.1  SPREAD0",
+        "  stage 0: F0        B0        REDUCE0   REDUCE0.1 UPDATE0   SPREAD0.1 SPREAD0",
         "F, B: ranks 0-1 | 2-3 | 4-5 | 6-7 meet",
         "REDUCE0: ranks 0-3 | 4-7 meet",
         "REDUCE0.1: ranks 0-7 meet",

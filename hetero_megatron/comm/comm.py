@@ -21,6 +21,7 @@ from hetero_megatron.comm.errors import CommError
 from hetero_megatron.comm.pacing import PacedWork
 from hetero_megatron.errors import UserError
 from hetero_megatron.platform import Platform
+from hetero_megatron.platform.host_memory import keep_freed_memory
 
 
 class Handle:
@@ -270,6 +271,8 @@ def start_comm(platform: Platform, timeout_seconds: float, position: int | None 
     Raises:
         UserError: two processes claim one position, or the launcher cannot renumber ranks.
     """
+    if platform.device.type == "cpu":
+        keep_freed_memory()
     timeout = timedelta(seconds=timeout_seconds)
     total, launched_as = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     rank = launched_as if position is None else position

@@ -263,6 +263,10 @@ class BucketExchange:
         self._arrays = list(sums) if hop + 1 < len(self.hops) else []
         return sums
 
+    def forget(self) -> None:
+        """Hold on to no gradients."""
+        self._arrays, self._memory = [], torch.empty(0)
+
     def start_spread(
         self, hop: int, masters: Sequence[torch.Tensor], params: Mapping[str, torch.Tensor], flat: FlatTensors | None
     ) -> None:

@@ -75,7 +75,8 @@ class GradientSync:
         self._has_come(name)
 
     def _accumulated(self, name: str, param: torch.Tensor) -> None:
-        assert param.grad is not None
+        if param.grad is None:  # its product was taken; torch 2.13 runs the hook all the same
+            return
         if name in self._come:
             self._view(name).add_(param.grad)
         else:
@@ -159,13 +160,16 @@ class GradientSync:
                 self._end_next(wait=True)
 
     def finish(self) -> list[list[torch.Tensor]]:
-        """Complete what is left, and return the summed gradients of the owned pieces per exchange. They are good until
-        the next gradient comes."""
+        """Complete what is left, and return the summed gradients of the owned pieces per exchange; the memory of all
+        gradients goes when these are given up."""
         if not self._armed:
             self.begin(self.reduces)
         if self._queue:
             self.complete(self._queue[-1])
         self._armed = False
         self._come.clear()
+        self._grads.clear()
+        for exchange in self.exchanges:
+            exchange.forget()
         owned, self._owned = self._owned, []
         return owned

@@ -5,7 +5,7 @@ torch's own optimizers would do, but the first one that is made imports the comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +19,7 @@ class Optimizer(Protocol):
     """
 
     param_groups: list[dict[str, Any]]
-    state: MutableMapping[torch.Tensor, Any]
+    state: Any  # a mapping, invariant in what it holds
 
     def step(self) -> object: ...
 
