@@ -14,6 +14,7 @@ from hetero_megatron.plan.dump import rank_ranges
 from hetero_megatron.spec import ModelSpec
 
 Islands = tuple[tuple[int, ...], ...]
+SEARCHED = 32  # chips up to which a search gives islands to what it predicts: their layouts take seconds for hundreds
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ def with_islands(plan: Plan, model: ModelSpec, cluster: Cluster) -> Plan:
         if seconds < least:
             best, least = divided, seconds
     return best
+
+
+def with_islands_where_quick(plan: Plan, model: ModelSpec, cluster: Cluster) -> Plan:
+    """For a search: the plan as all that read it with the cluster will have it, up to ``SEARCHED`` chips."""
+    return with_islands(plan, model, cluster) if cluster.world_size <= SEARCHED else plan
 
 
 def divisions(plan: Plan, cluster: Cluster) -> list[Islands]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, validate
-from hetero_megatron.plan.islands import with_islands
+from hetero_megatron.plan.islands import with_islands_where_quick
 from hetero_megatron.planner.build import Builder, Skeleton
 from hetero_megatron.planner.evaluate import Evaluator
 from hetero_megatron.planner.place import place, renumbered, shrink, to_plan
@@ -80,7 +80,7 @@ class Planner:
         assert placed is not None, "it was evaluated on these chips"
         plan = to_plan(placed, self.cluster, self.seq_length, self.model.num_heads)
         plan, own = renumbered(plan, {rank: i for i, rank in enumerate(keep)}), shrink(self.cluster, keep)
-        plan = with_islands(plan, self.model, own)
+        plan = with_islands_where_quick(plan, self.model, own)
         validate(plan, self.model, own, dtype=self.options.dtype)
         return plan, own, seconds
 
