@@ -104,11 +104,15 @@ def _bandwidth(cluster: Cluster, a: int, b: int) -> float | None:
 def _link_seconds(buckets: Sequence[Bucket], cluster: Cluster) -> float:
     """Elements over bandwidth, added up over all pairs; a link of unknown speed counts nothing."""
     total = 0.0
-    for bucket in buckets:
-        for hop in bucket.hops:
+    known: dict[tuple[int, ...], float] = {}  # equal layers share their layouts
+    for hop in (hop for bucket in buckets for hop in bucket.hops):
+        key = tuple(id(layout) for layout in (*hop.sources.values(), *hop.targets.values()))
+        if key not in known:
+            known[key] = 0.0
             for (a, b), count in hop_elements(hop).items():
                 speed = _bandwidth(cluster, a, b) if a != b else None
-                total += count / speed if speed else 0.0
+                known[key] += count / speed if speed else 0.0
+        total += known[key]
     return total
 
 
