@@ -87,9 +87,9 @@ def real_step(comm: Comm, run: RunConfig) -> tuple[dict[int, int], int, int] | N
         return Batch(rows, rows, torch.arange(rows.shape[1]).expand(rows.shape))
 
     runtime.train_step(fetch, 0, run.plan.global_batch_size, 1e-3)
-    assert runtime.optimizer is not None and runtime.optimizer.torch_optimizer is not None
-    states = runtime.optimizer.torch_optimizer.state.values()
-    moments = sum(t.nbytes for s in states for t in s.values() if t.dim())
+    assert runtime.optimizer is not None and runtime.optimizer.inner is not None
+    states = runtime.optimizer.inner.state.values()
+    moments = sum(t.nbytes for s in states for t in s.values() if isinstance(t, torch.Tensor) and t.dim())
     own = {p.untyped_storage().data_ptr() for p in runtime.sync.params.values()}
     masters = [m for per in runtime.optimizer.masters for m in per]
     copies = sum(m.nbytes for m in masters if m.untyped_storage().data_ptr() not in own)

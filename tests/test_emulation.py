@@ -33,6 +33,7 @@ def count(function) -> float:  # type: ignore[no-untyped-def]
 def test_a_product_costs_its_flops_forward_and_backward(m: int, n: int, k: int) -> None:
     a, b = torch.randn(m, k, requires_grad=True), torch.randn(k, n, requires_grad=True)
     assert count(lambda: a @ b) == pytest.approx(1e-5 + 2 * m * n * k / 1e9)
+    assert count(lambda: torch.zeros(m, n).addmm_(a.detach(), b.detach())) >= 1e-5 + 2 * m * n * k / 1e9
     out = a @ b
     backward = count(lambda: torch.autograd.backward(out, torch.ones_like(out.detach())))
     # Two products and the seed (empty, fill), plus what moving gradients costs: bounded by bytes of all of them.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +14,15 @@ import pytest
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, Layout, assign_owners, reduction, representatives
-from hetero_megatron.plan import dump_yaml, plan_from_dict, to_dict
+from hetero_megatron.plan import dump_yaml, load_plan, plan_from_dict, to_dict
 from hetero_megatron.plan.buckets import layer_groups, make_buckets, plan_groups, sync_actions
 from hetero_megatron.plan.islands import crossing, format_islands, hop_elements, with_islands
-from hetero_megatron.plan.program import Collectives, step_schedules, validate_step
+from hetero_megatron.plan.program import Collectives, format_step, step_schedules, validate_step
 from hetero_megatron.planner.costs import CostModel, CostOptions
+from hetero_megatron.planner.fit import read_runs
 from hetero_megatron.planner.network import Network
+from hetero_megatron.planner.predict import predict
+from hetero_megatron.planner.search import SearchOptions, search
 from hetero_megatron.planner.sync import Synchronisation
 from hetero_megatron.schedule import Action, Costs, Schedule, ScheduleError, format_grid, simulate, validate
 from hetero_megatron.spec import from_hf_config
@@ -128,6 +133,34 @@ def test_islands_of_a_cluster() -> None:
     )  # fmt: skip
 
 
+def test_files_runs_and_searches_have_the_same_islands(tmp_path: Path) -> None:
+    cluster = nodes("50 MB/s")
+    (tmp_path / "p.json").write_text(json.dumps(replicas(4) | {"version": 1}))
+    (tmp_path / "m.json").write_text(json.dumps(MODEL))
+    (tmp_path / "runs.csv").write_text(f"plan,model,seconds\np.json,{tmp_path / 'm.json'},1\n")
+    assert load_plan(tmp_path / "p.json", SPEC).islands == ()
+    assert load_plan(tmp_path / "p.json", SPEC, cluster).islands == ((0, 1), (2, 3))
+    assert [run.plan.islands for run in read_runs(str(tmp_path / "runs.csv"), cluster)] == [((0, 1), (2, 3))]
+    found = search(SPEC, cluster, 8, 8, SearchOptions(dtype="fp32"))
+    several = [c for c in (found.best, *found.others) if len(c.plan.pipelines) > 1]
+    assert several
+    for choice in several:
+        bare = replace(choice.plan, islands=(), _cache={})
+        assert with_islands(bare, SPEC, cluster).fingerprint() == choice.plan.fingerprint()
+
+
+def test_two_hops_take_turns() -> None:
+    """Every rank's second hop of a bucket begins after its first has ended, and the way back is the other way round."""
+    plan = plan_from_dict(replicas(4, ["0-1", "2-3"]), SPEC)
+    found = predict(plan, SPEC, nodes("5 MB/s"), "fp32")
+    for spans, first in ((found.reduces, 0), (found.spreads, 1)):
+        by_hop = {h: [s for s in spans if s.hop == h] for h in (0, 1)}
+        assert len(by_hop[0]) == 2 * len(by_hop[1]) > 0  # an exchange per island, and one between them
+        for late in by_hop[1 - first]:
+            early = [s for s in by_hop[first] if s.bucket == late.bucket]
+            assert max(s.end for s in early) <= late.start if first == 0 else early[0].end <= late.start
+
+
 def test_two_hops_are_priced() -> None:
     """Half the bytes over the slow link: the predicted exchange of gradients takes less."""
     cluster = nodes("5 MB/s")
@@ -136,7 +169,8 @@ def test_two_hops_are_priced() -> None:
     seconds = []
     for plan in (plan_from_dict(replicas(4), SPEC), plan_from_dict(replicas(4, ["0-1", "2-3"]), SPEC)):
         sync = Synchronisation(plan, costs, network)
-        seconds.append(sum(sync.price(b, 4.0, spread=False).seconds for b in sync.buckets))
+        hops = [row for b in sync.buckets for row in sync.meetings(b, False)]
+        seconds.append(sum(max(sync.price(m, 4.0, spread=False).seconds for m in row) for row in hops))
     assert seconds[1] < 0.6 * seconds[0]
 
 
@@ -176,6 +210,16 @@ def test_the_step_as_data() -> None:
     assert format_grid(schedules[0]).split() == (
         ["stage", "0:", "F0", "B0", "REDUCE0", "REDUCE0.1", "UPDATE0", "SPREAD0.1", "SPREAD0"]
     )
+    assert format_step(plan, buckets).splitlines() == [
+        "pipelines 0-3, 1f1b",
+        "  stage 0: F0        B0        REDUCE0   REDUCE0.1 UPDATE0   SPREAD0.1 SPREAD0",
+        "F, B: ranks 0-1 | 2-3 | 4-5 | 6-7 meet",
+        "REDUCE0: ranks 0-3 | 4-7 meet",
+        "REDUCE0.1: ranks 0-7 meet",
+        "UPDATE0: ranks 0-7 meet",
+        "SPREAD0.1: ranks 0-7 meet",
+        "SPREAD0: ranks 0-3 | 4-7 meet",
+    ]
     meet = Collectives(plan, buckets)
     assert meet(0, Action("F", 0)) == ((0, 1),)
     assert meet(0, Action("REDUCE", 0, 0)) == ((0, 1, 2, 3),)

@@ -24,7 +24,6 @@ from hetero_megatron.plan.kernels import with_kernels
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.spec import LogicalTensor, ModelSpec, from_hf_config, shares
 from hetero_megatron.training.config import OptimizerConfig
-from hetero_megatron.training.kernels import kernel_optimizer
 from hetero_megatron.training.loop import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
 from tests.pool import shared_pool
@@ -73,7 +72,7 @@ def train(comm: Comm, plan: Plan, spec: ModelSpec, backend: str | None = None) -
         return initial_values(tensor, box, spec, 7)
 
     kernels = kernels_of(plan, spec, comm.rank, backend is not None)
-    factory = kernel_optimizer(optimizer_factory(OptimizerConfig()), OptimizerConfig(), kernels)
+    factory = optimizer_factory(OptimizerConfig(), kernel=kernels.adamw)
     runtime = Runtime(
         plan, spec, comm, torch.float32, initialize, factory, kernels=kernels, compile_backend=backend
     )

@@ -72,7 +72,7 @@ def run(
     seen = steps(runtime, case, size, first, 3)
     if path is not None:
         save(runtime, path, 3, asynchronous=False)
-    kinds = {type(runtime.optimizer.torch_optimizer).__name__, str(runtime.optimizer.masters[0][0].device)}
+    kinds = {type(runtime.optimizer.inner).__name__, str(runtime.optimizer.masters[0][0].device)}
     return {"steps": seen, "weights": weights(runtime), "kinds": kinds}
 
 

@@ -60,16 +60,26 @@ def test_the_search_and_the_prediction_agree(per_node: int) -> None:
     assert sum(errors) / len(errors) < 0.005 and max(errors) < 0.02
 
 
-def test_hosts_pack_sum_and_unpack() -> None:
-    """Two replicas, by hand: half of everything is packed, all of it summed, half of it written."""
+@pytest.mark.parametrize("dense", [True, False])
+def test_hosts_pack_sum_and_unpack(dense: bool) -> None:
+    """Two replicas, by hand: half of everything is packed, all of it summed, half of it written; in a dense bucket
+    only summed."""
     there = cluster(per_node=1, beta=1e-30, **HOST)
     found = plan_from_dict(plan((1, stages(11)), (1, stages(11, first_rank=1))), MODEL)
     costs = CostModel(MODEL, there, SEQ, "fp32")
     sync = Synchronisation(found, costs, StageCosts(found, costs).network)
     (bucket,) = sync.buckets
-    before, after = sync.host_seconds(bucket, 0, 4, False)
+    (((meeting,),),) = [sync.meetings(bucket, False)]
+    assert bucket.dense
+    if dense:
+        (before, after), (packed, written) = (sync.host_seconds(meeting, 0, 4, spread) for spread in (False, True))
+        assert before == packed == written == pytest.approx(0.02)
+        assert after == pytest.approx(2.0 / 2 * 2 + 0.04, rel=0.02)
+        return
+    bucket.__dict__["dense"] = False
+    before, after = sync.host_seconds(meeting, 0, 4, False)
     assert before == pytest.approx(1.5 / 2 + 0.02, rel=0.02) and after == pytest.approx(2.0 / 2 * 2 + 0.04, rel=0.02)
-    before, after = sync.host_seconds(bucket, 1, 4, True)
+    before, after = sync.host_seconds(meeting, 1, 4, True)
     assert before == pytest.approx(1.5 / 2 + 0.02, rel=0.02) and after == pytest.approx(1.0 / 2 + 0.02, rel=0.02)
     parts = predict(found, MODEL, there, "fp32", costs).parts
     # One micro-batch of 11 layers, 1 s forward and 2 s backward each, the first backward cheaper.

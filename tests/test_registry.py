@@ -181,9 +181,32 @@ def test_deferred_weight_gradients_equal_immediate_ones_and_run_the_hooks() -> N
     torch.testing.assert_close(x.grad, want_x)
     assert count == 1 and len(seen) > count
     buffer = torch.ones(5, 4, dtype=torch.float64)
+    plan.weight_gradients.takers[id(weight)] = lambda dy, x, kernel: kernel(dy, x, buffer)
+    weight.grad = None
     plan.gemm(x, weight, None).square().sum().backward()
-    plan.weight_gradients.flush(lambda w: buffer)
+    plan.weight_gradients.flush()
     torch.testing.assert_close(buffer, first + 1)
+    plan.weight_gradients.deferring = False
+    plan.gemm(x, weight, None).square().sum().backward()
+    torch.testing.assert_close(buffer, 2 * first + 1)
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize("provider", ["aten", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [(3, 4), (2, 0)])
+def test_weight_gradients_are_added_in_place(provider: str, dtype: torch.dtype, rows: tuple[int, int]) -> None:
+    """Over several micro-batches, the first of which finds nothing there, against one product in fp64."""
+    product = torch_registry().kernel("gemm", provider).parts["weight"]
+    generator = torch.Generator().manual_seed(0)
+    into = torch.full((5, 6), float("nan"), dtype=torch.promote_types(dtype, torch.float32))
+    want = torch.zeros(5, 6, dtype=torch.float64)
+    for i in range(3):
+        dy = torch.randn(*rows, 5, generator=generator, dtype=torch.float64).to(dtype)
+        x = torch.randn(*rows, 6, generator=generator, dtype=torch.float64).to(dtype)
+        assert product(dy, x, into, float(i > 0)) is into
+        want += dy.double().flatten(0, 1).t() @ x.double().flatten(0, 1)
+    torch.testing.assert_close(into.double(), want, rtol=0, atol=1e-13 if dtype == torch.float64 else 1e-5)
 
 
 @pytest.mark.parametrize("provider", ["aten", "reference"])

@@ -30,7 +30,7 @@ def owned_tensors(
     shapes = {t.name: t.shape for t in logical_tensors(spec)}
     parts: dict[str, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
     shared: dict[str, list[Any]] = defaultdict(list)
-    inner = optimizer.torch_optimizer
+    inner = optimizer.inner
     for name, box, master in optimizer.owned():
         parts[f"{MODEL}.{name}"].append((box, master))
         for key, value in inner.state.get(master, {}).items() if with_optimizer and inner is not None else ():
@@ -83,8 +83,8 @@ def load_tensors(
 
 
 def _make_states(optimizer: ShardedOptimizer, names: Sequence[str], numbers: Mapping[str, float]) -> None:
-    """States of the shape that the torch optimizer would make at its first step, to be overwritten."""
-    inner = optimizer.torch_optimizer
+    """States of the shape that the optimizer would make at its first step, to be overwritten."""
+    inner = optimizer.inner
     if inner is None or not names:
         return
     native = isinstance(inner, torch.optim.AdamW | torch.optim.SGD)  # others count steps in an int

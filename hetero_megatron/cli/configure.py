@@ -15,7 +15,6 @@ from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.data import DataConfig
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan
-from hetero_megatron.plan.islands import with_islands
 from hetero_megatron.plan.kernels import with_kernels
 from hetero_megatron.training.config import RunConfig
 
@@ -43,8 +42,6 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
     spec = build_spec(args, data)
     cluster = _cluster(args)
     plan = build_plan(args, spec, environment, cluster, dtype)
-    if cluster is not None:
-        plan = with_islands(plan, spec, cluster)
     if args["kernels"] is not None:
         plan = with_kernels(plan, args["kernels"])
     return RunConfig(

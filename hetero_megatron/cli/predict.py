@@ -11,7 +11,9 @@ from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import load_plan
-from hetero_megatron.plan.islands import format_islands, with_islands
+from hetero_megatron.plan.buckets import make_buckets
+from hetero_megatron.plan.islands import format_islands
+from hetero_megatron.plan.program import format_step
 from hetero_megatron.planner.costs import CostModel, CostOptions
 from hetero_megatron.planner.memory import ITEM_BYTES
 from hetero_megatron.planner.page import html_page
@@ -36,6 +38,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.add_argument("--html", metavar="FILE", help="write the timeline as a page")
     parser.add_argument("--trace", metavar="FILE", help="write the timeline as a Perfetto trace (ui.perfetto.dev)")
+    parser.add_argument("--schedule", action="store_true",
+                        help="also print what every stage does in a step, and which ranks meet in what")  # fmt: skip
     parser.add_argument("--width", type=int, default=100, metavar="N", help="columns of the printed timeline (100)")
     args = parser.parse_args(list(argv))
     if not 0 <= args.memory_margin < 1:
@@ -43,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     if args.width < 10:
         raise UserError("too narrow", field="--width", value=args.width, accepted="10 or more")
     model, cluster = load_model(args.model), load_cluster(args.cluster)
-    plan = with_islands(load_plan(args.plan, model, cluster, args.dtype), model, cluster)  # as training does
+    plan = load_plan(args.plan, model, cluster, args.dtype)
     options = CostOptions(margin=args.memory_margin, moments=2 if args.optimizer == "adam" else 1)
     found = predict(plan, model, cluster, args.dtype, CostModel(model, cluster, plan.seq_length, args.dtype, options))
     if args.html:
@@ -57,6 +61,8 @@ def main(argv: Sequence[str]) -> int:
         if plan.islands:
             print(format_islands(plan, model))
         print(format_timeline(found, args.width))
+        if args.schedule:
+            print(format_step(plan, make_buckets(plan, model)))
     if found.over:
         print(f"error: the plan does not fit: {found.over[0]}", file=sys.stderr)
         return 1

@@ -209,7 +209,8 @@ class OperatorSeconds(TorchDispatchMode):
             return None
         if "scaled_dot_product" in name:
             return lambda args, kwargs, out: _attention_flops(name, args) / chip.attention_flops
-        flops = self._flops.get(func.overloadpacket)
+        plain = getattr(torch.ops.aten, name.removesuffix("_"), func.overloadpacket)  # addmm_ costs what addmm does
+        flops = self._flops.get(func.overloadpacket) or self._flops.get(plain)
         if flops is None:
             return lambda args, kwargs, out: (_bytes(args) + _bytes(out)) / chip.bytes_per_second
         return lambda args, kwargs, out: (

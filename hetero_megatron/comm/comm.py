@@ -217,12 +217,19 @@ class Group:
         """For torch.distributed.checkpoint, which does its own collectives; None when alone."""
         return self._handle
 
-    def all_to_all(self, send: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
+    def all_to_all(
+        self,
+        send: torch.Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        into: torch.Tensor | None = None,
+    ) -> Handle:
         """Ragged exchange of a flat buffer.
 
         Args:
             send: [sum(send_counts)], parts for the members in group order, contiguous.
             send_counts, recv_counts: elements per member; zeros are fine. The own part goes through the buffer too.
+            into: what comes is written here, [sum(recv_counts)], contiguous; None: into new memory.
 
         Returns:
             A handle whose result is [sum(recv_counts)], parts in group order.
@@ -230,7 +237,7 @@ class Group:
         if self._handle is None:
             return Handle(self.comm, None, send, ())
         self.count(send, send_counts)
-        recv = send.new_empty(sum(recv_counts))
+        recv = send.new_empty(sum(recv_counts)) if into is None else into
         sizes = {r: n * send.element_size() for r, n in zip(self.ranks, send_counts) if r != self.comm.rank}
         work = self.comm.start(
             self._others(),

@@ -16,14 +16,20 @@ from hetero_megatron.comm.comm import Comm, Group, Handle
 class FakeGroup(Group):
     """Receives uninitialised values of the right size at once."""
 
-    def all_to_all(self, send: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
+    def all_to_all(
+        self,
+        send: torch.Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        into: torch.Tensor | None = None,
+    ) -> Handle:
         if self.size == 1:
             return Handle(self.comm, None, send, ())
         assert send.numel() == sum(send_counts), f"{send.numel()} elements for counts {send_counts}"
+        assert into is None or into.numel() == sum(recv_counts), f"{into.numel()} elements for counts {recv_counts}"
         self.count(send, send_counts)
-        return Handle(
-            self.comm, None, send.new_empty(sum(recv_counts)), (), send
-        )  # alive until waited for, as in earnest
+        recv = send.new_empty(sum(recv_counts)) if into is None else into
+        return Handle(self.comm, None, recv, (), send)  # alive until waited for, as in earnest
 
     def exchange(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> Handle:
         self.count(send[0], [x.numel() for x in send])

@@ -17,6 +17,7 @@ from hetero_megatron.comm.errors import CommError
 from hetero_megatron.comm.reach import PATIENCE, UNREACHABLE, Address, Reach, explain, listen
 from hetero_megatron.errors import UserError
 from hetero_megatron.platform import Platform
+from hetero_megatron.platform.host_memory import keep_freed_memory
 
 # Ranks need long and unlike times to start (imports, a busy host), which says nothing about links.
 START_UP = timedelta(seconds=60)
@@ -34,6 +35,8 @@ def start_comm(platform: Platform, timeout_seconds: float, position: int | None 
         UserError: two processes claim one position, or the launcher cannot renumber ranks.
         CommError: not all ranks came, or some could not connect.
     """
+    if platform.device.type == "cpu":
+        keep_freed_memory()
     timeout = timedelta(seconds=timeout_seconds)
     total, launched_as = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     rank = launched_as if position is None else position

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from hetero_megatron.layout.box import Box
 from hetero_megatron.layout.layout import Layout
-from hetero_megatron.layout.refine import Cell, refine
+from hetero_megatron.layout.refine import refine
 
 
 def assign_owners(
@@ -14,23 +14,26 @@ def assign_owners(
 ) -> dict[str, Layout]:
     """Spread ownership of a set of tensors over their holders, in proportion to ``weights`` (default: equal).
 
-    Owners hold row intervals of cells of the common refinement; cells under ``whole_below`` elements are not
-    split. Cells with the fewest possible owners are placed first, larger before smaller, each filled like
-    water: the least loaded holders get rows until their loads meet. Deterministic, so all ranks agree without
-    talking.
+    Cells of the common refinement that the same ranks hold are strung together, in the order of the tensors, and each
+    of these ranks owns one run of them, ranks ascending: so what a rank sends to an owner lies in one piece where it
+    keeps its tensors in that order. Runs are cut between rows of a cell; cells under ``whole_below`` elements are not
+    cut. Sets with the fewest possible owners come first, each filled like water: the least loaded holders get elements
+    until their loads meet. Deterministic, so all ranks agree without talking.
     """
     load: dict[int, float] = {}
     weight = dict(weights or {})
     owned: dict[str, dict[int, list[Box]]] = {name: {r: [] for r in layout.ranks} for name, layout in holders.items()}
-    cells = [(name, cell) for name, layout in holders.items() for cell in refine(layout)]
-    for _, cell in cells:
-        for rank in cell.holders:
-            load.setdefault(rank, 0.0)
-            # Never quite zero: what only zero-weight ranks hold must still find an owner among them.
-            weight[rank] = max(weight.get(rank, 1.0), 1e-9)
-    cells.sort(key=lambda item: (len(item[1].holders), -item[1].box.size, item[0], item[1].box))
-    for name, cell in cells:
-        for rank, box in _place(cell, load, weight, whole_below):
+    runs: dict[tuple[int, ...], list[tuple[str, Box]]] = {}
+    for name, layout in holders.items():
+        for cell in refine(layout):
+            runs.setdefault(cell.holders, []).append((name, cell.box))
+            for rank in cell.holders:
+                load.setdefault(rank, 0.0)
+                # Never quite zero: what only zero-weight ranks hold must still find an owner among them.
+                weight[rank] = max(weight.get(rank, 1.0), 1e-9)
+    sizes = {ranks: sum(box.size for _, box in cells) for ranks, cells in runs.items()}
+    for ranks in sorted(runs, key=lambda r: (len(r), -sizes[r], r)):
+        for name, rank, box in _cut(runs[ranks], _shares(sizes[ranks], ranks, load, weight), whole_below):
             owned[name][rank].append(box)
             load[rank] += box.size / weight[rank]
     return {
@@ -65,26 +68,34 @@ def representatives(
     return {name: Layout(holders[name].shape, boxes) for name, boxes in found.items()}
 
 
-def _place(
-    cell: Cell, load: Mapping[int, float], weight: Mapping[int, float], whole_below: int
-) -> list[tuple[int, Box]]:
-    order = sorted(cell.holders, key=lambda r: (load[r], r))
-    if len(order) == 1 or cell.box.size < whole_below:
-        return [(order[0], cell.box)]
-    level = _water_level(cell.box.size, order, load, weight)
-    filled = [r for r in order if load[r] < level]
-    share = [max(level - load[r], 0.0) * weight[r] for r in filled]
-    row, start, total = cell.box.size // cell.box.shape[0], 0, 0.0
-    out = []
-    for rank, amount in sorted(zip(filled, share, strict=True)):
-        total += amount
-        stop = min(round(total / row), cell.box.shape[0])
-        if rank == max(filled):
-            stop = cell.box.shape[0]
-        if stop > start:
-            out.append((rank, cell.box.rows(cell.box.lo[0] + start, cell.box.lo[0] + stop)))
-            start = stop
-    return out
+def _shares(
+    size: int, ranks: Sequence[int], load: Mapping[int, float], weight: Mapping[int, float]
+) -> list[tuple[int, float]]:
+    """(rank, elements) of those that get some of ``size`` elements, ranks ascending."""
+    order = sorted(ranks, key=lambda r: (load[r], r))
+    level = _water_level(size, order, load, weight)
+    return [(r, (level - load[r]) * weight[r]) for r in sorted(ranks) if load[r] < level] or [(order[0], float(size))]
+
+
+def _cut(
+    cells: Sequence[tuple[str, Box]], shares: Sequence[tuple[int, float]], whole_below: int
+) -> Iterator[tuple[str, int, Box]]:
+    """(tensor, rank, box) of every rank's run of the cells."""
+    at, turn, stop = 0, 0, shares[0][1]  # elements passed; whose run it is, and where it should end
+    for name, box in cells:
+        row, first = box.size // box.shape[0], 0
+        while first < box.shape[0]:
+            last = turn + 1 == len(shares)
+            rows = box.shape[0] if last else min(max(round((stop - at) / row), first), box.shape[0])
+            if box.size < whole_below and not last:
+                rows = box.shape[0] if 2 * (stop - at) >= box.size else 0
+            if rows > first:
+                yield name, shares[turn][0], box.rows(box.lo[0] + first, box.lo[0] + rows)
+                first = rows
+            if first < box.shape[0]:
+                turn += 1
+                stop += shares[turn][1]
+        at += box.size
 
 
 def _water_level(size: int, order: list[int], load: Mapping[int, float], weight: Mapping[int, float]) -> float:

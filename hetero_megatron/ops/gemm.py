@@ -1,7 +1,8 @@
 """Matrix product of activations and weights: the operator behind every linear layer of the model.
 
-Its weight gradient can be accumulated into an fp32 buffer, and can be put off: for a pipeline schedule that splits
-backward, :class:`WeightGradients` defers in ``B_INPUT`` and is flushed in ``W`` (the executor has neither).
+Its weight gradient is added up in an fp32 buffer where somebody takes it (``parallel/gradients.py``). It can be put
+off, too: for a pipeline schedule that splits backward, :class:`WeightGradients` defers in ``B_INPUT`` and is flushed in
+``W`` (the executor has neither).
 """
 
 from __future__ import annotations
@@ -31,12 +32,18 @@ def input_gradient(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return dy @ weight
 
 
-def weight_gradient(dy: torch.Tensor, x: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-    """dy^T x, [n, k]; ``into``: fp32 (or wider) sum that it is added to, in that precision."""
+def weight_gradient(
+    dy: torch.Tensor, x: torch.Tensor, into: torch.Tensor | None = None, beta: float = 1.0
+) -> torch.Tensor:
+    """dy^T x, [n, k]; ``into``: fp32 (or wider) sum that it is added to in that precision, after times ``beta``: 1, or
+    0 where nothing is there yet."""
     dy, x = dy.flatten(0, -2), x.flatten(0, -2)
     if into is None:
         return dy.t() @ x
-    return into.addmm_(dy.t().to(into.dtype), x.to(into.dtype))
+    if into.dtype != x.dtype and into.device.type != "cpu":  # accelerators multiply 16 bits many times as fast
+        product = dy.t() @ x
+        return into.add_(product) if beta else into.copy_(product)
+    return into.addmm_(dy.t().to(into.dtype), x.to(into.dtype), beta=beta)
 
 
 def linear_backward(
@@ -50,9 +57,16 @@ def linear_backward(
 
 
 class WeightGradients:
-    """Weight gradients that wait. While ``deferring``, backward of ``gemm`` leaves its operands here."""
+    """Weight gradients that do not go through autograd.
+
+    Attributes:
+        takers: by ``id`` of a weight, who is given its product instead: called with (dy, x, kernel), where
+            ``kernel(dy, x, into, beta)`` computes it. No hook of the weight runs. The weights must live on.
+        deferring: backward of ``gemm`` leaves its operands here, until ``flush``.
+    """
 
     def __init__(self) -> None:
+        self.takers: dict[int, Callable[[torch.Tensor, torch.Tensor, Callable[..., torch.Tensor]], None]] = {}
         self.deferring = False
         self._waiting: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, Callable[..., torch.Tensor]]] = []
 
@@ -65,29 +79,28 @@ class WeightGradients:
         self._waiting.append((weight, dy, x, kernel))
 
     @torch.no_grad()
-    def flush(self, into: Callable[[torch.Tensor], torch.Tensor | None] | None = None) -> None:
-        """Compute what waits, oldest first, as autograd would have: into ``.grad``, with the parameter's hooks.
-
-        Args:
-            into: gives the fp32 buffer of a weight that accumulates there instead (its hooks do not run), or None.
-        """
+    def flush(self) -> None:
+        """Compute what waits, oldest first: for its taker, or into ``.grad`` with the weight's hooks, as autograd."""
         waiting, self._waiting = self._waiting, []
         for weight, dy, x, kernel in waiting:
-            buffer = into(weight) if into is not None else None
-            if buffer is not None:
-                kernel(dy, x, buffer)
+            taker = self.takers.get(id(weight))
+            if taker is not None:
+                taker(dy, x, kernel)
             else:
                 torch.autograd.backward([weight], [kernel(dy, x)])
 
 
-def bind_gemm(kernel: Kernel, waiting: WeightGradients) -> Callable[..., torch.Tensor]:
-    """The differentiable product of one kernel plan."""
+def bind_gemm(kernel: Kernel, gradients: WeightGradients, traced: bool = False) -> Callable[..., torch.Tensor]:
+    """The differentiable product of one kernel plan; ``traced``: ``torch.compile`` looks inside, where no gradient can
+    be put off or given away."""
     forward, for_input, for_weight = kernel.forward, kernel.parts["input"], kernel.parts["weight"]
 
     class Gemm(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             ctx.save_for_backward(x, weight)
+            if not traced:
+                ctx.leaf = weight  # recomputation saves another tensor of the same values
             return forward(x, weight, bias)[0]  # type: ignore[no-any-return]
 
         @staticmethod
@@ -97,8 +110,10 @@ def bind_gemm(kernel: Kernel, waiting: WeightGradients) -> Callable[..., torch.T
             dx = for_input(dy, weight) if x_wanted else None
             dw = None
             if weight_wanted:
-                if waiting.deferring and weight.is_leaf:
-                    waiting.defer(weight, dy, x, for_weight)  # type: ignore[arg-type]
+                if not traced and gradients.deferring and ctx.leaf.is_leaf:
+                    gradients.defer(ctx.leaf, dy, x, for_weight)  # type: ignore[arg-type]
+                elif not traced and id(ctx.leaf) in gradients.takers:
+                    gradients.takers[id(ctx.leaf)](dy, x, for_weight)  # type: ignore[arg-type]
                 else:
                     dw = for_weight(dy, x)
             return dx, dw, dy.flatten(0, -2).sum(0) if bias_wanted else None
@@ -147,10 +162,14 @@ def _reference_input(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (dy.to(w) @ weight.to(w)).to(dy.dtype)
 
 
-def _reference_weight(dy: torch.Tensor, x: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+def _reference_weight(
+    dy: torch.Tensor, x: torch.Tensor, into: torch.Tensor | None = None, beta: float = 1.0
+) -> torch.Tensor:
     w = wide(dy.dtype)
     product = dy.flatten(0, -2).to(w).t() @ x.flatten(0, -2).to(w)
-    return product.to(x.dtype) if into is None else into.add_(product)
+    if into is None:
+        return product.to(x.dtype)
+    return into.add_(product) if beta else into.copy_(product)
 
 
 REFERENCE_PARTS: dict[str, Callable[..., object]] = {"input": _reference_input, "weight": _reference_weight}

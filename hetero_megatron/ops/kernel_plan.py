@@ -41,7 +41,7 @@ class KernelPlan:
 
     Attributes:
         choices: by operator name.
-        weight_gradients: where ``gemm`` leaves weight gradients while they are deferred.
+        weight_gradients: who takes the weight gradients of ``gemm``, and where they wait while they are deferred.
         rms_norm, rope, …: one callable per operator of the plan.
     """
 
@@ -60,7 +60,7 @@ class KernelPlan:
         if choice.signature.compiled and not kernel.traceable:
             return compiled_call(spec, kernel)
         if spec.name == "gemm":
-            return bind_gemm(kernel, self.weight_gradients)
+            return bind_gemm(kernel, self.weight_gradients, choice.signature.compiled)
         return bind(spec, kernel, choice.signature.compiled)
 
     def __getattr__(self, name: str) -> Any:  # reached only for operators that are not in the plan

@@ -46,7 +46,8 @@ def adamw_aten(
 ) -> tuple[()]:  # fmt: skip
     """torch's fused step: one pass over all tensors."""
     if len(params):
-        steps = [torch.tensor(float(step), device=p.device) for p in params]
+        count = {p.device: torch.full((), float(step), device=p.device) for p in params}
+        steps = [count[p.device] for p in params]
         torch._fused_adamw_(
             list(params), list(grads), list(first), list(second), [], steps, lr=lr, beta1=beta1, beta2=beta2,
             weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,20 @@ from hetero_megatron.layout import Box, Layout, reduction
 from hetero_megatron.plan.buckets import Bucket, Hop
 
 Slices = tuple[slice, ...]
+
+
+class FlatTensors:
+    """Tensors of given shapes one after the other in one piece of memory, uninitialised.
+
+    Attributes:
+        memory: [elements]; views: every tensor, by name, in order.
+    """
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, device: torch.device) -> None:
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        self.memory = torch.empty(sum(sizes), dtype=dtype, device=device)
+        parts = zip(shapes.items(), self.memory.split(sizes), strict=True)
+        self.views = {name: part.view(*shape) for (name, shape), part in parts}
 
 
 @dataclass(frozen=True)
@@ -31,9 +46,15 @@ class HopExchange:
 
     Messages between two ranks list the common boxes in (tensor, position) order on both sides, so no index
     travels with the data.
+
+    Attributes:
+        runs: by rank, in group order, where in the memory of my sources lies what that rank sums up, when they are kept
+            one after the other and the bucket is dense; None: there is no such order, parts are packed and unpacked.
     """
 
-    def __init__(self, hop: Hop, group: Group, sources: Sequence[OwnedPiece], targets: Sequence[OwnedPiece]) -> None:
+    def __init__(
+        self, hop: Hop, group: Group, sources: Sequence[OwnedPiece], targets: Sequence[OwnedPiece], dense: bool = False
+    ) -> None:
         self.group, self.me = group, group.comm.rank
         self.sources, self.targets = sources, targets
         self._give: dict[int, list[tuple[int, Slices]]] = defaultdict(list)  # by receiver: parts of my sources
@@ -52,7 +73,23 @@ class HopExchange:
         everything = [(i, Box.whole(t.box.shape).slices()) for i, t in enumerate(targets)]
         self._sends_all = {r for r in group.ranks if self._take[r] == everything}
         self.kept = {i for i, _ in self._give[self.me]}  # sources that are still needed once they are packed
+        self.runs = self._find_runs() if dense else None
         self._handle: Handle | None = None
+
+    def _find_runs(self) -> list[slice]:
+        """What :attr:`Bucket.dense` promises: my sources from first to last are owner after owner's."""
+        runs, at = [], 0
+        for rank in self.group.ranks:
+            size = _volume(self._give[rank])
+            runs.append(slice(at, at + size))
+            for i, part in self._give[rank]:
+                source = self.sources[i]
+                rows = source.box.size // source.box.shape[0]
+                whole = all(s == slice(0, n) for s, n in zip(part[1:], source.box.shape[1:], strict=True))
+                assert whole and source.offset + part[0].start * rows == at, f"{source.name} is out of its run"
+                at += (part[0].stop - part[0].start) * rows
+        assert at == sum(s.box.size for s in self.sources)
+        return runs
 
     @property
     def given(self) -> int:
@@ -69,19 +106,55 @@ class HopExchange:
         """Whether what was started would end without waiting."""
         return self._handle is None or self._handle.done
 
-    def start(self, arrays: Sequence[torch.Tensor], empty: torch.Tensor) -> None:
-        """Pack the parts of my partial sums that others are to add, and send them off; ``empty``: of their dtype."""
+    @property
+    def packed(self) -> tuple[int, int, int]:
+        """Elements copied into a message on the way to the owners, into one on the way back, and out of that."""
+        if self.runs is None:
+            return self.given, self.taken, self.given
+        return 0, 0 if self.group.size == 2 else self.taken, 0
+
+    def _counts(self, own: int, others: int) -> list[int]:
+        return [own if r == self.me else others for r in self.group.ranks]
+
+    def start(
+        self, arrays: Sequence[torch.Tensor], empty: torch.Tensor, memory: torch.Tensor | None = None
+    ) -> None:
+        """Send off the parts of my partial sums that others are to add: out of ``memory``, where they lie in ``runs``,
+        or packed; ``empty``: of their dtype."""
         if self.group.size == 1:
             return
-        parts = [arrays[i][at].reshape(-1) for r in self.group.ranks if r != self.me for i, at in self._give[r]]
-        send = torch.cat(parts) if parts else empty
-        self._handle = self.group.all_to_all(send, self._give_counts, self._take_counts)
+        if self.runs is None:
+            parts = [arrays[i][at].reshape(-1) for r in self.group.ranks if r != self.me for i, at in self._give[r]]
+            send = torch.cat(parts) if parts else empty
+            self._handle = self.group.all_to_all(send, self._give_counts, self._take_counts)
+            return
+        assert memory is not None
+        if self.group.size == 2:
+            send, own = memory[self.runs[1 - self.group.index]], 0
+        else:  # with my own part, so that it is one piece
+            send, own = memory, self.size
+        counts = [x.stop - x.start for x in self.runs]
+        counts[self.group.index] = own
+        self._handle = self.group.all_to_all(send, counts, self._counts(own, self.size))
 
-    def finish(self, arrays: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """The sums, one array per target, partial sums added in rank order; ``arrays`` not in ``kept`` may be None."""
+    def finish(
+        self, arrays: Sequence[torch.Tensor | None], memory: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        """The sums, one array per target, partial sums added in rank order; ``arrays`` not in ``kept`` may be None.
+
+        With ``runs`` the sums lie in ``memory``, where my own part was.
+        """
         if self.group.size == 1:
             return [_part(arrays, i, at) for i, at in self._give[self.me]]
         received = self._wait()
+        if self.runs is not None:
+            assert memory is not None
+            own = memory[self.runs[self.group.index]]
+            if self.group.size == 2:  # which of two is added to the other does not matter
+                own += received
+            else:
+                torch.sum(received.view(self.group.size, self.size), 0, out=own)
+            return [own[t.offset : t.offset + t.box.size].view(t.box.shape) for t in self.targets]
         chunks = dict(zip(self.group.ranks, received.split(self._take_counts), strict=True))
         others = [r for r in self.group.ranks if r != self.me]
         first = others[0]
@@ -110,20 +183,35 @@ class HopExchange:
             target += chunk[start : start + target.numel()].view(target.shape)
             start += target.numel()
 
-    def start_back(self, arrays: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
-        """Send my targets' values (in ``dtype``) to the ranks that have them among their sources."""
+    def start_back(
+        self, arrays: Sequence[torch.Tensor], dtype: torch.dtype, memory: torch.Tensor | None = None
+    ) -> None:
+        """Send my targets' values (in ``dtype``) to the ranks that have them among their sources; with ``runs`` they
+        are in ``memory`` already, and there what comes is written."""
         if self.group.size == 1:
             return
-        parts = [arrays[i][at].reshape(-1) for r in self.group.ranks if r != self.me for i, at in self._take[r]]
-        device = self.group.comm.device  # masters may be in host memory
-        send = torch.cat(parts).to(device, dtype) if parts else torch.empty(0, dtype=dtype, device=device)
-        self._handle = self.group.all_to_all(send, self._take_counts, self._give_counts)
+        if self.runs is None:
+            parts = [arrays[i][at].reshape(-1) for r in self.group.ranks if r != self.me for i, at in self._take[r]]
+            device = self.group.comm.device  # masters may be in host memory
+            send = torch.cat(parts).to(device, dtype) if parts else torch.empty(0, dtype=dtype, device=device)
+            self._handle = self.group.all_to_all(send, self._take_counts, self._give_counts)
+            return
+        assert memory is not None
+        send, counts = memory[self.runs[self.group.index]], [x.stop - x.start for x in self.runs]
+        if self.group.size == 2:
+            into, own = memory[self.runs[1 - self.group.index]], 0
+            counts[self.group.index] = 0
+        else:
+            send, into, own = send.repeat(self.group.size), memory, self.size
+        self._handle = self.group.all_to_all(send, self._counts(own, self.size), counts, into)
 
     def finish_back(self, arrays: Sequence[torch.Tensor]) -> None:
         """Write what came into my sources; the parts that are my own targets are there already."""
         if self.group.size == 1:
             return
         received = self._wait()
+        if self.runs is not None:
+            return
         targets = [arrays[i][at] for r in self.group.ranks if r != self.me for i, at in self._give[r]]
         if targets:  # one launch, however many pieces
             parts = received.split([t.numel() for t in targets])
@@ -148,37 +236,48 @@ class BucketExchange:
         layers += [_pieces(hop.targets, comm.rank, boxes) for hop in bucket.hops]
         self.pieces = layers[-1]
         self.hops = [
-            HopExchange(hop, comm.group(hop.group(comm.rank), lane=-1), sources, targets)
+            HopExchange(hop, comm.group(hop.group(comm.rank), lane=-1), sources, targets, bucket.dense)
             for hop, sources, targets in zip(bucket.hops, layers[:-1], layers[1:], strict=True)
         ]
         self._arrays: list[torch.Tensor | None] = []
-        self._empty = torch.empty(0)
+        self._memory = torch.empty(0)
 
     def arrived(self, hop: int) -> bool:
         """Whether finishing a hop that was started would not wait."""
         return self.hops[hop].arrived
 
-    def start_reduce(self, hop: int, grads: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Send partial sums a hop towards their owners; ``grads``: by name, for the first hop, kept as needed."""
+    def start_reduce(self, hop: int, grads: FlatTensors | None = None) -> None:
+        """Send partial sums a hop towards their owners; ``grads``: the bucket's, for the first hop, kept as needed."""
         exchange = self.hops[hop]
         if hop == 0:
             assert grads is not None
-            self._arrays = [grads[s.name] for s in exchange.sources]
-            self._empty = grads[self.bucket.names[0]].new_empty(0)
-        exchange.start(self._arrays, self._empty)  # type: ignore[arg-type]  # all are there until they are packed
+            self._arrays = [grads.views[s.name] for s in exchange.sources]
+            self._memory = grads.memory
+        arrays: list[torch.Tensor] = self._arrays  # type: ignore[assignment]  # all are there until they are packed
+        exchange.start(arrays, self._memory[:0], self._memory)
         self._arrays = [x if i in exchange.kept else None for i, x in enumerate(self._arrays)]
 
     def finish_reduce(self, hop: int) -> list[torch.Tensor]:
         """The sums of the hop's targets: after the last hop, of the owned pieces."""
-        sums = self.hops[hop].finish(self._arrays)
+        sums = self.hops[hop].finish(self._arrays, self._memory)
         self._arrays = list(sums) if hop + 1 < len(self.hops) else []
         return sums
 
-    def start_spread(self, hop: int, masters: Sequence[torch.Tensor], params: Mapping[str, torch.Tensor]) -> None:
-        """Send the updated owned pieces (or, of an earlier hop, what came of them) a hop towards their holders."""
+    def forget(self) -> None:
+        """Hold on to no gradients."""
+        self._arrays, self._memory = [], torch.empty(0)
+
+    def start_spread(
+        self, hop: int, masters: Sequence[torch.Tensor], params: Mapping[str, torch.Tensor], flat: FlatTensors | None
+    ) -> None:
+        """Send the updated owned pieces (or, of an earlier hop, what came of them) a hop towards their holders.
+
+        ``flat``: where the parameters lie one after the other, with all owned ones up to date; for dense buckets.
+        """
         exchange, dtype = self.hops[hop], params[self.bucket.names[0]].dtype
         last = hop + 1 == len(self.hops)
-        exchange.start_back(masters if last else _views(exchange.targets, params), dtype)
+        memory = flat.memory if flat is not None else None
+        exchange.start_back(masters if last else _views(exchange.targets, params), dtype, memory)
 
     def finish_spread(self, hop: int, params: Mapping[str, torch.Tensor]) -> None:
         """Write what came into the local parameters."""

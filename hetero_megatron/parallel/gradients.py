@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.layout import Box
-from hetero_megatron.parallel.exchange import BucketExchange
+from hetero_megatron.ops.gemm import WeightGradients
+from hetero_megatron.parallel.exchange import BucketExchange, FlatTensors
 from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, sync_actions
 from hetero_megatron.schedule import Action
+
+WeightKernel = Callable[..., torch.Tensor]  # (dy, x, into, beta), as the operator ``gemm`` has it
 
 
 class GradientSync:
     """Gradients of one rank's parameters.
 
-    Full-precision parameters accumulate in ``.grad`` as autograd does; 16-bit ones in an fp32 sum per parameter.
-    In the last micro-batch a REDUCE starts as soon as all its gradients are there and fewer than ``IN_FLIGHT`` buckets
-    are under way. Every rank starts its REDUCEs in the order of their list, which is one for all ranks, so that the
-    first one under way anywhere can always complete; nothing waits inside backward, where a neighbour may be waiting
-    for what comes after it.
+    The gradients of a bucket are summed over the micro-batches in one piece of memory, in at least fp32. Weights whose
+    gradient is a matrix product get it added there by that product; others through autograd. In the last micro-batch
+    a REDUCE starts as soon as all its gradients are there and fewer than ``IN_FLIGHT`` buckets are under way. Every
+    rank starts its REDUCEs in the order of their list, which is one for all ranks, so that the first one under way
+    anywhere can always complete; nothing waits inside backward, where a neighbour may be waiting for what comes after.
 
     Args:
-        params: local parameters by logical name; boxes: the box of each in its logical tensor.
+        params: local parameters by logical name; boxes: the box of each in its logical tensor. Those of a dense bucket
+            are moved to one piece of memory, so that new values can come and go without being packed.
 
     Attributes:
         reduces, spreads: what this rank does in every step, in order.
+        flat: the parameters of every dense bucket, by its index.
     """
 
     def __init__(
@@ -36,7 +42,9 @@ class GradientSync:
         self.exchanges = [BucketExchange(b, comm, boxes) for b in buckets if comm.rank in b.ranks]
         self.by_bucket = {e.bucket.index: e for e in self.exchanges}
         self.reduces, self.spreads = sync_actions(buckets, comm.rank)
-        self._wide: dict[str, torch.Tensor] = {}
+        self.flat = {e.bucket.index: self._flatten(e.bucket) for e in self.exchanges if e.bucket.dense}
+        self._grads: dict[int, FlatTensors] = {}  # made when the first gradient of the bucket comes
+        self._come: set[str] = set()  # whose gradient has a value in this step
         self._armed = False
         self._missing: dict[int, set[str]] = {}
         self._queue: Sequence[Action] = ()
@@ -45,22 +53,51 @@ class GradientSync:
         self._owned: list[list[torch.Tensor]] = []
         self._bucket_of = {name: e.bucket.index for e in self.exchanges for name in e.bucket.names}
         for name, param in params.items():
-            param.register_post_accumulate_grad_hook(self._hook(name))
+            param.register_post_accumulate_grad_hook(partial(self._accumulated, name))
 
-    def _hook(self, name: str):  # type: ignore[no-untyped-def]
-        def accumulated(param: torch.Tensor) -> None:
-            if param.dtype in (torch.float16, torch.bfloat16):
-                assert param.grad is not None
-                if name in self._wide:
-                    self._wide[name] += param.grad
-                else:
-                    self._wide[name] = param.grad.float()
-                param.grad = None
-            if self._armed:
-                self._missing[self._bucket_of[name]].discard(name)
-                self._progress()
+    def _flatten(self, bucket: Bucket) -> FlatTensors:
+        first = self.params[bucket.names[0]]
+        flat = FlatTensors({name: self.params[name].shape for name in bucket.names}, first.dtype, first.device)
+        with torch.no_grad():
+            for name, view in flat.views.items():
+                view.copy_(self.params[name])
+                self.params[name].data = view
+        return flat
 
-        return accumulated
+    def take_products(self, weights: Iterable[torch.Tensor], gradients: WeightGradients) -> None:
+        """Have the gradients of some weights, each used once in a forward and by ``gemm`` alone, added up in place."""
+        names = {id(param): name for name, param in self.params.items()}
+        for weight in weights:
+            gradients.takers[id(weight)] = partial(self._add_product, names[id(weight)])
+
+    def _add_product(self, name: str, dy: torch.Tensor, x: torch.Tensor, kernel: WeightKernel) -> None:
+        kernel(dy, x, self._view(name), float(name in self._come))
+        self._has_come(name)
+
+    def _accumulated(self, name: str, param: torch.Tensor) -> None:
+        if param.grad is None:  # its product was taken; torch 2.13 runs the hook all the same
+            return
+        if name in self._come:
+            self._view(name).add_(param.grad)
+        else:
+            self._view(name).copy_(param.grad)
+        param.grad = None
+        self._has_come(name)
+
+    def _has_come(self, name: str) -> None:
+        self._come.add(name)
+        if self._armed:
+            self._missing[self._bucket_of[name]].discard(name)
+            self._progress()
+
+    def _view(self, name: str) -> torch.Tensor:
+        index = self._bucket_of[name]
+        if index not in self._grads:
+            first = self.params[name]
+            shapes = {n: self.params[n].shape for n in self.by_bucket[index].bucket.names}
+            wide = torch.promote_types(first.dtype, torch.float32)
+            self._grads[index] = FlatTensors(shapes, wide, first.device)
+        return self._grads[index].views[name]
 
     def begin(self, reduces: Iterable[Action]) -> None:
         """The last backward of the step begins: from now on the ``reduces`` start, in this order."""
@@ -88,7 +125,6 @@ class GradientSync:
         return True
 
     def _start_next(self) -> bool:
-        """A bucket's local gradients are given up as soon as they are packed, but for what is summed here."""
         if self._started == len(self._queue):
             return False
         _, bucket, hop = self._queue[self._started]
@@ -101,22 +137,19 @@ class GradientSync:
         else:
             if self._missing[bucket] or len(under_way) >= IN_FLIGHT:
                 return False
-            exchange.start_reduce(0, {name: self.gradient(name) for name in exchange.bucket.names})
             for name in exchange.bucket.names:
-                self._wide.pop(name, None)
-                self.params[name].grad = None
+                self.gradient(name)
+            exchange.start_reduce(0, self._grads[bucket])
         self._started += 1
         return True
 
     def gradient(self, name: str) -> torch.Tensor:
         """The accumulated partial gradient of one local parameter (zeros where it took no part)."""
-        grad = self._wide.get(name, self.params[name].grad)
-        if grad is None:
-            param = self.params[name]
-            wide = torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
-            grad = torch.zeros_like(param, dtype=wide, requires_grad=False)
-            self._wide[name] = grad
-        return grad
+        view = self._view(name)
+        if name not in self._come:
+            view.zero_()
+            self._come.add(name)
+        return view
 
     def complete(self, action: Action) -> None:
         """Return when ``action`` has ended. Backward is over, so what has not come by now is zero."""
@@ -127,11 +160,16 @@ class GradientSync:
                 self._end_next(wait=True)
 
     def finish(self) -> list[list[torch.Tensor]]:
-        """Complete what is left, and return the summed gradients of the owned pieces per exchange."""
+        """Complete what is left, and return the summed gradients of the owned pieces per exchange; the memory of all
+        gradients goes when these are given up."""
         if not self._armed:
             self.begin(self.reduces)
         if self._queue:
             self.complete(self._queue[-1])
         self._armed = False
+        self._come.clear()
+        self._grads.clear()
+        for exchange in self.exchanges:
+            exchange.forget()
         owned, self._owned = self._owned, []
         return owned

@@ -10,14 +10,13 @@ import torch
 from hetero_megatron.layout import Box
 from hetero_megatron.parallel.exchange import BucketExchange, OwnedPiece
 from hetero_megatron.parallel.gradients import GradientSync
+from hetero_megatron.parallel.update import OptimizerFactory
 from hetero_megatron.plan.buckets import IN_FLIGHT
 from hetero_megatron.schedule import Action
 
-OptimizerFactory = Callable[[list[dict[str, object]]], torch.optim.Optimizer]
-
 
 class ShardedOptimizer:
-    """A torch optimizer over the owned pieces of the parameters.
+    """An optimizer over the owned pieces of the parameters.
 
     A piece's master weights are the parameter's own memory where that is contiguous and full precision, else a
     copy (fp32 for 16-bit parameters). Biases and norm weights (one-dimensional tensors) are not decayed, as in
@@ -25,7 +24,7 @@ class ShardedOptimizer:
 
     Args:
         sync: whose exchanges define the pieces.
-        build: makes the torch optimizer from parameter groups (keys ``params``, ``decay``).
+        build: makes the optimizer from parameter groups (keys ``params``, ``decay``).
         offload: masters (then always fp32 copies) and moments live in host memory.
     """
 
@@ -40,7 +39,7 @@ class ShardedOptimizer:
         groups: list[dict[str, object]] = [
             {"params": params, "decay": decay} for params, decay in ((decayed, True), (plain, False)) if params
         ]
-        self.torch_optimizer = build(groups) if groups else None
+        self.inner = build(groups) if groups else None
 
     def _master(self, piece: OwnedPiece) -> torch.Tensor:
         view = self.sync.params[piece.name].detach()[piece.slices]
@@ -55,7 +54,7 @@ class ShardedOptimizer:
                 yield piece.name, piece.box, master
 
     def set_rates(self, lr: float, weight_decay: float) -> None:
-        for group in self.torch_optimizer.param_groups if self.torch_optimizer else ():
+        for group in self.inner.param_groups if self.inner else ():
             group["lr"] = lr
             group["weight_decay"] = weight_decay if group["decay"] else 0.0
 
@@ -73,8 +72,8 @@ class ShardedOptimizer:
         for masters, per in zip(self.masters, grads, strict=True):
             for master, grad in zip(masters, per, strict=True):
                 master.grad = grad.to(master.device, master.dtype).contiguous() if self.offload else grad
-        if self.torch_optimizer is not None:
-            self.torch_optimizer.step()
+        if self.inner is not None:
+            self.inner.step()
         for masters, per in zip(self.masters, grads, strict=True):
             per.clear()
             for master in masters:
@@ -96,7 +95,7 @@ class ShardedOptimizer:
                 self._arrive(under_way.popleft(), params)
             if hop + 1 == len(exchange.hops):
                 self._keep_own(exchange, masters[bucket], params)
-            exchange.start_spread(hop, masters[bucket], params)
+            exchange.start_spread(hop, masters[bucket], params, self.sync.flat.get(bucket))
             under_way.append(action)
         for action in under_way:
             self._arrive(action, params)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from hetero_megatron.layout import Layout, assign_owners, reduction, representatives
 from hetero_megatron.plan.canonical import Plan
@@ -49,6 +50,14 @@ class Bucket:
     holders: Mapping[str, Layout]
     owners: Mapping[str, Layout]
     hops: tuple[Hop, ...]
+
+    @cached_property
+    def dense(self) -> bool:
+        """Whether all ranks hold the same boxes and sums go in one hop. Then each rank owns one run of the bucket, so
+        gradients leave, and parameters arrive, where they are kept: nothing is packed for it."""
+        if len(self.hops) > 1 or len(self.ranks) == 1:
+            return False
+        return all(len({layout.of(r) for r in self.ranks}) == 1 for layout in self.holders.values())
 
 
 def tensor_holders(plan: Plan, spec: ModelSpec) -> dict[str, Layout]:
@@ -155,9 +164,17 @@ def sync_actions(buckets: Sequence[Bucket], rank: int) -> tuple[tuple[Action, ..
     """(REDUCE, SPREAD) of one rank in the order in which it starts them: by bucket, and within one hop after hop; the
     parameters come back the other way round. All ranks keep to this one order, so none waits in a circle."""
     mine = [b for b in buckets if rank in b.ranks]
-    reduces = tuple(Action("REDUCE", b.index, h) for b in mine for h in range(len(b.hops)))
-    spreads = tuple(Action("SPREAD", b.index, h) for b in mine for h in reversed(range(len(b.hops))))
+    reduces = tuple(action for b in mine for action in bucket_actions(b, spread=False))
+    spreads = tuple(action for b in mine for action in bucket_actions(b, spread=True))
     return reduces, spreads
+
+
+def bucket_actions(bucket: Bucket, spread: bool) -> tuple[Action, ...]:
+    """What every holder does with one bucket, in order."""
+    hops = range(len(bucket.hops))
+    if spread:
+        return tuple(Action("SPREAD", bucket.index, h) for h in reversed(hops))
+    return tuple(Action("REDUCE", bucket.index, h) for h in hops)
 
 
 def plan_groups(plan: Plan, buckets: Sequence[Bucket]) -> list[tuple[int, ...]]:

@@ -14,6 +14,7 @@ from hetero_megatron.plan.dump import rank_ranges
 from hetero_megatron.spec import ModelSpec
 
 Islands = tuple[tuple[int, ...], ...]
+SEARCHED = 32  # chips up to which a search gives islands to what it predicts: their layouts take seconds for hundreds
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ def with_islands(plan: Plan, model: ModelSpec, cluster: Cluster) -> Plan:
         if seconds < least:
             best, least = divided, seconds
     return best
+
+
+def with_islands_where_quick(plan: Plan, model: ModelSpec, cluster: Cluster) -> Plan:
+    """For a search: the plan as all that read it with the cluster will have it, up to ``SEARCHED`` chips."""
+    return with_islands(plan, model, cluster) if cluster.world_size <= SEARCHED else plan
 
 
 def divisions(plan: Plan, cluster: Cluster) -> list[Islands]:
@@ -98,11 +104,15 @@ def _bandwidth(cluster: Cluster, a: int, b: int) -> float | None:
 def _link_seconds(buckets: Sequence[Bucket], cluster: Cluster) -> float:
     """Elements over bandwidth, added up over all pairs; a link of unknown speed counts nothing."""
     total = 0.0
-    for bucket in buckets:
-        for hop in bucket.hops:
+    known: dict[tuple[int, ...], float] = {}  # equal layers share their layouts
+    for hop in (hop for bucket in buckets for hop in bucket.hops):
+        key = tuple(id(layout) for layout in (*hop.sources.values(), *hop.targets.values()))
+        if key not in known:
+            known[key] = 0.0
             for (a, b), count in hop_elements(hop).items():
                 speed = _bandwidth(cluster, a, b) if a != b else None
-                total += count / speed if speed else 0.0
+                known[key] += count / speed if speed else 0.0
+        total += known[key]
     return total
 
 

@@ -7,16 +7,21 @@ from collections.abc import Sequence
 from hetero_megatron.plan.buckets import Bucket, sync_actions
 from hetero_megatron.plan.canonical import Plan
 from hetero_megatron.plan.context_plan import context_groups
+from hetero_megatron.plan.dump import rank_ranges
 from hetero_megatron.plan.shares import micro_batch_sizes, pipeline_samples
 from hetero_megatron.schedule import (
     Action,
     Schedule,
+    format_rows,
     generate,
     lower,
     validate,
     validate_collectives,
     with_synchronisation,
 )
+from hetero_megatron.schedule.actions import COMPUTE, SYNCHRONISATION
+
+GROUPS_SHOWN = 8
 
 
 def step_schedules(plan: Plan, buckets: Sequence[Bucket], batch_size: int | None = None) -> tuple[Schedule, ...]:
@@ -56,6 +61,46 @@ class Collectives:
             group = self._buckets[index].hops[hop].group(rank)
             return (group,) if len(group) > 1 else ()
         return self._everyone if kind == "UPDATE" else ()
+
+
+def format_step(plan: Plan, buckets: Sequence[Bucket], most: int = 24) -> str:
+    """The step as a grid per pipeline (equal ones once), a row per stage, and which ranks meet in which action.
+
+    Args:
+        most: columns shown from the start, and as many of the last ones, where the sums and the update are.
+    """
+    schedules = step_schedules(plan, buckets)
+    alike: dict[Schedule, list[int]] = {}
+    for p, schedule in enumerate(schedules):
+        alike.setdefault(schedule, []).append(p)
+    lines = []
+    for schedule, pipelines in alike.items():
+        lines.append(f"pipeline{'s' if len(pipelines) > 1 else ''} {rank_ranges(pipelines)}, {schedule.name}")
+        rows = {f"stage {s}": row for s, row in enumerate(schedule.stages)}
+        lines += [f"  {line}" for line in format_rows(rows, most=most, last=most).splitlines()]
+    return "\n".join([*lines, *_meetings(plan, buckets, schedules)])
+
+
+def _meetings(plan: Plan, buckets: Sequence[Bucket], schedules: Sequence[Schedule]) -> list[str]:
+    """One line per kind of action (and bucket) with its groups of ranks."""
+    meet = Collectives(plan, buckets)
+    groups: dict[str, dict[tuple[int, ...], None]] = {}
+    for schedule, pipeline in zip(schedules, plan.pipelines, strict=True):
+        for row, stage in zip(schedule.stages, pipeline.stages, strict=True):
+            for action in row:
+                compute = action.kind in COMPUTE
+                if not compute and action.kind not in SYNCHRONISATION or compute and action.micro_batch:
+                    continue  # every micro-batch meets the same
+                name = "F, B" if compute else str(action)
+                for rank in stage.ranks:
+                    groups.setdefault(name, {}).update(dict.fromkeys(meet(rank, action)))
+    lines = []
+    for name, found in groups.items():
+        shown = " | ".join(rank_ranges(ranks) for ranks in sorted(found)[:GROUPS_SHOWN])
+        more = f" | … {len(found) - GROUPS_SHOWN} more groups" if len(found) > GROUPS_SHOWN else ""
+        if found:
+            lines.append(f"{name}: ranks {shown}{more} meet")
+    return lines
 
 
 def validate_step(plan: Plan, buckets: Sequence[Bucket], schedules: Sequence[Schedule]) -> None:

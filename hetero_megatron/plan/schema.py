@@ -104,12 +104,15 @@ class Dimensions:
 def load_plan(
     path: str | os.PathLike[str], spec: ModelSpec, cluster: Cluster | None = None, dtype: str | None = None
 ) -> Plan:
-    """Read, expand and validate a plan file (YAML, or JSON by its suffix).
+    """Read, expand and validate a plan file (YAML, or JSON by its suffix); with a cluster, its islands are filled in.
 
     Raises:
         UserError: names the field, the value, what would be accepted, and file:line.
     """
-    return _load(read_document(path), spec, cluster, dtype)
+    from hetero_megatron.plan.islands import with_islands
+
+    plan = _load(read_document(path), spec, cluster, dtype)
+    return plan if cluster is None else with_islands(plan, spec, cluster)
 
 
 def plan_from_dict(

@@ -21,6 +21,7 @@ from hetero_megatron.plan import Pipeline, Plan, Stage, validate
 from hetero_megatron.plan.canonical import KeyValues, Recompute, Unit
 from hetero_megatron.plan.context import nested_zigzag
 from hetero_megatron.plan.fields import first_layers
+from hetero_megatron.plan.islands import with_islands_where_quick
 from hetero_megatron.planner.context import schedule_context
 from hetero_megatron.planner.context_bound import speed_bound
 from hetero_megatron.planner.context_cluster import problem_from_cluster
@@ -269,6 +270,7 @@ class ContextSearch:
     def judge(self, plan: Plan, text: str) -> ContextPlan | None:
         """Predicted exactly, with the block size that is best by its timed rounds, and with no more layers recomputed
         than memory asks for; None: over memory."""
+        plan = with_islands_where_quick(plan, self.model, self.cluster)
         validate(plan, self.model, self.cluster, dtype=self.costs.dtype)
         found = self._predict(plan)
         for change in (self._blocks, self._recompute_less):

@@ -203,11 +203,20 @@ def own_seconds(
     """(before, after) a rank's part of a run travels, as :meth:`Synchronisation.host_seconds` has it."""
     rates, held = costs.chip_rates(chip), run.held[at]
     given, taken = held * (1 - run.share[at]) * item, held * run.share[at] * (run.copies - 1) * item
-    fixed = rates.exchange_seconds * run.buckets
+    fixed, own = rates.exchange_seconds * run.buckets, held * run.share[at] * item
+    dense = run.ranks == run.copies  # without TP all hold the same
     if spread:
-        return taken * rates.pack + fixed, given * rates.unpack + fixed
-    own = held * run.share[at] * item
-    return given * rates.pack + fixed, (taken + own) * rates.add + fixed * run.ranks
+        packed, unpacked = back_copies(given, taken, dense, run.ranks)
+        return packed * rates.pack + fixed, unpacked * rates.unpack + fixed
+    return (0.0 if dense else given) * rates.pack + fixed, (taken + own) * rates.add + fixed * run.ranks
+
+
+def back_copies(given: float, taken: float, dense: bool, ranks: int) -> tuple[float, float]:
+    """(packed, unpacked) on the way back of the parameters, of what an owner has ``taken`` and a holder has ``given``:
+    in a dense bucket they arrive in place, and only several receivers need several copies."""
+    if not dense:
+        return taken, given
+    return (taken if ranks > 2 else 0.0), 0.0
 
 
 def bounded(ways: Ways, group: int, pool: Pool, near: bool) -> tuple[float, float]:

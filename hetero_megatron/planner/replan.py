@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, validate
+from hetero_megatron.plan.islands import with_islands_where_quick
 from hetero_megatron.planner.build import Builder, Skeleton
 from hetero_megatron.planner.context_stages import ContextSearch
 from hetero_megatron.planner.evaluate import Evaluator
@@ -92,6 +93,7 @@ class Planner:
             )  # fmt: skip
         plan = self._on_ranks(found, smaller)
         plan, own = renumbered(plan, {rank: i for i, rank in enumerate(keep)}), shrink(self.cluster, keep)
+        plan = with_islands_where_quick(plan, self.model, own)
         validate(plan, self.model, own, dtype=self.options.dtype)
         return plan, own, found.seconds
 

@@ -17,6 +17,7 @@ from functools import cached_property
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, supports, validate
+from hetero_megatron.plan.islands import with_islands_where_quick
 from hetero_megatron.planner.costs import CostModel, CostOptions
 from hetero_megatron.planner.evaluate import Evaluator
 from hetero_megatron.planner.graph import MOST_GROUPS, GraphSearch
@@ -390,7 +391,7 @@ def concrete(
     placed = place(candidate, evaluator.pool)
     if placed is None:
         return None
-    plan = to_plan(placed, cluster, seq_length, model.num_heads)
+    plan = with_islands_where_quick(to_plan(placed, cluster, seq_length, model.num_heads), model, cluster)
     validate(plan, model, cluster, dtype=options.dtype)
     if late:
         return LateChoice(plan, cluster, candidate, placed.idle, evaluator.costs)

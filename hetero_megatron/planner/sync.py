@@ -1,9 +1,9 @@
-"""Gradient reduction and parameter spread of a concrete plan, bucket by bucket, on the ports of its chips and nodes.
+"""Gradient reduction and parameter spread of a concrete plan, action by action, on the ports of its chips and nodes.
 
-The same buckets as the runtime's: a bucket is sent when all its ranks have its gradients, which happens during the last
-backward, and fewer than ``IN_FLIGHT`` are under way; every rank sends its buckets in order and packs, sums and unpacks
-them itself; buckets that share a chip's link or a node's cards take turns on it. Where a plan has islands a bucket
-travels in two hops.
+The same actions as the runtime's (:func:`~hetero_megatron.plan.buckets.bucket_actions`): a bucket is sent when all its
+ranks have its gradients, which happens during the last backward, and fewer than ``IN_FLIGHT`` are under way; every rank
+starts its actions in order and packs, sums and unpacks them itself; actions that share a chip's link or a node's cards
+take turns on it. Where a plan has islands a bucket travels in two hops, the second when the rank's first has ended.
 """
 
 from __future__ import annotations
@@ -14,29 +14,59 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetero_megatron.plan import Plan, Stage
-from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, make_buckets
+from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, bucket_actions, make_buckets
 from hetero_megatron.plan.islands import hop_elements
 from hetero_megatron.planner.costs import CostModel, UnitSeconds
-from hetero_megatron.planner.network import Exchange, Network, Port, Traffic, volumes
+from hetero_megatron.planner.loads import back_copies
+from hetero_megatron.planner.network import Exchange, Network, Traffic, volumes
 from hetero_megatron.spec import logical_tensors
 
 
 @dataclass(frozen=True)
 class Span:
-    """When one bucket travels, in seconds from the start of the step."""
+    """When one hop of a bucket travels, in seconds from the start of the step."""
 
     bucket: int
     start: float
     end: float
+    hop: int = 0
 
 
 @dataclass
 class Share:
-    """Elements of one bucket on one rank: given to other owners, taken from other holders, owned."""
+    """Elements of one exchange on one rank: given to others to sum, taken from others, its own among what it sums."""
 
     given: int = 0
     taken: int = 0
     owned: int = 0
+
+
+class Content:
+    """What some ranks exchange: elements from every one to every other, towards the owners."""
+
+    def __init__(self, ranks: tuple[int, ...], elements: Mapping[tuple[int, int], int]) -> None:
+        self.ranks, self.elements = ranks, elements
+        self.shares = {rank: Share() for rank in ranks}
+        for (src, dst), count in elements.items():
+            if src == dst:
+                self.shares[src].owned += count
+            else:
+                self.shares[src].given += count
+                self.shares[dst].taken += count
+        self.traffic: dict[bool, Traffic] = {}  # in elements; True: back, to spread the new parameters
+
+
+@dataclass(frozen=True, eq=False)
+class Meeting:
+    """The ranks that do one action on a bucket together."""
+
+    bucket: Bucket
+    hop: int
+    content: Content
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.content.ranks
 
 
 @dataclass
@@ -71,17 +101,40 @@ class Host:
         return end
 
 
+@dataclass
+class _Host(Host):
+    """Which buckets ``under_way`` are is in ``buckets``."""
+
+    buckets: deque[int] = field(default_factory=deque)
+
+    def start(self, bucket: int, hop: int, spread: bool, ready: float, pack: float) -> float:
+        """When a hop of a bucket is packed: first its hop before has ended, and others where too many are under way."""
+        at = max(ready + self.delay, self.last)
+        while self.under_way and (bucket in self.buckets or self._full(hop, spread)):
+            arrived, after = self.under_way.popleft()
+            self.buckets.popleft()
+            at = max(at, arrived) + after
+            self.delay += after
+        self.delay += pack
+        self.last = at + pack
+        return self.last
+
+    def _full(self, hop: int, spread: bool) -> bool:
+        if spread:
+            return len(self.under_way) >= IN_FLIGHT
+        return hop == 0 and len(set(self.buckets)) >= IN_FLIGHT
+
+
 class _Structure:
-    """Which elements of which bucket go where."""
+    """Who exchanges which elements of which bucket."""
 
     def __init__(self, plan: Plan, model: CostModel, network: Network) -> None:
         self.model, self.cluster, self.network = model.model, model.cluster, network
         self.buckets = make_buckets(plan, model.model)
         self.owned: dict[int, int] = defaultdict(int)
         self.held: dict[int, int] = defaultdict(int)
-        self.shares: dict[int, dict[int, Share]] = {}  # by bucket and rank
-        self._elements: dict[tuple[int, ...], dict[tuple[int, int], int]] = {}
-        self._traffic: dict[tuple[int, bool], tuple[Traffic, ...]] = {}
+        self.meetings: dict[int, list[list[Meeting]]] = {}  # by bucket and hop; a rank alone meets nobody
+        contents: dict[tuple[int, ...], list[list[Content]]] = {}
         known: dict[int, list[tuple[int, int]]] = {}
         for bucket in self.buckets:
             for layouts, total in ((bucket.owners, self.owned), (bucket.holders, self.held)):
@@ -91,40 +144,39 @@ class _Structure:
                     for rank, count in known[id(layout)]:
                         total[rank] += count
             if len(bucket.ranks) > 1:
-                self.shares[bucket.index] = shares = {rank: Share() for rank in bucket.ranks}
-                for (src, dst), count in self.elements(bucket).items():
-                    if src == dst:
-                        shares[src].owned += count
-                    else:
-                        shares[src].given += count
-                        shares[dst].taken += count
+                key = tuple(id(layout) for layout in (*bucket.holders.values(), *bucket.owners.values()))
+                if key not in contents:
+                    contents[key] = _contents(bucket)
+                self.meetings[bucket.index] = [
+                    [Meeting(bucket, h, content) for content in row] for h, row in enumerate(contents[key])
+                ]
 
     def serves(self, model: CostModel) -> bool:
         return self.model == model.model and self.cluster is model.cluster
 
-    def elements(self, bucket: Bucket) -> dict[tuple[int, int], int]:
-        key = tuple(id(layout) for layout in (*bucket.holders.values(), *bucket.owners.values()))
-        if key not in self._elements:
-            total: dict[tuple[int, int], int] = defaultdict(int)
-            for name in bucket.names:
-                for pair, count in volumes(bucket.holders[name], bucket.owners[name]).items():
-                    total[pair] += count
-            self._elements[key] = dict(total)
-        return self._elements[key]
+    def traffic(self, content: Content, spread: bool) -> Traffic:
+        if spread not in content.traffic:
+            pairs = ((pair, float(n)) for pair, n in content.elements.items() if n)
+            content.traffic[spread] = self.network.traffic((b, a, n) if spread else (a, b, n) for (a, b), n in pairs)
+        return content.traffic[spread]
 
-    def traffic(self, bucket: Bucket, spread: bool) -> tuple[Traffic, ...]:
-        """In elements, hop after hop; from holders to owners, or back to spread the new parameters."""
-        elements = self.elements(bucket)
-        key = (id(elements), spread)
-        if key not in self._traffic:
-            hops = [elements] if len(bucket.hops) == 1 else [hop_elements(hop) for hop in bucket.hops]
-            self._traffic[key] = tuple(
-                self.network.traffic(
-                    (b, a, float(n)) if spread else (a, b, float(n)) for (a, b), n in hop.items() if n
-                )
-                for hop in hops
-            )
-        return self._traffic[key]
+
+def _contents(bucket: Bucket) -> list[list[Content]]:
+    """By hop."""
+    if len(bucket.hops) == 1:
+        total: dict[tuple[int, int], int] = defaultdict(int)
+        for name in bucket.names:
+            for pair, count in volumes(bucket.holders[name], bucket.owners[name]).items():
+                total[pair] += count
+        return [[Content(bucket.ranks, total)]]
+    out = []
+    for hop in bucket.hops:
+        parts: dict[tuple[int, ...], dict[tuple[int, int], int]] = {ranks: {} for ranks in hop.groups}
+        group_of = {rank: ranks for ranks in hop.groups for rank in ranks}
+        for (src, dst), count in hop_elements(hop).items():
+            parts[group_of[src]][src, dst] = count
+        out.append([Content(ranks, part) for ranks, part in parts.items() if len(ranks) > 1])
+    return out
 
 
 class Synchronisation:
@@ -145,23 +197,19 @@ class Synchronisation:
         self._posting: dict[tuple[int, ...], float] = {}
         self._into: dict[tuple[int, int, int], float] = {}
 
-    def elements(self, bucket: Bucket) -> Mapping[tuple[int, int], int]:
-        """Elements from every holder to every owner of a bucket."""
-        return self.structure.elements(bucket)
+    def meetings(self, bucket: Bucket, spread: bool) -> list[list[Meeting]]:
+        """Who meets in each action on a bucket, in the order of the actions."""
+        hops = self.structure.meetings[bucket.index]
+        return [hops[action.chunk] for action in bucket_actions(bucket, spread)]
 
-    def price(self, bucket: Bucket, item: float, spread: bool) -> Exchange:
-        traffic = self.structure.traffic(bucket, spread)
-        key = (id(traffic), item)
+    def price(self, meeting: Meeting, item: float, spread: bool) -> Exchange:
+        content = meeting.content
+        key = (id(content), item, spread)
         if key not in self._prices:
-            hops = [self.network.price(hop, item, collective=True) for hop in traffic]
-            ports: dict[Port, float] = defaultdict(float)
-            for port, seconds in (pair for hop in hops for pair in hop.ports.items()):
-                ports[port] += seconds
-            if bucket.ranks not in self._posting:
-                self._posting[bucket.ranks] = self.network.posting(bucket.ranks)
-            latency = sum(hop.latency for hop in hops) + self._posting[bucket.ranks]
-            link = hops[0].link if len(hops) == 1 else sum(hop.seconds for hop in hops)  # one hop after the other
-            self._prices[key] = Exchange(dict(ports), latency, link)
+            found = self.network.price(self.structure.traffic(content, spread), item, collective=True)
+            if content.ranks not in self._posting:
+                self._posting[content.ranks] = self.network.posting(content.ranks)
+            self._prices[key] = Exchange(found.ports, found.latency + self._posting[content.ranks], found.link)
         return self._prices[key]
 
     def ready_at(self, bucket: Bucket, rank: int, begin: float, part: UnitSeconds) -> float:
@@ -187,14 +235,15 @@ class Synchronisation:
             return part.action + head + (len(held) - held.index(min(decoder))) * each
         return part.action + head
 
-    def host_seconds(self, bucket: Bucket, rank: int, item: float, spread: bool) -> tuple[float, float]:
-        """(before, after) a bucket travels: packing what others get; summing gradients, or writing parameters."""
-        rates, share = self.model.chip_rates(self.network.ranks[rank].chip), self.structure.shares[bucket.index][rank]
-        fixed = rates.exchange_seconds
+    def host_seconds(self, meeting: Meeting, rank: int, item: float, spread: bool) -> tuple[float, float]:
+        """(before, after) it travels: packing what others get; summing gradients, or writing parameters."""
+        rates, share = self.model.chip_rates(self.network.ranks[rank].chip), meeting.content.shares[rank]
+        fixed, count, dense = rates.exchange_seconds, len(meeting.ranks), meeting.bucket.dense
         if spread:  # owners give what they took
-            return share.taken * item * rates.pack + fixed, share.given * item * rates.unpack + fixed
-        summed = (share.taken + share.owned) * item * rates.add + fixed * len(bucket.ranks)
-        return share.given * item * rates.pack + fixed, summed
+            packed, unpacked = back_copies(share.given, share.taken, dense, count)
+            return packed * item * rates.pack + fixed, unpacked * item * rates.unpack + fixed
+        summed = (share.taken + share.owned) * item * rates.add + fixed * count
+        return (0 if dense else share.given) * item * rates.pack + fixed, summed
 
     def run(
         self, ready: Callable[[Bucket, int], float], idle: Mapping[int, float], item: float, spread: bool
@@ -206,39 +255,44 @@ class Synchronisation:
             idle: when each rank is done with all else; item: bytes per element; spread: from owners to holders.
         """
         sharded = self.model.options.sharded  # an all-reduce packs and adds on the way
-        hosts = {rank: Host() for rank in idle}
-        queues: dict[int, deque[Bucket]] = defaultdict(deque)  # a rank sends its buckets in order
-        for bucket in self.buckets:
-            for rank in bucket.ranks:
-                queues[rank].append(bucket)
-        missing = {b.index: sum(queues[r][0] is not b for r in b.ranks) for b in self.buckets}
+        hosts = {rank: _Host() for rank in idle}
+        queues: dict[int, deque[Meeting]] = defaultdict(deque)  # a rank does its actions in order
+        every = [m for bucket in self.buckets for row in self.meetings(bucket, spread) for m in row]
+        for meeting in every:
+            for rank in meeting.ranks:
+                queues[rank].append(meeting)
+        missing = {id(m): sum(queues[r][0] is not m for r in m.ranks) for m in every}
         heap: list[tuple[float, int]] = []
-        by_index = {b.index: b for b in self.buckets}
+        number = {id(m): i for i, m in enumerate(every)}
         free: dict[object, float] = defaultdict(float)
         spans = []
 
-        def launch(bucket: Bucket) -> None:
-            packs = {r: self.host_seconds(bucket, r, item, spread)[0] if sharded else 0.0 for r in bucket.ranks}
-            heapq.heappush(heap, (max(hosts[r].send(ready(bucket, r), packs[r]) for r in bucket.ranks), bucket.index))
+        def launch(meeting: Meeting) -> None:
+            bucket, at = meeting.bucket, 0.0
+            for r in meeting.ranks:
+                pack = self.host_seconds(meeting, r, item, spread)[0] if sharded else 0.0
+                at = max(at, hosts[r].start(bucket.index, meeting.hop, spread, ready(bucket, r), pack))
+            heapq.heappush(heap, (at, number[id(meeting)]))
 
-        for bucket in self.buckets:
-            if not missing[bucket.index]:
-                launch(bucket)
+        for meeting in every:
+            if not missing[id(meeting)]:
+                launch(meeting)
         while heap:
             at, index = heapq.heappop(heap)
-            bucket = by_index[index]
-            price = self.price(bucket, item, spread)
+            meeting = every[index]
+            price = self.price(meeting, item, spread)
             start = max([at, *(free[port] for port in price.ports)])
             for port, seconds in price.ports.items():
                 free[port] = start + seconds
             end = start + price.seconds + price.latency
-            spans.append(Span(index, start, end))
-            for rank in bucket.ranks:
-                after = self.host_seconds(bucket, rank, item, spread)[1] if sharded else 0.0
+            spans.append(Span(meeting.bucket.index, start, end, meeting.hop))
+            for rank in meeting.ranks:
+                after = self.host_seconds(meeting, rank, item, spread)[1] if sharded else 0.0
                 hosts[rank].under_way.append((end, after))
+                hosts[rank].buckets.append(meeting.bucket.index)
                 queues[rank].popleft()
-            for following in {queues[r][0].index: queues[r][0] for r in bucket.ranks if queues[r]}.values():
-                missing[following.index] = sum(queues[r][0] is not following for r in following.ranks)
-                if not missing[following.index]:
+            for following in {id(queues[r][0]): queues[r][0] for r in meeting.ranks if queues[r]}.values():
+                missing[id(following)] = sum(queues[r][0] is not following for r in following.ranks)
+                if not missing[id(following)]:
                     launch(following)
         return {rank: host.finish(idle[rank]) for rank, host in hosts.items()}, spans

@@ -15,6 +15,7 @@ from hetero_megatron.comm.fake import FakeComm
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.parallel.offload import check_offload
 from hetero_megatron.parallel.optimizer import in_place
+from hetero_megatron.parallel.update import Optimizer
 from hetero_megatron.plan import locate, rank_ranges
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.kernels import shape_kernels
@@ -74,21 +75,21 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
         grads = runtime.sync.finish()
         sent["gradients"] = _since(before, comm.sent_bytes)
         before = dict(comm.sent_bytes)
-        if offload and runtime.optimizer.torch_optimizer is not None:
-            _make_moments(runtime.optimizer.torch_optimizer, memory)
+        if offload and runtime.optimizer.inner is not None:
+            _make_moments(runtime.optimizer.inner, memory)
         runtime.optimizer.step(grads, 1.0)
         sent["weights"] = _since(before, comm.sent_bytes)
         optimizer = _optimizer_bytes(runtime)
     return DryRun(rank, parameters, optimizer, offload, memory.peak, sent, time.perf_counter() - start)
 
 
-def _make_moments(optimizer: torch.optim.Optimizer, memory: MemoryTracker) -> None:
+def _make_moments(optimizer: Optimizer, memory: MemoryTracker) -> None:
     """The states that the first step would make, in the host's memory."""
     memory.host = True
     for group in optimizer.param_groups:
         for master in group["params"]:
             moments = {key: torch.zeros_like(master) for key in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[master] = {"step": torch.zeros((), dtype=torch.float32), **moments}
+            optimizer.state[master] = {"step": 0, **moments}
     memory.host = False
 
 
@@ -104,7 +105,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 def _optimizer_bytes(runtime: Runtime) -> int:
     """Moments, and masters that are not the parameters' own memory."""
     assert runtime.optimizer is not None
-    inner = runtime.optimizer.torch_optimizer
+    inner = runtime.optimizer.inner
     states = inner.state.values() if inner is not None else ()
     moments = _bytes(t for state in states for t in state.values() if isinstance(t, torch.Tensor) and t.dim())
     params = runtime.sync.params

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,11 +10,10 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.ops import KernelPlan, Registry, Signature, default_kernels, resolve
 from hetero_megatron.ops.kernel_plan import EVERY
 from hetero_megatron.ops.stage import stage_signatures
-from hetero_megatron.parallel.optimizer import OptimizerFactory
 from hetero_megatron.plan import locate, stage_at, unit_at
 from hetero_megatron.platform import Platform
 from hetero_megatron.spec import shares
-from hetero_megatron.training.config import OptimizerConfig, RunConfig
+from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.runtime import Runtime
 
 
@@ -73,47 +71,3 @@ def agree_on_kernels(runtime: Runtime) -> None:
             print(f"notice: kernels.{op} has no effect: this model never calls it", flush=True)
         for (p, s), (_, (_, digest, summary)) in sorted(first.items()):
             print(f"kernels of pipeline {p} stage {s} ({digest}): {summary}", flush=True)
-
-
-def kernel_optimizer(
-    build: OptimizerFactory, config: OptimizerConfig, kernels: KernelPlan
-) -> OptimizerFactory:
-    """``build``, or AdamW through the kernel plan where it is not torch's own fused step."""
-    if config.name == "sgd" or kernels.provider("adamw") == "aten":
-        return build
-
-    def with_kernel(groups: list[dict[str, object]]) -> torch.optim.Optimizer:
-        return KernelAdamW(groups, kernels.adamw, betas=(config.beta1, config.beta2), eps=config.eps)
-
-    return with_kernel
-
-
-class KernelAdamW(torch.optim.AdamW):
-    """torch's AdamW with the same state, whose step is an operator of the kernel plan."""
-
-    def __init__(
-        self, groups: list[dict[str, object]], kernel: Callable[..., Any], betas: tuple[float, float], eps: float
-    ) -> None:
-        super().__init__(groups, lr=0.0, betas=betas, eps=eps)
-        self.kernel = kernel
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert closure is None
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if not params:
-                continue
-            states = [self.state[p] for p in params]
-            for p, state in zip(params, states, strict=True):
-                if not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32)
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-                state["step"] += 1
-            grads = [p.grad for p in params]
-            first, second = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
-            beta1, beta2 = group["betas"]
-            self.kernel(
-                params, grads, first, second, int(states[0]["step"]), group["lr"], beta1, beta2, group["eps"],
-                group["weight_decay"],
-            )  # fmt: skip

@@ -21,8 +21,9 @@ from hetero_megatron.data.sample import Dataset
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
+from hetero_megatron.ops.optimizer_ops import adamw_aten
 from hetero_megatron.parallel.offload import check_offload, cpu_adam
-from hetero_megatron.parallel.optimizer import OptimizerFactory
+from hetero_megatron.parallel.update import SGD, AdamW, Optimizer, OptimizerFactory
 from hetero_megatron.plan import format_plan, idle_ranks, locate, stage_at
 from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.plan.islands import format_islands
@@ -34,7 +35,7 @@ from hetero_megatron.training.checkpointing import Checkpointing, Progress
 from hetero_megatron.training.config import OptimizerConfig, RunConfig
 from hetero_megatron.training.exit import ExitConditions
 from hetero_megatron.training.failure import StepGuard
-from hetero_megatron.training.kernels import agree_on_kernels, kernel_optimizer, rank_kernels
+from hetero_megatron.training.kernels import agree_on_kernels, rank_kernels
 from hetero_megatron.training.report import Reporter
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.stragglers import DRIFT, FACTOR, Behind, StragglerWatch, write_drift
@@ -134,15 +135,18 @@ def announce(config: RunConfig, world: int, platform: Platform, plugins: Plugins
         print(f"notice: {notice}", flush=True)
 
 
-def optimizer_factory(config: OptimizerConfig, offload: bool = False) -> OptimizerFactory:
-    """Adam with decoupled weight decay (``offload``: in host memory), or SGD; rates are set before every step."""
+def optimizer_factory(
+    config: OptimizerConfig, offload: bool = False, kernel: Callable[..., object] = adamw_aten
+) -> OptimizerFactory:
+    """Adam with decoupled weight decay (by ``kernel``, or ``offload``: in host memory), or SGD; rates are set before
+    every step."""
 
-    def build(groups: list[dict[str, object]]) -> torch.optim.Optimizer:
+    def build(groups: list[dict[str, object]]) -> Optimizer:
         if config.name == "sgd":
-            return torch.optim.SGD(groups, lr=0.0, momentum=config.momentum)
+            return SGD(groups, config.momentum)
         if offload:
             return cpu_adam(groups, (config.beta1, config.beta2), config.eps)
-        return torch.optim.AdamW(groups, lr=0.0, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+        return AdamW(groups, kernel, (config.beta1, config.beta2), config.eps)
 
     return build
 
@@ -160,9 +164,8 @@ class Training:
         offload = stage_at(config.plan, locate(config.plan, comm.rank)).optimizer.offload
         self.alignment = Alignment(config.alignment)
         kernels = self.alignment.wrap(rank_kernels(config, comm.rank, plugins.registry, platform, dtype), comm.rank)
-        factory = optimizer_factory(config.optimizer, offload)
-        if not offload:
-            factory = kernel_optimizer(factory, config.optimizer, kernels)
+        update = adamw_aten if kernels.provider("adamw") == "aten" else kernels.adamw
+        factory = optimizer_factory(config.optimizer, offload, update)
         self.runtime = Runtime(
             config.plan, config.spec, comm, dtype, self._initialize, factory, kernels=kernels,
             compile_backend=config.compile, logits_bytes=config.logits_bytes,

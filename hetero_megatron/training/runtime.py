@@ -7,7 +7,7 @@ rank and, up to floating-point reassociation, equal for every plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,15 +17,17 @@ from hetero_megatron.data.batch import Batch
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, cut
 from hetero_megatron.model import GPTStage
+from hetero_megatron.model.gpt import Linear
 from hetero_megatron.ops import KernelPlan, default_kernels
 from hetero_megatron.ops.tile_kernels import tile_kernel
 from hetero_megatron.parallel.compile import apply_compile
 from hetero_megatron.parallel.context import apply_context_parallel
 from hetero_megatron.parallel.gradients import GradientSync
 from hetero_megatron.parallel.long_loss import chunked_loss
-from hetero_megatron.parallel.optimizer import OptimizerFactory, ShardedOptimizer, squared_norm
+from hetero_megatron.parallel.optimizer import ShardedOptimizer, squared_norm
 from hetero_megatron.parallel.recompute import apply_recompute
-from hetero_megatron.parallel.tensor import apply_tensor_parallel
+from hetero_megatron.parallel.tensor import RowParallelLinear, apply_tensor_parallel
+from hetero_megatron.parallel.update import OptimizerFactory
 from hetero_megatron.parallel.vocab import VOCAB_CROSS_ENTROPY, vocab_parallel_cross_entropy
 from hetero_megatron.pipeline import PipelineExecutor
 from hetero_megatron.pipeline.boundary import Boundary
@@ -81,7 +83,7 @@ class Runtime:
     Args:
         dtype: of parameters and activations (fp64, fp32, bf16, fp16).
         initialize: initial values by logical tensor and box.
-        optimizer: makes the torch optimizer; None for evaluation only.
+        optimizer: makes the optimizer; None for evaluation only.
         kernels: of this rank's stage; None: without plugins, as the plan's stage wishes.
         compile_backend: of torch.compile, for the layers; None: they run as they are.
         logits_bytes: where the logits of a micro-batch would be more, head and loss go through its tokens in chunks.
@@ -123,6 +125,8 @@ class Runtime:
         self._schedules: dict[tuple[int, bool], tuple[Action, ...]] = {}
         self._boundaries: dict[tuple[int, int], Boundary] = {}
         self.sync = GradientSync(comm, dict(self.model.named_parameters()), self.boxes, self.buckets)
+        if compile_backend is None:
+            self.sync.take_products(self._products(), self.kernels.weight_gradients)
         offload = self.stage.optimizer.offload
         self.optimizer = ShardedOptimizer(self.sync, optimizer, offload) if optimizer is not None else None
         self.before_update: Callable[[], None] = lambda: None  # waits for whoever still reads weights or moments
@@ -161,6 +165,14 @@ class Runtime:
             self.dtype,
             f"pipeline {p} stage {s}",
         )
+
+    def _products(self) -> Iterator[torch.Tensor]:
+        """Weights that a forward uses once, in ``gemm``; a tied head's is the embedding's, too."""
+        for module in self.model.modules():
+            if isinstance(module, (Linear, RowParallelLinear)):
+                yield module.weight
+        if self.stage.head and not self.spec.tied and self.loss_chunk is None and not self.fused_loss:
+            yield self.model.lm_head.matrix
 
     def _boundary(self, upstream: int, size: int) -> Boundary:
         if (upstream, size) not in self._boundaries:

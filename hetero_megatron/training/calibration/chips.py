@@ -17,7 +17,8 @@ from hetero_megatron.ops.block_attention import BlockAttention, accumulators, ke
 from hetero_megatron.ops.optimizer_ops import l2norm_aten
 from hetero_megatron.ops.tile_kernels import tile_kernel
 from hetero_megatron.parallel.exchange import HopExchange
-from hetero_megatron.parallel.optimizer import OptimizerFactory, squared_norm
+from hetero_megatron.parallel.optimizer import squared_norm
+from hetero_megatron.parallel.update import OptimizerFactory
 from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.training.calibration.runs import Observation, Phase, Run
@@ -75,6 +76,7 @@ def observe_exchange(
         return []
     found: list[Phase] = []
     for hop in (hop for exchange in runtime.sync.exchanges for hop in exchange.hops):
+        hop.runs = None  # as between replicas of unlike degrees: replicas of one chip each would copy next to nothing
         _time_phases(hop, chip, dtype, found)
     for step in range(steps + 1):
         if step == 1:  # the first one allocates

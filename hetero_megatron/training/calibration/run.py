@@ -12,7 +12,7 @@ import torch
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import Comm
 from hetero_megatron.comm.clock import verdict
-from hetero_megatron.parallel.optimizer import OptimizerFactory
+from hetero_megatron.parallel.update import OptimizerFactory
 from hetero_megatron.planner.rates import model_fingerprint
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.calibration.chips import (
