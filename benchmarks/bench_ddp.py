@@ -1,9 +1,10 @@
 """Two symmetric data-parallel ranks against torch DDP + fused AdamW + clipping: time and peak memory per step.
 
-    python benchmarks/bench_ddp.py [--rounds 2] [--steps 5] [--case llama-10M]
+    python benchmarks/bench_ddp.py [--rounds 2] [--steps 5] [--case llama-10M] [--keep-freed-memory]
 
 Two baselines: our own model under DDP (only the parallel part differs) and transformers' Llama under DDP.
-Goal: time ratio (DDP / ours) >= 1. DDP runs with gradient_as_bucket_view, which spares it a copy of the gradients.
+Goal: time ratio (DDP / ours) >= 1. DDP runs with gradient_as_bucket_view, which spares it a copy of the gradients. With
+--keep-freed-memory its processes have glibc keep what is freed, too, as ours do by themselves.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def report(step: Callable[[], object], steps: int, before: int) -> None:
     dist.destroy_process_group()
 
 
-def run_ddp(case: str, steps: int, transformers: bool) -> None:
+def run_ddp(case: str, steps: int, transformers: bool, keep: bool = False) -> None:
     import torch
     import torch.distributed as dist
     from torch.nn.functional import cross_entropy
@@ -50,9 +51,12 @@ def run_ddp(case: str, steps: int, transformers: bool) -> None:
     from hetero_megatron.data.batch import Batch
     from hetero_megatron.model import GPTStage, initial_values
     from hetero_megatron.ops import cross_entropy as our_cross_entropy
+    from hetero_megatron.platform.host_memory import keep_freed_memory
     from hetero_megatron.spec import from_hf_config, stage_tensors, tensor_box
     from hetero_megatron.spec import shares as split
 
+    if keep:
+        assert keep_freed_memory()
     dist.init_process_group("gloo")
     _, b, s = CASES[case]
     hf_config = AutoConfig.for_model(**config(case))
@@ -132,12 +136,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--side", choices=SIDES)
     parser.add_argument("--case", choices=list(CASES))
+    parser.add_argument("--keep-freed-memory", action="store_true", help="also for DDP")
     args = parser.parse_args()
     if args.side == "ours":
         run_ours(args.case, args.steps)
         return
     if args.side:
-        run_ddp(args.case, args.steps, args.side == "transformers")
+        run_ddp(args.case, args.steps, args.side == "transformers", args.keep_freed_memory)
         return
     print(
         f"{machine()}; 2 ranks over gloo, 1 thread each, fp32, AdamW fused, clip 1.0, "
@@ -148,7 +153,8 @@ def main() -> None:
         f"{'DDP MiB':>9}{'ours MiB':>10}{'mem ratio':>11}"
     )
     for case in [args.case] if args.case else CASES:
-        sides = {s: ranks(2, __file__, "--side", s, "--case", case, "--steps", str(args.steps)) for s in SIDES}
+        more = ["--steps", str(args.steps), *(["--keep-freed-memory"] if args.keep_freed_memory else [])]
+        sides = {s: ranks(2, __file__, "--side", s, "--case", case, *more) for s in SIDES}
         results = alternate(sides, args.rounds, rank_env())
         time = {s: median([x for r in results[s] for x in r["seconds"]]) * 1e3 for s in SIDES}
         size = {s: median([r["bytes"] for r in results[s]]) / 2**20 for s in SIDES}
