@@ -3,6 +3,7 @@ who waited for whom, the launcher drops what is cut off, the loss curve goes on,
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tests.test_resume import inside
 from tests.test_supervise import SINGLE, losses
 from tests.testbed_jobs import LINKS, STEPS, TRAIN, TestbedRun
 
-TIMEOUT = 6.0  # seconds that a rank waits for another
+TIMEOUT = float(os.environ.get("CUT_TIMEOUT", "12"))  # seconds that a rank waits for another
 SMALL = """
 version: 1
 seq_length: 48

@@ -75,7 +75,7 @@ def test_survivors_end_and_say_why(how: signal.Signals, victim: int, tmp_path: P
             time.sleep(0.1)
         assert metrics.exists(), "no step within the deadline"
         ranks[victim].send_signal(how)
-        named = set()
+        named, said = set(), []
         for rank, process in enumerate(ranks):
             if rank == victim:
                 continue
@@ -86,7 +86,10 @@ def test_survivors_end_and_say_why(how: signal.Signals, victim: int, tmp_path: P
             assert found and int(found[1]) == rank, err
             assert re.search(r"pipeline \d stage \d, |gradient synchronisation|the optimizer step", found[2])
             named |= set(map(int, found[4].split(", ")))
-        assert victim in named  # some survivor waited for the victim itself
+            said.append(err)
+        assert victim in named  # some survivor waited for the victim itself, and knows what became of it
+        what = {signal.SIGKILL: "is gone", signal.SIGSTOP: "hangs"}[how]
+        assert any(re.search(rf"rank (\d, )*{victim}(, \d)* {what}", err) for err in said), said
     finally:
         for process in ranks:
             process.kill()
