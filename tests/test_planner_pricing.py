@@ -67,9 +67,9 @@ def test_hosts_pack_sum_and_unpack() -> None:
     costs = CostModel(MODEL, there, SEQ, "fp32")
     sync = Synchronisation(found, costs, StageCosts(found, costs).network)
     (bucket,) = sync.buckets
-    before, after = sync.host_seconds(bucket, 0, 4, False)
+    before, after = (of_rank[0] for of_rank in sync.host_seconds(bucket, 4, False))
     assert before == pytest.approx(1.5 / 2 + 0.02, rel=0.02) and after == pytest.approx(2.0 / 2 * 2 + 0.04, rel=0.02)
-    before, after = sync.host_seconds(bucket, 1, 4, True)
+    before, after = (of_rank[1] for of_rank in sync.host_seconds(bucket, 4, True))
     assert before == pytest.approx(1.5 / 2 + 0.02, rel=0.02) and after == pytest.approx(1.0 / 2 + 0.02, rel=0.02)
     parts = predict(found, MODEL, there, "fp32", costs).parts
     # One micro-batch of 11 layers, 1 s forward and 2 s backward each, the first backward cheaper.

@@ -125,6 +125,7 @@ class CostModel:
         self._node = {c: max(g.chips_per_node for g in cluster.nodes if g.chip == c) for c in cluster.chips}
         self._home = {c: next(g.name for g in cluster.nodes if g.chip == c) for c in cluster.chips}
         self._seconds: dict[tuple[StageChoice, int], tuple[float, float]] = {}
+        self._units: dict[tuple[str, int, int, str], UnitSeconds] = {}
         self._most: dict[tuple[int, int, bool, bool], int] = {}
 
     def chip_rates(self, chip: str) -> ChipRates:
@@ -157,10 +158,15 @@ class CostModel:
         key = (stage, micro_batch_size)
         if key not in self._seconds:
             rows = -(-micro_batch_size // stage.dp)
-            link = self.tp_link(stage.chip, stage.tp) if stage.tp > 1 else None
-            swap = self.tp_exchange_seconds(stage.tp, rows, link)
-            posting = (stage.tp - 1) * (link.message_seconds or 0.0) if link is not None else 0.0
-            parts = self.unit_seconds(self.operators(stage.chip), 1 / stage.tp, rows, swap, stage.recompute, posting)
+            unit = (stage.chip, stage.tp, rows, stage.recompute)
+            if unit not in self._units:
+                link = self.tp_link(stage.chip, stage.tp) if stage.tp > 1 else None
+                swap = self.tp_exchange_seconds(stage.tp, rows, link)
+                posting = (stage.tp - 1) * (link.message_seconds or 0.0) if link is not None else 0.0
+                self._units[unit] = self.unit_seconds(
+                    self.operators(stage.chip), 1 / stage.tp, rows, swap, stage.recompute, posting
+                )
+            parts = self._units[unit]
             full = {"full": stage.layers, "first": stage.first}.get(stage.recompute, 0)
             self._seconds[key] = parts.total(stage.layers, full, stage.embed, stage.head)
         return self._seconds[key]
@@ -237,11 +243,14 @@ class CostModel:
 
     def held_elements(self, stage: StageChoice) -> int:
         """Of the rank of the stage that holds most."""
-        key = (stage.tp, stage.layers, stage.embed, stage.head)
+        return self.most_held(stage.tp, stage.layers, stage.embed, stage.head)
+
+    def most_held(self, tp: int, layers: int, embed: bool, head: bool) -> int:
+        """The same for a stage that is described by these alone."""
+        key = (tp, layers, embed, head)
         if key not in self._most:
             self._most[key] = max(
-                held_elements(self.model, stage.layers, stage.embed, stage.head, share)
-                for share in equal_shares(self.model, stage.tp)
+                held_elements(self.model, layers, embed, head, share) for share in equal_shares(self.model, tp)
             )
         return self._most[key]
 

@@ -15,15 +15,12 @@ from dataclasses import dataclass, field
 
 from hetero_megatron.plan.buckets import BUCKET_BYTES
 from hetero_megatron.planner.costs import CostModel
-from hetero_megatron.planner.memory import equal_shares, held_elements
+from hetero_megatron.planner.ground import At, Ground
 from hetero_megatron.planner.network import Network
-from hetero_megatron.planner.place import Placed
 from hetero_megatron.planner.pool import Pool
-from hetero_megatron.planner.shape import StageShape
+from hetero_megatron.planner.shape import Candidate, StageShape
 
-Node = tuple[int, int]  # group, index
-At = tuple[int, int]  # part, stage
-Port = tuple[int, ...]  # a node's network cards; (part, stage, 0): the own link of each of the stage's chips
+Port = tuple[int, ...]  # the cards of each node of a class; (part, stage, 0): the own link of each of the stage's chips
 
 
 @dataclass(frozen=True)
@@ -96,26 +93,17 @@ class Loads:
 
     runs: list[Run] = field(default_factory=list)
     shared: dict[At, float] = field(default_factory=lambda: defaultdict(float))
-    nodes: dict[At, Counter[Node]] = field(default_factory=dict)
 
 
-def sync_loads(placed: Placed, ways: Ways, costs: CostModel, node_of: Mapping[int, Node]) -> Loads:
+def sync_loads(candidate: Candidate, ground: Ground, ways: Ways, costs: CostModel) -> Loads:
     """Of all layers, embedding and head."""
     loads = Loads()
-    index = 0
     spans: list[tuple[At, int, int, StageShape, int]] = []
-    for p, part in enumerate(placed.candidate.parts):
-        for s in range(len(part.shape.stages)):
-            count: Counter[Node] = Counter()
-            for copy in range(part.copies):
-                for unit in placed.pipelines[index + copy][2][s]:
-                    count[node_of[unit[0]]] += 1
-            loads.nodes[p, s] = count
+    for p, part in enumerate(candidate.parts):
         start = 0
         for s, stage in enumerate(part.shape.stages):
             spans.append(((p, s), start, start + stage.layers, stage, len(part.shape.stages)))
             start += stage.layers
-        index += part.copies
     stages = {at: stage for at, _, _, stage, _ in spans}
     cuts = sorted({x for _, a, b, _, _ in spans for x in (a, b)})
     segments: list[tuple[tuple[At, ...], int, int, str]] = [
@@ -127,8 +115,8 @@ def sync_loads(placed: Placed, ways: Ways, costs: CostModel, node_of: Mapping[in
     starts = {at: lo for at, lo, _, _, _ in spans}
     before: tuple[At, ...] = ()
     for holders, first, layers, end in segments:
-        copies = sum(sum(loads.nodes[at].values()) for at in holders)
-        ranks = sum(sum(loads.nodes[at].values()) * stages[at].tp for at in holders)
+        copies = sum(ground.units[at] for at in holders)
+        ranks = sum(ground.units[at] * stages[at].tp for at in holders)
         for at in holders:
             loads.shared[at] += layers * stages[at].dp * stages[at].tp / ranks
         if copies <= 1:
@@ -139,42 +127,40 @@ def sync_loads(placed: Placed, ways: Ways, costs: CostModel, node_of: Mapping[in
             loads.runs.append(Run(dict.fromkeys(holders, 0.0), {}, copies, ranks, share))
         run, before = loads.runs[-1], holders
         for at in holders:
-            run.held[at] += _held(costs, stages[at], layers, end)
+            run.held[at] += costs.most_held(stages[at].tp, layers, end == "embed", end == "head")
             if layers or at not in run.lowest:
                 run.lowest[at] = first - starts[at] if layers else stages[at].layers * (end == "head")
         run.embed = end == "embed"
     for run in loads.runs:
-        _price(run, loads, stages, ways)
+        _price(run, ground, stages, ways)
     return loads
 
 
-def _held(costs: CostModel, stage: StageShape, layers: int, end: str) -> float:
-    shares = equal_shares(costs.model, stage.tp)
-    return max(held_elements(costs.model, layers, end == "embed", end == "head", share) for share in shares)
-
-
-def _price(run: Run, loads: Loads, stages: Mapping[At, StageShape], ways: Ways) -> None:
-    """Seconds per byte of an element on every port, and between the two most loaded ends."""
-    nodes: Counter[Node] = Counter()  # ranks
+def _price(run: Run, ground: Ground, stages: Mapping[At, StageShape], ways: Ways) -> None:
+    """Seconds per byte of an element on every port, and between the two most loaded ends. Equal nodes have equal
+    ports, so each class of them is priced once."""
+    nodes: Counter[int] = Counter()  # ranks, on a node of each class
     units: Counter[int] = Counter()  # copies by group
-    inside_units: Counter[Node] = Counter()
+    inside_units: Counter[int] = Counter()
     for at in run.held:
-        for node, n in loads.nodes[at].items():
-            nodes[node] += n * stages[at].tp
-            units[node[0]] += n
-            inside_units[node] += n
+        for c, n in ground.nodes[at].items():
+            nodes[c] += n * stages[at].tp
+            units[ground.group[c]] += n * ground.count[c]
+            inside_units[c] += n
     total: Counter[int] = Counter()  # ranks by group
     most: dict[int, int] = defaultdict(int)  # on one node of the group
     count: Counter[int] = Counter()  # nodes
-    for (g, _), n in nodes.items():
-        total[g] += n
-        most[g], count[g] = max(most[g], n), count[g] + 1
+    for c, n in nodes.items():
+        g = ground.group[c]
+        total[g] += n * ground.count[c]
+        most[g], count[g] = max(most[g], n), count[g] + ground.count[c]
     groups = sorted(units)
     message = 0.0
     for at, held in run.held.items():
         tp = stages[at].tp
-        for (g, i), mine in loads.nodes[at].items():
-            inside, others_inside = nodes[g, i], inside_units[g, i] - 1
+        for c, mine in ground.nodes[at].items():
+            g = ground.group[c]
+            inside, others_inside = nodes[c], inside_units[c] - 1
             near = ways.between(g, g, True) if others_inside else None
             if near is not None:
                 own = held * max((inside - tp) / run.ranks * near.out, run.share[at] * others_inside * near.into)
@@ -184,7 +170,7 @@ def _price(run: Run, loads: Loads, stages: Mapping[At, StageShape], ways: Ways) 
             out = into = 0.0
             for h in groups:
                 others = total[h] - (inside if h == g else 0)
-                copies = units[h] - (inside_units[g, i] if h == g else 0)
+                copies = units[h] - (inside_units[c] if h == g else 0)
                 way, back = ways.between(g, h), ways.between(h, g)
                 if not others or way is None or back is None:
                     continue
@@ -193,7 +179,7 @@ def _price(run: Run, loads: Loads, stages: Mapping[At, StageShape], ways: Ways) 
                     run.link = max(run.link, mine * tp * held / run.ranks * most[h] * max(way.link, back.link))
                 run.latency, message = max(run.latency, way.alpha), max(message, way.message)
             if out:
-                run.ports[g, i] = run.ports.get((g, i), 0.0) + mine * tp * held * max(out, into)
+                run.ports[(c,)] = run.ports.get((c,), 0.0) + mine * tp * held * max(out, into)
     run.latency += (run.ranks - 1) * message
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Any
 
 from hetero_megatron.spec import ModelSpec, Share, shares, stage_tensors, tensor_box
 from hetero_megatron.spec.flops import head_activation_bytes, layer_activation_bytes
@@ -122,5 +123,10 @@ def state_bytes(held: int, owned: float, group: int, item: int, moments: int = 2
     """
     wide = max(item, 4)
     master = 4 if item == 2 else 0
-    buffers = wide * (held - owned + owned * (group - 1) + owned) if group > 1 else 0
+    buffers = buffer_bytes(held, owned, group, item)
     return held * item, held * wide, round(owned * (moments * wide + master)), round(buffers)
+
+
+def buffer_bytes(held: Any, owned: Any, group: int, item: int) -> Any:
+    """Of a bucket under way, or of several in arrays: packed for the owners, received from the holders, the sum."""
+    return max(item, 4) * (held - owned + owned * (group - 1) + owned) if group > 1 else 0 * held

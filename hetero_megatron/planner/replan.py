@@ -17,7 +17,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, validate
 from hetero_megatron.planner.build import Builder, Skeleton
 from hetero_megatron.planner.evaluate import Evaluator
-from hetero_megatron.planner.place import place, renumbered, shrink, to_plan
+from hetero_megatron.planner.place import place, shrink, to_plan
 from hetero_megatron.planner.pool import Group, Pool
 from hetero_megatron.planner.search import Result, SearchOptions, search
 from hetero_megatron.planner.shape import Candidate, StageShape
@@ -77,8 +77,9 @@ class Planner:
         seconds, candidate = found
         placed = place(candidate, smaller)
         assert placed is not None, "it was evaluated on these chips"
-        plan = to_plan(placed, self.cluster, self.seq_length, self.model.num_heads)
-        plan, own = renumbered(plan, {rank: i for i, rank in enumerate(keep)}), shrink(self.cluster, keep)
+        number = {rank: i for i, rank in enumerate(keep)}
+        plan = to_plan(placed, self.cluster, self.seq_length, self.model.num_heads, number)
+        own = shrink(self.cluster, keep)
         validate(plan, self.model, own, dtype=self.options.dtype)
         return plan, own, seconds
 
@@ -101,14 +102,20 @@ class Planner:
 
     def _search(self, pool: Pool) -> tuple[float, Candidate] | None:
         """(seconds, candidate): the best of the known pipelines on these nodes; None when none fits."""
-        evaluator = Evaluator(self.result.evaluator.tables, pool)
+        known = self.result.evaluator
+        evaluator = Evaluator(known.tables, pool, like=known)
         builder = Builder(evaluator, self.model, self.batch, self.options.space)
-        best: tuple[float, Candidate] | None = None
+        found: list[tuple[float, int, Candidate]] = []
         for rows in itertools.islice(self._combinations(pool), MOST_TRIED):
             for candidate in builder.candidates(rows, self.result.best.candidate.schedule):
-                score = evaluator.score(candidate)
-                if score is not None and score.over == 0 and (best is None or score.step_seconds < best[0]):
-                    best = (score.step_seconds, candidate)
+                found.append((evaluator.least(candidate), len(found), candidate))
+        best: tuple[float, Candidate] | None = None
+        for least, _, candidate in sorted(found, key=lambda row: row[:2]):
+            if best is not None and least >= best[0]:
+                break
+            score = evaluator.score(candidate)
+            if score is not None and score.over == 0 and (best is None or score.step_seconds < best[0]):
+                best = (score.step_seconds, candidate)
         return best
 
     def _combinations(self, pool: Pool) -> Iterator[list[Skeleton]]:

@@ -27,7 +27,8 @@ from hetero_megatron.planner.tables import Kind
 from hetero_megatron.spec import ModelSpec
 
 Floats = NDArray[np.float64]
-NONE = -1e6  # layers of what cannot be
+Layers = NDArray[np.float32]  # whole numbers, so exact
+NONE = -1e5  # layers of what cannot be
 RATIO, GRID = 1.06, 44
 CUT = 1.03  # programs whose bound is so much above the best found so far are not solved
 RUNS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
@@ -75,62 +76,63 @@ class Program:
         """No pipeline over the whole budget has a smaller bottleneck: all chips busy all the time at their best
         rate."""
         rate = 0.0
-        for g, found in enumerate(self.options):
-            best = 0.0
-            for option in found:
-                seconds = self.table(option, False, False)[0]
-                per = (seconds[2] - seconds[1]) if np.isfinite(seconds[2]) else seconds[1]
-                if np.isfinite(per) and per > 0:
-                    best = max(best, 1 / (per * option.chips))
-            rate += best * self.budget[g]
+        for g, budget in enumerate(self.budget):
+            known = self.search.rates(g, self.size)
+            rate += budget * max((best for chips, best in known if chips <= budget), default=0.0)
         return self.search.model.num_layers / rate if rate else math.inf
 
-    def capacity(self, option: Option, steps: range, embed: bool, head: bool, depth: int) -> Floats:
+    def capacity(self, option: Option, steps: range, embed: bool, head: bool, depth: int) -> Layers:
         """[tau, in flight]: most layers of a stage that takes at most tau; NONE where it cannot hold any."""
         search = self.search
         key = (option, self.size, self._replicas, embed, head)
         if key not in search.capacities:
-            taus = search.tau(np.arange(search.low, search.high))
-            seconds = self.table(option, embed, head)[: 1 if head else None]
-            counts = np.stack([np.searchsorted(row, taus, side="right") for row in _monotone(seconds)], axis=1)
+            seconds = _monotone(self.table(option, embed, head)[: 1 if head else None])
+            rows, width = len(seconds), search.high - search.low
+            with np.errstate(divide="ignore"):
+                first = np.ceil(np.log(seconds) / math.log(RATIO) - 1e-9) - search.low  # tau at which it is in time
+            at = np.clip(first, 0, width).astype(np.int64) + np.arange(rows)[:, None] * (width + 1)
+            found = np.bincount(at.ravel(), minlength=rows * (width + 1)).reshape(rows, width + 1)
+            counts = np.cumsum(found[:, :width], axis=1).T - 1
             least = 0 if embed or head else 1
-            search.capacities[key] = np.where(counts - 1 >= least, counts - 1, NONE)
+            search.capacities[key] = np.where(counts >= least, counts, NONE).astype(np.float32)
         return search.capacities[key][steps.start - search.low : steps.stop - search.low, :depth]
 
-    def matrices(self, steps: range) -> list[tuple[Floats, Floats]]:
+    def matrices(self, steps: range, groups: Sequence[int]) -> dict[int, tuple[Layers, Layers]]:
         """Per group, [tau, stages before, stages after]: most layers of a run of stages of this group behind (nearer
         the end: before) others; as inner stages, and with the embedding on the last one added."""
-        n, found = len(steps), []
-        for choices in self.options:
-            inner = np.full((n, self.depth + 1, self.depth + 1), NONE)
+        n, size = len(steps), self.depth + 1
+        runs = np.arange(size)[None, :] - np.arange(size)[:, None]
+        found = {}
+        for g in groups:
+            inner = np.full((n, size, size), NONE, np.float32)
             ends = inner.copy()
-            for option in choices:
+            for option in self.options[g]:
                 plain = self.capacity(option, steps, False, False, self.depth)
                 first = self.capacity(option, steps, True, False, self.depth)
                 single = self.capacity(option, steps, True, True, 1)
-                total = np.concatenate([np.zeros((n, 1)), np.cumsum(plain, axis=1)], axis=1)
-                head = self.capacity(option, steps, False, True, 1)[:, 0] - plain[:, 0]
+                total = np.zeros((n, size), np.float32)
+                np.cumsum(plain, axis=1, out=total[:, 1:])
                 most = min(self.budget[option.group] // option.chips, self.depth)
-                for s in sorted({*(r for r in RUNS if r <= most), most}):
-                    p = np.arange(0, self.depth - s + 1)
-                    gain = total[:, p + s] - total[:, p]
-                    gain[:, 0] += head
-                    inner[:, p, p + s] = np.maximum(inner[:, p, p + s], gain)
-                    last = gain + first[:, p + s - 1] - plain[:, p + s - 1]
-                    if s == 1:
-                        last[:, 0] = single[:, 0]
-                    ends[:, p, p + s] = np.maximum(ends[:, p, p + s], last)
-            found.append((inner, ends))
+                allowed = np.isin(runs, [*(r for r in RUNS if r <= most), most]) & (runs > 0)
+                gain = total[:, None, :] - total[:, :, None]
+                gain[:, 0, :] += self.capacity(option, steps, False, True, 1) - plain[:, :1]
+                np.maximum(inner, gain, out=inner, where=allowed)
+                gain[:, :, 1:] += (first - plain)[:, None, :]
+                gain[:, 0, 1] = single[:, 0]
+                np.maximum(ends, gain, out=ends, where=allowed)
+            found[g] = (inner, ends)
         return found
 
-    def solve(self, steps: range) -> tuple[dict[int, Floats], dict[int, Floats], list[tuple[Floats, Floats]]]:
-        """(layers by mask [tau, stages], inner; the same for whole pipelines; the matrices)."""
-        groups = [g for g in range(len(self.budget)) if self.options[g]]
-        matrices = self.matrices(steps)
-        start = np.full((len(steps), self.depth + 1), NONE)
+    def solve(
+        self, steps: range, within: int = -1
+    ) -> tuple[dict[int, Layers], dict[int, Layers], dict[int, tuple[Layers, Layers]]]:
+        """(layers by mask [tau, stages], inner; the same for whole pipelines; the matrices), for masks ``within``."""
+        groups = [g for g in range(len(self.budget)) if self.options[g] and within >> g & 1]
+        matrices = self.matrices(steps, groups)
+        start = np.full((len(steps), self.depth + 1), NONE, np.float32)
         start[:, 0] = 0.0
-        inner: dict[int, Floats] = {0: start}
-        whole: dict[int, Floats] = {}
+        inner: dict[int, Layers] = {0: start}
+        whole: dict[int, Layers] = {}
         masks = sorted({sum(1 << g for g in s) for s in _subsets(groups)}, key=lambda m: (bin(m).count("1"), m))
         for mask in masks:
             a = np.full_like(start, NONE)
@@ -138,8 +140,8 @@ class Program:
             for g in groups:
                 if mask >> g & 1:
                     before = inner[mask & ~(1 << g)][:, :, None]
-                    a = np.maximum(a, np.max(before + matrices[g][0], axis=1))
-                    b = np.maximum(b, np.max(before + matrices[g][1], axis=1))
+                    np.maximum(a, np.max(before + matrices[g][0], axis=1), out=a)
+                    np.maximum(b, np.max(before + matrices[g][1], axis=1), out=b)
             inner[mask], whole[mask] = a, b
         return inner, whole, matrices
 
@@ -163,7 +165,7 @@ class Program:
     def trace(self, family: Family) -> tuple[StageShape, ...]:
         """The stages of a family, first one first, without layers."""
         steps = range(family.step, family.step + 1)
-        inner, whole, matrices = self.solve(steps)
+        inner, whole, matrices = self.solve(steps, family.mask)
         mask, at, stages, final = family.mask, family.stages, [], True
         while mask:
             value = (whole if final else inner)[mask][0, at]
@@ -212,7 +214,9 @@ class LargeSearch:
         self.builder = Builder(evaluator, model, batch, space)
         self._options: dict[tuple[int, int], list[Option]] = {}
         self.families: list[Family] = []
-        self.capacities: dict[tuple[object, ...], Floats] = {}
+        self.capacities: dict[tuple[object, ...], Layers] = {}
+        self._rates: dict[tuple[int, int], list[tuple[int, float]]] = {}
+        self._traced: dict[Family, tuple[StageShape, ...]] = {}
         self.low, self.high = 0, 0  # of the grid of taus
         self.rejected: dict[str, int] = {}
 
@@ -237,6 +241,23 @@ class LargeSearch:
             self._options[group, size] = [o for o in found if o.dp <= 4]
         return self._options[group, size]
 
+    def rates(self, group: int, size: int) -> list[tuple[int, float]]:
+        """(chips, layers per second and chip) of the options of a group, with the memory that most replicas leave."""
+        if (group, size) not in self._rates:
+            found = []
+            for o in self.options(group, size):
+                most = 4 ** int(math.log(self._most_pipelines(), 4) + 1e-9)
+                kind = Kind(group, o.tp, o.dp, size, False, False, most, self.space.recompute)
+                seconds = self.evaluator.tables.table(kind).seconds[0]
+                per = (seconds[2] - seconds[1]) if np.isfinite(seconds[2]) else seconds[1]
+                if np.isfinite(per) and per > 0:
+                    found.append((o.chips, float(1 / (per * o.chips))))
+            self._rates[group, size] = found
+        return self._rates[group, size]
+
+    def _most_pipelines(self) -> int:
+        return max(1, min(self.batch, sum(self.counts), self.space.max_pipelines or sum(self.counts)))
+
     def run(self) -> bool:
         """True when everything planned was searched; False when ``improve`` asked to stop."""
         self.families = self._families()
@@ -255,7 +276,7 @@ class LargeSearch:
 
     def pipeline_counts(self) -> list[int]:
         """Numbers of pipelines to try: those that divide every group, and about four per octave."""
-        most = min(self.batch, sum(self.counts), self.space.max_pipelines or sum(self.counts))
+        most = self._most_pipelines()
         common = math.gcd(*self.counts)
         exact = [d for d in range(1, most + 1) if common % d == 0] if common <= 20_000 else [1]
         octave: list[int] = []
@@ -312,8 +333,10 @@ class LargeSearch:
         return [family for _, family in found]
 
     def stages(self, family: Family) -> tuple[StageShape, ...]:
-        budget = tuple(n // family.replicas for n in self.counts)
-        return self._programs[budget, family.size, family.replicas].trace(family)
+        if family not in self._traced:
+            budget = tuple(n // family.replicas for n in self.counts)
+            self._traced[family] = self._programs[budget, family.size, family.replicas].trace(family)
+        return self._traced[family]
 
     def _proposals(self) -> Iterator[tuple[list[Skeleton], str]]:
         """Combinations to make concrete, most promising first."""
@@ -363,14 +386,15 @@ class LargeSearch:
         """Islands that compute the batch soonest: bisection on the time."""
         if not families:
             return None
+        fleet = _Fleet(families, len(self.pool.groups))
         high = max(f.seconds(self.batch) for f in families)
         low = 0.0
-        best = self._cover(families, high)
+        best = fleet.cover(high, self.batch)
         if best is None:
             return None
         for _ in range(30):
             middle = (low + high) / 2
-            found = self._cover(families, middle)
+            found = fleet.cover(middle, self.batch)
             if found is None:
                 low = middle
             else:
@@ -379,35 +403,52 @@ class LargeSearch:
                 break
         return best
 
-    def _cover(self, families: Sequence[Family], limit: float) -> list[Family] | None:
-        """Families of disjoint sets of groups that compute the batch within ``limit`` seconds; None if there are
-        none."""
-        best: dict[int, tuple[int, Family]] = {}
-        for family in families:
-            total = family.most(limit) * family.replicas
-            if total > best.get(family.mask, (0, family))[0]:
-                best[family.mask] = (total, family)
-        top: dict[int, tuple[int, list[Family]]] = {0: (0, [])}
-        for mask in range(1, 1 << len(self.pool.groups)):
-            low = mask & -mask
-            value = top[mask & ~low]  # the lowest group idle
-            sub = mask
-            while sub:
-                if sub & low and sub in best:
-                    rest = top[mask & ~sub]
-                    total = best[sub][0] + rest[0]
-                    if total > value[0]:
-                        value = (total, [best[sub][1], *rest[1]])
-                sub = (sub - 1) & mask
-            top[mask] = value
-        total, chosen = top[(1 << len(self.pool.groups)) - 1]
-        return chosen if total >= self.batch else None
-
     def _mixed(self) -> Iterator[list[Skeleton]]:
         """Step 3."""
         from hetero_megatron.planner.mixed import mixed
 
         yield from mixed(self)
+
+
+class _Fleet:
+    """Families sorted by the groups that they use."""
+
+    def __init__(self, families: Sequence[Family], groups: int) -> None:
+        self.families, self.groups = sorted(families, key=lambda f: f.mask), groups
+        rows = [(f.tau, f.stages, f.size * f.replicas, f.mask) for f in self.families]
+        self.tau, self.stages, self.together, masks = np.array(rows).T
+        found, starts = np.unique(masks, return_index=True)
+        self.masks, self.starts = [int(mask) for mask in found], starts
+
+    def cover(self, limit: float, batch: int) -> list[Family] | None:
+        """Families of disjoint sets of groups that compute ``batch`` sequences within ``limit`` seconds; None if there
+        are none."""
+        totals = np.maximum(0, np.floor(limit / self.tau - self.stages + 1 + 1e-9)) * self.together
+        best = dict(zip(self.masks, np.maximum.reduceat(totals, self.starts).tolist(), strict=True))
+        top: list[tuple[float, int]] = [(0.0, 0)]  # most sequences; the set that the lowest group is in (0: idle)
+        for mask in range(1, 1 << self.groups):
+            low = mask & -mask
+            value = (top[mask & ~low][0], 0)
+            sub = mask
+            while sub:
+                if sub & low and sub in best:
+                    total = best[sub] + top[mask & ~sub][0]
+                    if total > value[0]:
+                        value = (total, sub)
+                sub = (sub - 1) & mask
+            top.append(value)
+        mask = (1 << self.groups) - 1
+        if top[mask][0] < batch:
+            return None
+        chosen = []
+        while mask:
+            sub = top[mask][1]
+            if sub:
+                i = self.masks.index(sub)
+                part = totals[self.starts[i] : self.starts[i + 1] if i + 1 < len(self.masks) else None]
+                chosen.append(self.families[self.starts[i] + int(np.argmax(part))])
+            mask &= ~(sub or mask & -mask)
+        return chosen
 
 
 def _subsets(groups: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -13,12 +13,29 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hetero_megatron.plan import Plan, Stage
 from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, make_buckets
 from hetero_megatron.plan.islands import hop_elements
+from hetero_megatron.planner.bucket_flows import (
+    Flows,
+    Places,
+    PortTraffic,
+    Price,
+    bucket_flows,
+    of_traffic,
+    one_after_the_other,
+    port_traffic,
+    price,
+)
 from hetero_megatron.planner.costs import CostModel, UnitSeconds
-from hetero_megatron.planner.network import Exchange, Network, Port, Traffic, volumes
+from hetero_megatron.planner.network import Network
 from hetero_megatron.spec import logical_tensors
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -28,15 +45,6 @@ class Span:
     bucket: int
     start: float
     end: float
-
-
-@dataclass
-class Share:
-    """Elements of one bucket on one rank: given to other owners, taken from other holders, owned."""
-
-    given: int = 0
-    taken: int = 0
-    owned: int = 0
 
 
 @dataclass
@@ -71,60 +79,104 @@ class Host:
         return end
 
 
+class _Hosts:
+    """:class:`Host` of all ranks at once, as arrays: the last :data:`IN_FLIGHT` buckets of each in a ring."""
+
+    def __init__(self, ranks: int) -> None:
+        self.delay, self.last = np.zeros(ranks), np.zeros(ranks)
+        self.sent = np.zeros(ranks, np.int64)
+        self.arrived = np.full((ranks, IN_FLIGHT), -np.inf)
+        self.after = np.zeros((ranks, IN_FLIGHT))
+
+    def send(self, at: Ints, ready: Floats, pack: Floats | float) -> Floats:
+        slot = self.sent[at] % IN_FLIGHT  # of the oldest
+        after = self.after[at, slot]
+        begin = np.maximum(ready + self.delay[at], self.last[at])
+        begin = np.maximum(begin, self.arrived[at, slot]) + after + pack
+        self.delay[at] += after + pack
+        self.last[at] = begin
+        return begin
+
+    def travel(self, at: Ints, end: float, after: Floats | float) -> None:
+        slot = self.sent[at] % IN_FLIGHT
+        self.arrived[at, slot], self.after[at, slot] = end, after
+        self.sent[at] += 1
+
+    def finish(self, idle: Floats) -> Floats:
+        end = np.maximum(idle + self.delay, self.last)
+        rows = np.arange(len(end))
+        for k in range(IN_FLIGHT):  # the oldest first
+            slot = (self.sent + k) % IN_FLIGHT
+            end = np.maximum(end, self.arrived[rows, slot]) + self.after[rows, slot]
+        return end
+
+
 class _Structure:
-    """Which elements of which bucket go where."""
+    """Which elements of which bucket go where; arrays are over the plan's ranks in ascending order."""
 
     def __init__(self, plan: Plan, model: CostModel, network: Network) -> None:
         self.model, self.cluster, self.network = model.model, model.cluster, network
         self.buckets = make_buckets(plan, model.model)
-        self.owned: dict[int, int] = defaultdict(int)
-        self.held: dict[int, int] = defaultdict(int)
-        self.shares: dict[int, dict[int, Share]] = {}  # by bucket and rank
-        self._elements: dict[tuple[int, ...], dict[tuple[int, int], int]] = {}
-        self._traffic: dict[tuple[int, bool], tuple[Traffic, ...]] = {}
-        known: dict[int, list[tuple[int, int]]] = {}
+        self.places = Places(plan.ranks, network)
+        self.owned = np.zeros(len(plan.ranks), np.int64)
+        self.held = np.zeros(len(plan.ranks), np.int64)
+        self._ranks: dict[tuple[int, ...], Ints] = {}
+        self._flows: dict[tuple[int, ...], Flows] = {}
+        self._traffic: dict[tuple[object, ...], tuple[PortTraffic, ...]] = {}
         for bucket in self.buckets:
-            for layouts, total in ((bucket.owners, self.owned), (bucket.holders, self.held)):
-                for layout in layouts.values():
-                    if id(layout) not in known:
-                        known[id(layout)] = [(r, layout.elements(r)) for r in layout.ranks]
-                    for rank, count in known[id(layout)]:
-                        total[rank] += count
-            if len(bucket.ranks) > 1:
-                self.shares[bucket.index] = shares = {rank: Share() for rank in bucket.ranks}
-                for (src, dst), count in self.elements(bucket).items():
-                    if src == dst:
-                        shares[src].owned += count
-                    else:
-                        shares[src].given += count
-                        shares[dst].taken += count
+            flows = self.flows(bucket)
+            self.owned[flows.at] += flows.mine
+            self.held[flows.at] += flows.held
+        self.heads, self.following = self._order()
 
     def serves(self, model: CostModel) -> bool:
         return self.model == model.model and self.cluster is model.cluster
 
-    def elements(self, bucket: Bucket) -> dict[tuple[int, int], int]:
-        key = tuple(id(layout) for layout in (*bucket.holders.values(), *bucket.owners.values()))
-        if key not in self._elements:
-            total: dict[tuple[int, int], int] = defaultdict(int)
-            for name in bucket.names:
-                for pair, count in volumes(bucket.holders[name], bucket.owners[name]).items():
-                    total[pair] += count
-            self._elements[key] = dict(total)
-        return self._elements[key]
+    def at(self, bucket: Bucket) -> Ints:
+        """Places of the bucket's ranks."""
+        if bucket.ranks not in self._ranks:
+            self._ranks[bucket.ranks] = np.array([self.places.index[r] for r in bucket.ranks], np.int64)
+        return self._ranks[bucket.ranks]
 
-    def traffic(self, bucket: Bucket, spread: bool) -> tuple[Traffic, ...]:
+    def key(self, bucket: Bucket) -> tuple[int, ...]:
+        """Equal for buckets that move the same between the same ranks."""
+        return tuple(id(layout) for layout in (*bucket.holders.values(), *bucket.owners.values()))
+
+    def flows(self, bucket: Bucket) -> Flows:
+        key = self.key(bucket)
+        if key not in self._flows:
+            self._flows[key] = bucket_flows(bucket, self.at(bucket))
+        return self._flows[key]
+
+    def traffic(self, bucket: Bucket, spread: bool) -> tuple[PortTraffic, ...]:
         """In elements, hop after hop; from holders to owners, or back to spread the new parameters."""
-        elements = self.elements(bucket)
-        key = (id(elements), spread)
+        key = (self.key(bucket), spread)
         if key not in self._traffic:
-            hops = [elements] if len(bucket.hops) == 1 else [hop_elements(hop) for hop in bucket.hops]
-            self._traffic[key] = tuple(
-                self.network.traffic(
-                    (b, a, float(n)) if spread else (a, b, float(n)) for (a, b), n in hop.items() if n
-                )
-                for hop in hops
-            )
+            if len(bucket.hops) == 1:
+                self._traffic[key] = (port_traffic(self.flows(bucket), self.places, spread),)
+            else:
+                hops = [[(*ends, float(n)) for ends, n in hop_elements(hop).items() if n] for hop in bucket.hops]
+                if spread:
+                    hops = [[(b, a, n) for a, b, n in hop] for hop in hops]
+                self._traffic[key] = tuple(of_traffic(self.network.traffic(hop), self.places) for hop in hops)
         return self._traffic[key]
+
+    def _order(self) -> tuple[dict[int, int], dict[int, list[tuple[int, int]]]]:
+        """A rank sends its buckets in order: (ranks of each bucket that have an earlier one; by bucket: the ones that
+        come next on some of its ranks, and on how many)."""
+        latest = np.full(len(self.places.ranks), -1)
+        missing: dict[int, int] = {}
+        following: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for bucket in self.buckets:
+            if len(bucket.ranks) > 1:
+                at = self.at(bucket)
+                before, counts = np.unique(latest[at], return_counts=True)
+                missing[bucket.index] = int(counts[before >= 0].sum())
+                for earlier, count in zip(before.tolist(), counts.tolist(), strict=True):
+                    if earlier >= 0:
+                        following[earlier].append((bucket.index, count))
+                latest[at] = bucket.index
+        return missing, following
 
 
 class Synchronisation:
@@ -139,38 +191,67 @@ class Synchronisation:
         self.all_buckets = self.structure.buckets
         self.buckets = [b for b in self.all_buckets if len(b.ranks) > 1]
         self.layer_of = {t.name: t.layer for t in logical_tensors(model.model)}
-        self.owned = self.structure.owned
-        self.stage_of = {r: s for p in plan.pipelines for s in p.stages for r in s.ranks}
-        self._prices: dict[tuple[object, ...], Exchange] = {}
+        ranks = self.structure.places.ranks.tolist()
+        self.owned = dict(zip(ranks, self.structure.owned.tolist(), strict=True))
+        self.held = dict(zip(ranks, self.structure.held.tolist(), strict=True))
+        rates = [model.chip_rates(network.ranks[r].chip) for r in ranks]
+        self._pack, self._add, self._unpack, self._fixed = (
+            np.array([getattr(r, name) for r in rates]) for name in ("pack", "add", "unpack", "exchange_seconds")
+        )
+        self._prices: dict[tuple[object, ...], Price] = {}
         self._posting: dict[tuple[int, ...], float] = {}
-        self._into: dict[tuple[int, int, int], float] = {}
+        self._own: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
 
     def elements(self, bucket: Bucket) -> Mapping[tuple[int, int], int]:
         """Elements from every holder to every owner of a bucket."""
-        return self.structure.elements(bucket)
+        flows = self.structure.flows(bucket)
+        source, target = np.nonzero(flows.volume[flows.kind])
+        counts = flows.volume[flows.kind[source], target].tolist()
+        pairs = zip(source.tolist(), target.tolist(), counts, strict=True)
+        return {(bucket.ranks[i], bucket.ranks[j]): n for i, j, n in pairs}
 
-    def price(self, bucket: Bucket, item: float, spread: bool) -> Exchange:
+    def price(self, bucket: Bucket, item: float, spread: bool) -> Price:
         traffic = self.structure.traffic(bucket, spread)
         key = (id(traffic), item)
         if key not in self._prices:
-            hops = [self.network.price(hop, item, collective=True) for hop in traffic]
-            ports: dict[Port, float] = defaultdict(float)
-            for port, seconds in (pair for hop in hops for pair in hop.ports.items()):
-                ports[port] += seconds
             if bucket.ranks not in self._posting:
                 self._posting[bucket.ranks] = self.network.posting(bucket.ranks)
-            latency = sum(hop.latency for hop in hops) + self._posting[bucket.ranks]
-            link = hops[0].link if len(hops) == 1 else sum(hop.seconds for hop in hops)  # one hop after the other
-            self._prices[key] = Exchange(dict(ports), latency, link)
+            hops = [price(hop, item, self.network) for hop in traffic]
+            self._prices[key] = one_after_the_other(hops, self._posting[bucket.ranks])
         return self._prices[key]
 
-    def ready_at(self, bucket: Bucket, rank: int, begin: float, part: UnitSeconds) -> float:
-        """When a member has the bucket's gradients; ``begin``: of its last backward, ``part``: its parts."""
-        key = (id(bucket), id(self.stage_of[rank]), id(part))
-        if key not in self._into:
+    def last_backwards(
+        self, begin: Mapping[int, float], parts: Mapping[int, UnitSeconds]
+    ) -> Callable[[Bucket], Floats]:
+        """When the members of a bucket have its gradients; ``begin``: of each rank's last backward, ``parts``: its
+        parts."""
+        structure = self.structure
+        ranks = structure.places.ranks.tolist()
+        start = np.array([begin[r] for r in ranks])
+        kinds: dict[tuple[object, ...], int] = {}
+        kind = np.zeros(len(ranks), np.int64)
+        rows: list[tuple[Stage, UnitSeconds]] = []
+        for pipeline in self.plan.pipelines:
+            for stage in pipeline.stages:
+                for rank in stage.ranks:
+                    key = (stage.layers, stage.embed, stage.head, stage.recompute, id(parts[rank]))
+                    if key not in kinds:
+                        kinds[key] = len(rows)
+                        rows.append((stage, parts[rank]))
+                    kind[structure.places.index[rank]] = kinds[key]
+        present: dict[int, Ints] = {}
+
+        def ready(bucket: Bucket) -> Floats:
+            at = structure.at(bucket)
+            if id(at) not in present:
+                present[id(at)] = np.unique(kind[at])
             layers = [self.layer_of[name] for name in bucket.names]
-            self._into[key] = self._into_backward(self.stage_of[rank], part, layers)
-        return begin + self._into[key]
+            into = np.zeros(len(rows))
+            for k in present[id(at)].tolist():
+                into[k] = self._into_backward(*rows[k], layers)
+            return np.asarray(start[at] + into[kind[at]])
+
+        return ready
 
     @staticmethod
     def _into_backward(stage: Stage, part: UnitSeconds, layers: Sequence[int | str]) -> float:
@@ -187,58 +268,59 @@ class Synchronisation:
             return part.action + head + (len(held) - held.index(min(decoder))) * each
         return part.action + head
 
-    def host_seconds(self, bucket: Bucket, rank: int, item: float, spread: bool) -> tuple[float, float]:
-        """(before, after) a bucket travels: packing what others get; summing gradients, or writing parameters."""
-        rates, share = self.model.chip_rates(self.network.ranks[rank].chip), self.structure.shares[bucket.index][rank]
-        fixed = rates.exchange_seconds
-        if spread:  # owners give what they took
-            return share.taken * item * rates.pack + fixed, share.given * item * rates.unpack + fixed
-        summed = (share.taken + share.owned) * item * rates.add + fixed * len(bucket.ranks)
-        return share.given * item * rates.pack + fixed, summed
+    def host_seconds(self, bucket: Bucket, item: float, spread: bool) -> tuple[Floats, Floats]:
+        """(before, after) a bucket travels, by rank: packing what others get; summing gradients, or writing
+        parameters."""
+        key = (self.structure.key(bucket), item, spread)
+        if key not in self._own:
+            flows = self.structure.flows(bucket)
+            pack, add, unpack, fixed = (x[flows.at] for x in (self._pack, self._add, self._unpack, self._fixed))
+            if spread:  # owners give what they took
+                self._own[key] = flows.taken * item * pack + fixed, flows.given * item * unpack + fixed
+            else:
+                summed = (flows.taken + flows.owned) * item * add + fixed * len(bucket.ranks)
+                self._own[key] = flows.given * item * pack + fixed, summed
+        return self._own[key]
 
     def run(
-        self, ready: Callable[[Bucket, int], float], idle: Mapping[int, float], item: float, spread: bool
+        self, ready: Callable[[Bucket], Floats], idle: Mapping[int, float], item: float, spread: bool
     ) -> tuple[dict[int, float], list[Span]]:
         """(when each rank is done with all its buckets, when each bucket travels).
 
         Args:
-            ready: seconds at which a rank has the content of a bucket, packing and summing of others not counted.
+            ready: seconds at which each rank of a bucket has its content, packing and summing of others not counted.
             idle: when each rank is done with all else; item: bytes per element; spread: from owners to holders.
         """
         sharded = self.model.options.sharded  # an all-reduce packs and adds on the way
-        hosts = {rank: Host() for rank in idle}
-        queues: dict[int, deque[Bucket]] = defaultdict(deque)  # a rank sends its buckets in order
-        for bucket in self.buckets:
-            for rank in bucket.ranks:
-                queues[rank].append(bucket)
-        missing = {b.index: sum(queues[r][0] is not b for r in b.ranks) for b in self.buckets}
+        places = self.structure.places
+        hosts = _Hosts(len(places.ranks))
+        missing = dict(self.structure.heads)
         heap: list[tuple[float, int]] = []
-        by_index = {b.index: b for b in self.buckets}
-        free: dict[object, float] = defaultdict(float)
+        free = np.zeros(places.ports)
         spans = []
 
         def launch(bucket: Bucket) -> None:
-            packs = {r: self.host_seconds(bucket, r, item, spread)[0] if sharded else 0.0 for r in bucket.ranks}
-            heapq.heappush(heap, (max(hosts[r].send(ready(bucket, r), packs[r]) for r in bucket.ranks), bucket.index))
+            pack = self.host_seconds(bucket, item, spread)[0] if sharded else 0.0
+            sent = hosts.send(self.structure.at(bucket), ready(bucket), pack)
+            heapq.heappush(heap, (float(sent.max()), bucket.index))
 
         for bucket in self.buckets:
             if not missing[bucket.index]:
                 launch(bucket)
         while heap:
             at, index = heapq.heappop(heap)
-            bucket = by_index[index]
-            price = self.price(bucket, item, spread)
-            start = max([at, *(free[port] for port in price.ports)])
-            for port, seconds in price.ports.items():
-                free[port] = start + seconds
-            end = start + price.seconds + price.latency
+            bucket = self.all_buckets[index]
+            cost = self.price(bucket, item, spread)
+            start = max(at, float(free[cost.ports].max())) if len(cost.ports) else at
+            free[cost.ports] = start + cost.busy
+            end = start + cost.seconds + cost.latency
             spans.append(Span(index, start, end))
-            for rank in bucket.ranks:
-                after = self.host_seconds(bucket, rank, item, spread)[1] if sharded else 0.0
-                hosts[rank].under_way.append((end, after))
-                queues[rank].popleft()
-            for following in {queues[r][0].index: queues[r][0] for r in bucket.ranks if queues[r]}.values():
-                missing[following.index] = sum(queues[r][0] is not following for r in following.ranks)
-                if not missing[following.index]:
-                    launch(following)
-        return {rank: host.finish(idle[rank]) for rank, host in hosts.items()}, spans
+            after = self.host_seconds(bucket, item, spread)[1] if sharded else 0.0
+            hosts.travel(self.structure.at(bucket), end, after)
+            for following, count in self.structure.following[index]:
+                missing[following] -= count
+                if not missing[following]:
+                    launch(self.all_buckets[following])
+        ranks = places.ranks.tolist()
+        done = hosts.finish(np.array([idle[r] for r in ranks]))
+        return dict(zip(ranks, done.tolist(), strict=True)), spans
