@@ -17,7 +17,7 @@ from hetero_megatron.planner.place import Placed, place
 from hetero_megatron.planner.pool import Pool
 from hetero_megatron.planner.shape import Candidate, PipelineShape, StageShape, in_flight
 from hetero_megatron.planner.sync import Host
-from hetero_megatron.planner.tables import Kind, Tables
+from hetero_megatron.planner.tables import Tables
 from hetero_megatron.planner.timing import closed_form, seconds
 
 EXACT = 400_000  # micro-batches x stages of one pipeline above which the recurrence is extrapolated
@@ -327,13 +327,11 @@ def best_recompute(
 ) -> PipelineShape | None:
     """The shape with the fastest recompute of each stage that fits; None when a stage does not."""
     alive = in_flight(schedule, len(shape.stages), micro_batches)
-    last = len(shape.stages) - 1
+    size, last = shape.micro_batch_size, len(shape.stages) - 1
     stages = []
     for s, stage in enumerate(shape.stages):
-        kind = Kind(stage.group, stage.tp, stage.dp, shape.micro_batch_size, s == 0, s == last, replicas)
-        table = tables.table(kind)
-        if not table.seconds[table.row(alive[s]), stage.layers] < float("inf"):
+        made = tables.fastest(stage, size, s == 0, s == last, alive[s], replicas)
+        if made is None:
             return None
-        recompute, first = table.choice(alive[s], stage.layers)
-        stages.append(StageShape(stage.group, stage.tp, stage.dp, stage.layers, recompute, first, stage.offload))
-    return PipelineShape(shape.micro_batch_size, tuple(stages))
+        stages.append(made)
+    return PipelineShape(size, tuple(stages))

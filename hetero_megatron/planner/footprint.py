@@ -70,8 +70,12 @@ def plan_activations(plan: Plan, spec: ModelSpec, item: int) -> dict[int, Memory
     """Only the activations of every rank."""
     out: dict[int, MemoryBytes] = {}
     known: dict[tuple[object, ...], MemoryBytes] = {}
+    flying: dict[tuple[int, int], tuple[int, ...]] = {}
     for pipeline in plan.pipelines:
-        alive = in_flight(generate(plan.schedule, len(pipeline.stages), pipeline.num_micro_batches))
+        size = (len(pipeline.stages), pipeline.num_micro_batches)
+        if size not in flying:
+            flying[size] = tuple(in_flight(generate(plan.schedule, *size)))
+        alive = flying[size]
         for stage, count in zip(pipeline.stages, alive, strict=True):
             for unit in stage.units:
                 tokens = (unit.sequences[1] - unit.sequences[0]) * unit.num_tokens

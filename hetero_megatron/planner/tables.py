@@ -79,6 +79,7 @@ class Tables:
         self._seconds: dict[tuple[int, int, int, int, bool, bool], _Unit] = {}
         self._links: dict[tuple[object, ...], float] = {}
         self._kept: dict[tuple[object, ...], tuple[float, float, float]] = {}
+        self._fastest: dict[tuple[object, ...], StageShape | None] = {}
         self.first = supports("recompute.first")
 
     def choice(self, stage: StageShape, embed: bool, head: bool) -> StageChoice:
@@ -91,6 +92,20 @@ class Tables:
         if kind not in self._tables:
             self._tables[kind] = self._make(kind)
         return self._tables[kind]
+
+    def fastest(
+        self, stage: StageShape, size: int, embed: bool, head: bool, in_flight: int, replicas: int
+    ) -> StageShape | None:
+        """The stage with the fastest recompute that fits; None when none does."""
+        key = (stage, size, embed, head, in_flight, replicas)
+        if key not in self._fastest:
+            table = self.table(Kind(stage.group, stage.tp, stage.dp, size, embed, head, replicas))
+            made = None
+            if table.seconds[table.row(in_flight), stage.layers] < float("inf"):
+                recompute, first = table.choice(in_flight, stage.layers)
+                made = StageShape(stage.group, stage.tp, stage.dp, stage.layers, recompute, first, stage.offload)
+            self._fastest[key] = made
+        return self._fastest[key]
 
     def _unit(self, kind: Kind) -> _Unit:
         key = (kind.group, kind.tp, kind.dp, kind.micro_batch_size, kind.embed, kind.head)
