@@ -29,7 +29,7 @@ from hetero_megatron.planner.regroup import regroup
 from hetero_megatron.planner.search_large import LargeSearch
 from hetero_megatron.planner.search_small import SmallSearch
 from hetero_megatron.planner.shape import Candidate, Part
-from hetero_megatron.planner.space import Space
+from hetero_megatron.planner.space import Space, wanted
 from hetero_megatron.planner.tables import Tables
 from hetero_megatron.planner.uniform import uniform_plans
 from hetero_megatron.spec import ModelSpec
@@ -340,11 +340,11 @@ def with_context(
     deadline: float | None,
 ) -> tuple[list[Choice], str, bool]:
     """(the choices and plans with context groups, best first; what came of trying those; whether any was tried)."""
-    from hetero_megatron.planner.context_stages import ContextSearch, wanted
-
     why_not = "not supported" if not supports("context") else wanted(space, evaluator.costs.seq_length, bool(choices))
     if why_not:
         return choices, why_not, False
+    from hetero_megatron.planner.context_stages import ContextSearch
+
     best = choices[0].step_seconds if choices else float("inf")
     found = ContextSearch(model, cluster, evaluator.pool, evaluator.costs, batch, space).run(best, deadline)
     new = [

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,7 @@ from hetero_megatron.spec import ModelSpec
 
 Floats = NDArray[np.float64]
 Layers = NDArray[np.float32]  # whole numbers, so exact
-NONE = -1e5  # layers of what cannot be
+NONE, NO = -1e5, -1e7  # layers of a stage that cannot be; of a run that cannot be, whatever is taken off for stages
 RATIO, GRID = 1.06, 44
 CUT = 1.03  # programs whose bound is so much above the best found so far are not solved
 RUNS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
@@ -66,11 +67,12 @@ class Program:
         self.options = [[o for o in search.options(g, size) if o.chips <= budget[g]] for g in range(len(budget))]
 
     def table(self, option: Option, embed: bool, head: bool) -> Floats:
-        """[in flight, layers] seconds, with memory at a conservative power of four of replicas."""
+        """[in flight, layers] seconds, with memory at a conservative power of four of replicas; with the head (the last
+        stage, counted from which there is one in flight) of the first row only."""
         kind = Kind(
             option.group, option.tp, option.dp, self.size, embed, head, self._replicas, self.search.space.recompute
         )
-        return self.search.evaluator.tables.table(kind).seconds
+        return self.search.evaluator.tables.table(kind, 1 if head else None).seconds
 
     def least_tau(self) -> float:
         """No pipeline over the whole budget has a smaller bottleneck: all chips busy all the time at their best
@@ -86,7 +88,7 @@ class Program:
         search = self.search
         key = (option, self.size, self._replicas, embed, head)
         if key not in search.capacities:
-            seconds = _monotone(self.table(option, embed, head)[: 1 if head else None])
+            seconds = _monotone(self.table(option, embed, head))
             rows, width = len(seconds), search.high - search.low
             with np.errstate(divide="ignore"):
                 first = np.ceil(np.log(seconds) / math.log(RATIO) - 1e-9) - search.low  # tau at which it is in time
@@ -101,7 +103,6 @@ class Program:
         """Per group, [tau, stages before, stages after]: most layers of a run of stages of this group behind (nearer
         the end: before) others; as inner stages, and with the embedding on the last one added."""
         n, size = len(steps), self.depth + 1
-        runs = np.arange(size)[None, :] - np.arange(size)[:, None]
         found = {}
         for g in groups:
             inner = np.full((n, size, size), NONE, np.float32)
@@ -112,14 +113,15 @@ class Program:
                 single = self.capacity(option, steps, True, True, 1)
                 total = np.zeros((n, size), np.float32)
                 np.cumsum(plain, axis=1, out=total[:, 1:])
-                most = min(self.budget[option.group] // option.chips, self.depth)
-                allowed = np.isin(runs, [*(r for r in RUNS if r <= most), most]) & (runs > 0)
                 gain = total[:, None, :] - total[:, :, None]
+                gain += _runs(size, min(self.budget[g] // option.chips, self.depth))
                 gain[:, 0, :] += self.capacity(option, steps, False, True, 1) - plain[:, :1]
-                np.maximum(inner, gain, out=inner, where=allowed)
-                gain[:, :, 1:] += (first - plain)[:, None, :]
+                np.maximum(inner, gain, out=inner)
+                last = np.zeros((n, 1, size), np.float32)
+                np.subtract(first, plain, out=last[:, 0, 1:])
+                gain += last
                 gain[:, 0, 1] = single[:, 0]
-                np.maximum(ends, gain, out=ends, where=allowed)
+                np.maximum(ends, gain, out=ends)
             found[g] = (inner, ends)
         return found
 
@@ -449,6 +451,14 @@ class _Fleet:
                 chosen.append(self.families[self.starts[i] + int(np.argmax(part))])
             mask &= ~(sub or mask & -mask)
         return chosen
+
+
+@lru_cache(maxsize=256)
+def _runs(size: int, most: int) -> Layers:
+    """[stages before, stages after]: 0 where there may be so many stages in between, else NO."""
+    runs = np.arange(size)[None, :] - np.arange(size)[:, None]
+    allowed = np.isin(runs, [*(r for r in RUNS if r <= most), most]) & (runs > 0)
+    return np.where(allowed, 0.0, NO).astype(np.float32)
 
 
 def _subsets(groups: Sequence[int]) -> Iterator[tuple[int, ...]]:

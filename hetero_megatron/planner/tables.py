@@ -75,7 +75,10 @@ class Tables:
 
     def __init__(self, costs: CostModel, pool: Pool, layers: int, depth: int) -> None:
         self.costs, self.pool, self.layers, self.depth = costs, pool, layers, max(1, depth)
+        self._layers = np.arange(layers + 1)
         self._tables: dict[Kind, StageTable] = {}
+        self._shallow: dict[tuple[Kind, int], StageTable] = {}
+        self._needs: dict[tuple[object, ...], tuple[Floats, Floats, Floats]] = {}
         self._seconds: dict[tuple[int, int, int, int, bool, bool], _Unit] = {}
         self._links: dict[tuple[object, ...], float] = {}
         self._kept: dict[tuple[object, ...], tuple[float, float, float]] = {}
@@ -88,10 +91,16 @@ class Tables:
             stage.first, stage.offload,
         )  # fmt: skip
 
-    def table(self, kind: Kind) -> StageTable:
-        if kind not in self._tables:
-            self._tables[kind] = self._make(kind)
-        return self._tables[kind]
+    def table(self, kind: Kind, depth: int | None = None) -> StageTable:
+        """``depth``: only so many rows, where the caller needs no more."""
+        if kind in self._tables:
+            return self._tables[kind]
+        if depth is None or depth >= self.depth:
+            found = self._tables[kind] = self._make(kind, self.depth)
+            return found
+        if (kind, depth) not in self._shallow:
+            self._shallow[kind, depth] = self._make(kind, depth)
+        return self._shallow[kind, depth]
 
     def fastest(
         self, stage: StageShape, size: int, embed: bool, head: bool, in_flight: int, replicas: int
@@ -137,43 +146,51 @@ class Tables:
         m = self.costs.memory_bytes(stage, kind.micro_batch_size, in_flight, kind.replicas)
         return m.overhead + m.weights + m.gradients + m.optimizer, m.activations, m.buffers
 
-    def _make(self, kind: Kind) -> StageTable:
-        unit = self._unit(kind)
-        n = np.arange(self.layers + 1)
-        k = np.arange(1, self.depth + 1)[:, None]
+    def _make(self, kind: Kind, depth: int) -> StageTable:
+        unit, n = self._unit(kind), self._layers
         limit = self.costs.memory_limit(self.pool.groups[kind.group].chip)
         one, two = self._bytes(kind, "none", 1, 1), self._bytes(kind, "none", 2, 1)
         state = 2 * one[0] - two[0] + (two[0] - one[0]) * n
         buffers = 2 * one[2] - two[2] + (two[2] - one[2]) * n
         free = limit - state
-        room = np.where(buffers <= free, free, -1.0)[None, :]  # for activations
+        room = np.where(buffers <= free, free, -1.0)  # for activations, [layers]
         forward = unit.forward[0] + unit.forward[1] * n
-        best = np.full((self.depth, self.layers + 1), np.inf)
-        full = np.zeros(best.shape, np.int32)
-        selective = np.zeros(best.shape, bool)
-        kept = {r: self._activations(kind, r) for r in RECOMPUTES}
-        constant = kept["none"][0]
-        for r in RECOMPUTES if kind.recompute is None else (kind.recompute,):
-            head, per, work = kept[r]
-            fits = k * (head + per * n) + work * (n > 0) <= room
-            seconds = np.where(fits, unit.backward[r][0] + unit.backward[r][1] * n, np.inf)
-            better = seconds < best
-            best = np.where(better, seconds, best)
-            selective = np.where(better, r == "selective", selective)
-            full = np.where(better, n if r == "full" else 0, full)
-        if self.first and kind.recompute is None:
-            save = k * (kept["none"][1] - kept["full"][1])
-            over = k * (constant + kept["none"][1] * n) + kept["full"][2] - room
-            need = np.ceil(np.maximum(over, 0.0) / save - 1e-9)
-            need = np.where((need >= 1) & (need <= n) & (room >= 0), need, np.inf)
+        levels = RECOMPUTES if kind.recompute is None else (kind.recompute,)
+        kept, over, save = (x[..., :depth, :] for x in self._kept_bytes(kind))
+        if kind.recompute is not None:
+            kept = kept[[RECOMPUTES.index(kind.recompute)]]
+        lines = np.array([unit.backward[r] for r in levels])
+        each = lines[:, :1] + lines[:, 1:] * n  # [levels, layers]
+        seconds = np.where(kept <= room, each[:, None, :], np.inf)  # [levels, in flight, layers]
+        pick = np.argmin(seconds, axis=0)
+        best = np.min(seconds, axis=0)
+        selective = pick == (levels.index("selective") if "selective" in levels else -1)
+        full = np.where(pick == (levels.index("full") if "full" in levels else -1), n, 0).astype(np.int32)
+        selective &= np.isfinite(best)
+        full[np.isinf(best)] = 0
+        tight = (kept[0] > room) & (room >= 0)
+        if self.first and kind.recompute is None and tight.any():
+            need = np.ceil(np.maximum(over - room, 0.0) / save - 1e-9)
+            need = np.where(tight & (need >= 1) & (need <= n), need, np.inf)
             back = unit.backward["none"]
-            extra = unit.backward["full"][1] - back[1]
-            seconds = back[0] + back[1] * n + need * extra
-            better = seconds < best - 1e-15
-            best = np.where(better, seconds, best)
-            selective = np.where(better, False, selective)
+            cost = back[0] + back[1] * n + need * (unit.backward["full"][1] - back[1])
+            better = cost < best - 1e-15
+            best = np.where(better, cost, best)
+            selective &= ~better
             full = np.where(better, np.where(np.isfinite(need), need, 0), full).astype(np.int32)
-        return StageTable(np.asarray(best + forward, np.float64), full, selective, np.asarray(forward, np.float64))
+        return StageTable(best + forward, full, selective, forward)
+
+    def _kept_bytes(self, kind: Kind) -> tuple[Floats, Floats, Floats]:
+        """[in flight, layers] bytes: of activations by recompute [levels, …]; of all kept and a layer that runs again;
+        [in flight, 1]: what running a layer again saves. They do not depend on replicas."""
+        key = (kind.group, kind.tp, kind.dp, kind.micro_batch_size, kind.head)
+        if key not in self._needs:
+            n, k = self._layers, np.arange(1, self.depth + 1)[:, None]
+            rows = {r: self._activations(kind, r) for r in RECOMPUTES}
+            kept = np.stack([k * (head + per * n) + work * (n > 0) for head, per, work in rows.values()])
+            over = k * (rows["none"][0] + rows["none"][1] * n) + rows["full"][2]
+            self._needs[key] = kept, over, k * (rows["none"][1] - rows["full"][1])
+        return self._needs[key]
 
     def _activations(self, kind: Kind, recompute: str) -> tuple[float, float, float]:
         """(bytes of the ends, bytes per layer, bytes while a layer runs again): activations are
