@@ -64,6 +64,7 @@ class Program:
         tables = search.evaluator.tables
         self.depth = min(tables.depth, search.model.num_layers + 2, sum(budget))
         self._replicas = 4 ** int(math.log(replicas, 4) + 1e-9)  # memory is taken at a conservative power of four
+        self._most_depth = min(tables.depth, max(1, sum(search.counts) // self._replicas))  # of programs with as many
         self.options = [[o for o in search.options(g, size) if o.chips <= budget[g]] for g in range(len(budget))]
 
     def table(self, option: Option, embed: bool, head: bool) -> Floats:
@@ -72,7 +73,7 @@ class Program:
         kind = Kind(
             option.group, option.tp, option.dp, self.size, embed, head, self._replicas, self.search.space.recompute
         )
-        return self.search.evaluator.tables.table(kind, 1 if head else None).seconds
+        return self.search.evaluator.tables.table(kind, 1 if head else self._most_depth).seconds
 
     def least_tau(self) -> float:
         """No pipeline over the whole budget has a smaller bottleneck: all chips busy all the time at their best
@@ -85,19 +86,27 @@ class Program:
 
     def capacity(self, option: Option, steps: range, embed: bool, head: bool, depth: int) -> Layers:
         """[tau, in flight]: most layers of a stage that takes at most tau; NONE where it cannot hold any."""
-        search = self.search
+        known = self.search.capacities
         key = (option, self.size, self._replicas, embed, head)
-        if key not in search.capacities:
-            seconds = _monotone(self.table(option, embed, head))
-            rows, width = len(seconds), search.high - search.low
-            with np.errstate(divide="ignore"):
-                first = np.ceil(np.log(seconds) / math.log(RATIO) - 1e-9) - search.low  # tau at which it is in time
-            at = np.clip(first, 0, width).astype(np.int64) + np.arange(rows)[:, None] * (width + 1)
-            found = np.bincount(at.ravel(), minlength=rows * (width + 1)).reshape(rows, width + 1)
-            counts = np.cumsum(found[:, :width], axis=1).T - 1
-            least = 0 if embed or head else 1
-            search.capacities[key] = np.where(counts >= least, counts, NONE).astype(np.float32)
-        return search.capacities[key][steps.start - search.low : steps.stop - search.low, :depth]
+        low, found = known.get(key, (steps.start, None))
+        if found is None or steps.start < low or steps.stop > low + len(found):
+            # Programs with so many replicas look at much the same part of the grid, a little further for more of them.
+            high = max(steps.stop + GRID // 2, low + (0 if found is None else len(found)))
+            low = min(steps.start - GRID // 4, low)
+            found = self._capacity(option, range(low, high), embed, head)
+            known[key] = low, found
+        return found[steps.start - low : steps.stop - low, :depth]
+
+    def _capacity(self, option: Option, steps: range, embed: bool, head: bool) -> Layers:
+        seconds = _monotone(self.table(option, embed, head))
+        rows, width = len(seconds), len(steps)
+        with np.errstate(divide="ignore"):
+            first = np.ceil(np.log(seconds) / math.log(RATIO) - 1e-9) - steps.start  # tau at which it is in time
+        at = np.clip(first, 0, width).astype(np.int64) + np.arange(rows)[:, None] * (width + 1)
+        found = np.bincount(at.ravel(), minlength=rows * (width + 1)).reshape(rows, width + 1)
+        counts = np.cumsum(found[:, :width], axis=1).T - 1
+        least = 0 if embed or head else 1
+        return np.where(counts >= least, counts, NONE).astype(np.float32)
 
     def matrices(self, steps: range, groups: Sequence[int]) -> dict[int, tuple[Layers, Layers]]:
         """Per group, [tau, stages before, stages after]: most layers of a run of stages of this group behind (nearer
@@ -216,10 +225,9 @@ class LargeSearch:
         self.builder = Builder(evaluator, model, batch, space)
         self._options: dict[tuple[int, int], list[Option]] = {}
         self.families: list[Family] = []
-        self.capacities: dict[tuple[object, ...], Layers] = {}
+        self.capacities: dict[tuple[object, ...], tuple[int, Layers]] = {}  # from a place in the grid
         self._rates: dict[tuple[int, int], list[tuple[int, float]]] = {}
         self._traced: dict[Family, tuple[StageShape, ...]] = {}
-        self.low, self.high = 0, 0  # of the grid of taus
         self.rejected: dict[str, int] = {}
 
     @staticmethod
@@ -227,14 +235,10 @@ class LargeSearch:
         """Bottleneck seconds of places in the grid."""
         return np.asarray(RATIO ** steps.astype(np.float64))
 
-    def grid(self, least: float) -> range:
+    @staticmethod
+    def grid(least: float) -> range:
         """The part of the grid that a program with this least bottleneck looks at."""
         start = math.ceil(math.log(least, RATIO) - 1e-9)
-        if not self.capacities:
-            self.low, self.high = start - 2 * GRID, start + 4 * GRID
-        if start < self.low or start + GRID > self.high:
-            self.capacities.clear()
-            self.low, self.high = min(start, self.low) - GRID, max(start, self.high) + 2 * GRID
         return range(start, start + GRID)
 
     def options(self, group: int, size: int) -> list[Option]:
@@ -250,7 +254,7 @@ class LargeSearch:
             for o in self.options(group, size):
                 most = 4 ** int(math.log(self._most_pipelines(), 4) + 1e-9)
                 kind = Kind(group, o.tp, o.dp, size, False, False, most, self.space.recompute)
-                seconds = self.evaluator.tables.table(kind).seconds[0]
+                seconds = self.evaluator.tables.table(kind, 1).seconds[0]
                 per = (seconds[2] - seconds[1]) if np.isfinite(seconds[2]) else seconds[1]
                 if np.isfinite(per) and per > 0:
                     found.append((o.chips, float(1 / (per * o.chips))))

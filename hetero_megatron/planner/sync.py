@@ -121,6 +121,9 @@ class _Structure:
         self.owned = np.zeros(len(plan.ranks), np.int64)
         self.held = np.zeros(len(plan.ranks), np.int64)
         self._ranks: dict[tuple[int, ...], Ints] = {}
+        # Equal for buckets that move the same between the same ranks, by index.
+        self.keys = [(*map(id, b.holders.values()), *map(id, b.owners.values())) for b in self.buckets]
+        self._at = [self._places_of(b.ranks) for b in self.buckets]
         self._flows: dict[tuple[int, ...], Flows] = {}
         self._traffic: dict[tuple[object, ...], tuple[PortTraffic, ...]] = {}
         for bucket in self.buckets:
@@ -132,25 +135,24 @@ class _Structure:
     def serves(self, model: CostModel) -> bool:
         return self.model == model.model and self.cluster is model.cluster
 
+    def _places_of(self, ranks: tuple[int, ...]) -> Ints:
+        if ranks not in self._ranks:
+            self._ranks[ranks] = np.array([self.places.index[r] for r in ranks], np.int64)
+        return self._ranks[ranks]
+
     def at(self, bucket: Bucket) -> Ints:
         """Places of the bucket's ranks."""
-        if bucket.ranks not in self._ranks:
-            self._ranks[bucket.ranks] = np.array([self.places.index[r] for r in bucket.ranks], np.int64)
-        return self._ranks[bucket.ranks]
-
-    def key(self, bucket: Bucket) -> tuple[int, ...]:
-        """Equal for buckets that move the same between the same ranks."""
-        return tuple(id(layout) for layout in (*bucket.holders.values(), *bucket.owners.values()))
+        return self._at[bucket.index]
 
     def flows(self, bucket: Bucket) -> Flows:
-        key = self.key(bucket)
+        key = self.keys[bucket.index]
         if key not in self._flows:
             self._flows[key] = bucket_flows(bucket, self.at(bucket))
         return self._flows[key]
 
     def traffic(self, bucket: Bucket, spread: bool) -> tuple[PortTraffic, ...]:
         """In elements, hop after hop; from holders to owners, or back to spread the new parameters."""
-        key = (self.key(bucket), spread)
+        key = (self.keys[bucket.index], spread)
         if key not in self._traffic:
             if len(bucket.hops) == 1:
                 self._traffic[key] = (port_traffic(self.flows(bucket), self.places, spread),)
@@ -271,7 +273,7 @@ class Synchronisation:
     def host_seconds(self, bucket: Bucket, item: float, spread: bool) -> tuple[Floats, Floats]:
         """(before, after) a bucket travels, by rank: packing what others get; summing gradients, or writing
         parameters."""
-        key = (self.structure.key(bucket), item, spread)
+        key = (self.structure.keys[bucket.index], item, spread)
         if key not in self._own:
             flows = self.structure.flows(bucket)
             pack, add, unpack, fixed = (x[flows.at] for x in (self._pack, self._add, self._unpack, self._fixed))
