@@ -46,6 +46,14 @@ class Places:
         return 2 * (len(self.ranks) + nodes) + into
 
 
+def distinct(values: Ints) -> tuple[Ints, Ints]:
+    """(the different values, ascending; the place of each value among them) of small numbers, 0 or more.
+
+    As ``numpy.unique`` has it, whose first call imports all of ``numpy.ma``: a twentieth of a second."""
+    present = np.bincount(values) > 0
+    return np.flatnonzero(present), (np.cumsum(present) - 1)[values]
+
+
 @dataclass(frozen=True)
 class PortTraffic:
     """Messages that start together, by port: ``size[i]`` elements go through port ``ports[i]`` over a link of kind
@@ -84,8 +92,10 @@ def bucket_flows(bucket: Bucket, at: Ints) -> Flows:
     if len(kinds) == 1:
         kind, volume = kinds[0], volumes[0]
     else:
-        rows, kind = np.unique(np.stack(kinds, axis=1), axis=0, return_inverse=True)
-        kind = kind.reshape(-1)
+        known: dict[tuple[int, ...], int] = {}
+        each = zip(*(k.tolist() for k in kinds))
+        kind = np.array([known.setdefault(row, len(known)) for row in each], np.int64)
+        rows = np.array(list(known), np.int64)
         volume = sum(v[rows[:, i]] for i, v in enumerate(volumes))
     own = volume[kind, np.arange(len(at))]
     held = sum(layout.counts() for layout in bucket.holders.values())
@@ -112,7 +122,7 @@ def _volume(holders: Layout, owners: Layout) -> tuple[Ints, Ints]:
 
 def port_traffic(flows: Flows, places: Places, spread: bool) -> PortTraffic:
     """From holders to owners, or back to ``spread`` the new parameters; what a rank keeps does not travel."""
-    nodes, node = np.unique(places.node[flows.at], return_inverse=True)
+    nodes, node = distinct(places.node[flows.at])
     count = np.zeros((len(nodes), len(flows.volume)))  # holders of each kind
     np.add.at(count, (node, flows.kind), 1.0)
     into = np.stack([np.bincount(node, row, len(nodes)) for row in flows.volume])  # [kinds, nodes]
@@ -127,13 +137,13 @@ def port_traffic(flows: Flows, places: Places, spread: bool) -> PortTraffic:
     group = places.group_of_node[nodes]
     rows: list[tuple[Ints, Floats, tuple[bool, LinkKind]]] = []
     most: dict[LinkKind, float] = {}
-    for g in np.unique(group):
+    for g in distinct(group)[0].tolist():
         own = group[node] == g
         kind = (places.groups[g], places.groups[g], True)
         if local[0][own].any():
             rows += [(places.rank_ports(flows.at[own], i), local[i][own], (bool(i), kind)) for i in (0, 1)]
             most[kind] = float(longest[own].max())
-        for h in np.unique(group):
+        for h in distinct(group)[0].tolist():
             part = between[np.ix_(group == g, group == h)]
             if part.any():
                 kind = (places.groups[g], places.groups[h], False)
@@ -193,8 +203,8 @@ def price(traffic: PortTraffic, item: float, network: Network) -> Price:
     for kind, size in traffic.longest.items():
         link = network.rates.between(*kind)
         slowest = max(slowest, size * item * (link.all_to_all[1] if link.all_to_all else link.beta))
-    ports, place = np.unique(traffic.ports, return_inverse=True)
-    busy = np.bincount(place.reshape(-1), traffic.size * item * rate[traffic.way], len(ports))
+    ports, place = distinct(traffic.ports)
+    busy = np.bincount(place, traffic.size * item * rate[traffic.way], len(ports))
     return Price(ports, busy, slowest, latency)
 
 
@@ -203,6 +213,6 @@ def one_after_the_other(prices: list[Price], posting: float) -> Price:
     latency = sum(p.latency for p in prices) + posting
     if len(prices) == 1:
         return Price(prices[0].ports, prices[0].busy, prices[0].link, latency)
-    ports, place = np.unique(np.concatenate([p.ports for p in prices]), return_inverse=True)
-    busy = np.bincount(place.reshape(-1), np.concatenate([p.busy for p in prices]), len(ports))
+    ports, place = distinct(np.concatenate([p.ports for p in prices]))
+    busy = np.bincount(place, np.concatenate([p.busy for p in prices]), len(ports))
     return Price(ports, busy, sum(p.seconds for p in prices), latency)

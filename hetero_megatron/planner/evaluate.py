@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hetero_megatron.plan.buckets import IN_FLIGHT
 from hetero_megatron.planner.ground import At, Ground, chips_key, ground_of
 from hetero_megatron.planner.loads import Loads, Run, Ways, bounded, own_seconds, sync_loads
 from hetero_megatron.planner.place import Placed, place
@@ -243,7 +244,9 @@ class Evaluator:
             for port, seconds_ in run.ports.items():
                 free[port] = max(begin + seconds_ * item, late + seconds_ * item * share)
                 end = max(end, free[port])
-            end += run.latency
+            # A bucket is sent once the one IN_FLIGHT before it has arrived, so of long ways there are so many in a row.
+            each, rows = (end - begin) / run.buckets, -(-run.buckets // IN_FLIGHT)
+            end = max(end + run.latency, begin + rows * (each + run.latency))
             for at, seconds_ in after.items():
                 hosts[at].under_way.append((end, seconds_ * share))
                 hosts[at].delay += seconds_ * (1 - share)

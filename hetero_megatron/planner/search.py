@@ -35,7 +35,7 @@ from hetero_megatron.planner.uniform import uniform_plans
 from hetero_megatron.spec import ModelSpec
 
 MARGIN = 0.1  # of memory, up to which the search leaves more and more room when nothing it finds fits exactly
-EXACT_CHIPS = 2048  # above, the search does not wait for exact prediction, which takes longer than it does
+EXACT_CHIPS = 16384  # above, the search does not wait for exact prediction, which takes longer than it does
 WINDOW = 1.01  # candidates are predicted exactly if they are within this of the best: both agree to 0.5 %
 POLISH = 240  # evaluations of changes to each of the two best plans, on large clusters fewer
 DEPTH = 48  # pipeline stages that the search goes up to
@@ -281,13 +281,9 @@ def few_uniform(evaluator: Evaluator, model: ModelSpec, batch: int, most: int) -
 def _rough(evaluator: Evaluator, part: Part) -> float:
     """Seconds of a uniform pipeline without links and ends: its slowest stage for every micro-batch, and the fill."""
     size, stages = part.shape.micro_batch_size, part.shape.stages
-    found: dict[int, float] = {}
-    for stage in stages:
-        if stage.group not in found:  # the first stage of a group has most layers
-            choice = evaluator.tables.choice(stage, False, False)
-            costs = evaluator.costs
-            found[stage.group] = costs.forward_seconds(choice, size) + costs.backward_seconds(choice, size)
-    return (part.num_micro_batches + len(stages) - 1) * max(found.values())
+    first = {stage.group: stage for stage in reversed(stages)}  # of each group: it has most layers
+    found = [evaluator.stage(stage, size, False, False) for stage in first.values()]
+    return (part.num_micro_batches + len(stages) - 1) * max(x.forward + x.backward for x in found)
 
 
 def _uniform_fits(evaluator: Evaluator, candidate: Candidate) -> bool:

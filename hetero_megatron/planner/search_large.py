@@ -423,8 +423,8 @@ class _Fleet:
         self.families, self.groups = sorted(families, key=lambda f: f.mask), groups
         rows = [(f.tau, f.stages, f.size * f.replicas, f.mask) for f in self.families]
         self.tau, self.stages, self.together, masks = np.array(rows).T
-        found, starts = np.unique(masks, return_index=True)
-        self.masks, self.starts = [int(mask) for mask in found], starts
+        self.masks = sorted({int(mask) for mask in masks})
+        self.starts = np.searchsorted(masks, self.masks)
 
     def cover(self, limit: float, batch: int) -> list[Family] | None:
         """Families of disjoint sets of groups that compute ``batch`` sequences within ``limit`` seconds; None if there

@@ -147,7 +147,7 @@ def _evenly(seconds: list[Floats], links: list[float], m: int) -> tuple[float, t
     the slowest stages one by one; None where there is none."""
     layers, last = len(seconds[0]) - 1, len(seconds) - 1
     rows = np.maximum.accumulate(np.stack(seconds), axis=1)
-    values = np.unique(rows[np.isfinite(rows)])
+    values = np.sort(rows[np.isfinite(rows)])
     low, high = 0, len(values) - 1
     while low < high:
         middle = (low + high) // 2

@@ -166,18 +166,17 @@ class _Structure:
     def _order(self) -> tuple[dict[int, int], dict[int, list[tuple[int, int]]]]:
         """A rank sends its buckets in order: (ranks of each bucket that have an earlier one; by bucket: the ones that
         come next on some of its ranks, and on how many)."""
-        latest = np.full(len(self.places.ranks), -1)
+        latest = np.zeros(len(self.places.ranks), np.int64)  # 1 + index; 0: none
         missing: dict[int, int] = {}
         following: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for bucket in self.buckets:
             if len(bucket.ranks) > 1:
                 at = self.at(bucket)
-                before, counts = np.unique(latest[at], return_counts=True)
-                missing[bucket.index] = int(counts[before >= 0].sum())
-                for earlier, count in zip(before.tolist(), counts.tolist(), strict=True):
-                    if earlier >= 0:
-                        following[earlier].append((bucket.index, count))
-                latest[at] = bucket.index
+                counts = np.bincount(latest[at])
+                missing[bucket.index] = int(counts[1:].sum())
+                for earlier in np.flatnonzero(counts[1:]).tolist():
+                    following[earlier].append((bucket.index, int(counts[earlier + 1])))
+                latest[at] = bucket.index + 1
         return missing, following
 
 
@@ -246,7 +245,7 @@ class Synchronisation:
         def ready(bucket: Bucket) -> Floats:
             at = structure.at(bucket)
             if id(at) not in present:
-                present[id(at)] = np.unique(kind[at])
+                present[id(at)] = np.flatnonzero(np.bincount(kind[at]))
             layers = [self.layer_of[name] for name in bucket.names]
             into = np.zeros(len(rows))
             for k in present[id(at)].tolist():
