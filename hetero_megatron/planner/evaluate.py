@@ -245,7 +245,7 @@ class Evaluator:
                 free[port] = max(begin + seconds_ * item, late + seconds_ * item * share)
                 end = max(end, free[port])
             # A bucket is sent once the one IN_FLIGHT before it has arrived, so of long ways there are so many in a row.
-            each, rows = (end - begin) / run.buckets, -(-run.buckets // IN_FLIGHT)
+            each, rows = max(run.link, *run.ports.values(), 0.0) * item * share, -(-run.buckets // IN_FLIGHT)
             end = max(end + run.latency, begin + rows * (each + run.latency))
             for at, seconds_ in after.items():
                 hosts[at].under_way.append((end, seconds_ * share))

@@ -47,7 +47,8 @@ class Ways:
         """None where there is no such link."""
         key = (g, h, inside)
         if key not in self._known:
-            self._known[key] = self._make(g, h, inside) if self.pool.link(g, h, inside) is not None else None
+            there = self.pool.link(g, h, inside) is not None and all(self.pool.groups[i].ranks for i in (g, h))
+            self._known[key] = self._make(g, h, inside) if there else None
         return self._known[key]
 
     def _make(self, g: int, h: int, inside: bool) -> Way:

@@ -9,8 +9,11 @@ evaluates the best few; no new kinds of pipelines are looked for. A full search 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
@@ -21,9 +24,10 @@ from hetero_megatron.planner.place import place, shrink, to_plan
 from hetero_megatron.planner.pool import Group, Pool
 from hetero_megatron.planner.search import Result, SearchOptions, search
 from hetero_megatron.planner.shape import Candidate, StageShape
+from hetero_megatron.planner.split import bottleneck
 from hetero_megatron.spec import ModelSpec
 
-MOST_SKELETONS, MOST_TRIED = 24, 10
+MOST_SKELETONS, MOST_TRIED = 24, 5
 
 
 class Planner:
@@ -119,24 +123,44 @@ class Planner:
         return best
 
     def _combinations(self, pool: Pool) -> Iterator[list[Skeleton]]:
-        """As many of one kind as fit, then of others in what is left; kinds that use most of the chips first."""
-        rows: list[tuple[int, int, list[Skeleton]]] = []
-        for i, first in enumerate(self.skeletons):
-            left = list(pool.counts)
-            chosen: list[Skeleton] = []
-            for skeleton in (first, *self.skeletons[:i], *self.skeletons[i + 1 :]):
-                usage = [sum(s.chips for s in skeleton.stages if s.group == g) for g in range(len(left))]
-                copies = min(n // u for n, u in zip(left, usage) if u)
+        """As many of one kind as fit, then of others in what is left; those first that should be done first."""
+        speeds = [self._speed(skeleton) for skeleton in self.skeletons]
+        usages = [
+            [sum(s.chips for s in skeleton.stages if s.group == g) for g in range(len(pool.groups))]
+            for skeleton in self.skeletons
+        ]
+        rows: list[tuple[float, int, list[Skeleton]]] = []
+        for i in range(len(self.skeletons)):
+            left, chosen, rate, late = list(pool.counts), [], 0.0, 0.0
+            for j in (i, *range(i), *range(i + 1, len(self.skeletons))):
+                copies = min(n // u for n, u in zip(left, usages[j]) if u)
                 if copies:
+                    skeleton = self.skeletons[j]
                     chosen.append(replace(skeleton, copies=copies))
-                    left = [n - copies * u for n, u in zip(left, usage)]
-            if chosen:
-                rows.append((sum(left), i, chosen))
-                if len(chosen) > 1:
-                    rows.append((sum(left) + 1, i, chosen[:1]))
-        rows.sort(key=lambda row: row[:2])
-        for _, _, chosen in rows:
-            yield chosen
+                    left = [n - copies * u for n, u in zip(left, usages[j])]
+                    rate, late = rate + copies * speeds[j], late + copies * skeleton.size * (len(skeleton.stages) - 1)
+                    if len(chosen) == 1 or not any(left):
+                        rows.append(((self.batch + late) / rate, len(rows), list(chosen)))
+            if any(left):
+                rows.append(((self.batch + late) / rate if rate else math.inf, len(rows), chosen))
+        seen: set[frozenset[tuple[tuple[StageShape, ...], int, int]]] = set()
+        for _, _, chosen in sorted(rows, key=lambda row: row[:2]):
+            key = frozenset((s.stages, s.size, s.copies) for s in chosen)
+            if chosen and key not in seen:
+                seen.add(key)
+                yield chosen
+
+    def _speed(self, skeleton: Skeleton) -> float:
+        """Sequences per second of a pipeline that is never empty, its layers divided as well as they can be."""
+        layers, last = self.model.num_layers, len(skeleton.stages) - 1
+        rows = []
+        for s, stage in enumerate(skeleton.stages):
+            one, two = (
+                self.result.evaluator.stage(replace(stage, layers=n), skeleton.size, s == 0, s == last) for n in (1, 2)
+            )
+            first, second = one.forward + one.backward, two.forward + two.backward
+            rows.append(2 * first - second + (second - first) * np.arange(layers + 1))
+        return skeleton.size / bottleneck(np.stack(rows), layers)
 
 
 def _variants(stages: tuple[StageShape, ...]) -> Iterator[tuple[StageShape, ...]]:

@@ -6,6 +6,7 @@ time, where the time of a stage is any increasing function of its layers (inf: t
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import numpy as np
@@ -119,10 +120,10 @@ def _round_trips(times: Floats, links: list[float], m: int) -> Floats:
 def _bisect(seconds: list[Floats], links: list[float], micro_batches: int) -> tuple[float, tuple[int, ...]] | None:
     """Bisection on the time; for each, a dynamic program over (stage, layers so far) keeps the least time before."""
     layers = len(seconds[0]) - 1
-    low = max(float(sum(np.min(s) for s in seconds)), micro_batches * _least_bottleneck(seconds))
+    slowest, best = _evenly(seconds, links, micro_batches)
+    low = max(float(sum(np.min(s) for s in seconds)), micro_batches * slowest)
     finite = [float(s[np.isfinite(s)].max()) if np.isfinite(s).any() else np.inf for s in seconds]
-    high = sum(finite) * (micro_batches + len(seconds)) + 2 * sum(links)
-    best, limit = _evenly(seconds, links, micro_batches), low
+    high, limit = sum(finite) * (micro_batches + len(seconds)) + 2 * sum(links), low
     while best is None and limit < high:
         limit = min(limit * 1.25, high) if limit > 0 else high
         best = _feasible(seconds, links, micro_batches, limit, layers)
@@ -142,44 +143,44 @@ def _bisect(seconds: list[Floats], links: list[float], micro_batches: int) -> tu
     return best
 
 
-def _evenly(seconds: list[Floats], links: list[float], m: int) -> tuple[float, tuple[int, ...]] | None:
-    """A split to start from: the fastest slowest stage with which all layers are held, then what is too much taken from
-    the slowest stages one by one; None where there is none."""
-    layers, last = len(seconds[0]) - 1, len(seconds) - 1
-    rows = np.maximum.accumulate(np.stack(seconds), axis=1)
+def _evenly(
+    seconds: list[Floats], links: list[float], m: int
+) -> tuple[float, tuple[float, tuple[int, ...]] | None]:
+    """(no split has a faster slowest stage than this; a split to start from, None where there is none): under that
+    limit, with what is too much taken from the slowest stages one by one."""
+    each = np.stack(seconds)
+    layers, count = each.shape[1] - 1, len(each)
+    # Recompute may make one layer more a little cheaper; between these two all times lie.
+    rows, below = np.maximum.accumulate(each, axis=1), np.minimum.accumulate(each[:, ::-1], axis=1)[:, ::-1]
+    limit = bottleneck(rows, layers)
+    slowest = limit if np.array_equal(rows, below) else bottleneck(below, layers)
+    if not np.isfinite(limit):
+        return (slowest if np.isfinite(slowest) else 0.0), None
+    split = (rows <= limit).sum(axis=1) - 1
+    least = np.minimum(np.arange(count), np.arange(count)[::-1]).clip(0, 1)
+    if (split < least).any():
+        return slowest, None
+    for _ in range(int(split.sum()) - layers):
+        at = int(np.argmax(np.where(split > least, rows[np.arange(count), split], -np.inf)))
+        split[at] -= 1
+    if (split < least).any():
+        return slowest, None
+    found = tuple(int(n) for n in split)
+    value = float(closed_forms(each[np.arange(count), split][None, :], links, m)[0])
+    return slowest, (value, found) if np.isfinite(value) else None
+
+
+def bottleneck(rows: Floats, layers: int) -> float:
+    """Least time within which stages of these increasing times hold all layers; inf: they cannot."""
     values = np.sort(rows[np.isfinite(rows)])
-    low, high = 0, len(values) - 1
+    low, high = 0, len(values)
     while low < high:
         middle = (low + high) // 2
         if int((rows <= values[middle]).sum()) - len(rows) >= layers:
             high = middle
         else:
             low = middle + 1
-    if high < 0:
-        return None
-    split = (rows <= values[high]).sum(axis=1) - 1
-    least = np.array([int(0 < s < last) for s in range(last + 1)])
-    if (split < least).any() or split.sum() < layers:
-        return None
-    for _ in range(int(split.sum()) - layers):
-        slowest = int(np.argmax(np.where(split > least, rows[np.arange(last + 1), split], -np.inf)))
-        split[slowest] -= 1
-    if (split < least).any():
-        return None
-    found = tuple(int(n) for n in split)
-    times = np.array([[seconds[i][n] for i, n in enumerate(found)]])
-    value = float(closed_forms(times, links, m)[0])
-    return (value, found) if np.isfinite(value) else None
-
-
-def _least_bottleneck(seconds: list[Floats]) -> float:
-    """No split has a slowest stage below this: all stages busy at their best rate of layers per second."""
-    layers = len(seconds[0]) - 1
-    rate = 0.0
-    for time in seconds:
-        with np.errstate(divide="ignore"):
-            rate += float(np.max(np.arange(1, layers + 1) / time[1:]))
-    return layers / rate if rate > 0 else 0.0
+    return float(values[low]) if low < len(values) else math.inf
 
 
 def _feasible(
