@@ -32,6 +32,7 @@ Layers = NDArray[np.float32]  # whole numbers, so exact
 NONE, NO = -1e5, -1e7  # layers of a stage that cannot be; of a run that cannot be, whatever is taken off for stages
 RATIO, GRID = 1.06, 44
 CUT = 1.03  # programs whose bound is so much above the best found so far are not solved
+FAR = 1.5  # the same for pipelines over a single group where none was found yet
 RUNS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 
 
@@ -83,6 +84,24 @@ class Program:
             known = self.search.rates(g, self.size)
             rate += budget * max((best for chips, best in known if chips <= budget), default=0.0)
         return self.search.model.num_layers / rate if rate else math.inf
+
+    def least_seconds(self, nominal: float) -> tuple[float, dict[int, float]]:
+        """(no pipeline over all of the budget takes less for ``nominal`` micro-batches; the same for each group alone):
+        with every number of stages, the options taken that use the chips best."""
+        layers, count = self.search.model.num_layers, np.arange(self.depth + 1)
+        ticks = nominal + count[1:] - 1
+        gains, alone = [], {}
+        for g, budget in enumerate(self.budget):
+            points = [(chips, chips * rate) for chips, rate in self.search.rates(g, self.size) if chips <= budget]
+            if points:
+                chips, rates = _hull(points)
+                rate = count * np.interp(budget / np.maximum(count, 1), chips, rates)  # of so many stages: concave
+                gains.append(np.diff(rate))
+                alone[g] = float(np.min(layers * ticks / np.maximum.accumulate(rate[1:])))
+        if not gains:
+            return math.inf, {}
+        best = np.cumsum(np.sort(np.maximum(np.concatenate(gains), 0.0))[::-1])[: self.depth]
+        return float(np.min(layers * ticks / best)), alone
 
     def capacity(self, option: Option, steps: range, embed: bool, head: bool, depth: int) -> Layers:
         """[tau, in flight]: most layers of a stage that takes at most tau; NONE where it cannot hold any."""
@@ -308,14 +327,16 @@ class LargeSearch:
                 found.append((d, budget))
         return found
 
-    def _bounded(self) -> list[tuple[float, int, int, float, Program]]:
-        """(seconds that no pipelines of the program beat, replicas, micro-batch size, micro-batches, program)."""
+    def _bounded(self) -> list[tuple[float, int, int, float, dict[int, float], Program]]:
+        """(seconds that no pipelines of the program beat, replicas, micro-batch size, micro-batches, the same by group,
+        program)."""
         programs = []
         for d, budget in self.budgets():
             for size in self.sizes(d):
                 program = Program(self, budget, size, d)
                 nominal = max(1.0, self.batch / (d * size))
-                programs.append((program.least_tau() * nominal, d, size, nominal, program))
+                bound, alone = program.least_seconds(nominal)
+                programs.append((bound, d, size, nominal, alone, program))
         return sorted(programs, key=lambda row: row[:3])
 
     def least_seconds(self) -> float:
@@ -323,18 +344,22 @@ class LargeSearch:
         return min((row[0] for row in self._bounded()), default=math.inf)
 
     def _families(self) -> list[Family]:
+        """Programs that can give neither pipelines over all groups nor over one of them that are about as fast as the
+        best so far are not solved."""
         found: list[tuple[float, Family]] = []
         best: dict[int, float] = {}
         programs, everything = self._bounded(), self.everything
-        for bound, _, _, nominal, program in programs:
-            if bound > CUT * best.get(everything, math.inf):
-                break
+        for bound, _, _, nominal, alone, program in programs:
+            least = best.get(everything, math.inf)
+            near = any(t <= CUT * best.get(1 << g, math.inf if bound < FAR * least else 0.0) for g, t in alone.items())
+            if bound > CUT * least and not near:
+                continue
             for family in program.families(nominal):
                 seconds = family.seconds(nominal)
                 found.append((seconds, family))
                 best[family.mask] = min(best.get(family.mask, math.inf), seconds)
                 best[everything] = min(best.get(everything, math.inf), seconds)
-        self._programs = {(p.budget, p.size, p.replicas): p for _, _, _, _, p in programs}
+        self._programs = {(p.budget, p.size, p.replicas): p for *_, p in programs}
         found.sort(key=lambda row: (row[0], row[1].stages, row[1].budget))
         return [family for _, family in found]
 
@@ -463,6 +488,21 @@ def _runs(size: int, most: int) -> Layers:
     runs = np.arange(size)[None, :] - np.arange(size)[:, None]
     allowed = np.isin(runs, [*(r for r in RUNS if r <= most), most]) & (runs > 0)
     return np.where(allowed, 0.0, NO).astype(np.float32)
+
+
+def _hull(points: list[tuple[int, float]]) -> tuple[list[float], list[float]]:
+    """Corners of the least concave curve from (0, 0) over the points."""
+    corners = [(0.0, 0.0)]
+    for x, y in sorted(points):
+        if y <= corners[-1][1]:
+            continue
+        while len(corners) > 1:
+            (a, b), (c, d) = corners[-2:]
+            if (d - b) * (x - a) > (y - b) * (c - a) and c < x:
+                break
+            corners.pop()
+        corners.append((float(x), y))
+    return [x for x, _ in corners], [y for _, y in corners]
 
 
 def _subsets(groups: Sequence[int]) -> Iterator[tuple[int, ...]]:
