@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hetero_megatron.planner.search_large import LargeSearch
 
 MOST_BUDGETS, MOST_COLUMNS, ROUNDS = 32, 200, 6
+NEAR = 24  # taus of a column above its least
 MOST_USED, BEAM = 32, 24  # columns that the beam search goes through, and its width
 
 
@@ -55,7 +56,7 @@ def mixed(search: LargeSearch) -> Iterator[list[Skeleton]]:
         programs.append((f, search._programs[key]))
     for d, budget in budgets(search):
         program = Program(search, budget, size, d)
-        programs += [(f, program) for f in program.families(max(1.0, search.batch / (d * size)))]
+        programs += [(f, program) for f in program.families(max(1.0, search.batch / (d * size)), NEAR)]
     seen: set[tuple[tuple[int, ...], int]] = set()
     columns = []
     for f, program in programs:

@@ -111,7 +111,7 @@ class Program:
         if found is None or steps.start < low or steps.stop > low + len(found):
             # Programs with so many replicas look at much the same part of the grid, a little further for more of them.
             high = max(steps.stop + GRID // 2, low + (0 if found is None else len(found)))
-            low = min(steps.start - GRID // 4, low)
+            low = min(steps.start - GRID // 2, low)
             found = self._capacity(option, range(low, high), embed, head)
             known[key] = low, found
         return found[steps.start - low : steps.stop - low, :depth]
@@ -119,9 +119,9 @@ class Program:
     def _capacity(self, option: Option, steps: range, embed: bool, head: bool) -> Layers:
         seconds = _monotone(self.table(option, embed, head))
         rows, width = len(seconds), len(steps)
-        with np.errstate(divide="ignore"):
-            first = np.ceil(np.log(seconds) / math.log(RATIO) - 1e-9) - steps.start  # tau at which it is in time
-        at = np.clip(first, 0, width).astype(np.int64) + np.arange(rows)[:, None] * (width + 1)
+        # The tau at which it is in time.
+        first = np.ceil(np.log(np.maximum(seconds, 1e-300)) * (1 / math.log(RATIO)) - 1e-9) - steps.start
+        at = np.minimum(np.maximum(first, 0), width).astype(np.int64) + np.arange(rows)[:, None] * (width + 1)
         found = np.bincount(at.ravel(), minlength=rows * (width + 1)).reshape(rows, width + 1)
         counts = np.cumsum(found[:, :width], axis=1).T - 1
         least = 0 if embed or head else 1
@@ -175,12 +175,12 @@ class Program:
             inner[mask], whole[mask] = a, b
         return inner, whole, matrices
 
-    def families(self, nominal: float) -> Iterator[Family]:
-        """Per set of groups the one with the least time for ``nominal`` micro-batches."""
+    def families(self, nominal: float, grid: int = GRID) -> Iterator[Family]:
+        """Per set of groups the one with the least time for ``nominal`` micro-batches; ``grid``: taus looked at."""
         least = self.least_tau()
         if not math.isfinite(least):
             return
-        steps = self.search.grid(least)
+        steps = self.search.grid(least)[:grid]
         taus = self.search.tau(np.array(steps))
         _, whole, _ = self.solve(steps)
         stages = np.arange(self.depth + 1)[None, :]

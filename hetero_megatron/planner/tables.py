@@ -40,26 +40,37 @@ class Kind:
 
 @dataclass(frozen=True)
 class StageTable:
-    """Arrays [in flight - 1, layers]: ``seconds`` of forward and backward together (inf: does not fit), ``full``:
-    layers recomputed whole, ``selective``: whether attention is recomputed; ``forward`` [layers]."""
+    """Arrays [in flight - 1, layers]: ``seconds`` of forward and backward together with the fastest recompute (inf:
+    does not fit); ``forward`` [layers]. Which recompute that is, is worked out when asked.
+
+    ``kept`` bytes and ``backward`` seconds [layers] by level of recompute; ``room`` for activations [layers];
+    ``first``: (bytes of all kept and a layer that runs again, bytes [in flight, 1] that running a layer again saves,
+    seconds that it costs), where the first layers may be recomputed."""
 
     seconds: Floats
-    full: NDArray[np.int32]
-    selective: NDArray[np.bool_]
     forward: Floats
+    levels: tuple[str, ...]
+    kept: Floats
+    backward: Floats
+    room: Floats
+    first: tuple[Floats, Floats, float] | None
 
     def row(self, in_flight: int) -> int:
         return min(in_flight, self.seconds.shape[0]) - 1
 
     def choice(self, in_flight: int, layers: int) -> tuple[str, int]:
         """(recompute, first) of an entry."""
-        k = self.row(in_flight)
-        if self.selective[k, layers]:
-            return "selective", 0
-        n = int(self.full[k, layers])
-        if n and n == layers:
-            return "full", 0
-        return ("first", n) if n else ("none", 0)
+        k, room = self.row(in_flight), self.room[layers]
+        best, found = np.inf, ("none", 0)
+        for i, level in enumerate(self.levels):
+            if self.kept[i, k, layers] <= room and self.backward[i, layers] < best:
+                best, found = self.backward[i, layers], (level if layers or level == "selective" else "none", 0)
+        if self.first is not None and self.kept[0, k, layers] > room >= 0:
+            over, save, extra = self.first
+            need = int(np.ceil(max(over[k, layers] - room, 0.0) / save[k, 0] - 1e-9))
+            if 1 <= need <= layers and self.backward[0, layers] + need * extra < best - 1e-15:
+                found = ("full", 0) if need == layers else ("first", need)
+        return found
 
 
 @dataclass(frozen=True)
@@ -161,24 +172,16 @@ class Tables:
             kept = kept[[RECOMPUTES.index(kind.recompute)]]
         lines = np.array([unit.backward[r] for r in levels])
         each = lines[:, :1] + lines[:, 1:] * n  # [levels, layers]
-        seconds = np.where(kept <= room, each[:, None, :], np.inf)  # [levels, in flight, layers]
-        pick = np.argmin(seconds, axis=0)
-        best = np.min(seconds, axis=0)
-        selective = pick == (levels.index("selective") if "selective" in levels else -1)
-        full = np.where(pick == (levels.index("full") if "full" in levels else -1), n, 0).astype(np.int32)
-        selective &= np.isfinite(best)
-        full[np.isinf(best)] = 0
-        tight = (kept[0] > room) & (room >= 0)
-        if self.first and kind.recompute is None and tight.any():
-            need = np.ceil(np.maximum(over - room, 0.0) / save - 1e-9)
-            need = np.where(tight & (need >= 1) & (need <= n), need, np.inf)
-            back = unit.backward["none"]
-            cost = back[0] + back[1] * n + need * (unit.backward["full"][1] - back[1])
-            better = cost < best - 1e-15
-            best = np.where(better, cost, best)
-            selective &= ~better
-            full = np.where(better, np.where(np.isfinite(need), need, 0), full).astype(np.int32)
-        return StageTable(best + forward, full, selective, forward)
+        best = np.min(np.where(kept <= room, each[:, None, :], np.inf), axis=0)  # [in flight, layers]
+        first = None
+        if self.first and kind.recompute is None:
+            first = over, save, unit.backward["full"][1] - unit.backward["none"][1]
+            tight = (kept[0] > room) & (room >= 0)
+            if tight.any():
+                need = np.ceil(np.maximum(over - room, 0.0) / save - 1e-9)
+                need = np.where(tight & (need >= 1) & (need <= n), need, np.inf)
+                best = np.minimum(best, each[0] + need * first[2])
+        return StageTable(best + forward, forward, levels, kept, each, room, first)
 
     def _kept_bytes(self, kind: Kind) -> tuple[Floats, Floats, Floats]:
         """[in flight, layers] bytes: of activations by recompute [levels, …]; of all kept and a layer that runs again;
