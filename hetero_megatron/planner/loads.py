@@ -1,9 +1,9 @@
 """What gradient synchronisation of a candidate puts on links and chips, from where the replicas of each stage lie.
 
-Each element has one owner among its holders, evenly divided among the ranks; a holder sends the owners what is theirs
-and gets new parameters back. Messages are priced as :mod:`hetero_megatron.planner.network` prices them on concrete
-ranks: a node sends at the rate of its fastest link, to one other node at that of their own. What the ranks of a TP
-group hold alike (norms) is left out.
+Each element has one owner among its holders, divided among the ranks by their shares; a holder sends the owners what
+is theirs and gets new parameters back. Messages are priced as :mod:`hetero_megatron.planner.network` prices them on
+concrete ranks: a node sends at the rate of its fastest link, to one other node at that of their own. What the ranks of
+a TP group hold alike (norms) is left out.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ class Run:
     Attributes:
         held: elements of a rank of each stage that holds them; lowest: the stage's layers before these, and whether
             the stage has the embedding after them in backward; copies: how many hold each element; ranks: in all;
+        total: of the ranks' shares;
         share: of a copy's elements that its TP group owns, by stage.
         ports: seconds that each port is busy; link: of the most loaded pair of ends; latency, hosts' part included.
     """
@@ -79,6 +80,7 @@ class Run:
     lowest: dict[At, int]
     copies: int
     ranks: int
+    total: int
     share: dict[At, float]
     embed: bool = False
     ports: dict[Port, float] = field(default_factory=dict)
@@ -129,14 +131,15 @@ def sync_loads(placed: Placed, ways: Ways, costs: CostModel, node_of: Mapping[in
     for holders, first, layers, end in segments:
         copies = sum(sum(loads.nodes[at].values()) for at in holders)
         ranks = sum(sum(loads.nodes[at].values()) * stages[at].tp for at in holders)
+        total = sum(sum(loads.nodes[at].values()) * stages[at].tp * stages[at].share for at in holders)
         for at in holders:
-            loads.shared[at] += layers * stages[at].dp * stages[at].tp / ranks
+            loads.shared[at] += layers * stages[at].dp * stages[at].tp * stages[at].share / total
         if copies <= 1:
             before = ()
             continue
         if holders != before:
-            share = {at: stages[at].tp / ranks for at in holders}
-            loads.runs.append(Run(dict.fromkeys(holders, 0.0), {}, copies, ranks, share))
+            share = {at: stages[at].tp * stages[at].share / total for at in holders}
+            loads.runs.append(Run(dict.fromkeys(holders, 0.0), {}, copies, ranks, total, share))
         run, before = loads.runs[-1], holders
         for at in holders:
             run.held[at] += _held(costs, stages[at], layers, end)
@@ -155,15 +158,15 @@ def _held(costs: CostModel, stage: StageShape, layers: int, end: str) -> float:
 
 def _price(run: Run, loads: Loads, stages: Mapping[At, StageShape], ways: Ways) -> None:
     """Seconds per byte of an element on every port, and between the two most loaded ends."""
-    nodes: Counter[Node] = Counter()  # ranks
+    nodes: Counter[Node] = Counter()  # shares of the ranks
     units: Counter[int] = Counter()  # copies by group
     inside_units: Counter[Node] = Counter()
     for at in run.held:
         for node, n in loads.nodes[at].items():
-            nodes[node] += n * stages[at].tp
+            nodes[node] += n * stages[at].tp * stages[at].share
             units[node[0]] += n
             inside_units[node] += n
-    total: Counter[int] = Counter()  # ranks by group
+    total: Counter[int] = Counter()  # by group
     most: dict[int, int] = defaultdict(int)  # on one node of the group
     count: Counter[int] = Counter()  # nodes
     for (g, _), n in nodes.items():
@@ -171,15 +174,17 @@ def _price(run: Run, loads: Loads, stages: Mapping[At, StageShape], ways: Ways) 
         most[g], count[g] = max(most[g], n), count[g] + 1
     groups = sorted(units)
     message = 0.0
+    largest = max(stages[at].share for at in run.held)
     for at, held in run.held.items():
         tp = stages[at].tp
         for (g, i), mine in loads.nodes[at].items():
             inside, others_inside = nodes[g, i], inside_units[g, i] - 1
             near = ways.between(g, g, True) if others_inside else None
             if near is not None:
-                own = held * max((inside - tp) / run.ranks * near.out, run.share[at] * others_inside * near.into)
+                given = (inside - tp * stages[at].share) / run.total
+                own = held * max(given * near.out, run.share[at] * others_inside * near.into)
                 run.ports[*at, 0] = max(run.ports.get((*at, 0), 0.0), own)
-                run.link = max(run.link, held / run.ranks * near.link)
+                run.link = max(run.link, held * largest / run.total * near.link)
                 run.latency, message = max(run.latency, near.alpha), max(message, near.message)
             out = into = 0.0
             for h in groups:
@@ -188,9 +193,9 @@ def _price(run: Run, loads: Loads, stages: Mapping[At, StageShape], ways: Ways) 
                 way, back = ways.between(g, h), ways.between(h, g)
                 if not others or way is None or back is None:
                     continue
-                out, into = out + others / run.ranks * way.out, into + copies * run.share[at] * back.into
+                out, into = out + others / run.total * way.out, into + copies * run.share[at] * back.into
                 if h != g or count[g] > 1:
-                    run.link = max(run.link, mine * tp * held / run.ranks * most[h] * max(way.link, back.link))
+                    run.link = max(run.link, mine * tp * held / run.total * most[h] * max(way.link, back.link))
                 run.latency, message = max(run.latency, way.alpha), max(message, way.message)
             if out:
                 run.ports[g, i] = run.ports.get((g, i), 0.0) + mine * tp * held * max(out, into)

@@ -25,7 +25,8 @@ RECOMPUTES = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Kind:
-    """What a table depends on. ``recompute``: None leaves the choice to the table."""
+    """What a table depends on. ``recompute``: None leaves the choice to the table; ``buckets``: whether they take
+    memory."""
 
     group: int
     tp: int
@@ -33,9 +34,10 @@ class Kind:
     micro_batch_size: int
     embed: bool
     head: bool
-    replicas: int
+    replicas: float
     recompute: str | None = None
     offload: bool = False
+    buckets: bool = True
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,8 @@ class Tables:
         chip = self.pool.groups[kind.group].chip
         stage = StageChoice(chip, kind.tp, kind.dp, layers, kind.embed, kind.head, recompute, 0, kind.offload)
         m = self.costs.memory_bytes(stage, kind.micro_batch_size, in_flight, kind.replicas)
-        return m.overhead + m.weights + m.gradients + m.optimizer, m.activations, m.buffers
+        buffers = m.buffers if kind.buckets else 0
+        return m.overhead + m.weights + m.gradients + m.optimizer, m.activations, buffers
 
     def _make(self, kind: Kind) -> StageTable:
         unit = self._unit(kind)
