@@ -260,7 +260,7 @@ class Evaluator:
             alive = in_flight(placed.candidate.schedule, count, part.num_micro_batches)
             for s, stage in enumerate(part.shape.stages):
                 choice = self.tables.choice(stage, s == 0, s == count - 1)
-                replicas = stage.layers / loads.shared[p, s] if stage.layers else float(placed.candidate.pipelines)
+                replicas = (stage.layers or 1) / loads.shared[p, s]
                 update[p, s] = self.costs.optimizer_seconds(choice, replicas)  # type: ignore[arg-type]
                 needs = self.costs.memory_bytes(choice, part.shape.micro_batch_size, alive[s], replicas)  # type: ignore[arg-type]
                 over = max(over, needs.total - self.costs.memory_limit(choice.chip))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -39,7 +39,7 @@ At = tuple[int, int]  # pipeline, stage
 Spans = list[tuple[float, list[At]]]
 MEAN = 0.95  # of the mean of states each rank of a stage owns at least
 BALANCING = 40  # rounds of lowering shares by formula
-ROUNDS = 3  # the same with states placed exactly
+ROUNDS = 2  # the same with states placed exactly
 TIGHT = 0.999  # of the memory that states may take is used: small tensors are owned whole
 FINEST = 100  # largest share
 
@@ -74,26 +74,29 @@ class Fitting:
         self._levels: dict[Key, list[Level]] = {}
         self._known_limits: dict[Key, tuple[int, int]] = {}
 
-    def fits(self, placed: Placed) -> Iterator[Candidate]:
-        """The candidate with the fastest recompute of each stage that fits on all its ranks, with equal shares and,
-        where these cost recompute or do not fit, with unequal ones; nothing when some stage fits with none."""
+    def fits(self, placed: Placed) -> tuple[list[Candidate], Candidate | None]:
+        """(the candidate with the fastest recompute of each stage that fits on all its ranks, with equal shares and,
+        where these cost recompute or do not fit, with unequal ones; None, or a candidate that no way to fit it beats
+        where other shares were not ruled out)."""
         candidate = placed.candidate
         least, sure = self._without_states(candidate)
         if least is None:
-            return
+            return [], None
         if sure:
-            yield candidate_of(candidate, least)
-            return
-        even = None
-        spans = self._spans(placed)
+            return [candidate_of(candidate, least)], None
+        spans, stages, found, even = self._spans(placed), _stages(placed), [], None
         if self._may_fit(placed, spans):
             even = self._choose(placed, {rank: s.room for rank, s in self.states(placed).items()})
             if even is not None:
-                yield candidate_of(candidate, even)
-        if self.shares and len(candidate.parts) > 1 and least != even:
-            found = self._shared(placed, least, spans)
-            if found is not None:
-                yield candidate_of(candidate, found)
+                found.append(candidate_of(candidate, even))
+        if not self.shares or len(candidate.parts) == 1 or least == even:
+            return found, None
+        if not _divisible(spans, stages, self._room(placed, None)):
+            return found, None
+        shared = self._shared(placed, least, spans)
+        if shared is not None:
+            return [*found, candidate_of(candidate, shared)], None
+        return found, candidate_of(candidate, least)
 
     def _without_states(self, candidate: Candidate) -> tuple[list[list[Level]] | None, bool]:
         """(the fastest level of each stage as if others owned its states and buckets took no memory, None if a stage or
@@ -176,6 +179,12 @@ class Fitting:
     def _shared(self, placed: Placed, levels: list[list[Level]], spans: Spans) -> list[list[Level]] | None:
         """These levels with shares under which they fit; None where none were found."""
         rooms = self._room(placed, levels)
+        for p, (_, _, units) in enumerate(placed.pipelines):
+            for s, stage in enumerate(units):  # buckets change little with shares
+                own = [self.states(placed)[rank] for unit in stage for rank in unit]
+                rooms[p, s] = min(rooms[p, s], *(x.free - x.buffers for x in own))
+        if not _divisible(spans, _stages(placed), rooms):
+            return None
         weights = self._balanced(placed, spans, rooms)
         for _ in range(ROUNDS if weights is not None else 0):
             assert weights is not None
@@ -329,3 +338,15 @@ def _owned(spans: Spans, stages: Mapping[At, StageShape], weight: Mapping[At, fl
         for at in holders:
             owned[at] += size * weight[at] / total
     return owned
+
+
+def _divisible(spans: Spans, stages: Mapping[At, StageShape], rooms: Mapping[At, int]) -> bool:
+    """Whether there is any division of the states: no set of spans may need more than all that hold any of it have
+    room for together (which is enough for a division, by max-flow = min-cut)."""
+
+    def fits(i: int, size: float, holders: frozenset[At]) -> bool:
+        if size > sum(max(rooms[at], 0) * stages[at].chips for at in holders):
+            return False
+        return all(fits(j + 1, size + spans[j][0], holders | set(spans[j][1])) for j in range(i, len(spans)))
+
+    return fits(0, 0.0, frozenset())

@@ -14,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from hetero_megatron.planner.space import Option, Space, batch_sizes, options, t
 from hetero_megatron.planner.split import LISTED, Floats, best_split, count_splits, listed
 from hetero_megatron.planner.tables import Kind, StageTable
 from hetero_megatron.planner.timing import many
-from hetero_megatron.planner.together import ways_together
+from hetero_megatron.planner.together import least_dropped, ways_together
 from hetero_megatron.spec import ModelSpec
 
 Usage = tuple[int, ...]
@@ -38,11 +39,11 @@ MOST_COMBINATIONS = 20_000
 MOST_WORK = 8_000_000  # sequences x splits of layers x numbers of micro-batches
 MOST_SIMULATED = 4_000_000  # splits x micro-batches that are timed exactly
 MOST_SPLITS = 400  # of one sequence of stages that are kept
-MOST_KEPT = 40  # columns per usage and number of sequences, where several pipelines are combined
+MOST_KEPT = 24  # columns per usage and number of sequences, where several pipelines are combined
 MOST_WAYS = 4000  # of one combination that are listed
 MOST_LISTED = 200_000  # of all combinations
 NEARLY_NONE = 1e6  # replicas, of whose states each owns next to nothing
-MOST_FITTED = 400  # placements whose states are counted exactly
+MOST_FITTED = 300  # placements whose states are counted exactly
 
 
 def sequences(pool: Pool, model: ModelSpec, space: Space, size: int, most: int) -> dict[Usage, list[Sequence_]] | None:
@@ -197,7 +198,7 @@ class SmallSearch:
     def _together(self, combination: tuple[Usage, ...], shelf: dict[Usage, Shelf], bound: float) -> float | None:
         """Try all that several pipelines can be and any division of the batch, as :meth:`_best_of` does."""
         shelves = [shelf[u] for u in combination]
-        rest = max(bound, min(float(s.cut.min()) for s in shelves))
+        rest = max(bound, least_dropped([s.times for s in shelves], [s.cut for s in shelves], self.batch))
         for schedule in self.space.schedules:
             rows = [self._rows(s, schedule) for s in shelves]
             if not all(rows) or (schedule != self.space.schedules[0] and not self._several_stages(rows, shelves)):
@@ -251,19 +252,18 @@ class SmallSearch:
         )  # fmt: skip
 
     def _try(self, placed: Placed) -> tuple[float, bool]:
-        """(least seconds of the candidate with any recompute that fits, inf if there is none; whether to go on)."""
-        least = math.inf
-        for found in self.fitting.fits(placed):
-            own = self._least(found)
-            least = min(least, own)
-            if own >= self.best:
+        """(least seconds of ways to fit the candidate that were not tried, inf if there are none; whether to go on)."""
+        fits, other = self.fitting.fits(placed)
+        least = math.inf if other is None else self._least(other)
+        for found in fits:
+            if self._least(found) >= self.best:
                 continue
             score = self.evaluator.score(found)
             assert score is not None, "it was placed a moment ago"
             self.best = min(self.best, score.step_seconds)
             if not self.improve(found.joined(), score.step_seconds):
                 return least, False
-        self.rejected["memory"] += math.isinf(least)
+        self.rejected["memory"] += not fits
         return least, True
 
     def _least(self, candidate: Candidate) -> float:
@@ -292,12 +292,13 @@ class SmallSearch:
                     for schedule in self.space.schedules:
                         if schedule == "gpipe" and not self._slow_links(row, size):
                             continue
-                        for column, counts in self._columns(row, size, pipelines, most // size, schedule):
-                            if usage not in shelves:
-                                keep = 400 if pipelines == 1 else MOST_KEPT if self.exact else 6
-                                shelves[usage] = Shelf(self.batch, self.exact, keep)
-                            shelves[usage].add_at(column, counts)
-        return shelves
+                        if usage not in shelves:
+                            keep = 400 if pipelines == 1 else MOST_KEPT if self.exact else 6
+                            shelves[usage] = Shelf(self.batch, self.exact, keep)
+                        shelf = shelves[usage]
+                        for column, counts in self._columns(row, size, pipelines, most // size, schedule, shelf):
+                            shelf.add_at(column, counts)
+        return {usage: shelf for usage, shelf in shelves.items() if shelf.columns}
 
     def _others_have_none(self, usage: Usage, pipelines: int) -> bool:
         return sum(self.pool.counts) - sum(usage) < pipelines - 1
@@ -315,7 +316,7 @@ class SmallSearch:
         return False
 
     def _columns(
-        self, row: Sequence_, size: int, pipelines: int, most: int, schedule: str
+        self, row: Sequence_, size: int, pipelines: int, most: int, schedule: str, shelf: Shelf
     ) -> Iterator[tuple[Column, list[int]]]:
         """Best layers of one sequence of stages, for every number of micro-batches that can be asked for."""
         stages = [StageShape(o.group, o.tp, o.dp) for o in row]
@@ -338,8 +339,9 @@ class SmallSearch:
                 continue
             times = [t.seconds[t.row(k)] for t, k in zip(tables, alive)]
             if self.exact and count_splits(self.model.num_layers, len(stages)) <= LISTED:
-                for split in self._promising(times, forward, links, m, schedule, self.best - least):
-                    by_split[split, alive].append(m)
+                for split, taken in self._promising(times, forward, links, m, schedule, self.best - least):
+                    if shelf.takes(m * size, taken + least):
+                        by_split[split, alive].append(m)
                 continue
             found = best_split(times, links, m, schedule, forward)
             if found is not None and found[0] < self.best:
@@ -355,13 +357,14 @@ class SmallSearch:
         or as many of them as there can be."""
         o, replicas = row[s], float(pipelines)
         if self.exact and pipelines > 1:
-            others = min(self.pool.chips - sum(x.chips for x in row), (pipelines - 1) * self._widest())
+            others = min(self.pool.chips - sum(x.chips for x in row), (pipelines - 1) * self._widest)
             replicas = NEARLY_NONE if self.space.shares else 1 + others / o.chips
         return Kind(
             o.group, o.tp, o.dp, size, s == 0, s == len(row) - 1, replicas, self.space.recompute,
             buckets=not self.exact,
         )  # fmt: skip
 
+    @cached_property
     def _widest(self) -> int:
         """Chips of the largest stage that there can be."""
         most = max(batch_sizes(self.space, self.batch)) if self.space.inner_dp else 1
@@ -370,15 +373,15 @@ class SmallSearch:
 
     def _promising(
         self, times: list[Floats], forward: list[Floats], links: list[float], m: int, schedule: str, limit: float
-    ) -> Iterator[tuple[int, ...]]:
-        """The splits whose exact time is below ``limit``."""
+    ) -> Iterator[tuple[tuple[int, ...], float]]:
+        """The splits whose exact time is below ``limit``, and that time; fastest first."""
         ways, closed, seconds = listed(times, links, m, schedule, forward)
         good = np.flatnonzero(closed < limit)
         if not len(good):
             return
         if self.simulated > MOST_SIMULATED:
             self.skipped = min(self.skipped, float(closed.min()))
-            yield tuple(int(x) for x in ways[int(np.argmin(closed))])
+            yield tuple(int(x) for x in ways[int(np.argmin(closed))]), float(closed.min())
             return
         self.simulated += len(good) * m
         first = np.stack([forward[i][ways[good, i]] for i in range(len(times))], axis=1)
@@ -386,7 +389,7 @@ class SmallSearch:
         order = np.argsort(exact, kind="stable")
         order = order[: int(np.searchsorted(exact[order], limit))]
         for i in order[:MOST_SPLITS]:
-            yield tuple(int(x) for x in ways[good[i]])
+            yield tuple(int(x) for x in ways[good[i]]), float(exact[i])
         if len(order) > MOST_SPLITS:
             self.skipped = min(self.skipped, float(exact[order[MOST_SPLITS]]))
 

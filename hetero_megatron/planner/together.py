@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
+Floats = NDArray[np.float64]
 Row = tuple[float, int]  # seconds, index of a column
 Rows = Mapping[int, Sequence[Row]]  # by number of sequences, fastest first
 Way = tuple[float, tuple[tuple[int, int], ...]]  # seconds of the slowest, (sequences, index) of each pipeline
@@ -32,6 +34,21 @@ def ways_together(rows: Sequence[Rows], batch: int, low: float, high: float, mos
 def _largest(rows: Sequence[Rows]) -> float:
     """Above all times."""
     return 2 * max(row[-1][0] for by_q in rows for row in by_q.values())
+
+
+def least_dropped(times: Sequence[Floats], cuts: Sequence[Floats], batch: int) -> float:
+    """No way with a pipeline as in ``cuts`` (least seconds by number of sequences, of what is not listed) and the
+    others at their best as in ``times`` is faster."""
+    worst = np.inf
+    for i, cut in enumerate(cuts):
+        others = np.full(batch + 1, np.inf)
+        others[0] = 0.0
+        for j, row in enumerate(times):
+            if j != i:
+                found = [np.min(np.maximum(others[: q + 1], row[: q + 1][::-1])) for q in range(batch + 1)]
+                others = np.array(found)
+        worst = min(worst, float(np.min(np.maximum(cut[: batch + 1], others[::-1]))))
+    return worst
 
 
 def count_ways(rows: Sequence[Rows], batch: int, limit: float) -> float:
