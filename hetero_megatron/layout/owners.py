@@ -8,6 +8,8 @@ from hetero_megatron.layout.box import Box
 from hetero_megatron.layout.layout import Layout
 from hetero_megatron.layout.refine import Cell, refine
 
+AGAIN = 5  # times that cells are poured again
+
 
 def assign_owners(
     holders: Mapping[str, Layout], weights: Mapping[int, float] | None = None, whole_below: int = 0
@@ -16,8 +18,9 @@ def assign_owners(
 
     Owners hold row intervals of cells of the common refinement; cells under ``whole_below`` elements are not
     split. Cells with the fewest possible owners are placed first, larger before smaller, each filled like
-    water: the least loaded holders get rows until their loads meet. Deterministic, so all ranks agree without
-    talking.
+    water: the least loaded holders get rows until their loads meet. Where cells have some of their holders in common
+    (replicas of unlike TP degrees), each is poured again a few times, as the first ones did not know of what the others
+    would bring. Deterministic, so all ranks agree without talking.
     """
     load: dict[int, float] = {}
     weight = dict(weights or {})
@@ -29,14 +32,32 @@ def assign_owners(
             # Never quite zero: what only zero-weight ranks hold must still find an owner among them.
             weight[rank] = max(weight.get(rank, 1.0), 1e-9)
     cells.sort(key=lambda item: (len(item[1].holders), -item[1].box.size, item[0], item[1].box))
-    for name, cell in cells:
-        for rank, box in _place(cell, load, weight, whole_below):
+    placed: list[list[tuple[int, Box]]] = [[] for _ in cells]
+    for again in range(AGAIN + 1 if _interleaved([cell for _, cell in cells], whole_below) else 1):
+        before = list(placed)
+        for i, (_, cell) in enumerate(cells):
+            if again and cell.box.size < whole_below:
+                continue
+            for rank, box in placed[i]:
+                load[rank] -= box.size / weight[rank]
+            placed[i] = _place(cell, load, weight, whole_below)
+            for rank, box in placed[i]:
+                load[rank] += box.size / weight[rank]
+        if placed == before:
+            break
+    for (name, _), boxes_of in zip(cells, placed, strict=True):
+        for rank, box in boxes_of:
             owned[name][rank].append(box)
-            load[rank] += box.size / weight[rank]
     return {
         name: Layout(holders[name].shape, {r: tuple(_join(boxes)) for r, boxes in by_rank.items()})
         for name, by_rank in owned.items()
     }
+
+
+def _interleaved(cells: Sequence[Cell], whole_below: int) -> bool:
+    """Whether cells that may be split have different holders, and some of these in common."""
+    sets = {cell.holders for cell in cells if len(cell.holders) > 1 and cell.box.size >= whole_below}
+    return sum(map(len, sets)) > len({rank for holders in sets for rank in holders})
 
 
 def representatives(

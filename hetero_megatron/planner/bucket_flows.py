@@ -98,8 +98,9 @@ def bucket_flows(bucket: Bucket, at: Ints) -> Flows:
         rows = np.array(list(known), np.int64)
         volume = sum(v[rows[:, i]] for i, v in enumerate(volumes))
     own = volume[kind, np.arange(len(at))]
-    held = sum(layout.counts() for layout in bucket.holders.values())
-    mine = sum(layout.counts() for layout in bucket.owners.values())
+    held, mine = (
+        np.sum([layout.counts() for layout in layouts.values()], axis=0) for layouts in (bucket.holders, bucket.owners)
+    )
     taken = np.bincount(kind, minlength=len(volume)) @ volume - own
     return Flows(at, kind, volume, held, mine, volume.sum(axis=1)[kind] - own, taken, own)
 
@@ -141,7 +142,7 @@ def port_traffic(flows: Flows, places: Places, spread: bool) -> PortTraffic:
         own = group[node] == g
         kind = (places.groups[g], places.groups[g], True)
         if local[0][own].any():
-            rows += [(places.rank_ports(flows.at[own], i), local[i][own], (bool(i), kind)) for i in (0, 1)]
+            rows += [(places.rank_ports(flows.at[own], i), local[i][own], (i, kind)) for i in (False, True)]
             most[kind] = float(longest[own].max())
         for h in distinct(group)[0].tolist():
             part = between[np.ix_(group == g, group == h)]
@@ -205,7 +206,7 @@ def price(traffic: PortTraffic, item: float, network: Network) -> Price:
         slowest = max(slowest, size * item * (link.all_to_all[1] if link.all_to_all else link.beta))
     ports, place = distinct(traffic.ports)
     busy = np.bincount(place, traffic.size * item * rate[traffic.way], len(ports))
-    return Price(ports, busy, slowest, latency)
+    return Price(ports, busy.astype(np.float64), slowest, latency)
 
 
 def one_after_the_other(prices: list[Price], posting: float) -> Price:
@@ -215,4 +216,4 @@ def one_after_the_other(prices: list[Price], posting: float) -> Price:
         return Price(prices[0].ports, prices[0].busy, prices[0].link, latency)
     ports, place = distinct(np.concatenate([p.ports for p in prices]))
     busy = np.bincount(place, np.concatenate([p.busy for p in prices]), len(ports))
-    return Price(ports, busy, sum(p.seconds for p in prices), latency)
+    return Price(ports, busy.astype(np.float64), sum(p.seconds for p in prices), latency)

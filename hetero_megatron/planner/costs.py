@@ -230,11 +230,11 @@ class CostModel:
     def action_seconds(self, chip: str) -> float:
         return self.chip_rates(chip).action_seconds
 
-    def owned_elements(self, stage: StageChoice, replicas: int) -> float:
+    def owned_elements(self, stage: StageChoice, replicas: float) -> float:
         """Elements whose optimizer state one rank keeps, when ``replicas`` pipelines hold the same layers."""
         return self.held_elements(stage) / (stage.dp * replicas)
 
-    def optimizer_seconds(self, stage: StageChoice, replicas: int) -> float:
+    def optimizer_seconds(self, stage: StageChoice, replicas: float) -> float:
         owned = self.owned_elements(stage, replicas)
         seconds = self.operators(stage.chip).optimizer(owned)
         if stage.offload:  # gradients out, new weights in
@@ -262,7 +262,7 @@ class CostModel:
             self._most[key] = max(largest_elements(self.model, stage.embed, stage.head, share) for share in kinds)
         return self._most[key]
 
-    def memory_bytes(self, stage: StageChoice, micro_batch_size: int, in_flight: int, replicas: int) -> MemoryBytes:
+    def memory_bytes(self, stage: StageChoice, micro_batch_size: int, in_flight: int, replicas: float) -> MemoryBytes:
         """The worst rank of the stage.
 
         Args:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from hetero_megatron.plan.buckets import IN_FLIGHT
 from hetero_megatron.planner.ground import At, Ground, chips_key, ground_of
 from hetero_megatron.planner.loads import Loads, Run, Ways, bounded, own_seconds, sync_loads
+from hetero_megatron.planner.memory import equal_shares, held_elements
 from hetero_megatron.planner.place import Placed, place
 from hetero_megatron.planner.pool import Pool
 from hetero_megatron.planner.shape import Candidate, PipelineShape, StageShape, in_flight
@@ -59,7 +61,7 @@ class Evaluator:
             r: (g, n) for g, group in enumerate(pool.groups) for n, ranks in enumerate(group.ranks) for r in ranks
         }
         self.evaluated = 0
-        self._after: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._after: dict[tuple[object, ...], tuple[float, float, float]] = {}
         self._grounds: dict[tuple[object, ...], Ground | None] = {}
         self._stages: dict[tuple[StageShape, int, bool, bool], StageSeconds] = like._stages if like else {}
         self._pipelines: dict[tuple[object, ...], float] = like._pipelines if like else {}
@@ -127,6 +129,10 @@ class Evaluator:
             )
         return self._stages[key]
 
+    def saved_seconds(self, stage: StageShape, embed: bool, head: bool) -> float:
+        """What the first backward of a step takes less than the others."""
+        return self.stage(stage, stage.dp, embed, head).saved
+
     def _each(self, shape: PipelineShape) -> list[StageSeconds]:
         last = len(shape.stages) - 1
         return [self.stage(x, shape.micro_batch_size, s == 0, s == last) for s, x in enumerate(shape.stages)]
@@ -164,25 +170,47 @@ class Evaluator:
 
     def least_after(self, stages: Sequence[StageShape], size: int, links: Sequence[float], pipelines: int) -> float:
         """Lower bound on what follows the end of a pipeline with these stages, in any plan of ``pipelines`` pipelines:
-        synchronisation over the best link that replicas could have between them, states divided among all chips."""
+        synchronisation over the best link that replicas could have between them, no states to update if others may."""
         after, drain, last = 0.0, 0.0, len(stages) - 1
+        update = self.least_update if pipelines > 1 else 0.0
         saved = max(self.stage(stage, size, s == 0, s == last).saved for s, stage in enumerate(stages))
         for s, stage in enumerate(stages):
             key = (stage, size, pipelines, s == 0, s == last)
             if key not in self._after:
                 self._after[key] = self._least_after(stage, size, pipelines, s == 0, s == last)
-            own, backward = self._after[key]
-            after = max(after, own - drain)
+            reduce, rest, backward = self._after[key]
+            after, update = max(after, reduce - drain), max(update, rest)
             drain += backward + (links[s] if s < last else 0.0)
-        return after - saved
+        return after + update - saved
+
+    @cached_property
+    def least_update(self) -> float:
+        """Seconds in which all chips together update all parameters, however these are divided."""
+        costs, chips = self.costs, [(g.chip, g.chips) for g in self.pool.groups]
+        total = held_elements(costs.model, costs.model.num_layers, True, True, equal_shares(costs.model, 1)[0])
+
+        def most(seconds_: float) -> float:
+            left = [(n, chip, seconds_ - costs.chip_rates(chip).step_seconds) for chip, n in chips]
+            return sum(n * costs.operators(chip).most_updated(x) for n, chip, x in left if x > 0)
+
+        low, high = 0.0, 1e-6
+        while most(high) < total:
+            low, high = high, 2 * high
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (low, middle) if most(middle) >= total else (middle, high)
+        return low
 
     def _least_after(
         self, stage: StageShape, size: int, pipelines: int, embed: bool, head: bool
-    ) -> tuple[float, float]:
+    ) -> tuple[float, float, float]:
+        """(seconds until gradients are summed after the stage's last backward, seconds of what follows when all are,
+        seconds of a backward)."""
         choice = self.tables.choice(stage, embed, head)
         backward = self.costs.backward_seconds(choice, size)
-        optimizer = self.costs.optimizer_seconds(choice, -(-self.pool.chips // stage.dp))
-        best = 0.0
+        # Other pipelines may own nearly all states.
+        optimizer = self.costs.optimizer_seconds(choice, math.inf if pipelines > 1 else 1)
+        reduce = 0.0
         if pipelines * stage.dp > 1 and stage.layers:
             copies, item = pipelines * stage.dp, self.costs.wide
             moved = self.costs.held_elements(self.tables.choice(stage, False, False)) * (copies - 1) / copies
@@ -192,8 +220,9 @@ class Evaluator:
                 inside = math.inf
             rate = sum(1 / beta if beta else math.inf for beta in (inside, outside * stage.tp) if beta < math.inf)
             wire = moved / rate if rate else 0.0
-            best = exposed(wire * item, backward, stage.layers) + wire * self.costs.item + 2 * min(a, b)
-        return best + optimizer, backward
+            reduce = exposed(wire * item, backward, stage.layers) + min(a, b)
+            optimizer += wire * self.costs.item + min(a, b)
+        return reduce, optimizer, backward
 
     def _ends(self, candidate: Candidate, ground: Ground, by_part: Sequence[float]) -> tuple[float, int]:
         """(when all parameters are updated everywhere; bytes over)."""
@@ -267,18 +296,17 @@ class Evaluator:
         """(seconds of each stage's optimizer, bytes over)."""
         update: dict[At, float] = {}
         over = 0
-        pipelines = candidate.pipelines
         for p, part in enumerate(candidate.parts):
             count, size = len(part.shape.stages), part.shape.micro_batch_size
             alive = in_flight(candidate.schedule, count, part.num_micro_batches)
             for s, stage in enumerate(part.shape.stages):
-                replicas = stage.layers / loads.shared[p, s] if stage.layers else float(pipelines)
+                replicas = (stage.layers or 1) / loads.shared[p, s]
                 key = (stage, size, s == 0, s == count - 1, alive[s], replicas)
                 if key not in self._needs:
                     choice = self.tables.choice(stage, s == 0, s == count - 1)
-                    needs = self.costs.memory_bytes(choice, size, alive[s], replicas)  # type: ignore[arg-type]
+                    needs = self.costs.memory_bytes(choice, size, alive[s], replicas)
                     self._needs[key] = (
-                        self.costs.optimizer_seconds(choice, replicas),  # type: ignore[arg-type]
+                        self.costs.optimizer_seconds(choice, replicas),
                         needs.total - self.costs.memory_limit(choice.chip),
                     )
                 update[p, s], beyond = self._needs[key]

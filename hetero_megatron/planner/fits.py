@@ -72,7 +72,7 @@ def _small(candidate: Candidate, seq_length: int, num_heads: int) -> tuple[Plan,
             layers = ((start, start + stage.layers),) if stage.layers else ()
             start += stage.layers
             last = s == len(part.shape.stages) - 1
-            optimizer = Optimizer(stage.offload, share=part.copies * stage.dp)
+            optimizer = Optimizer(stage.offload, share=part.copies * stage.dp * stage.share)
             stages.append(Stage(layers, (unit,), s == 0, last, Recompute(), None, optimizer))
         pipelines.append(Pipeline(part.shape.micro_batch_size, part.num_micro_batches, tuple(stages)))
     return Plan(seq_length, candidate.sequences, candidate.schedule, tuple(pipelines)), weight

@@ -1,9 +1,9 @@
 """What gradient synchronisation of a candidate puts on links and chips, from where the replicas of each stage lie.
 
-Each element has one owner among its holders, evenly divided among the ranks; a holder sends the owners what is theirs
-and gets new parameters back. Messages are priced as :mod:`hetero_megatron.planner.network` prices them on concrete
-ranks: a node sends at the rate of its fastest link, to one other node at that of their own. What the ranks of a TP
-group hold alike (norms) is left out.
+Each element has one owner among its holders, divided among the ranks by their shares; a holder sends the owners what
+is theirs and gets new parameters back. Messages are priced as :mod:`hetero_megatron.planner.network` prices them on
+concrete ranks: a node sends at the rate of its fastest link, to one other node at that of their own. What the ranks of
+a TP group hold alike (norms) is left out.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class Run:
     Attributes:
         held: elements of a rank of each stage that holds them; lowest: the stage's layers before these, and whether
             the stage has the embedding after them in backward; copies: how many hold each element; ranks: in all;
+        total: of the ranks' shares;
         share: of a copy's elements that its TP group owns, by stage.
         ports: seconds that each port is busy; link: of the most loaded pair of ends; latency, hosts' part included.
     """
@@ -77,6 +78,7 @@ class Run:
     lowest: dict[At, int]
     copies: int
     ranks: int
+    total: int
     share: dict[At, float]
     embed: bool = False
     ports: dict[Port, float] = field(default_factory=dict)
@@ -118,14 +120,16 @@ def sync_loads(candidate: Candidate, ground: Ground, ways: Ways, costs: CostMode
     for holders, first, layers, end in segments:
         copies = sum(ground.units[at] for at in holders)
         ranks = sum(ground.units[at] * stages[at].tp for at in holders)
+        total = sum(ground.units[at] * stages[at].tp * stages[at].share for at in holders)
         for at in holders:
-            loads.shared[at] += layers * stages[at].dp * stages[at].tp / ranks
+            count = layers or not stages[at].layers  # a stage of no layers shares its end alone
+            loads.shared[at] += count * stages[at].dp * stages[at].tp * stages[at].share / total
         if copies <= 1:
             before = ()
             continue
         if holders != before:
-            share = {at: stages[at].tp / ranks for at in holders}
-            loads.runs.append(Run(dict.fromkeys(holders, 0.0), {}, copies, ranks, share))
+            share = {at: stages[at].tp * stages[at].share / total for at in holders}
+            loads.runs.append(Run(dict.fromkeys(holders, 0.0), {}, copies, ranks, total, share))
         run, before = loads.runs[-1], holders
         for at in holders:
             run.held[at] += costs.most_held(stages[at].tp, layers, end == "embed", end == "head")
@@ -140,15 +144,15 @@ def sync_loads(candidate: Candidate, ground: Ground, ways: Ways, costs: CostMode
 def _price(run: Run, ground: Ground, stages: Mapping[At, StageShape], ways: Ways) -> None:
     """Seconds per byte of an element on every port, and between the two most loaded ends. Equal nodes have equal
     ports, so each class of them is priced once."""
-    nodes: Counter[int] = Counter()  # ranks, on a node of each class
+    nodes: Counter[int] = Counter()  # shares of the ranks on a node of each class
     units: Counter[int] = Counter()  # copies by group
     inside_units: Counter[int] = Counter()
     for at in run.held:
         for c, n in ground.nodes[at].items():
-            nodes[c] += n * stages[at].tp
+            nodes[c] += n * stages[at].tp * stages[at].share
             units[ground.group[c]] += n * ground.count[c]
             inside_units[c] += n
-    total: Counter[int] = Counter()  # ranks by group
+    total: Counter[int] = Counter()  # by group
     most: dict[int, int] = defaultdict(int)  # on one node of the group
     count: Counter[int] = Counter()  # nodes
     for c, n in nodes.items():
@@ -157,6 +161,7 @@ def _price(run: Run, ground: Ground, stages: Mapping[At, StageShape], ways: Ways
         most[g], count[g] = max(most[g], n), count[g] + ground.count[c]
     groups = sorted(units)
     message = 0.0
+    largest = max(stages[at].share for at in run.held)
     for at, held in run.held.items():
         tp = stages[at].tp
         for c, mine in ground.nodes[at].items():
@@ -164,9 +169,10 @@ def _price(run: Run, ground: Ground, stages: Mapping[At, StageShape], ways: Ways
             inside, others_inside = nodes[c], inside_units[c] - 1
             near = ways.between(g, g, True) if others_inside else None
             if near is not None:
-                own = held * max((inside - tp) / run.ranks * near.out, run.share[at] * others_inside * near.into)
+                given = (inside - tp * stages[at].share) / run.total
+                own = held * max(given * near.out, run.share[at] * others_inside * near.into)
                 run.ports[*at, 0] = max(run.ports.get((*at, 0), 0.0), own)
-                run.link = max(run.link, held / run.ranks * near.link)
+                run.link = max(run.link, held * largest / run.total * near.link)
                 run.latency, message = max(run.latency, near.alpha), max(message, near.message)
             out = into = 0.0
             for h in groups:
@@ -175,9 +181,9 @@ def _price(run: Run, ground: Ground, stages: Mapping[At, StageShape], ways: Ways
                 way, back = ways.between(g, h), ways.between(h, g)
                 if not others or way is None or back is None:
                     continue
-                out, into = out + others / run.ranks * way.out, into + copies * run.share[at] * back.into
+                out, into = out + others / run.total * way.out, into + copies * run.share[at] * back.into
                 if h != g or count[g] > 1:
-                    run.link = max(run.link, mine * tp * held / run.ranks * most[h] * max(way.link, back.link))
+                    run.link = max(run.link, mine * tp * held / run.total * most[h] * max(way.link, back.link))
                 run.latency, message = max(run.latency, way.alpha), max(message, way.message)
             if out:
                 run.ports[(c,)] = run.ports.get((c,), 0.0) + mine * tp * held * max(out, into)

@@ -115,7 +115,7 @@ def host_bytes(owned: float, moments: int = 2) -> int:
     return round(4 * owned * (moments + 1))
 
 
-def state_bytes(held: int, owned: float, group: int, item: int, moments: int = 2) -> tuple[int, int, int, int]:
+def state_bytes(held: int, owned: float, group: float, item: int, moments: int = 2) -> tuple[int, int, int, int]:
     """(weights, gradients, optimizer, buffers) of a rank.
 
     Args:

@@ -144,7 +144,7 @@ def _stage(
     )
     recompute = Recompute(stage.recompute, stage.first) if stage.layers else Recompute()
     last = len(shape.stages) - 1
-    return Stage(layers, made, index == 0, index == last, recompute, chip, Optimizer(offload=stage.offload))
+    return Stage(layers, made, index == 0, index == last, recompute, chip, Optimizer(stage.offload, share=stage.share))
 
 
 def shrink(cluster: Cluster, keep: Sequence[int]) -> Cluster:

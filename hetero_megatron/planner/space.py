@@ -23,6 +23,7 @@ class Space:
         schedules: those tried, in order of preference.
         max_tp: largest TP degree; over_nodes: TP groups may span nodes.
         max_pipelines: bound on the number of pipelines.
+        shares: pipelines may own unequal shares of the optimizer states, where memory binds (small clusters only).
         context: auto (for long sequences, and where nothing fits without) | always | never: stages of context groups.
     """
 
@@ -33,6 +34,7 @@ class Space:
     max_tp: int = 16
     over_nodes: bool = True
     max_pipelines: int | None = None
+    shares: bool = True
     context: str = "auto"
 
 

@@ -8,7 +8,7 @@ every entry the fastest of none, selective, first n and full that fits.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,8 @@ RECOMPUTES = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Kind:
-    """What a table depends on. ``recompute``: None leaves the choice to the table."""
+    """What a table depends on. ``recompute``: None leaves the choice to the table; ``buckets``: whether they take
+    memory."""
 
     group: int
     tp: int
@@ -33,9 +34,10 @@ class Kind:
     micro_batch_size: int
     embed: bool
     head: bool
-    replicas: int
+    replicas: float
     recompute: str | None = None
     offload: bool = False
+    buckets: bool = True
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class Tables:
         return self._shallow[kind, depth]
 
     def fastest(
-        self, stage: StageShape, size: int, embed: bool, head: bool, in_flight: int, replicas: int
+        self, stage: StageShape, size: int, embed: bool, head: bool, in_flight: int, replicas: float
     ) -> StageShape | None:
         """The stage with the fastest recompute that fits; None when none does."""
         key = (stage, size, embed, head, in_flight, replicas)
@@ -123,7 +125,7 @@ class Tables:
             made = None
             if table.seconds[table.row(in_flight), stage.layers] < float("inf"):
                 recompute, first = table.choice(in_flight, stage.layers)
-                made = StageShape(stage.group, stage.tp, stage.dp, stage.layers, recompute, first, stage.offload)
+                made = replace(stage, recompute=recompute, first=first)
             self._fastest[key] = made
         return self._fastest[key]
 
@@ -155,7 +157,8 @@ class Tables:
         chip = self.pool.groups[kind.group].chip
         stage = StageChoice(chip, kind.tp, kind.dp, layers, kind.embed, kind.head, recompute, 0, kind.offload)
         m = self.costs.memory_bytes(stage, kind.micro_batch_size, in_flight, kind.replicas)
-        return m.overhead + m.weights + m.gradients + m.optimizer, m.activations, m.buffers
+        buffers = m.buffers if kind.buckets else 0
+        return m.overhead + m.weights + m.gradients + m.optimizer, m.activations, buffers
 
     def _make(self, kind: Kind, depth: int) -> StageTable:
         unit, n = self._unit(kind), self._layers
