@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hetero_megatron.layout import Layout, assign_owners, reduction, representatives
+from hetero_megatron.layout import Box, Layout, assign_owners, reduction, representatives
 from hetero_megatron.plan.canonical import Plan
 from hetero_megatron.plan.context_plan import context_groups
 from hetero_megatron.schedule import Action
@@ -72,7 +72,7 @@ def tensor_holders(plan: Plan, spec: ModelSpec) -> dict[str, Layout]:
             at_stages = [i for i, s in enumerate(stages) if tensor in stage_tensors(spec, (), s.embed, s.head)]
         key = ("layer" if isinstance(tensor.layer, int) else tensor.layer, place, tuple(at_stages))
         if key not in layouts:
-            boxes = {}
+            boxes: dict[int, tuple[Box, ...]] = {}
             parts = {split: [(tensor_box(tensor, share),) for share in each] for split, each in splits.items()}
             for unit in (u for i in at_stages for u in stages[i].units):
                 boxes.update(zip(unit.ranks, parts[unit.tp_split], strict=True))

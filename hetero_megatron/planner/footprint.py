@@ -46,8 +46,10 @@ def estimate_memory(
     for bucket in buckets if buckets is not None else make_buckets(plan, spec):
         key = (*map(id, bucket.holders.values()), *map(id, bucket.owners.values()))
         if key not in known:
-            mine = sum(layout.counts() for layout in bucket.owners.values())
-            whole = sum(layout.counts() for layout in bucket.holders.values())
+            whole, mine = (
+                np.sum([layout.counts() for layout in layouts.values()], axis=0)
+                for layouts in (bucket.holders, bucket.owners)
+            )
             known[key] = whole, mine, buffer_bytes(whole, mine, len(bucket.ranks), item)
         if bucket.ranks not in places:
             places[bucket.ranks] = np.array([index[r] for r in bucket.ranks], np.int64)
@@ -57,12 +59,12 @@ def estimate_memory(
         recent[at] = np.concatenate([recent[at, 1:], moving[:, None]], axis=1)
         buffers[at] = np.maximum(buffers[at], recent[at].sum(axis=1))
     offloading = {r for p in plan.pipelines for s in p.stages if s.optimizer.offload for r in s.ranks}
-    for rank, has, mine, moving in zip(plan.ranks, held.tolist(), owned.tolist(), buffers.tolist(), strict=True):
-        weights, gradients, optimizer, _ = state_bytes(has, mine, 1, item, moments)
+    for rank, has, owns, most in zip(plan.ranks, held.tolist(), owned.tolist(), buffers.tolist(), strict=True):
+        weights, gradients, optimizer, _ = state_bytes(has, owns, 1, item, moments)
         host = 0
         if rank in offloading:
-            optimizer, host = 0, host_bytes(mine, moments)
-        out[rank] = MemoryBytes(weights, gradients, optimizer, out[rank].activations, moving, 0, host)
+            optimizer, host = 0, host_bytes(owns, moments)
+        out[rank] = MemoryBytes(weights, gradients, optimizer, out[rank].activations, most, 0, host)
     return out
 
 

@@ -127,6 +127,6 @@ def state_bytes(held: int, owned: float, group: float, item: int, moments: int =
     return held * item, held * wide, round(owned * (moments * wide + master)), round(buffers)
 
 
-def buffer_bytes(held: Any, owned: Any, group: int, item: int) -> Any:
+def buffer_bytes(held: Any, owned: Any, group: float, item: int) -> Any:
     """Of a bucket under way, or of several in arrays: packed for the owners, received from the holders, the sum."""
     return max(item, 4) * (held - owned + owned * (group - 1) + owned) if group > 1 else 0 * held

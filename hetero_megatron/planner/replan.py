@@ -27,7 +27,7 @@ from hetero_megatron.planner.shape import Candidate, StageShape
 from hetero_megatron.planner.split import bottleneck
 from hetero_megatron.spec import ModelSpec
 
-MOST_SKELETONS, MOST_TRIED, CHIPS_SCORED = 24, 5, 8192
+MOST_SKELETONS, MOST_TRIED, CHIPS_SCORED = 24, 5, 10240
 
 
 class Planner:
@@ -114,7 +114,7 @@ class Planner:
             for candidate in builder.candidates(rows, self.result.best.candidate.schedule):
                 found.append((evaluator.least(candidate), len(found), candidate))
         best: tuple[float, Candidate] | None = None
-        most = max(2, min(8, CHIPS_SCORED // max(pool.chips, 1)))  # placing thousands of chips takes a while
+        most = max(2, min(10, CHIPS_SCORED // max(pool.chips, 1)))  # placing thousands of chips takes a while
         for i, (least, _, candidate) in enumerate(sorted(found, key=lambda row: row[:2])):
             if best is not None and (least >= best[0] or i >= most):
                 break

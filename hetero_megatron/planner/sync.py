@@ -249,7 +249,8 @@ class Synchronisation:
             layers = [self.layer_of[name] for name in bucket.names]
             into = np.zeros(len(rows))
             for k in present[id(at)].tolist():
-                into[k] = self._into_backward(*rows[k], layers)
+                stage, part = rows[k]
+                into[k] = self._into_backward(stage, part, layers)
             return np.asarray(start[at] + into[kind[at]])
 
         return ready

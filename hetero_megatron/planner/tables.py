@@ -167,14 +167,14 @@ class Tables:
         state = 2 * one[0] - two[0] + (two[0] - one[0]) * n
         buffers = 2 * one[2] - two[2] + (two[2] - one[2]) * n
         free = limit - state
-        room = np.where(buffers <= free, free, -1.0)  # for activations, [layers]
-        forward = unit.forward[0] + unit.forward[1] * n
+        room: Floats = np.where(buffers <= free, free, -1.0).astype(np.float64)  # for activations, [layers]
+        forward: Floats = (unit.forward[0] + unit.forward[1] * n).astype(np.float64)
         levels = RECOMPUTES if kind.recompute is None else (kind.recompute,)
         kept, over, save = (x[..., :depth, :] for x in self._kept_bytes(kind))
         if kind.recompute is not None:
             kept = kept[[RECOMPUTES.index(kind.recompute)]]
-        lines = np.array([unit.backward[r] for r in levels])
-        each = lines[:, :1] + lines[:, 1:] * n  # [levels, layers]
+        lines = np.array([unit.backward[r] for r in levels], np.float64)
+        each: Floats = (lines[:, :1] + lines[:, 1:] * n).astype(np.float64)  # [levels, layers]
         best = np.min(np.where(kept <= room, each[:, None, :], np.inf), axis=0)  # [in flight, layers]
         first = None
         if self.first and kind.recompute is None:
@@ -184,7 +184,8 @@ class Tables:
                 need = np.ceil(np.maximum(over - room, 0.0) / save - 1e-9)
                 need = np.where(tight & (need >= 1) & (need <= n), need, np.inf)
                 best = np.minimum(best, each[0] + need * first[2])
-        return StageTable(best + forward, forward, levels, kept, each, room, first)
+        seconds = np.asarray(best + forward, np.float64)
+        return StageTable(seconds, forward, levels, kept, each, room, first)
 
     def _kept_bytes(self, kind: Kind) -> tuple[Floats, Floats, Floats]:
         """[in flight, layers] bytes: of activations by recompute [levels, …]; of all kept and a layer that runs again;
@@ -195,7 +196,8 @@ class Tables:
             rows = {r: self._activations(kind, r) for r in RECOMPUTES}
             kept = np.stack([k * (head + per * n) + work * (n > 0) for head, per, work in rows.values()])
             over = k * (rows["none"][0] + rows["none"][1] * n) + rows["full"][2]
-            self._needs[key] = kept, over, k * (rows["none"][1] - rows["full"][1])
+            saved = k * (rows["none"][1] - rows["full"][1])
+            self._needs[key] = tuple(np.asarray(x, np.float64) for x in (kept, over, saved))  # type: ignore[assignment]
         return self._needs[key]
 
     def _activations(self, kind: Kind, recompute: str) -> tuple[float, float, float]:
