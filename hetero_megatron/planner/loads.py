@@ -133,8 +133,8 @@ def sync_loads(placed: Placed, ways: Ways, costs: CostModel, node_of: Mapping[in
         ranks = sum(sum(loads.nodes[at].values()) * stages[at].tp for at in holders)
         total = sum(sum(loads.nodes[at].values()) * stages[at].tp * stages[at].share for at in holders)
         for at in holders:
-            count = layers or not stages[at].layers  # a stage of no layers shares its end alone
-            loads.shared[at] += count * stages[at].dp * stages[at].tp * stages[at].share / total
+            shared = layers or not stages[at].layers  # a stage of no layers shares its end alone
+            loads.shared[at] += shared * stages[at].dp * stages[at].tp * stages[at].share / total
         if copies <= 1:
             before = ()
             continue
