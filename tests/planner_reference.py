@@ -4,7 +4,8 @@ Written apart from the planner's search: nested loops over everything, nothing c
 plan. A plan is skipped when one of its stages alone, doing all its micro-batches, or one of its pipelines takes as long
 as the best plan known (synchronisation only adds). Of a stage's recompute levels only the fastest that fits is tried
 (all times grow with a stage's), with optimizer states and buckets where the plan places them; before the other
-pipelines are known, the fastest that would fit if optimizer states and buckets took no memory, which is never slower.
+pipelines are known, the fastest that would fit if optimizer states were divided among all chips (with shares: belonged
+to others) and buckets took no memory, which is never slower.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ class Exhaustive:
             costs, best = self.evaluator.costs, (math.inf, None)
             for made in self._levels(stage):
                 choice = self.evaluator.tables.choice(made, embed, head)
-                needs = costs.memory_bytes(choice, size, alive, 1e6)
+                needs = costs.memory_bytes(choice, size, alive, 1e6 if len(self.shares) > 1 else sum(self.counts))
                 state = needs.overhead + needs.weights + needs.gradients + needs.optimizer
                 if state + needs.activations <= costs.memory_limit(choice.chip):
                     seconds = costs.forward_seconds(choice, size) + costs.backward_seconds(choice, size)

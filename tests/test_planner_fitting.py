@@ -101,7 +101,7 @@ def test_shares_save_recompute_or_make_it_fit() -> None:
     """On some random plans unequal shares fit where equal ones do not, or need less recompute; the search's evaluation
     of them is as near to ``predict`` as that of equal shares."""
     uneven, total = 0, 0.0
-    for seed in range(40):
+    for seed in range(0, 40, 2):
         for case, evaluator, _, fits in _all_fits(seed):
             for found in fits:
                 if all(s.share == 1 for p in found.parts for s in p.shape.stages):

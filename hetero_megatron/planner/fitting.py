@@ -297,10 +297,11 @@ class Fitting:
         found = []
         for recompute, first in kinds if stage.layers else kinds[:1]:
             made = replace(stage, recompute=recompute, first=first)
-            what = (costs.model, stage.layers)
-            how = (recompute, first, tokens, costs.item, stage.tp)
+            model, layers, item, tp = costs.model, stage.layers, costs.item, stage.tp
+            kept = kept_bytes(model, layers, head, recompute, first, tokens, item, tp)
+            working = working_bytes(model, layers, recompute, first, tokens, item, tp)
             seconds = costs.backward_seconds(tables.choice(made, embed, head), size)
-            found.append((seconds, made, kept_bytes(*what, head, *how), working_bytes(*what, *how)))
+            found.append((seconds, made, kept, working))
         return found
 
 

@@ -125,8 +125,8 @@ def sync_loads(candidate: Candidate, ground: Ground, ways: Ways, costs: CostMode
         ranks = sum(ground.units[at] * stages[at].tp for at in holders)
         total = sum(ground.units[at] * stages[at].tp * stages[at].share for at in holders)
         for at in holders:
-            count = layers or not stages[at].layers  # a stage of no layers shares its end alone
-            loads.shared[at] += count * stages[at].dp * stages[at].tp * stages[at].share / total
+            shared = layers or not stages[at].layers  # a stage of no layers shares its end alone
+            loads.shared[at] += shared * stages[at].dp * stages[at].tp * stages[at].share / total
         if copies <= 1:
             before = ()
             continue
