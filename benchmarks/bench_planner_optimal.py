@@ -14,6 +14,7 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from common import machine
@@ -78,6 +79,17 @@ def report(
     sys.stdout.flush()
 
 
+def cases(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
+    """(kind, seed) of every cluster."""
+    if args.only:
+        for name in args.only:
+            kind, seed = name.split(":")
+            yield kind, int(seed)
+        return
+    for i in range(args.count):
+        yield args.kind or ("open", "fixed")[i % 2], args.first + (i if args.kind else i // 2)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200, help="clusters in all")
@@ -85,33 +97,47 @@ def main() -> None:
     parser.add_argument("--kind", choices=("open", "fixed"), help="only this half")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so many seconds")
     parser.add_argument("--restricted", action="store_true", help="also the best plans of restricted spaces")
+    parser.add_argument("--shares", nargs="+", type=int, default=[1], help="of optimizer states, in the reference")
+    parser.add_argument("--only", nargs="+", metavar="KIND:SEED", help="these clusters alone, such as fixed:4")
+    parser.add_argument("--verbose", action="store_true", help="a line for every cluster")
     args = parser.parse_args()
     print(machine(), flush=True)
     ratios: list[float] = []
+    searched: list[float] = []
     gaps: list[float] = []
     better: dict[str, list[float]] = {"uniform plan": [], **{name: [] for name in RULES}}
     nowhere = wrong = below = done = 0
     start, cpu = time.perf_counter(), time.process_time()
-    for i in range(args.count):
+    for kind, seed in cases(args):
         if time.perf_counter() - start > args.seconds:
             break
         if done and done % 20 == 0:
             report(done, nowhere, wrong, below, ratios, gaps, better)
             print(f"{time.process_time() - cpu:.0f} CPU s so far", flush=True)
-        kind = args.kind or ("open" if i % 2 == 0 else "fixed")
-        case = random_case(args.first + (i if args.kind else i // 2), kind)
+        case = random_case(seed, kind)
         evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
         space = Space(micro_batch_sizes=(case.size,) if case.size else None, recompute=case.recompute)
         options = SearchOptions(space=space)
         done += 1
+        began = time.process_time()
         try:
             result = search(case.model, case.cluster, case.seq_length, case.batch, options, evaluator=evaluator)
         except UserError:
+            searched.append(time.process_time() - began)
             nowhere += 1
-            wrong += math.isfinite(Exhaustive(case, evaluator, math.inf).run())
+            has = math.isfinite(Exhaustive(case, evaluator, math.inf, args.shares).run())
+            wrong += has
+            if has:
+                print(f"{kind}:{seed}: nothing found, but there is a plan", flush=True)
             continue
+        searched.append(time.process_time() - began)
         mine = min(s.step_seconds for c in (result.best, *result.others) if (s := evaluator.score(c.candidate)))
-        best = Exhaustive(case, evaluator, mine).run()
+        reference = Exhaustive(case, evaluator, mine, args.shares)
+        best = reference.run()
+        if args.verbose or mine > 1.001 * best or best < result.lower_bound * (1 - 1e-9):
+            print(f"{kind}:{seed}: {mine / best - 1:.3%} worse, bound {best / result.lower_bound - 1:.2%} below, "
+                  f"searched in {searched[-1]:.2f} CPU s, {time.process_time() - began:.1f} with the reference; "
+                  f"best: {reference.found}", flush=True)  # fmt: skip
         ratios.append(mine / best - 1)
         gaps.append(best / result.lower_bound - 1)
         below += gaps[-1] < -1e-9
@@ -126,6 +152,7 @@ def main() -> None:
                 if found.found is not None:
                     better[name].append(value / mine)
     report(done, nowhere, wrong, below, ratios, gaps, better)
+    print(f"CPU s of a search: median {statistics.median(searched):.2f}, worst {max(searched):.2f}")
 
 
 if __name__ == "__main__":

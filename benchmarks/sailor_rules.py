@@ -98,6 +98,9 @@ class SailorEvaluator(Evaluator):
         sync = max(self._stage_sync(candidate, s) for s in range(len(layers)))
         return Score(seconds + update + sync, (seconds,) * len(parts), over)
 
+    def least(self, candidate: Candidate) -> float:
+        return 0.0  # ours would bound other rules
+
     def pipeline_seconds(
         self,
         shape: PipelineShape,

@@ -3,8 +3,9 @@
 Written apart from the planner's search: nested loops over everything, nothing clever but cuts that cannot lose a better
 plan. A plan is skipped when one of its stages alone, doing all its micro-batches, or one of its pipelines takes as long
 as the best plan known (synchronisation only adds). Of a stage's recompute levels only the fastest that fits is tried
-(all times grow with a stage's); before the other pipelines are known, the fastest that would fit if optimizer states
-were divided among all chips and buckets took no memory, which is never slower.
+(all times grow with a stage's), with optimizer states and buckets where the plan places them; before the other
+pipelines are known, the fastest that would fit if optimizer states were divided among all chips (with shares: belonged
+to others) and buckets took no memory, which is never slower.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.planner.evaluate import Evaluator, Score
+from hetero_megatron.planner.footprint import estimate_memory
+from hetero_megatron.planner.memory import MemoryBytes
+from hetero_megatron.planner.place import place, to_plan
 from hetero_megatron.planner.search import SearchOptions, judge
 from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape, in_flight
 from hetero_megatron.spec import ModelSpec
@@ -75,18 +79,19 @@ def random_case(seed: int, kind: str) -> Case:
 class Exhaustive:
     """The best plan of a case by trying all of them, but none that is not below ``best`` to begin with.
 
-    ``exact``: plans must fit with the optimizer states where they are placed, not only by their mean, as plans that the
-    search returns do.
+    Plans must fit with the optimizer states where they are placed, as ``predict`` counts them. ``shares``: those of the
+    states that stages may own, ascending; all combinations are tried.
     """
 
-    def __init__(self, case: Case, evaluator: Evaluator, best: float, exact: bool = True) -> None:
-        self.case, self.evaluator, self.best, self.exact = case, evaluator, best, exact
+    def __init__(self, case: Case, evaluator: Evaluator, best: float, shares: Sequence[int] = (1,)) -> None:
+        self.case, self.evaluator, self.best, self.shares = case, evaluator, best, tuple(shares)
         self.counts = evaluator.pool.counts
         self.found: Candidate | None = None
         self.tried = 0
         self.fixed = min(evaluator.costs.chip_rates(g.chip).step_seconds for g in evaluator.pool.groups)
         self._afters: dict[Any, float] = {}
         self._least: dict[Any, tuple[float, StageShape | None]] = {}
+        self._states: dict[Any, dict[int, MemoryBytes]] = {}
 
     def run(self) -> float:
         everything = [u for u in itertools.product(*(range(n + 1) for n in self.counts)) if any(u)]
@@ -143,7 +148,7 @@ class Exhaustive:
             costs, best = self.evaluator.costs, (math.inf, None)
             for made in self._levels(stage):
                 choice = self.evaluator.tables.choice(made, embed, head)
-                needs = costs.memory_bytes(choice, size, alive, sum(self.counts))
+                needs = costs.memory_bytes(choice, size, alive, 1e6 if len(self.shares) > 1 else sum(self.counts))
                 state = needs.overhead + needs.weights + needs.gradients + needs.optimizer
                 if state + needs.activations <= costs.memory_limit(choice.chip):
                     seconds = costs.forward_seconds(choice, size) + costs.backward_seconds(choice, size)
@@ -219,57 +224,92 @@ class Exhaustive:
         extend(0, self.case.batch, ())
 
     def _try(self, candidate: Candidate) -> None:
-        fitting = self._recomputed(candidate)
-        if fitting is None:
-            return
-        for order in ("stage", "pipeline") if len(fitting.parts) > 1 else ("stage",):
+        for order in ("stage", "pipeline") if len(candidate.parts) > 1 else ("stage",):
             self.tried += 1
-            score: Score | None = self.evaluator.score(replace(fitting, order=order))
-            if score is None or score.over > 0 or score.step_seconds >= self.best:
-                continue
-            if not self.exact or self._fits(replace(fitting, order=order)):
-                self.best, self.found = score.step_seconds, replace(fitting, order=order)
+            for fitting in self._recomputed(replace(candidate, order=order)):
+                if self._slow(fitting):
+                    continue
+                score: Score | None = self.evaluator.score(fitting)
+                if score is not None and score.step_seconds < self.best and self._fits(fitting):
+                    self.best, self.found = score.step_seconds, fitting
+
+    def _slow(self, candidate: Candidate) -> bool:
+        """Whether a pipeline alone, with the recompute that fits, takes as long as the best plan."""
+        return any(
+            self.evaluator.pipeline_seconds(p.shape, p.num_micro_batches, candidate.schedule)
+            + self._after(p.shape, len(candidate.parts))
+            >= self.best
+            for p in candidate.parts
+        )
 
     def _fits(self, candidate: Candidate) -> bool:
         case, evaluator = self.case, self.evaluator
         row = [(0.0, 0, candidate)]
         return bool(judge(row, case.cluster, case.model, case.seq_length, SearchOptions(), evaluator))
 
-    def _recomputed(self, candidate: Candidate) -> Candidate | None:
-        """The fastest recompute of each stage that fits; None where none does."""
-        copies: dict[int, int] = {}
-        for part in candidate.parts:
-            at = 0
-            for stage in part.shape.stages:
-                for layer in range(at, at + stage.layers):
-                    copies[layer] = copies.get(layer, 0) + stage.dp
-                at += stage.layers
+    def _recomputed(self, candidate: Candidate) -> Iterator[Candidate]:
+        """With the fastest recompute of each stage that fits on all its ranks: with equal shares of the optimizer
+        states and, where these cost recompute or do not fit, with all others that are tried."""
+        if place(candidate, self.evaluator.pool) is None:
+            return
+        even = self._levelled(candidate, True)
+        if even is not None:
+            yield even
+        least = self._levelled(candidate, False)
+        if len(candidate.parts) == 1 or least is None or least == even or self._slow(least):
+            return
+        count = sum(len(p.shape.stages) for p in candidate.parts)
+        for shares in itertools.product(self.shares, repeat=count):
+            if min(shares) > self.shares[0] or max(shares) == self.shares[0]:
+                continue  # all alike, or in the same proportion as others
+            uneven = self._levelled(_with_shares(candidate, shares), True)
+            if uneven is not None:
+                yield uneven
+
+    def _levelled(self, candidate: Candidate, states_count: bool) -> Candidate | None:
+        """With the fastest recompute of each stage, or None; without states it is what no division of them can beat."""
+        placed = place(candidate, self.evaluator.pool)
+        assert placed is not None, "only shares differ"
+        where = tuple((units, tuple((s.layers, s.share) for s in shape.stages)) for shape, _, units in placed.pipelines)
+        if where not in self._states:
+            plan = to_plan(placed, self.case.cluster, self.case.seq_length, self.case.model.num_heads)
+            self._states[where] = estimate_memory(plan, self.case.model, "bf16")
         parts = []
-        for part in candidate.parts:
+        for part, (_, _, units) in zip(candidate.parts, placed.pipelines, strict=True):
             alive = in_flight(candidate.schedule, len(part.shape.stages), part.num_micro_batches)
-            stages, at = [], 0
+            stages = []
             for s, stage in enumerate(part.shape.stages):
-                own = sum(stage.dp / copies[layer] for layer in range(at, at + stage.layers))
-                replicas = stage.layers / own if stage.layers else float(len(candidate.parts))
-                chosen = self._fastest(stage, part.shape, s, alive[s], replicas)
+                states = [self._states[where][rank] for unit in units[s] for rank in unit]
+                if not states_count:
+                    states = [replace(m, optimizer=0, buffers=0) for m in states]
+                chosen = self._fastest(stage, part.shape, s, alive[s], states)
                 if chosen is None:
                     return None
                 stages.append(chosen)
-                at += stage.layers
             parts.append(replace(part, shape=PipelineShape(part.shape.micro_batch_size, tuple(stages))))
         return replace(candidate, parts=tuple(parts))
 
     def _fastest(
-        self, stage: StageShape, shape: PipelineShape, s: int, alive: int, replicas: float
+        self, stage: StageShape, shape: PipelineShape, s: int, alive: int, states: list[MemoryBytes]
     ) -> StageShape | None:
+        """``states``: of the stage's ranks, with activations of some recompute level or other."""
         tables, costs = self.evaluator.tables, self.evaluator.costs
         best: tuple[float, StageShape] | None = None
         for made in self._levels(stage):
             choice = tables.choice(made, s == 0, s == len(shape.stages) - 1)
-            needs = costs.memory_bytes(choice, shape.micro_batch_size, alive, replicas).total  # type: ignore[arg-type]
-            if needs > costs.memory_limit(choice.chip):
+            activations = costs.memory_bytes(choice, shape.micro_batch_size, alive, 1).activations
+            overhead, limit = costs.overhead(choice.chip), costs.memory_limit(choice.chip)
+            if any(replace(m, activations=activations, overhead=overhead).total > limit for m in states):
                 continue
             seconds = costs.backward_seconds(choice, shape.micro_batch_size)
             if best is None or seconds < best[0]:
                 best = (seconds, made)
         return best[1] if best else None
+
+
+def _with_shares(candidate: Candidate, shares: Sequence[int]) -> Candidate:
+    left, parts = iter(shares), []
+    for part in candidate.parts:
+        stages = tuple(replace(s, share=next(left)) for s in part.shape.stages)
+        parts.append(replace(part, shape=replace(part.shape, stages=stages)))
+    return replace(candidate, parts=tuple(parts))

@@ -17,12 +17,11 @@ from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import load_plan, plan_from_dict
 from hetero_megatron.planner.context_joint_bound import work_bound
-from hetero_megatron.planner.context_stages import LONG, wanted
 from hetero_megatron.planner.place import shrink
 from hetero_megatron.planner.predict import predict
 from hetero_megatron.planner.replan import Planner
 from hetero_megatron.planner.search import SearchOptions, make_evaluator, search
-from hetero_megatron.planner.space import Space
+from hetero_megatron.planner.space import LONG, Space, wanted
 from hetero_megatron.spec import load_model
 from tests.random_plans import random_context
 

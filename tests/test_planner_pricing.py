@@ -72,14 +72,15 @@ def test_hosts_pack_sum_and_unpack(dense: bool) -> None:
     (((meeting,),),) = [sync.meetings(bucket, False)]
     assert bucket.dense
     if dense:
-        (before, after), (packed, written) = (sync.host_seconds(meeting, 0, 4, spread) for spread in (False, True))
+        there, back = (sync.host_seconds(meeting, 4, spread) for spread in (False, True))
+        before, after, packed, written = (x[0] for x in (*there, *back))
         assert before == packed == written == pytest.approx(0.02)
         assert after == pytest.approx(2.0 / 2 * 2 + 0.04, rel=0.02)
         return
     bucket.__dict__["dense"] = False
-    before, after = sync.host_seconds(meeting, 0, 4, False)
+    before, after = (of_rank[0] for of_rank in sync.host_seconds(meeting, 4, False))
     assert before == pytest.approx(1.5 / 2 + 0.02, rel=0.02) and after == pytest.approx(2.0 / 2 * 2 + 0.04, rel=0.02)
-    before, after = sync.host_seconds(meeting, 1, 4, True)
+    before, after = (of_rank[1] for of_rank in sync.host_seconds(meeting, 4, True))
     assert before == pytest.approx(1.5 / 2 + 0.02, rel=0.02) and after == pytest.approx(1.0 / 2 + 0.02, rel=0.02)
     parts = predict(found, MODEL, there, "fp32", costs).parts
     # One micro-batch of 11 layers, 1 s forward and 2 s backward each, the first backward cheaper.

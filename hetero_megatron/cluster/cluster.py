@@ -76,8 +76,9 @@ class Cluster:
         found: list[Rank] = []
         for group in self.nodes:
             for index in range(group.count):
+                node = group.node(index)
                 for local in range(group.chips_per_node):
-                    found.append(Rank(len(found), group.node(index), group.name, group.chip, local))
+                    found.append(Rank(len(found), node, group.name, group.chip, local))
         object.__setattr__(self, "ranks", tuple(found))
 
     @property

@@ -27,16 +27,20 @@ class Layout:
 
     def __post_init__(self) -> None:
         whole = Box.whole(self.shape)
-        kept = {}
+        kept, counts = {}, {}
+        known: dict[int, tuple[tuple[Box, ...], int]] = {}  # ranks that share one tuple of boxes are checked once
         for rank in sorted(self.boxes):
-            mine = tuple(sorted(b for b in self.boxes[rank] if b.size))
-            assert all(whole.contains(b) for b in mine), f"rank {rank}: {mine} outside {self.shape}"
-            if len(mine) > 1:
-                lo, hi = box_arrays(mine)
-                assert len(overlapping_pairs(lo, hi, lo, hi)[0]) == len(mine), f"rank {rank}: boxes overlap: {mine}"
-            kept[rank] = mine
+            given = self.boxes[rank]
+            if id(given) not in known:
+                mine = tuple(sorted(b for b in given if b.size))
+                assert all(whole.contains(b) for b in mine), f"rank {rank}: {mine} outside {self.shape}"
+                if len(mine) > 1:
+                    lo, hi = box_arrays(mine)
+                    assert len(overlapping_pairs(lo, hi, lo, hi)[0]) == len(mine), f"rank {rank}: boxes overlap: {mine}"
+                known[id(given)] = mine, sum(b.size for b in mine)
+            kept[rank], counts[rank] = known[id(given)]
         object.__setattr__(self, "boxes", kept)
-        object.__setattr__(self, "_counts", {rank: sum(b.size for b in mine) for rank, mine in kept.items()})
+        object.__setattr__(self, "_counts", counts)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -65,6 +69,12 @@ class Layout:
 
     def elements(self, rank: int) -> int:
         return self._counts.get(rank, 0)
+
+    def counts(self) -> IntArray:
+        """Elements of each of its ranks, ascending, as int64; cached."""
+        if "counts" not in self._cache:
+            self._cache["counts"] = (np.fromiter(self._counts.values(), np.int64, len(self._counts)),)
+        return self._cache["counts"][0]
 
 
 def box_arrays(boxes: Iterable[Box], ndim: int | None = None) -> tuple[IntArray, IntArray]:

@@ -8,6 +8,11 @@ from hetero_megatron.layout.box import Box
 from hetero_megatron.layout.layout import Layout
 from hetero_megatron.layout.refine import refine
 
+AGAIN = 5  # times that runs are poured again
+
+Ranks = tuple[int, ...]
+Shares = list[tuple[int, float]]  # (rank, elements)
+
 
 def assign_owners(
     holders: Mapping[str, Layout], weights: Mapping[int, float] | None = None, whole_below: int = 0
@@ -18,9 +23,10 @@ def assign_owners(
     of these ranks owns one run of them, ranks ascending: so what a rank sends to an owner lies in one piece where it
     keeps its tensors in that order. Runs are cut between rows of a cell; cells under ``whole_below`` elements are not
     cut. Sets with the fewest possible owners come first, each filled like water: the least loaded holders get elements
-    until their loads meet. Deterministic, so all ranks agree without talking.
+    until their loads meet. Where sets have some ranks in common (replicas of unlike TP degrees), each is poured again
+    a few times, as the first ones did not know of what the others would bring. Deterministic, so all ranks agree
+    without talking.
     """
-    load: dict[int, float] = {}
     weight = dict(weights or {})
     owned: dict[str, dict[int, list[Box]]] = {name: {r: [] for r in layout.ranks} for name, layout in holders.items()}
     runs: dict[tuple[int, ...], list[tuple[str, Box]]] = {}
@@ -28,18 +34,34 @@ def assign_owners(
         for cell in refine(layout):
             runs.setdefault(cell.holders, []).append((name, cell.box))
             for rank in cell.holders:
-                load.setdefault(rank, 0.0)
                 # Never quite zero: what only zero-weight ranks hold must still find an owner among them.
                 weight[rank] = max(weight.get(rank, 1.0), 1e-9)
-    sizes = {ranks: sum(box.size for _, box in cells) for ranks, cells in runs.items()}
-    for ranks in sorted(runs, key=lambda r: (len(r), -sizes[r], r)):
-        for name, rank, box in _cut(runs[ranks], _shares(sizes[ranks], ranks, load, weight), whole_below):
+    for ranks, shares in _pour({r: sum(box.size for _, box in cells) for r, cells in runs.items()}, weight):
+        for name, rank, box in _cut(runs[ranks], shares, whole_below):
             owned[name][rank].append(box)
-            load[rank] += box.size / weight[rank]
     return {
         name: Layout(holders[name].shape, {r: tuple(_join(boxes)) for r, boxes in by_rank.items()})
         for name, by_rank in owned.items()
     }
+
+
+def _pour(sizes: Mapping[Ranks, int], weight: Mapping[int, float]) -> Iterator[tuple[Ranks, Shares]]:
+    """Each set of holders of so many elements, and what its members get of them."""
+    order = sorted(sizes, key=lambda ranks: (len(ranks), -sizes[ranks], ranks))
+    load = dict.fromkeys((rank for ranks in order for rank in ranks), 0.0)
+    shared = sum(len(ranks) for ranks in order if len(ranks) > 1) > len({r for s in order if len(s) > 1 for r in s})
+    poured: dict[Ranks, Shares] = {}
+    for _ in range(AGAIN + 1 if shared else 1):
+        before = dict(poured)
+        for ranks in order:
+            for rank, amount in poured.get(ranks, ()):
+                load[rank] -= amount / weight[rank]
+            poured[ranks] = _shares(sizes[ranks], ranks, load, weight)
+            for rank, amount in poured[ranks]:
+                load[rank] += amount / weight[rank]
+        if poured == before:
+            break
+    return iter(poured.items())
 
 
 def representatives(

@@ -36,13 +36,16 @@ def refine(*layouts: Layout) -> tuple[Cell, ...]:
 def _grid_cells(pairs: list[tuple[int, Box]]) -> list[Cell]:
     """Cells of the grid spanned by all box faces."""
     ndim = len(pairs[0][1].lo)
-    faces = [sorted({c for _, b in pairs for c in (b.lo[a], b.hi[a])}) for a in range(ndim)]
+    by_box: dict[Box, list[int]] = {}
+    for rank, box in pairs:
+        by_box.setdefault(box, []).append(rank)
+    faces = [sorted({c for b in by_box for c in (b.lo[a], b.hi[a])}) for a in range(ndim)]
     index = [{c: i for i, c in enumerate(axis)} for axis in faces]
     holders: dict[tuple[int, ...], set[int]] = {}
-    for rank, box in pairs:
+    for box, same in by_box.items():
         spans = [range(index[a][box.lo[a]], index[a][box.hi[a]]) for a in range(ndim)]
         for where in itertools.product(*spans):
-            holders.setdefault(where, set()).add(rank)
+            holders.setdefault(where, set()).update(same)
     return [
         Cell(
             Box(tuple(faces[a][i] for a, i in enumerate(w)), tuple(faces[a][i + 1] for a, i in enumerate(w))),

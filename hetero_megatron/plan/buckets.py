@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hetero_megatron.layout import Layout, assign_owners, reduction, representatives
+from hetero_megatron.layout import Box, Layout, assign_owners, reduction, representatives
 from hetero_megatron.plan.canonical import Plan
 from hetero_megatron.plan.context_plan import context_groups
 from hetero_megatron.schedule import Action
@@ -67,7 +67,7 @@ def tensor_holders(plan: Plan, spec: ModelSpec) -> dict[str, Layout]:
     for at, stage in enumerate(stages):
         for layer in stage.layer_indices():
             of_layer[layer].append(at)
-    split = {u.tp_split: shares(spec, u.tp_split) for stage in stages for u in stage.units}
+    splits = {split: shares(spec, split) for split in {u.tp_split for stage in stages for u in stage.units}}
     layouts: dict[tuple[object, ...], Layout] = {}
     out: dict[str, Layout] = {}
     place = 0  # of a tensor in its layer
@@ -81,10 +81,10 @@ def tensor_holders(plan: Plan, spec: ModelSpec) -> dict[str, Layout]:
             at_stages = [i for i, s in enumerate(stages) if tensor in stage_tensors(spec, (), s.embed, s.head)]
         key = ("layer" if isinstance(tensor.layer, int) else tensor.layer, place, tuple(at_stages))
         if key not in layouts:
-            boxes = {}
+            boxes: dict[int, tuple[Box, ...]] = {}
+            parts = {split: [(tensor_box(tensor, share),) for share in each] for split, each in splits.items()}
             for unit in (u for i in at_stages for u in stages[i].units):
-                for rank, share in zip(unit.ranks, split[unit.tp_split], strict=True):
-                    boxes[rank] = (tensor_box(tensor, share),)
+                boxes.update(zip(unit.ranks, parts[unit.tp_split], strict=True))
             layouts[key] = Layout(tensor.shape, boxes)
         out[tensor.name] = layouts[key]
     return out

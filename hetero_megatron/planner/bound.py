@@ -32,6 +32,7 @@ ASSUMPTIONS = (
     "stages of one chip type with equal tensor-parallel shares",
     "no context groups, no virtual chunks, no split backward",
     "every backward after its forward; rates as given",
+    "enumeration only: of two ways to place pipelines on nodes, stage by stage or one after the other",
     "prices only: transfers, synchronisation and optimizer take no time; optimizer states divided among all chips",
 )
 STEPS = 9

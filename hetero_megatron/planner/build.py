@@ -40,6 +40,7 @@ class Builder:
     def __init__(self, evaluator: Evaluator, model: ModelSpec, batch: int, space: Space) -> None:
         self.evaluator, self.tables, self.model = evaluator, evaluator.tables, model
         self.batch, self.space = batch, space
+        self._shapes: dict[tuple[object, ...], PipelineShape | None] = {}
 
     def candidates(self, skeletons: Sequence[Skeleton], schedule: str) -> Iterator[Candidate]:
         """Under both orders of placement; nothing when it does not fit or the batch cannot be divided."""
@@ -68,6 +69,12 @@ class Builder:
 
     def shape(self, skeleton: Skeleton, m: int, replicas: int, schedule: str) -> PipelineShape | None:
         """Exact layers and recompute for ``m`` micro-batches."""
+        key = (skeleton.stages, skeleton.size, m, replicas, schedule)
+        if key not in self._shapes:
+            self._shapes[key] = self._shape(skeleton, m, replicas, schedule)
+        return self._shapes[key]
+
+    def _shape(self, skeleton: Skeleton, m: int, replicas: int, schedule: str) -> PipelineShape | None:
         stages, last = skeleton.stages, len(skeleton.stages) - 1
         alive = in_flight(schedule, len(stages), m)
         if max(alive) > self.tables.depth:

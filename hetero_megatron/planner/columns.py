@@ -57,6 +57,13 @@ class Shelf:
         for m in counts:
             self._insert(m * column.shape.micro_batch_size, column.time(m, self.exact), index)
 
+    def takes(self, q: int, least: float) -> bool:
+        """Whether a column that takes at least so long for q sequences may be kept."""
+        if q > self.batch or len(self.best[q]) < self.keep or least < self.best[q][-1][0]:
+            return q <= self.batch
+        self.cut[q] = min(self.cut[q], least)
+        return False
+
     def _insert(self, q: int, time: float, index: int) -> None:
         if q > self.batch:
             return

@@ -37,7 +37,6 @@ from hetero_megatron.planner.shape import in_flight
 from hetero_megatron.planner.space import Space, tp_degrees
 from hetero_megatron.spec import ModelSpec
 
-LONG = 32768  # tokens of a sequence from which the search tries context groups by itself
 MOST_SCHEDULED, MOST_PREDICTED = 24, 3  # structures
 CUTS = (1, 2, 4, 8)  # equal stages that the chips of one kind form
 Ranks = tuple[int, ...]
@@ -72,15 +71,6 @@ class Found:
     why: str
     tried: int = 0
     fast: int = 0  # structures that a bound ruled out
-
-
-def wanted(space: Space, seq_length: int, fits: bool) -> str:
-    """Empty where context groups are to be tried, else why not."""
-    if space.context == "never":
-        return "not tried: --context never"
-    if space.context == "always" or not fits or seq_length >= LONG:
-        return ""
-    return f"not tried: a sequence of {seq_length} tokens (below {LONG}) fits on one chip or TP group"
 
 
 class ContextSearch:

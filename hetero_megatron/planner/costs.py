@@ -131,6 +131,7 @@ class CostModel:
         self._home = {c: next(g.name for g in cluster.nodes if g.chip == c) for c in cluster.chips}
         self._seconds: dict[tuple[StageChoice, int], tuple[float, float]] = {}
         self._activations: dict[tuple[StageChoice, int], tuple[int, int]] = {}
+        self._units: dict[tuple[str, int, int, str], UnitSeconds] = {}
         self._most: dict[tuple[int, int, bool, bool], int] = {}
 
     def chip_rates(self, chip: str) -> ChipRates:
@@ -164,10 +165,15 @@ class CostModel:
         key = (stage, micro_batch_size)
         if key not in self._seconds:
             rows = -(-micro_batch_size // stage.dp)
-            link = self.tp_link(stage.chip, stage.tp) if stage.tp > 1 else None
-            swap = self.tp_exchange_seconds(stage.tp, rows, link)
-            posting = (stage.tp - 1) * (link.message_seconds or 0.0) if link is not None else 0.0
-            parts = self.unit_seconds(self.operators(stage.chip), 1 / stage.tp, rows, swap, stage.recompute, posting)
+            unit = (stage.chip, stage.tp, rows, stage.recompute)
+            if unit not in self._units:
+                link = self.tp_link(stage.chip, stage.tp) if stage.tp > 1 else None
+                swap = self.tp_exchange_seconds(stage.tp, rows, link)
+                posting = (stage.tp - 1) * (link.message_seconds or 0.0) if link is not None else 0.0
+                self._units[unit] = self.unit_seconds(
+                    self.operators(stage.chip), 1 / stage.tp, rows, swap, stage.recompute, posting
+                )
+            parts = self._units[unit]
             full = {"full": stage.layers, "first": stage.first}.get(stage.recompute, 0)
             self._seconds[key] = parts.total(stage.layers, full, stage.embed, stage.head)
         return self._seconds[key]
@@ -231,11 +237,11 @@ class CostModel:
     def action_seconds(self, chip: str) -> float:
         return self.chip_rates(chip).action_seconds
 
-    def owned_elements(self, stage: StageChoice, replicas: int) -> float:
+    def owned_elements(self, stage: StageChoice, replicas: float) -> float:
         """Elements whose optimizer state one rank keeps, when ``replicas`` pipelines hold the same layers."""
         return self.held_elements(stage) / (stage.dp * replicas)
 
-    def optimizer_seconds(self, stage: StageChoice, replicas: int) -> float:
+    def optimizer_seconds(self, stage: StageChoice, replicas: float) -> float:
         owned = self.owned_elements(stage, replicas)
         seconds = self.operators(stage.chip).optimizer(owned)
         if stage.offload:  # gradients out, new weights in
@@ -244,11 +250,14 @@ class CostModel:
 
     def held_elements(self, stage: StageChoice) -> int:
         """Of the rank of the stage that holds most."""
-        key = (stage.tp, stage.layers, stage.embed, stage.head)
+        return self.most_held(stage.tp, stage.layers, stage.embed, stage.head)
+
+    def most_held(self, tp: int, layers: int, embed: bool, head: bool) -> int:
+        """The same for a stage that is described by these alone."""
+        key = (tp, layers, embed, head)
         if key not in self._most:
             self._most[key] = max(
-                held_elements(self.model, stage.layers, stage.embed, stage.head, share)
-                for share in equal_shares(self.model, stage.tp)
+                held_elements(self.model, layers, embed, head, share) for share in equal_shares(self.model, tp)
             )
         return self._most[key]
 
@@ -260,13 +269,13 @@ class CostModel:
             self._most[key] = max(largest_elements(self.model, stage.embed, stage.head, share) for share in kinds)
         return self._most[key]
 
-    def memory_bytes(self, stage: StageChoice, micro_batch_size: int, in_flight: int, replicas: int) -> MemoryBytes:
+    def memory_bytes(self, stage: StageChoice, micro_batch_size: int, in_flight: int, replicas: float) -> MemoryBytes:
         """The worst rank of the stage.
 
         Args:
             in_flight: micro-batches whose activations are alive at once; replicas: pipelines that hold these layers.
         """
-        kept, working = self._activation_bytes(stage, micro_batch_size)
+        kept, working = self.activation_bytes(stage, micro_batch_size)
         activations = in_flight * kept + working
         held = self.held_elements(stage)
         owned = self.owned_elements(stage, replicas)
@@ -281,7 +290,7 @@ class CostModel:
             host_bytes(owned, self.options.moments) if stage.offload else 0,
         )
 
-    def _activation_bytes(self, stage: StageChoice, micro_batch_size: int) -> tuple[int, int]:
+    def activation_bytes(self, stage: StageChoice, micro_batch_size: int) -> tuple[int, int]:
         """(kept by one micro-batch, worked with) on a rank of the stage."""
         key = (stage, micro_batch_size)
         if key not in self._activations:

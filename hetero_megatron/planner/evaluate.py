@@ -10,13 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from hetero_megatron.planner.loads import At, Loads, Run, Ways, bounded, own_seconds, sync_loads
-from hetero_megatron.planner.place import Placed, Units, place
+from hetero_megatron.plan.buckets import IN_FLIGHT
+from hetero_megatron.planner.ground import At, Ground, chips_key, ground_of
+from hetero_megatron.planner.hosts import Host
+from hetero_megatron.planner.loads import Loads, Run, Ways, bounded, own_seconds, sync_loads
+from hetero_megatron.planner.memory import equal_shares, held_elements
+from hetero_megatron.planner.place import Placed, place
 from hetero_megatron.planner.pool import Pool
 from hetero_megatron.planner.shape import Candidate, PipelineShape, StageShape, in_flight
-from hetero_megatron.planner.sync import Host
-from hetero_megatron.planner.tables import Kind, Tables
+from hetero_megatron.planner.tables import Tables
 from hetero_megatron.planner.timing import closed_form, seconds
 
 EXACT = 400_000  # micro-batches x stages of one pipeline above which the recurrence is extrapolated
@@ -32,76 +36,111 @@ class Score:
     over: int = 0
 
 
-class Evaluator:
-    """Scores candidates over one pool."""
+@dataclass(frozen=True)
+class StageSeconds:
+    """Of one micro-batch in a stage: with messages of the host; without them, a layer's backward and that of all but
+    the embedding; what the first backward of a step takes less than the others."""
 
-    def __init__(self, tables: Tables, pool: Pool) -> None:
+    forward: float
+    backward: float
+    own: float
+    layer: float
+    plain: float
+    saved: float
+
+
+class Evaluator:
+    """Scores candidates over one pool. What plans have in common is kept: where stages of the same chips lie, seconds
+    of equal stages and pipelines."""
+
+    def __init__(self, tables: Tables, pool: Pool, like: Evaluator | None = None) -> None:
+        """``like``: one over the same tables, whose stages and pipelines cost the same."""
         self.tables, self.pool, self.costs = tables, pool, tables.costs
         self.ways = Ways(pool, tables.costs)
         self.node = {
             r: (g, n) for g, group in enumerate(pool.groups) for n, ranks in enumerate(group.ranks) for r in ranks
         }
         self.evaluated = 0
-        self._after: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._after: dict[tuple[object, ...], tuple[float, float, float]] = {}
+        self._grounds: dict[tuple[object, ...], Ground | None] = {}
+        self._stages: dict[tuple[StageShape, int, bool, bool], StageSeconds] = like._stages if like else {}
+        self._pipelines: dict[tuple[object, ...], float] = like._pipelines if like else {}
+        self._needs: dict[tuple[object, ...], tuple[float, int]] = like._needs if like else {}
+        self._barriers: dict[tuple[int, ...], float] = {}
 
     def score(self, candidate: Candidate) -> Score | None:
         """None when the TP groups do not pack into the nodes."""
-        placed = place(candidate, self.pool)
-        return None if placed is None else self.score_placed(placed)
+        key = chips_key(candidate)
+        if key not in self._grounds:
+            placed = place(candidate, self.pool)
+            self._grounds[key] = None if placed is None else ground_of(placed, self.node)
+        ground = self._grounds[key]
+        return None if ground is None else self._score(candidate, ground)
 
     def score_placed(self, placed: Placed) -> Score:
+        return self._score(placed.candidate, ground_of(placed, self.node))
+
+    def _score(self, candidate: Candidate, ground: Ground) -> Score:
         self.evaluated += 1
-        candidate = placed.candidate
-        times: dict[tuple[object, ...], float] = {}
-        by_part: list[float] = []
-        users = self._users(placed)
-        index = 0
-        for p, part in enumerate(candidate.parts):
-            worst = 0.0
-            for _ in range(part.copies):
-                shape, m, units = placed.pipelines[index]
-                index += 1
-                near = tuple(self.sharing(a, b, users) for a, b in zip(units, units[1:]))
-                key = (p, near)
-                if key not in times:
-                    times[key] = self.pipeline_seconds(shape, m, candidate.schedule, near)
-                worst = max(worst, times[key])
-            by_part.append(worst)
-        end, over = self._ends(placed, by_part)
+        by_part = [
+            max(self._known_seconds(part.shape, part.num_micro_batches, candidate.schedule, near) for near in rows)
+            for part, rows in zip(candidate.parts, ground.near, strict=True)
+        ]
+        end, over = self._ends(candidate, ground, by_part)
         return Score(end, tuple(by_part), over)
 
-    def nodes(self, units: Units) -> set[tuple[int, int]]:
-        """Nodes that a stage lies in."""
-        return {self.node[unit[0]] for unit in units} | {self.node[unit[-1]] for unit in units}
+    def _known_seconds(self, shape: PipelineShape, m: int, schedule: str, near: tuple[int, ...]) -> float:
+        key = (shape, m, schedule, near)
+        if key not in self._pipelines:
+            self._pipelines[key] = self.pipeline_seconds(shape, m, schedule, near)
+        return self._pipelines[key]
 
-    def sharing(self, a: Units, b: Units, users: Mapping[tuple[int, int], int]) -> int:
-        """0 where two stages lie in one node; else how many pipelines send through the busier node's cards."""
-        nodes = self.nodes(a) | self.nodes(b)
-        return 0 if len(nodes) == 1 else max(users[n] for n in nodes)
+    def least(self, candidate: Candidate) -> float:
+        """Lower bound on the step of a candidate, wherever it lies: of each of its pipelines, the closed form over the
+        better of the links that each boundary may have, and what follows at least."""
+        worst = 0.0
+        for part in candidate.parts:
+            shape, stages = part.shape, part.shape.stages
+            forward, backward = self.stage_seconds(shape)
+            link = [
+                min(self.tables.boundary(a, b, shape.micro_batch_size, near)
+                    for near in ((True, False) if self.tables.likely_same_node(a, b) else (False,)))
+                for a, b in zip(stages, stages[1:])
+            ]  # fmt: skip
+            compute = closed_form(forward, backward, link, part.num_micro_batches, candidate.schedule)
+            worst = max(worst, compute + self.least_after(stages, shape.micro_batch_size, link, candidate.pipelines))
+        return worst
 
-    def _users(self, placed: Placed) -> Mapping[tuple[int, int], int]:
-        """By node: how many pipelines send activations through its cards (replicas do it at the same time)."""
-        users: dict[tuple[int, int], int] = {}
-        for _, _, stages in placed.pipelines:
-            found: set[tuple[int, int]] = set()
-            lies = [self.nodes(units) for units in stages]
-            for a, b in zip(lies, lies[1:]):
-                if len(a | b) > 1:
-                    found |= a | b
-            for node in found:
-                users[node] = users.get(node, 0) + 1
-        return users
+    def stage(self, stage: StageShape, size: int, embed: bool, head: bool) -> StageSeconds:
+        """Of one micro-batch of ``size`` sequences."""
+        key = (stage, size, embed, head)
+        if key not in self._stages:
+            costs = self.costs
+            choice = self.tables.choice(stage, embed, head)
+            messages = costs.message_seconds(choice.chip) * ((not embed) + (not head))
+            own = costs.backward_seconds(choice, size)
+            bare, plain = (
+                costs.backward_seconds(self.tables.choice(stage, False, end), size) for end in (False, head)
+            )
+            layer = (bare - costs.action_seconds(choice.chip)) / stage.layers if stage.layers else 0.0
+            saved = costs.held_elements(choice) * costs.item * costs.chip_rates(choice.chip).accumulate_beta
+            self._stages[key] = StageSeconds(
+                costs.forward_seconds(choice, size) + messages, own + messages, own, layer, plain, saved
+            )
+        return self._stages[key]
+
+    def saved_seconds(self, stage: StageShape, embed: bool, head: bool) -> float:
+        """What the first backward of a step takes less than the others."""
+        return self.stage(stage, stage.dp, embed, head).saved
+
+    def _each(self, shape: PipelineShape) -> list[StageSeconds]:
+        last = len(shape.stages) - 1
+        return [self.stage(x, shape.micro_batch_size, s == 0, s == last) for s, x in enumerate(shape.stages)]
 
     def stage_seconds(self, shape: PipelineShape) -> tuple[list[float], list[float]]:
         """(forward, backward) per stage of one micro-batch, messages of the host included."""
-        forward, backward = [], []
-        last = len(shape.stages) - 1
-        for s, stage in enumerate(shape.stages):
-            choice = self.tables.choice(stage, s == 0, s == last)
-            messages = self.costs.message_seconds(choice.chip) * ((s > 0) + (s < last))
-            forward.append(self.costs.forward_seconds(choice, shape.micro_batch_size) + messages)
-            backward.append(self.costs.backward_seconds(choice, shape.micro_batch_size) + messages)
-        return forward, backward
+        found = self._each(shape)
+        return [x.forward for x in found], [x.backward for x in found]
 
     def links(self, shape: PipelineShape, sharing: Sequence[int] | None = None) -> list[float]:
         """Seconds of a transfer over each boundary; ``sharing``: 0 in one node, else the pipelines at its cards."""
@@ -131,25 +170,47 @@ class Evaluator:
 
     def least_after(self, stages: Sequence[StageShape], size: int, links: Sequence[float], pipelines: int) -> float:
         """Lower bound on what follows the end of a pipeline with these stages, in any plan of ``pipelines`` pipelines:
-        synchronisation over the best link that replicas could have between them, states divided among all chips."""
+        synchronisation over the best link that replicas could have between them, no states to update if others may."""
         after, drain, last = 0.0, 0.0, len(stages) - 1
-        saved = max(self.saved_seconds(stage, s == 0, s == last) for s, stage in enumerate(stages))
+        update = self.least_update if pipelines > 1 else 0.0
+        saved = max(self.stage(stage, size, s == 0, s == last).saved for s, stage in enumerate(stages))
         for s, stage in enumerate(stages):
             key = (stage, size, pipelines, s == 0, s == last)
             if key not in self._after:
                 self._after[key] = self._least_after(stage, size, pipelines, s == 0, s == last)
-            own, backward = self._after[key]
-            after = max(after, own - drain)
+            reduce, rest, backward = self._after[key]
+            after, update = max(after, reduce - drain), max(update, rest)
             drain += backward + (links[s] if s < last else 0.0)
-        return after - saved
+        return after + update - saved
+
+    @cached_property
+    def least_update(self) -> float:
+        """Seconds in which all chips together update all parameters, however these are divided."""
+        costs, chips = self.costs, [(g.chip, g.chips) for g in self.pool.groups]
+        total = held_elements(costs.model, costs.model.num_layers, True, True, equal_shares(costs.model, 1)[0])
+
+        def most(seconds_: float) -> float:
+            left = [(n, chip, seconds_ - costs.chip_rates(chip).step_seconds) for chip, n in chips]
+            return sum(n * costs.operators(chip).most_updated(x) for n, chip, x in left if x > 0)
+
+        low, high = 0.0, 1e-6
+        while most(high) < total:
+            low, high = high, 2 * high
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (low, middle) if most(middle) >= total else (middle, high)
+        return low
 
     def _least_after(
         self, stage: StageShape, size: int, pipelines: int, embed: bool, head: bool
-    ) -> tuple[float, float]:
+    ) -> tuple[float, float, float]:
+        """(seconds until gradients are summed after the stage's last backward, seconds of what follows when all are,
+        seconds of a backward)."""
         choice = self.tables.choice(stage, embed, head)
         backward = self.costs.backward_seconds(choice, size)
-        optimizer = self.costs.optimizer_seconds(choice, -(-self.pool.chips // stage.dp))
-        best = 0.0
+        # Other pipelines may own nearly all states.
+        optimizer = self.costs.optimizer_seconds(choice, math.inf if pipelines > 1 else 1)
+        reduce = 0.0
         if pipelines * stage.dp > 1 and stage.layers:
             copies, item = pipelines * stage.dp, self.costs.wide
             moved = self.costs.held_elements(self.tables.choice(stage, False, False)) * (copies - 1) / copies
@@ -159,22 +220,23 @@ class Evaluator:
                 inside = math.inf
             rate = sum(1 / beta if beta else math.inf for beta in (inside, outside * stage.tp) if beta < math.inf)
             wire = moved / rate if rate else 0.0
-            best = exposed(wire * item, backward, stage.layers) + wire * self.costs.item + 2 * min(a, b)
-        return best + optimizer, backward
+            reduce = exposed(wire * item, backward, stage.layers) + min(a, b)
+            optimizer += wire * self.costs.item + min(a, b)
+        return reduce, optimizer, backward
 
-    def _ends(self, placed: Placed, by_part: Sequence[float]) -> tuple[float, int]:
+    def _ends(self, candidate: Candidate, ground: Ground, by_part: Sequence[float]) -> tuple[float, int]:
         """(when all parameters are updated everywhere; bytes over)."""
-        loads = sync_loads(placed, self.ways, self.costs, self.node)
-        times = self._backward_ends(placed, by_part)
+        loads = sync_loads(candidate, ground, self.ways, self.costs)
+        times = self._backward_ends(candidate, by_part)
         chips = {
             (p, s): self.pool.groups[stage.group].chip
-            for p, part in enumerate(placed.candidate.parts)
+            for p, part in enumerate(candidate.parts)
             for s, stage in enumerate(part.shape.stages)
         }
         done = {at: when.done for at, when in times.items()}
         summed = self._travel(loads, chips, done, times, self.costs.options.gradient_bytes or self.costs.wide)
-        barrier = max(summed.values()) + self._barrier_seconds(placed)
-        update, over = self._states(placed, loads)
+        barrier = max(summed.values()) + self._barrier_seconds(candidate)
+        update, over = self._states(candidate, loads)
         updated = {at: barrier + seconds_ for at, seconds_ in update.items()}
         written = self._travel(loads, chips, updated, None, self.costs.item)
         return max(written.values()), over
@@ -211,65 +273,58 @@ class Evaluator:
             for port, seconds_ in run.ports.items():
                 free[port] = max(begin + seconds_ * item, late + seconds_ * item * share)
                 end = max(end, free[port])
-            end += run.latency
+            # A bucket is sent once the one IN_FLIGHT before it has arrived, so of long ways there are so many in a row.
+            each, rows = max(run.link, *run.ports.values(), 0.0) * item * share, -(-run.buckets // IN_FLIGHT)
+            end = max(end + run.latency, begin + rows * (each + run.latency))
             for at, seconds_ in after.items():
                 hosts[at].under_way.append((end, seconds_ * share))
                 hosts[at].delay += seconds_ * (1 - share)
         return {at: host.finish(idle[at]) for at, host in hosts.items()}
 
-    def _barrier_seconds(self, placed: Placed) -> float:
+    def _barrier_seconds(self, candidate: Candidate) -> float:
         """As :mod:`hetero_megatron.planner.predict` has it: once around a ring of all ranks."""
-        used = [g for g, n in enumerate(placed.candidate.usage(len(self.pool.groups))) if n]
-        ranks = sum(placed.candidate.usage(len(self.pool.groups)))
-        ways = [self.ways.between(g, h) for g in used for h in used]
-        ways += [self.ways.between(g, g, True) for g in used if ranks > 1]
-        known = [way for way in ways if way is not None]
-        return (ranks - 1) * max((way.single + way.message for way in known), default=0.0)
+        usage = candidate.usage(len(self.pool.groups))
+        used, ranks = tuple(g for g, n in enumerate(usage) if n), sum(usage)
+        if used not in self._barriers:
+            ways = [self.ways.between(g, h) for g in used for h in used]
+            ways += [self.ways.between(g, g, True) for g in used]
+            known = [way for way in ways if way is not None]
+            self._barriers[used] = max((way.single + way.message for way in known), default=0.0)
+        return (ranks - 1) * self._barriers[used]
 
-    def _states(self, placed: Placed, loads: Loads) -> tuple[dict[At, float], int]:
+    def _states(self, candidate: Candidate, loads: Loads) -> tuple[dict[At, float], int]:
         """(seconds of each stage's optimizer, bytes over)."""
         update: dict[At, float] = {}
         over = 0
-        for p, part in enumerate(placed.candidate.parts):
-            count = len(part.shape.stages)
-            alive = in_flight(placed.candidate.schedule, count, part.num_micro_batches)
+        for p, part in enumerate(candidate.parts):
+            count, size = len(part.shape.stages), part.shape.micro_batch_size
+            alive = in_flight(candidate.schedule, count, part.num_micro_batches)
             for s, stage in enumerate(part.shape.stages):
-                choice = self.tables.choice(stage, s == 0, s == count - 1)
-                replicas = stage.layers / loads.shared[p, s] if stage.layers else float(placed.candidate.pipelines)
-                update[p, s] = self.costs.optimizer_seconds(choice, replicas)  # type: ignore[arg-type]
-                needs = self.costs.memory_bytes(choice, part.shape.micro_batch_size, alive[s], replicas)  # type: ignore[arg-type]
-                over = max(over, needs.total - self.costs.memory_limit(choice.chip))
+                replicas = (stage.layers or 1) / loads.shared[p, s]
+                key = (stage, size, s == 0, s == count - 1, alive[s], replicas)
+                if key not in self._needs:
+                    choice = self.tables.choice(stage, s == 0, s == count - 1)
+                    needs = self.costs.memory_bytes(choice, size, alive[s], replicas)
+                    self._needs[key] = (
+                        self.costs.optimizer_seconds(choice, replicas),
+                        needs.total - self.costs.memory_limit(choice.chip),
+                    )
+                update[p, s], beyond = self._needs[key]
+                over = max(over, beyond)
         return update, over
 
-    def saved_seconds(self, stage: StageShape, embed: bool, head: bool) -> float:
-        """What the first backward of a step takes less than the others."""
-        choice = self.tables.choice(stage, embed, head)
-        return self.costs.held_elements(choice) * self.costs.item * self.costs.chip_rates(choice.chip).accumulate_beta
-
-    def _backward_ends(self, placed: Placed, by_part: Sequence[float]) -> dict[At, _LastBackward]:
+    def _backward_ends(self, candidate: Candidate, by_part: Sequence[float]) -> dict[At, _LastBackward]:
         """Of every stage's last backward (the first stage's is the last of all)."""
         found: dict[At, _LastBackward] = {}
-        for p, part in enumerate(placed.candidate.parts):
-            forward, times = self.stage_seconds(part.shape)
-            links, drain, last = self.links(part.shape), 0.0, len(times) - 1
-            busiest = max(range(len(times)), key=lambda s: forward[s] + times[s])
-            saved = self.saved_seconds(part.shape.stages[busiest], busiest == 0, busiest == last)
-            for s, (stage, seconds_) in enumerate(zip(part.shape.stages, times)):
-                ends = []
-                for embed, head, layers in ((False, False, stage.layers), (False, s == last, stage.layers)):
-                    choice = self.tables.choice(StageShape(stage.group, stage.tp, stage.dp, layers, stage.recompute,
-                                                           stage.first), embed, head)  # fmt: skip
-                    ends.append(self.costs.backward_seconds(choice, part.shape.micro_batch_size))
-                action = self.costs.action_seconds(self.pool.groups[stage.group].chip)
-                messages = seconds_ - self.costs.backward_seconds(
-                    self.tables.choice(stage, s == 0, s == last), part.shape.micro_batch_size
-                )
-                layer = (ends[0] - action) / stage.layers if stage.layers else 0.0
-                own = seconds_ - messages
-                done = by_part[p] - drain - saved - (messages if s else 0.0)
-                found[p, s] = _LastBackward(done - own, done, layer, ends[1], stage.layers)
+        for p, part in enumerate(candidate.parts):
+            each, links, drain = self._each(part.shape), self.links(part.shape), 0.0
+            last = len(each) - 1
+            saved = max(each, key=lambda x: x.forward + x.backward).saved
+            for s, (stage, x) in enumerate(zip(part.shape.stages, each)):
+                done = by_part[p] - drain - saved - (x.backward - x.own if s else 0.0)
+                found[p, s] = _LastBackward(done - x.own, done, x.layer, x.plain, stage.layers)
                 if s < last:
-                    drain += seconds_ + links[s]
+                    drain += x.backward + links[s]
         return found
 
 
@@ -303,13 +358,11 @@ def best_recompute(
 ) -> PipelineShape | None:
     """The shape with the fastest recompute of each stage that fits; None when a stage does not."""
     alive = in_flight(schedule, len(shape.stages), micro_batches)
-    last = len(shape.stages) - 1
+    size, last = shape.micro_batch_size, len(shape.stages) - 1
     stages = []
     for s, stage in enumerate(shape.stages):
-        kind = Kind(stage.group, stage.tp, stage.dp, shape.micro_batch_size, s == 0, s == last, replicas)
-        table = tables.table(kind)
-        if not table.seconds[table.row(alive[s]), stage.layers] < float("inf"):
+        made = tables.fastest(stage, size, s == 0, s == last, alive[s], replicas)
+        if made is None:
             return None
-        recompute, first = table.choice(alive[s], stage.layers)
-        stages.append(StageShape(stage.group, stage.tp, stage.dp, stage.layers, recompute, first, stage.offload))
-    return PipelineShape(shape.micro_batch_size, tuple(stages))
+        stages.append(made)
+    return PipelineShape(size, tuple(stages))

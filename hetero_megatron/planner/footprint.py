@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hetero_megatron.cluster import format_bytes
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, rank_ranges
 from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, make_buckets
 from hetero_megatron.planner.context_footprint import context_activations
-from hetero_megatron.planner.memory import ITEM_BYTES, Held, MemoryBytes, activation_bytes, host_bytes, state_bytes
+from hetero_megatron.planner.memory import (
+    ITEM_BYTES,
+    Held,
+    MemoryBytes,
+    activation_bytes,
+    buffer_bytes,
+    host_bytes,
+    state_bytes,
+)
 from hetero_megatron.schedule import generate, in_flight
 from hetero_megatron.spec import ModelSpec
+
+Ints = NDArray[np.int64]
 
 
 def estimate_memory(
@@ -26,36 +39,33 @@ def estimate_memory(
     """
     item = ITEM_BYTES[dtype]
     out = plan_activations(plan, spec, item)
-    held, owned = (dict.fromkeys(plan.ranks, 0) for _ in range(2))
-    travelling: dict[int, list[int]] = {rank: [] for rank in plan.ranks}  # by bucket, in the order of their sending
-    known: dict[tuple[int, ...], list[tuple[int, int, int, int]]] = {}  # (rank, held, owned, travelling) of a bucket
+    index = {rank: i for i, rank in enumerate(plan.ranks)}
+    held, owned, buffers = (np.zeros(len(index), np.int64) for _ in range(3))
+    recent = np.zeros((len(index), IN_FLIGHT), np.int64)  # bytes of each rank's last buckets, in the order of sending
+    places: dict[tuple[int, ...], Ints] = {}
+    known: dict[tuple[int, ...], tuple[Ints, Ints, Ints]] = {}  # held, owned, travelling of a bucket, by rank
     for bucket in buckets if buckets is not None else make_buckets(plan, spec):
         key = (*map(id, bucket.holders.values()), *map(id, bucket.owners.values()))
         if key not in known:
-            sizes = {
-                rank: [sum(x.elements(rank) for x in layouts.values()) for layouts in (bucket.holders, bucket.owners)]
-                for rank in bucket.ranks
-            }
-            whole, mine = (sum(size[i] for size in sizes.values()) for i in (0, 1))
-            alone = len(bucket.ranks) == 1
-            known[key] = [
-                (rank, a, b, 0 if alone else state_bytes(a, b, whole / mine, item)[3]) for rank, (a, b) in sizes.items()
-            ]
-        for rank, whole, mine, moving in known[key]:
-            held[rank] += whole
-            owned[rank] += mine
-            travelling[rank].append(moving)
+            whole, mine = (
+                np.sum([layout.counts() for layout in layouts.values()], axis=0)
+                for layouts in (bucket.holders, bucket.owners)
+            )
+            known[key] = whole, mine, buffer_bytes(whole, mine, whole.sum() / mine.sum(), item)
+        if bucket.ranks not in places:
+            places[bucket.ranks] = np.array([index[r] for r in bucket.ranks], np.int64)
+        at, (whole, mine, moving) = places[bucket.ranks], known[key]
+        held[at] += whole
+        owned[at] += mine
+        recent[at] = np.concatenate([recent[at, 1:], moving[:, None]], axis=1)
+        buffers[at] = np.maximum(buffers[at], recent[at].sum(axis=1))
     offloading = {r for p in plan.pipelines for s in p.stages if s.optimizer.offload for r in s.ranks}
-    for rank, memory in out.items():
-        weights, gradients, optimizer, _ = state_bytes(held[rank], owned[rank], 1, item, moments)
+    for rank, has, owns, most in zip(plan.ranks, held.tolist(), owned.tolist(), buffers.tolist(), strict=True):
+        weights, gradients, optimizer, _ = state_bytes(has, owns, 1, item, moments)
         host = 0
         if rank in offloading:
-            optimizer, host = 0, host_bytes(owned[rank], moments)
-        sizes_of = travelling[rank]
-        buffers = max(sum(sizes_of[i : i + IN_FLIGHT]) for i in range(len(sizes_of)))
-        out[rank] = replace(
-            memory, weights=weights, gradients=gradients, optimizer=optimizer, buffers=buffers, host=host
-        )
+            optimizer, host = 0, host_bytes(owns, moments)
+        out[rank] = MemoryBytes(weights, gradients, optimizer, out[rank].activations, most, 0, host)
     return out
 
 
@@ -63,8 +73,12 @@ def plan_activations(plan: Plan, spec: ModelSpec, item: int) -> dict[int, Memory
     """Only the activations of every rank."""
     out: dict[int, MemoryBytes] = {}
     known: dict[tuple[Held, int], MemoryBytes] = {}
+    flying: dict[tuple[int, int], tuple[int, ...]] = {}
     for pipeline in plan.pipelines:
-        alive = in_flight(generate(plan.schedule, len(pipeline.stages), pipeline.num_micro_batches))
+        size = (len(pipeline.stages), pipeline.num_micro_batches)
+        if size not in flying:
+            flying[size] = tuple(in_flight(generate(plan.schedule, *size)))
+        alive = flying[size]
         for stage, count in zip(pipeline.stages, alive, strict=True):
             for unit in stage.units:
                 tokens = (unit.sequences[1] - unit.sequences[0]) * unit.num_tokens

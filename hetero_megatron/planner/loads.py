@@ -1,9 +1,9 @@
 """What gradient synchronisation of a candidate puts on links and chips, from where the replicas of each stage lie.
 
-Each element has one owner among its holders, evenly divided among the ranks; a holder sends the owners what is theirs
-and gets new parameters back. Messages are priced as :mod:`hetero_megatron.planner.network` prices them on concrete
-ranks: a node sends at the rate of its fastest link, to one other node at that of their own. What the ranks of a TP
-group hold alike (norms) is left out.
+Each element has one owner among its holders, divided among the ranks by their shares; a holder sends the owners what
+is theirs and gets new parameters back. Messages are priced as :mod:`hetero_megatron.planner.network` prices them on
+concrete ranks: a node sends at the rate of its fastest link, to one other node at that of their own. What the ranks of
+a TP group hold alike (norms) is left out.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hetero_megatron.plan.buckets import BUCKET_BYTES
 from hetero_megatron.planner.costs import CostModel
-from hetero_megatron.planner.memory import equal_shares, held_elements
+from hetero_megatron.planner.ground import At, Ground
 from hetero_megatron.planner.network import Network
-from hetero_megatron.planner.place import Placed
 from hetero_megatron.planner.pool import Pool
-from hetero_megatron.planner.shape import StageShape
+from hetero_megatron.planner.shape import Candidate, StageShape
+from hetero_megatron.spec import stage_tensors
 
-Node = tuple[int, int]  # group, index
-At = tuple[int, int]  # part, stage
-Port = tuple[int, ...]  # a node's network cards; (part, stage, 0): the own link of each of the stage's chips
+Elements = TypeVar("Elements", float, NDArray[np.int64])
+Port = tuple[int, ...]  # the cards of each node of a class; (part, stage, 0): the own link of each of the stage's chips
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ class Ways:
         """None where there is no such link."""
         key = (g, h, inside)
         if key not in self._known:
-            self._known[key] = self._make(g, h, inside) if self.pool.link(g, h, inside) is not None else None
+            there = self.pool.link(g, h, inside) is not None and all(self.pool.groups[i].ranks for i in (g, h))
+            self._known[key] = self._make(g, h, inside) if there else None
         return self._known[key]
 
     def _make(self, g: int, h: int, inside: bool) -> Way:
@@ -71,6 +75,7 @@ class Run:
     Attributes:
         held: elements of a rank of each stage that holds them; lowest: the stage's layers before these, and whether
             the stage has the embedding after them in backward; copies: how many hold each element; ranks: in all;
+        total: of the ranks' shares;
         share: of a copy's elements that its TP group owns, by stage.
         ports: seconds that each port is busy; link: of the most loaded pair of ends; latency, hosts' part included.
     """
@@ -79,15 +84,17 @@ class Run:
     lowest: dict[At, int]
     copies: int
     ranks: int
+    total: int
     share: dict[At, float]
     embed: bool = False
+    tensors: int = 0  # matrices, of which a bucket has at least one
     ports: dict[Port, float] = field(default_factory=dict)
     link: float = 0.0
     latency: float = 0.0
 
     @property
     def buckets(self) -> int:
-        return max(1, math.ceil(max(self.held.values()) * 4 / BUCKET_BYTES))
+        return max(1, min(math.ceil(max(self.held.values()) * 4 / BUCKET_BYTES), self.tensors))
 
 
 @dataclass
@@ -96,26 +103,17 @@ class Loads:
 
     runs: list[Run] = field(default_factory=list)
     shared: dict[At, float] = field(default_factory=lambda: defaultdict(float))
-    nodes: dict[At, Counter[Node]] = field(default_factory=dict)
 
 
-def sync_loads(placed: Placed, ways: Ways, costs: CostModel, node_of: Mapping[int, Node]) -> Loads:
+def sync_loads(candidate: Candidate, ground: Ground, ways: Ways, costs: CostModel) -> Loads:
     """Of all layers, embedding and head."""
     loads = Loads()
-    index = 0
     spans: list[tuple[At, int, int, StageShape, int]] = []
-    for p, part in enumerate(placed.candidate.parts):
-        for s in range(len(part.shape.stages)):
-            count: Counter[Node] = Counter()
-            for copy in range(part.copies):
-                for unit in placed.pipelines[index + copy][2][s]:
-                    count[node_of[unit[0]]] += 1
-            loads.nodes[p, s] = count
+    for p, part in enumerate(candidate.parts):
         start = 0
         for s, stage in enumerate(part.shape.stages):
             spans.append(((p, s), start, start + stage.layers, stage, len(part.shape.stages)))
             start += stage.layers
-        index += part.copies
     stages = {at: stage for at, _, _, stage, _ in spans}
     cuts = sorted({x for _, a, b, _, _ in spans for x in (a, b)})
     segments: list[tuple[tuple[At, ...], int, int, str]] = [
@@ -126,74 +124,78 @@ def sync_loads(placed: Placed, ways: Ways, costs: CostModel, node_of: Mapping[in
     segments.append((tuple(at for at, _, _, _, _ in spans if at[1] == 0), 0, 0, "embed"))
     starts = {at: lo for at, lo, _, _, _ in spans}
     before: tuple[At, ...] = ()
+    matrices = sum(len(t.shape) > 1 for t in stage_tensors(costs.model, (0,), False, False))
     for holders, first, layers, end in segments:
-        copies = sum(sum(loads.nodes[at].values()) for at in holders)
-        ranks = sum(sum(loads.nodes[at].values()) * stages[at].tp for at in holders)
+        copies = sum(ground.units[at] for at in holders)
+        ranks = sum(ground.units[at] * stages[at].tp for at in holders)
+        total = sum(ground.units[at] * stages[at].tp * stages[at].share for at in holders)
         for at in holders:
-            loads.shared[at] += layers * stages[at].dp * stages[at].tp / ranks
+            shared = layers or not stages[at].layers  # a stage of no layers shares its end alone
+            loads.shared[at] += shared * stages[at].dp * stages[at].tp * stages[at].share / total
         if copies <= 1:
             before = ()
             continue
         if holders != before:
-            share = {at: stages[at].tp / ranks for at in holders}
-            loads.runs.append(Run(dict.fromkeys(holders, 0.0), {}, copies, ranks, share))
+            share = {at: stages[at].tp * stages[at].share / total for at in holders}
+            loads.runs.append(Run(dict.fromkeys(holders, 0.0), {}, copies, ranks, total, share))
         run, before = loads.runs[-1], holders
+        run.tensors += layers * matrices if layers else 1
         for at in holders:
-            run.held[at] += _held(costs, stages[at], layers, end)
+            run.held[at] += costs.most_held(stages[at].tp, layers, end == "embed", end == "head")
             if layers or at not in run.lowest:
                 run.lowest[at] = first - starts[at] if layers else stages[at].layers * (end == "head")
         run.embed = end == "embed"
     for run in loads.runs:
-        _price(run, loads, stages, ways)
+        _price(run, ground, stages, ways)
     return loads
 
 
-def _held(costs: CostModel, stage: StageShape, layers: int, end: str) -> float:
-    shares = equal_shares(costs.model, stage.tp)
-    return max(held_elements(costs.model, layers, end == "embed", end == "head", share) for share in shares)
-
-
-def _price(run: Run, loads: Loads, stages: Mapping[At, StageShape], ways: Ways) -> None:
-    """Seconds per byte of an element on every port, and between the two most loaded ends."""
-    nodes: Counter[Node] = Counter()  # ranks
+def _price(run: Run, ground: Ground, stages: Mapping[At, StageShape], ways: Ways) -> None:
+    """Seconds per byte of an element on every port, and between the two most loaded ends. Equal nodes have equal
+    ports, so each class of them is priced once."""
+    nodes: Counter[int] = Counter()  # shares of the ranks on a node of each class
     units: Counter[int] = Counter()  # copies by group
-    inside_units: Counter[Node] = Counter()
+    inside_units: Counter[int] = Counter()
     for at in run.held:
-        for node, n in loads.nodes[at].items():
-            nodes[node] += n * stages[at].tp
-            units[node[0]] += n
-            inside_units[node] += n
-    total: Counter[int] = Counter()  # ranks by group
+        for c, n in ground.nodes[at].items():
+            nodes[c] += n * stages[at].tp * stages[at].share
+            units[ground.group[c]] += n * ground.count[c]
+            inside_units[c] += n
+    total: Counter[int] = Counter()  # by group
     most: dict[int, int] = defaultdict(int)  # on one node of the group
     count: Counter[int] = Counter()  # nodes
-    for (g, _), n in nodes.items():
-        total[g] += n
-        most[g], count[g] = max(most[g], n), count[g] + 1
+    for c, n in nodes.items():
+        g = ground.group[c]
+        total[g] += n * ground.count[c]
+        most[g], count[g] = max(most[g], n), count[g] + ground.count[c]
     groups = sorted(units)
     message = 0.0
+    largest = max(stages[at].share for at in run.held)
     for at, held in run.held.items():
         tp = stages[at].tp
-        for (g, i), mine in loads.nodes[at].items():
-            inside, others_inside = nodes[g, i], inside_units[g, i] - 1
+        for c, mine in ground.nodes[at].items():
+            g = ground.group[c]
+            inside, others_inside = nodes[c], inside_units[c] - 1
             near = ways.between(g, g, True) if others_inside else None
             if near is not None:
-                own = held * max((inside - tp) / run.ranks * near.out, run.share[at] * others_inside * near.into)
+                given = (inside - tp * stages[at].share) / run.total
+                own = held * max(given * near.out, run.share[at] * others_inside * near.into)
                 run.ports[*at, 0] = max(run.ports.get((*at, 0), 0.0), own)
-                run.link = max(run.link, held / run.ranks * near.link)
+                run.link = max(run.link, held * largest / run.total * near.link)
                 run.latency, message = max(run.latency, near.alpha), max(message, near.message)
             out = into = 0.0
             for h in groups:
                 others = total[h] - (inside if h == g else 0)
-                copies = units[h] - (inside_units[g, i] if h == g else 0)
+                copies = units[h] - (inside_units[c] if h == g else 0)
                 way, back = ways.between(g, h), ways.between(h, g)
                 if not others or way is None or back is None:
                     continue
-                out, into = out + others / run.ranks * way.out, into + copies * run.share[at] * back.into
+                out, into = out + others / run.total * way.out, into + copies * run.share[at] * back.into
                 if h != g or count[g] > 1:
-                    run.link = max(run.link, mine * tp * held / run.ranks * most[h] * max(way.link, back.link))
+                    run.link = max(run.link, mine * tp * held / run.total * most[h] * max(way.link, back.link))
                 run.latency, message = max(run.latency, way.alpha), max(message, way.message)
             if out:
-                run.ports[g, i] = run.ports.get((g, i), 0.0) + mine * tp * held * max(out, into)
+                run.ports[(c,)] = run.ports.get((c,), 0.0) + mine * tp * held * max(out, into)
     run.latency += (run.ranks - 1) * message
 
 
@@ -211,12 +213,12 @@ def own_seconds(
     return (0.0 if dense else given) * rates.pack + fixed, (taken + own) * rates.add + fixed * run.ranks
 
 
-def back_copies(given: float, taken: float, dense: bool, ranks: int) -> tuple[float, float]:
+def back_copies(given: Elements, taken: Elements, dense: bool, ranks: int) -> tuple[Elements, Elements]:
     """(packed, unpacked) on the way back of the parameters, of what an owner has ``taken`` and a holder has ``given``:
     in a dense bucket they arrive in place, and only several receivers need several copies."""
     if not dense:
         return taken, given
-    return (taken if ranks > 2 else 0.0), 0.0
+    return (taken if ranks > 2 else 0 * taken), 0 * given
 
 
 def bounded(ways: Ways, group: int, pool: Pool, near: bool) -> tuple[float, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Any
 
 from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
 from hetero_megatron.spec import ModelSpec, Share, shares, stage_tensors, tensor_box
@@ -163,5 +164,10 @@ def state_bytes(held: int, owned: float, copies: float, item: int, moments: int 
     """
     wide = max(item, 4)
     master = 4 if item == 2 else 0
-    buffers = wide * (held - owned + owned * (copies - 1) + owned) if copies > 1 else 0
+    buffers = buffer_bytes(held, owned, copies, item)
     return held * item, held * wide, round(owned * (moments * wide + master)), round(buffers)
+
+
+def buffer_bytes(held: Any, owned: Any, copies: float, item: int) -> Any:
+    """Of a bucket under way, or of several in arrays: packed for the owners, received from the holders, the sum."""
+    return max(item, 4) * (held - owned + owned * (copies - 1) + owned) if copies > 1 else 0 * held

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hetero_megatron.planner.search_large import LargeSearch
 
 MOST_BUDGETS, MOST_COLUMNS, ROUNDS = 32, 200, 6
+NEAR = 24  # taus of a column above its least
 MOST_USED, BEAM = 32, 24  # columns that the beam search goes through, and its width
 
 
@@ -55,7 +56,7 @@ def mixed(search: LargeSearch) -> Iterator[list[Skeleton]]:
         programs.append((f, search._programs[key]))
     for d, budget in budgets(search):
         program = Program(search, budget, size, d)
-        programs += [(f, program) for f in program.families(max(1.0, search.batch / (d * size)))]
+        programs += [(f, program) for f in program.families(max(1.0, search.batch / (d * size)), NEAR)]
     seen: set[tuple[tuple[int, ...], int]] = set()
     columns = []
     for f, program in programs:
@@ -92,22 +93,24 @@ def _solve(search: LargeSearch, usage: NDArray[np.float64], sequences: list[int]
     prices = _prices(usage[keep], worth[keep])
     rates = worth[keep] / np.maximum(usage[keep] @ prices, 1e-300)
     order = keep[np.argsort(-rates, kind="stable")][:MOST_USED]
-    best_rate = float(rates.max())
-    beam: list[tuple[float, float, tuple[float, ...], tuple[tuple[int, int], ...]]] = [(0.0, 0.0, tuple(counts), ())]
+    best_rate, price = float(rates.max()), prices.tolist()
+    beam: list[tuple[float, float, tuple[float, ...], tuple[tuple[int, int], ...]]] = [
+        (0.0, 0.0, tuple(counts.tolist()), ())
+    ]
     for i in order.tolist():
         found = {}
-        need = usage[i]
+        need, gain = usage[i].tolist(), float(worth[i])
         for _, total, left, chosen in beam:
             most = int(min(c // u for c, u in zip(left, need) if u))
             for n in {most, most - 1, most * 3 // 4, most // 2, 1, 0}:
                 if 0 <= n <= most:
                     rest = tuple(c - n * u for c, u in zip(left, need))
-                    value = total + n * worth[i]
+                    value = total + n * gain
                     if value >= search.batch:
                         return _counts(len(worth), (*chosen, (i, n)))
                     key = (rest, value)
                     if n or key not in found:
-                        bound = value + best_rate * float(prices @ np.array(rest))
+                        bound = value + best_rate * sum(p * c for p, c in zip(price, rest))
                         found[key] = (bound, value, rest, (*chosen, (i, n)) if n else chosen)
         beam = sorted(found.values(), key=lambda row: (-row[0], -row[1], row[3]))[:BEAM]
     return None

@@ -7,11 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from hetero_megatron.errors import UserError
-from hetero_megatron.layout import Layout
-from hetero_megatron.layout.layout import overlapping_pairs
 from hetero_megatron.planner.rates import LinkRates, Rates
 
 Flow = tuple[int, int, float]  # source rank, destination rank, bytes
@@ -141,15 +137,3 @@ class Network:
         if link.message_seconds is not None:
             return link.message_seconds
         return self.rates.chips[self.ranks[rank].chip].message_seconds
-
-
-def volumes(holders: Layout, owners: Layout) -> dict[tuple[int, int], int]:
-    """Elements that every holder has in common with every owner: what a gradient reduction sends."""
-    src_rank, src_lo, src_hi = holders.arrays()
-    dst_rank, dst_lo, dst_hi = owners.arrays()
-    i, j = overlapping_pairs(src_lo, src_hi, dst_lo, dst_hi)
-    sizes = np.prod(np.minimum(src_hi[i], dst_hi[j]) - np.maximum(src_lo[i], dst_lo[j]), axis=1)
-    out: dict[tuple[int, int], int] = defaultdict(int)
-    for src, dst, size in zip(src_rank[i].tolist(), dst_rank[j].tolist(), sizes.tolist(), strict=True):
-        out[src, dst] += size
-    return dict(out)

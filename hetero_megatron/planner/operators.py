@@ -131,6 +131,16 @@ class Operators:
             return elements / _nearest([(r[:1], r[0] / r[1]) for r in rows], (max(elements, 1.0),))
         return elements * UPDATE_BYTES / self.rates.bytes_per_second
 
+    def most_updated(self, seconds: float) -> float:
+        """No more elements than this are updated within ``seconds``."""
+        rows = self.rates.optimizer
+        if len(rows) > 1 and rows[-1][1] > rows[0][1]:
+            (a, s), (b, t) = rows[0], rows[-1]
+            return max(0.0, a + (seconds - s) * (b - a) / (t - s))
+        if rows:
+            return seconds * max(r[0] / r[1] for r in rows)
+        return seconds * self.rates.bytes_per_second / UPDATE_BYTES
+
     def _cached(
         self, table: str, share: float, rows: float, length: int, model: Callable[[float, float, int], Seconds]
     ) -> Seconds:

@@ -90,15 +90,20 @@ def place(candidate: Candidate, pool: Pool) -> Placed | None:
     return Placed(candidate, pipelines, tuple(sorted(idle)))
 
 
-def to_plan(placed: Placed, cluster: Cluster, seq_length: int, num_heads: int) -> Plan:
-    """The canonical plan."""
+def to_plan(
+    placed: Placed, cluster: Cluster, seq_length: int, num_heads: int, number: Mapping[int, int] | None = None
+) -> Plan:
+    """The canonical plan; with ``number[rank]`` in place of each rank of the cluster where given."""
     pipelines = []
     for shape, count, stages in placed.pipelines:
         start, built = 0, []
         for s, (stage, units) in enumerate(zip(shape.stages, stages, strict=True)):
             layers = ((start, start + stage.layers),) if stage.layers else ()
             start += stage.layers
-            built.append(_stage(stage, units, shape, layers, s, seq_length, num_heads, cluster))
+            chip = cluster.ranks[units[0][0]].chip
+            if number is not None:
+                units = tuple(tuple(number[r] for r in unit) for unit in units)
+            built.append(_stage(stage, units, shape, layers, s, seq_length, num_heads, chip))
         pipelines.append(Pipeline(shape.micro_batch_size, count, tuple(built)))
     batch = sum(p.batch_size for p in pipelines)
     return Plan(seq_length, batch, placed.candidate.schedule, tuple(pipelines))
@@ -124,7 +129,7 @@ def _stage(
     index: int,
     seq_length: int,
     num_heads: int,
-    cluster: Cluster,
+    chip: str,
 ) -> Stage:
     rows = shape.micro_batch_size // stage.dp
     made = tuple(
@@ -138,9 +143,8 @@ def _stage(
         for d, ranks in enumerate(units)
     )
     recompute = Recompute(stage.recompute, stage.first) if stage.layers else Recompute()
-    chip = cluster.ranks[made[0].ranks[0]].chip
     last = len(shape.stages) - 1
-    return Stage(layers, made, index == 0, index == last, recompute, chip, Optimizer(offload=stage.offload))
+    return Stage(layers, made, index == 0, index == last, recompute, chip, Optimizer(stage.offload, share=stage.share))
 
 
 def shrink(cluster: Cluster, keep: Sequence[int]) -> Cluster:
@@ -177,7 +181,7 @@ def shrink(cluster: Cluster, keep: Sequence[int]) -> Cluster:
                     groups.append(NodeGroup(group.node(index), 1, group.chip, chips))
                     origin[group.node(index)] = group.name
     pairs: dict[frozenset[str], Link] = {}
-    for a in groups:
+    for a in groups if cluster.pairs else ():
         for b in groups:
             link = cluster.pairs.get(frozenset((origin[a.name], origin[b.name])))
             if link is not None and (a.name != b.name or origin[a.name] == a.name):

@@ -28,6 +28,8 @@ def polish(
             if left <= 0:
                 return True
             left -= 1
+            if evaluator.least(other) >= seconds * (1 - 1e-9):
+                continue
             score = evaluator.score(other)
             if score is None or score.over > 0 or score.step_seconds >= seconds * (1 - 1e-9):
                 continue

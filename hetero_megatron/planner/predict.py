@@ -6,8 +6,11 @@ own layouts say which bytes cross which link; only the seconds per operator and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
@@ -152,15 +155,11 @@ class _Step:
         timelines = _timelines(self.plan, pipelines)
         computed, begin, parts = self._last_backwards(pipelines, timelines)
 
-        def ready(bucket: Bucket, rank: int) -> float:
-            if costs.options.overlap:
-                return self.sync.ready_at(bucket, rank, begin[rank], parts[rank])
-            return computed[rank]
-
+        ready = self.sync.last_backwards(begin, parts) if costs.options.overlap else self._all_at(computed)
         summed, reduces = self.sync.run(ready, computed, costs.options.gradient_bytes or costs.wide, False)
         barrier = max(summed.values()) + self._barrier_seconds()
         updated = {r: barrier + self._update_seconds(r) for r in self.plan.ranks}
-        written, spreads = self.sync.run(lambda _, rank: updated[rank], updated, costs.item, True)
+        written, spreads = self.sync.run(self._all_at(updated), updated, costs.item, True)
         end = max(written.values())
         last = max(computed.values())
         parts_of_step = {
@@ -170,6 +169,12 @@ class _Step:
             "parameters": end - max(updated.values()),
         }
         return _Times(end, timelines, tuple(reduces), tuple(spreads), parts_of_step)
+
+    def _all_at(self, seconds: Mapping[int, float]) -> Callable[[Bucket], NDArray[np.float64]]:
+        """Every bucket's content is there when its ranks say."""
+        structure = self.sync.structure
+        every = np.array([seconds[r] for r in structure.places.ranks.tolist()])
+        return lambda bucket: np.asarray(every[structure.at(bucket)])
 
     def prediction(self) -> Prediction:
         costs, times = self.costs, self.times()
@@ -219,7 +224,7 @@ class _Step:
         return ended, begin, parts
 
     def _saved_seconds(self, rank: int) -> float:
-        held = self.sync.structure.held.get(rank, 0)
+        held = self.sync.held.get(rank, 0)
         return held * self.costs.item * self.costs.chip_rates(self.chips[rank]).accumulate_beta
 
     def _barrier_seconds(self) -> float:
@@ -233,7 +238,7 @@ class _Step:
 
     def _update_seconds(self, rank: int) -> float:
         rates = self.costs.chip_rates(self.chips[rank])
-        updated = self.sync.owned if self.costs.options.sharded else self.sync.structure.held
+        updated = self.sync.owned if self.costs.options.sharded else self.sync.held
         owned = updated.get(rank, 0)
         seconds = self.costs.operators(self.chips[rank]).optimizer(owned) + rates.step_seconds
         if self._offloads(rank):
@@ -254,7 +259,7 @@ class _Step:
         for rank, needs in found.items():
             optimizer = needs.optimizer
             if not costs.options.sharded and not needs.host:
-                held = self.sync.structure.held[rank]
+                held = self.sync.held[rank]
                 optimizer = state_bytes(held, held, 1, costs.item, costs.options.moments)[2]
             overhead = costs.overhead(self.chips[rank])
             memory[rank] = MemoryBytes(

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
@@ -25,9 +27,10 @@ from hetero_megatron.planner.place import place, renumbered, shrink, to_plan
 from hetero_megatron.planner.pool import Group, Pool
 from hetero_megatron.planner.search import Result, SearchOptions, search
 from hetero_megatron.planner.shape import Candidate, StageShape
+from hetero_megatron.planner.split import bottleneck
 from hetero_megatron.spec import ModelSpec
 
-MOST_SKELETONS, MOST_TRIED = 24, 10
+MOST_SKELETONS, MOST_TRIED, CHIPS_SCORED = 24, 5, 10240
 
 
 @dataclass(frozen=True)
@@ -91,20 +94,20 @@ class Planner:
                 "none of the known pipelines fits the nodes that are left", field="node", value=", ".join(nodes),
                 accepted="a full search: hetero-megatron plan --without",
             )  # fmt: skip
-        plan = self._on_ranks(found, smaller)
-        plan, own = renumbered(plan, {rank: i for i, rank in enumerate(keep)}), shrink(self.cluster, keep)
+        own = shrink(self.cluster, keep)
+        plan = self._on_ranks(found, smaller, {rank: i for i, rank in enumerate(keep)})
         plan = with_islands_where_quick(plan, self.model, own)
         validate(plan, self.model, own, dtype=self.options.dtype)
         return plan, own, found.seconds
 
-    def _on_ranks(self, found: Known, pool: Pool) -> Plan:
-        """On the ranks of a pool that has as many nodes of each group as that which it was made for."""
+    def _on_ranks(self, found: Known, pool: Pool, number: Mapping[int, int]) -> Plan:
+        """On the ranks of a pool that has as many nodes of each group as that which it was made for, numbered anew."""
         if isinstance(found.plan, Plan):
             ranks = ([r for g in p.groups for node in g.ranks for r in node] for p in (found.pool, pool))
-            return renumbered(found.plan, dict(zip(*ranks, strict=True)))
+            return renumbered(found.plan, {a: number[b] for a, b in zip(*ranks, strict=True)})
         placed = place(found.plan, pool)
         assert placed is not None, "it was evaluated on these chips"
-        return to_plan(placed, self.cluster, self.seq_length, self.model.num_heads)
+        return to_plan(placed, self.cluster, self.seq_length, self.model.num_heads, number)
 
     def prepare(self) -> None:
         """Plan ahead for the loss of any one node: equal nodes are interchangeable, so once per group of them."""
@@ -139,35 +142,62 @@ class Planner:
 
     def _pipelines(self, pool: Pool) -> Known | None:
         """The best of the known pipelines."""
-        evaluator = Evaluator(self.result.evaluator.tables, pool)
+        known = self.result.evaluator
+        evaluator = Evaluator(known.tables, pool, like=known)
         builder = Builder(evaluator, self.model, self.batch, self.options.space)
-        best: Known | None = None
+        found: list[tuple[float, int, Candidate]] = []
         for rows in itertools.islice(self._combinations(pool), MOST_TRIED):
             for candidate in builder.candidates(rows, self.result.best.candidate.schedule):
-                score = evaluator.score(candidate)
-                if score is not None and score.over == 0 and (best is None or score.step_seconds < best.seconds):
-                    best = Known(score.step_seconds, candidate, pool)
+                found.append((evaluator.least(candidate), len(found), candidate))
+        best: Known | None = None
+        most = max(2, min(10, CHIPS_SCORED // max(pool.chips, 1)))  # placing thousands of chips takes a while
+        for i, (least, _, candidate) in enumerate(sorted(found, key=lambda row: row[:2])):
+            if best is not None and (least >= best.seconds or i >= most):
+                break
+            score = evaluator.score(candidate)
+            if score is not None and score.over == 0 and (best is None or score.step_seconds < best.seconds):
+                best = Known(score.step_seconds, candidate, pool)
         return best
 
     def _combinations(self, pool: Pool) -> Iterator[list[Skeleton]]:
-        """As many of one kind as fit, then of others in what is left; kinds that use most of the chips first."""
-        rows: list[tuple[int, int, list[Skeleton]]] = []
-        for i, first in enumerate(self.skeletons):
-            left = list(pool.counts)
-            chosen: list[Skeleton] = []
-            for skeleton in (first, *self.skeletons[:i], *self.skeletons[i + 1 :]):
-                usage = [sum(s.chips for s in skeleton.stages if s.group == g) for g in range(len(left))]
-                copies = min(n // u for n, u in zip(left, usage) if u)
+        """As many of one kind as fit, then of others in what is left; those first that should be done first."""
+        speeds = [self._speed(skeleton) for skeleton in self.skeletons]
+        usages = [
+            [sum(s.chips for s in skeleton.stages if s.group == g) for g in range(len(pool.groups))]
+            for skeleton in self.skeletons
+        ]
+        rows: list[tuple[float, int, list[Skeleton]]] = []
+        for i in range(len(self.skeletons)):
+            left, chosen, rate, late = list(pool.counts), [], 0.0, 0.0
+            for j in (i, *range(i), *range(i + 1, len(self.skeletons))):
+                copies = min(n // u for n, u in zip(left, usages[j]) if u)
                 if copies:
+                    skeleton = self.skeletons[j]
                     chosen.append(replace(skeleton, copies=copies))
-                    left = [n - copies * u for n, u in zip(left, usage)]
-            if chosen:
-                rows.append((sum(left), i, chosen))
-                if len(chosen) > 1:
-                    rows.append((sum(left) + 1, i, chosen[:1]))
-        rows.sort(key=lambda row: row[:2])
-        for _, _, chosen in rows:
-            yield chosen
+                    left = [n - copies * u for n, u in zip(left, usages[j])]
+                    rate, late = rate + copies * speeds[j], late + copies * skeleton.size * (len(skeleton.stages) - 1)
+                    if len(chosen) == 1 or not any(left):
+                        rows.append(((self.batch + late) / rate, len(rows), list(chosen)))
+            if any(left):
+                rows.append(((self.batch + late) / rate if rate else math.inf, len(rows), chosen))
+        seen: set[frozenset[tuple[tuple[StageShape, ...], int, int]]] = set()
+        for _, _, chosen in sorted(rows, key=lambda row: row[:2]):
+            key = frozenset((s.stages, s.size, s.copies) for s in chosen)
+            if chosen and key not in seen:
+                seen.add(key)
+                yield chosen
+
+    def _speed(self, skeleton: Skeleton) -> float:
+        """Sequences per second of a pipeline that is never empty, its layers divided as well as they can be."""
+        layers, last = self.model.num_layers, len(skeleton.stages) - 1
+        rows = []
+        for s, stage in enumerate(skeleton.stages):
+            one, two = (
+                self.result.evaluator.stage(replace(stage, layers=n), skeleton.size, s == 0, s == last) for n in (1, 2)
+            )
+            first, second = one.forward + one.backward, two.forward + two.backward
+            rows.append(2 * first - second + (second - first) * np.arange(layers + 1))
+        return skeleton.size / bottleneck(np.stack(rows), layers)
 
 
 def _variants(stages: tuple[StageShape, ...]) -> Iterator[tuple[StageShape, ...]]:

@@ -20,6 +20,7 @@ from hetero_megatron.plan import Plan, supports, validate
 from hetero_megatron.plan.islands import with_islands_where_quick
 from hetero_megatron.planner.costs import CostModel, CostOptions
 from hetero_megatron.planner.evaluate import Evaluator
+from hetero_megatron.planner.fits import most_over
 from hetero_megatron.planner.graph import MOST_GROUPS, GraphSearch
 from hetero_megatron.planner.place import place, to_plan
 from hetero_megatron.planner.polish import polish
@@ -28,15 +29,14 @@ from hetero_megatron.planner.predict import Prediction, predict
 from hetero_megatron.planner.regroup import regroup
 from hetero_megatron.planner.search_large import LargeSearch
 from hetero_megatron.planner.search_small import SmallSearch
-from hetero_megatron.planner.shape import Candidate, Part, in_flight
-from hetero_megatron.planner.space import Space
+from hetero_megatron.planner.shape import Candidate, Part
+from hetero_megatron.planner.space import Space, wanted
 from hetero_megatron.planner.tables import Tables
 from hetero_megatron.planner.uniform import uniform_plans
 from hetero_megatron.spec import ModelSpec
 
 MARGIN = 0.1  # of memory, up to which the search leaves more and more room when nothing it finds fits exactly
-EXACT_CHIPS = 2048  # above, the search does not wait for exact prediction, which takes longer than it does
-SLACK = 64 << 20  # bytes per rank that exact placement of states may take beyond their mean, where it is not predicted
+EXACT_CHIPS = 16384  # above, the search does not wait for exact prediction, which takes longer than it does
 WINDOW = 1.01  # candidates are predicted exactly if they are within this of the best: both agree to 0.5 %
 POLISH = 240  # evaluations of changes to each of the two best plans, on large clusters fewer
 DEPTH = 48  # pipeline stages that the search goes up to
@@ -83,7 +83,7 @@ class Choice:
 
 
 class LateChoice(Choice):
-    """A plan of a very large cluster, which fits with room to spare: predicted when first asked for."""
+    """A plan of a very large cluster, which is known to fit: predicted when first asked for."""
 
     def __init__(
         self, plan: Plan, cluster: Cluster, candidate: Candidate, idle: tuple[int, ...], costs: CostModel
@@ -282,13 +282,9 @@ def few_uniform(evaluator: Evaluator, model: ModelSpec, batch: int, most: int) -
 def _rough(evaluator: Evaluator, part: Part) -> float:
     """Seconds of a uniform pipeline without links and ends: its slowest stage for every micro-batch, and the fill."""
     size, stages = part.shape.micro_batch_size, part.shape.stages
-    found: dict[int, float] = {}
-    for stage in stages:
-        if stage.group not in found:  # the first stage of a group has most layers
-            choice = evaluator.tables.choice(stage, False, False)
-            costs = evaluator.costs
-            found[stage.group] = costs.forward_seconds(choice, size) + costs.backward_seconds(choice, size)
-    return (part.num_micro_batches + len(stages) - 1) * max(found.values())
+    first = {stage.group: stage for stage in reversed(stages)}  # of each group: it has most layers
+    found = [evaluator.stage(stage, size, False, False) for stage in first.values()]
+    return (part.num_micro_batches + len(stages) - 1) * max(x.forward + x.backward for x in found)
 
 
 def _uniform_fits(evaluator: Evaluator, candidate: Candidate) -> bool:
@@ -315,8 +311,10 @@ def judge(
     """Concrete plans of the best candidates, predicted exactly; those that fit, best first."""
     found: list[Choice] = []
     if evaluator.pool.chips > EXACT_CHIPS:
-        for _, _, candidate in rows:
-            late = concrete(candidate, cluster, model, seq_length, options, evaluator, late=roomy(evaluator, candidate))
+        tight = [most_over(evaluator, candidate) > 0 for _, _, candidate in rows]
+        order = sorted(range(len(rows)), key=lambda i: (rows[i][0] > WINDOW * rows[0][0], tight[i], i))
+        for i in order:
+            late = concrete(rows[i][2], cluster, model, seq_length, options, evaluator, late=not tight[i])
             if late is not None and (isinstance(late, LateChoice) or not late.prediction.over):
                 return [late]
         return []
@@ -339,11 +337,11 @@ def with_context(
     deadline: float | None,
 ) -> tuple[list[Choice], str, bool]:
     """(the choices and plans with context groups, best first; what came of trying those; whether any was tried)."""
-    from hetero_megatron.planner.context_stages import ContextSearch, wanted
-
     why_not = "not supported" if not supports("context") else wanted(space, evaluator.costs.seq_length, bool(choices))
     if why_not:
         return choices, why_not, False
+    from hetero_megatron.planner.context_stages import ContextSearch
+
     best = choices[0].step_seconds if choices else float("inf")
     found = ContextSearch(model, cluster, evaluator.pool, evaluator.costs, batch, space).run(best, deadline)
     new = [
@@ -361,20 +359,6 @@ def with_context(
     elif new:
         why += f"; the best takes {new[0].step_seconds / best:.2f} x as long as the plan without"
     return every, why, True
-
-
-def roomy(evaluator: Evaluator, candidate: Candidate) -> bool:
-    """Whether every stage would fit even if its ranks owned more of the optimizer states than on average."""
-    costs = evaluator.costs
-    for part in candidate.parts:
-        stages = part.shape.stages
-        alive = in_flight(candidate.schedule, len(stages), part.num_micro_batches)
-        for s, stage in enumerate(stages):
-            choice = evaluator.tables.choice(stage, s == 0, s == len(stages) - 1)
-            needs = costs.memory_bytes(choice, part.shape.micro_batch_size, alive[s], candidate.pipelines)
-            if needs.total + SLACK > costs.memory_limit(choice.chip):
-                return False
-    return True
 
 
 def concrete(

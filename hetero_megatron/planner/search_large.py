@@ -15,21 +15,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.planner.build import Builder, Skeleton
 from hetero_megatron.planner.evaluate import Evaluator
+from hetero_megatron.planner.fleet import Fleet
 from hetero_megatron.planner.shape import Candidate, StageShape
 from hetero_megatron.planner.space import Option, Space, batch_sizes, options
 from hetero_megatron.planner.tables import Kind
 from hetero_megatron.spec import ModelSpec
 
 Floats = NDArray[np.float64]
-NONE = -1e6  # layers of what cannot be
+Layers = NDArray[np.float32]  # whole numbers, so exact
+NONE, NO = -1e5, -1e7  # layers of a stage that cannot be; of a run that cannot be, whatever is taken off for stages
 RATIO, GRID = 1.06, 44
 CUT = 1.03  # programs whose bound is so much above the best found so far are not solved
+FAR = 1.5  # the same for pipelines over a single group where none was found yet
 RUNS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 
 
@@ -62,75 +66,104 @@ class Program:
         tables = search.evaluator.tables
         self.depth = min(tables.depth, search.model.num_layers + 2, sum(budget))
         self._replicas = 4 ** int(math.log(replicas, 4) + 1e-9)  # memory is taken at a conservative power of four
+        self._most_depth = min(tables.depth, max(1, sum(search.counts) // self._replicas))  # of programs with as many
         self.options = [[o for o in search.options(g, size) if o.chips <= budget[g]] for g in range(len(budget))]
 
     def table(self, option: Option, embed: bool, head: bool) -> Floats:
-        """[in flight, layers] seconds, with memory at a conservative power of four of replicas."""
+        """[in flight, layers] seconds, with memory at a conservative power of four of replicas; with the head (the last
+        stage, counted from which there is one in flight) of the first row only."""
         kind = Kind(
             option.group, option.tp, option.dp, self.size, embed, head, self._replicas, self.search.space.recompute
         )
-        return self.search.evaluator.tables.table(kind).seconds
+        return self.search.evaluator.tables.table(kind, 1 if head else self._most_depth).seconds
 
     def least_tau(self) -> float:
         """No pipeline over the whole budget has a smaller bottleneck: all chips busy all the time at their best
         rate."""
         rate = 0.0
-        for g, found in enumerate(self.options):
-            best = 0.0
-            for option in found:
-                seconds = self.table(option, False, False)[0]
-                per = (seconds[2] - seconds[1]) if np.isfinite(seconds[2]) else seconds[1]
-                if np.isfinite(per) and per > 0:
-                    best = max(best, 1 / (per * option.chips))
-            rate += best * self.budget[g]
+        for g, budget in enumerate(self.budget):
+            known = self.search.rates(g, self.size)
+            rate += budget * max((best for chips, best in known if chips <= budget), default=0.0)
         return self.search.model.num_layers / rate if rate else math.inf
 
-    def capacity(self, option: Option, steps: range, embed: bool, head: bool, depth: int) -> Floats:
-        """[tau, in flight]: most layers of a stage that takes at most tau; NONE where it cannot hold any."""
-        search = self.search
-        key = (option, self.size, self._replicas, embed, head)
-        if key not in search.capacities:
-            taus = search.tau(np.arange(search.low, search.high))
-            seconds = self.table(option, embed, head)[: 1 if head else None]
-            counts = np.stack([np.searchsorted(row, taus, side="right") for row in _monotone(seconds)], axis=1)
-            least = 0 if embed or head else 1
-            search.capacities[key] = np.where(counts - 1 >= least, counts - 1, NONE)
-        return search.capacities[key][steps.start - search.low : steps.stop - search.low, :depth]
+    def least_seconds(self, nominal: float) -> tuple[float, dict[int, float]]:
+        """(no pipeline over all of the budget takes less for ``nominal`` micro-batches; the same for each group alone):
+        with every number of stages, the options taken that use the chips best."""
+        layers, count = self.search.model.num_layers, np.arange(self.depth + 1)
+        ticks = nominal + count[1:] - 1
+        gains, alone = [], {}
+        for g, budget in enumerate(self.budget):
+            points = [(chips, chips * rate) for chips, rate in self.search.rates(g, self.size) if chips <= budget]
+            if points:
+                chips, rates = _hull(points)
+                rate = count * np.interp(budget / np.maximum(count, 1), chips, rates)  # of so many stages: concave
+                gains.append(np.diff(rate))
+                alone[g] = float(np.min(layers * ticks / np.maximum.accumulate(rate[1:])))
+        if not gains:
+            return math.inf, {}
+        best = np.cumsum(np.sort(np.maximum(np.concatenate(gains), 0.0))[::-1])[: self.depth]
+        return float(np.min(layers * ticks / best)), alone
 
-    def matrices(self, steps: range) -> list[tuple[Floats, Floats]]:
+    def capacity(self, option: Option, steps: range, embed: bool, head: bool, depth: int) -> Layers:
+        """[tau, in flight]: most layers of a stage that takes at most tau; NONE where it cannot hold any."""
+        known = self.search.capacities
+        key = (option, self.size, self._replicas, embed, head)
+        low, found = known.get(key, (steps.start, None))
+        if found is None or steps.start < low or steps.stop > low + len(found):
+            # Programs with so many replicas look at much the same part of the grid, a little further for more of them.
+            high = max(steps.stop + GRID // 2, low + (0 if found is None else len(found)))
+            low = min(steps.start - GRID // 2, low)
+            found = self._capacity(option, range(low, high), embed, head)
+            known[key] = low, found
+        return found[steps.start - low : steps.stop - low, :depth]
+
+    def _capacity(self, option: Option, steps: range, embed: bool, head: bool) -> Layers:
+        seconds = _monotone(self.table(option, embed, head))
+        rows, width = len(seconds), len(steps)
+        # The tau at which it is in time.
+        first = np.ceil(np.log(np.maximum(seconds, 1e-300)) * (1 / math.log(RATIO)) - 1e-9) - steps.start
+        at = np.minimum(np.maximum(first, 0), width).astype(np.int64) + np.arange(rows)[:, None] * (width + 1)
+        found = np.bincount(at.ravel(), minlength=rows * (width + 1)).reshape(rows, width + 1)
+        counts = np.cumsum(found[:, :width], axis=1).T - 1
+        least = 0 if embed or head else 1
+        return np.where(counts >= least, counts, NONE).astype(np.float32)
+
+    def matrices(self, steps: range, groups: Sequence[int]) -> dict[int, tuple[Layers, Layers]]:
         """Per group, [tau, stages before, stages after]: most layers of a run of stages of this group behind (nearer
         the end: before) others; as inner stages, and with the embedding on the last one added."""
-        n, found = len(steps), []
-        for choices in self.options:
-            inner = np.full((n, self.depth + 1, self.depth + 1), NONE)
+        n, size = len(steps), self.depth + 1
+        found = {}
+        for g in groups:
+            inner = np.full((n, size, size), NONE, np.float32)
             ends = inner.copy()
-            for option in choices:
+            for option in self.options[g]:
                 plain = self.capacity(option, steps, False, False, self.depth)
                 first = self.capacity(option, steps, True, False, self.depth)
                 single = self.capacity(option, steps, True, True, 1)
-                total = np.concatenate([np.zeros((n, 1)), np.cumsum(plain, axis=1)], axis=1)
-                head = self.capacity(option, steps, False, True, 1)[:, 0] - plain[:, 0]
-                most = min(self.budget[option.group] // option.chips, self.depth)
-                for s in sorted({*(r for r in RUNS if r <= most), most}):
-                    p = np.arange(0, self.depth - s + 1)
-                    gain = total[:, p + s] - total[:, p]
-                    gain[:, 0] += head
-                    inner[:, p, p + s] = np.maximum(inner[:, p, p + s], gain)
-                    last = gain + first[:, p + s - 1] - plain[:, p + s - 1]
-                    if s == 1:
-                        last[:, 0] = single[:, 0]
-                    ends[:, p, p + s] = np.maximum(ends[:, p, p + s], last)
-            found.append((inner, ends))
+                total = np.zeros((n, size), np.float32)
+                np.cumsum(plain, axis=1, out=total[:, 1:])
+                gain = total[:, None, :] - total[:, :, None]
+                gain += _runs(size, min(self.budget[g] // option.chips, self.depth))
+                gain[:, 0, :] += self.capacity(option, steps, False, True, 1) - plain[:, :1]
+                np.maximum(inner, gain, out=inner)
+                last = np.zeros((n, 1, size), np.float32)
+                np.subtract(first, plain, out=last[:, 0, 1:])
+                gain += last
+                gain[:, 0, 1] = single[:, 0]
+                np.maximum(ends, gain, out=ends)
+            found[g] = (inner, ends)
         return found
 
-    def solve(self, steps: range) -> tuple[dict[int, Floats], dict[int, Floats], list[tuple[Floats, Floats]]]:
-        """(layers by mask [tau, stages], inner; the same for whole pipelines; the matrices)."""
-        groups = [g for g in range(len(self.budget)) if self.options[g]]
-        matrices = self.matrices(steps)
-        start = np.full((len(steps), self.depth + 1), NONE)
+    def solve(
+        self, steps: range, within: int = -1
+    ) -> tuple[dict[int, Layers], dict[int, Layers], dict[int, tuple[Layers, Layers]]]:
+        """(layers by mask [tau, stages], inner; the same for whole pipelines; the matrices), for masks ``within``."""
+        groups = [g for g in range(len(self.budget)) if self.options[g] and within >> g & 1]
+        matrices = self.matrices(steps, groups)
+        start = np.full((len(steps), self.depth + 1), NONE, np.float32)
         start[:, 0] = 0.0
-        inner: dict[int, Floats] = {0: start}
-        whole: dict[int, Floats] = {}
+        inner: dict[int, Layers] = {0: start}
+        whole: dict[int, Layers] = {}
         masks = sorted({sum(1 << g for g in s) for s in _subsets(groups)}, key=lambda m: (bin(m).count("1"), m))
         for mask in masks:
             a = np.full_like(start, NONE)
@@ -138,17 +171,17 @@ class Program:
             for g in groups:
                 if mask >> g & 1:
                     before = inner[mask & ~(1 << g)][:, :, None]
-                    a = np.maximum(a, np.max(before + matrices[g][0], axis=1))
-                    b = np.maximum(b, np.max(before + matrices[g][1], axis=1))
+                    np.maximum(a, np.max(before + matrices[g][0], axis=1), out=a)
+                    np.maximum(b, np.max(before + matrices[g][1], axis=1), out=b)
             inner[mask], whole[mask] = a, b
         return inner, whole, matrices
 
-    def families(self, nominal: float) -> Iterator[Family]:
-        """Per set of groups the one with the least time for ``nominal`` micro-batches."""
+    def families(self, nominal: float, grid: int = GRID) -> Iterator[Family]:
+        """Per set of groups the one with the least time for ``nominal`` micro-batches; ``grid``: taus looked at."""
         least = self.least_tau()
         if not math.isfinite(least):
             return
-        steps = self.search.grid(least)
+        steps = self.search.grid(least)[:grid]
         taus = self.search.tau(np.array(steps))
         _, whole, _ = self.solve(steps)
         stages = np.arange(self.depth + 1)[None, :]
@@ -163,7 +196,7 @@ class Program:
     def trace(self, family: Family) -> tuple[StageShape, ...]:
         """The stages of a family, first one first, without layers."""
         steps = range(family.step, family.step + 1)
-        inner, whole, matrices = self.solve(steps)
+        inner, whole, matrices = self.solve(steps, family.mask)
         mask, at, stages, final = family.mask, family.stages, [], True
         while mask:
             value = (whole if final else inner)[mask][0, at]
@@ -212,8 +245,9 @@ class LargeSearch:
         self.builder = Builder(evaluator, model, batch, space)
         self._options: dict[tuple[int, int], list[Option]] = {}
         self.families: list[Family] = []
-        self.capacities: dict[tuple[object, ...], Floats] = {}
-        self.low, self.high = 0, 0  # of the grid of taus
+        self.capacities: dict[tuple[object, ...], tuple[int, Layers]] = {}  # from a place in the grid
+        self._rates: dict[tuple[int, int], list[tuple[int, float]]] = {}
+        self._traced: dict[Family, tuple[StageShape, ...]] = {}
         self.rejected: dict[str, int] = {}
 
     @staticmethod
@@ -221,14 +255,10 @@ class LargeSearch:
         """Bottleneck seconds of places in the grid."""
         return np.asarray(RATIO ** steps.astype(np.float64))
 
-    def grid(self, least: float) -> range:
+    @staticmethod
+    def grid(least: float) -> range:
         """The part of the grid that a program with this least bottleneck looks at."""
         start = math.ceil(math.log(least, RATIO) - 1e-9)
-        if not self.capacities:
-            self.low, self.high = start - 2 * GRID, start + 4 * GRID
-        if start < self.low or start + GRID > self.high:
-            self.capacities.clear()
-            self.low, self.high = min(start, self.low) - GRID, max(start, self.high) + 2 * GRID
         return range(start, start + GRID)
 
     def options(self, group: int, size: int) -> list[Option]:
@@ -236,6 +266,23 @@ class LargeSearch:
             found = options(self.pool, group, self.model, self.space, size, every=self.pool.groups[group].per_node <= 4)
             self._options[group, size] = [o for o in found if o.dp <= 4]
         return self._options[group, size]
+
+    def rates(self, group: int, size: int) -> list[tuple[int, float]]:
+        """(chips, layers per second and chip) of the options of a group, with the memory that most replicas leave."""
+        if (group, size) not in self._rates:
+            found = []
+            for o in self.options(group, size):
+                most = 4 ** int(math.log(self._most_pipelines(), 4) + 1e-9)
+                kind = Kind(group, o.tp, o.dp, size, False, False, most, self.space.recompute)
+                seconds = self.evaluator.tables.table(kind, 1).seconds[0]
+                per = (seconds[2] - seconds[1]) if np.isfinite(seconds[2]) else seconds[1]
+                if np.isfinite(per) and per > 0:
+                    found.append((o.chips, float(1 / (per * o.chips))))
+            self._rates[group, size] = found
+        return self._rates[group, size]
+
+    def _most_pipelines(self) -> int:
+        return max(1, min(self.batch, sum(self.counts), self.space.max_pipelines or sum(self.counts)))
 
     def run(self) -> bool:
         """True when everything planned was searched; False when ``improve`` asked to stop."""
@@ -255,7 +302,7 @@ class LargeSearch:
 
     def pipeline_counts(self) -> list[int]:
         """Numbers of pipelines to try: those that divide every group, and about four per octave."""
-        most = min(self.batch, sum(self.counts), self.space.max_pipelines or sum(self.counts))
+        most = self._most_pipelines()
         common = math.gcd(*self.counts)
         exact = [d for d in range(1, most + 1) if common % d == 0] if common <= 20_000 else [1]
         octave: list[int] = []
@@ -281,14 +328,16 @@ class LargeSearch:
                 found.append((d, budget))
         return found
 
-    def _bounded(self) -> list[tuple[float, int, int, float, Program]]:
-        """(seconds that no pipelines of the program beat, replicas, micro-batch size, micro-batches, program)."""
+    def _bounded(self) -> list[tuple[float, int, int, float, dict[int, float], Program]]:
+        """(seconds that no pipelines of the program beat, replicas, micro-batch size, micro-batches, the same by group,
+        program)."""
         programs = []
         for d, budget in self.budgets():
             for size in self.sizes(d):
                 program = Program(self, budget, size, d)
                 nominal = max(1.0, self.batch / (d * size))
-                programs.append((program.least_tau() * nominal, d, size, nominal, program))
+                bound, alone = program.least_seconds(nominal)
+                programs.append((bound, d, size, nominal, alone, program))
         return sorted(programs, key=lambda row: row[:3])
 
     def least_seconds(self) -> float:
@@ -296,24 +345,30 @@ class LargeSearch:
         return min((row[0] for row in self._bounded()), default=math.inf)
 
     def _families(self) -> list[Family]:
+        """Programs that can give neither pipelines over all groups nor over one of them that are about as fast as the
+        best so far are not solved."""
         found: list[tuple[float, Family]] = []
         best: dict[int, float] = {}
         programs, everything = self._bounded(), self.everything
-        for bound, _, _, nominal, program in programs:
-            if bound > CUT * best.get(everything, math.inf):
-                break
+        for bound, _, _, nominal, alone, program in programs:
+            least = best.get(everything, math.inf)
+            near = any(t <= CUT * best.get(1 << g, math.inf if bound < FAR * least else 0.0) for g, t in alone.items())
+            if bound > CUT * least and not near:
+                continue
             for family in program.families(nominal):
                 seconds = family.seconds(nominal)
                 found.append((seconds, family))
                 best[family.mask] = min(best.get(family.mask, math.inf), seconds)
                 best[everything] = min(best.get(everything, math.inf), seconds)
-        self._programs = {(p.budget, p.size, p.replicas): p for _, _, _, _, p in programs}
+        self._programs = {(p.budget, p.size, p.replicas): p for *_, p in programs}
         found.sort(key=lambda row: (row[0], row[1].stages, row[1].budget))
         return [family for _, family in found]
 
     def stages(self, family: Family) -> tuple[StageShape, ...]:
-        budget = tuple(n // family.replicas for n in self.counts)
-        return self._programs[budget, family.size, family.replicas].trace(family)
+        if family not in self._traced:
+            budget = tuple(n // family.replicas for n in self.counts)
+            self._traced[family] = self._programs[budget, family.size, family.replicas].trace(family)
+        return self._traced[family]
 
     def _proposals(self) -> Iterator[tuple[list[Skeleton], str]]:
         """Combinations to make concrete, most promising first."""
@@ -363,14 +418,15 @@ class LargeSearch:
         """Islands that compute the batch soonest: bisection on the time."""
         if not families:
             return None
+        fleet = Fleet(families, len(self.pool.groups))
         high = max(f.seconds(self.batch) for f in families)
         low = 0.0
-        best = self._cover(families, high)
+        best = fleet.cover(high, self.batch)
         if best is None:
             return None
         for _ in range(30):
             middle = (low + high) / 2
-            found = self._cover(families, middle)
+            found = fleet.cover(middle, self.batch)
             if found is None:
                 low = middle
             else:
@@ -379,35 +435,34 @@ class LargeSearch:
                 break
         return best
 
-    def _cover(self, families: Sequence[Family], limit: float) -> list[Family] | None:
-        """Families of disjoint sets of groups that compute the batch within ``limit`` seconds; None if there are
-        none."""
-        best: dict[int, tuple[int, Family]] = {}
-        for family in families:
-            total = family.most(limit) * family.replicas
-            if total > best.get(family.mask, (0, family))[0]:
-                best[family.mask] = (total, family)
-        top: dict[int, tuple[int, list[Family]]] = {0: (0, [])}
-        for mask in range(1, 1 << len(self.pool.groups)):
-            low = mask & -mask
-            value = top[mask & ~low]  # the lowest group idle
-            sub = mask
-            while sub:
-                if sub & low and sub in best:
-                    rest = top[mask & ~sub]
-                    total = best[sub][0] + rest[0]
-                    if total > value[0]:
-                        value = (total, [best[sub][1], *rest[1]])
-                sub = (sub - 1) & mask
-            top[mask] = value
-        total, chosen = top[(1 << len(self.pool.groups)) - 1]
-        return chosen if total >= self.batch else None
-
     def _mixed(self) -> Iterator[list[Skeleton]]:
         """Step 3."""
         from hetero_megatron.planner.mixed import mixed
 
         yield from mixed(self)
+
+
+@lru_cache(maxsize=256)
+def _runs(size: int, most: int) -> Layers:
+    """[stages before, stages after]: 0 where there may be so many stages in between, else NO."""
+    runs = np.arange(size)[None, :] - np.arange(size)[:, None]
+    allowed = np.isin(runs, [*(r for r in RUNS if r <= most), most]) & (runs > 0)
+    return np.where(allowed, 0.0, NO).astype(np.float32)
+
+
+def _hull(points: list[tuple[int, float]]) -> tuple[list[float], list[float]]:
+    """Corners of the least concave curve from (0, 0) over the points."""
+    corners = [(0.0, 0.0)]
+    for x, y in sorted(points):
+        if y <= corners[-1][1]:
+            continue
+        while len(corners) > 1:
+            (a, b), (c, d) = corners[-2:]
+            if (d - b) * (x - a) > (y - b) * (c - a) and c < x:
+                break
+            corners.pop()
+        corners.append((float(x), y))
+    return [x for x, _ in corners], [y for _, y in corners]
 
 
 def _subsets(groups: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -1,8 +1,10 @@
 """Search by complete enumeration, for clusters where that is possible.
 
 Every sequence of stages (group, TP, inner DP) over every number of chips, with the exact best layers and recompute;
-every multiset of such pipelines that the cluster has chips for; the exact division of the batch. Combinations are
-evaluated exactly in the order of their lower bounds until no bound is below the best value.
+every multiset of such pipelines that the cluster has chips for; every division of the batch. Combinations are
+evaluated exactly in the order of their lower bounds until no bound is below the best value. Lower bounds count with the
+most ranks that could share a stage's optimizer states; what is evaluated has the recompute that fits with states where
+the runtime will place them.
 """
 
 from __future__ import annotations
@@ -12,17 +14,21 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
 from hetero_megatron.planner.columns import Column, Shelf, allocate
 from hetero_megatron.planner.evaluate import Evaluator, best_recompute
+from hetero_megatron.planner.fitting import Fitting
+from hetero_megatron.planner.place import Placed, place
 from hetero_megatron.planner.pool import Pool
 from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape, in_flight
-from hetero_megatron.planner.space import Option, Space, batch_sizes, options
+from hetero_megatron.planner.space import Option, Space, batch_sizes, options, tp_degrees
 from hetero_megatron.planner.split import LISTED, Floats, best_split, count_splits, listed
 from hetero_megatron.planner.tables import Kind, StageTable
 from hetero_megatron.planner.timing import many
+from hetero_megatron.planner.together import least_dropped, ways_together
 from hetero_megatron.spec import ModelSpec
 
 Usage = tuple[int, ...]
@@ -33,6 +39,11 @@ MOST_COMBINATIONS = 20_000
 MOST_WORK = 8_000_000  # sequences x splits of layers x numbers of micro-batches
 MOST_SIMULATED = 4_000_000  # splits x micro-batches that are timed exactly
 MOST_SPLITS = 400  # of one sequence of stages that are kept
+MOST_KEPT = 24  # columns per usage and number of sequences, where several pipelines are combined
+MOST_WAYS = 4000  # of one combination that are listed
+MOST_LISTED = 200_000  # of all combinations
+NEARLY_NONE = 1e6  # replicas, of whose states each owns next to nothing
+MOST_FITTED = 300  # placements whose states are counted exactly
 
 
 def sequences(pool: Pool, model: ModelSpec, space: Space, size: int, most: int) -> dict[Usage, list[Sequence_]] | None:
@@ -93,7 +104,8 @@ class SmallSearch:
         self.best = math.inf
         self.exact = False
         self.skipped = math.inf  # least closed form that was not looked into, for want of effort
-        self.simulated = 0
+        self.simulated = self.listed = 0
+        self.fitting = Fitting(evaluator, space.recompute, space.shares)
         self.rejected: dict[str, int] = defaultdict(int)
 
     def possible(self) -> bool:
@@ -154,22 +166,115 @@ class SmallSearch:
             if bound >= self.best:
                 break
             shelf = shelves[len(combination)]
-            # All that one pipeline can be is tried, so only what its shelf did not keep is left of the combination.
-            rest = float(shelf[combination[0]].cut[self.batch]) if len(combination) == 1 else bound
-            for least, candidate in self._candidates(combination, shares, shelf):
-                score = self.evaluator.score(candidate)
-                if score is None or score.over > 0:
-                    self.rejected["memory" if score else "packing"] += 1
-                    rest = min(rest, least)  # another recompute may fit
-                    continue
-                self.best = min(self.best, score.step_seconds)
-                if not self.improve(candidate, score.step_seconds):
-                    return False
+            rest: float | None
+            if self.exact and len(combination) > 1:
+                rest = self._together(combination, shelf, bound)
+            else:
+                rest = self._best_of(combination, shares, shelf, bound)
+            if rest is None:
+                return False
             left = min(left, rest)
         if self.exact or not rows:
             # What was left out takes at least as long as the best plan.
             self.bound = min(self.best, self.skipped, left)
         return True
+
+    def _best_of(
+        self, combination: tuple[Usage, ...], shares: tuple[int, ...], shelf: dict[Usage, Shelf], bound: float
+    ) -> float | None:
+        """Try the best columns for one division of the batch; returns the least time of what was left out, None to
+        stop."""
+        # All that one pipeline can be is tried, so only what its shelf did not keep is left of the combination.
+        rest = float(shelf[combination[0]].cut[self.batch]) if len(combination) == 1 else bound
+        for least, candidate in self._candidates(combination, shares, shelf):
+            placed = place(candidate, self.pool)
+            if placed is None:
+                self.rejected["packing"] += 1
+                rest = min(rest, least)  # in other nodes it may pack
+            elif not self._try(placed)[1]:
+                return None
+        return rest
+
+    def _together(self, combination: tuple[Usage, ...], shelf: dict[Usage, Shelf], bound: float) -> float | None:
+        """Try all that several pipelines can be and any division of the batch, as :meth:`_best_of` does."""
+        shelves = [shelf[u] for u in combination]
+        rest = max(bound, least_dropped([s.times for s in shelves], [s.cut for s in shelves], self.batch))
+        for schedule in self.space.schedules:
+            rows = [self._rows(s, schedule) for s in shelves]
+            if not all(rows) or (schedule != self.space.schedules[0] and not self._several_stages(rows, shelves)):
+                continue
+            if self.listed >= MOST_LISTED or self.fitting.computed >= MOST_FITTED:
+                return bound
+            ways, limit = ways_together(rows, self.batch, bound, self.best, MOST_WAYS)
+            self.listed += len(ways)
+            rest = min(rest, limit)
+            for least, way in ways:
+                if least >= self.best:
+                    break
+                if self.fitting.computed >= MOST_FITTED:
+                    rest = min(rest, least)
+                    break
+                columns = [s.columns[index] for s, (_, index) in zip(shelves, way)]
+                parts = tuple(Part(c.shape, 1, q // c.shape.micro_batch_size) for c, (q, _) in zip(columns, way))
+                tried = None
+                for order in ("stage", "pipeline"):
+                    placed = place(Candidate(parts, schedule, order), self.pool)
+                    if placed is None:
+                        rest = min(rest, least)
+                    elif tried is None or placed.pipelines != tried.pipelines:
+                        fitted, go_on = self._try(placed)
+                        rest = min(rest, max(least, fitted))
+                        if not go_on:
+                            return None
+                        tried = placed
+        return rest
+
+    def _rows(self, shelf: Shelf, schedule: str) -> dict[int, list[tuple[float, int]]]:
+        """By number of sequences, the columns of a schedule that are below the best; one stage alone is the same in
+        all."""
+        found = {}
+        for q, row in enumerate(shelf.best):
+            few = [
+                (seconds, i) for seconds, i in row
+                if seconds < self.best and schedule in (shelf.columns[i].schedule, *self._any(shelf.columns[i]))
+            ]  # fmt: skip
+            if few:
+                found[q] = few
+        return found
+
+    def _any(self, column: Column) -> tuple[str, ...]:
+        return self.space.schedules if len(column.shape.stages) == 1 else ()
+
+    def _several_stages(self, rows: list[dict[int, list[tuple[float, int]]]], shelves: list[Shelf]) -> bool:
+        return any(
+            len(shelf.columns[i].shape.stages) > 1
+            for by_q, shelf in zip(rows, shelves) for row in by_q.values() for _, i in row
+        )  # fmt: skip
+
+    def _try(self, placed: Placed) -> tuple[float, bool]:
+        """(least seconds of ways to fit the candidate that were not tried, inf if there are none; whether to go on)."""
+        fits, other = self.fitting.fits(placed)
+        least = math.inf if other is None else self._least(other)
+        for found in fits:
+            if self._least(found) >= self.best:
+                continue
+            score = self.evaluator.score(found)
+            assert score is not None, "it was placed a moment ago"
+            self.best = min(self.best, score.step_seconds)
+            if not self.improve(found.joined(), score.step_seconds):
+                return least, False
+        self.rejected["memory"] += not fits
+        return least, True
+
+    def _least(self, candidate: Candidate) -> float:
+        """Lower bound on the step time, over the best links that the stages could have."""
+        worst = 0.0
+        for part in candidate.parts:
+            shape, m = part.shape, part.num_micro_batches
+            links = self.evaluator.links(shape)
+            after = self.evaluator.least_after(shape.stages, shape.micro_batch_size, links, candidate.pipelines)
+            worst = max(worst, after + self.evaluator.pipeline_seconds(shape, m, candidate.schedule))
+        return worst
 
     def _shelves(self, pipelines: int) -> dict[Usage, Shelf]:
         """Columns by usage, for plans of ``pipelines`` pipelines."""
@@ -187,11 +292,13 @@ class SmallSearch:
                     for schedule in self.space.schedules:
                         if schedule == "gpipe" and not self._slow_links(row, size):
                             continue
-                        for column, counts in self._columns(row, size, pipelines, most // size, schedule):
-                            if usage not in shelves:
-                                shelves[usage] = Shelf(self.batch, self.exact, 400 if pipelines == 1 else 6)
-                            shelves[usage].add_at(column, counts)
-        return shelves
+                        if usage not in shelves:
+                            keep = 400 if pipelines == 1 else MOST_KEPT if self.exact else 6
+                            shelves[usage] = Shelf(self.batch, self.exact, keep)
+                        shelf = shelves[usage]
+                        for column, counts in self._columns(row, size, pipelines, most // size, schedule, shelf):
+                            shelf.add_at(column, counts)
+        return {usage: shelf for usage, shelf in shelves.items() if shelf.columns}
 
     def _others_have_none(self, usage: Usage, pipelines: int) -> bool:
         return sum(self.pool.counts) - sum(usage) < pipelines - 1
@@ -209,22 +316,22 @@ class SmallSearch:
         return False
 
     def _columns(
-        self, row: Sequence_, size: int, pipelines: int, most: int, schedule: str
+        self, row: Sequence_, size: int, pipelines: int, most: int, schedule: str, shelf: Shelf
     ) -> Iterator[tuple[Column, list[int]]]:
         """Best layers of one sequence of stages, for every number of micro-batches that can be asked for."""
         stages = [StageShape(o.group, o.tp, o.dp) for o in row]
-        last = len(stages) - 1
-        tables = [
-            self.tables.table(Kind(o.group, o.tp, o.dp, size, s == 0, s == last, pipelines, self.space.recompute))
-            for s, o in enumerate(row)
-        ]
+        tables = [self.tables.table(self._kind(row, s, size, pipelines)) for s in range(len(row))]
         links = [
             self.tables.boundary(a, b, size, self.tables.likely_same_node(a, b)) for a, b in zip(stages, stages[1:])
         ]
         counts = [most] if pipelines == 1 else _anchors(most)
         every = len(counts) == most or pipelines == 1
         forward = [t.forward for t in tables]
-        least = self.evaluator.least_after([replace(x, layers=1) for x in stages], size, links, 1)
+        whole = [replace(x, layers=self.model.num_layers) for x in stages]
+        # Of what follows only this is known before the layers are.
+        least = (self.evaluator.least_update if pipelines > 1 else 0.0) - max(
+            self.evaluator.saved_seconds(x, s == 0, s == len(row) - 1) for s, x in enumerate(whole)
+        )
         by_split: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = defaultdict(list)
         for m in counts:
             alive = in_flight(schedule, len(stages), m)
@@ -232,8 +339,9 @@ class SmallSearch:
                 continue
             times = [t.seconds[t.row(k)] for t, k in zip(tables, alive)]
             if self.exact and count_splits(self.model.num_layers, len(stages)) <= LISTED:
-                for split in self._promising(times, forward, links, m, schedule, self.best - least):
-                    by_split[split, alive].append(m)
+                for split, taken in self._promising(times, forward, links, m, schedule, self.best - least):
+                    if shelf.takes(m * size, taken + least):
+                        by_split[split, alive].append(m)
                 continue
             found = best_split(times, links, m, schedule, forward)
             if found is not None and found[0] < self.best:
@@ -244,26 +352,46 @@ class SmallSearch:
             column = self._column(stages, tables, layers, alive, size, links, schedule, pipelines)
             yield column, found_at if every else list(range(1, max(found_at) + 1))
 
+    def _kind(self, row: Sequence_, s: int, size: int, pipelines: int) -> Kind:
+        """Of a stage; for lower bounds buckets take no memory, and of several pipelines the others may own its states,
+        or as many of them as there can be."""
+        o, replicas = row[s], float(pipelines)
+        if self.exact and pipelines > 1:
+            others = min(self.pool.chips - sum(x.chips for x in row), (pipelines - 1) * self._widest)
+            replicas = NEARLY_NONE if self.space.shares else 1 + others / o.chips
+        return Kind(
+            o.group, o.tp, o.dp, size, s == 0, s == len(row) - 1, replicas, self.space.recompute,
+            buckets=not self.exact,
+        )  # fmt: skip
+
+    @cached_property
+    def _widest(self) -> int:
+        """Chips of the largest stage that there can be."""
+        most = max(batch_sizes(self.space, self.batch)) if self.space.inner_dp else 1
+        sizes = [tp_degrees(self.pool, g, self.model, self.space, True) for g in range(len(self.pool.groups))]
+        return max(min(g.chips, max(tps, default=0) * most) for g, tps in zip(self.pool.groups, sizes))
+
     def _promising(
         self, times: list[Floats], forward: list[Floats], links: list[float], m: int, schedule: str, limit: float
-    ) -> Iterator[tuple[int, ...]]:
-        """The splits whose exact time is below ``limit``."""
+    ) -> Iterator[tuple[tuple[int, ...], float]]:
+        """The splits whose exact time is below ``limit``, and that time; fastest first."""
         ways, closed, seconds = listed(times, links, m, schedule, forward)
         good = np.flatnonzero(closed < limit)
         if not len(good):
             return
         if self.simulated > MOST_SIMULATED:
             self.skipped = min(self.skipped, float(closed.min()))
-            yield tuple(int(x) for x in ways[int(np.argmin(closed))])
+            yield tuple(int(x) for x in ways[int(np.argmin(closed))]), float(closed.min())
             return
         self.simulated += len(good) * m
         first = np.stack([forward[i][ways[good, i]] for i in range(len(times))], axis=1)
         exact = many(first, seconds[good] - first, links, m, schedule)
-        for i in np.flatnonzero(exact < limit)[:MOST_SPLITS]:
-            yield tuple(int(x) for x in ways[good[i]])
-        rest = exact[exact < limit][MOST_SPLITS:]
-        if len(rest):
-            self.skipped = min(self.skipped, float(rest.min()))
+        order = np.argsort(exact, kind="stable")
+        order = order[: int(np.searchsorted(exact[order], limit))]
+        for i in order[:MOST_SPLITS]:
+            yield tuple(int(x) for x in ways[good[i]]), float(exact[i])
+        if len(order) > MOST_SPLITS:
+            self.skipped = min(self.skipped, float(exact[order[MOST_SPLITS]]))
 
     def _column(
         self,
@@ -303,7 +431,7 @@ class SmallSearch:
                     continue
                 parts = tuple(Part(shape, 1, m) for _, shape, m in row)
                 for order in ("stage", "pipeline") if len(parts) > 1 else ("stage",):
-                    yield max(seconds for seconds, _, _ in row), Candidate(parts, schedule, order).merged()
+                    yield max(seconds for seconds, _, _ in row), Candidate(parts, schedule, order)
 
     def _shapes(self, shelf: Shelf, q: int, schedule: str, pipelines: int) -> list[tuple[float, PipelineShape, int]]:
         """(seconds, shape, micro-batches) of the columns for ``q`` sequences, fastest first."""
@@ -312,7 +440,7 @@ class SmallSearch:
             column = shelf.columns[index]
             shape: PipelineShape | None = column.shape
             m = q // column.shape.micro_batch_size
-            if self.space.recompute is None:
+            if self.space.recompute is None and not self.exact:
                 shape = best_recompute(self.tables, column.shape, schedule, m, pipelines)
             if shape is not None:
                 found.append((self.evaluator.pipeline_seconds(shape, m, schedule) + column.after, shape, m))

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class StageShape:
-    """``dp`` units of ``tp`` chips of one group; ``first``: layers recomputed under ``recompute="first"``."""
+    """``dp`` units of ``tp`` chips of one group; ``first``: layers recomputed under ``recompute="first"``; ``share``:
+    of the optimizer states that each rank owns, relative to those of other pipelines that hold the same."""
 
     group: int
     tp: int
@@ -17,6 +18,7 @@ class StageShape:
     recompute: str = "none"
     first: int = 0
     offload: bool = False
+    share: int = 1
 
     @property
     def chips(self) -> int:
@@ -86,6 +88,15 @@ class Candidate:
             counts[key] = counts.get(key, 0) + part.copies
         return replace(self, parts=tuple(Part(s, n, m) for (s, m), n in counts.items() if n))
 
+    def joined(self) -> Candidate:
+        """Equal neighbouring parts added up: lies on the same ranks."""
+        parts: list[Part] = []
+        for part in self.parts:
+            if parts and (parts[-1].shape, parts[-1].num_micro_batches) == (part.shape, part.num_micro_batches):
+                part = replace(part, copies=parts.pop().copies + part.copies)
+            parts.append(part)
+        return replace(self, parts=tuple(parts))
+
 
 def in_flight(schedule: str, stages: int, micro_batches: int) -> tuple[int, ...]:
     """Per stage, the most micro-batches whose activations are alive at once (as ``schedule.in_flight`` counts them)."""
@@ -111,5 +122,10 @@ def describe(shape: PipelineShape, chips: Sequence[str]) -> str:
             f"{len(counts)}x{counts[0]}" if len(counts) > 3 and len(set(counts)) == 1 else ",".join(map(str, counts))
         )
         recompute = {s.recompute for s in stages} - {"none"}
-        words.append(f"{word} [{layers}]" + (f" recompute {'/'.join(sorted(recompute))}" if recompute else ""))
+        owned = sorted({s.share for s in stages} - {1})
+        words.append(
+            f"{word} [{layers}]"
+            + (f" recompute {'/'.join(sorted(recompute))}" if recompute else "")
+            + (f" optimizer share {'/'.join(map(str, owned))}" if owned else "")
+        )
     return " > ".join(words)

@@ -10,6 +10,8 @@ from hetero_megatron.plan import supports
 from hetero_megatron.planner.pool import Pool
 from hetero_megatron.spec import ModelSpec, shares
 
+LONG = 32768  # tokens of a sequence from which the search tries context groups by itself
+
 
 @dataclass(frozen=True)
 class Space:
@@ -21,6 +23,7 @@ class Space:
         schedules: those tried, in order of preference.
         max_tp: largest TP degree; over_nodes: TP groups may span nodes.
         max_pipelines: bound on the number of pipelines.
+        shares: pipelines may own unequal shares of the optimizer states, where memory binds (small clusters only).
         context: auto (for long sequences, and where nothing fits without) | always | never: stages of context groups.
     """
 
@@ -31,6 +34,7 @@ class Space:
     max_tp: int = 16
     over_nodes: bool = True
     max_pipelines: int | None = None
+    shares: bool = True
     context: str = "auto"
 
 
@@ -85,3 +89,12 @@ def options(pool: Pool, group: int, model: ModelSpec, space: Space, size: int, e
         for dp in range(1, chips // tp + 1):
             if size % dp == 0 and (dp == 1 or (space.inner_dp and supports("dp_split"))):
                 yield Option(group, tp, dp)
+
+
+def wanted(space: Space, seq_length: int, fits: bool) -> str:
+    """Empty where context groups are to be tried, else why not."""
+    if space.context == "never":
+        return "not tried: --context never"
+    if space.context == "always" or not fits or seq_length >= LONG:
+        return ""
+    return f"not tried: a sequence of {seq_length} tokens (below {LONG}) fits on one chip or TP group"

@@ -6,6 +6,7 @@ time, where the time of a stage is any increasing function of its layers (inf: t
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import numpy as np
@@ -119,10 +120,10 @@ def _round_trips(times: Floats, links: list[float], m: int) -> Floats:
 def _bisect(seconds: list[Floats], links: list[float], micro_batches: int) -> tuple[float, tuple[int, ...]] | None:
     """Bisection on the time; for each, a dynamic program over (stage, layers so far) keeps the least time before."""
     layers = len(seconds[0]) - 1
-    low = max(float(sum(np.min(s) for s in seconds)), micro_batches * _least_bottleneck(seconds))
+    slowest, best = _evenly(seconds, links, micro_batches)
+    low = max(float(sum(np.min(s) for s in seconds)), micro_batches * slowest)
     finite = [float(s[np.isfinite(s)].max()) if np.isfinite(s).any() else np.inf for s in seconds]
-    high = sum(finite) * (micro_batches + len(seconds)) + 2 * sum(links)
-    best, limit = None, low
+    high, limit = sum(finite) * (micro_batches + len(seconds)) + 2 * sum(links), low
     while best is None and limit < high:
         limit = min(limit * 1.25, high) if limit > 0 else high
         best = _feasible(seconds, links, micro_batches, limit, layers)
@@ -142,43 +143,83 @@ def _bisect(seconds: list[Floats], links: list[float], micro_batches: int) -> tu
     return best
 
 
-def _least_bottleneck(seconds: list[Floats]) -> float:
-    """No split has a slowest stage below this: all stages busy at their best rate of layers per second."""
-    layers = len(seconds[0]) - 1
-    rate = 0.0
-    for time in seconds:
-        with np.errstate(divide="ignore"):
-            rate += float(np.max(np.arange(1, layers + 1) / time[1:]))
-    return layers / rate if rate > 0 else 0.0
+def _evenly(
+    seconds: list[Floats], links: list[float], m: int
+) -> tuple[float, tuple[float, tuple[int, ...]] | None]:
+    """(no split has a faster slowest stage than this; a split to start from, None where there is none): under that
+    limit, with what is too much taken from the slowest stages one by one."""
+    each = np.stack(seconds)
+    layers, count = each.shape[1] - 1, len(each)
+    # Recompute may make one layer more a little cheaper; between these two all times lie.
+    rows, below = np.maximum.accumulate(each, axis=1), np.minimum.accumulate(each[:, ::-1], axis=1)[:, ::-1]
+    limit = bottleneck(rows, layers)
+    slowest = limit if np.array_equal(rows, below) else bottleneck(below, layers)
+    if not np.isfinite(limit):
+        return (slowest if np.isfinite(slowest) else 0.0), None
+    split = (rows <= limit).sum(axis=1) - 1
+    least = np.minimum(np.arange(count), np.arange(count)[::-1]).clip(0, 1)
+    if (split < least).any():
+        return slowest, None
+    for _ in range(int(split.sum()) - layers):
+        at = int(np.argmax(np.where(split > least, rows[np.arange(count), split], -np.inf)))
+        split[at] -= 1
+    if (split < least).any():
+        return slowest, None
+    found = tuple(int(n) for n in split)
+    value = float(closed_forms(each[np.arange(count), split][None, :], links, m)[0])
+    return slowest, (value, found) if np.isfinite(value) else None
+
+
+def bottleneck(rows: Floats, layers: int) -> float:
+    """Least time within which stages of these increasing times hold all layers; inf: they cannot."""
+    values = np.sort(rows[np.isfinite(rows)])
+    low, high = 0, len(values)
+    while low < high:
+        middle = (low + high) // 2
+        if int((rows <= values[middle]).sum()) - len(rows) >= layers:
+            high = middle
+        else:
+            low = middle + 1
+    return float(values[low]) if low < len(values) else math.inf
 
 
 def _feasible(
     seconds: list[Floats], links: list[float], m: int, limit: float, layers: int
 ) -> tuple[float, tuple[int, ...]] | None:
-    before = np.full(layers + 1, np.inf)
-    before[0] = 0.0
-    choices = []
+    """States are the layers so far, from what the stages behind can hold at most to what those before can."""
     last = len(seconds) - 1
-    grid = np.arange(layers + 1)
+    tops, limit = [], limit * (1 + 1e-12)
+    for time in seconds:  # inf where layers do not fit; recompute may make one layer more a little cheaper
+        good = np.flatnonzero(time * m <= limit)
+        tops.append(int(good[-1]) if len(good) else -1)
+    if min(tops) < 0 or sum(tops) < layers:
+        return None
+    behind, reach = sum(tops), 0
+    start, before, choices = 0, np.zeros(1), []
     for i, time in enumerate(seconds):
         low = 0 if i in (0, last) else 1
-        top = int(np.searchsorted(time * m, limit, side="right")) if np.isfinite(time).any() else 0
-        if top <= low:
+        behind -= tops[i]
+        reach = min(reach + tops[i], layers)
+        first = max(layers - behind, start + low)  # layers so far, at least
+        if tops[i] < low or first > reach:
             return None
-        take = np.arange(low, top)
-        source = grid[:, None] - take[None, :]
-        came = np.where(source >= 0, before[np.maximum(source, 0)], np.inf)
+        take = np.arange(low, tops[i] + 1)
+        at = np.arange(first, reach + 1)
+        source = at[:, None] - take[None, :] - start
+        inside = (source >= 0) & (source < len(before))
+        came = np.where(inside, before[np.where(inside, source, 0)], np.inf)
         own = time[take][None, :]
-        value = np.where(came + m * own <= limit * (1 + 1e-12), came + own, np.inf)
+        value = np.where(came + m * own <= limit, came + own, np.inf)
         pick = np.argmin(value, axis=1)
-        choices.append(take[pick])
-        before = value[grid, pick] + (2 * links[i] if i < last else 0.0)
-    if not np.isfinite(before[layers]):
+        choices.append((first, take[pick]))
+        before = value[np.arange(len(at)), pick] + (2 * links[i] if i < last else 0.0)
+        start = first
+    if not np.isfinite(before[layers - start]):
         return None
-    at, found = layers, []
-    for taken in choices[::-1]:
-        found.append(int(taken[at]))
-        at -= found[-1]
+    so_far, found = layers, []
+    for start, taken in choices[::-1]:
+        found.append(int(taken[so_far - start]))
+        so_far -= found[-1]
     split = tuple(found[::-1])
     times = np.array([[seconds[i][n] for i, n in enumerate(split)]])
     return float(closed_forms(times, links, m)[0]), split

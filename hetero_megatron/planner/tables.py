@@ -8,7 +8,7 @@ every entry the fastest of none, selective, first n and full that fits.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,8 @@ RECOMPUTES = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Kind:
-    """What a table depends on. ``recompute``: None leaves the choice to the table."""
+    """What a table depends on. ``recompute``: None leaves the choice to the table; ``buckets``: whether they take
+    memory."""
 
     group: int
     tp: int
@@ -33,33 +34,45 @@ class Kind:
     micro_batch_size: int
     embed: bool
     head: bool
-    replicas: int
+    replicas: float
     recompute: str | None = None
     offload: bool = False
+    buckets: bool = True
 
 
 @dataclass(frozen=True)
 class StageTable:
-    """Arrays [in flight - 1, layers]: ``seconds`` of forward and backward together (inf: does not fit), ``full``:
-    layers recomputed whole, ``selective``: whether attention is recomputed; ``forward`` [layers]."""
+    """Arrays [in flight - 1, layers]: ``seconds`` of forward and backward together with the fastest recompute (inf:
+    does not fit); ``forward`` [layers]. Which recompute that is, is worked out when asked.
+
+    ``kept`` bytes and ``backward`` seconds [layers] by level of recompute; ``room`` for activations [layers];
+    ``first``: (bytes of all kept, bytes [in flight, 1] that running a layer again saves,
+    seconds that it costs), where the first layers may be recomputed."""
 
     seconds: Floats
-    full: NDArray[np.int32]
-    selective: NDArray[np.bool_]
     forward: Floats
+    levels: tuple[str, ...]
+    kept: Floats
+    backward: Floats
+    room: Floats
+    first: tuple[Floats, Floats, float] | None
 
     def row(self, in_flight: int) -> int:
         return min(in_flight, self.seconds.shape[0]) - 1
 
     def choice(self, in_flight: int, layers: int) -> tuple[str, int]:
         """(recompute, first) of an entry."""
-        k = self.row(in_flight)
-        if self.selective[k, layers]:
-            return "selective", 0
-        n = int(self.full[k, layers])
-        if n and n == layers:
-            return "full", 0
-        return ("first", n) if n else ("none", 0)
+        k, room = self.row(in_flight), self.room[layers]
+        best, found = np.inf, ("none", 0)
+        for i, level in enumerate(self.levels):
+            if self.kept[i, k, layers] <= room and self.backward[i, layers] < best:
+                best, found = self.backward[i, layers], (level if layers or level == "selective" else "none", 0)
+        if self.first is not None and self.kept[0, k, layers] > room >= 0:
+            over, save, extra = self.first
+            need = int(np.ceil(max(over[k, layers] - room, 0.0) / save[k, 0] - 1e-9))
+            if 1 <= need < layers and self.backward[0, layers] + need * extra < best - 1e-15:
+                found = "first", need
+        return found
 
 
 @dataclass(frozen=True)
@@ -75,10 +88,14 @@ class Tables:
 
     def __init__(self, costs: CostModel, pool: Pool, layers: int, depth: int) -> None:
         self.costs, self.pool, self.layers, self.depth = costs, pool, layers, max(1, depth)
+        self._layers = np.arange(layers + 1)
         self._tables: dict[Kind, StageTable] = {}
+        self._shallow: dict[tuple[Kind, int], StageTable] = {}
+        self._needs: dict[tuple[object, ...], tuple[Floats, Floats, Floats]] = {}
         self._seconds: dict[tuple[int, int, int, int, bool, bool], _Unit] = {}
         self._links: dict[tuple[object, ...], float] = {}
         self._kept: dict[tuple[object, ...], tuple[float, float, float]] = {}
+        self._fastest: dict[tuple[object, ...], StageShape | None] = {}
         self.first = supports("recompute.first")
 
     def choice(self, stage: StageShape, embed: bool, head: bool) -> StageChoice:
@@ -87,10 +104,30 @@ class Tables:
             stage.first, stage.offload,
         )  # fmt: skip
 
-    def table(self, kind: Kind) -> StageTable:
-        if kind not in self._tables:
-            self._tables[kind] = self._make(kind)
-        return self._tables[kind]
+    def table(self, kind: Kind, depth: int | None = None) -> StageTable:
+        """``depth``: only so many rows, where the caller needs no more."""
+        if kind in self._tables:
+            return self._tables[kind]
+        if depth is None or depth >= self.depth:
+            found = self._tables[kind] = self._make(kind, self.depth)
+            return found
+        if (kind, depth) not in self._shallow:
+            self._shallow[kind, depth] = self._make(kind, depth)
+        return self._shallow[kind, depth]
+
+    def fastest(
+        self, stage: StageShape, size: int, embed: bool, head: bool, in_flight: int, replicas: float
+    ) -> StageShape | None:
+        """The stage with the fastest recompute that fits; None when none does."""
+        key = (stage, size, embed, head, in_flight, replicas)
+        if key not in self._fastest:
+            table = self.table(Kind(stage.group, stage.tp, stage.dp, size, embed, head, replicas))
+            made = None
+            if table.seconds[table.row(in_flight), stage.layers] < float("inf"):
+                recompute, first = table.choice(in_flight, stage.layers)
+                made = replace(stage, recompute=recompute, first=first)
+            self._fastest[key] = made
+        return self._fastest[key]
 
     def _unit(self, kind: Kind) -> _Unit:
         key = (kind.group, kind.tp, kind.dp, kind.micro_batch_size, kind.embed, kind.head)
@@ -120,45 +157,48 @@ class Tables:
         chip = self.pool.groups[kind.group].chip
         stage = StageChoice(chip, kind.tp, kind.dp, layers, kind.embed, kind.head, recompute, 0, kind.offload)
         m = self.costs.memory_bytes(stage, kind.micro_batch_size, in_flight, kind.replicas)
-        return m.overhead + m.weights + m.gradients + m.optimizer, m.activations, m.buffers
+        buffers = m.buffers if kind.buckets else 0
+        return m.overhead + m.weights + m.gradients + m.optimizer, m.activations, buffers
 
-    def _make(self, kind: Kind) -> StageTable:
-        unit = self._unit(kind)
-        n = np.arange(self.layers + 1)
-        k = np.arange(1, self.depth + 1)[:, None]
+    def _make(self, kind: Kind, depth: int) -> StageTable:
+        unit, n = self._unit(kind), self._layers
         limit = self.costs.memory_limit(self.pool.groups[kind.group].chip)
         one, two = self._bytes(kind, "none", 1, 1), self._bytes(kind, "none", 2, 1)
         state = 2 * one[0] - two[0] + (two[0] - one[0]) * n
         buffers = 2 * one[2] - two[2] + (two[2] - one[2]) * n
         free = limit - state
-        room = np.where(buffers <= free, free, -1.0)[None, :]  # for activations
-        forward = unit.forward[0] + unit.forward[1] * n
-        best = np.full((self.depth, self.layers + 1), np.inf)
-        full = np.zeros(best.shape, np.int32)
-        selective = np.zeros(best.shape, bool)
-        kept = {r: self._activations(kind, r) for r in RECOMPUTES}
-        constant = kept["none"][0]
-        for r in RECOMPUTES if kind.recompute is None else (kind.recompute,):
-            head, per, work = kept[r]
-            fits = k * (head + per * n) + work <= room
-            seconds = np.where(fits, unit.backward[r][0] + unit.backward[r][1] * n, np.inf)
-            better = seconds < best
-            best = np.where(better, seconds, best)
-            selective = np.where(better, r == "selective", selective)
-            full = np.where(better, n if r == "full" else 0, full)
+        room: Floats = np.where(buffers <= free, free, -1.0).astype(np.float64)  # for activations, [layers]
+        forward: Floats = (unit.forward[0] + unit.forward[1] * n).astype(np.float64)
+        levels = RECOMPUTES if kind.recompute is None else (kind.recompute,)
+        kept, over, save = (x[..., :depth, :] for x in self._kept_bytes(kind))
+        if kind.recompute is not None:
+            kept = kept[[RECOMPUTES.index(kind.recompute)]]
+        lines = np.array([unit.backward[r] for r in levels], np.float64)
+        each: Floats = (lines[:, :1] + lines[:, 1:] * n).astype(np.float64)  # [levels, layers]
+        best = np.min(np.where(kept <= room, each[:, None, :], np.inf), axis=0)  # [in flight, layers]
+        first = None
         if self.first and kind.recompute is None:
-            save = k * (kept["none"][1] - kept["full"][1])
-            over = k * (constant + kept["none"][1] * n) + kept["none"][2] - room
-            need = np.ceil(np.maximum(over, 0.0) / save - 1e-9)
-            need = np.where((need >= 1) & (need < n) & (room >= 0), need, np.inf)
-            back = unit.backward["none"]
-            extra = unit.backward["full"][1] - back[1]
-            seconds = back[0] + back[1] * n + need * extra
-            better = seconds < best - 1e-15
-            best = np.where(better, seconds, best)
-            selective = np.where(better, False, selective)
-            full = np.where(better, np.where(np.isfinite(need), need, 0), full).astype(np.int32)
-        return StageTable(np.asarray(best + forward, np.float64), full, selective, np.asarray(forward, np.float64))
+            first = over, save, unit.backward["full"][1] - unit.backward["none"][1]
+            tight = (kept[0] > room) & (room >= 0)
+            if tight.any():
+                need = np.ceil(np.maximum(over - room, 0.0) / save - 1e-9)
+                need = np.where(tight & (need >= 1) & (need < n), need, np.inf)
+                best = np.minimum(best, each[0] + need * first[2])
+        seconds = np.asarray(best + forward, np.float64)
+        return StageTable(seconds, forward, levels, kept, each, room, first)
+
+    def _kept_bytes(self, kind: Kind) -> tuple[Floats, Floats, Floats]:
+        """[in flight, layers] bytes: of activations by recompute [levels, …]; of all kept and a layer that runs again;
+        [in flight, 1]: what running a layer again saves. They do not depend on replicas."""
+        key = (kind.group, kind.tp, kind.dp, kind.micro_batch_size, kind.embed, kind.head)
+        if key not in self._needs:
+            n, k = self._layers, np.arange(1, self.depth + 1)[:, None]
+            rows = {r: self._activations(kind, r) for r in RECOMPUTES}
+            kept = np.stack([k * (head + per * n) + work for head, per, work in rows.values()])
+            over = k * (rows["none"][0] + rows["none"][1] * n) + rows["none"][2]
+            saved = k * (rows["none"][1] - rows["full"][1])
+            self._needs[key] = tuple(np.asarray(x, np.float64) for x in (kept, over, saved))  # type: ignore[assignment]
+        return self._needs[key]
 
     def _activations(self, kind: Kind, recompute: str) -> tuple[float, float, float]:
         """(bytes of the ends, bytes per layer, bytes that backward works with): activations are

@@ -64,7 +64,10 @@ def seconds(forward: Times, backward: Times, link: Times, micro_batches: int, sc
 
 def _one_f_one_b(forward: Times, backward: Times, link: Times, m: int) -> float:
     """Round j: every stage i does B(i, j - P + i) and then F(i, j); what these wait for is of an earlier round, or of
-    an earlier stage in this one."""
+    an earlier stage in this one.
+
+    After the first rounds all clocks go on by the same time every round (or every few, where the way to the end and
+    back is what limits): the rounds up to the last are then skipped."""
     p = len(forward)
     if p == 1:
         return m * (forward[0] + backward[0])
@@ -72,8 +75,10 @@ def _one_f_one_b(forward: Times, backward: Times, link: Times, m: int) -> float:
     came = [0.0] * (p + 1)  # arrival of the last gradient from stage i at stage i - 1
     down, up = [0.0] * p, [0.0] * p  # when the link after (before) stage i is free again
     last = p - 1
-    rounds = range(m + p)
-    for j in rounds:
+    periods = _periods(forward, backward, link) if m > 2 * p + 8 else ()
+    before: list[list[float]] = []  # clocks after each full round
+    j = 0
+    while j < m + p:
         t0 = j - p
         lo, hi = max(0, -t0), min(p, m - t0)
         for i in range(lo, hi):
@@ -94,7 +99,42 @@ def _one_f_one_b(forward: Times, backward: Times, link: Times, m: int) -> float:
                 if i < last:
                     begin = down[i] if down[i] > end else end
                     arrival = down[i] = begin + link[i]
+        j += 1
+        if periods and p < j < m:
+            clocks = [*free, *came[1:p], *down[:last], *up[1:]]
+            before.append(clocks)
+            period, step = _steady(before, periods)
+            if period:
+                times = (m - j) // period
+                clocks = [t + times * step for t in clocks]
+                free, came[1:p] = clocks[:p], clocks[p : 2 * p - 1]
+                down[:last], up[1:] = clocks[2 * p - 1 : 3 * p - 2], clocks[3 * p - 2 :]
+                j, periods = j + times * period, ()
     return max(free)
+
+
+def _periods(forward: Times, backward: Times, link: Times) -> tuple[int, ...]:
+    """Rounds after which all clocks may have gone on by the same time: one where a stage or link limits, or the
+    micro-batches in flight where the way from a stage to the end and back does."""
+    count, trip, slowest, rounds = len(forward), 0.0, 0.0, 1
+    for i in range(count - 1, -1, -1):
+        trip += forward[i] + backward[i] + (2 * link[i] if i < count - 1 else 0.0)
+        if trip / (count - i) > slowest * (1 + 1e-12):
+            slowest, rounds = trip / (count - i), count - i
+    return tuple({1, rounds})
+
+
+def _steady(rows: list[list[float]], periods: Sequence[int]) -> tuple[int, float]:
+    """(rounds, seconds) by which all clocks go on alike; (0, 0) if they do not yet."""
+    now = rows[-1]
+    for period in periods:
+        if len(rows) <= period:
+            continue
+        old = rows[-1 - period]
+        step, near = now[0] - old[0], 1e-13 * now[0]
+        if all(abs(a - b - step) <= near for a, b in zip(now, old)):
+            return period, step
+    return 0, 0.0
 
 
 def _gpipe(forward: Times, backward: Times, link: Times, m: int) -> float:

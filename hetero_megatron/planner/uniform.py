@@ -7,6 +7,7 @@ data parallel, then pipeline.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -62,15 +63,14 @@ def uniform_plans(
             if len(blocks) % pp:
                 continue
             dp = len(blocks) // pp
+            if batch % dp:
+                continue
             each, more = divmod(model.num_layers, pp)
+            counts = Counter(zip(*(groups[p * dp : (p + 1) * dp] for p in range(pp))))
             for size in sizes:
                 if batch % (dp * size):
                     continue
                 for recompute in recomputes:
-                    counts: dict[tuple[int, ...], int] = {}
-                    for d in range(dp):
-                        key = tuple(groups[p * dp + d] for p in range(pp))
-                        counts[key] = counts.get(key, 0) + 1
                     parts = tuple(
                         Part(
                             PipelineShape(

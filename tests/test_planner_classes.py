@@ -1,0 +1,185 @@
+"""What makes planning of large clusters quick gives what the plain way gives: classes of equal ranks and nodes, arrays
+over ranks, periods of a schedule, lower bounds."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_megatron.cluster import Cluster, cluster_from_dict
+from hetero_megatron.layout import reduction
+from hetero_megatron.plan import validate
+from hetero_megatron.plan.buckets import make_buckets
+from hetero_megatron.planner.bucket_flows import Places, bucket_flows, of_traffic, port_traffic, price
+from hetero_megatron.planner.evaluate import Evaluator
+from hetero_megatron.planner.fits import most_over
+from hetero_megatron.planner.footprint import estimate_memory
+from hetero_megatron.planner.hosts import Host, Hosts
+from hetero_megatron.planner.meetings import Structure
+from hetero_megatron.planner.network import Network
+from hetero_megatron.planner.place import Placed, place, to_plan
+from hetero_megatron.planner.predict import predict
+from hetero_megatron.planner.search import SearchOptions, make_evaluator
+from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape
+from hetero_megatron.planner.timing import seconds
+from hetero_megatron.schedule import Costs, generate, lower, simulate
+from hetero_megatron.spec import load_model
+
+TIMES = st.floats(0.01, 10)
+MODEL, SEQ = load_model("tiny"), 64
+
+
+def there(count: int = 2) -> Cluster:
+    return cluster_from_dict(
+        {
+            "nodes": [
+                {"name": "a", "count": count, "chip": "A100-80-SXM", "chips_per_node": 4},
+                {"name": "b", "count": count, "chip": "L40S", "chips_per_node": 2},
+            ],
+            "links": {
+                "intra_node": {"bandwidth": "100 GB/s", "latency": "5 us"},
+                "inter_node": {"bandwidth": "25 GB/s", "latency": "10 us"},
+                "pairs": [{"between": ["a", "b"], "bandwidth": "3 GB/s"}],
+            },
+        }
+    )
+
+
+def random_candidate(rng: random.Random, evaluator: Evaluator) -> tuple[Candidate, Placed]:
+    """Pipelines of unlike stages, some several times, with all TP degrees and inner replicas."""
+    while True:
+        parts = []
+        for _ in range(rng.randint(1, 3)):
+            count = rng.randint(1, min(3, MODEL.num_layers))
+            cuts = sorted(rng.sample(range(1, MODEL.num_layers), count - 1))
+            sizes = [b - a for a, b in zip([0, *cuts], [*cuts, MODEL.num_layers])]
+            stages = tuple(
+                StageShape(rng.randint(0, 1), rng.choice([1, 1, 2]), rng.choice([1, 1, 2]), n) for n in sizes
+            )
+            parts.append(Part(PipelineShape(2, stages), rng.randint(1, 2), rng.randint(1, 40)))
+        candidate = Candidate(tuple(parts), "1f1b", rng.choice(["stage", "pipeline"])).merged()
+        usage = candidate.usage(2)
+        placed = place(candidate, evaluator.pool) if all(n <= m for n, m in zip(usage, evaluator.pool.counts)) else None
+        if placed is not None:
+            return candidate, placed
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(TIMES, TIMES, st.floats(0, 5)), min_size=2, max_size=5), st.integers(30, 90))
+def test_rounds_that_repeat_are_skipped(rows: list[tuple[float, float, float]], m: int) -> None:
+    f, b, x = (list(column) for column in zip(*rows))
+    exact = simulate(lower(generate("1f1b", len(f), m)), Costs(f, b, x[:-1])).step_seconds
+    assert seconds(f, b, x[:-1], m) == pytest.approx(exact, rel=1e-10)
+
+
+def test_ten_thousand_rounds_take_no_longer_than_a_hundred() -> None:
+    """By what a stage that limits takes per micro-batch, counted, not timed."""
+    few, many = (seconds([1.0, 1.5, 1.2], [2.0, 2.5, 2.2], [0.1, 0.3], m) for m in (100, 10_100))
+    assert many - few == pytest.approx(10_000 * 4.0, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_flows_by_class_are_those_of_all_pairs(seed: int) -> None:
+    rng = random.Random(seed)
+    cluster = there()
+    evaluator = make_evaluator(MODEL, cluster, SEQ, SearchOptions())
+    _, placed = random_candidate(rng, evaluator)
+    plan = to_plan(placed, cluster, SEQ, MODEL.num_heads)
+    network = Network(evaluator.costs.rates)
+    structure = Structure(plan, evaluator.costs, network)
+    held: dict[int, int] = defaultdict(int)
+    owned: dict[int, int] = defaultdict(int)
+    for bucket in structure.buckets:
+        pairs: dict[tuple[int, int], int] = defaultdict(int)
+        for name, layout in bucket.holders.items():
+            for piece in reduction(layout, bucket.owners[name]).pieces:
+                pairs[piece.src, piece.dst] += piece.box.size
+            for rank in bucket.ranks:
+                held[rank] += layout.elements(rank)
+                owned[rank] += bucket.owners[name].elements(rank)
+        flows = bucket_flows(bucket, structure.at(bucket))
+        for i, rank in enumerate(bucket.ranks):
+            assert flows.given[i] == sum(n for (a, b), n in pairs.items() if a == rank != b)
+            assert flows.taken[i] == sum(n for (a, b), n in pairs.items() if b == rank != a)
+            assert flows.owned[i] == pairs.get((rank, rank), 0)
+        for spread in (False, True):
+            mine = port_traffic(flows, structure.places, spread)
+            each = [(b, a, float(n)) if spread else (a, b, float(n)) for (a, b), n in pairs.items()]
+            plain = of_traffic(network.traffic(each), structure.places)
+            assert _by_port(mine) == _by_port(plain) and dict(mine.longest) == dict(plain.longest)
+            old, new = network.exchange(each, collective=True), price(mine, 1.0, network)
+            assert new.seconds == pytest.approx(old.seconds) and new.latency == old.latency
+    places: Places = structure.places
+    assert dict(zip(places.ranks.tolist(), structure.held.tolist())) == held
+    assert dict(zip(places.ranks.tolist(), structure.owned.tolist())) == owned
+
+
+def _by_port(traffic) -> dict[tuple[int, object], float]:  # type: ignore[no-untyped-def]
+    rows = zip(traffic.ports.tolist(), traffic.way.tolist(), traffic.size.tolist(), strict=True)
+    return {(port, traffic.ways[way]): size for port, way, size in rows}
+
+
+def test_hosts_in_arrays_are_hosts() -> None:
+    rng = np.random.default_rng(0)
+    hosts, plain = Hosts(3), [Host() for _ in range(3)]
+    for bucket in range(12):
+        at = np.flatnonzero(rng.random(3) < 0.7)
+        ready, pack, after, end = rng.random(len(at)) * 9, rng.random(len(at)), rng.random(len(at)), rng.random() * 9
+        sent = hosts.start(at, bucket, ready, pack)
+        assert sent == pytest.approx([plain[r].send(t, p) for r, t, p in zip(at, ready, pack)])
+        hosts.travel(at, bucket, end, after)
+        for r, seconds_ in zip(at, after):
+            plain[r].under_way.append((end, seconds_))
+    assert hosts.finish(np.ones(3)) == pytest.approx([host.finish(1.0) for host in plain])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_plan_that_is_said_to_fit_fits(seed: int) -> None:
+    """Bound by classes against the memory of every rank of the placed plan, at most a few rows of each tensor apart."""
+    rng = random.Random(seed)
+    cluster = there(3)
+    evaluator = make_evaluator(MODEL, cluster, SEQ, SearchOptions())
+    costs = evaluator.costs
+    candidate, placed = random_candidate(rng, evaluator)
+    plan = to_plan(placed, cluster, SEQ, MODEL.num_heads)
+    validate(plan, MODEL, cluster, dtype="bf16")
+    needs = estimate_memory(plan, MODEL, "bf16")
+    chips = {r: cluster.ranks[r].chip for r in plan.ranks}
+    exact = max(m.total + costs.overhead(chips[r]) - costs.memory_limit(chips[r]) for r, m in needs.items())
+    bound = most_over(evaluator, candidate)
+    most = max(m.optimizer + m.buffers for m in needs.values())
+    assert exact <= bound <= exact + 4 * most + 1
+    assert bool(predict(plan, MODEL, cluster, "bf16", costs).over) == (exact > 0)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_bound_of_a_candidate_is_not_above_its_score(seed: int) -> None:
+    rng = random.Random(seed)
+    evaluator = make_evaluator(MODEL, there(3), SEQ, SearchOptions())
+    for _ in range(12):
+        candidate, placed = random_candidate(rng, evaluator)
+        score = evaluator.score(candidate)
+        assert score is not None and score == evaluator.score_placed(placed)
+        assert evaluator.least(candidate) <= score.step_seconds * (1 + 1e-9)
+
+
+def test_memory_is_that_of_the_buckets() -> None:
+    """Bucket by bucket and rank by rank, against arrays."""
+    cluster = there()
+    evaluator = make_evaluator(MODEL, cluster, SEQ, SearchOptions())
+    _, placed = random_candidate(random.Random(3), evaluator)
+    plan = to_plan(placed, cluster, SEQ, MODEL.num_heads)
+    weights: dict[int, int] = defaultdict(int)
+    optimizer: dict[int, int] = defaultdict(int)
+    for bucket in make_buckets(plan, MODEL):
+        for name, layout in bucket.holders.items():
+            for rank in bucket.ranks:
+                weights[rank] += 2 * layout.elements(rank)
+                optimizer[rank] += 12 * bucket.owners[name].elements(rank)
+    for rank, memory in estimate_memory(plan, MODEL, "bf16").items():
+        assert (memory.weights, memory.optimizer) == (weights[rank], optimizer[rank])
