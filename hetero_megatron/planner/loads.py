@@ -23,7 +23,6 @@ from hetero_megatron.planner.ground import At, Ground
 from hetero_megatron.planner.network import Network
 from hetero_megatron.planner.pool import Pool
 from hetero_megatron.planner.shape import Candidate, StageShape
-from hetero_megatron.spec import stage_tensors
 
 Elements = TypeVar("Elements", float, NDArray[np.int64])
 Port = tuple[int, ...]  # the cards of each node of a class; (part, stage, 0): the own link of each of the stage's chips
@@ -87,14 +86,13 @@ class Run:
     total: int
     share: dict[At, float]
     embed: bool = False
-    tensors: int = 0  # matrices, of which a bucket has at least one
     ports: dict[Port, float] = field(default_factory=dict)
     link: float = 0.0
     latency: float = 0.0
 
     @property
     def buckets(self) -> int:
-        return max(1, min(math.ceil(max(self.held.values()) * 4 / BUCKET_BYTES), self.tensors))
+        return max(1, math.ceil(max(self.held.values()) * 4 / BUCKET_BYTES))
 
 
 @dataclass
@@ -124,7 +122,6 @@ def sync_loads(candidate: Candidate, ground: Ground, ways: Ways, costs: CostMode
     segments.append((tuple(at for at, _, _, _, _ in spans if at[1] == 0), 0, 0, "embed"))
     starts = {at: lo for at, lo, _, _, _ in spans}
     before: tuple[At, ...] = ()
-    matrices = sum(len(t.shape) > 1 for t in stage_tensors(costs.model, (0,), False, False))
     for holders, first, layers, end in segments:
         copies = sum(ground.units[at] for at in holders)
         ranks = sum(ground.units[at] * stages[at].tp for at in holders)
@@ -139,7 +136,6 @@ def sync_loads(candidate: Candidate, ground: Ground, ways: Ways, costs: CostMode
             share = {at: stages[at].tp * stages[at].share / total for at in holders}
             loads.runs.append(Run(dict.fromkeys(holders, 0.0), {}, copies, ranks, total, share))
         run, before = loads.runs[-1], holders
-        run.tensors += layers * matrices if layers else 1
         for at in holders:
             run.held[at] += costs.most_held(stages[at].tp, layers, end == "embed", end == "head")
             if layers or at not in run.lowest:
