@@ -38,10 +38,10 @@ def most_over(evaluator: Evaluator, candidate: Candidate) -> int:
             rest = costs.memory_bytes(choice, part.shape.micro_batch_size, alive[s], candidate.pipelines)
             for rank in made.ranks:
                 held, owned, moving = rows[rank]
-                state = sum(state_bytes(held, 0, 1, costs.item)[:2])
+                state: float = sum(state_bytes(held, 0, 1, costs.item)[:2])
                 if not stage.offload:
                     state += state_bytes(held, owned, 1, costs.item, costs.options.moments)[2]
-                buffers = max((sum(moving[i : i + IN_FLIGHT]) for i in range(len(moving))), default=0)
+                buffers: float = max((sum(moving[i : i + IN_FLIGHT]) for i in range(len(moving))), default=0.0)
                 total = rest.overhead + state + max(rest.activations, buffers)
                 worst = max(worst, int(total) + 1 - costs.memory_limit(choice.chip))
     return worst
