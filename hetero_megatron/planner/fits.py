@@ -42,8 +42,8 @@ def most_over(evaluator: Evaluator, candidate: Candidate) -> int:
                 if not stage.offload:
                     state += state_bytes(held, owned, 1, costs.item, costs.options.moments)[2]
                 buffers: float = max((sum(moving[i : i + IN_FLIGHT]) for i in range(len(moving))), default=0.0)
-                total = rest.overhead + state + max(rest.activations, buffers)
-                worst = max(worst, int(total) + 1 - costs.memory_limit(choice.chip))
+                need = rest.overhead + state + max(rest.activations, buffers)
+                worst = max(worst, int(need) + 1 - costs.memory_limit(choice.chip))
     return worst
 
 
