@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import os
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4  # parameters of glibc's mallopt
 _TOP_PAD_BYTES = 16 << 20
+_CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_")
 
 
 def keep_freed_memory() -> bool:
     """Have glibc keep what is freed, for the next tensors, instead of giving it back to the system.
 
     A step allocates and frees hundreds of MiB; a page that comes back from the system costs a fault and is zeroed.
-    Without effect (False) where the C library has no ``mallopt``.
+    Without effect (False) where the C library has no ``mallopt``, and where the user has chosen by glibc's variables.
     """
+    if any(name in os.environ for name in _CHOSEN):
+        return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
