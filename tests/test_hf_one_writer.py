@@ -206,7 +206,7 @@ def half_seen(comm: Comm, spec: ModelSpec, root: str) -> bool:
     with node(root, 3 if comm.rank == 3 else 0):
         if comm.rank == 3:
             Path("out.incomplete").mkdir()
-            Path("out.incomplete", ".token").write_text("of another run")
+            Path("out.incomplete", ".token").write_bytes(b"\xffof another run")
         before = comm.sent_bytes[0]
         save_hf("out", spec, rows_of(spec, comm.rank), torch.float32, comm.group(RENTED))
         return comm.sent_bytes[0] > before
@@ -219,4 +219,4 @@ def test_one_rank_elsewhere_is_enough(tmp_path: Path) -> None:
         for number, tensor in enumerate(logical_tensors(spec)):
             assert (file.get_tensor(tensor.name)[quarter(tensor.shape, 3).slices()] == 10.0 * number + 3).all()
     assert os.listdir(tmp_path / "node3") == ["out.incomplete"]
-    assert (tmp_path / "node3" / "out.incomplete" / ".token").read_text() == "of another run"
+    assert (tmp_path / "node3" / "out.incomplete" / ".token").read_bytes() == b"\xffof another run"

@@ -110,8 +110,8 @@ def _all_see(work: Path, world: Group) -> bool:
 
     def look() -> bool:
         try:
-            with mark.open("r+") as file:
-                return file.read() == left
+            with mark.open("rb+") as file:
+                return file.read() == left.encode()
         except OSError:  # not there, not ours, read-only
             return False
 
