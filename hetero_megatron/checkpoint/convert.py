@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from hetero_megatron import __version__
 from hetero_megatron.checkpoint.directory import CheckpointDirectory, write_synced
+from hetero_megatron.checkpoint.hf_files import SHARD_BYTES
 from hetero_megatron.checkpoint.hf_load import HFWeights
-from hetero_megatron.checkpoint.hf_save import SHARD_BYTES, save_hf, travel_along
+from hetero_megatron.checkpoint.hf_save import save_hf, travel_along
 from hetero_megatron.checkpoint.manifest import METADATA, SUMS, Place, encode_metadata, format_sums, sha256
 from hetero_megatron.checkpoint.native import Checkpoint, open_checkpoint
 from hetero_megatron.checkpoint.safefile import Files, write_file

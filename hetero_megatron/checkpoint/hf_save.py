@@ -1,7 +1,8 @@
 """Weights to a Hugging Face directory, from any plan: the header first, then every rank writes the boxes it owns.
 
-No rank gathers the model. All ranks must see one file system. The directory appears, whole, when everything is
-written: until then the files are in ``DIRECTORY.incomplete``.
+No rank gathers the model. Where not all ranks can write in the first rank's directory (nodes without a shared file
+system), the first rank writes every file, and receives one tensor at a time from its owners. The directory appears,
+whole, when everything is written: until then the files are in ``DIRECTORY.incomplete``.
 """
 
 from __future__ import annotations
@@ -9,49 +10,45 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 import shutil
-import struct
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from hetero_megatron.checkpoint.names import name_table
+from hetero_megatron.checkpoint.hf_files import (
+    DTYPES,
+    SHARD_BYTES,
+    StoredTensor,
+    file_header,
+    plan_files,
+    put_box,
+    stored_bits,
+)
+from hetero_megatron.checkpoint.names import HFSource, name_table
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
-from hetero_megatron.spec import ModelSpec, from_hf_config, logical_tensors, to_hf_config
+from hetero_megatron.spec import ModelSpec, from_hf_config, to_hf_config
+
+Owned = tuple[str, Box, torch.Tensor]  # logical name, box, its values
+T = TypeVar("T")
 
 FLAG = "--save-hf"
-SHARD_BYTES = 4 << 30
-# dtype -> (safetensors' name, what NumPy stores; bf16 has no NumPy type and travels as its 16 bits)
-_DTYPES: dict[torch.dtype, tuple[str, np.dtype[Any]]] = {
-    torch.float64: ("F64", np.dtype("<f8")),
-    torch.float32: ("F32", np.dtype("<f4")),
-    torch.float16: ("F16", np.dtype("<f2")),
-    torch.bfloat16: ("BF16", np.dtype("<u2")),
-}
 HF_CONFIG = "hf_config.json"  # a Hugging Face directory's config.json inside a native checkpoint
 TRAVEL_ALONG = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json")
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """One Hugging Face tensor: file, byte offset of its values, shape."""
-
-    file: str
-    offset: int
-    shape: tuple[int, ...]
 
 
 def save_hf(
     directory: str,
     spec: ModelSpec,
-    owned: Iterable[tuple[str, Box, torch.Tensor]],
+    owned: Iterable[Owned],
     dtype: torch.dtype,
     world: Group,
     source: str | None = None,
@@ -60,6 +57,7 @@ def save_hf(
     """Write a directory that ``AutoModelForCausalLM.from_pretrained`` loads. Called on all ranks of ``world``.
 
     Args:
+        directory: on the first rank's node; a directory that others see by this name may be another one.
         owned: (logical name, box, values) of everything this rank owns; all ranks together own every element once.
         dtype: of the files.
         source: a Hugging Face directory whose tokenizer and generation config are copied along.
@@ -69,82 +67,80 @@ def save_hf(
     """
     first, final = world.index == 0, Path(directory)
     work = final.with_name(final.name + ".incomplete")
-    plan = _plan_files(spec, dtype, shard_bytes)
+    plan, table = plan_files(spec, dtype, shard_bytes), name_table(spec)
+    world.comm.activity = f"writing {FLAG}"
     _together(world, lambda: _create(final, work, spec, dtype, plan, source) if first else None)
-    _together(world, lambda: _write(work, spec, owned, dtype, plan))
+    if _all_see(work, world):
+        _together(world, lambda: _write(work, table, owned, dtype, plan))
+    else:
+        _write_on_first(work, table, owned, dtype, plan, world)
     _together(world, lambda: work.rename(final) if first else None)
 
 
-def _together(world: Group, action: Callable[[], object]) -> None:
-    """Do ``action`` here; if it fails on any rank, all ranks raise the first failure."""
-    problem = None
+def _together(world: Group, action: Callable[[], T]) -> list[T]:
+    """Do ``action`` here; its results on all ranks, or the first failure raised on all ranks."""
+    problem = result = None
     try:
-        action()
+        result = action()
     except UserError as error:
         problem = error
     except OSError as error:
-        problem = UserError(f"cannot be written: {error.strerror}", field=FLAG, value=str(error.filename or ""))
-    for found in world.gather_objects(problem):
-        if isinstance(found, UserError):
-            raise found
+        text = f"cannot be written on rank {world.comm.rank}: {error.strerror}"
+        problem = UserError(text, field=FLAG, value=str(error.filename or ""))
+    found: list[Any] = world.gather_objects((problem, result))
+    for failed, _ in found:
+        if failed is not None:
+            raise failed
+    return [done for _, done in found]
 
 
-def check_target(directory: str, spec: ModelSpec) -> None:
-    """Refuse, before training rather than after it, a directory that holds something or a model without a family."""
+def _all_see(work: Path, world: Group) -> bool:
+    """Whether every rank can write in the directory that the first one made: they look for a token it leaves there.
+
+    A rank that does not see the token yet (NFS caches names) makes the export slower, not wrong.
+    """
+    mark, word = work / ".token", secrets.token_hex(8)
+
+    def leave() -> str:
+        if world.index == 0:
+            mark.write_text(word)
+        return word
+
+    left = _together(world, leave)[0]
+
+    def look() -> bool:
+        try:
+            with mark.open("rb+") as file:
+                return file.read() == left.encode()
+        except OSError:  # not there, not ours, read-only
+            return False
+
+    seen = all(_together(world, look))
+    _together(world, lambda: mark.unlink() if world.index == 0 else None)
+    return seen
+
+
+def check_target(directory: str, spec: ModelSpec, world: Group) -> None:
+    """Refuse, before training rather than after it, what ``save_hf`` would refuse on the first rank. On all ranks."""
+    _together(world, lambda: _check_target(Path(directory), spec) if world.index == 0 else None)
+
+
+def _check_target(path: Path, spec: ModelSpec) -> None:
+    """Refuse a directory that holds something or cannot be made, and a model without a family."""
     to_hf_config(spec)
-    path = Path(directory)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UserError("exists and is not an empty directory", field=FLAG, value=directory, accepted="a new directory")
-
-
-def _stored(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Shapes of the Hugging Face tensors, in model order."""
-    table = name_table(spec)
-    return {table[t.name].name: table[t.name].shape(t.shape) for t in logical_tensors(spec)}
-
-
-def _plan_files(spec: ModelSpec, dtype: torch.dtype, shard_bytes: int) -> dict[str, StoredTensor]:
-    """Tensors dealt to files of at most ``shard_bytes`` (one larger tensor makes a larger file), in model order."""
-    itemsize = _DTYPES[dtype][1].itemsize
-    files: list[list[tuple[str, tuple[int, ...]]]] = [[]]
-    used = 0
-    for name, shape in _stored(spec).items():
-        size = math.prod(shape) * itemsize
-        if files[-1] and used + size > shard_bytes:
-            files.append([])
-            used = 0
-        files[-1].append((name, shape))
-        used += size
-    many = len(files) > 1
-    out = {}
-    for i, entries in enumerate(files):
-        file = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" if many else "model.safetensors"
-        offset = len(_header(entries, dtype))
-        for name, shape in entries:
-            out[name] = StoredTensor(file, offset, shape)
-            offset += math.prod(shape) * itemsize
-    return out
-
-
-def _header(entries: list[tuple[str, tuple[int, ...]]], dtype: torch.dtype) -> bytes:
-    """The safetensors header: its length as u64, then JSON padded to 8 bytes."""
-    label, stored = _DTYPES[dtype]
-    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for name, shape in entries:
-        stop = start + math.prod(shape) * stored.itemsize
-        table[name] = {"dtype": label, "shape": list(shape), "data_offsets": [start, stop]}
-        start = stop
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+        raise UserError("exists and is not an empty directory", field=FLAG, value=str(path), accepted="a new directory")
+    parent = next(p for p in path.absolute().parents if p.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        problem = f"cannot be made in {parent}: no directory, or not a writable one"
+        raise UserError(problem, field=FLAG, value=str(path), accepted="a new directory where the first rank may write")
 
 
 def _create(
     final: Path, work: Path, spec: ModelSpec, dtype: torch.dtype, plan: dict[str, StoredTensor], source: str | None
 ) -> None:
     """Headers, full-size files, config, index and what travels along."""
-    check_target(str(final), spec)
+    _check_target(final, spec)
     config = _base_config(spec, source) | to_hf_config(spec) | {"dtype": str(dtype).removeprefix("torch.")}
     if work.exists():
         shutil.rmtree(work)
@@ -153,10 +149,10 @@ def _create(
         for along in Path(str(source)).glob(pattern):
             shutil.copy(along, work / along.name)
     (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    itemsize, total = _DTYPES[dtype][1].itemsize, 0
+    itemsize, total = DTYPES[dtype][1].itemsize, 0
     for file in dict.fromkeys(t.file for t in plan.values()):
         entries = [(name, t.shape) for name, t in plan.items() if t.file == file]
-        header = _header(entries, dtype)
+        header = file_header(entries, dtype)
         size = sum(math.prod(shape) * itemsize for _, shape in entries)
         total += size
         with (work / file).open("wb") as out:
@@ -191,22 +187,65 @@ def travel_along(source: str | None) -> dict[str, bytes]:
 
 
 def _write(
-    work: Path,
-    spec: ModelSpec,
-    owned: Iterable[tuple[str, Box, torch.Tensor]],
-    dtype: torch.dtype,
-    plan: dict[str, StoredTensor],
+    work: Path, table: dict[str, HFSource], owned: Iterable[Owned], dtype: torch.dtype, plan: dict[str, StoredTensor]
 ) -> None:
     """This rank's boxes, each straight into its place."""
-    table, stored = name_table(spec), _DTYPES[dtype][1]
     for name, box, values in owned:
-        where = plan[table[name].name]
-        array = np.memmap(work / where.file, stored, "r+", where.offset, where.shape)
-        array[table[name].slices(box)] = _bits(values.T if table[name].transpose else values, dtype)
-        array.flush()
-        del array
+        put_box(work, plan[table[name].name], table[name].slices(box), stored_bits(values, table[name], dtype))
 
 
-def _bits(values: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
-    cast = values.detach().to(dtype).cpu().contiguous()
-    return cast.view(torch.uint16).numpy() if dtype == torch.bfloat16 else cast.numpy()
+def _write_on_first(
+    work: Path,
+    table: dict[str, HFSource],
+    owned: Iterable[Owned],
+    dtype: torch.dtype,
+    plan: dict[str, StoredTensor],
+    world: Group,
+) -> None:
+    """The first rank writes everything and holds one tensor at a time beside what it owns.
+
+    All ranks go through the tensors in the order of the files. Before each they meet: the first rank has written the
+    one before, or all raise what went wrong; the others say which boxes of the next they own, and send them.
+    """
+    mine: list[Owned] = []
+    arrived: list[tuple[str, Box, np.ndarray]] = []
+    _together(world, lambda: mine.extend(owned))
+
+    def turn(pieces: list[Owned]) -> list[tuple[str, Box]]:
+        while arrived:
+            name, box, bits = arrived.pop()
+            put_box(work, plan[table[name].name], table[name].slices(box), bits)
+        return [(name, box) for name, box, _ in pieces]
+
+    for tensor in plan:
+        pieces = [piece for piece in mine if table[piece[0]].name == tensor and piece[1].size]
+        offers = _together(world, partial(turn, pieces))
+        here = [(name, box, stored_bits(values, table[name], dtype)) for name, box, values in pieces]
+        if world.index == 0:
+            arrived += here + _receive(offers, table, dtype, world)
+        else:
+            _send([bits for _, _, bits in here], world)
+        del here
+    _together(world, partial(turn, []))
+
+
+def _send(parts: list[np.ndarray], world: Group) -> None:
+    """To the first rank, as bytes: not every device or backend knows every dtype."""
+    comm = world.comm
+    for bits in parts:
+        flat = torch.from_numpy(bits.reshape(-1).view(np.uint8)).to(comm.device)
+        comm.isend(flat, world.ranks[0], tag=0).wait()
+
+
+def _receive(
+    offers: list[list[tuple[str, Box]]], table: dict[str, HFSource], dtype: torch.dtype, world: Group
+) -> list[tuple[str, Box, np.ndarray]]:
+    """What the other ranks offer, one box after the other in the order of ranks: devices hold one at a time."""
+    comm, out = world.comm, []
+    for rank, offered in zip(world.ranks[1:], offers[1:], strict=True):
+        for name, box in offered:
+            flat = torch.empty(box.size * dtype.itemsize, dtype=torch.uint8, device=comm.device)
+            comm.irecv(flat, rank, tag=0).wait()
+            shape = box.shape[::-1] if table[name].transpose else box.shape
+            out.append((name, box, flat.cpu().numpy().view(DTYPES[dtype][1]).reshape(shape)))
+    return out

@@ -157,7 +157,8 @@ class Training:
     def __init__(self, config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins) -> None:
         self.config, self.platform = config, platform
         if config.save_hf is not None:
-            check_target(config.save_hf, config.spec)
+            comm.create_groups([config.plan.ranks])
+            check_target(config.save_hf, config.spec, comm.group(config.plan.ranks))
         self.weights = HFWeights(config.load_hf, config.spec) if config.load_hf is not None else None
         dtype = DTYPES[config.dtype]
         check_offload(config.plan, config.optimizer.name, config.dtype)
