@@ -233,8 +233,7 @@ def test_benchmarks_find_the_errors_that_are_there() -> None:
 
     ranks = [rank(i, 1.05 if i == 3 else 1.0) for i in range(4)]
     assert bench_testbed_chips.action_error(ranks) == pytest.approx(0.05)
-    assert bench_testbed_chips.ratios("3:1, 2+2", "soft", ranks) == (pytest.approx(0.025), 0.0)  # median of two ranks
-    assert bench_testbed_chips.ratios("3:1, 2+2", "quota", ranks) == (pytest.approx(0.025), 0.0)
+    assert bench_testbed_chips.ratios("3:1, 2+2", ranks) == (pytest.approx(0.025), 0.0)  # mean of two ranks
 
     def rates(seconds: float) -> dict[str, Any]:
         rows = {"layers": [["m", 1, 2, 64, 1.0, seconds]], "embed": [["m", 1, 2, 64, 0.0, seconds / 100]]}

@@ -91,12 +91,13 @@ def tensor_holders(plan: Plan, spec: ModelSpec) -> dict[str, Layout]:
 
 
 def backward_order(tensors: tuple[LogicalTensor, ...]) -> list[list[LogicalTensor]]:
-    """Segments (head, last layer, …, first layer, embedding) in the order in which their gradients are complete."""
+    """Segments (head, last layer, …, first layer, embedding), and tensors in them, in the order in which their gradients
+    are complete: a bucket that ends inside a layer need not wait for the rest of it."""
     segments: dict[float, list[LogicalTensor]] = defaultdict(list)
     for tensor in tensors:
         key = {"head": float("-inf"), "embed": float("inf")}.get(str(tensor.layer))
         segments[-float(tensor.layer) if key is None else key].append(tensor)
-    return [segments[key] for key in sorted(segments)]
+    return [segments[key][::-1] for key in sorted(segments)]
 
 
 def make_buckets(
