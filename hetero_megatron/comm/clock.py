@@ -181,7 +181,10 @@ class OperatorSeconds(TorchDispatchMode):
     """
 
     def __init__(self, chip: NominalChip = NominalChip()) -> None:
-        from torch.utils.flop_counter import flop_registry  # slow to import, and for emulated clocks only
+        # Slow to import, and for emulated clocks only. The first operator under a dispatch mode imports _dynamo, half a
+        # second of CPU time that would be its segment's.
+        import torch._dynamo  # noqa: F401
+        from torch.utils.flop_counter import flop_registry
 
         super().__init__()
         self.chip, self.seconds, self._flops = chip, 0.0, flop_registry
