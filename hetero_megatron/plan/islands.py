@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_megatron.cluster import Cluster, format_bytes
@@ -14,6 +14,7 @@ from hetero_megatron.plan.dump import rank_ranges
 from hetero_megatron.spec import ModelSpec
 
 Islands = tuple[tuple[int, ...], ...]
+EQUAL = 1.05  # times as long as the quickest division still counts as equal
 SEARCHED = 32  # chips up to which a search gives islands to what it predicts: their layouts take seconds for hundreds
 
 
@@ -33,22 +34,24 @@ def with_islands(plan: Plan, model: ModelSpec, cluster: Cluster) -> Plan:
     too where it names islands already.
 
     Islands are what remains together when all links up to a bandwidth are cut: nodes, or groups of nodes. Of several
-    such divisions the one is taken under which the gradients' bytes, each divided by its link's bandwidth, are least.
+    such divisions the one is taken under which the exchange of gradients takes least, hop after hop, by the bandwidths
+    of links and of what a node has for all others together; of those that take about equally long, the one that loads
+    links the least in all.
     """
     if plan.islands or plan.ranks[-1] >= cluster.world_size:
         return plan
-    best, least = plan, None
+    found = []
     for islands in divisions(plan, cluster):
         divided = replace(plan, islands=islands, _cache={})
         buckets = make_buckets(divided, model)
-        if all(len(b.hops) == 1 for b in buckets):
-            continue
-        seconds = _link_seconds(buckets, cluster)
-        if least is None:
-            least = _link_seconds(make_buckets(plan, model), cluster)
-        if seconds < least:
-            best, least = divided, seconds
-    return best
+        if any(len(b.hops) > 1 for b in buckets):
+            found.append((divided, *_link_seconds(buckets, cluster)))
+    if not found:
+        return plan
+    found.insert(0, (plan, *_link_seconds(make_buckets(plan, model), cluster)))
+    least = min(busiest for _, busiest, _ in found)
+    equal = [(together, i) for i, (_, busiest, together) in enumerate(found) if busiest <= EQUAL * least]
+    return found[min(equal)[1]][0]
 
 
 def with_islands_where_quick(plan: Plan, model: ModelSpec, cluster: Cluster) -> Plan:
@@ -101,19 +104,36 @@ def _bandwidth(cluster: Cluster, a: int, b: int) -> float | None:
     return link.bandwidth if link is not None else None
 
 
-def _link_seconds(buckets: Sequence[Bucket], cluster: Cluster) -> float:
-    """Elements over bandwidth, added up over all pairs; a link of unknown speed counts nothing."""
-    total = 0.0
-    known: dict[tuple[int, ...], float] = {}  # equal layers share their layouts
+def _link_seconds(buckets: Sequence[Bucket], cluster: Cluster) -> tuple[float, float]:
+    """Elements over bandwidth, hop after hop: of the busiest link or port, and of all links together."""
+    busiest = together = 0.0
+    known: dict[tuple[int, ...], tuple[float, float]] = {}  # equal layers share their layouts
     for hop in (hop for bucket in buckets for hop in bucket.hops):
         key = tuple(id(layout) for layout in (*hop.sources.values(), *hop.targets.values()))
         if key not in known:
-            known[key] = 0.0
-            for (a, b), count in hop_elements(hop).items():
-                speed = _bandwidth(cluster, a, b) if a != b else None
-                known[key] += count / speed if speed else 0.0
-        total += known[key]
-    return total
+            known[key] = _hop_seconds(hop_elements(hop), cluster)
+        busiest, together = busiest + known[key][0], together + known[key][1]
+    return busiest, together
+
+
+def _hop_seconds(elements: Mapping[tuple[int, int], int], cluster: Cluster) -> tuple[float, float]:
+    """The busiest link, or end of links: a chip inside its node, a node among others, which sends (and receives) all at
+    the rate of the fastest of its links; and the sum of all links. A link of unknown speed counts nothing."""
+    links: dict[tuple[object, object], float] = defaultdict(float)
+    ports: dict[tuple[str, object], float] = defaultdict(float)
+    fastest: dict[tuple[str, object], float] = {}
+    for (a, b), count in elements.items():
+        speed = _bandwidth(cluster, a, b) if a != b else None
+        if not speed:
+            continue
+        one, two = cluster.ranks[a].node, cluster.ranks[b].node
+        ends: tuple[object, object] = (a, b) if one == two else (one, two)
+        links[ends] += count / speed
+        for port in (("out", ends[0]), ("in", ends[1])):
+            ports[port] += count
+            fastest[port] = max(fastest.get(port, 0.0), speed)
+    busiest = max([*links.values(), *(count / fastest[port] for port, count in ports.items())], default=0.0)
+    return busiest, sum(links.values())
 
 
 def hop_elements(hop: Hop) -> dict[tuple[int, int], int]:
