@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
+import platform
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from hetero_megatron.comm.clock import EmulatedClock, NominalChip, OperatorSeconds, RealClock, verdict
 from hetero_megatron.comm.emulation import Emulation
 from hetero_megatron.comm.pacing import Pacer
-from hetero_megatron.comm.priority import may_hold_core
+from hetero_megatron.comm.priority import long_turns
 from tests.pool import shared_pool
 
 CHIP = NominalChip(1e9, 1e8, 1e8, operator_seconds=1e-5, segment_seconds=0.0)
@@ -130,24 +131,13 @@ def test_soft_stretches_cpu_time() -> None:
     assert clock.computed == pytest.approx(0.2, rel=0.1)
 
 
-def test_soft_keeps_its_core_where_it_may_and_says_where_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the kernel's own word: the policy inside and outside of counted compute."""
+def test_soft_asks_for_long_turns_and_says_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     described = {"chips": "soft", "speeds": [0.5], "links": "none"}
-    emulation = Emulation(0, described)
-    if may_hold_core():
-        with emulation.clock.counting():
-            assert os.sched_getscheduler(0) == os.SCHED_FIFO
-        assert "interrupt" not in emulation.describe()
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER
-
-    def refuse(*_: object) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(os, "sched_setscheduler", refuse)
-    emulation = Emulation(0, described)
-    assert "ranks interrupt each other" in emulation.describe()
-    with emulation.clock.counting():
-        pass
+    with ThreadPoolExecutor(1) as other:  # the slice stays with the thread
+        granted = other.submit(long_turns).result()
+        assert ("interrupt" not in other.submit(lambda: Emulation(0, described).describe()).result()) == granted
+        monkeypatch.setattr(platform, "machine", lambda: "unknown")
+        assert "ranks interrupt each other" in other.submit(lambda: Emulation(0, described).describe()).result()
 
 
 def test_without_a_testbed_nothing_is_emulated() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hetero_megatron.comm.priority import hold_core, may_hold_core
+from hetero_megatron.comm.priority import long_turns
 
 BLOCKED = 1e-4  # seconds: a wait that took longer really blocked, so the rank's own lateness did not matter
 OVERRUN_LIMIT = 0.01  # share of emulated seconds by which real CPU time may exceed them before a run is invalid
@@ -90,8 +90,8 @@ class RealClock:
 class EmulatedClock(RealClock):
     """Sleeps at the end of a segment until the emulated chip would be done.
 
-    ``soft``: a segment lasts its CPU seconds / speed, and keeps its core meanwhile where that is allowed
-    (``holds_core``): CPU seconds grow when ranks interrupt each other. With ``nominal`` (mode ``clock``): the nominal
+    ``soft``: a segment lasts its CPU seconds / speed; the thread asks for ``long_turns``, because CPU seconds grow when
+    ranks interrupt each other. With ``nominal`` (mode ``clock``): the nominal
     seconds of its operators / speed, which must exceed the CPU seconds; ``report()["overrun"]`` says by which share
     they did not.
     There, a segment without an operator is the host's work (Python between two communication calls): a slow chip does
@@ -107,7 +107,7 @@ class EmulatedClock(RealClock):
         self.speed, self.nominal = speed, nominal
         self.overrun = self.late = self.host = 0.0
         self._cpu = self._lateness = self._due = 0.0
-        self.holds_core = nominal is None and may_hold_core()
+        self.long_turns = nominal is None and long_turns()
         _sleep_precisely()
 
     def _end(self) -> float:
@@ -136,9 +136,7 @@ class EmulatedClock(RealClock):
 
     def _inside(self) -> AbstractContextManager[object]:
         self._lateness = 0.0
-        if self.nominal is not None:
-            return self.nominal
-        return hold_core() if self.holds_core else contextlib.nullcontext()
+        return self.nominal if self.nominal is not None else contextlib.nullcontext()
 
     def report(self) -> dict[str, float]:
         """``emulated`` seconds of compute, and shares of it: by how much the CPU time of segments exceeded what the

@@ -68,8 +68,8 @@ class Emulation:
         if self.chips == self.links == "none":
             return ""
         soft = "CPU time stretched"
-        if isinstance(self.clock, EmulatedClock) and not self.clock.holds_core:
-            soft += ", ranks interrupt each other: less exact than as root"
+        if isinstance(self.clock, EmulatedClock) and not self.clock.long_turns:
+            soft += ", ranks interrupt each other: less exact than on Linux 6.12"
         kinds = {"clock": "emulated clock", "soft": soft, "quota": "CPU quota", "none": "real"}
         return f"testbed: chips {self.chips} ({kinds[self.chips]}), links {self.links}"
 
