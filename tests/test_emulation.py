@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import platform
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,6 @@ from hypothesis import strategies as st
 from hetero_megatron.comm.clock import EmulatedClock, NominalChip, OperatorSeconds, RealClock, verdict
 from hetero_megatron.comm.emulation import Emulation
 from hetero_megatron.comm.pacing import Pacer
-from hetero_megatron.comm.priority import long_turns
 from tests.pool import shared_pool
 
 CHIP = NominalChip(1e9, 1e8, 1e8, operator_seconds=1e-5, segment_seconds=0.0)
@@ -129,15 +126,6 @@ def test_soft_stretches_cpu_time() -> None:
             pass
     assert time.perf_counter() - start >= 0.05 / 0.25 * 0.95
     assert clock.computed == pytest.approx(0.2, rel=0.1)
-
-
-def test_soft_asks_for_long_turns_and_says_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    described = {"chips": "soft", "speeds": [0.5], "links": "none"}
-    with ThreadPoolExecutor(1) as other:  # the slice stays with the thread
-        granted = other.submit(long_turns).result()
-        assert ("interrupt" not in other.submit(lambda: Emulation(0, described).describe()).result()) == granted
-        monkeypatch.setattr(platform, "machine", lambda: "unknown")
-        assert "ranks interrupt each other" in other.submit(lambda: Emulation(0, described).describe()).result()
 
 
 def test_without_a_testbed_nothing_is_emulated() -> None:

@@ -21,8 +21,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hetero_megatron.comm.priority import long_turns
-
 BLOCKED = 1e-4  # seconds: a wait that took longer really blocked, so the rank's own lateness did not matter
 OVERRUN_LIMIT = 0.01  # share of emulated seconds by which real CPU time may exceed them before a run is invalid
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -90,8 +88,7 @@ class RealClock:
 class EmulatedClock(RealClock):
     """Sleeps at the end of a segment until the emulated chip would be done.
 
-    ``soft``: a segment lasts its CPU seconds / speed; the thread asks for ``long_turns``, because CPU seconds grow when
-    ranks interrupt each other. With ``nominal`` (mode ``clock``): the nominal
+    ``soft``: a segment lasts its CPU seconds / speed. With ``nominal`` (mode ``clock``): the nominal
     seconds of its operators / speed, which must exceed the CPU seconds; ``report()["overrun"]`` says by which share
     they did not.
     There, a segment without an operator is the host's work (Python between two communication calls): a slow chip does
@@ -107,7 +104,6 @@ class EmulatedClock(RealClock):
         self.speed, self.nominal = speed, nominal
         self.overrun = self.late = self.host = 0.0
         self._cpu = self._lateness = self._due = 0.0
-        self.long_turns = nominal is None and long_turns()
         _sleep_precisely()
 
     def _end(self) -> float:

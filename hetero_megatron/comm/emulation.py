@@ -67,10 +67,7 @@ class Emulation:
         """One line for the console; empty without emulation."""
         if self.chips == self.links == "none":
             return ""
-        soft = "CPU time stretched"
-        if isinstance(self.clock, EmulatedClock) and not self.clock.long_turns:
-            soft += ", ranks interrupt each other: less exact than on Linux 6.12"
-        kinds = {"clock": "emulated clock", "soft": soft, "quota": "CPU quota", "none": "real"}
+        kinds = {"clock": "emulated clock", "soft": "CPU time stretched", "quota": "CPU quota", "none": "real"}
         return f"testbed: chips {self.chips} ({kinds[self.chips]}), links {self.links}"
 
     def _make_clock(self) -> RealClock:
