@@ -32,18 +32,18 @@ LAYERS, MICRO_BATCHES = 4, 6  # of the slowest ranks; the others get more, by th
 GOALS = {"clock": 0.01, "soft": 0.03, "quota": 0.10}
 
 
-def measure(name: str, modes: list[str], repeats: int) -> tuple[dict[str, list[Any]], bool]:
-    """By mode, per rank: ``rows``, (kind, wall, emulated seconds) of each action of each repeat, and ``clock``; and
+def measure(name: str, mode: str, repeats: int) -> tuple[list[Any], bool]:
+    """Per rank: ``rows``, (kind, wall, emulated seconds) of each action of each repeat, and ``clock``; and
     whether others disturbed it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         (path / "cluster.json").write_text(json.dumps(CLUSTERS[name]))
         work = {
             "cluster": CLUSTERS[name], "model": {**MODEL, "num_layers": LAYERS}, "seq_length": SEQ_LENGTH,
-            "micro_batches": MICRO_BATCHES, "repeats": repeats, "modes": modes, "out": str(path / "out.json"),
+            "micro_batches": MICRO_BATCHES, "repeats": repeats, "out": str(path / "out.json"),
         }  # fmt: skip
         (path / "work.json").write_text(json.dumps(work))
-        command = [sys.executable, "-m", "hetero_megatron.cli.main", "testbed", "run", "--chips", modes[0]]
+        command = [sys.executable, "-m", "hetero_megatron.cli.main", "testbed", "run", "--chips", mode]
         command += ["--links", "none", "--cluster", str(path / "cluster.json"), "--"]
         command += [sys.executable, str(ROOT / "benchmarks" / "testbed_actions.py"), str(path / "work.json")]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -95,18 +95,17 @@ def main() -> None:
     print("\n| cluster | chips | action | ratio | spread | overrun | late | disturbed |")
     print("|---|---|---|---|---|---|---|---|")
     worst: dict[str, float] = {}
-    for modes in ([m for m in args.chips if m != "quota"], [m for m in args.chips if m == "quota"]):
-        for name in args.only if modes else ():
-            found, disturbed = measure(name, modes, args.repeats)
-            for mode in modes:
-                ratio, spread = ratios(name, found[mode])
-                action = None if mode == "quota" else action_error(found[mode])
-                error = action if mode == "clock" and action is not None else ratio
-                worst[mode] = max(worst.get(mode, 0.0), error)
-                clock = {k: max(rank["clock"].get(k, 0.0) for rank in found[mode]) for k in ("overrun", "late")}
-                cells = ["-" if action is None else f"{action:.2%}", f"{ratio:.2%}", f"{spread:.2%}"]
-                cells += [f"{clock['overrun']:.2%}", f"{clock['late']:.2%}"] if mode == "clock" else ["-", "-"]
-                print(f"| {name} | {mode} | {' | '.join(cells)} | {'yes' if disturbed else 'no'} |", flush=True)
+    for mode in args.chips:
+        for name in args.only:
+            found, disturbed = measure(name, mode, args.repeats)
+            ratio, spread = ratios(name, found)
+            action = None if mode == "quota" else action_error(found)
+            error = action if mode == "clock" and action is not None else ratio
+            worst[mode] = max(worst.get(mode, 0.0), error)
+            clock = {k: max(rank["clock"].get(k, 0.0) for rank in found) for k in ("overrun", "late")}
+            cells = ["-" if action is None else f"{action:.2%}", f"{ratio:.2%}", f"{spread:.2%}"]
+            cells += [f"{clock['overrun']:.2%}", f"{clock['late']:.2%}"] if mode == "clock" else ["-", "-"]
+            print(f"| {name} | {mode} | {' | '.join(cells)} | {'yes' if disturbed else 'no'} |", flush=True)
     for mode, error in worst.items():
         what = "action" if mode == "clock" else "ratio"
         verdict = "met" if error <= GOALS[mode] else "missed"

@@ -1,7 +1,7 @@
 """What bench_testbed_chips.py runs on every rank: the same pipeline of one stage on each, action by action.
 
 Every rank gets micro-batches in proportion to its speed, so that all compute for the same time: a fast one that has
-finished would leave the core to the others. ``clock`` and ``soft`` are done in the rank, so one start serves both.
+finished would leave the core to the others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.testbed_job import begin
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import Comm, stop_comm
-from hetero_megatron.comm.emulation import Emulation
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
@@ -34,18 +33,14 @@ def main() -> None:
     runtime, fetch, count = alone(work, spec, cluster, comm)
     runtime.train_step(fetch, 0, 2, lr=0.0)  # allocations, lazy imports
     comm.emulation.started()
-    described = json.loads(Path(os.environ["HETERO_TESTBED"]).read_text())
-    found: dict[str, Any] = {}
-    for mode in work["modes"]:
-        comm.clock = Emulation(comm.rank, {**described, "chips": mode}).clock
-        rows = []
-        for repeat in range(work["repeats"] + 1):
-            world.gather_vectors(torch.zeros(1))
-            stats = runtime.train_step(fetch, 0, count, lr=0.0)
-            actions = [t for t in stats.actions if t.action.kind in ("F", "B")][2:]  # the first pair waits for the rest
-            if repeat:  # in the first one, quotas begin and caches fill
-                rows.append([(t.action.kind, t.end - t.start, t.computed) for t in actions])
-        found[mode] = [{"rows": r, "clock": c} for r, c in world.gather_objects((rows, comm.clock.report()))]  # type: ignore[misc]
+    rows = []
+    for repeat in range(work["repeats"] + 1):
+        world.gather_vectors(torch.zeros(1))
+        stats = runtime.train_step(fetch, 0, count, lr=0.0)
+        actions = [t for t in stats.actions if t.action.kind in ("F", "B")][2:]  # the first pair waits for the rest
+        if repeat:  # in the first one, quotas begin and caches fill
+            rows.append([(t.action.kind, t.end - t.start, t.computed) for t in actions])
+    found = [{"rows": r, "clock": c} for r, c in world.gather_objects((rows, comm.clock.report()))]  # type: ignore[misc]
     if comm.rank == 0:
         Path(work["out"]).write_text(json.dumps(found))
     stop_comm()

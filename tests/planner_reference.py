@@ -80,11 +80,15 @@ class Exhaustive:
     """The best plan of a case by trying all of them, but none that is not below ``best`` to begin with.
 
     Plans must fit with the optimizer states where they are placed, as ``predict`` counts them. ``shares``: those of the
-    states that stages may own, ascending; all combinations are tried.
+    states that stages may own, ascending; all combinations are tried. ``offload``: whether the optimizer of a stage may
+    be in host memory.
     """
 
-    def __init__(self, case: Case, evaluator: Evaluator, best: float, shares: Sequence[int] = (1,)) -> None:
+    def __init__(
+        self, case: Case, evaluator: Evaluator, best: float, shares: Sequence[int] = (1,), offload: bool = False
+    ) -> None:
         self.case, self.evaluator, self.best, self.shares = case, evaluator, best, tuple(shares)
+        self.places = (False, True) if offload else (False,)
         self.counts = evaluator.pool.counts
         self.found: Candidate | None = None
         self.tried = 0
@@ -184,7 +188,8 @@ class Exhaustive:
                         continue
                     rest = tuple(n - tp * dp * (h == g) for h, n in enumerate(usage))
                     for others in self._stages(rest, size):
-                        yield (StageShape(g, tp, dp), *others)
+                        for away in self.places:
+                            yield (StageShape(g, tp, dp, offload=away), *others)
 
     def _layers(self, stages: tuple[StageShape, ...], size: int, m: int) -> Iterator[tuple[int, ...]]:
         """All layers of the stages, none of which alone takes too long for ``m`` micro-batches."""
@@ -270,7 +275,9 @@ class Exhaustive:
         """With the fastest recompute of each stage, or None; without states it is what no division of them can beat."""
         placed = place(candidate, self.evaluator.pool)
         assert placed is not None, "only shares differ"
-        where = tuple((units, tuple((s.layers, s.share) for s in shape.stages)) for shape, _, units in placed.pipelines)
+        where = tuple(
+            (units, tuple((s.layers, s.share, s.offload) for s in shape.stages)) for shape, _, units in placed.pipelines
+        )
         if where not in self._states:
             plan = to_plan(placed, self.case.cluster, self.case.seq_length, self.case.model.num_heads)
             self._states[where] = estimate_memory(plan, self.case.model, "bf16")

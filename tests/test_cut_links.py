@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_resume import inside
-from tests.test_supervise import SINGLE, losses
+from tests.test_supervise import assert_same_losses, run_alone
 from tests.testbed_jobs import LINKS, STEPS, TRAIN, TestbedRun
 
 TIMEOUT = float(os.environ.get("CUT_TIMEOUT", "12"))  # seconds that a rank waits for another
@@ -28,10 +27,7 @@ MESSAGE = re.compile(
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    path = tmp_path_factory.mktemp("undisturbed")
-    (path / "plan.yaml").write_text(SINGLE)
-    inside(["--plan", str(path / "plan.yaml"), "--save", str(path / "run"), *TRAIN, "--train-iters", str(STEPS)])
-    return losses(path)
+    return run_alone(tmp_path_factory.mktemp("undisturbed"), [*TRAIN, "--train-iters", str(STEPS)])
 
 
 CASES = [
@@ -69,10 +65,7 @@ def test_a_cut_link(
         assert f"without {dropped}, 2 ranks left, plan {tmp_path / plan}.yaml" in output, output
     else:
         assert "round 1: the same plan again" in output, output
-    seen = losses(tmp_path)
-    assert sorted(seen) == sorted(undisturbed)
-    for step, loss in undisturbed.items():
-        assert seen[step] == pytest.approx(loss, rel=1e-10)
+    assert_same_losses(tmp_path, undisturbed)
     assert not run.left()
 
 

@@ -90,7 +90,7 @@ def test_batch_is_divided_exactly(pipelines: int, batch: int, seed: int) -> None
 
 def _search(case: Case, **options: object) -> tuple[float, float]:
     """(step seconds of the plan by the evaluator, bound); inf where nothing fits."""
-    space = Space(micro_batch_sizes=(case.size,) if case.size else None, recompute=case.recompute)
+    space = Space((case.size,) if case.size else None, case.recompute, offload="never")
     evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
     try:
         result = search(

@@ -80,15 +80,27 @@ def test_what_counts_as_lost() -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    path = tmp_path_factory.mktemp("undisturbed")
+    return run_alone(tmp_path_factory.mktemp("undisturbed"), TRAIN)
+
+
+def run_alone(path: Path, flags: list[str]) -> dict[int, float]:
+    """Losses by step of one rank that nothing disturbs."""
     (path / "plan.yaml").write_text(SINGLE)
-    inside(["--plan", str(path / "plan.yaml"), "--save", str(path / "run"), *TRAIN])
+    inside(["--plan", str(path / "plan.yaml"), "--save", str(path / "run"), *flags])
     return losses(path)
 
 
 def losses(path: Path) -> dict[int, float]:
     lines = [json.loads(line) for line in (path / "run" / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def assert_same_losses(path: Path, undisturbed: dict[int, float]) -> None:
+    """The run's loss curve is that of ``run_alone``, up to rounding."""
+    seen = losses(path)
+    assert sorted(seen) == sorted(undisturbed)
+    for step, loss in undisturbed.items():
+        assert seen[step] == pytest.approx(loss, rel=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -123,10 +135,7 @@ def test_a_lost_node(
         if policy == "replan":
             name = {1: "slow-0", 2: "slow-1"}[victim]
             assert f"without {name}, 2 ranks left, plan {tmp_path / 'two.yaml'}" in output, output
-        seen = losses(tmp_path)
-        assert sorted(seen) == sorted(undisturbed)
-        for step, loss in undisturbed.items():
-            assert seen[step] == pytest.approx(loss, rel=1e-10)
+        assert_same_losses(tmp_path, undisturbed)
         assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     finally:
         for pid in [*children(job.pid), job.pid]:

@@ -18,10 +18,9 @@ from typing import Any
 
 from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cluster import Cluster, load_cluster
+from hetero_megatron.cluster.catalogue import DTYPES
 from hetero_megatron.cluster.rates_section import merge_rates, write_rates
 from hetero_megatron.errors import UserError
-
-DTYPE_NAMES = ("fp64", "fp32", "bf16", "fp16")
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -36,8 +35,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _dtypes(text: str, default: str) -> tuple[str, ...]:
     names = tuple(text.split(",")) if text else (default,)
-    if unknown := [name for name in names if name not in DTYPE_NAMES]:
-        raise UserError("no such dtype", field="--dtype", value=unknown[0], accepted=", ".join(DTYPE_NAMES))
+    if unknown := [name for name in names if name not in DTYPES]:
+        raise UserError("no such dtype", field="--dtype", value=unknown[0], accepted=", ".join(DTYPES))
     return names
 
 
@@ -129,7 +128,8 @@ def _measure(cluster: Cluster, options: argparse.Namespace) -> tuple[dict[str, A
     from hetero_megatron.spec import load_model
     from hetero_megatron.training.calibration import CalibrationOptions, calibrate, format_calibration
     from hetero_megatron.training.config import OptimizerConfig
-    from hetero_megatron.training.loop import DTYPES, optimizer_factory, position
+    from hetero_megatron.training.loop import DTYPES as TORCH_DTYPES
+    from hetero_megatron.training.loop import optimizer_factory, position
 
     spec = load_model(options.model)
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -164,7 +164,7 @@ def _measure(cluster: Cluster, options: argparse.Namespace) -> tuple[dict[str, A
         tables, links = [], None
         for one in wanted:
             log(f"{one.dtype}, {one.seq_length} tokens")
-            found = calibrate(comm, cluster, spec, one, DTYPES[one.dtype], build, log, links)
+            found = calibrate(comm, cluster, spec, one, TORCH_DTYPES[one.dtype], build, log, links)
             rates, links = merge_rates(rates, found.rates), found.links
             tables.append(f"{one.dtype}, {one.seq_length} tokens\n{format_calibration(found)}")
     finally:

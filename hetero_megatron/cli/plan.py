@@ -96,6 +96,8 @@ def _parser() -> ArgumentParser:
     add("--recompute", choices=("none", "selective", "full"), help="the same everywhere (default: chosen per stage)")
     add("--context", default="auto", choices=("auto", "always", "never"),
         help="context groups: for long sequences and where nothing fits without (auto), or as said")  # fmt: skip
+    add("--offload", default="auto", choices=("auto", "always", "never"),
+        help="optimizers in host memory: where nothing fits without (auto), also to be faster, or never")  # fmt: skip
     add("--memory-margin", type=float, default=CostOptions.margin, metavar="X",
         help="share of a chip's memory that stays free (%(default)s)")  # fmt: skip
     add("--time-limit", type=float, metavar="SECONDS", help="take the best plan so far after this (also on Ctrl-C)")
@@ -135,7 +137,7 @@ def _options(args: Namespace) -> SearchOptions:
     return SearchOptions(
         dtype=args.dtype,
         time_limit=args.time_limit,
-        space=Space(micro_batch_sizes=sizes, recompute=args.recompute, context=args.context),
+        space=Space(micro_batch_sizes=sizes, recompute=args.recompute, context=args.context, offload=args.offload),
         costs=CostOptions(margin=args.memory_margin, moments=2 if args.optimizer == "adam" else 1),
         seed=args.seed,
     )

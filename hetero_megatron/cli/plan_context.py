@@ -12,6 +12,7 @@ from typing import Any
 
 from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cluster import format_bytes, load_cluster
+from hetero_megatron.cluster.catalogue import DTYPES
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import dump_yaml, rank_ranges
 from hetero_megatron.plan.canonical import Plan
@@ -21,8 +22,6 @@ from hetero_megatron.planner.context_cluster import problem_from_cluster
 from hetero_megatron.planner.context_plan import one_stage_plan, stage_entry
 from hetero_megatron.planner.context_problem import ContextLayout, ContextOptions, ContextProblem
 from hetero_megatron.spec import load_model
-
-DTYPES = ("bf16", "fp16", "fp32", "fp64")
 
 
 def parser() -> ArgumentParser:

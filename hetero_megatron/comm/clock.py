@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hetero_megatron.comm.turns import Turns
+
 BLOCKED = 1e-4  # seconds: a wait that took longer really blocked, so the rank's own lateness did not matter
 OVERRUN_LIMIT = 0.01  # share of emulated seconds by which real CPU time may exceed them before a run is invalid
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -88,26 +90,30 @@ class RealClock:
 class EmulatedClock(RealClock):
     """Sleeps at the end of a segment until the emulated chip would be done.
 
-    ``soft``: a segment lasts its CPU seconds / speed. With ``nominal`` (mode ``clock``): the nominal
-    seconds of its operators / speed, which must exceed the CPU seconds; ``report()["overrun"]`` says by which share
-    they did not.
+    ``soft``: a segment lasts its CPU seconds / speed. With ``nominal`` (mode ``clock``): the nominal seconds of its
+    operators / speed, which must exceed the CPU seconds; ``report()["overrun"]`` says by which share they did not.
     There, a segment without an operator is the host's work (Python between two communication calls): a slow chip does
     not slow it, so it takes the time that it takes, counts as communication, and cannot overrun anything.
 
     Args:
         speed: called at every segment; 1.0 = this machine's core (``soft``) or the nominal chip (``clock``).
         nominal: seconds per operator of the chip of speed 1; None for ``soft``.
+        turns: of the core, where ranks that share it must not interrupt each other.
     """
 
-    def __init__(self, speed: Callable[[], float], nominal: OperatorSeconds | None = None) -> None:
+    def __init__(
+        self, speed: Callable[[], float], nominal: OperatorSeconds | None = None, turns: Turns | None = None
+    ) -> None:
         super().__init__()
-        self.speed, self.nominal = speed, nominal
+        self.speed, self.nominal, self.turns = speed, nominal, turns
         self.overrun = self.late = self.host = 0.0
         self._cpu = self._lateness = self._due = 0.0
         _sleep_precisely()
 
     def _end(self) -> float:
         cpu = time.thread_time() - self._cpu
+        if self.turns is not None:
+            self.turns.give()
         nominal = cpu if self.nominal is None else self.nominal.take()
         if nominal == 0.0:
             self.host += cpu
@@ -128,6 +134,8 @@ class EmulatedClock(RealClock):
             self.late += self._lateness
             self._lateness = 0.0
         self._due = self._mark - self._lateness
+        if self.turns is not None:
+            self.turns.take()
         self._cpu = time.thread_time()
 
     def _inside(self) -> AbstractContextManager[object]:

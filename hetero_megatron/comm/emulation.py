@@ -15,6 +15,7 @@ from typing import Any
 
 from hetero_megatron.comm.clock import EmulatedClock, OperatorSeconds, RealClock
 from hetero_megatron.comm.pacing import Pacer
+from hetero_megatron.comm.turns import Turns
 
 FAULTS_EVERY = 1.0  # seconds between two looks at the control file
 
@@ -40,6 +41,7 @@ class Emulation:
         self._speed = float(described["speeds"][rank] or 1.0) if self.chips != "none" else 1.0
         self._control = Path(described["control"]) if described.get("control") else None
         self._looked, self._faults = 0.0, {}  # type: float, dict[str, Any]
+        self._cores = list(described.get("cores", ()))
         self.clock, self.pacer = self._make_clock(), self._make_pacer(described.get("pace"))
 
     @staticmethod
@@ -74,8 +76,14 @@ class Emulation:
         if self.chips == "clock":
             return EmulatedClock(self._speed_now, OperatorSeconds())
         if self.chips == "soft":
-            return EmulatedClock(self._speed_now)
+            return EmulatedClock(self._speed_now, turns=self._make_turns())
         return RealClock()
+
+    def _make_turns(self) -> Turns | None:
+        core = self._cores[self.rank] if self._cores else -1
+        if self.directory is None or self._cores.count(core) < 2:
+            return None
+        return Turns(self.directory / f"turn-{core}")
 
     def _make_pacer(self, pace: Mapping[str, Any] | None) -> Pacer | None:
         if self.links != "paced" or pace is None:

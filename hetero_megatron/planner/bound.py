@@ -31,6 +31,7 @@ Floats = NDArray[np.float64]
 ASSUMPTIONS = (
     "stages of one chip type with equal tensor-parallel shares",
     "no context groups, no virtual chunks, no split backward",
+    "optimizers on the chips, unless plans with some in host memory were tried",
     "every backward after its forward; rates as given",
     "enumeration only: of two ways to place pipelines on nodes, stage by stage or one after the other",
     "prices only: transfers, synchronisation and optimizer take no time; optimizer states divided among all chips",
@@ -72,7 +73,7 @@ class _Prices:
         """[in flight, layers] seconds of an inner stage (or the last one), at the memory of the most replicas."""
         kind = Kind(
             option.group, option.tp, option.dp, size, False, head, max(1, self.pool.chips // option.dp),
-            self.space.recompute,
+            self.space.recompute, self.space.offload == "always",
         )  # fmt: skip
         return self.tables.table(kind).seconds
 
@@ -96,6 +97,8 @@ class _Prices:
         impossible."""
         layers, n = self.model.num_layers, len(counts)
         fastest = min((self.per_layer(o, size) for o in self.options[size]), default=math.inf)
+        if math.isinf(fastest):  # not even one layer fits anywhere
+            return np.full(n, np.inf)
         grid = np.arange(layers + 1)
         # A stage with c layers that has ``after`` layers behind it starts when layers - after - c are done.
         slack = limit - (layers - grid)[None, :] * fastest  # [1, covered before]

@@ -96,7 +96,10 @@ class Builder:
         recompute = self.space.recompute or "none"
         made = PipelineShape(
             skeleton.size,
-            tuple(StageShape(s.group, s.tp, s.dp, n, recompute) for s, n in zip(stages, found[1])),
+            tuple(
+                StageShape(s.group, s.tp, s.dp, n, recompute, offload=self.tables.offload)
+                for s, n in zip(stages, found[1])
+            ),
         )
         if self.space.recompute is not None:
             return made

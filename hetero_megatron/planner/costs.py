@@ -23,7 +23,7 @@ from hetero_megatron.planner.memory import (
     state_bytes,
     working_bytes,
 )
-from hetero_megatron.planner.operators import Operators
+from hetero_megatron.planner.operators import UPDATE_BYTES, Operators
 from hetero_megatron.planner.rates import ChipRates, LinkRates, Rates, load_rates
 from hetero_megatron.spec import ModelSpec
 
@@ -60,6 +60,7 @@ class CostOptions:
         margin: share of a chip's memory that no plan may use (fragmentation, kernels' workspaces).
         moments: per element: 2 for Adam, 1 for SGD with momentum.
         host_bandwidth: bytes/s between chip and host memory, for offloaded optimizers (PCIe 4: 0.8 x 31 GB/s).
+        host_memory_bandwidth: bytes/s of a node's own memory, which the updates of all its chips share.
         overlap: gradients leave during the last backward, as our runtime sends them; False: after it.
         sharded: a rank updates what it owns, as in our runtime; False: all that it holds (the bytes of an all-reduce
             are those of reduction and spread together).
@@ -75,6 +76,7 @@ class CostOptions:
     margin: float = 0.06
     moments: int = 2
     host_bandwidth: float = 25e9
+    host_memory_bandwidth: float = 200e9
     overlap: bool = True
     sharded: bool = True
     gradient_bytes: float | None = None
@@ -242,11 +244,16 @@ class CostModel:
         return self.held_elements(stage) / (stage.dp * replicas)
 
     def optimizer_seconds(self, stage: StageChoice, replicas: float) -> float:
-        owned = self.owned_elements(stage, replicas)
-        seconds = self.operators(stage.chip).optimizer(owned)
-        if stage.offload:  # gradients out, new weights in
-            seconds += owned * (4 + self.item) / self.options.host_bandwidth
-        return seconds + self.chip_rates(stage.chip).step_seconds
+        return self.update_seconds(stage.chip, self.owned_elements(stage, replicas), stage.offload)
+
+    def update_seconds(self, chip: str, owned: float, offload: bool) -> float:
+        """Of the optimizer of one rank that owns so many elements; ``offload``: in host memory, which is taken to be no
+        faster than the chip's own (a chip may be the host)."""
+        seconds = self.operators(chip).optimizer(owned)
+        if offload:  # gradients out, new weights in
+            host = owned * UPDATE_BYTES * self._node[chip] / self.options.host_memory_bandwidth
+            seconds = max(seconds, host) + owned * (4 + self.item) / self.options.host_bandwidth
+        return seconds + self.chip_rates(chip).step_seconds
 
     def held_elements(self, stage: StageChoice) -> int:
         """Of the rank of the stage that holds most."""

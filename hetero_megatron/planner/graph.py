@@ -17,7 +17,6 @@ from hetero_megatron.planner.pool import Pool
 from hetero_megatron.planner.search_large import LargeSearch
 from hetero_megatron.planner.shape import Candidate, StageShape
 from hetero_megatron.planner.space import Space
-from hetero_megatron.planner.tables import Tables
 from hetero_megatron.spec import ModelSpec
 
 MOST_GROUPS = 6  # that one search handles: its programs go over all sets of groups
@@ -111,7 +110,7 @@ class GraphSearch:
     def _island(self, groups: list[int], batch: int) -> list[Skeleton]:
         """Pipelines of the best plan of one island for its share of the batch; none when the model does not fit."""
         pool = self.evaluator.pool.restricted(groups)
-        tables = Tables(self.evaluator.costs, pool, self.model.num_layers, self.evaluator.tables.depth)
+        tables = self.evaluator.tables.over(pool)
         best: list[tuple[float, Candidate]] = []
 
         def keep(candidate: Candidate, seconds: float) -> bool:

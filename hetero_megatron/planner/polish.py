@@ -1,5 +1,5 @@
 """Small changes to a good plan, kept where the exact evaluation likes them: layers moved between stages, stages
-swapped, the other schedules, other micro-batch sizes, the other placement."""
+swapped, optimizers moved to host memory or back, the other schedules, other micro-batch sizes, the other placement."""
 
 from __future__ import annotations
 
@@ -55,6 +55,9 @@ def _neighbours(evaluator: Evaluator, candidate: Candidate, space: Space) -> Ite
 def _shapes(part: Part, space: Space) -> Iterator[tuple[PipelineShape, int]]:
     stages, m, size = part.shape.stages, part.num_micro_batches, part.shape.micro_batch_size
     last = len(stages) - 1
+    if space.offload == "always":
+        for i, stage in enumerate(stages):
+            yield _with(part.shape, {i: replace(stage, offload=not stage.offload)}), m
     for i in range(last):
         yield _with(part.shape, {i: stages[i + 1], i + 1: stages[i]}), m
     for i, giver in enumerate(stages):

@@ -25,8 +25,6 @@ from hetero_megatron.schedule import Schedule, Timeline, generate, lower, simula
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import sequence_flops
 
-FP32 = 4
-
 
 @dataclass(frozen=True)
 class Prediction:
@@ -237,13 +235,8 @@ class _Step:
         return slowest * (len(ranks) - 1)
 
     def _update_seconds(self, rank: int) -> float:
-        rates = self.costs.chip_rates(self.chips[rank])
         updated = self.sync.owned if self.costs.options.sharded else self.sync.held
-        owned = updated.get(rank, 0)
-        seconds = self.costs.operators(self.chips[rank]).optimizer(owned) + rates.step_seconds
-        if self._offloads(rank):
-            seconds += owned * (FP32 + self.costs.item) / self.costs.options.host_bandwidth
-        return seconds
+        return self.costs.update_seconds(self.chips[rank], updated.get(rank, 0), self._offloads(rank))
 
     def _offloads(self, rank: int) -> bool:
         if not hasattr(self, "_offloading"):

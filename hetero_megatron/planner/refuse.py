@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from hetero_megatron.cluster import Cluster, Link, format_bytes
 from hetero_megatron.errors import UserError
@@ -13,7 +12,6 @@ from hetero_megatron.planner.graph import MOST_GROUPS
 from hetero_megatron.planner.pool import Group, Pool
 from hetero_megatron.planner.search_large import LargeSearch, Program
 from hetero_megatron.planner.space import Space
-from hetero_megatron.planner.tables import Tables
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import parameter_count
 
@@ -26,8 +24,7 @@ def fits(evaluator: Evaluator, model: ModelSpec, space: Space) -> bool:
     if len(pool.groups) > MOST_GROUPS:  # the roomiest ones
         order = sorted(range(len(pool.groups)), key=lambda g: -evaluator.costs.memory_limit(pool.groups[g].chip))
         few = pool.restricted(sorted(order[:MOST_GROUPS]))
-        tables = Tables(evaluator.costs, few, evaluator.tables.layers, evaluator.tables.depth)
-        return fits(Evaluator(tables, few), model, space)
+        return fits(Evaluator(evaluator.tables.over(few), few), model, space)
     search = LargeSearch(evaluator, model, 1, space, lambda candidate, seconds: True)
     sizes = space.micro_batch_sizes or (1,)
     program = Program(search, evaluator.pool.counts, min(sizes), 1)
@@ -84,7 +81,7 @@ def _grown(evaluator: Evaluator, g: int, more: int) -> Evaluator:
     )
     inter = tuple(tuple(x or known for x in row) for row in pool.inter)
     grown = Pool(groups, pool.intra, inter)
-    return Evaluator(Tables(evaluator.costs, grown, evaluator.tables.layers, evaluator.tables.depth), grown)
+    return Evaluator(evaluator.tables.over(grown), grown)
 
 
 def _length(evaluator: Evaluator, model: ModelSpec, space: Space) -> list[str]:
@@ -93,8 +90,8 @@ def _length(evaluator: Evaluator, model: ModelSpec, space: Space) -> list[str]:
     length = costs.seq_length // 2
     while length >= 64:
         shorter = CostModel(model, costs.cluster, length, costs.dtype, costs.options)
-        tables = Tables(shorter, evaluator.pool, evaluator.tables.layers, evaluator.tables.depth)
-        if fits(Evaluator(tables, evaluator.pool), model, replace(space)):
+        tables = evaluator.tables.over(evaluator.pool, shorter)
+        if fits(Evaluator(tables, evaluator.pool), model, space):
             return [f"--seq-length {length}"]
         length //= 2
     return []

@@ -143,7 +143,8 @@ class Planner:
     def _pipelines(self, pool: Pool) -> Known | None:
         """The best of the known pipelines."""
         known = self.result.evaluator
-        evaluator = Evaluator(known.tables, pool, like=known)
+        away = any(s.offload for p in self.result.best.candidate.parts for s in p.shape.stages)
+        evaluator = Evaluator(known.tables.over(pool, offload=True) if away else known.tables, pool, like=known)
         builder = Builder(evaluator, self.model, self.batch, self.options.space)
         found: list[tuple[float, int, Candidate]] = []
         for rows in itertools.islice(self._combinations(pool), MOST_TRIED):

@@ -2,9 +2,9 @@
 
 ``search`` enumerates completely where that is possible (``search_small``), else uses dynamic programs and a beam search
 (``search_large``; for many kinds of nodes part by part, ``graph``), on all chips and on each type alone. Uniform plans
-are always among the candidates, stages of context groups where sequences are long (``context_stages``). The best few by
-exact evaluation of their shape are placed on ranks and judged by ``predict``; the result is a canonical plan that
-validates.
+are always among the candidates, stages of context groups where sequences are long (``context_stages``), optimizers in
+host memory where asked for and where nothing fits without. The best few by exact evaluation of their shape are placed
+on ranks and judged by ``predict``; the result is a canonical plan that validates.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class Result:
     """What a search found. ``others``: the runners-up, best first; ``rejected``: how many candidates were dropped for
     what; ``complete``: nothing was cut short; ``lower_bound``: seconds that no plan of the space beats (0: not computed
     here); ``context``: what came of trying stages of context groups; ``context_tried``: whether there were any;
-    ``ranked``: the best candidates by evaluation, also those that were not made concrete."""
+    ``offload_tried``: whether plans with optimizers in host memory were among them; ``ranked``: the best candidates by
+    evaluation, also those that were not made concrete."""
 
     best: Choice
     others: list[Choice]
@@ -118,6 +119,7 @@ class Result:
     search: LargeSearch | SmallSearch | GraphSearch | None = None
     context: str = ""
     context_tried: bool = False
+    offload_tried: bool = False
     ranked: tuple[Candidate, ...] = ()
 
 
@@ -201,6 +203,8 @@ def search(
                     complete = complete and regroup(
                         chosen.builder, candidate, seconds, space, options.regroup, best.improve
                     )
+        if complete and space.offload == "always":
+            complete = _offloaded(evaluator, model, global_batch_size, options, space, best)
     except KeyboardInterrupt:
         if not best.rows:
             raise
@@ -211,6 +215,9 @@ def search(
         # The exact placement of states takes a little more than their mean: leave more room.
         costs = replace(options.costs, margin=options.costs.margin + MARGIN / 2)
         return search(model, cluster, seq_length, global_batch_size, replace(options, costs=costs), progress=progress)
+    if not choices and space.offload == "auto" and not cannot_offload(options):
+        away = replace(options, space=replace(options.space, offload="always"))
+        return search(model, cluster, seq_length, global_batch_size, away, progress=progress)
     if not choices:
         from hetero_megatron.planner.refuse import refuse
 
@@ -218,8 +225,8 @@ def search(
     return Result(
         choices[0], choices[1:], evaluator.pool, evaluator, time.monotonic() - started, evaluator.evaluated,
         dict(chosen.rejected), complete, "enumeration" if enumerate_all else "islands" if many else "programs",
-        small.bound if enumerate_all and complete else 0.0, chosen, why, tried,
-        ranked=tuple(row[2] for row in best.rows),
+        small.bound if enumerate_all and complete and space.offload != "always" else 0.0, chosen, why, tried,
+        space.offload == "always", ranked=tuple(row[2] for row in best.rows),
     )  # fmt: skip
 
 
@@ -239,6 +246,26 @@ def _each_type(whole: LargeSearch, best: _Best) -> bool:
         if not complete:
             return False
     return True
+
+
+def _offloaded(
+    evaluator: Evaluator, model: ModelSpec, batch: int, options: SearchOptions, space: Space, best: _Best
+) -> bool:
+    """Search with all optimizers in host memory, then bring those back in small steps that need not be there."""
+    pool = evaluator.pool
+    everywhere = Evaluator(evaluator.tables.over(pool, offload=True), pool, like=evaluator)
+    if len(pool.groups) > MOST_GROUPS:
+        whole: LargeSearch | GraphSearch = GraphSearch(everywhere, model, batch, space, best.improve, options.seed)
+    else:
+        whole = LargeSearch(everywhere, model, batch, space, best.improve)
+    return whole.run() and _polish(evaluator, space, best)
+
+
+def cannot_offload(options: SearchOptions) -> str:
+    """Why optimizers cannot be in host memory; empty where they can."""
+    if options.dtype == "fp64":
+        return "the update in host memory is fp32"
+    return "only Adam runs in host memory" if options.costs.moments != 2 else ""
 
 
 def _polish(evaluator: Evaluator, space: Space, best: _Best) -> bool:
@@ -390,6 +417,8 @@ def check_request(model: ModelSpec, seq_length: int, batch: int, options: Search
             f"the model has {model.max_position_embeddings} positions", field="--seq-length", value=seq_length,
             accepted=f"1 to {model.max_position_embeddings}",
         )  # fmt: skip
+    if options.space.offload == "always" and (why := cannot_offload(options)):
+        raise UserError(why, field="--offload", value="always", accepted="auto, never")
     if batch < 1:
         raise UserError("too small", field="--global-batch-size", value=batch, accepted="an integer >= 1")
     sizes = options.space.micro_batch_sizes

@@ -123,9 +123,11 @@ def describe(shape: PipelineShape, chips: Sequence[str]) -> str:
         )
         recompute = {s.recompute for s in stages} - {"none"}
         owned = sorted({s.share for s in stages} - {1})
+        away = sum(s.offload for s in stages)
         words.append(
             f"{word} [{layers}]"
             + (f" recompute {'/'.join(sorted(recompute))}" if recompute else "")
             + (f" optimizer share {'/'.join(map(str, owned))}" if owned else "")
+            + ("" if not away else " offload" if away == len(stages) else f" offload {away} of {len(stages)}")
         )
     return " > ".join(words)

@@ -25,6 +25,7 @@ class Space:
         max_pipelines: bound on the number of pipelines.
         shares: pipelines may own unequal shares of the optimizer states, where memory binds (small clusters only).
         context: auto (for long sequences, and where nothing fits without) | always | never: stages of context groups.
+        offload: auto (where nothing fits without) | always | never: stages may keep their optimizer in host memory.
     """
 
     micro_batch_sizes: tuple[int, ...] | None = None
@@ -36,6 +37,7 @@ class Space:
     max_pipelines: int | None = None
     shares: bool = True
     context: str = "auto"
+    offload: str = "auto"
 
 
 @dataclass(frozen=True)

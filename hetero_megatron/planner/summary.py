@@ -92,7 +92,8 @@ def summarize(
     elif bound or (
         bound is None and result.method != "islands" and result.pool.chips * model.num_layers <= PRICE_CHIPS
     ):
-        found = price_bound(result.evaluator, model, batch, options.space, result.best.step_seconds)
+        space = replace(options.space, offload="always") if result.offload_tried else options.space
+        found = price_bound(result.evaluator, model, batch, space, result.best.step_seconds)
     if found is not None and result.context_tried:
         found = context_bound(found, result.evaluator, model, batch)
     summary = Summary(result, model.name, found)

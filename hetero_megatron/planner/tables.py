@@ -46,8 +46,8 @@ class StageTable:
     does not fit); ``forward`` [layers]. Which recompute that is, is worked out when asked.
 
     ``kept`` bytes and ``backward`` seconds [layers] by level of recompute; ``room`` for activations [layers];
-    ``first``: (bytes of all kept, bytes [in flight, 1] that running a layer again saves,
-    seconds that it costs), where the first layers may be recomputed."""
+    ``first``: (bytes [in flight, 1] that running a layer again saves, seconds that it costs), where the first layers
+    may be recomputed."""
 
     seconds: Floats
     forward: Floats
@@ -55,7 +55,7 @@ class StageTable:
     kept: Floats
     backward: Floats
     room: Floats
-    first: tuple[Floats, Floats, float] | None
+    first: tuple[Floats, float] | None
 
     def row(self, in_flight: int) -> int:
         return min(in_flight, self.seconds.shape[0]) - 1
@@ -68,8 +68,8 @@ class StageTable:
             if self.kept[i, k, layers] <= room and self.backward[i, layers] < best:
                 best, found = self.backward[i, layers], (level if layers or level == "selective" else "none", 0)
         if self.first is not None and self.kept[0, k, layers] > room >= 0:
-            over, save, extra = self.first
-            need = int(np.ceil(max(over[k, layers] - room, 0.0) / save[k, 0] - 1e-9))
+            save, extra = self.first
+            need = int(np.ceil((self.kept[0, k, layers] - room) / save[k, 0] - 1e-9))
             if 1 <= need < layers and self.backward[0, layers] + need * extra < best - 1e-15:
                 found = "first", need
         return found
@@ -84,19 +84,30 @@ class _Unit:
 
 
 class Tables:
-    """Tables of one cost model over one pool, for up to ``layers`` layers and ``depth`` micro-batches in flight."""
+    """Tables of one cost model over one pool, for up to ``layers`` layers and ``depth`` micro-batches in flight.
 
-    def __init__(self, costs: CostModel, pool: Pool, layers: int, depth: int) -> None:
+    Args:
+        offload: every stage keeps its optimizer in host memory.
+    """
+
+    def __init__(self, costs: CostModel, pool: Pool, layers: int, depth: int, offload: bool = False) -> None:
         self.costs, self.pool, self.layers, self.depth = costs, pool, layers, max(1, depth)
+        self.offload = offload
         self._layers = np.arange(layers + 1)
         self._tables: dict[Kind, StageTable] = {}
         self._shallow: dict[tuple[Kind, int], StageTable] = {}
-        self._needs: dict[tuple[object, ...], tuple[Floats, Floats, Floats]] = {}
+        self._needs: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
         self._seconds: dict[tuple[int, int, int, int, bool, bool], _Unit] = {}
         self._links: dict[tuple[object, ...], float] = {}
         self._kept: dict[tuple[object, ...], tuple[float, float, float]] = {}
         self._fastest: dict[tuple[object, ...], StageShape | None] = {}
         self.first = supports("recompute.first")
+
+    def over(self, pool: Pool, costs: CostModel | None = None, offload: bool | None = None) -> Tables:
+        """The same over other chips, with other costs, or with optimizers elsewhere."""
+        return Tables(
+            costs or self.costs, pool, self.layers, self.depth, self.offload if offload is None else offload
+        )
 
     def choice(self, stage: StageShape, embed: bool, head: bool) -> StageChoice:
         return StageChoice(
@@ -121,7 +132,9 @@ class Tables:
         """The stage with the fastest recompute that fits; None when none does."""
         key = (stage, size, embed, head, in_flight, replicas)
         if key not in self._fastest:
-            table = self.table(Kind(stage.group, stage.tp, stage.dp, size, embed, head, replicas))
+            table = self.table(
+                Kind(stage.group, stage.tp, stage.dp, size, embed, head, replicas, offload=stage.offload)
+            )
             made = None
             if table.seconds[table.row(in_flight), stage.layers] < float("inf"):
                 recompute, first = table.choice(in_flight, stage.layers)
@@ -155,7 +168,8 @@ class Tables:
     def _bytes(self, kind: Kind, recompute: str, layers: int, in_flight: int) -> tuple[float, float, float]:
         """(state and overhead, activations, buffers)."""
         chip = self.pool.groups[kind.group].chip
-        stage = StageChoice(chip, kind.tp, kind.dp, layers, kind.embed, kind.head, recompute, 0, kind.offload)
+        offload = kind.offload or self.offload
+        stage = StageChoice(chip, kind.tp, kind.dp, layers, kind.embed, kind.head, recompute, 0, offload)
         m = self.costs.memory_bytes(stage, kind.micro_batch_size, in_flight, kind.replicas)
         buffers = m.buffers if kind.buckets else 0
         return m.overhead + m.weights + m.gradients + m.optimizer, m.activations, buffers
@@ -170,7 +184,7 @@ class Tables:
         room: Floats = np.where(buffers <= free, free, -1.0).astype(np.float64)  # for activations, [layers]
         forward: Floats = (unit.forward[0] + unit.forward[1] * n).astype(np.float64)
         levels = RECOMPUTES if kind.recompute is None else (kind.recompute,)
-        kept, over, save = (x[..., :depth, :] for x in self._kept_bytes(kind))
+        kept, save = (x[..., :depth, :] for x in self._kept_bytes(kind))
         if kind.recompute is not None:
             kept = kept[[RECOMPUTES.index(kind.recompute)]]
         lines = np.array([unit.backward[r] for r in levels], np.float64)
@@ -178,26 +192,25 @@ class Tables:
         best = np.min(np.where(kept <= room, each[:, None, :], np.inf), axis=0)  # [in flight, layers]
         first = None
         if self.first and kind.recompute is None:
-            first = over, save, unit.backward["full"][1] - unit.backward["none"][1]
+            first = save, unit.backward["full"][1] - unit.backward["none"][1]
             tight = (kept[0] > room) & (room >= 0)
             if tight.any():
-                need = np.ceil(np.maximum(over - room, 0.0) / save - 1e-9)
+                need = np.ceil((kept[0] - room) / save - 1e-9)
                 need = np.where(tight & (need >= 1) & (need < n), need, np.inf)
-                best = np.minimum(best, each[0] + need * first[2])
+                best = np.minimum(best, each[0] + need * first[1])
         seconds = np.asarray(best + forward, np.float64)
         return StageTable(seconds, forward, levels, kept, each, room, first)
 
-    def _kept_bytes(self, kind: Kind) -> tuple[Floats, Floats, Floats]:
-        """[in flight, layers] bytes: of activations by recompute [levels, …]; of all kept and a layer that runs again;
-        [in flight, 1]: what running a layer again saves. They do not depend on replicas."""
+    def _kept_bytes(self, kind: Kind) -> tuple[Floats, Floats]:
+        """Bytes of activations [levels of recompute, in flight, layers], and what running a layer again saves
+        [in flight, 1]. They do not depend on replicas."""
         key = (kind.group, kind.tp, kind.dp, kind.micro_batch_size, kind.embed, kind.head)
         if key not in self._needs:
             n, k = self._layers, np.arange(1, self.depth + 1)[:, None]
             rows = {r: self._activations(kind, r) for r in RECOMPUTES}
             kept = np.stack([k * (head + per * n) + work for head, per, work in rows.values()])
-            over = k * (rows["none"][0] + rows["none"][1] * n) + rows["none"][2]
             saved = k * (rows["none"][1] - rows["full"][1])
-            self._needs[key] = tuple(np.asarray(x, np.float64) for x in (kept, over, saved))  # type: ignore[assignment]
+            self._needs[key] = tuple(np.asarray(x, np.float64) for x in (kept, saved))  # type: ignore[assignment]
         return self._needs[key]
 
     def _activations(self, kind: Kind, recompute: str) -> tuple[float, float, float]:

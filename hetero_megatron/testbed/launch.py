@@ -154,7 +154,8 @@ class Launcher:
         write_json(directory / CONTROL, {"speed": {}, "rate": []})
         environment: dict[str, Any] = {
             "testbed": self._testbed.id, "cluster": os.path.abspath(settings.cluster.file), "chips": settings.chips,
-            "links": settings.links, "speeds": list(settings.speeds), "control": str(directory / CONTROL),
+            "links": settings.links, "speeds": list(settings.speeds), "cores": list(settings.cores),
+            "control": str(directory / CONTROL),
         }  # fmt: skip
         if settings.links == "paced":
             environment["pace"] = settings.pace()

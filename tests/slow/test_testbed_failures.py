@@ -10,8 +10,7 @@ import pytest
 import yaml
 
 from hetero_megatron.training.metrics import FILE as METRICS
-from tests.test_resume import inside
-from tests.test_supervise import SINGLE, losses
+from tests.test_supervise import assert_same_losses, run_alone
 from tests.testbed_jobs import LINKS, STEPS, TRAIN, TestbedRun, metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -19,10 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    path = tmp_path_factory.mktemp("undisturbed")
-    (path / "plan.yaml").write_text(SINGLE)
-    inside(["--plan", str(path / "plan.yaml"), "--save", str(path / "run"), *TRAIN, "--train-iters", str(STEPS)])
-    return losses(path)
+    return run_alone(tmp_path_factory.mktemp("undisturbed"), [*TRAIN, "--train-iters", str(STEPS)])
 
 
 @pytest.mark.parametrize(
@@ -45,10 +41,7 @@ def test_a_lost_node_of_the_testbed(
     assert f"done: {STEPS} steps" in output and "loaded" in output, output
     if policy == "replan":
         assert f"without slow-{victim - 1}, 2 ranks left, plan {tmp_path / 'two.yaml'}" in output, output
-    seen = losses(tmp_path)
-    assert sorted(seen) == sorted(undisturbed)
-    for step, loss in undisturbed.items():
-        assert seen[step] == pytest.approx(loss, rel=1e-10)
+    assert_same_losses(tmp_path, undisturbed)
     assert not run.left()
 
 

@@ -1,8 +1,8 @@
 """Megatron's flags about checkpoints, and ours about Hugging Face weights."""
 
 from hetero_megatron.cli.flag import notice, refused, switch, value
+from hetero_megatron.cluster.catalogue import DTYPES
 
-DTYPES = ("fp32", "bf16", "fp16", "fp64")
 _ONE = "there is one format, which any plan reads and writes"
 _SEED = "all randomness is a function of --seed and the position, so no generator has a state"
 _LOCAL = "all checkpoints are persistent"

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from hetero_megatron.cli.flag import notice, only, refused, switch, value
+from hetero_megatron.cluster.catalogue import DTYPES
 
 _ALWAYS = "it is always so here"
 _EXPERTS = "expert parallelism is not supported by this version"
@@ -38,7 +39,7 @@ PLAN = (
         str,
         None,
         "of weights and activations; fp64 is for proofs. --bf16 and --fp16 say the same",
-        choices=("fp32", "bf16", "fp16", "fp64"),
+        choices=DTYPES,
     ),
 )
 
