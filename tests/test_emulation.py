@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from hetero_megatron.comm.clock import EmulatedClock, NominalChip, OperatorSeconds, RealClock, verdict
 from hetero_megatron.comm.emulation import Emulation
 from hetero_megatron.comm.pacing import Pacer
+from hetero_megatron.comm.turns import PATIENCE, Turns
 from tests.pool import shared_pool
 
 CHIP = NominalChip(1e9, 1e8, 1e8, operator_seconds=1e-5, segment_seconds=0.0)
@@ -126,6 +128,50 @@ def test_soft_stretches_cpu_time() -> None:
             pass
     assert time.perf_counter() - start >= 0.05 / 0.25 * 0.95
     assert clock.computed == pytest.approx(0.2, rel=0.1)
+
+
+def test_ranks_of_a_core_compute_one_after_the_other(tmp_path: Path) -> None:
+    computing, most = [], []
+
+    def rank() -> None:
+        clock = EmulatedClock(lambda: 0.5, turns=Turns(tmp_path / "turn"))
+        for _ in range(20):
+            with clock.counting():
+                computing.append(1)
+                most.append(len(computing))
+                _burn(0.001)
+                computing.pop()
+
+    Turns(tmp_path / "turn").give()
+    ranks = [threading.Thread(target=rank) for _ in range(3)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    assert len(most) == 60 and max(most) == 1
+
+
+def test_a_rank_that_dies_in_its_turn_holds_nobody_up(tmp_path: Path) -> None:
+    dead, alive = Turns(tmp_path / "turn"), Turns(tmp_path / "turn")
+    dead.give()
+    dead.take()
+    start = time.perf_counter()
+    alive.take()
+    assert PATIENCE * 0.9 <= time.perf_counter() - start < PATIENCE * 5
+    dead.give()  # it was only frozen, and there are two turns now
+    alive.give()
+    start = time.perf_counter()
+    dead.take()
+    assert time.perf_counter() - start < PATIENCE / 2
+    alive.take()  # there is one again, and the other has it
+    assert time.perf_counter() - start >= PATIENCE * 0.9
+
+
+def test_only_ranks_that_share_a_core_take_turns(tmp_path: Path) -> None:
+    described = {"chips": "soft", "speeds": [0.5, 0.3, 0.2], "cores": [0, 1, 1]}
+    turns = [Emulation(rank, described, tmp_path).clock.turns for rank in range(3)]  # type: ignore[attr-defined]
+    assert turns[0] is None and turns[1] is not None and turns[2] is not None
+    assert [path.name for path in tmp_path.iterdir()] == ["turn-1"]
 
 
 def test_without_a_testbed_nothing_is_emulated() -> None:
