@@ -9,6 +9,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.planner.costs import CostModel
 from hetero_megatron.planner.evaluate import Evaluator
 from hetero_megatron.planner.graph import MOST_GROUPS
+from hetero_megatron.planner.memory import state_bytes
 from hetero_megatron.planner.pool import Group, Pool
 from hetero_megatron.planner.search_large import LargeSearch, Program
 from hetero_megatron.planner.space import Space
@@ -35,12 +36,17 @@ def fits(evaluator: Evaluator, model: ModelSpec, space: Space) -> bool:
 
 def refuse(model: ModelSpec, cluster: Cluster, evaluator: Evaluator, space: Space) -> UserError:
     """The error for a model that no plan fits."""
-    costs, pool = evaluator.costs, evaluator.pool
+    costs, pool, away = evaluator.costs, evaluator.pool, space.offload == "always"
+    if away:
+        evaluator = Evaluator(evaluator.tables.over(pool, offload=True), pool)
     usable = sum((costs.memory_limit(g.chip) - costs.overhead(g.chip)) * g.chips for g in pool.groups)
-    state = parameter_count(model) * (costs.item + costs.wide + (4 if costs.item == 2 else 0) + 2 * costs.wide)
+    weights, gradients, optimizer, _ = state_bytes(parameter_count(model), parameter_count(model), 1, costs.item)
+    what, state = "weights, gradients and optimizer", weights + gradients + optimizer
+    if away:
+        what, state = "weights and gradients, with the optimizer in host memory,", weights + gradients
     problem = (
-        f"{model.name} fits in no plan of this cluster: weights, gradients and optimizer alone take "
-        f"{format_bytes(state)}, all chips together have {format_bytes(usable)} to use"
+        f"{model.name} fits in no plan of this cluster: {what} alone take {format_bytes(state)}, all chips together "
+        f"have {format_bytes(usable)} to use"
     )
     changes = [*_nodes(evaluator, model, space), *_length(evaluator, model, space)]
     return UserError(
