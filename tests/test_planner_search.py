@@ -211,7 +211,9 @@ def test_equal_nodes_are_interchangeable() -> None:
         ({"global_batch_size": 0}, "--global-batch-size = 0"),
         ({"seq_length": 5000}, "1 to 4096"),
         ({"space": Space(micro_batch_sizes=(4,)), "global_batch_size": 10}, "8 or 12"),
-        ({"model": "llama2-70b"}, "more node"),
+        ({"model": "llama2-70b", "space": Space(offload="never")}, "weights, gradients and optimizer alone take 1.1"),
+        ({"model": "gpt3-175b"}, "the optimizer in host memory, alone take 975.7 GiB"),
+        ({"model": "gpt3-175b"}, "more node"),
         ({"dtype": "fp64"}, "no chip of the cluster computes in fp64"),
     ],
 )
