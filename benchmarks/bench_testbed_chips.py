@@ -1,6 +1,6 @@
 """Testbed: how long actions last against what the emulated chips should take, and speed ratios against those asked.
 
-    python benchmarks/bench_testbed_chips.py [--chips clock soft quota] [--repeats 3]
+    python benchmarks/bench_testbed_chips.py [--chips clock soft quota] [--repeats 4]
 
 Every rank runs the same one-stage pipeline, all for the same time.
 - ``action``: wall seconds of an action (median of a rank's) against its emulated seconds: for ``clock`` those of the
@@ -90,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chips", nargs="*", default=["clock", "soft", "quota"], choices=("clock", "soft", "quota"))
     parser.add_argument("--only", nargs="*", default=list(CLUSTERS), choices=list(CLUSTERS))
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=4, help="as many on every core")
     args = parser.parse_args()
     print(machine())
     print("\n| cluster | chips | action | ratio | spread | overrun | late | disturbed |")
