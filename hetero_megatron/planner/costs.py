@@ -201,11 +201,13 @@ class CostModel:
         )
 
     def tp_exchange_seconds(self, tp: int, rows: int, link: LinkRates | None) -> float:
-        """One gather or scatter-sum of [rows, seq, hidden] inside a TP group: a ragged all-to-all in which every rank
-        sends (tp - 1)/tp of it."""
+        """One gather or scatter-sum of [rows, seq, hidden] inside a TP group, in which every rank sends (tp - 1)/tp of
+        it."""
         if tp == 1 or link is None:
             return 0.0
         size = rows * self.seq_length * self.model.hidden_size * self.item * (tp - 1) / tp
+        if link.exchange is not None:  # measured with one other rank, to which all was sent
+            return link.exchange[0] + size * link.exchange[1] + (tp - 2) * (link.message_seconds or 0.0)
         alpha, beta = link.all_to_all or (link.alpha, link.beta)
         # Over a node's shared network cards all ranks of the group send at once.
         return alpha + size * beta + (tp - 1) * (link.message_seconds or 0.0)

@@ -416,8 +416,9 @@ def rates_section(fit: Fit) -> dict[str, Any]:
         entry |= {"alpha": link.alpha, "beta": link.beta}
         if link.message_seconds is not None:
             entry["message_seconds"] = link.message_seconds
-        if link.all_to_all is not None:
-            entry["collectives"] = {"all_to_all": dict(zip(("alpha", "beta"), link.all_to_all))}
+        pairs = {"all_to_all": link.all_to_all, "exchange": link.exchange}
+        if any(pairs.values()):
+            entry["collectives"] = {n: dict(zip(("alpha", "beta"), pair)) for n, pair in pairs.items() if pair}
         links.append(entry)
     return {"chips": chips, "links": links}
 

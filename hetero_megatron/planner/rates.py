@@ -31,7 +31,8 @@ A cluster file holds rates under ``rates:`` (or, for one chip, under ``chips: <c
       links:
         - {within: <node group>, alpha: s, beta: s_per_byte}                   # inside one node of the group
         - {between: [<group>, <group>], alpha: s, beta: s_per_byte, message_seconds: s,
-           collectives: {all_to_all: {alpha: s, beta: s_per_byte}}}            # both directions
+           collectives: {all_to_all: {alpha: s, beta: s_per_byte}, exchange: {alpha: s, beta: s_per_byte}}}
+                                                                                # both directions
         - {from: <group>, to: <group>, alpha: s, beta: s_per_byte}             # one direction, wins over ``between``
 
 All rows of layers, embed and head are compute of one rank (its 1/tp share), without communication and without
@@ -142,8 +143,9 @@ class ChipRates:
 @dataclass(frozen=True)
 class LinkRates:
     """One direction of a link: ``alpha`` seconds per message, ``beta`` seconds per byte, ``message_seconds`` on the
-    host (None: the chips' own), ``all_to_all`` (alpha, beta) where measured for that collective. ``same_node``: the
-    bandwidth is each chip's own; otherwise it is that of a node's network cards together, which its chips share."""
+    host (None: the chips' own); (alpha, beta) of ``all_to_all`` and of a TP group's ``exchange``, what posting takes
+    included, where these were measured. ``same_node``: the bandwidth is each chip's own; otherwise it is that of a
+    node's network cards together, which its chips share."""
 
     alpha: float
     beta: float
@@ -151,6 +153,7 @@ class LinkRates:
     all_to_all: tuple[float, float] | None = None
     same_node: bool = False
     calibrated: bool = False
+    exchange: tuple[float, float] | None = None
 
     def as_link(self) -> Link:
         return Link(1 / self.beta if self.beta else float("inf"), self.alpha)
@@ -331,13 +334,17 @@ def _link_rates(entry: Mapping[str, Any], same: bool, where: str, cluster: Clust
     alpha = _number(entry.get("alpha", 0.0), f"{where}.alpha", cluster)
     beta = _number(entry["beta"], f"{where}.beta", cluster)
     message = entry.get("message_seconds")
-    collective = _mapping(entry.get("collectives", {}), f"{where}.collectives", cluster).get("all_to_all")
-    pair = None
-    if collective is not None:
-        pair = tuple(_number(collective.get(k, 0.0), f"{where}.collectives.{k}", cluster) for k in ("alpha", "beta"))
+    collectives = _mapping(entry.get("collectives", {}), f"{where}.collectives", cluster)
+    pairs = {
+        name: (
+            _number(row.get("alpha", 0.0), f"{where}.collectives.{name}.alpha", cluster),
+            _number(row.get("beta", 0.0), f"{where}.collectives.{name}.beta", cluster),
+        )
+        for name, row in collectives.items()
+    }
     return LinkRates(
         alpha, beta, None if message is None else _number(message, f"{where}.message_seconds", cluster),
-        pair, same, True,  # type: ignore[arg-type]
+        pairs.get("all_to_all"), same, True, pairs.get("exchange"),
     )  # fmt: skip
 
 

@@ -21,7 +21,8 @@ PINGS, REPEATS = 20, 5
 @dataclass(frozen=True)
 class LinkRow:
     """``alpha`` seconds per message, ``beta`` seconds per byte, ``message`` host seconds, from group to group; the
-    same for an all-to-all of the two; ``spread`` of the large message's time."""
+    first two for an all-to-all of a pair, and for an exchange of single messages as TP groups have it; ``spread`` of
+    the large message's time."""
 
     source: str
     target: str
@@ -30,6 +31,7 @@ class LinkRow:
     beta: float
     message: float
     all_to_all: tuple[float, float]
+    exchange: tuple[float, float]
     spread: float
 
 
@@ -79,13 +81,13 @@ def _measure(comm: Comm, cluster: Cluster, a: int, b: int, tag: int) -> LinkRow:
     alpha = max(0.0, median(small) - median(ping) / 2 - beta * FIRST)
     message = median(_host_seconds(comm, a, b, tag) for _ in range(PINGS))
     group = comm.group((a, b))
-    swap = [_all_to_all(lambda n: group.all_to_all(*_halves(comm, a, b, n)).wait(), n) for n in (FIRST, large)]
-    swap_beta = max(0.0, swap[1] - swap[0]) / (large - FIRST)
-    swap_alpha = max(0.0, swap[0] - swap_beta * FIRST)
+    swap = _line(lambda n: group.all_to_all(*_halves(comm, a, b, n)).wait(), FIRST, large)
+    # TP groups exchange less at a time, so its time at nothing matters: it is measured, not extrapolated.
+    exchange = _line(lambda n: group.exchange(*_buffers(n)).wait(), SMALL, large)
     source, target = cluster.ranks[a], cluster.ranks[b]
     return LinkRow(
         source.group, target.group, source.node == target.node, max(alpha, median(ping) / 2), beta, message,
-        (swap_alpha, swap_beta), (max(big) - min(big)) / median(big),
+        swap, exchange, (max(big) - min(big)) / median(big),
     )  # fmt: skip
 
 
@@ -130,9 +132,22 @@ def _halves(comm: Comm, a: int, b: int, size: int) -> tuple[torch.Tensor, list[i
     return torch.zeros(size, dtype=torch.uint8), counts, counts
 
 
-def _all_to_all(exchange: Callable[[int], object], size: int) -> float:
+def _buffers(size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What each of two ranks sends to the other, and where it receives."""
+    send, receive = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    return [send, send], [receive, receive]
+
+
+def _line(exchange: Callable[[int], object], small: int, large: int) -> tuple[float, float]:
+    """(seconds at no bytes, per byte) through the medians at two sizes."""
+    low, high = _seconds(exchange, small, PINGS), _seconds(exchange, large, REPEATS)
+    beta = max(0.0, high - low) / (large - small)
+    return max(0.0, low - beta * small), beta
+
+
+def _seconds(exchange: Callable[[int], object], size: int, repeats: int) -> float:
     seconds = []
-    for _ in range(REPEATS + 1):
+    for _ in range(repeats + 1):
         start = time.perf_counter()
         exchange(size)
         seconds.append(time.perf_counter() - start)

@@ -211,10 +211,13 @@ def _attention_medians(
 
 def _link(row: LinkRow) -> dict[str, Any]:
     ends = {"within": row.source} if row.same_node else {"from": row.source, "to": row.target}
-    alpha, beta = row.all_to_all
+    collectives = {
+        name: {"alpha": _digits(alpha), "beta": _digits(beta, 5)}
+        for name, (alpha, beta) in (("all_to_all", row.all_to_all), ("exchange", row.exchange))
+    }
     return {
         **ends, "alpha": _digits(row.alpha), "beta": _digits(row.beta, 5), "message_seconds": _digits(row.message),
-        "collectives": {"all_to_all": {"alpha": _digits(alpha), "beta": _digits(beta, 5)}},
+        "collectives": collectives,
     }  # fmt: skip
 
 
