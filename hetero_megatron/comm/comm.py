@@ -128,7 +128,10 @@ class Comm:
                 known.append(self._create(key))
 
     def _create(self, key: tuple[int, ...]) -> Group:
-        made = dist.new_group(list(key), timeout=self.timeout) if len(key) > 1 else None
+        if len(key) == 1:
+            return Group(self, key, None)
+        with self.emulation.on_any_core():
+            made = dist.new_group(list(key), timeout=self.timeout)
         return Group(self, key, made if self.rank in key else None)
 
     def group(self, ranks: Sequence[int], lane: int = 0) -> Group:
@@ -148,7 +151,8 @@ class Comm:
         if len(key) == 1 or not dist.is_initialized():
             return Group(self, key, None) if self.rank in key else None
         if key not in self._background:
-            made = dist.new_group(list(key), timeout=timeout or self.timeout, backend="gloo")
+            with self.emulation.on_any_core():
+                made = dist.new_group(list(key), timeout=timeout or self.timeout, backend="gloo")
             self._background[key] = Group(self, key, made) if self.rank in key else None
         return self._background[key]
 

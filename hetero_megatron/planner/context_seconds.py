@@ -68,7 +68,7 @@ class ContextSeconds:
             layer=self.layer(stage),
             embed=(embed[0] + swap, embed[1] + swap),
             head=(head[0] + swap, head[1] + swap),
-            action=operators.rates.action_seconds,
+            action=operators.rates.action(len(unit.ranks) > 1),
         )
 
     def layer(self, stage: Stage) -> Pair:
@@ -152,7 +152,7 @@ class _Layer:
         found: list[tuple[Exchange, float]] = []
         ports: dict[Port, float] = defaultdict(float)
         for volumes in flows:
-            price = self._price(id(volumes), volumes, item, True, back)
+            price = self._price(id(volumes), volumes, item, "all_to_all", back)
             for port, seconds in price.ports.items():
                 ports[port] += seconds
             messages: dict[int, float] = defaultdict(float)
@@ -166,7 +166,7 @@ class _Layer:
             out[group] = max([price.link, *(ports[p] for p in price.ports), 0.0]) + latency
         return out
 
-    def _price(self, key: object, volumes: Volumes, item: int, collective: bool, back: bool = False) -> Exchange:
+    def _price(self, key: object, volumes: Volumes, item: int, collective: str | None, back: bool = False) -> Exchange:
         if (key, item, back) not in self._prices:
             size = item * self.unit_bytes
             flows = [((b, a) if back else (a, b), n * size) for (a, b), n in volumes.items()]
@@ -183,7 +183,7 @@ class _Layer:
 
     def _passage(self, passage: Passage) -> Exchange:
         item = self.prices.model.wide if passage.gradients else self.prices.model.item
-        return self._price(passage, self.traffic.volumes(passage), item, False)
+        return self._price(passage, self.traffic.volumes(passage), item, None)
 
     def _post(self, passage: Passage) -> float:
         """Host seconds of the rank with most messages at either end."""

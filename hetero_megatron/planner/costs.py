@@ -197,7 +197,7 @@ class CostModel:
             layer=(layer[0], layer[1] + again),
             embed=(embed[0] + swap, embed[1] + swap),
             head=(head[0] + swap, head[1] + swap),
-            action=operators.rates.action_seconds if rows else 0.0,
+            action=operators.rates.action(share < 1) if rows else 0.0,
         )
 
     def tp_exchange_seconds(self, tp: int, rows: int, link: LinkRates | None) -> float:
@@ -206,11 +206,10 @@ class CostModel:
         if tp == 1 or link is None:
             return 0.0
         size = rows * self.seq_length * self.model.hidden_size * self.item * (tp - 1) / tp
-        if link.exchange is not None:  # measured with one other rank, to which all was sent
-            return link.exchange[0] + size * link.exchange[1] + (tp - 2) * (link.message_seconds or 0.0)
-        alpha, beta = link.all_to_all or (link.alpha, link.beta)
+        alpha, beta = link.collective("exchange")
+        messages = tp - 1 - (link.exchange is not None)  # what posting one takes was measured with it
         # Over a node's shared network cards all ranks of the group send at once.
-        return alpha + size * beta + (tp - 1) * (link.message_seconds or 0.0)
+        return alpha + size * beta + messages * (link.message_seconds or 0.0)
 
     def tp_link(self, chip: str, tp: int) -> LinkRates:
         """The slowest link inside a TP group of ``tp`` chips that fills nodes one after the other."""
@@ -238,8 +237,8 @@ class CostModel:
         """Host seconds that one send or receive costs the rank itself."""
         return self.chip_rates(chip).message_seconds
 
-    def action_seconds(self, chip: str) -> float:
-        return self.chip_rates(chip).action_seconds
+    def action_seconds(self, chip: str, tp: int) -> float:
+        return self.chip_rates(chip).action(tp > 1)
 
     def owned_elements(self, stage: StageChoice, replicas: float) -> float:
         """Elements whose optimizer state one rank keeps, when ``replicas`` pipelines hold the same layers."""

@@ -69,7 +69,11 @@ class Network:
         return Traffic(dict(total), dict(longest))
 
     def price(
-        self, traffic: Traffic, item: float = 1.0, sharing: Mapping[str, int] | None = None, collective: bool = False
+        self,
+        traffic: Traffic,
+        item: float = 1.0,
+        sharing: Mapping[str, int] | None = None,
+        collective: str | None = None,
     ) -> Exchange:
         """What messages cost: a port passes everything at the rate of its fastest link, and what one sender has for one
         receiver takes at least as long as their own link needs.
@@ -77,22 +81,20 @@ class Network:
         Args:
             item: bytes per unit in which the traffic was counted.
             sharing: by node, how many such exchanges use its cards at a time.
-            collective: one all-to-all, which may have been measured as such.
+            collective: what they are together, which may have been measured as such: see :class:`LinkRates`.
         """
         ports: dict[Port, float] = defaultdict(float)
         latency = 0.0
         for (port, kind), size in traffic.bytes_by.items():
             link = self.rates.between(*kind)
-            alpha, beta = (link.all_to_all if collective else None) or (link.alpha, link.beta)
+            alpha, beta = link.collective(collective)
             latency = max(latency, alpha)
             others = sharing.get(port[1], 1) if sharing and isinstance(port[1], str) else 1
             at = kind[0] if port[0] == "out" else kind[1]
             ports[port] += size * item * min(beta, self.fastest(at, kind[2])) * others
         slowest = 0.0
         for kind, size in traffic.longest.items():
-            link = self.rates.between(*kind)
-            beta = link.all_to_all[1] if collective and link.all_to_all else link.beta
-            slowest = max(slowest, size * item * beta)
+            slowest = max(slowest, size * item * self.rates.between(*kind).collective(collective)[1])
         return Exchange(dict(ports), latency, slowest)
 
     def fastest(self, group: str, same_node: bool) -> float:
@@ -109,7 +111,7 @@ class Network:
         return self._fastest[key]
 
     def exchange(
-        self, flows: Iterable[Flow], sharing: Mapping[str, int] | None = None, collective: bool = False
+        self, flows: Iterable[Flow], sharing: Mapping[str, int] | None = None, collective: str | None = None
     ) -> Exchange:
         """Messages that start together; see :meth:`price`."""
         return self.price(self.traffic(flows), 1.0, sharing, collective)
@@ -125,11 +127,13 @@ class Network:
         if len(ranks) == 1:
             return 0.0, 0.0
         part = size / len(ranks)
-        found = self.exchange(((a, b, part) for a in ranks for b in ranks), collective=True)
+        found = self.exchange(((a, b, part) for a in ranks for b in ranks), collective="exchange")
         link = self.rates.link(ranks[0], ranks[-1])
         # Inside a node posting is part of what was measured as latency, unless the link says what a message costs.
-        posting = (len(ranks) - 1) * (link.message_seconds or 0.0)
-        return found.seconds + found.latency + posting, posting
+        message = link.message_seconds or 0.0
+        posting = (len(ranks) - 1) * message
+        own = message if link.exchange is not None else 0.0  # of one message, which was measured with it
+        return found.seconds + found.latency + posting - own, posting
 
     def message_seconds(self, rank: int, peer: int) -> float:
         """Host seconds that a message to or from ``peer`` costs ``rank``."""

@@ -17,6 +17,7 @@ A cluster file holds rates under ``rates:`` (or, for one chip, under ``chips: <c
             layer_seconds: 0.0                        # least host seconds per layer (launches), forward …
             layer_backward_seconds: 0.0               # … and backward (default: twice)
             action_seconds: 0.0                       # fixed host seconds per F or B of a stage
+            tp_action_seconds: 0.0                    # the same with tensor parallelism; 0: no more than without
             message_seconds: 0.0                      # host seconds that one send or receive costs the rank itself
             step_seconds: 0.0                         # fixed host seconds per optimizer step
             pack_beta: 0.0                            # s per byte packed for an exchange; these four: 0 = from
@@ -75,8 +76,8 @@ LATENCY = {"intra": 10e-6, "inter": 20e-6}  # where the cluster file gives none 
 ROWS = {"gemm": 4, "attention": 5, "layers": 6, "embed": 6, "head": 6, "optimizer": 2, "visits": 5}
 NUMBERS = (
     "gemm_flops", "gemm_half", "attention_flops", "bytes_per_second", "layer_seconds", "action_seconds",
-    "message_seconds", "step_seconds", "overhead_bytes", "score_seconds", "layer_backward_seconds", "pack_beta",
-    "add_beta", "unpack_beta", "exchange_seconds", "accumulate_beta",
+    "tp_action_seconds", "message_seconds", "step_seconds", "overhead_bytes", "score_seconds",
+    "layer_backward_seconds", "pack_beta", "add_beta", "unpack_beta", "exchange_seconds", "accumulate_beta",
 )  # fmt: skip
 
 Row = tuple[float, ...]
@@ -124,6 +125,11 @@ class ChipRates:
     unpack_beta: float = 0.0
     exchange_seconds: float = 0.0
     accumulate_beta: float = 0.0
+    tp_action_seconds: float = 0.0
+
+    def action(self, parallel: bool) -> float:
+        """Fixed seconds of an F or B; ``parallel``: of a stage with tensor parallelism."""
+        return parallel and self.tp_action_seconds or self.action_seconds
 
     @property
     def pack(self) -> float:
@@ -154,6 +160,12 @@ class LinkRates:
     same_node: bool = False
     calibrated: bool = False
     exchange: tuple[float, float] | None = None
+
+    def collective(self, name: str | None) -> tuple[float, float]:
+        """(alpha, beta) of an ``all_to_all`` or a TP group's ``exchange``, as far as measured; None: of a message."""
+        if name == "exchange" and self.exchange is not None:
+            return self.exchange
+        return self.all_to_all if name and self.all_to_all is not None else (self.alpha, self.beta)
 
     def as_link(self) -> Link:
         return Link(1 / self.beta if self.beta else float("inf"), self.alpha)
