@@ -112,7 +112,8 @@ def test_flows_by_class_are_those_of_all_pairs(seed: int) -> None:
             each = [(b, a, float(n)) if spread else (a, b, float(n)) for (a, b), n in pairs.items()]
             plain = of_traffic(network.traffic(each), structure.places)
             assert _by_port(mine) == _by_port(plain) and dict(mine.longest) == dict(plain.longest)
-            old, new = network.exchange(each, collective=True), price(mine, 1.0, network)
+            assert dict(mine.pairs) == dict(plain.pairs)
+            old, new = network.exchange(each, collective="all_to_all"), price(mine, 1.0, network)
             assert new.seconds == pytest.approx(old.seconds) and new.latency == old.latency
     places: Places = structure.places
     assert dict(zip(places.ranks.tolist(), structure.held.tolist())) == held

@@ -57,13 +57,14 @@ def distinct(values: Ints) -> tuple[Ints, Ints]:
 @dataclass(frozen=True)
 class PortTraffic:
     """Messages that start together, by port: ``size[i]`` elements go through port ``ports[i]`` over a link of kind
-    ``ways[way[i]]``; ``longest``: the most between one sender and one receiver, by kind of link."""
+    ``ways[way[i]]``; ``longest``, ``pairs``: as in :class:`Traffic`."""
 
     ports: Ints
     way: Ints
     size: Floats
     ways: tuple[tuple[bool, LinkKind], ...]  # into the port or out of it
     longest: Mapping[LinkKind, float]
+    pairs: Mapping[LinkKind, float]
 
 
 @dataclass(frozen=True)
@@ -138,12 +139,13 @@ def port_traffic(flows: Flows, places: Places, spread: bool) -> PortTraffic:
     group = places.group_of_node[nodes]
     rows: list[tuple[Ints, Floats, tuple[bool, LinkKind]]] = []
     most: dict[LinkKind, float] = {}
+    pairs: dict[LinkKind, float] = {}
     for g in distinct(group)[0].tolist():
         own = group[node] == g
         kind = (places.groups[g], places.groups[g], True)
         if local[0][own].any():
             rows += [(places.rank_ports(flows.at[own], i), local[i][own], (i, kind)) for i in (False, True)]
-            most[kind] = float(longest[own].max())
+            most[kind] = pairs[kind] = float(longest[own].max())
         for h in distinct(group)[0].tolist():
             part = between[np.ix_(group == g, group == h)]
             if part.any():
@@ -151,7 +153,10 @@ def port_traffic(flows: Flows, places: Places, spread: bool) -> PortTraffic:
                 rows.append((places.node_ports(nodes[group == g], False), part.sum(axis=1), (False, kind)))
                 rows.append((places.node_ports(nodes[group == h], True), part.sum(axis=0), (True, kind)))
                 most[kind] = float(part.max())
-    return _joined(rows, most)
+                holders, owners = (group == h, group[node] == g) if spread else (group == g, group[node] == h)
+                there = count[holders].sum(axis=0) - np.where(holders[node[owners]][:, None], count[node[owners]], 0.0)
+                pairs[kind] = float(np.where(there > 0.5, flows.volume.T[owners], 0).max())
+    return _joined(rows, most, pairs)
 
 
 def of_traffic(traffic: Traffic, places: Places) -> PortTraffic:
@@ -161,20 +166,22 @@ def of_traffic(traffic: Traffic, places: Places) -> PortTraffic:
         at = np.array([places.nodes[where] if isinstance(where, str) else places.index[where]])
         ports = (places.node_ports if isinstance(where, str) else places.rank_ports)(at, end == "in")
         rows.append((ports, np.array([size]), (end == "in", kind)))
-    return _joined(rows, traffic.longest)
+    return _joined(rows, traffic.longest, traffic.pairs)
 
 
 def _joined(
-    rows: list[tuple[Ints, Floats, tuple[bool, LinkKind]]], longest: Mapping[LinkKind, float]
+    rows: list[tuple[Ints, Floats, tuple[bool, LinkKind]]],
+    longest: Mapping[LinkKind, float],
+    pairs: Mapping[LinkKind, float],
 ) -> PortTraffic:
     ways = tuple(dict.fromkeys(way for _, _, way in rows))
     number = {way: i for i, way in enumerate(ways)}
     if not rows:
-        return PortTraffic(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), (), {})
+        return PortTraffic(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), (), {}, {})
     ports, size = (np.concatenate([row[i] for row in rows]) for i in (0, 1))
     way = np.repeat([number[w] for _, _, w in rows], [len(p) for p, _, _ in rows])
     used = size > 0
-    return PortTraffic(ports[used], way[used], size[used], ways, longest)
+    return PortTraffic(ports[used], way[used], size[used], ways, longest, pairs)
 
 
 @dataclass(frozen=True)
@@ -197,13 +204,14 @@ def price(traffic: PortTraffic, item: float, network: Network) -> Price:
     latency, rate = 0.0, np.zeros(len(traffic.ways))
     for i, (into, kind) in enumerate(traffic.ways):
         link = network.rates.between(*kind)
-        alpha, beta = link.all_to_all or (link.alpha, link.beta)
+        alpha, beta = link.collective("all_to_all")
         latency = max(latency, alpha)
         rate[i] = min(beta, network.fastest(kind[1] if into else kind[0], kind[2]))
     slowest = 0.0
     for kind, size in traffic.longest.items():
-        link = network.rates.between(*kind)
-        slowest = max(slowest, size * item * (link.all_to_all[1] if link.all_to_all else link.beta))
+        slowest = max(slowest, size * item * network.rates.between(*kind).beta)
+    for kind, size in traffic.pairs.items():
+        slowest = max(slowest, size * item * network.rates.between(*kind).collective("all_to_all")[1])
     ports, place = distinct(traffic.ports)
     busy = np.bincount(place, traffic.size * item * rate[traffic.way], len(ports))
     return Price(ports, busy.astype(np.float64), slowest, latency)

@@ -31,13 +31,15 @@ Port = tuple[int, ...]  # the cards of each node of a class; (part, stage, 0): t
 @dataclass(frozen=True)
 class Way:
     """From a group to another (or itself, between nodes or inside one): seconds per message, per byte through the
-    sender's and the receiver's port, and per byte between two ends; host seconds per message."""
+    sender's and the receiver's port, per byte between two ends, and between two chips in a collective; host seconds per
+    message."""
 
     alpha: float
     single: float  # the same outside of collectives
     out: float
     into: float
     link: float
+    pair: float
     message: float
 
 
@@ -62,9 +64,9 @@ class Ways:
         b = groups[g].ranks[0][1] if inside else groups[h].ranks[-1 if g == h else 0][0]
         first, second = ranks[a].group, ranks[b].group
         rates = self.network.rates.between(first, second, inside)
-        alpha, beta = rates.all_to_all or (rates.alpha, rates.beta)
+        alpha, beta = rates.collective("all_to_all")
         out, into = (min(beta, self.network.fastest(name, inside)) for name in (first, second))
-        return Way(alpha, rates.alpha, out, into, beta, self.network.message_seconds(a, b))
+        return Way(alpha, rates.alpha, out, into, rates.beta, beta, self.network.message_seconds(a, b))
 
 
 @dataclass
@@ -177,7 +179,7 @@ def _price(run: Run, ground: Ground, stages: Mapping[At, StageShape], ways: Ways
                 given = (inside - tp * stages[at].share) / run.total
                 own = held * max(given * near.out, run.share[at] * others_inside * near.into)
                 run.ports[*at, 0] = max(run.ports.get((*at, 0), 0.0), own)
-                run.link = max(run.link, held * largest / run.total * near.link)
+                run.link = max(run.link, held * largest / run.total * max(near.link, near.pair))
                 run.latency, message = max(run.latency, near.alpha), max(message, near.message)
             out = into = 0.0
             for h in groups:
@@ -188,7 +190,9 @@ def _price(run: Run, ground: Ground, stages: Mapping[At, StageShape], ways: Ways
                     continue
                 out, into = out + others / run.total * way.out, into + copies * run.share[at] * back.into
                 if h != g or count[g] > 1:
-                    run.link = max(run.link, mine * tp * held / run.total * most[h] * max(way.link, back.link))
+                    between = mine * tp * held / run.total * most[h] * max(way.link, back.link)
+                    pair = held * largest / run.total * max(way.pair, back.pair)
+                    run.link = max(run.link, between, pair)
                 run.latency, message = max(run.latency, way.alpha), max(message, way.message)
             if out:
                 run.ports[(c,)] = run.ports.get((c,), 0.0) + mine * tp * held * max(out, into)

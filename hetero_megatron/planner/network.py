@@ -6,6 +6,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.rates import LinkRates, Rates
@@ -37,10 +38,12 @@ class Traffic:
     Attributes:
         bytes_by: added up by port and kind of link.
         longest: the most between one sender and one receiver (chips inside a node, else nodes), by kind of link.
+        pairs: the most from one chip to another.
     """
 
     bytes_by: Mapping[tuple[Port, LinkKind], float]
     longest: Mapping[LinkKind, float]
+    pairs: Mapping[LinkKind, float]
 
 
 class Network:
@@ -54,6 +57,7 @@ class Network:
         """Those to itself cost nothing."""
         total: dict[tuple[Port, LinkKind], float] = defaultdict(float)
         between: dict[tuple[int | str, int | str, LinkKind], float] = defaultdict(float)
+        single: dict[tuple[int, int, LinkKind], float] = defaultdict(float)
         for src, dst, size in flows:
             if src == dst:
                 continue
@@ -63,10 +67,8 @@ class Network:
             total[("out", src if same else a.node), kind] += size
             total[("in", dst if same else b.node), kind] += size
             between[src if same else a.node, dst if same else b.node, kind] += size
-        longest: dict[LinkKind, float] = defaultdict(float)
-        for (_, _, kind), size in between.items():
-            longest[kind] = max(longest[kind], size)
-        return Traffic(dict(total), dict(longest))
+            single[src, dst, kind] += size
+        return Traffic(dict(total), _most(between), _most(single))
 
     def price(
         self,
@@ -76,7 +78,7 @@ class Network:
         collective: str | None = None,
     ) -> Exchange:
         """What messages cost: a port passes everything at the rate of its fastest link, and what one sender has for one
-        receiver takes at least as long as their own link needs.
+        receiver takes at least as long as their own link needs, and as two chips take for it in that collective.
 
         Args:
             item: bytes per unit in which the traffic was counted.
@@ -94,6 +96,8 @@ class Network:
             ports[port] += size * item * min(beta, self.fastest(at, kind[2])) * others
         slowest = 0.0
         for kind, size in traffic.longest.items():
+            slowest = max(slowest, size * item * self.rates.between(*kind).beta)
+        for kind, size in traffic.pairs.items():
             slowest = max(slowest, size * item * self.rates.between(*kind).collective(collective)[1])
         return Exchange(dict(ports), latency, slowest)
 
@@ -141,3 +145,11 @@ class Network:
         if link.message_seconds is not None:
             return link.message_seconds
         return self.rates.chips[self.ranks[rank].chip].message_seconds
+
+
+def _most(between: Mapping[Any, float]) -> dict[LinkKind, float]:
+    """The largest of each kind of link, which is the last part of the keys."""
+    found: dict[LinkKind, float] = {}
+    for (_, _, kind), size in between.items():
+        found[kind] = max(found.get(kind, 0.0), size)
+    return found
