@@ -13,6 +13,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.planner.costs import CostModel, StageChoice
 from hetero_megatron.planner.footprint import estimate_memory
+from hetero_megatron.planner.network import Network
 from hetero_megatron.planner.operators import Operators
 from hetero_megatron.planner.predict import predict
 from hetero_megatron.planner.rates import as_document, load_rates, model_fingerprint, share_of_peak
@@ -137,6 +138,10 @@ def test_bad_links_and_chips_are_refused() -> None:
         with_links({"between": ["n", "m"], "beta": 1e-9})
     with pytest.raises(UserError, match=r"rates.links\[0\]: a link without its rate"):
         with_links({"within": "n", "alpha": 1e-6})
+    with pytest.raises(UserError, match=r"rates.links\[0\].collectives = gather.*Accepted: all_to_all, exchange"):
+        with_links({"within": "n", "beta": 1e-9, "collectives": {"gather": {"alpha": 1}}})
+    with pytest.raises(UserError, match=r"collectives.exchange.beta = fast: not a rate"):
+        with_links({"within": "n", "beta": 1e-9, "collectives": {"exchange": {"beta": "fast"}}})
     with pytest.raises(UserError, match=r"no node has this chip"):
         load_rates(dgx(rates={"chips": {"H100-SXM": {}}}), "bf16")
     with pytest.raises(UserError, match=r"dtype = fp8"):
@@ -156,6 +161,34 @@ def test_links_by_direction_and_by_pair() -> None:
     file["rates"] = {"links": [{"between": ["a", "b"], "beta": 1e-9}, {"from": "b", "to": "a", "beta": 3e-9}]}
     measured = load_rates(cluster_from_dict(file), "bf16")
     assert (measured.link(0, 1).beta, measured.link(1, 0).beta) == (1e-9, 3e-9)
+
+
+def test_exchanges_of_tensor_parallel_groups_cost_what_was_measured_of_them() -> None:
+    """``exchange`` was measured between two ranks, posting included; a message is posted for every further one."""
+    way = {"within": "n", "alpha": 1.0, "beta": 1.0, "message_seconds": 0.5}
+    for measured, seconds, posted in (
+        ({"exchange": {"alpha": 0.1, "beta": 1e-6}, "all_to_all": {"alpha": 7.0, "beta": 7.0}}, (0.1, 1e-6), 1),
+        ({"all_to_all": {"alpha": 0.2, "beta": 2e-6}}, (0.2, 2e-6), 0),
+        ({}, (1.0, 1.0), 0),
+    ):
+        model = CostModel(LLAMA, dgx(rates={"links": [{**way, "collectives": measured}]}), 2048)
+        size = 2048 * LLAMA.hidden_size * 2
+        for tp in (2, 4):
+            expected = seconds[0] + seconds[1] * size * (tp - 1) / tp + 0.5 * (tp - 1 - posted)
+            assert model.tp_exchange_seconds(tp, 1, model.tp_link("A100-80-SXM", tp)) == pytest.approx(expected)
+            found, posting = Network(model.rates).tp_exchange(tuple(range(tp)), size)
+            assert found == pytest.approx(expected) and posting == 0.5 * (tp - 1)
+
+
+def test_actions_of_tensor_parallel_stages_have_fixed_seconds_of_their_own() -> None:
+    for own, more in ((0.0, 0.0), (0.75, 0.5)):
+        where = cluster(nodes=1, per_node=2, action_seconds=0.25, tp_action_seconds=own)
+        model = CostModel(MODEL, where, SEQ, "fp32")
+        bare = CostModel(MODEL, cluster(nodes=1, per_node=2), SEQ, "fp32")
+        for tp in (1, 2):
+            stage = StageChoice("c0", tp, 1, 1, False, False)
+            extra = 0.25 + (more if tp == 2 else 0.0)
+            assert model.forward_seconds(stage, 1) == pytest.approx(bare.forward_seconds(stage, 1) + extra)
 
 
 def test_the_choice_and_the_plan_cost_the_same() -> None:

@@ -73,6 +73,7 @@ CORE_FLOPS, CORE_BYTES = 5e10, 6e9  # one CPU core (emulated chips, speed 1.0): 
 OVERHEAD_BYTES = 1 << 30  # context, libraries and communicators of an accelerator: assumed
 CORE_OVERHEAD_BYTES = 64 << 20  # the same on a CPU, on top of the process before the model is built
 LATENCY = {"intra": 10e-6, "inter": 20e-6}  # where the cluster file gives none (Calculon's values)
+COLLECTIVES = ("all_to_all", "exchange")
 ROWS = {"gemm": 4, "attention": 5, "layers": 6, "embed": 6, "head": 6, "optimizer": 2, "visits": 5}
 NUMBERS = (
     "gemm_flops", "gemm_half", "attention_flops", "bytes_per_second", "layer_seconds", "action_seconds",
@@ -346,14 +347,14 @@ def _link_rates(entry: Mapping[str, Any], same: bool, where: str, cluster: Clust
     alpha = _number(entry.get("alpha", 0.0), f"{where}.alpha", cluster)
     beta = _number(entry["beta"], f"{where}.beta", cluster)
     message = entry.get("message_seconds")
-    collectives = _mapping(entry.get("collectives", {}), f"{where}.collectives", cluster)
-    pairs = {
-        name: (
-            _number(row.get("alpha", 0.0), f"{where}.collectives.{name}.alpha", cluster),
-            _number(row.get("beta", 0.0), f"{where}.collectives.{name}.beta", cluster),
-        )
-        for name, row in collectives.items()
-    }
+    pairs = {}
+    for name, row in _mapping(entry.get("collectives", {}), f"{where}.collectives", cluster).items():
+        at = f"{where}.collectives"
+        if name not in COLLECTIVES:
+            raise UserError("unknown key", field=at, value=name, accepted=", ".join(COLLECTIVES), where=cluster.file)
+        row = _mapping(row, f"{at}.{name}", cluster)
+        alpha_, beta_ = (_number(row.get(k, 0.0), f"{at}.{name}.{k}", cluster) for k in ("alpha", "beta"))
+        pairs[name] = alpha_, beta_
     return LinkRates(
         alpha, beta, None if message is None else _number(message, f"{where}.message_seconds", cluster),
         pairs.get("all_to_all"), same, True, pairs.get("exchange"),
