@@ -96,6 +96,7 @@ def _searched(
     args: Arguments, spec: ModelSpec, environment: Mapping[str, str], cluster: Cluster | None, dtype: str | None
 ) -> Plan:
     """--auto-plan: every rank searches by itself and finds the same plan, because the search has no randomness."""
+    from hetero_megatron.planner.costs import CostOptions
     from hetero_megatron.planner.search import SearchOptions, search
     from hetero_megatron.planner.space import Space
 
@@ -108,7 +109,8 @@ def _searched(
         if args[key] is None:
             raise flag_error(key, None, "missing beside --auto-plan", "an integer >= 1")
     sizes = (args["micro_batch_size"],) if "micro_batch_size" in args.given else None
-    options = SearchOptions(dtype=dtype or "fp32", space=Space(micro_batch_sizes=sizes))
+    costs = CostOptions(moments=2 if args["optimizer"] == "adam" else 1)
+    options = SearchOptions(dtype=dtype or "fp32", space=Space(micro_batch_sizes=sizes), costs=costs)
     found = search(spec, cluster, args["seq_length"], args["global_batch_size"], options).best
     _ranks(args, environment, found.plan.ranks[-1] + 1)
     args.notices.append(

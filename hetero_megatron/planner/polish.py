@@ -59,7 +59,8 @@ def _shapes(part: Part, space: Space) -> Iterator[tuple[PipelineShape, int]]:
         for i, stage in enumerate(stages):
             yield _with(part.shape, {i: replace(stage, offload=not stage.offload)}), m
     for i in range(last):
-        yield _with(part.shape, {i: stages[i + 1], i + 1: stages[i]}), m
+        if (i == 0 or stages[i + 1].layers) and (i + 1 == last or stages[i].layers):  # only ends may have no layers
+            yield _with(part.shape, {i: stages[i + 1], i + 1: stages[i]}), m
     for i, giver in enumerate(stages):
         for j, taker in enumerate(stages):
             least = 0 if i in (0, last) and last else 1

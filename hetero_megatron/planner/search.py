@@ -196,7 +196,7 @@ def search(
         if complete and not enumerate_all:
             complete = _polish(evaluator, space, best)
             if isinstance(chosen, LargeSearch):
-                complete = complete and _each_type(chosen, best)
+                complete = complete and _each_type(chosen, best, evaluator)
             if options.regroup and isinstance(chosen, LargeSearch):
                 for candidate in best.make_ups():
                     seconds = best.rows[0][0]
@@ -230,9 +230,9 @@ def search(
     )  # fmt: skip
 
 
-def _each_type(whole: LargeSearch, best: _Best) -> bool:
+def _each_type(whole: LargeSearch, best: _Best, evaluator: Evaluator) -> bool:
     """Search also on the chips of each type alone, where they could be faster than what was found: by the programs'
-    measure a part of a cluster looks worse than its plans are once they are polished."""
+    measure a part of a cluster looks worse than its plans are once they are polished (with ``evaluator``)."""
     groups = whole.pool.groups
     for chip in sorted({g.chip for g in groups}) if len({g.chip for g in groups}) > 1 else ():
         counts = tuple(g.chips if g.chip == chip else 0 for g in groups)
@@ -240,7 +240,7 @@ def _each_type(whole: LargeSearch, best: _Best) -> bool:
         alone = LargeSearch(whole.evaluator, whole.model, whole.batch, whole.space, own.improve, counts=counts)
         if best.rows and alone.least_seconds() >= best.rows[0][0]:
             continue
-        complete = alone.run() and _polish(whole.evaluator, whole.space, own)
+        complete = alone.run() and _polish(evaluator, whole.space, own)
         for seconds, _, candidate in own.rows:
             complete = best.improve(candidate, seconds) and complete
         if not complete:
@@ -258,7 +258,8 @@ def _offloaded(
         whole: LargeSearch | GraphSearch = GraphSearch(everywhere, model, batch, space, best.improve, options.seed)
     else:
         whole = LargeSearch(everywhere, model, batch, space, best.improve)
-    return whole.run() and _polish(evaluator, space, best)
+    complete = whole.run() and _polish(evaluator, space, best)
+    return complete and (not isinstance(whole, LargeSearch) or _each_type(whole, best, evaluator))
 
 
 def cannot_offload(options: SearchOptions) -> str:
