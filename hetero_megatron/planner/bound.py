@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from hetero_megatron.planner.evaluate import Evaluator
 from hetero_megatron.planner.space import Option, Space, batch_sizes, options
-from hetero_megatron.planner.tables import Kind
+from hetero_megatron.planner.tables import Kind, per_layer
 from hetero_megatron.spec import ModelSpec
 
 Floats = NDArray[np.float64]
@@ -79,8 +79,7 @@ class _Prices:
 
     def per_layer(self, option: Option, size: int) -> float:
         """Least seconds of one layer and micro-batch."""
-        row = self.seconds(option, size, False)[0]
-        return float(row[2] - row[1]) if np.isfinite(row[2]) else float(row[1])
+        return per_layer(self.seconds(option, size, False)[0])
 
     def _rates(self) -> Floats:
         """Layers and sequences per second of a chip at its best: the first guess of prices."""

@@ -209,7 +209,8 @@ def price(traffic: PortTraffic, item: float, network: Network) -> Price:
         rate[i] = min(beta, network.fastest(kind[1] if into else kind[0], kind[2]))
     slowest = 0.0
     for kind, size in traffic.longest.items():
-        slowest = max(slowest, size * item * network.rates.between(*kind).beta)
+        link = network.rates.between(*kind)
+        slowest = max(slowest, size * item * min(link.beta, link.collective("all_to_all")[1]))
     for kind, size in traffic.pairs.items():
         slowest = max(slowest, size * item * network.rates.between(*kind).collective("all_to_all")[1])
     ports, place = distinct(traffic.ports)

@@ -66,7 +66,7 @@ class Ways:
         rates = self.network.rates.between(first, second, inside)
         alpha, beta = rates.collective("all_to_all")
         out, into = (min(beta, self.network.fastest(name, inside)) for name in (first, second))
-        return Way(alpha, rates.alpha, out, into, rates.beta, beta, self.network.message_seconds(a, b))
+        return Way(alpha, rates.alpha, out, into, min(rates.beta, beta), beta, self.network.message_seconds(a, b))
 
 
 @dataclass

@@ -96,7 +96,8 @@ class Network:
             ports[port] += size * item * min(beta, self.fastest(at, kind[2])) * others
         slowest = 0.0
         for kind, size in traffic.longest.items():
-            slowest = max(slowest, size * item * self.rates.between(*kind).beta)
+            link = self.rates.between(*kind)
+            slowest = max(slowest, size * item * min(link.beta, link.collective(collective)[1]))
         for kind, size in traffic.pairs.items():
             slowest = max(slowest, size * item * self.rates.between(*kind).collective(collective)[1])
         return Exchange(dict(ports), latency, slowest)

@@ -25,7 +25,7 @@ from hetero_megatron.planner.evaluate import Evaluator
 from hetero_megatron.planner.fleet import Fleet
 from hetero_megatron.planner.shape import Candidate, StageShape
 from hetero_megatron.planner.space import Option, Space, batch_sizes, options
-from hetero_megatron.planner.tables import Kind
+from hetero_megatron.planner.tables import Kind, per_layer
 from hetero_megatron.spec import ModelSpec
 
 Floats = NDArray[np.float64]
@@ -275,9 +275,9 @@ class LargeSearch:
                 most = 4 ** int(math.log(self._most_pipelines(), 4) + 1e-9)
                 kind = Kind(group, o.tp, o.dp, size, False, False, most, self.space.recompute)
                 seconds = self.evaluator.tables.table(kind, 1).seconds[0]
-                per = (seconds[2] - seconds[1]) if np.isfinite(seconds[2]) else seconds[1]
+                per = per_layer(seconds)
                 if np.isfinite(per) and per > 0:
-                    found.append((o.chips, float(1 / (per * o.chips))))
+                    found.append((o.chips, 1 / (per * o.chips)))
             self._rates[group, size] = found
         return self._rates[group, size]
 

@@ -75,6 +75,11 @@ class StageTable:
         return found
 
 
+def per_layer(seconds: Floats) -> float:
+    """Of one more layer, by seconds of a stage for every number of layers; inf where none fits."""
+    return float(seconds[2] - seconds[1] if len(seconds) > 2 and np.isfinite(seconds[2]) else seconds[1])
+
+
 @dataclass(frozen=True)
 class _Unit:
     """Affine costs of a kind without ends: [constant, per layer] of forward, of backward by recompute."""
