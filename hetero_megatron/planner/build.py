@@ -97,7 +97,7 @@ class Builder:
         made = PipelineShape(
             skeleton.size,
             tuple(
-                StageShape(s.group, s.tp, s.dp, n, recompute, offload=self.tables.offload)
+                StageShape(s.group, s.tp, s.dp, n, recompute, offload=self.tables.offloads(s.group))
                 for s, n in zip(stages, found[1])
             ),
         )

@@ -38,7 +38,7 @@ def refuse(model: ModelSpec, cluster: Cluster, evaluator: Evaluator, space: Spac
     """The error for a model that no plan fits."""
     costs, pool, away = evaluator.costs, evaluator.pool, space.offload == "always"
     if away:
-        evaluator = Evaluator(evaluator.tables.over(pool, offload=True), pool)
+        evaluator = Evaluator(evaluator.tables.over(pool, offload=frozenset(g.chip for g in pool.groups)), pool)
     usable = sum((costs.memory_limit(g.chip) - costs.overhead(g.chip)) * g.chips for g in pool.groups)
     weights, gradients, optimizer, _ = state_bytes(parameter_count(model), parameter_count(model), 1, costs.item)
     what, state = "weights, gradients and optimizer", weights + gradients + optimizer

@@ -143,8 +143,9 @@ class Planner:
     def _pipelines(self, pool: Pool) -> Known | None:
         """The best of the known pipelines."""
         known = self.result.evaluator
-        away = any(s.offload for p in self.result.best.candidate.parts for s in p.shape.stages)
-        evaluator = Evaluator(known.tables.over(pool, offload=True) if away else known.tables, pool, like=known)
+        stages = (s for p in self.result.best.candidate.parts for s in p.shape.stages)
+        away = frozenset(pool.groups[s.group].chip for s in stages if s.offload)
+        evaluator = Evaluator(known.tables.over(pool, offload=away) if away else known.tables, pool, like=known)
         builder = Builder(evaluator, self.model, self.batch, self.options.space)
         found: list[tuple[float, int, Candidate]] = []
         for rows in itertools.islice(self._combinations(pool), MOST_TRIED):

@@ -9,6 +9,7 @@ on ranks and judged by ``predict``; the result is a canonical plan that validate
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,7 @@ MARGIN = 0.1  # of memory, up to which the search leaves more and more room when
 EXACT_CHIPS = 16384  # above, the search does not wait for exact prediction, which takes longer than it does
 WINDOW = 1.01  # candidates are predicted exactly if they are within this of the best: both agree to 0.5 %
 POLISH = 240  # evaluations of changes to each of the two best plans, on large clusters fewer
+EVERY_SUBSET = 3  # chip types, up to which every set of them is tried with optimizers in host memory
 DEPTH = 48  # pipeline stages that the search goes up to
 Progress = Callable[[str], None]
 
@@ -251,15 +253,21 @@ def _each_type(whole: LargeSearch, best: _Best, evaluator: Evaluator) -> bool:
 def _offloaded(
     evaluator: Evaluator, model: ModelSpec, batch: int, options: SearchOptions, space: Space, best: _Best
 ) -> bool:
-    """Search with all optimizers in host memory, then bring those back in small steps that need not be there."""
+    """Search with the optimizers of all chip types in host memory, then of some of them; then stage by stage."""
     pool = evaluator.pool
-    everywhere = Evaluator(evaluator.tables.over(pool, offload=True), pool, like=evaluator)
-    if len(pool.groups) > MOST_GROUPS:
-        whole: LargeSearch | GraphSearch = GraphSearch(everywhere, model, batch, space, best.improve, options.seed)
-    else:
-        whole = LargeSearch(everywhere, model, batch, space, best.improve)
-    complete = whole.run() and _polish(evaluator, space, best)
-    return complete and (not isinstance(whole, LargeSearch) or _each_type(whole, best, evaluator))
+    chips = sorted({g.chip for g in pool.groups})
+    counts = range(len(chips), 0, -1) if len(chips) <= EVERY_SUBSET else (len(chips), 1)
+    for away in (frozenset(x) for n in counts for x in itertools.combinations(chips, n)):
+        there = Evaluator(evaluator.tables.over(pool, offload=away), pool, like=evaluator)
+        if len(pool.groups) > MOST_GROUPS:
+            whole: LargeSearch | GraphSearch = GraphSearch(there, model, batch, space, best.improve, options.seed)
+        else:
+            whole = LargeSearch(there, model, batch, space, best.improve)
+        if not whole.run():
+            return False
+        if isinstance(whole, LargeSearch) and not _each_type(whole, best, evaluator):
+            return False
+    return _polish(evaluator, space, best)
 
 
 def cannot_offload(options: SearchOptions) -> str:

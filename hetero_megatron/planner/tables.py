@@ -92,10 +92,12 @@ class Tables:
     """Tables of one cost model over one pool, for up to ``layers`` layers and ``depth`` micro-batches in flight.
 
     Args:
-        offload: every stage keeps its optimizer in host memory.
+        offload: chip types whose stages all keep their optimizer in host memory.
     """
 
-    def __init__(self, costs: CostModel, pool: Pool, layers: int, depth: int, offload: bool = False) -> None:
+    def __init__(
+        self, costs: CostModel, pool: Pool, layers: int, depth: int, offload: frozenset[str] = frozenset()
+    ) -> None:
         self.costs, self.pool, self.layers, self.depth = costs, pool, layers, max(1, depth)
         self.offload = offload
         self._layers = np.arange(layers + 1)
@@ -108,11 +110,12 @@ class Tables:
         self._fastest: dict[tuple[object, ...], StageShape | None] = {}
         self.first = supports("recompute.first")
 
-    def over(self, pool: Pool, costs: CostModel | None = None, offload: bool | None = None) -> Tables:
+    def over(self, pool: Pool, costs: CostModel | None = None, offload: frozenset[str] | None = None) -> Tables:
         """The same over other chips, with other costs, or with optimizers elsewhere."""
-        return Tables(
-            costs or self.costs, pool, self.layers, self.depth, self.offload if offload is None else offload
-        )
+        return Tables(costs or self.costs, pool, self.layers, self.depth, self.offload if offload is None else offload)
+
+    def offloads(self, group: int) -> bool:
+        return self.pool.groups[group].chip in self.offload
 
     def choice(self, stage: StageShape, embed: bool, head: bool) -> StageChoice:
         return StageChoice(
@@ -173,7 +176,7 @@ class Tables:
     def _bytes(self, kind: Kind, recompute: str, layers: int, in_flight: int) -> tuple[float, float, float]:
         """(state and overhead, activations, buffers)."""
         chip = self.pool.groups[kind.group].chip
-        offload = kind.offload or self.offload
+        offload = kind.offload or self.offloads(kind.group)
         stage = StageChoice(chip, kind.tp, kind.dp, layers, kind.embed, kind.head, recompute, 0, offload)
         m = self.costs.memory_bytes(stage, kind.micro_batch_size, in_flight, kind.replicas)
         buffers = m.buffers if kind.buckets else 0
