@@ -179,7 +179,7 @@ def _price(run: Run, ground: Ground, stages: Mapping[At, StageShape], ways: Ways
                 given = (inside - tp * stages[at].share) / run.total
                 own = held * max(given * near.out, run.share[at] * others_inside * near.into)
                 run.ports[*at, 0] = max(run.ports.get((*at, 0), 0.0), own)
-                run.link = max(run.link, held * largest / run.total * max(near.link, near.pair))
+                run.link = max(run.link, held * largest / run.total * near.pair)
                 run.latency, message = max(run.latency, near.alpha), max(message, near.message)
             out = into = 0.0
             for h in groups:

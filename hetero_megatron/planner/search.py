@@ -185,12 +185,11 @@ def search(
     deadline = None if options.time_limit is None else started + options.time_limit
     best = _Best(max(options.top, 1) * 2, deadline, progress)
     small = SmallSearch(evaluator, model, global_batch_size, space, best.improve)
-    large = LargeSearch(evaluator, model, global_batch_size, space, best.improve)
     many = len(evaluator.pool.groups) > MOST_GROUPS
     enumerate_all = options.exhaustive is not False and not many and small.possible()
-    chosen: SmallSearch | LargeSearch | GraphSearch = small if enumerate_all else large
-    if many:
-        chosen = GraphSearch(evaluator, model, global_batch_size, space, best.improve, options.seed)
+    chosen: SmallSearch | LargeSearch | GraphSearch = small
+    if not enumerate_all:
+        chosen = _by_programs(evaluator, model, global_batch_size, space, best, options.seed)
     complete = True
     try:
         _seeds(evaluator, model, global_batch_size, space, best)
@@ -232,6 +231,15 @@ def search(
     )  # fmt: skip
 
 
+def _by_programs(
+    evaluator: Evaluator, model: ModelSpec, batch: int, space: Space, best: _Best, seed: int
+) -> LargeSearch | GraphSearch:
+    """The search of clusters that cannot be enumerated."""
+    if len(evaluator.pool.groups) > MOST_GROUPS:
+        return GraphSearch(evaluator, model, batch, space, best.improve, seed)
+    return LargeSearch(evaluator, model, batch, space, best.improve)
+
+
 def _each_type(whole: LargeSearch, best: _Best, evaluator: Evaluator) -> bool:
     """Search also on the chips of each type alone, where they could be faster than what was found: by the programs'
     measure a part of a cluster looks worse than its plans are once they are polished (with ``evaluator``)."""
@@ -259,13 +267,11 @@ def _offloaded(
     counts = range(len(chips), 0, -1) if len(chips) <= EVERY_SUBSET else (len(chips), 1)
     for away in (frozenset(x) for n in counts for x in itertools.combinations(chips, n)):
         there = Evaluator(evaluator.tables.over(pool, offload=away), pool, like=evaluator)
-        if len(pool.groups) > MOST_GROUPS:
-            whole: LargeSearch | GraphSearch = GraphSearch(there, model, batch, space, best.improve, options.seed)
-        else:
-            whole = LargeSearch(there, model, batch, space, best.improve)
+        whole = _by_programs(there, model, batch, space, best, options.seed)
         if not whole.run():
             return False
-        if isinstance(whole, LargeSearch) and not _each_type(whole, best, evaluator):
+        # A type alone is the same in every set that it is in.
+        if len(away) == len(chips) and isinstance(whole, LargeSearch) and not _each_type(whole, best, evaluator):
             return False
     return _polish(evaluator, space, best)
 
