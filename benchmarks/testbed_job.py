@@ -40,7 +40,7 @@ from hetero_megatron.training.loop import optimizer_factory, position
 from hetero_megatron.training.runtime import Runtime
 
 DTYPE = "fp32"
-LONG = 5.0  # seconds of a step above which one is enough
+LONG = 5.0  # seconds of a step above which it takes fewer of them
 WARM_UP = 6  # the first step has so much less to do
 
 
@@ -64,7 +64,7 @@ def main() -> None:
     for name, kind, data in plans:
         plan = plan_from_dict(data, spec, cluster)
         predicted = predict(plan, spec, rated, DTYPE)
-        count = 1 if predicted.step_seconds > LONG else work["steps"]
+        count = work["long_steps" if predicted.step_seconds > LONG else "steps"]
         seconds = run(plan, spec, comm, build, count)
         every = [s.seconds for s in world.gather_objects(seconds) if s]  # type: ignore[attr-defined]
         if comm.rank == 0:

@@ -26,6 +26,7 @@ from hetero_megatron.training.calibration.runs import (
     Costs,
     Observation,
     full_runs,
+    middle,
     solve,
     spot_checks,
     stragglers,
@@ -86,6 +87,13 @@ def test_costs_are_recovered(seed: int) -> None:
     noisy = solve([_observe(truth, "c", (0,), *place, rng.uniform(0.99, 1.01)) for place in places])
     for place in places:
         assert noisy.stage(*place) == pytest.approx(truth.stage(*place), rel=0.03)
+
+
+def test_the_middle_half_ignores_outliers_and_nothing_else() -> None:
+    assert middle([3.0]) == 3.0 and middle([1.0, 2.0, 6.0]) == 3.0
+    assert middle([2.0, 1.0, 900.0, 3.0]) == 2.5
+    two_speeds = [1.0] * 9 + [2.0] * 11  # a median would say 2
+    assert middle(two_speeds) == pytest.approx(1.6)
 
 
 def test_a_straggler_is_named() -> None:

@@ -16,6 +16,8 @@ from hetero_megatron.comm.clock import EmulatedClock, NominalChip, OperatorSecon
 from hetero_megatron.comm.emulation import Emulation
 from hetero_megatron.comm.pacing import Pacer
 from hetero_megatron.comm.turns import PATIENCE, Turns
+from hetero_megatron.comm.yardstick import WARM_UP, Yardstick
+from hetero_megatron.testbed import usual
 from tests.pool import shared_pool
 
 CHIP = NominalChip(1e9, 1e8, 1e8, operator_seconds=1e-5, segment_seconds=0.0)
@@ -130,6 +132,55 @@ def test_soft_stretches_cpu_time() -> None:
     assert clock.computed == pytest.approx(0.2, rel=0.1)
 
 
+class Fake(Yardstick):
+    """Readings as given, then the last one for ever."""
+
+    def __init__(self, usual: float, readings: list[float]) -> None:
+        self._given = [usual] * WARM_UP + readings
+        super().__init__(usual)
+
+    def read(self) -> float:
+        return self._given.pop(0) if len(self._given) > 1 else self._given[0]
+
+
+def test_a_core_that_has_become_slower_is_no_slower_chip() -> None:
+    """On a core that does everything 1.5 times as slowly CPU seconds grow by that, and what they count does not."""
+
+    def counted(yardstick: Yardstick, cpu: float, spare: float = 1.0) -> list[float]:
+        found = []
+        for _ in range(40):
+            found.append(yardstick.usual_seconds(cpu))
+            yardstick.look(spare)
+        return found
+
+    assert counted(Fake(2e-3, [2e-3]), 0.1) == [0.1] * 40
+    slower = counted(Fake(2e-3, [3e-3] * 50), 0.15)
+    assert slower[-1] == pytest.approx(0.1, rel=1e-4)
+    assert slower == sorted(slower, reverse=True) and 0.1 < slower[4] < 0.12  # soon, and not by one odd reading
+    hurried = counted(Fake(2e-3, [3e-3] * 50), 0.15, spare=1e-3)
+    assert hurried[0] == hurried[2] == 0.15 and hurried[-1] < 0.11  # rarely, where there is no time for it
+
+
+def test_a_clock_counts_work_not_cpu_seconds() -> None:
+    def settled(reading: float) -> Yardstick:
+        yardstick = Fake(2e-3, [reading])
+        for _ in range(50):
+            yardstick.usual_seconds(1.0)
+            yardstick.look(1.0)
+        return yardstick
+
+    fast = EmulatedClock(lambda: 0.5, yardstick=settled(1e-3))  # a core that is twice as fast as it usually is
+    start = time.perf_counter()
+    with fast.counting():
+        _burn(0.02)
+    took = time.perf_counter() - start
+    assert fast.computed == pytest.approx(0.02 * 2 / 0.5, rel=0.1) and took >= 0.08
+    slow = EmulatedClock(lambda: 0.9, yardstick=settled(6e-3))
+    with slow.counting():
+        _burn(0.02)
+    assert slow.report()["overrun"] > 1  # too slow by now for the chip that it is to be: said, not hidden
+
+
 def test_ranks_of_a_core_compute_one_after_the_other(tmp_path: Path) -> None:
     computing, most = [], []
 
@@ -172,6 +223,19 @@ def test_only_ranks_that_share_a_core_take_turns(tmp_path: Path) -> None:
     turns = [Emulation(rank, described, tmp_path).clock.turns for rank in range(3)]  # type: ignore[attr-defined]
     assert turns[0] is None and turns[1] is not None and turns[2] is not None
     assert [path.name for path in tmp_path.iterdir()] == ["turn-1"]
+
+
+def test_the_unit_of_soft_chips_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(usual, "SECONDS", 0.1)
+    first, path = usual.unit_of_speed()
+    assert path.is_relative_to(tmp_path) and 1e-5 < first < 0.5
+    assert usual.unit_of_speed() == (first, path)
+    path.write_text("{")  # spoilt: measured again
+    again, _ = usual.unit_of_speed()
+    assert usual.unit_of_speed()[0] == again
+    yardsticks = [Emulation(0, {"chips": "soft", "speeds": [0.5], "usual": u}).clock for u in (again, None)]
+    assert [clock.yardstick is not None for clock in yardsticks] == [True, False]  # type: ignore[attr-defined]
 
 
 def test_without_a_testbed_nothing_is_emulated() -> None:

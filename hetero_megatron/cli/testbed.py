@@ -12,6 +12,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.testbed import faults, machine, process, state
 from hetero_megatron.testbed.launch import Launcher, Options, find_command
 from hetero_megatron.testbed.settings import CHIPS, LINKS, decide
+from hetero_megatron.testbed.usual import with_unit
 
 USAGE = """usage: hetero-megatron testbed COMMAND ...
 
@@ -59,7 +60,7 @@ def _run(words: list[str]) -> int:
     chips = _choice("--chips", values["--chips"], CHIPS) if values["--chips"] else None
     links = _choice("--links", values["--links"], LINKS) if values["--links"] else None
     settings = decide(cluster, machine.examine(), chips, links, "--memory-limit" in switches)
-    return Launcher(settings, options).run()
+    return Launcher(with_unit(settings), options).run()
 
 
 def _parse_run(words: list[str]) -> tuple[dict[str, str], set[str], list[str]]:

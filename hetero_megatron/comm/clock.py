@@ -22,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero_megatron.comm.turns import Turns
+from hetero_megatron.comm.yardstick import Yardstick
 
 BLOCKED = 1e-4  # seconds: a wait that took longer really blocked, so the rank's own lateness did not matter
 OVERRUN_LIMIT = 0.01  # share of emulated seconds by which real CPU time may exceed them before a run is invalid
@@ -90,42 +91,54 @@ class RealClock:
 class EmulatedClock(RealClock):
     """Sleeps at the end of a segment until the emulated chip would be done.
 
-    ``soft``: a segment lasts its CPU seconds / speed. With ``nominal`` (mode ``clock``): the nominal seconds of its
-    operators / speed, which must exceed the CPU seconds; ``report()["overrun"]`` says by which share they did not.
-    There, a segment without an operator is the host's work (Python between two communication calls): a slow chip does
-    not slow it, so it takes the time that it takes, counts as communication, and cannot overrun anything.
+    ``soft``: a segment lasts its CPU seconds / speed, those of the core as it usually is where there is a yardstick.
+    With ``nominal`` (mode ``clock``): the nominal seconds of its operators / speed, which must exceed the CPU seconds;
+    ``report()["overrun"]`` says by which share they did not. There, a segment without an operator is the host's work
+    (Python between two communication calls): a slow chip does not slow it, so it takes the time that it takes, counts
+    as communication, and cannot overrun anything.
 
     Args:
         speed: called at every segment; 1.0 = this machine's core (``soft``) or the nominal chip (``clock``).
         nominal: seconds per operator of the chip of speed 1; None for ``soft``.
         turns: of the core, where ranks that share it must not interrupt each other.
+        yardstick: for ``soft``, where the core may be faster at one time than at another.
     """
 
     def __init__(
-        self, speed: Callable[[], float], nominal: OperatorSeconds | None = None, turns: Turns | None = None
+        self,
+        speed: Callable[[], float],
+        nominal: OperatorSeconds | None = None,
+        turns: Turns | None = None,
+        yardstick: Yardstick | None = None,
     ) -> None:
         super().__init__()
-        self.speed, self.nominal, self.turns = speed, nominal, turns
+        self.speed, self.nominal, self.turns, self.yardstick = speed, nominal, turns, yardstick
         self.overrun = self.late = self.host = 0.0
         self._cpu = self._lateness = self._due = 0.0
         _sleep_precisely()
 
     def _end(self) -> float:
         cpu = time.thread_time() - self._cpu
+        seconds = self._nominal_seconds(cpu) / self.speed()
+        target = self._due + (seconds or cpu)
+        if self.yardstick is not None:
+            self.yardstick.look(target - time.perf_counter())
         if self.turns is not None:
             self.turns.give()
-        nominal = cpu if self.nominal is None else self.nominal.take()
-        if nominal == 0.0:
+        if seconds == 0.0:
             self.host += cpu
-            self._lateness = time.perf_counter() - (self._due + cpu)
-            return 0.0
-        seconds = nominal / self.speed()
-        self.overrun += max(0.0, cpu - seconds)
-        target = self._due + seconds
-        while (left := target - time.perf_counter()) > 0:
-            time.sleep(left)
+        else:
+            self.overrun += max(0.0, cpu - seconds)
+            while (left := target - time.perf_counter()) > 0:
+                time.sleep(left)
         self._lateness = time.perf_counter() - target
         return seconds
+
+    def _nominal_seconds(self, cpu: float) -> float:
+        """Of the segment that ends here, for the chip of speed 1; 0.0: it was no chip's work."""
+        if self.nominal is not None:
+            return self.nominal.take()
+        return cpu if self.yardstick is None else self.yardstick.usual_seconds(cpu)
 
     def _begin(self, blocked: float) -> None:
         # A little lateness (the sleep's own, another process on this core) is made up in the next segment, unless

@@ -17,6 +17,7 @@ from typing import Any
 from hetero_megatron.comm.clock import EmulatedClock, OperatorSeconds, RealClock
 from hetero_megatron.comm.pacing import Pacer
 from hetero_megatron.comm.turns import Turns
+from hetero_megatron.comm.yardstick import Yardstick
 
 FAULTS_EVERY = 1.0  # seconds between two looks at the control file
 
@@ -43,6 +44,7 @@ class Emulation:
         self._control = Path(described["control"]) if described.get("control") else None
         self._looked, self._faults = 0.0, {}  # type: float, dict[str, Any]
         self._cores = list(described.get("cores", ()))
+        self._usual = described.get("usual")
         self.clock, self.pacer = self._make_clock(), self._make_pacer(described.get("pace"))
 
     @staticmethod
@@ -92,7 +94,8 @@ class Emulation:
         if self.chips == "clock":
             return EmulatedClock(self._speed_now, OperatorSeconds())
         if self.chips == "soft":
-            return EmulatedClock(self._speed_now, turns=self._make_turns())
+            yardstick = Yardstick(float(self._usual)) if self._usual else None
+            return EmulatedClock(self._speed_now, turns=self._make_turns(), yardstick=yardstick)
         return RealClock()
 
     def _make_turns(self) -> Turns | None:

@@ -62,8 +62,8 @@ def report(settings: Settings, outcome: Outcome, log_dir: Path | None) -> None:
         return
     result = {
         "chips": settings.chips, "links": settings.links, "reasons": settings.reasons, "notes": list(settings.notes),
-        "speeds": list(settings.speeds), "cores": list(settings.cores), "latency_seconds": dict(outcome.latencies),
-        "exit_codes": dict(outcome.codes), "exit_code": code, "foreign_cores": load.foreign,
-        "disturbed": load.disturbed, "not_emulated": list(outcome.unheard),
+        "speeds": list(settings.speeds), "cores": list(settings.cores), "usual": settings.usual,
+        "latency_seconds": dict(outcome.latencies), "exit_codes": dict(outcome.codes), "exit_code": code,
+        "foreign_cores": load.foreign, "disturbed": load.disturbed, "not_emulated": list(outcome.unheard),
     }  # fmt: skip
     write_json(log_dir / "testbed.json", result)

@@ -28,6 +28,7 @@ class Settings:
         node_names: names of the nodes in rank order; node_of: node index of each rank.
         reasons: one sentence per choice.
         notes: what a reader of the results should know.
+        usual: CPU seconds of a yardstick reading on the core of speed 1 (chips: soft).
     """
 
     cluster: Cluster
@@ -40,6 +41,7 @@ class Settings:
     memory: tuple[int, ...] = ()
     reasons: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    usual: float | None = None
 
     @property
     def node_rates(self) -> dict[tuple[int, int], float]:

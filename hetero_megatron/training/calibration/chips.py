@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from statistics import median
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -18,13 +19,14 @@ from hetero_megatron.ops.optimizer_ops import l2norm_aten
 from hetero_megatron.ops.tile_kernels import tile_kernel
 from hetero_megatron.parallel.exchange import HopExchange
 from hetero_megatron.parallel.optimizer import squared_norm
-from hetero_megatron.parallel.update import OptimizerFactory
+from hetero_megatron.parallel.update import Optimizer, OptimizerFactory
 from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.spec import LogicalTensor, ModelSpec
-from hetero_megatron.training.calibration.runs import Observation, Phase, Run
+from hetero_megatron.training.calibration.runs import Observation, Phase, Run, middle
 from hetero_megatron.training.runtime import Runtime
 
 OPTIMIZER_ELEMENTS = (1 << 18, 1 << 21)
+LEAST, MOST, ENOUGH = 5, 40, 0.5  # repeats of what is timed alone: few where they take long, seconds in all
 VISITS = 4  # blocks of keys, against one
 
 
@@ -52,19 +54,19 @@ def observe(run: Run, comm: Comm, dtype: torch.dtype, optimizer: OptimizerFactor
         for kind, into in (("F", forward), ("B", backward)):
             alone, *others = [t.computed for t in stats.actions if t.action.kind == kind]
             into += others
-            saved += [median(others) - alone] if kind == "B" else []
+            saved += [middle(others) - alone] if kind == "B" else []
         tails.append(tail)
     stage, first = runtime.stage, runtime.place.stage
     chip, layers = run.stages[first]
     width = max(forward) - min(forward) + max(backward) - min(backward)
     observation = Observation(
         chip, stage.ranks, run.tp, run.micro_batch_size, layers, stage.embed, stage.head,
-        median(forward), median(backward), width / (median(forward) + median(backward)),
+        middle(forward), middle(backward), width / (middle(forward) + middle(backward)),
     )  # fmt: skip
     assert runtime.optimizer is not None
     owned = sum(master.numel() for _, _, master in runtime.optimizer.owned())
     held = sum(p.numel() * p.element_size() for p in runtime.model.parameters())
-    return {"observation": observation, "saved": median(saved) / held, "tail": min(tails), "owned": owned}
+    return {"observation": observation, "saved": middle(saved) / held, "tail": min(tails), "owned": owned}
 
 
 def observe_exchange(
@@ -136,61 +138,72 @@ def _fetch(run: Run):  # type: ignore[no-untyped-def]
     return fetch
 
 
+def _repeated(measure: Callable[[], Sequence[float]]) -> list[float]:
+    """:func:`middle` of each of the seconds that ``measure`` returns, of ``LEAST`` to ``MOST`` calls after a first."""
+    measure()
+    end, found = time.perf_counter() + ENOUGH, list[Sequence[float]]()
+    while len(found) < LEAST or (len(found) < MOST and time.perf_counter() < end):
+        found.append(measure())
+    return [middle(column) for column in zip(*found)]
+
+
 def optimizer_seconds(comm: Comm, dtype: torch.dtype, build: OptimizerFactory) -> list[tuple[int, float]]:
-    """(elements, seconds) of norm, scaling and update of so many owned elements, each the median of 8."""
+    """(elements, seconds) of norm, scaling and update of so many owned elements."""
     wide = torch.promote_types(dtype, torch.float32)
     rows = []
     for elements in OPTIMIZER_ELEMENTS:
         # Pieces of one owner are not many and not small; 16 stand for a layer's.
         masters = [torch.zeros(elements // 16, dtype=wide, device=comm.device) for _ in range(16)]
         optimizer = build([{"params": masters, "decay": True}])
-        seconds = []
-        for _ in range(9):
-            grads = [torch.ones_like(m) for m in masters]
-            before = comm.clock.computed
-            with comm.clock.counting():
-                squared_norm([grads], lambda tensors: l2norm_aten(tensors)[0])
-                torch._foreach_mul_(grads, 0.5)
-                for master, grad in zip(masters, grads):
-                    master.grad = grad
-                optimizer.step()
-            seconds.append(comm.clock.computed - before)
-        rows.append((elements, median(seconds[1:])))
+        (seconds,) = _repeated(partial(_update, comm, optimizer, masters))
+        rows.append((elements, seconds))
     return rows
+
+
+def _update(comm: Comm, optimizer: Optimizer, masters: Sequence[torch.Tensor]) -> list[float]:
+    grads = [torch.ones_like(m) for m in masters]
+    before = comm.clock.computed
+    with comm.clock.counting():
+        squared_norm([grads], lambda tensors: l2norm_aten(tensors)[0])
+        torch._foreach_mul_(grads, 0.5)
+        for master, grad in zip(masters, grads):
+            master.grad = grad
+        optimizer.step()
+    return [comm.clock.computed - before]
 
 
 def attention_seconds(
     comm: Comm, dtype: torch.dtype, spec: ModelSpec, lengths: Sequence[int]
 ) -> list[tuple[int, int, int, float, float]]:
-    """(length, heads, head_dim, forward, backward) of causal attention over one sequence, each the median of 5."""
+    """(length, heads, head_dim, forward, backward) of causal attention over one sequence."""
     rows = []
-    heads, kv = spec.num_heads, spec.num_kv_heads
     for length in lengths:
-        times: list[list[float]] = [[], []]
-        for _ in range(6):
-            q, k, v = (
-                torch.randn(1, length, n, spec.head_dim, dtype=dtype, device=comm.device, requires_grad=True)
-                for n in (heads, kv, kv)
-            )
-            with comm.clock.counting():
-                at = [comm.clock.computed]
-                out, _ = attention(q, k, v)
-                comm.clock.settle()
-                at.append(comm.clock.computed)
-                torch.autograd.backward(out, torch.ones_like(out))
-                comm.clock.settle()
-                at.append(comm.clock.computed)
-            times[0].append(at[1] - at[0])
-            times[1].append(at[2] - at[1])
-        rows.append((length, heads, spec.head_dim, median(times[0][1:]), median(times[1][1:])))
+        forward, backward = _repeated(partial(_attention, comm, dtype, spec, length))
+        rows.append((length, spec.num_heads, spec.head_dim, forward, backward))
     return rows
+
+
+def _attention(comm: Comm, dtype: torch.dtype, spec: ModelSpec, length: int) -> list[float]:
+    q, k, v = (
+        torch.randn(1, length, n, spec.head_dim, dtype=dtype, device=comm.device, requires_grad=True)
+        for n in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    )
+    with comm.clock.counting():
+        at = [comm.clock.computed]
+        out, _ = attention(q, k, v)
+        comm.clock.settle()
+        at.append(comm.clock.computed)
+        torch.autograd.backward(out, torch.ones_like(out))
+        comm.clock.settle()
+        at.append(comm.clock.computed)
+    return [at[1] - at[0], at[2] - at[1]]
 
 
 def visit_seconds(
     comm: Comm, dtype: torch.dtype, spec: ModelSpec, lengths: Sequence[int]
 ) -> list[tuple[int, int, int, float, float]]:
     """(queries, heads, head_dim, forward, backward): what one more block of keys and values costs in the ring beside
-    its FLOPs (launches, merging, packing), each the median of 3. The same keys pass in one block and in several."""
+    its FLOPs (launches, merging, packing). The same keys pass in one block and in several."""
     rows = []
     kv, repeat = spec.num_kv_heads, spec.queries_per_kv
     attention = BlockAttention(tile_kernel(comm.device), key_heads([i // repeat for i in range(spec.num_heads)]))
@@ -201,8 +214,7 @@ def visit_seconds(
         found: dict[int, list[float]] = {}
         for count in cuts:
             blocks = [(i * length // count, (i + 1) * length // count) for i in range(count)]
-            times = [_visit(comm, attention, (q, k, v, grad), blocks) for _ in range(4)]
-            found[count] = [median(pass_) for pass_ in zip(*times[1:])]
+            found[count] = _repeated(partial(_visit, comm, attention, (q, k, v, grad), blocks))
         if found:
             extra = [max((a - b) / (VISITS - 1), 1e-9) for a, b in zip(found[VISITS], found[1])]
             rows.append((length, spec.num_heads, spec.head_dim, extra[0], extra[1]))

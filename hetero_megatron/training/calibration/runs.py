@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Observation:
-    """Median compute seconds of one action of one stage, and their spread (max - min over micro-batches)."""
+    """Compute seconds of one action of one stage (:func:`middle`), and their spread (max - min over micro-batches)."""
 
     chip: str
     ranks: tuple[int, ...]
@@ -61,6 +61,13 @@ class Costs:
             self.fixed[i] + layers * self.layer[i] + embed * self.embed[i] + head * self.head[i] for i in (0, 1)
         )
         return forward, backward
+
+
+def middle(values: Sequence[float]) -> float:
+    """Mean of the middle half: no more moved by single outliers than the median, and nearer to what many actions take
+    together, where a chip's speed goes up and down."""
+    cut = len(values) // 4
+    return fmean(sorted(values)[cut : len(values) - cut])
 
 
 def tp_groups(cluster: Cluster, tp: int) -> dict[str, list[tuple[int, ...]]]:
