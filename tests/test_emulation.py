@@ -229,11 +229,13 @@ def test_the_unit_of_soft_chips_is_measured_once(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(usual, "SECONDS", 0.1)
     first, path = usual.unit_of_speed()
-    assert path.is_relative_to(tmp_path) and 1e-5 < first < 0.5
+    assert path is not None and path.is_relative_to(tmp_path) and 1e-5 < first < 0.5
     assert usual.unit_of_speed() == (first, path)
     path.write_text("{")  # spoilt: measured again
     again, _ = usual.unit_of_speed()
     assert usual.unit_of_speed()[0] == again
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path))  # a file, no folder
+    assert usual.unit_of_speed()[1] is None
     yardsticks = [Emulation(0, {"chips": "soft", "speeds": [0.5], "usual": u}).clock for u in (again, None)]
     assert [clock.yardstick is not None for clock in yardsticks] == [True, False]  # type: ignore[attr-defined]
 

@@ -27,25 +27,26 @@ def with_unit(settings: Settings) -> Settings:
     if settings.chips != "soft":
         return settings
     usual, path = unit_of_speed()
-    note = f"chips: speed 1 is a core whose yardstick takes {usual * 1e3:.3g} ms (kept in {path})"
+    kept = f"kept in {path}" if path else "measured now; it cannot be kept, so other runs are not comparable"
+    note = f"chips: speed 1 is a core whose yardstick takes {usual * 1e3:.3g} ms ({kept})"
     return replace(settings, usual=usual, notes=(*settings.notes, note))
 
 
-def unit_of_speed() -> tuple[float, Path]:
-    """CPU seconds that a yardstick reading usually takes here, and the file that remembers it.
-
-    Where that file cannot be written every run has a unit of its own.
-    """
+def unit_of_speed() -> tuple[float, Path | None]:
+    """CPU seconds that a yardstick reading usually takes here, and the file that remembers it; None: it cannot be."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     path, processor = Path(base) / "hetero_megatron" / "yardstick.json", _processor()
     known: dict[str, float] = {}
     with suppress(OSError, ValueError):
         known = dict(json.loads(path.read_text(encoding="utf-8")))
-    if not isinstance(found := known.get(processor), float) or not 0.0 < found < 1.0:
-        found = _measure()
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, {**known, processor: found})
+    if isinstance(found := known.get(processor), float) and 0.0 < found < 1.0:
+        return found, path
+    found = _measure()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {**known, processor: found})
+    except OSError:
+        return found, None
     return found, path
 
 
