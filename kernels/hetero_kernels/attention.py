@@ -89,6 +89,7 @@ def _prepare(
     assert heads % max(kv_heads, 1) == 0, f"{heads} query heads over {kv_heads} KV heads"
     assert q.dtype == k.dtype == v.dtype, "q, k and v have one dtype"
     assert window is None or window > 0, "a window holds at least the token itself"
+    assert scale is None or scale > 0, "the kernels take a row's maximum before they scale it"
     offset = q_start - k_start
     if bounds is not None:
         assert bounds.shape == (b, 2, queries), f"bounds {list(bounds.shape)}: expected {[b, 2, queries]}"
@@ -178,7 +179,7 @@ def attention_bwd(
     call.launch(
         attention_backward_kv, k_blocks * (heads // group) * q.shape[0],
         (*inputs, dk, dv, call.bounds if call.bounds is not None else lse, stretches),
-        (*call.sizes, k_blocks, *strides, *call.flags, queries % block_q == 0, *call.dims, block_q, block_k),
+        (*call.sizes, k_blocks, *strides, *call.flags, queries % block_q == 0, *call.dims, block_q, block_k, stages),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     block_q, block_k, warps, stages = call.blocks("attention_bwd_q", q.dtype)

@@ -16,16 +16,19 @@ def _kv_stretch(
     dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, bounds_ptr, begin, end, key, queries, keys, offset, q_s, do_s,
     SCALE: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BOUNDS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Queries begin .. end - 1, from block border ``begin`` on. Scores are held transposed, [keys, queries]."""
+    """Queries begin .. end - 1, from block border ``begin`` on. Scores are held transposed, [keys, queries].
+
+    The loop's own num_stages has lse and delta loaded ahead too: the launch's is for operands of products only.
+    """
     lane, d, e = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     start = begin + tl.full([], 0, tl.int64)
     q_ptr += start * q_s
     do_ptr += start * do_s
     q_at = lane[:, None] * q_s + d[None, :]  # [BLOCK_Q, BLOCK_D], in 32 bits: fewer registers than pointers
     do_at = lane[:, None] * do_s + e[None, :]
-    for here in range(begin, end, BLOCK_Q):
+    for here in tl.range(begin, end, BLOCK_Q, num_stages=STAGES):
         row = here + lane
         live = row < queries
         if MASKED:
@@ -42,19 +45,17 @@ def _kv_stretch(
             )
             lse = tl.load(lse_ptr + row)
             delta = tl.load(delta_ptr + row)
-        lse = tl.where(lse == float("-inf"), float("inf"), lse)  # a row that saw nothing gives nothing
+        lse = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E  # a row that saw nothing gives nothing
         q = widen(q, DOT)
         do = widen(do, DOT)
-        # -lse and -delta are what the accumulators start from: nothing of them is held during the products
-        scores = tl.broadcast_to((lse * (-1.0 / SCALE))[None, :], [BLOCK_K, BLOCK_Q])
-        scores = tl.dot(k, tl.trans(q), scores, input_precision=PRECISION, out_dtype=ACC)
-        p = tl.exp2(scores * (SCALE * LOG2E))
+        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=ACC)
+        p = tl.exp2(scores * (SCALE * LOG2E) - lse[None, :])
         if MASKED:
             low, high = intervals(bounds_ptr, row, queries, keys, offset, CAUSAL, WINDOW, BOUNDS)
             p = tl.where((key[:, None] >= low[None, :]) & (key[:, None] < high[None, :]), p, 0.0)
         dv = tl.dot(p.to(DOT), do, dv, input_precision=PRECISION, out_dtype=ACC)
-        dp = tl.broadcast_to(-delta[None, :], [BLOCK_K, BLOCK_Q])
-        ds = p * tl.dot(v, tl.trans(do), dp, input_precision=PRECISION, out_dtype=ACC)
+        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION, out_dtype=ACC)
+        ds = p * (dp - delta[None, :])
         dk = tl.dot(ds.to(DOT), q, dk, input_precision=PRECISION, out_dtype=ACC)
         q_ptr += BLOCK_Q * q_s
         do_ptr += BLOCK_Q * do_s
@@ -67,7 +68,7 @@ def attention_backward_kv(
     group, queries, keys, offset, k_blocks, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, do_b, do_s, do_h,
     SCALE: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, BOUNDS: tl.constexpr, EVEN_Q: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv are contiguous [b, keys, kv_heads, d]; a program sums over the ``group`` query heads of its KV head."""
     program = tl.program_id(0) + first_program
@@ -102,18 +103,18 @@ def attention_backward_kv(
             dk, dv = _kv_stretch(
                 dk, dv, k, v, q_head, do_head, lse_head, delta_head, bounds_ptr, begin, full_begin, key, queries, keys,
                 offset, q_s, do_s, SCALE, ACC, DOT, PRECISION, True, CAUSAL, WINDOW, BOUNDS, DIM, DIM_V, BLOCK_D,
-                BLOCK_V, BLOCK_Q, BLOCK_K,
+                BLOCK_V, BLOCK_Q, BLOCK_K, STAGES,
             )  # fmt: skip
         dk, dv = _kv_stretch(
             dk, dv, k, v, q_head, do_head, lse_head, delta_head, bounds_ptr, full_begin, full_end, key, queries, keys,
             offset, q_s, do_s, SCALE, ACC, DOT, PRECISION, False, CAUSAL, WINDOW, BOUNDS, DIM, DIM_V, BLOCK_D, BLOCK_V,
-            BLOCK_Q, BLOCK_K,
+            BLOCK_Q, BLOCK_K, STAGES,
         )  # fmt: skip
         if BOUNDS or WINDOW > 0 or not EVEN_Q:
             dk, dv = _kv_stretch(
                 dk, dv, k, v, q_head, do_head, lse_head, delta_head, bounds_ptr, full_end, end, key, queries, keys,
                 offset, q_s, do_s, SCALE, ACC, DOT, PRECISION, True, CAUSAL, WINDOW, BOUNDS, DIM, DIM_V, BLOCK_D,
-                BLOCK_V, BLOCK_Q, BLOCK_K,
+                BLOCK_V, BLOCK_Q, BLOCK_K, STAGES,
             )  # fmt: skip
     row = (batch * keys + at) * kv_heads + kv_head
     tl.store(dk_ptr + row[:, None] * DIM + d[None, :], narrow(dk * SCALE, dk_ptr.dtype.element_ty), mask=k_mask)
