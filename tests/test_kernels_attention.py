@@ -192,6 +192,7 @@ def test_empty_attention() -> None:
         assert out.shape == q.shape and not out.any() and bool((lse == -math.inf).all())
         grads = hk.attention_bwd(dout, q, k, v, out, lse)
         assert all(g.shape == x.shape and not g.any() for g, x in zip(grads, (q, k, v)))
+    assert hk.varlen_bounds([0], [0], DEVICE, causal=True).shape == (1, 2, 0)
 
 
 @pytest.mark.parametrize("dtype", [FP64, BF16])
