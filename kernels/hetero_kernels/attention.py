@@ -179,7 +179,7 @@ def attention_bwd(
     call.launch(
         attention_backward_kv, k_blocks * (heads // group) * q.shape[0],
         (*inputs, dk, dv, call.bounds if call.bounds is not None else lse, stretches),
-        (*call.sizes, k_blocks, *strides, *call.flags, queries % block_q == 0, *call.dims, block_q, block_k, stages),
+        (*call.sizes, k_blocks, *strides, *call.flags, queries % block_q == 0, *call.dims, block_q, block_k),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     block_q, block_k, warps, stages = call.blocks("attention_bwd_q", q.dtype)

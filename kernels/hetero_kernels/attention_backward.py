@@ -16,11 +16,12 @@ def _kv_stretch(
     dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, bounds_ptr, begin, end, key, queries, keys, offset, q_s, do_s,
     SCALE: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BOUNDS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Queries begin .. end - 1, from block border ``begin`` on. Scores are held transposed, [keys, queries].
 
-    The loop's own num_stages has lse and delta loaded ahead too: the launch's is for operands of products only.
+    lse and delta come in after the products. As what accumulators start from they would save registers, but the
+    compiler then does not load them ahead: each block's first product would wait for memory.
     """
     lane, d, e = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     start = begin + tl.full([], 0, tl.int64)
@@ -28,7 +29,7 @@ def _kv_stretch(
     do_ptr += start * do_s
     q_at = lane[:, None] * q_s + d[None, :]  # [BLOCK_Q, BLOCK_D], in 32 bits: fewer registers than pointers
     do_at = lane[:, None] * do_s + e[None, :]
-    for here in tl.range(begin, end, BLOCK_Q, num_stages=STAGES):
+    for here in range(begin, end, BLOCK_Q):
         row = here + lane
         live = row < queries
         if MASKED:
@@ -68,7 +69,7 @@ def attention_backward_kv(
     group, queries, keys, offset, k_blocks, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, do_b, do_s, do_h,
     SCALE: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, BOUNDS: tl.constexpr, EVEN_Q: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """dk and dv are contiguous [b, keys, kv_heads, d]; a program sums over the ``group`` query heads of its KV head."""
     program = tl.program_id(0) + first_program
@@ -103,18 +104,18 @@ def attention_backward_kv(
             dk, dv = _kv_stretch(
                 dk, dv, k, v, q_head, do_head, lse_head, delta_head, bounds_ptr, begin, full_begin, key, queries, keys,
                 offset, q_s, do_s, SCALE, ACC, DOT, PRECISION, True, CAUSAL, WINDOW, BOUNDS, DIM, DIM_V, BLOCK_D,
-                BLOCK_V, BLOCK_Q, BLOCK_K, STAGES,
+                BLOCK_V, BLOCK_Q, BLOCK_K,
             )  # fmt: skip
         dk, dv = _kv_stretch(
             dk, dv, k, v, q_head, do_head, lse_head, delta_head, bounds_ptr, full_begin, full_end, key, queries, keys,
             offset, q_s, do_s, SCALE, ACC, DOT, PRECISION, False, CAUSAL, WINDOW, BOUNDS, DIM, DIM_V, BLOCK_D, BLOCK_V,
-            BLOCK_Q, BLOCK_K, STAGES,
+            BLOCK_Q, BLOCK_K,
         )  # fmt: skip
         if BOUNDS or WINDOW > 0 or not EVEN_Q:
             dk, dv = _kv_stretch(
                 dk, dv, k, v, q_head, do_head, lse_head, delta_head, bounds_ptr, full_end, end, key, queries, keys,
                 offset, q_s, do_s, SCALE, ACC, DOT, PRECISION, True, CAUSAL, WINDOW, BOUNDS, DIM, DIM_V, BLOCK_D,
-                BLOCK_V, BLOCK_Q, BLOCK_K, STAGES,
+                BLOCK_V, BLOCK_Q, BLOCK_K,
             )  # fmt: skip
     row = (batch * keys + at) * kv_heads + kv_head
     tl.store(dk_ptr + row[:, None] * DIM + d[None, :], narrow(dk * SCALE, dk_ptr.dtype.element_ty), mask=k_mask)
