@@ -111,6 +111,30 @@ def test_a_kernel_that_fails_and_a_time_that_ends_do_not_end_the_benchmark(
     assert "2 of 2 cases, 0 wrong" in capsys.readouterr().out
 
 
+def test_spills_are_counted_in_innermost_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # which the module takes away
+    from compile_kernels import loop_spills
+
+    listing = """
+        /*0000*/ STL [R1], R2 ;
+.L_x_1:
+        /*0010*/ LDL.64 R2, [R1] ;
+.L_x_2:
+        /*0020*/ STL [R1+0x4], R3 ;
+        /*0030*/ LDL R3, [R1+0x4] ;
+        /*0040*/ @P0 BRA `(.L_x_2) ;
+        /*0050*/ @!P1 BRA `(.L_x_1) ;
+        /*0060*/ @P2 BRA `(.L_x_3) ;
+        /*0070*/ LDL R4, [R1] ;
+.L_x_3:
+        /*0080*/ EXIT ;
+"""
+    assert loop_spills(listing) == 2
+    assert loop_spills(listing.replace("R3, [R1+0x4]", "R3").replace("LDL R3", "MOV R3")) == 1
+    assert loop_spills("") == 0
+
+
 def test_it_says_so_without_a_gpu() -> None:
     if torch.accelerator.is_available():
         pytest.skip("there is one")
