@@ -115,6 +115,19 @@ def test_causal_attention_is_torchs(fenced: None) -> None:
     check(out, expected.transpose(1, 2), "attention", FP32)
 
 
+def test_a_nan_is_not_taken_for_a_row_that_sees_nothing(small: hk.Limits) -> None:
+    q, k, v, dout = qkv(1, 20, 20, 1, 1, 8, 8, FP32)
+    q[0, 3], v[0, 7] = math.nan, math.inf
+    out, lse = hk.attention_fwd(q, k, v, limits=small)
+    exact, exact_lse = hk.attention_reference(q, k, v)
+    assert torch.equal(out.isfinite(), exact.isfinite()) and torch.equal(lse.isnan(), exact_lse.isnan())
+    assert lse[0, 0].isnan().nonzero().flatten().tolist() == [3]
+    dq, dk, _ = hk.attention_bwd(dout, q, k, v, out, lse, limits=small)
+    assert bool(dq[0, 3].isnan().all()) and bool(dk[0, :4].isnan().all())
+    _, merged = hk.attention_merge(out, lse, out, lse, limits=small)
+    assert torch.equal(merged.isnan(), lse.isnan())
+
+
 @pytest.mark.parametrize("kwargs", [{}, {"window": 6}, {"causal": False}])
 def test_documents(kwargs: dict[str, Any], small: hk.Limits, fenced: None) -> None:
     tensors = qkv(2, 50, 50, 1, 1, 8, 8, EXACT)
@@ -179,6 +192,7 @@ def test_empty_attention() -> None:
         assert out.shape == q.shape and not out.any() and bool((lse == -math.inf).all())
         grads = hk.attention_bwd(dout, q, k, v, out, lse)
         assert all(g.shape == x.shape and not g.any() for g, x in zip(grads, (q, k, v)))
+    assert hk.varlen_bounds([0], [0], DEVICE, causal=True).shape == (1, 2, 0)
 
 
 @pytest.mark.parametrize("dtype", [FP64, BF16])

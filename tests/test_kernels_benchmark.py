@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.kernel_cases import DEVICE
+import hetero_kernels as hk
+from tests.kernel_cases import DEVICE, FP64, randn
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "gpu"
 CASES: list[tuple[str, str, tuple[Any, ...]]] = [
@@ -47,6 +51,88 @@ def test_case(module: str, name: str, shape: tuple[Any, ...], monkeypatch: pytes
         result = side.forward()
         if side.backward:
             side.backward(result)
+
+
+def test_exact_gradients_by_rows_are_those_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    from measure import relative
+    from row_cases import exact_gradients
+
+    x, w, dy = randn(7, 8), randn(8, seed=1), randn(7, 8, seed=2)
+    once, by_two = (
+        exact_gradients(lambda x, w: hk.rms_norm_reference(x, w, 1e-5), [x, w], (dy,), 1, rows) for rows in (None, 2)
+    )
+    for a, b in zip(once, by_two, strict=True):
+        assert a.dtype == FP64 and relative(a.float(), b) < 1e-6
+    assert relative(2 * once[0], once[0]) == pytest.approx(1)
+    assert relative(torch.where(once[0] > 0, torch.nan, once[0]), once[0]) == float("inf")
+
+
+def test_a_kernel_that_fails_and_a_time_that_ends_do_not_end_the_benchmark(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import bench_kernels
+    import measure
+    import row_cases
+
+    def good() -> Any:
+        case = row_cases.rms_norm(DEVICE, 4, 40)
+        return dataclasses.replace(case, sides={"ours": case.sides["ours"]})
+
+    def broken() -> Any:
+        return dataclasses.replace(good(), check=lambda: 1 / 0)
+
+    numbers = {"forward_ms": 1.0, "forward_host_us": 1.0, "peak_bytes": 1}
+    module = SimpleNamespace(get_device_name=lambda: "stub", memory_allocated=int)
+    for target, name, value in (
+        (torch.accelerator, "is_available", lambda: True), (torch.accelerator, "empty_cache", lambda: None),
+        (torch.accelerator, "current_accelerator", lambda: DEVICE), (torch, "get_device_module", lambda _: module),
+        (hk, "INTERPRETED", False), (hk, "limits_of", lambda _: hk.Limits()), (measure, "measure", lambda _: numbers),
+        (measure, "copy_bandwidth", lambda _: 4e12), (measure, "matmul_rate", lambda _: 8e14),
+        (bench_kernels, "cases", lambda *_: {"00 rms_norm": broken, "01 rms_norm": good}),
+    ):  # fmt: skip
+        monkeypatch.setattr(target, name, value)
+    path = tmp_path / "results.json"
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["bench", "--out", str(path), *arguments])
+        return bench_kernels.main()
+
+    assert run("--seconds", "1e-9") == 3 and not path.exists()
+    assert run() == 1 and "ZeroDivisionError" in path.read_text()
+    results = json.loads(path.read_text())
+    assert list(results["cases"]) == ["00 rms_norm", "01 rms_norm"] and results["matmul_flops"] == 8e14
+    results["cases"].pop("00 rms_norm")
+    path.write_text(json.dumps(results))
+    monkeypatch.setattr(bench_kernels, "cases", lambda *_: {"01 rms_norm": broken, "02 rms_norm": good})
+    assert run("--resume") == 0  # 01 is not run again
+    assert list(json.loads(path.read_text())["cases"]) == ["01 rms_norm", "02 rms_norm"]
+    assert "2 of 2 cases, 0 wrong" in capsys.readouterr().out
+
+
+def test_spills_are_counted_in_innermost_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # which the module takes away
+    from compile_kernels import loop_spills
+
+    listing = """
+        /*0000*/ STL [R1], R2 ;
+.L_x_1:
+        /*0010*/ LDL.64 R2, [R1] ;
+.L_x_2:
+        /*0020*/ STL [R1+0x4], R3 ;
+        /*0030*/ LDL R3, [R1+0x4] ;
+        /*0040*/ @P0 BRA `(.L_x_2) ;
+        /*0050*/ @!P1 BRA `(.L_x_1) ;
+        /*0060*/ @P2 BRA `(.L_x_3) ;
+        /*0070*/ LDL R4, [R1] ;
+.L_x_3:
+        /*0080*/ EXIT ;
+"""
+    assert loop_spills(listing) == 2
+    assert loop_spills(listing.replace("R3, [R1+0x4]", "R3").replace("LDL R3", "MOV R3")) == 1
+    assert loop_spills("") == 0
 
 
 def test_it_says_so_without_a_gpu() -> None:

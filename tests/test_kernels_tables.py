@@ -67,13 +67,31 @@ def test_the_tuner_writes_a_table_that_is_used(tmp_path: Path) -> None:
     sizes = {"norm_fwd": [32, 100], "attention_fwd": [16]}
     table = tune.tune(list(sizes), FP32, DEVICE, limits, timer, tokens=8, candidates=candidates, sizes=sizes)
     assert len(calls) == 6
-    assert [rule["max_size"] for rule in table["ops"]["norm_fwd"]] == [32, None]
-    assert all(rule["config"] == candidates["norm_fwd"][1] for rule in table["ops"]["norm_fwd"])
+    before = load_table(limits.arch, limits.table)
+    *mine, former = table["ops"]["norm_fwd"]
+    assert [rule["max_size"] for rule in mine] == [32, None] and former == before["norm_fwd"][0]
+    assert all(rule["config"] == candidates["norm_fwd"][1] and rule["dtypes"] == ["fp32"] for rule in mine)
     path = tmp_path / "table.json"
     path.write_text(json.dumps(table))
-    mine = hk.Limits(arch=limits.arch, table=str(path))
-    assert row_tile("norm_fwd", 8, 100, FP32, mine).block_cols == 64
-    assert config("rope", 64, FP32, mine) == config("rope", 64, FP32, hk.Limits())  # the rest is generic
+    tuned = hk.Limits(arch=limits.arch, table=str(path))
+    assert row_tile("norm_fwd", 8, 100, FP32, tuned).block_cols == 64
+    for op, dtype in (("rope", FP32), ("norm_fwd", torch.bfloat16)):  # the rest is as it was
+        assert config(op, 64, dtype, tuned) == config(op, 64, dtype, limits)
+    again = tune.tune(["norm_fwd"], FP32, DEVICE, tuned, timer, 8, candidates, sizes)
+    assert [rule["max_size"] for rule in again["ops"]["norm_fwd"]] == [32, None, None]
+
+
+def test_a_table_tuned_with_16_bits_leaves_other_dtypes_as_they_were(tmp_path: Path) -> None:
+    option = {"tile": 32, "num_warps": 2}
+    limits, ops = hk.limits_of(DEVICE), ["elementwise", "l2norm"]
+    table = tune.tune(ops, torch.bfloat16, DEVICE, limits, lambda _: 1.0, 1, {op: [option] for op in ops})
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(table))
+    tuned = hk.Limits(arch=limits.arch, table=str(path))
+    for dtype in (torch.float16, torch.bfloat16):
+        assert config("elementwise", 64, dtype, tuned) == option
+    assert config("elementwise", 64, FP32, tuned) == config("elementwise", 64, FP32, limits)
+    assert config("l2norm", 64, FP32, tuned) == option  # its table is asked in fp32 always
 
 
 def test_the_tuner_leaves_out_what_does_not_run(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
-from hetero_megatron.ops.conformance import FAIL
+from hetero_megatron.ops.conformance import FAIL, speed
 from hetero_megatron.planner.rates import load_rates
 from hetero_megatron.platform import CPU, Accelerator, Platform, choose_platform
 from hetero_megatron.platform.conformance import check_platform
@@ -244,6 +245,19 @@ def test_list_marks_what_was_never_run(capsys: pytest.CaptureFixture[str]) -> No
 def test_wrong_words_are_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plugins", *words]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_the_rates_of_a_fast_chip_come_from_calls_that_take_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    for each, largest, want in ((1e-6, 4096, [512, 1024]), (1e-9, 2048, [512, 1024, 2048]), (1.0, 2048, [512])):
+        sizes.clear()
+        monkeypatch.setattr(speed, "best_seconds", lambda call, _, each=each: each * call())
+
+        def make(n: int) -> Callable[[], int]:
+            sizes.append(n)
+            return lambda: n
+
+        assert speed._large_enough(make, 512, largest, lambda: None) == (want[-1], each * want[-1]) and sizes == want
 
 
 def test_check_prints_one_json_object_and_writes_the_profile(

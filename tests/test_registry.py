@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops import SPECS, Capability, Kernel, KernelWarning, Registry, Signature, resolve, torch_registry
+from hetero_megatron.ops.gemm import weight_gradient
 from hetero_megatron.ops.kernel import ATEN, REFERENCE, TRITON, VENDOR
 from hetero_megatron.ops.library import define
 from hetero_megatron.ops.norm import rms_norm_backward, rms_norm_forward
@@ -153,6 +155,23 @@ def test_a_plan_is_printed_and_hashed() -> None:
     assert "rms_norm" in a.format() and "requested" in b.format() and a.summary() == "aten: rms_norm"
     with pytest.raises(UserError, match="no such operator in this kernel plan"):
         _ = a.layer_norm
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_the_fp32_sum_takes_products_that_were_never_rounded_where_aten_can(beta: float) -> None:
+    ran: list[str] = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ran.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    dy, x = (torch.empty(2, 3, n, dtype=torch.bfloat16, device="meta") for n in (5, 4))  # has what a GPU has
+    into = torch.empty(5, 4, device="meta")
+    with Record():
+        assert weight_gradient(dy, x, into, beta) is into
+    assert [name for name in ran if "mm" in name] == ["aten.addmm.dtype_out"]
+    assert not any("add_" in name or "copy" in name for name in ran)
 
 
 def test_deferred_weight_gradients_equal_immediate_ones_and_run_the_hooks() -> None:

@@ -1,22 +1,29 @@
 """Check every Triton kernel against fp64 on one NVIDIA GPU, and time it beside what else there is.
 
     python benchmarks/gpu/bench_kernels.py [--only rms_norm,attention] [--check] [--tests] [--out results.json]
+        [--seconds 540] [--resume]
 
 Beside torch eager, torch.compile, F.rms_norm, F.linear_cross_entropy (where torch has it), cuDNN's attention (forced)
 and Liger-Kernel (where installed). Per side: device milliseconds of forward and backward (median, L2 emptied), the
 share of the floor that is reached (measured copy bandwidth, or measured matmul rate), host microseconds per call, and
-peak memory of forward and backward. At the end, which targets are met. Exits with 1 if a result is wrong, and with 2
-if there is no GPU. ``--tests`` runs the repository's kernel tests on the GPU first (odd shapes, masks, fences).
+peak memory of forward and backward. At the end, which targets are met. Exits with 1 if a result is wrong, with 2 if
+there is no GPU, and with 3 if ``--seconds`` were over before the last case: the same command with ``--resume`` then
+goes on after the cases in ``--out``. ``--tests`` runs the repository's kernel tests on the GPU first (odd shapes,
+masks, fences).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
+import importlib.util
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +31,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT / "kernels")]
 
 import torch  # noqa: E402
+import torch._functorch.config  # noqa: E402  (torch itself does not import it)
 
 
-def cases(device: torch.device, only: list[str]) -> Iterator[Any]:
-    """One after another, so that only one case's tensors exist."""
+def cases(device: torch.device, only: list[str]) -> dict[str, Callable[[], Any]]:
+    """Makers by name, to be called one after another, so that only one case's tensors exist."""
     import loss_cases as loss
     import row_cases as row
 
@@ -51,21 +59,36 @@ def cases(device: torch.device, only: list[str]) -> Iterator[Any]:
         ("adamw", loss.adamw, [(model,)]),
         ("l2norm", loss.l2norm, [(model,)]),
     ]
-    for name, make, shapes in table:
-        if not only or name in only:
-            for shape in shapes:
-                yield make(device, *shape)
+    every = [(name, make, shape) for name, make, shapes in table for shape in shapes]
+    return {
+        f"{number:02} {name}": functools.partial(make, device, *shape)
+        for number, (name, make, shape) in enumerate(every)
+        if not only or name in only
+    }
+
+
+def free_memory() -> None:
+    gc.collect()
+    torch.accelerator.empty_cache()
+
+
+def check_case(case: Any, found: dict[str, Any]) -> None:
+    """Compare with fp64. A kernel that does not run is wrong, and no reason to leave the other cases out."""
+    try:
+        for what, error, allowed in case.check() if case.check else []:
+            found["errors"][what] = error
+            if not error <= allowed:
+                found["wrong"].append(f"{what}: {error:.2e} > {allowed:.0e}")
+    except Exception as problem:
+        found["wrong"].append(f"check: {type(problem).__name__}: {str(problem)[:500]}")
+    print(f"\n{case.name}  {case.shape}   " + "  ".join(f"{k} {v:.1e}" for k, v in found["errors"].items()), flush=True)
 
 
 def run_case(case: Any, bandwidth: float, rate: float, check_only: bool) -> dict[str, Any]:
     from measure import measure
 
     found: dict[str, Any] = {"op": case.name, "shape": case.shape, "errors": {}, "wrong": [], "sides": {}}
-    for what, error, allowed in case.check() if case.check else []:
-        found["errors"][what] = error
-        if not error <= allowed:
-            found["wrong"].append(f"{what}: {error:.2e} > {allowed:.0e}")
-    print(f"\n{case.name}  {case.shape}   " + "  ".join(f"{k} {v:.1e}" for k, v in found["errors"].items()), flush=True)
+    check_case(case, found)
     for problem in found["wrong"]:
         print(f"  WRONG  {problem}")
     if check_only:
@@ -74,12 +97,9 @@ def run_case(case: Any, bandwidth: float, rate: float, check_only: bool) -> dict
         floor = getattr(case, f"{direction}_bytes") / bandwidth + getattr(case, f"{direction}_flops") / rate
         found[f"{direction}_floor_ms"] = floor * 1e3
     for name, make in case.sides.items():
-        gc.collect()
-        torch.accelerator.empty_cache()
+        free_memory()
         try:
-            side = make()
-            numbers: dict[str, Any] = dict(measure(side))
-            del side
+            numbers: dict[str, Any] = dict(measure(make()))
         except Exception as problem:  # a rival that refuses a shape is reported, not hidden
             found["sides"][name] = {"failed": f"{type(problem).__name__}: {str(problem)[:200]}"}
             if name.startswith("ours"):
@@ -88,11 +108,10 @@ def run_case(case: Any, bandwidth: float, rate: float, check_only: bool) -> dict
             continue
         for direction in ("forward", "backward"):
             if f"{direction}_ms" in numbers and found[f"{direction}_floor_ms"]:
-                floor_ms = found[f"{direction}_floor_ms"]
+                floor_ms, flops = found[f"{direction}_floor_ms"], getattr(case, f"{direction}_flops")
                 if name == "ours, at once":  # forward holds backward too
-                    floor_ms += found["backward_floor_ms"]
+                    floor_ms, flops = floor_ms + found["backward_floor_ms"], flops + case.backward_flops
                 numbers[f"{direction}_share"] = floor_ms / numbers[f"{direction}_ms"]
-                flops = getattr(case, f"{direction}_flops")
                 numbers[f"{direction}_tflops"] = flops / numbers[f"{direction}_ms"] / 1e9
         found["sides"][name] = numbers
         print(line(name, numbers), flush=True)
@@ -145,18 +164,58 @@ def targets(results: list[dict[str, Any]]) -> list[tuple[str, bool]]:
     return found
 
 
+def kernel_tests_pass() -> bool:
+    """tests/test_kernels_*.py in a process of their own, or several where pytest can: most of it is compiling."""
+    tests = sorted(str(path) for path in (ROOT / "tests").glob("test_kernels_*.py"))
+    parallel = ["-n", "8"] if importlib.util.find_spec("xdist") else []
+    paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, "-m", "pytest", "-q", *parallel, *tests]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}).returncode == 0
+
+
+def run_cases(options: argparse.Namespace, device: torch.device, about: dict[str, Any], began: float) -> list[Any]:
+    """Results by case, those of an earlier run first; they are written after each case."""
+    from measure import copy_bandwidth, matmul_rate
+
+    results: dict[str, Any] = {}
+    if options.resume and Path(options.out).exists():
+        earlier = json.loads(Path(options.out).read_text())
+        if any(earlier[key] != value for key, value in about.items()):
+            raise SystemExit(f"{options.out} is of another device or torch: {earlier['device']}, {earlier['torch']}")
+        results, about = earlier.pop("cases"), earlier  # its floors too
+    else:
+        about |= {"copy_bytes_per_second": copy_bandwidth(device), "matmul_flops": matmul_rate(device)}
+    bandwidth, rate = about["copy_bytes_per_second"], about["matmul_flops"]
+    print(f"measured floors: copy {bandwidth / 1e12:.2f} TB/s, bf16 matmul {rate / 1e12:.0f} TFLOP/s", flush=True)
+    wanted = cases(device, [name for name in options.only.split(",") if name])
+    for name, make in wanted.items():
+        if name in results or (options.seconds and time.monotonic() - began > options.seconds):
+            continue
+        free_memory()
+        results[name] = run_case(make(), bandwidth, rate, options.check)
+        if options.out:
+            Path(options.out).write_text(json.dumps({**about, "cases": results}, indent=1))
+    left = [name for name in wanted if name not in results]
+    if left:
+        print(f"\nno time left for {len(left)} cases: {', '.join(left)}")
+    return [results.get(name) for name in wanted]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="operators, separated by commas")
     parser.add_argument("--check", action="store_true", help="only compare with fp64")
     parser.add_argument("--tests", action="store_true", help="run tests/test_kernels_*.py on the GPU first")
     parser.add_argument("--out", default=None, help="JSON file for the results")
+    parser.add_argument("--seconds", type=float, default=0, help="begin no case after these")
+    parser.add_argument("--resume", action="store_true", help="leave out the cases that --out holds")
     options = parser.parse_args()
+    if options.resume and not options.out:
+        parser.error("--resume needs --out")
+    began = time.monotonic()
     if not torch.accelerator.is_available():
         print("no GPU here: nothing was checked or timed")
         return 2
-    from measure import copy_bandwidth, matmul_rate
-
     import hetero_kernels as hk
 
     if hk.INTERPRETED:
@@ -165,27 +224,19 @@ def main() -> int:
     device = torch.accelerator.current_accelerator()
     assert device is not None
     torch._functorch.config.donated_buffer = False  # backward is run many times on one graph
-    wrong = 0
-    if options.tests:
-        tests = sorted(str(p) for p in (ROOT / "tests").glob("test_kernels_*.py"))
-        wrong += subprocess.run([sys.executable, "-m", "pytest", "-q", *tests], cwd=ROOT).returncode != 0
+    wrong = int(options.tests and not kernel_tests_pass())
     limits = hk.limits_of(device)
-    bandwidth, rate = copy_bandwidth(device), matmul_rate(device)
-    about = {"device": torch.get_device_module(device).get_device_name(), "torch": torch.__version__,
-             "arch": limits.arch, "copy_bytes_per_second": bandwidth, "matmul_flops": rate}  # fmt: skip
-    print(f"{about['device']}, torch {torch.__version__}, {limits}")
-    print(f"measured floors: copy {bandwidth / 1e12:.2f} TB/s, bf16 matmul {rate / 1e12:.0f} TFLOP/s", flush=True)
-    results = []
-    for case in cases(device, [name for name in options.only.split(",") if name]):
-        results.append(run_case(case, bandwidth, rate, options.check))
-        if options.out:
-            Path(options.out).write_text(json.dumps({**about, "results": results}, indent=1))
+    name = torch.get_device_module(device).get_device_name()
+    print(f"{name}, torch {torch.__version__}, {limits}")
+    about = {"device": name, "torch": torch.__version__, "arch": limits.arch}
+    results = run_cases(options, device, about, began)
+    done = [result for result in results if result]
     print()
-    for text, met in targets(results):
+    for text, met in targets(done):
         print(f"{'met   ' if met else 'MISSED'}  {text}")
-    wrong += sum(bool(result["wrong"]) for result in results)
-    print(f"\n{len(results)} cases, {wrong} wrong")
-    return 1 if wrong else 0
+    wrong += sum(bool(result["wrong"]) for result in done)
+    print(f"\n{len(done)} of {len(results)} cases, {wrong} wrong")
+    return 1 if wrong else 0 if len(done) == len(results) else 3
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 
 No GPU and no driver are used: the operators are called on tensors without memory (device "meta") at the shapes of the
 benchmark, and each launch is compiled to machine code instead of run. Exits with 1 if a kernel does not compile.
-Spilled registers make a kernel slow; this is what can be checked about speed on a machine without a GPU.
+Spilled registers make a kernel slow where they are read in its innermost loops ("loop_spills": how many times there);
+this is what can be checked about speed on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -39,6 +40,19 @@ TYPES = {
     torch.int32: "i32",
     torch.uint8: "u8",
 }
+
+
+def loop_spills(machine: str) -> int:
+    """Reads and writes of spilled registers in the worst of the innermost loops of a disassembled kernel."""
+    lines = machine.splitlines()
+    labels = {line.strip().rstrip(":"): number for number, line in enumerate(lines) if line.strip().endswith(":")}
+    loops = []
+    for number, line in enumerate(lines):
+        branch = re.search(r"\bBRA\b.*`\((\S+)\)", line)
+        if branch and labels.get(branch[1], number) < number:
+            loops.append((labels[branch[1]], number))
+    inner = [(a, b) for a, b in loops if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)]
+    return max((sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in lines[a:b]) for a, b in inner), default=0)
 
 
 class Compiler:
@@ -88,12 +102,15 @@ class Compiler:
             report = subprocess.run(
                 [*command, "-o", f"{folder}/out"], capture_output=True, text=True, check=True
             ).stderr
+            listing = [str(Path(command[0]).with_name("nvdisasm")), "-c", f"{folder}/out"]
+            machine = subprocess.run(listing, capture_output=True, text=True, check=True).stdout
         found = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
         registers = re.search(r"Used (\d+) registers", report)
         ptx = compiled.asm["ptx"]
         return {
             "registers": int(registers[1]) if registers else None,
             "spill_bytes": int(found[1]) + int(found[2]) if found else None,
+            "loop_spills": loop_spills(machine),
             "shared_bytes": compiled.metadata.shared,
             "wgmma": len(re.findall(r"wgmma.mma_async", ptx)),
             "mma": len(re.findall(r"\bmma\.sync", ptx)),

@@ -27,7 +27,7 @@ def cross_entropy(device: torch.device, tokens: int, vocabulary: int) -> Case:
         return [loss, hk.cross_entropy_bwd(dloss, logits, target, lse)]
 
     def exact() -> list[torch.Tensor]:
-        return exact_gradients(lambda x: hk.cross_entropy_reference(x, target), [logits], (dloss,))
+        return exact_gradients(hk.cross_entropy_reference, [logits, target], (dloss,))
 
     def shard() -> Side:
         """What a vocabulary-parallel rank does, without the exchange."""
@@ -70,7 +70,7 @@ def linear_cross_entropy(device: torch.device, tokens: int, hidden: int, vocabul
 
     def exact() -> list[torch.Tensor]:
         return exact_gradients(
-            lambda x, w: hk.linear_cross_entropy_reference(x, w, target[few]), [x[few], w], (dloss[few],)
+            lambda x, w: hk.linear_cross_entropy_reference(x, w, target[few]), [x[few], w], (dloss[few],), 1
         )
 
     at_once = Side(lambda: hk.linear_cross_entropy_fwd_bwd(x, w, target, dloss, grad_weight=main_grad))
@@ -116,9 +116,10 @@ def attention(
         return [out, *hk.attention_bwd(dout, q, k, v, out, lse, causal=causal)]
 
     def exact() -> list[torch.Tensor]:
-        return exact_gradients(
-            lambda q, k, v: hk.attention_reference(q, k, v, causal=causal), [q, k, v], (dout,)
-        )  # fmt: skip
+        def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return hk.attention_reference(q, k, v, causal=causal)
+
+        return exact_gradients(reference, [q, k, v], (dout,), rows=1)  # 1 GiB of fp64 scores per batch row, many times
 
     ours = Side(
         lambda: hk.attention_fwd(q, k, v, causal=causal),

@@ -7,6 +7,7 @@ off, too: for a pipeline schedule that splits backward, :class:`WeightGradients`
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -32,6 +33,13 @@ def input_gradient(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return dy @ weight
 
 
+@functools.cache
+def _adds_to_wider(device_type: str) -> bool:
+    """Whether aten adds a product of 16-bit matrices to an fp32 sum on such devices."""
+    key = torch._C._dispatch_key_for_device(device_type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::addmm.dtype_out", key)
+
+
 def weight_gradient(
     dy: torch.Tensor, x: torch.Tensor, into: torch.Tensor | None = None, beta: float = 1.0
 ) -> torch.Tensor:
@@ -40,8 +48,10 @@ def weight_gradient(
     dy, x = dy.flatten(0, -2), x.flatten(0, -2)
     if into is None:
         return dy.t() @ x
+    if into.dtype != x.dtype and _adds_to_wider(into.device.type):
+        return torch.ops.aten.addmm.dtype_out(into, dy.t(), x, into.dtype, beta=beta, out=into)  # type: ignore[no-any-return]
     if into.dtype != x.dtype and into.device.type != "cpu":  # accelerators multiply 16 bits many times as fast
-        product = dy.t() @ x
+        product = dy.t() @ x  # rounded once more than where the product is added in the sum's precision
         return into.add_(product) if beta else into.copy_(product)
     return into.addmm_(dy.t().to(into.dtype), x.to(into.dtype), beta=beta)
 

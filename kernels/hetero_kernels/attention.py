@@ -89,6 +89,7 @@ def _prepare(
     assert heads % max(kv_heads, 1) == 0, f"{heads} query heads over {kv_heads} KV heads"
     assert q.dtype == k.dtype == v.dtype, "q, k and v have one dtype"
     assert window is None or window > 0, "a window holds at least the token itself"
+    assert scale is None or scale > 0, "the kernels take a row's maximum before they scale it"
     offset = q_start - k_start
     if bounds is not None:
         assert bounds.shape == (b, 2, queries), f"bounds {list(bounds.shape)}: expected {[b, 2, queries]}"

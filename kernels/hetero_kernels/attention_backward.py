@@ -18,7 +18,11 @@ def _kv_stretch(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BOUNDS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Queries begin .. end - 1, from block border ``begin`` on. Scores are held transposed, [keys, queries]."""
+    """Queries begin .. end - 1, from block border ``begin`` on. Scores are held transposed, [keys, queries].
+
+    lse and delta come in after the products. As what accumulators start from they would save registers, but the
+    compiler then does not load them ahead: each block's first product would wait for memory.
+    """
     lane, d, e = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     start = begin + tl.full([], 0, tl.int64)
     q_ptr += start * q_s
@@ -42,19 +46,17 @@ def _kv_stretch(
             )
             lse = tl.load(lse_ptr + row)
             delta = tl.load(delta_ptr + row)
-        lse = tl.where(lse == float("-inf"), float("inf"), lse)  # a row that saw nothing gives nothing
+        lse = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E  # a row that saw nothing gives nothing
         q = widen(q, DOT)
         do = widen(do, DOT)
-        # -lse and -delta are what the accumulators start from: nothing of them is held during the products
-        scores = tl.broadcast_to((lse * (-1.0 / SCALE))[None, :], [BLOCK_K, BLOCK_Q])
-        scores = tl.dot(k, tl.trans(q), scores, input_precision=PRECISION, out_dtype=ACC)
-        p = tl.exp2(scores * (SCALE * LOG2E))
+        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=ACC)
+        p = tl.exp2(scores * (SCALE * LOG2E) - lse[None, :])
         if MASKED:
             low, high = intervals(bounds_ptr, row, queries, keys, offset, CAUSAL, WINDOW, BOUNDS)
             p = tl.where((key[:, None] >= low[None, :]) & (key[:, None] < high[None, :]), p, 0.0)
         dv = tl.dot(p.to(DOT), do, dv, input_precision=PRECISION, out_dtype=ACC)
-        dp = tl.broadcast_to(-delta[None, :], [BLOCK_K, BLOCK_Q])
-        ds = p * tl.dot(v, tl.trans(do), dp, input_precision=PRECISION, out_dtype=ACC)
+        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION, out_dtype=ACC)
+        ds = p * (dp - delta[None, :])
         dk = tl.dot(ds.to(DOT), q, dk, input_precision=PRECISION, out_dtype=ACC)
         q_ptr += BLOCK_Q * q_s
         do_ptr += BLOCK_Q * do_s

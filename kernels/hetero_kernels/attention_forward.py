@@ -29,16 +29,16 @@ def _stretch(
             k = tl.load(k_ptr + k_at)
         else:
             k = tl.load(k_ptr + k_at, mask=(d < DIM)[:, None], other=0.0)
-        scores = tl.dot(q, widen(k, DOT), input_precision=PRECISION, out_dtype=ACC) * (SCALE * LOG2E)
+        scores = tl.dot(q, widen(k, DOT), input_precision=PRECISION, out_dtype=ACC)
         if MASKED:
             seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
             scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
+        higher = tl.maximum(top, tl.max(scores, 1) * (SCALE * LOG2E))  # a row's maximum is scaled, not its scores
         if MASKED:
             safe = finite_or_zero(higher)
         else:
             safe = higher
-        p = tl.exp2(scores - safe[:, None])
+        p = tl.exp2(scores * (SCALE * LOG2E) - safe[:, None])  # one multiply-add
         shrink = tl.exp2(top - safe)
         total = total * shrink + tl.sum(p, 1)
         out = out * shrink[:, None]
@@ -99,9 +99,9 @@ def attention_forward(
             out, total, top, q, k_ptr, v_ptr, full_end, end, k_s, v_s, keys, low, high,
             SCALE, ACC, DOT, PRECISION, True, DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_K,
         )  # fmt: skip
-    some = total > 0.0
-    total = tl.where(some, total, 1.0)
-    lse = tl.where(some, (top + tl.log2(total)) * LN2, float("-inf"))
+    nothing = total == 0.0  # and not "no total above 0": a NaN must show
+    total = tl.where(nothing, 1.0, total)
+    lse = tl.where(nothing, float("-inf"), (top + tl.log2(total)) * LN2)
     tl.store(lse_ptr + (batch * heads + head) * queries + at, lse, mask=live)
     target = out_ptr + batch * o_b + head.to(tl.int64) * o_h + at[:, None] * o_s + dv[None, :]
     out = narrow(out / total[:, None], out_ptr.dtype.element_ty)

@@ -105,7 +105,7 @@ def varlen_bounds(
     Causal and window are in the result, so call attention with ``causal=False`` and batch size 1. Query i of sequence
     n stands at position offsets[n] + i (default 0: top-left), key j at j.
     """
-    low, high = [], []
+    low, high = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]  # of no sequences
     for n, (a, b) in enumerate(zip(cu_seqlens_q[:-1], cu_seqlens_q[1:])):
         first, last = cu_seqlens_k[n], cu_seqlens_k[n + 1]
         position = torch.arange(b - a) + (offsets[n] if offsets else 0)

@@ -65,14 +65,14 @@ def _merge(
         weight_a = tl.exp(lse_a - safe)
         weight_b = tl.exp(lse_b - safe)
         total = weight_a + weight_b
-        some = total > 0.0  # else neither part saw a key: out 0, lse -inf
-        total = tl.where(some, total, 1.0)
+        nothing = total == 0.0  # neither part saw a key: out 0, lse -inf
+        total = tl.where(nothing, 1.0, total)
         a = widen(tl.load(a_ptr + batch * a_b + head * a_h + at * a_s + d[None, :], mask=ok, other=0.0), ACC)
         b = widen(tl.load(b_ptr + batch * b_b + head * b_h + at * b_s + d[None, :], mask=ok, other=0.0), ACC)
         out = a * (weight_a / total)[:, None] + b * (weight_b / total)[:, None]
         target = out_ptr + batch * o_b + head * o_h + at * o_s + d[None, :]
         tl.store(target, narrow(out, out_ptr.dtype.element_ty), mask=ok)
-        tl.store(lse_ptr + stats, tl.where(some, safe + tl.log(total), float("-inf")), mask=live)
+        tl.store(lse_ptr + stats, tl.where(nothing, float("-inf"), safe + tl.log(total)), mask=live)
 
 
 def _features_adjacent(x: torch.Tensor) -> torch.Tensor:

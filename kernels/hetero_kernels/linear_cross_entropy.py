@@ -7,6 +7,8 @@ the chunks: 16 bits there are what makes other fused versions diverge.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from hetero_kernels.cross_entropy import _backward, _forward
@@ -24,11 +26,19 @@ def linear_cross_entropy_reference(
     return (lse - picked).where(kept, 0.0), lse
 
 
+@functools.cache
+def _mixed_products(device_type: str) -> bool:
+    """Whether aten there multiplies 16-bit matrices into fp32: not on the CPU, nor in the adapters of all vendors."""
+    has, key = torch._C._dispatch_has_kernel_for_dispatch_key, torch._C._dispatch_key_for_device(device_type)
+    names = ("aten::mm.dtype_out", "aten::addmm.dtype_out")
+    return hasattr(torch.ops.aten.mm, "dtype_out") and all(has(name, key) for name in names)
+
+
 def _gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool = False) -> None:
     """out (+)= a b, accumulated in at least fp32; 16-bit operands may have an fp32 ``out``."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
-    elif a.device.type == "cpu":  # aten has no mixed product there
+    elif not _mixed_products(a.device.type):
         _gemm(a.to(out.dtype), b.to(out.dtype), out, add)
     elif add:
         torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)

@@ -17,7 +17,8 @@ def softmax_reference(
     keep = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask.expand(x.shape)
     if causal:
         keep = keep & torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).tril(diagonal)
-    return torch.softmax(scores.masked_fill(~keep, float("-inf")), -1).nan_to_num(0.0).to(x.dtype)
+    probabilities = torch.softmax(scores.masked_fill(~keep, float("-inf")), -1)
+    return probabilities.masked_fill(~keep.any(-1, keepdim=True), 0.0).to(x.dtype)
 
 
 @triton.jit

@@ -50,6 +50,7 @@ CANDIDATES: dict[str, list[Config]] = {
     "adamw": _product(tile=(1024, 2048, 4096), num_warps=(4, 8)),
     "l2norm": _product(tile=(2048, 4096, 8192, 16384), num_warps=(4, 8)),
 }
+IN_FP32 = ("column_sum", "adamw", "l2norm")  # whatever the dtype of the model
 _WIDTHS = [512, 1024, 2048, 4096, 8192, 16384]
 SIZES: dict[str, list[int]] = {
     "norm_fwd": _WIDTHS,
@@ -147,11 +148,15 @@ def tune(
     ops: Iterable[str], dtype: torch.dtype, device: torch.device, limits: Limits, timer: Timer, tokens: int = 8192,
     candidates: dict[str, list[Config]] | None = None, sizes: dict[str, list[int]] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """A table with rules for ``ops``; each rule holds up to its size, the last one of an op for all above."""
-    rules: dict[str, list[dict[str, Any]]] = {}
+    """A whole table: new rules of ``ops`` before those that were used so far, which go on for all other dtypes.
+
+    Each new rule holds up to its size, the last one of an op for all above.
+    """
+    rules: dict[str, list[dict[str, Any]]] = dict(load_table(limits.arch, limits.table))
     with tempfile.TemporaryDirectory() as folder:
         for op in ops:
-            rules[op] = []
+            kind = torch.float32 if op in IN_FP32 else dtype
+            names, found = [DTYPE_NAMES[like] for like in DTYPE_NAMES if like.itemsize == kind.itemsize], []
             chosen_sizes = (sizes or SIZES)[op]
             for size in chosen_sizes:
                 run = workload(op, size, dtype, device, tokens)
@@ -159,7 +164,9 @@ def tune(
                 best, milliseconds = tune_op(op, size, dtype, options, run, limits, timer, Path(folder))
                 print(f"{op} {size}: {milliseconds:.4f} ms {best}", file=sys.stderr, flush=True)
                 bound = None if size == chosen_sizes[-1] else size
-                rules[op].append({"max_size": bound, "config": best, "milliseconds": round(milliseconds, 5)})
+                took = round(milliseconds, 5)
+                found.append({"dtypes": names, "max_size": bound, "config": best, "milliseconds": took})
+            rules[op] = [*found, *(rule for rule in rules[op] if rule.get("dtypes") != names)]
     note = f"tuned with {DTYPE_NAMES[dtype]}, torch {torch.__version__}, triton {triton.__version__}"
     return {"arch": limits.arch, "note": note, "ops": rules}
 

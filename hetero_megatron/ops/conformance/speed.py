@@ -47,11 +47,30 @@ def best_seconds(call: Callable[[], Any], synchronize: Callable[[], None], budge
 
 def device_rates(device: torch.device, dtype: torch.dtype, synchronize: Callable[[], None]) -> tuple[float, float]:
     """(bytes/s of a copy, read and written; FLOP/s of a large product)."""
-    x = torch.randn(1 << 22, device=device).to(dtype)
-    y = torch.empty_like(x)
-    copy = 2 * x.numel() * x.element_size() / best_seconds(lambda: y.copy_(x), synchronize)
-    a = torch.randn(512, 512, device=device).to(dtype)
-    return copy, 2 * 512**3 / best_seconds(lambda: a @ a, synchronize)
+
+    def copy(elements: int) -> Callable[[], Any]:
+        x = torch.randn(elements, device=device).to(dtype)
+        y = torch.empty_like(x)
+        return lambda: y.copy_(x)
+
+    def product(n: int) -> Callable[[], Any]:
+        a = torch.randn(n, n, device=device).to(dtype)
+        return lambda: a @ a
+
+    elements, seconds = _large_enough(copy, 1 << 22, 1 << 28, synchronize)
+    n, product_seconds = _large_enough(product, 512, 8192, synchronize)
+    return 2 * elements * dtype.itemsize / seconds, 2 * n**3 / product_seconds
+
+
+def _large_enough(
+    make: Callable[[int], Callable[[], Any]], size: int, largest: int, synchronize: Callable[[], None]
+) -> tuple[int, float]:
+    """(size, seconds) of a call of a millisecond: what takes a fast chip less tells of the launch, or of its cache."""
+    while True:
+        seconds = best_seconds(make(size), synchronize)
+        if seconds >= 1e-3 or size >= largest:
+            return size, seconds
+        size *= 2
 
 
 def measure(
