@@ -171,3 +171,11 @@ def test_refusals(
     assert main(["convert", *words]) == 2
     assert says in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_source_is_named_as_the_word_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "in", next(iter(MODELS)))
+    file = tmp_path / "in" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "native")]) == 2
+    assert f"SOURCE = {file}: cannot be read" in capsys.readouterr().err and not (tmp_path / "native").exists()

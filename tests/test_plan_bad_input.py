@@ -109,7 +109,8 @@ def test_unreadable_files(tmp_path: Path) -> None:
 MEGATRON = {
     "ranks": ({"world_size": 6}, "--tensor-model-parallel-size", "6 ranks are not a multiple of 2 x 2"),
     "global batch": ({"global_batch_size": 7}, "--global-batch-size", "4 or 8"),
-    "context": ({"context_parallel_size": 3}, "--tensor-model-parallel-size", "multiple of 2 x 3 x 2"),
+    "ranks of many stages": ({"pipeline_model_parallel_size": 8}, "--pipeline-model-parallel-size", "of 2 x 8"),
+    "context": ({"context_parallel_size": 3}, "--context-parallel-size", "multiple of 2 x 3 x 2"),
     "context type": ({"cp_comm_type": ["ring"]}, "--cp-comm-type", "p2p, a2a, a2a+p2p, allgather"),
     "hierarchy": (
         {"context_parallel_size": 2, "cp_comm_type": ["a2a+p2p"]},
@@ -126,7 +127,7 @@ MEGATRON = {
     "first": (
         {"decoder_first_pipeline_num_layers": 9},
         "--decoder-first-pipeline-num-layers",
-        "leaves -3 of 6",
+        "leaves -3 of 6 layers for 1 of 2 pipeline stages. Accepted: first, last",
     ),
     "both": (
         {"decoder_first_pipeline_num_layers": 2, "account_for_loss_in_pipeline_split": True},

@@ -38,12 +38,14 @@ def run(directory: Path, plan: str, ranks: int, *more: str, code: int = 0) -> tu
 
 def inside(words: list[str], code: int = 0) -> tuple[str, str]:
     """(stdout, stderr) of the program with these words, alone, in this process."""
-    before, out, err = signal.getsignal(signal.SIGTERM), io.StringIO(), io.StringIO()
+    out, err = io.StringIO(), io.StringIO()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             returned = main(words, {})
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     assert returned == code, out.getvalue() + err.getvalue()
     return out.getvalue(), err.getvalue()
 

@@ -90,7 +90,7 @@ def to_native(source: str, target: str, dtype: str | None = None) -> dict[str, A
         dtype: of the stored weights; None: each as it is in the files, bit for bit.
     """
     spec = load_model(source)
-    weights, directory = HFWeights(source, spec), CheckpointDirectory(target)
+    weights, directory = HFWeights(source, spec, "SOURCE"), CheckpointDirectory(target)
     if directory.steps():
         raise UserError("holds checkpoints", field="target", value=target, accepted="a new directory")
     tensors = logical_tensors(spec)

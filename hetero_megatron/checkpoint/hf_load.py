@@ -18,7 +18,6 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors
 
-FLAG = "--load-hf"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 BIN_INDEX = "pytorch_model.bin.index.json"
@@ -34,16 +33,17 @@ class HFWeights:
     Args:
         directory: holds ``model.safetensors``, or several files and ``model.safetensors.index.json``; where
             there are none, the same with ``pytorch_model.bin``.
+        field: where the directory was named, for refusals.
 
     Raises:
         UserError: no weights, an unreadable file, or tensors that are missing, unexpected or misshapen (all of
             them are listed at once).
     """
 
-    def __init__(self, directory: str, spec: ModelSpec) -> None:
+    def __init__(self, directory: str, spec: ModelSpec, field: str = "--load-hf") -> None:
         from safetensors import SafetensorError, safe_open
 
-        self.directory, self.spec = Path(directory), spec
+        self.directory, self.spec, self._field = Path(directory), spec, field
         self._open: Any = safe_open
         self._error = SafetensorError
         self._handles: dict[str, Any] = {}
@@ -133,4 +133,4 @@ class HFWeights:
         return values.T if source.transpose else values
 
     def _refuse(self, problem: str, path: Path) -> UserError:
-        return UserError(problem, field=FLAG, value=str(path), accepted="a directory that save_pretrained wrote")
+        return UserError(problem, field=self._field, value=str(path), accepted="a directory that save_pretrained wrote")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_megatron.cli.arguments import ArgumentParser
+from hetero_megatron.cli.output import check_writable
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.cluster.catalogue import DTYPES
 from hetero_megatron.cluster.rates_section import merge_rates, write_rates
@@ -74,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     if options.from_runs is not None:
         rates = _fit(cluster, options, rates)
     elif options.model is not None:
-        found, text, first = _measure(cluster, options)
+        found, text, first = _measure(cluster, options, options.out or file)
         rates = merge_rates(rates, found)
         if first and not options.json:
             print(text, flush=True)
@@ -121,7 +122,7 @@ def _fit(cluster: Cluster, options: argparse.Namespace, rates: dict[str, Any]) -
     return merge_rates(rates, rates_section(fit))
 
 
-def _measure(cluster: Cluster, options: argparse.Namespace) -> tuple[dict[str, Any], str, bool]:
+def _measure(cluster: Cluster, options: argparse.Namespace, out: str) -> tuple[dict[str, Any], str, bool]:
     """(rates, tables, whether this is the rank that writes)."""
     from hetero_megatron.comm import start_comm, stop_comm
     from hetero_megatron.platform import detect_platform
@@ -131,6 +132,8 @@ def _measure(cluster: Cluster, options: argparse.Namespace) -> tuple[dict[str, A
     from hetero_megatron.training.loop import DTYPES as TORCH_DTYPES
     from hetero_megatron.training.loop import optimizer_factory, position
 
+    if options.steps < 1:
+        raise UserError("too small", field="--steps", value=options.steps, accepted="an integer >= 1")
     spec = load_model(options.model)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != cluster.world_size:
@@ -149,7 +152,10 @@ def _measure(cluster: Cluster, options: argparse.Namespace) -> tuple[dict[str, A
         for dtype in _dtypes(options.dtype, "fp32" if platform.device.type == "cpu" else "bf16")
         for n in tokens
     ]
-    comm = start_comm(platform, 600, position(cluster, world))
+    rank = position(cluster, world)
+    if rank == 0:
+        check_writable(out, "--out")
+    comm = start_comm(platform, 600, rank)
     first = comm.rank == 0
     start = time.perf_counter()
 

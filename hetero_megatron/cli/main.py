@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.training.exit import INTERRUPTED
 
 # Each is a module of this package with a function main(arguments) -> exit code, imported when it is called.
 _COMMANDS = {
@@ -34,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except RuntimeError as error:
         if type(error).__name__ != "CommError":  # by name: importing it would import torch
             raise

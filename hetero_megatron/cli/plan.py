@@ -7,11 +7,11 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import yaml
 
 from hetero_megatron.cli.arguments import ArgumentParser
+from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.costs import CostOptions
@@ -126,10 +126,18 @@ def _check(args: Namespace) -> None:
         if (getattr(args, name) is None) == wants:
             problem = "missing beside --objective deadline" if wants else "it needs --objective deadline"
             raise UserError(problem, field="--" + name.replace("_", "-"), accepted="a number above 0")
-    if args.export and args.export.partition(":")[0] not in FORMATS:
-        raise UserError(
-            "unknown format", field="--export", value=args.export, accepted=", ".join(f"{f}:FILE" for f in FORMATS)
-        )
+    if args.export:
+        _check_export(args.export)
+    check_writable(args.out, "--out")
+    check_writable(args.html, "--html")
+
+
+def _check_export(text: str) -> None:
+    kind, _, name = text.partition(":")
+    if kind not in FORMATS or not name:
+        problem = "names no file" if kind in FORMATS else "unknown format"
+        raise UserError(problem, field="--export", value=text, accepted=", ".join(f"{f}:FILE" for f in FORMATS))
+    check_writable(name, "--export")
 
 
 def _options(args: Namespace) -> SearchOptions:
@@ -146,23 +154,16 @@ def _options(args: Namespace) -> SearchOptions:
 def _write(args: Namespace, result: Result, cluster: Cluster, summary: Summary) -> None:
     best = result.best
     if args.out:
-        _file(args.out, "--out", plan_text(best, summary.model))
+        write_text(args.out, "--out", plan_text(best, summary.model))
         if best.cluster is not cluster or args.without or args.add:
             name = f"{args.out}.cluster.yaml"
-            _file(name, "--out", yaml.safe_dump(document(best.cluster), sort_keys=False))
+            write_text(name, "--out", yaml.safe_dump(document(best.cluster), sort_keys=False))
             if not args.json:
                 print(f"the plan's ranks count in {name}", file=sys.stderr)
     if args.html:
         page = html_page(best.prediction, summary.model)
         report = format_summary(summary).replace("&", "&amp;").replace("<", "&lt;")
-        _file(args.html, "--html", page.replace("</h1>", f"</h1>\n<pre>{report}</pre>", 1))
+        write_text(args.html, "--html", page.replace("</h1>", f"</h1>\n<pre>{report}</pre>", 1))
     if args.export:
         kind, _, name = args.export.partition(":")
-        _file(name or kind, "--export", export(kind, best.plan, best.cluster))
-
-
-def _file(name: str, flag: str, text: str) -> None:
-    try:
-        Path(name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror}", field=flag, value=name) from None
+        write_text(name, "--export", export(kind, best.plan, best.cluster))

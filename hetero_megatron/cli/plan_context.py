@@ -7,10 +7,10 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from hetero_megatron.cli.arguments import ArgumentParser
+from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.cluster import format_bytes, load_cluster
 from hetero_megatron.cluster.catalogue import DTYPES
 from hetero_megatron.errors import UserError
@@ -51,12 +51,13 @@ def run_context_only(args: argparse.Namespace) -> int:
     Raises:
         UserError: anything that cannot be honoured, before anything is printed.
     """
+    check_writable(getattr(args, "out", None), "--out")
     problem, notices = _problem(args)
     choice = schedule_context(problem)
     plan = one_stage_plan(problem, choice.layout, getattr(args, "global_batch_size", None) or 1)
     validate(plan, problem.model)
     if getattr(args, "out", None):
-        Path(args.out).write_text(dump_yaml(plan), encoding="utf-8")
+        write_text(args.out, "--out", dump_yaml(plan))
     if getattr(args, "json", False):
         print(json.dumps(report(problem, choice, plan, notices)))
     else:

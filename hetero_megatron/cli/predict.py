@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from hetero_megatron.cli.arguments import ArgumentParser
+from hetero_megatron.cli.output import write_text
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import load_plan
@@ -51,9 +51,9 @@ def main(argv: Sequence[str]) -> int:
     options = CostOptions(margin=args.memory_margin, moments=2 if args.optimizer == "adam" else 1)
     found = predict(plan, model, cluster, args.dtype, CostModel(model, cluster, plan.seq_length, args.dtype, options))
     if args.html:
-        _write(args.html, "--html", html_page(found, model.name))
+        write_text(args.html, "--html", html_page(found, model.name))
     if args.trace:
-        _write(args.trace, "--trace", json.dumps(perfetto_trace(found)))
+        write_text(args.trace, "--trace", json.dumps(perfetto_trace(found)))
     if args.json:
         print(json.dumps(as_json(found)))
     else:
@@ -67,10 +67,3 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: the plan does not fit: {found.over[0]}", file=sys.stderr)
         return 1
     return 0
-
-
-def _write(name: str, flag: str, text: str) -> None:
-    try:
-        Path(name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror}", field=flag, value=name) from None

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.training.exit import INTERRUPTED
 
 if TYPE_CHECKING:
     from hetero_megatron.training.config import RunConfig
@@ -36,6 +37,9 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return USER_ERROR
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr, flush=True)
+        return INTERRUPTED
     except RuntimeError as error:
         from hetero_megatron.comm.errors import CommError
         from hetero_megatron.training.diagnosis import leave_diagnosis

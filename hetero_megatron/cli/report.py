@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hetero_megatron.cli.arguments import ArgumentParser
-from hetero_megatron.errors import UserError
+from hetero_megatron.cli.output import write_text
 from hetero_megatron.training.run_page import read_run, run_page, summary
 
 
@@ -20,10 +20,7 @@ def main(argv: Sequence[str]) -> int:
     run = read_run(args.run)
     out = Path(args.out) if args.out else None if args.json else run.directory / "report.html"
     if out is not None:
-        try:
-            out.write_text(run_page(run), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot be written: {error.strerror}", field="--out", value=str(out)) from None
+        write_text(out, "--out", run_page(run))
     if args.json:
         print(json.dumps(summary(run)))
     else:

@@ -77,9 +77,11 @@ def from_megatron(flags: MegatronParallel, spec: ModelSpec) -> Plan:
         sizes, names = f"{tp} x {pp}", "tensor x pipeline parallel"
         if cp > 1:
             sizes, names = f"{tp} x {cp} x {pp}", "tensor x context x pipeline parallel"
+        largest = max((tp, "tensor"), (cp, "context"), (pp, "pipeline"), key=lambda size: size[0])
+        name = f"{largest[1]}{'' if largest[1] == 'context' else '_model'}_parallel_size"
         raise flag_error(
-            "tensor_model_parallel_size",
-            tp,
+            name,
+            largest[0],
             f"{flags.world_size} ranks are not a multiple of {sizes} ({names})",
             f"a number of ranks that is a multiple of {tp * cp * pp}",
         )
@@ -223,6 +225,7 @@ def layer_counts(flags: MegatronParallel, num_layers: int) -> list[int]:
             name,
             fixed[0],
             f"it leaves {rest} of {num_layers} layers for {max(stages, 0)} of {pp} pipeline stages",
+            f"first, last and the stages between them adding up to {num_layers} layers",
         )
     middle = _even(rest, stages) if stages else []
     return [*([first] if first is not None else []), *middle, *([last] if last is not None else [])]

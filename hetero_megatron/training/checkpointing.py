@@ -12,6 +12,7 @@ import torch
 
 from hetero_megatron import __version__
 from hetero_megatron.checkpoint.hf_save import travel_along
+from hetero_megatron.checkpoint.lock import DirectoryLock, lock_directory
 from hetero_megatron.checkpoint.native import Checkpoint, CheckpointSaver, check_writable, open_checkpoint
 from hetero_megatron.checkpoint.state import load_tensors, merge_numbers, moments, owned_tensors
 from hetero_megatron.data import Datasets
@@ -51,9 +52,11 @@ class Checkpointing:
         self.last_saved = -1
         group = runtime.comm.background_group(config.plan.ranks, WRITE_TIMEOUT)
         self.saver: CheckpointSaver | None = None
+        self._lock: DirectoryLock | None = None
         if self.active:
             assert options.save is not None and group is not None
             check_writable(options.save, runtime.world)
+            self._lock = lock_directory(options.save, runtime.world)
             self.saver = CheckpointSaver(
                 options.save, group, options.keep, options.retain_interval, options.asynchronous, synchronize
             )
@@ -116,8 +119,11 @@ class Checkpointing:
         }
 
     def wait(self) -> None:
+        """Until everything is written; the directory is then free for the next run."""
         if self.saver is not None:
             self.saver.wait()
+        if self._lock is not None:
+            self._lock.release()
 
     # Loading
 

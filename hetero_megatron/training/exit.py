@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
+from collections.abc import Iterable
 from types import FrameType
+
+INTERRUPTED = 130  # exit code of a process that Ctrl-C ended
+ECHO_SECONDS = 1.0  # torchrun sends on to its ranks the Ctrl-C that the terminal has sent them already
 
 
 class ExitConditions:
@@ -12,17 +17,24 @@ class ExitConditions:
     reason: why this rank wants to stop; empty while it does not.
     """
 
-    def __init__(
-        self, minutes: float | None = None, interval: int | None = None, signal_name: str | None = None
-    ) -> None:
+    def __init__(self, minutes: float | None = None, interval: int | None = None, signals: Iterable[str] = ()) -> None:
         self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self._minutes, self._interval = minutes, interval
         self.reason = ""
-        if signal_name is not None:
-            signal.signal(signal.Signals[signal_name], self._received)
+        self._interrupted: float | None = None
+        for name in signals:
+            signal.signal(signal.Signals[name], self._received)
 
     def _received(self, number: int, _: FrameType | None) -> None:
         self.reason = f"received {signal.Signals(number).name}"
+        if number == signal.SIGINT:
+            now, first = time.monotonic(), self._interrupted
+            if first is None:
+                self._interrupted = now
+                if os.environ.get("RANK", "0") == "0":
+                    os.write(2, b"interrupted: stopping after this step; Ctrl-C again ends the run at once\n")
+            elif now - first > ECHO_SECONDS:
+                os._exit(INTERRUPTED)
 
     def check(self, step: int) -> bool:
         """Whether to stop after ``step`` completed steps."""

@@ -77,7 +77,7 @@ def train(config: RunConfig) -> int:
         else:  # idle, but torch wants every rank to take part in making groups
             comm.create_groups(plan_groups(config.plan, make_buckets(config.plan, config.spec)))
             comm.background_group(config.plan.ranks)
-    except CommError:
+    except (CommError, KeyboardInterrupt):
         raise  # without a farewell: taking groups down waits for transfers that will never end (a save, for hours)
     except BaseException:
         stop_comm()
@@ -186,8 +186,9 @@ class Training:
         self.config = config
         self.step, self.consumed = start.step, start.consumed
         # Where there is something to save, being told to stop means saving first.
-        signal = config.exit.signal or ("SIGTERM" if self.checkpoints.active else None)
-        self.exit = ExitConditions(config.exit.minutes, config.exit.interval, signal)
+        asked, saves = config.exit.signal, self.checkpoints.active
+        signals = {*([asked] if asked else []), *([asked or "SIGTERM", "SIGINT"] if saves else [])}
+        self.exit = ExitConditions(config.exit.minutes, config.exit.interval, signals)
         self.reporter = Reporter(config, self.runtime, platform, self.step + 1)
         finite = config.check_nan and config.dtype != "fp16"
         self.guard = StepGuard(finite, config.failure.check_spikes, config.failure.rerun, self.say)

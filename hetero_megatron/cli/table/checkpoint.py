@@ -5,6 +5,7 @@ from hetero_megatron.cluster.catalogue import DTYPES
 
 _ONE = "there is one format, which any plan reads and writes"
 _SEED = "all randomness is a function of --seed and the position, so no generator has a state"
+_CONVERT = "checkpoints are converted by a command of its own"
 _LOCAL = "all checkpoints are persistent"
 
 FLAGS = (
@@ -38,10 +39,16 @@ FLAGS = (
     refused("--use-checkpoint-args", "flags are not read from checkpoints", "give the flags"),
     refused("--non-persistent-save-interval", _LOCAL, "--save-interval", nargs=1),
     notice("--ckpt-format", _ONE, nargs=1),
+    notice("--dist-ckpt-format", _ONE, nargs=1),
+    notice("--use-dist-ckpt", _ONE),
+    refused("--ckpt-convert-format", _CONVERT, "hetero-megatron convert", nargs=1),
+    refused("--ckpt-convert-save", _CONVERT, "hetero-megatron convert", nargs=1),
+    refused("--non-persistent-ckpt-type", _LOCAL, "--save-interval", nargs=1),
     notice("--no-save-rng", _SEED),
     notice("--no-load-rng", _SEED),
     notice("--use-persistent-ckpt-worker", "the writer is a thread of each rank"),
     notice("--ckpt-fully-parallel-save", "every rank always writes what it owns"),
+    notice("--no-ckpt-fully-parallel-save", "every rank always writes what it owns"),
     notice("--ckpt-fully-parallel-load", "every rank always reads what it owns"),
     notice("--ckpt-assume-constant-structure", _ONE),
     notice("--dist-ckpt-strictness", "what is missing or unexpected is always refused", nargs=1),

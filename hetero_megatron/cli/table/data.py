@@ -3,6 +3,7 @@
 from hetero_megatron.cli.flag import notice, only, refused, switch, value
 from hetero_megatron.data.tokenizers import TOKENIZER_TYPES
 
+_TOKENIZER = "this version does not read that tokenizer"
 _FILE = "lists of data in a file are not supported"
 
 FLAGS = (
@@ -21,7 +22,7 @@ FLAGS = (
         "--tokenizer-type",
         str,
         TOKENIZER_TYPES,
-        "this version does not read that tokenizer",
+        _TOKENIZER,
         f"{', '.join(TOKENIZER_TYPES)} (HuggingFaceTokenizer reads the same tokenizer in Hugging Face's format)",
         differs="required in Megatron; here ByteTokenizer for text",
     ),
@@ -32,6 +33,12 @@ FLAGS = (
     switch("--reset-attention-mask", "attention does not cross documents"),
     switch("--eod-mask-loss", "what follows the end of a document does not count in the loss"),
     notice("--no-mmap-bin-files", "it does not change results"),
+    notice("--num-dataset-builder-threads", "it does not change results", nargs=1, type=int),
+    refused("--legacy-tokenizer", _TOKENIZER, "--tokenizer-type HuggingFaceTokenizer"),
+    refused("--tiktoken-pattern", _TOKENIZER, "--tokenizer-type HuggingFaceTokenizer", nargs=1),
+    refused("--fim-data", "documents are never rearranged"),
+    refused("--sft", "instruction data is not supported: every token of a document counts in the loss"),
+    refused("--full-validation", "evaluation takes a number of batches", "--eval-iters"),
     notice("--no-create-attention-mask-in-dataloader", "no attention mask is ever built"),
     switch("--trust-remote-code", "run code that comes with a Hugging Face tokenizer"),
     value(

@@ -4,6 +4,15 @@ from hetero_megatron.cli.flag import notice, refused, switch, value
 
 _SECONDS = "metrics.jsonl always holds busy, waiting and communication seconds of every rank"
 _NOT_LOGGED = "this version does not log it"
+_WRITTEN = "it is always written"
+_ALWAYS_WRITTEN = (
+    "--log-loss-scale-to-tensorboard", "--log-learning-rate-to-tensorboard", "--log-batch-size-to-tensorboard",
+    "--no-log-loss-scale-to-tensorboard", "--no-log-learnig-rate-to-tensorboard",  # Megatron's spelling
+)  # fmt: skip
+_NEVER_WRITTEN = (
+    "--log-num-zeros-in-grad", "--log-params-norm", "--log-energy", "--log-max-attention-logit", "--enable-one-logger",
+    "--no-one-logger",
+)  # fmt: skip
 _PROFILE = "profiles are not built yet"
 _WITHOUT = "it has no effect without --profile"
 _ELASTIC = "restarts inside a process are not supported"
@@ -17,8 +26,10 @@ FLAGS = (
     switch("--log-validation-ppl-to-tensorboard", "also write the perplexity of evaluations"),
     notice("--log-memory-to-tensorboard", _NOT_LOGGED),
     notice("--log-world-size-to-tensorboard", "the plan is printed at start"),
-    notice("--log-num-zeros-in-grad", _NOT_LOGGED),
-    notice("--log-params-norm", _NOT_LOGGED),
+    *(notice(name, _WRITTEN) for name in _ALWAYS_WRITTEN),
+    *(notice(name, _NOT_LOGGED) for name in _NEVER_WRITTEN),
+    notice("--logging-level", "there is one level", nargs=1),
+    notice("--no-barrier-with-level-1-timing", _SECONDS, aliases=("--barrier-with-L1-time",)),
     notice("--log-throughput", "throughput is always logged"),
     notice("--log-progress", "metrics.jsonl is the record of progress"),
     switch(
@@ -68,6 +79,8 @@ FLAGS = (
         "skip and count a step whose gradient is not finite, instead of ending the run (fp16 always skips)",
     ),
     switch("--check-for-spiky-loss", "run a step again before it counts where the loss jumps: does hardware err?"),
+    refused("--check-for-large-grads", "this check is not built", "--clip-grad, --check-for-spiky-loss"),
+    refused("--error-injection-rate", "faults are made by the testbed", "hetero-megatron testbed fault", nargs=1),
     refused("--check-weight-hash-across-dp-replicas-interval", "this check is not built", nargs=1),
     refused("--inprocess-restart", _ELASTIC, "torchrun --max-restarts"),
     refused("--enable-ft-package", _ELASTIC, "torchrun --max-restarts"),

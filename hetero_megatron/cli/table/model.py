@@ -5,6 +5,7 @@ from hetero_megatron.cli.flag import notice, only, refused, switch, value
 _DROPOUT = "dropout that is a function of (seed, step, layer, sample, token) is not built yet"
 _DROPOUT_DIFFERS = "0.1 in Megatron; here dropout is absent, because it would depend on the plan"
 _ONE = "operators are chosen per chip, not by this flag"
+_GRAPH = "launches are not captured as graphs, which would not change results"
 
 FLAGS = (
     value("--num-layers", int, None, "decoder layers"),
@@ -121,6 +122,7 @@ FLAGS = (
         nargs=1,
     ),
     notice("--use-mcore-models", "there is one model definition here (Megatron ignores it too)"),
+    notice("--use-legacy-models", "there is one model definition here"),
     notice("--no-masked-softmax-fusion", _ONE),
     notice("--no-bias-swiglu-fusion", _ONE),
     notice("--no-bias-dropout-fusion", _ONE),
@@ -128,4 +130,16 @@ FLAGS = (
     notice("--no-persist-layer-norm", _ONE),
     notice("--cross-entropy-loss-fusion", _ONE),
     notice("--cross-entropy-fusion-impl", _ONE, nargs=1),
+    notice("--enable-cuda-graph", _GRAPH),
+    notice("--external-cuda-graph", _GRAPH),
+    notice("--cuda-graph-impl", _GRAPH, nargs=1),
+    notice("--cuda-graph-scope", _GRAPH, nargs="+"),
+    notice("--te-rng-tracker", "without dropout no generator runs during training"),
+    only("--vocab-extra-ids", int, (0,), "ids beyond the tokenizer's are not supported", "0, or leave the flag out"),
+    only("--softmax-type", str, ("vanilla",), "this softmax is not supported", "vanilla, or leave the flag out"),
+    refused("--window-attn-skip-freq", "layers with and without a sliding window cannot be mixed", nargs="+"),
+    refused(
+        "--embedding-init-method-std", "all initial weights have one deviation", "--init-method-std for all", nargs=1
+    ),
+    refused("--qk-clip", "only the optimizer changes weights"),
 )

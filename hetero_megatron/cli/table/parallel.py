@@ -10,6 +10,14 @@ _ALWAYS = "it is always so here"
 _EXPERTS = "expert parallelism is not supported by this version"
 _CHUNKS = "virtual pipeline stages are not supported by this version"
 _SHARDING = "sharding of weights between steps is not supported by this version"
+_TRANSPORT = "it changes how messages travel, not results"
+_TRANSPORT_SWITCHES = (
+    "--no-async-tensor-model-parallel-allreduce", "--no-overlap-p2p-communication",
+    "--overlap-p2p-communication-warmup-flush", "--overlap-param-gather-with-optimizer-step",
+    "--no-align-grad-reduce", "--no-align-param-gather", "--ddp-average-in-collective", "--use-sharp",
+    "--defer-embedding-wgrad-compute",
+)  # fmt: skip
+_TRANSPORT_VALUES = ("--nccl-communicator-config-path", "--tp-comm-bootstrap-backend", "--ddp-num-buckets")
 
 
 def rows(text: str) -> Any:
@@ -81,6 +89,8 @@ FLAGS = (
     ),
     notice("--overlap-grad-reduce", _ALWAYS),
     notice("--overlap-param-gather", "parameters are sent bucket by bucket as they are updated"),
+    *(notice(name, _TRANSPORT) for name in _TRANSPORT_SWITCHES),
+    *(notice(name, _TRANSPORT, nargs=1) for name in _TRANSPORT_VALUES),
     notice("--tp-comm-overlap", "it needs Transformer Engine and does not change results"),
     refused("--num-layers-per-virtual-pipeline-stage", _CHUNKS, nargs=1),
     only("--num-virtual-stages-per-pipeline-rank", int, (1,), _CHUNKS, "1, or leave the flag out"),
@@ -108,6 +118,13 @@ FLAGS = (
     *(refused(name, _GRID, "a model of one tower", nargs=1) for name in _GRID_FLAGS),
     refused("--use-torch-fsdp2", _SHARDING),
     refused("--use-megatron-fsdp", _SHARDING),
+    only(
+        "--num-distributed-optimizer-instances",
+        int,
+        (1,),
+        "every part of the optimizer has one owner",
+        "1, or leave the flag out",
+    ),
     only(
         "--data-parallel-sharding-strategy",
         str,

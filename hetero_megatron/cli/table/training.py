@@ -3,6 +3,7 @@
 from hetero_megatron.cli.flag import notice, only, refused, switch, value
 
 _FP8 = "fp8 is not supported by this version"
+_ONE_RATE = "all weights have one learning rate"
 _STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
 TRAINING = (
@@ -53,6 +54,14 @@ TRAINING = (
         differs="off in Megatron, which averages means of micro-batches; that would depend on the plan",
     ),
     value("--seed", int, 1234, "of initial weights and of the order of samples"),
+    refused("--decoupled-lr", _ONE_RATE, "--lr", nargs=1),
+    refused("--decoupled-min-lr", _ONE_RATE, "--min-lr", nargs=1),
+    refused(
+        "--optimizer-cpu-offload",
+        "a plan says, stage by stage, whose optimizer lives in host memory",
+        "optimizer: {offload: true} in stages of a --plan",
+    ),
+    refused("--use-precision-aware-optimizer", "masters and moments are kept in fp32 or better"),
     notice("--manual-gc", "it changes neither results nor what must fit into memory"),
     notice("--manual-gc-interval", "it changes neither results nor what must fit into memory", nargs=1, type=int),
     notice("--empty-unused-memory-level", "it does not change results", nargs=1, type=int),
@@ -92,6 +101,7 @@ PRECISION = (
     refused("--fp8-amax-compute-algo", _FP8, "--bf16", nargs=1),
     notice("--accumulate-allreduce-grads-in-fp32", "gradients are always accumulated and reduced in fp32 or better"),
     refused("--grad-reduce-in-bf16", "gradients are always reduced in fp32 or better"),
+    refused("--fp16-lm-cross-entropy", "the loss is always computed in fp32 or better"),
 )
 
 RECOMPUTE = (

@@ -38,7 +38,8 @@ def text_of(record: dict[str, Any], key: str, where: str) -> str:
         keys = ", ".join(sorted(record)) or "no keys at all"
         raise UserError("the object has no such key", field="--json-keys", value=key, accepted=keys, where=where)
     if not isinstance(record[key], str):
-        raise UserError("the value is not a string", field=key, value=record[key], accepted="a string", where=where)
+        shown = json.dumps(record[key])  # null, not None
+        raise UserError("the value is not a string", field=key, value=shown, accepted="a string", where=where)
     text = str(record[key])
     try:
         text.encode()  # JSON can spell half of a surrogate pair, which no tokenizer takes

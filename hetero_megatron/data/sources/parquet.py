@@ -53,4 +53,7 @@ def _open(path: Path, key: str) -> Any:
 
 def _unreadable(path: Path, error: Exception) -> UserError:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return UserError(f"cannot be read as parquet: {reason}", field="--data-path", value=str(path))
+    return UserError(
+        f"cannot be read as parquet: {reason}",
+        field="--data-path", value=str(path), accepted="an undamaged parquet file",
+    )  # fmt: skip

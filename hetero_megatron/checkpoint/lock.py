@@ -1,0 +1,66 @@
+"""One run at a time in a --save directory: a second one would remove what the first is writing there."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from hetero_megatron.comm import Group
+from hetero_megatron.errors import UserError
+
+WAIT_SECONDS = 5.0  # a rank of the round before may still be dying
+_held: set[str] = set()  # directories of this process: a run that failed may not be collected yet
+
+
+class DirectoryLock:
+    """A lock of the kernel, which ends with the process, however that ends."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._name = os.path.realpath(path)
+        self._handle: int | None = None
+
+    def take(self, seconds: float = WAIT_SECONDS) -> bool:
+        """Whether no other process has it; true as well where the file system has no such locks."""
+        handle = os.open(self._name, os.O_RDONLY)
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                taken = error.errno == errno.EWOULDBLOCK and self._name not in _held
+                if not taken or time.monotonic() >= deadline:
+                    os.close(handle)
+                    return not taken
+            time.sleep(0.1)
+        self._handle = handle
+        _held.add(self._name)
+        return True
+
+    def release(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+            _held.discard(self._name)
+
+    def __del__(self) -> None:
+        self.release()
+
+
+def lock_directory(path: str, group: Group) -> DirectoryLock:
+    """Held by the first rank of the group, on which it must stay referenced; UserError on all if another run has it."""
+    lock = DirectoryLock(path)
+    problem = ""
+    if group.index == 0:
+        try:
+            if not lock.take():
+                problem = "another run is writing there"
+        except OSError as error:
+            problem = f"cannot be opened: {error.strerror}"
+    first = group.gather_objects(problem)[0]
+    if first:
+        raise UserError(str(first), field="--save", value=path, accepted="a directory of its own for each run")
+    return lock

@@ -1,0 +1,107 @@
+"""Ctrl-C ends a run in one line, after a checkpoint where there is --save; and two runs never share a directory."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hetero_megatron.checkpoint.lock import DirectoryLock
+from hetero_megatron.training.exit import INTERRUPTED, ExitConditions
+from tests.test_end_to_end import ENVIRONMENT, ROOT
+
+RUN = [sys.executable, "pretrain_gpt.py", "--model", "tiny", "--mock-data", "--seq-length", "32", "--lr", "1e-3"]
+RUN += ["--micro-batch-size", "2", "--log-interval", "1"]
+HOLD = (
+    "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); print(flush=True); input()"
+)
+
+
+@pytest.fixture
+def own_handler() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_echo_of_ctrl_c_is_not_a_second_one(own_handler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    conditions = ExitConditions(signals=("SIGINT",))
+    assert not conditions.check(1)
+    for _ in range(2):  # the terminal's, and the one that torchrun passes on
+        os.kill(os.getpid(), signal.SIGINT)
+    assert conditions.check(1) and conditions.reason == "received SIGINT" and not ended
+    monkeypatch.setattr("hetero_megatron.training.exit.ECHO_SECONDS", 0.0)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert ended == [INTERRUPTED]
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_ctrl_c(saves: bool, tmp_path: Path) -> None:
+    words = [*RUN, "--train-iters", "100000", *(["--save", str(tmp_path)] if saves else [])]
+    process = subprocess.Popen(
+        words, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and any(" iteration " in line for line in process.stdout)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert "Traceback" not in err
+    if saves:
+        assert process.returncode == 0 and "received SIGINT" in out and (tmp_path / "latest").exists()
+    else:
+        assert process.returncode == INTERRUPTED and err.endswith("error: interrupted\n")
+
+
+@contextlib.contextmanager
+def other_process(directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """One that holds the directory; it dies at the end."""
+    words = [sys.executable, "-c", HOLD, str(directory)]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_run_refuses_the_directory_of_another(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000001.incomplete").mkdir()  # of the other run, which a new one would remove
+    with other_process(tmp_path):
+        done = subprocess.run(
+            [*RUN, "--train-iters", "2", "--save", str(tmp_path)], cwd=ROOT, env=ENVIRONMENT, capture_output=True,
+            text=True, timeout=120,
+        )  # fmt: skip
+    assert done.returncode == 2 and f"--save = {tmp_path}: another run is writing there" in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["iter_0000001.incomplete"]
+
+
+def test_a_lock_ends_with_its_process_and_with_the_run(tmp_path: Path) -> None:
+    lock, again = DirectoryLock(tmp_path), DirectoryLock(tmp_path)
+    with other_process(tmp_path) as process:
+        assert not lock.take(0.2)
+        process.kill()
+        start = time.monotonic()
+        assert lock.take(30) and time.monotonic() - start < 25
+    assert again.take(0)  # a run of this process that failed may still hold it
+    lock.release()
+    handle = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(handle)
+
+
+def test_without_locks_on_the_file_system_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert DirectoryLock(tmp_path).take(0)
