@@ -17,6 +17,21 @@ from hetero_megatron.spec.flops import (
 )
 
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+ADAM_MOMENTS = 2
+
+
+def moments_of(optimizer: str) -> int:
+    """What ``--optimizer`` keeps per element, beside the master."""
+    return ADAM_MOMENTS if optimizer == "adam" else 1
+
+
+def cannot_offload(moments: int, dtype: str) -> tuple[str, str] | None:
+    """(why an optimizer cannot be in host memory, flags of what can), None where it can."""
+    if moments != ADAM_MOMENTS:
+        return "only Adam runs in host memory", "--optimizer adam"
+    if dtype == "fp64":
+        return "the update in host memory is fp32", "--bf16, --fp16 or fp32"
+    return None
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from hetero_megatron.planner.costs import CostModel, CostOptions
 from hetero_megatron.planner.evaluate import Evaluator
 from hetero_megatron.planner.fits import most_over
 from hetero_megatron.planner.graph import MOST_GROUPS, GraphSearch
+from hetero_megatron.planner.memory import cannot_offload
 from hetero_megatron.planner.place import place, to_plan
 from hetero_megatron.planner.polish import polish
 from hetero_megatron.planner.pool import Pool, make_pool
@@ -216,7 +217,7 @@ def search(
         # The exact placement of states takes a little more than their mean: leave more room.
         costs = replace(options.costs, margin=options.costs.margin + MARGIN / 2)
         return search(model, cluster, seq_length, global_batch_size, replace(options, costs=costs), progress=progress)
-    if not choices and space.offload == "auto" and not cannot_offload(options):
+    if not choices and space.offload == "auto" and cannot_offload(options.costs.moments, options.dtype) is None:
         away = replace(options, space=replace(options.space, offload="always"))
         return search(model, cluster, seq_length, global_batch_size, away, progress=progress)
     if not choices:
@@ -274,13 +275,6 @@ def _offloaded(
         if len(away) == len(chips) and isinstance(whole, LargeSearch) and not _each_type(whole, best, evaluator):
             return False
     return _polish(evaluator, space, best)
-
-
-def cannot_offload(options: SearchOptions) -> str:
-    """Why optimizers cannot be in host memory; empty where they can."""
-    if options.dtype == "fp64":
-        return "the update in host memory is fp32"
-    return "only Adam runs in host memory" if options.costs.moments != 2 else ""
 
 
 def _polish(evaluator: Evaluator, space: Space, best: _Best) -> bool:
@@ -432,8 +426,9 @@ def check_request(model: ModelSpec, seq_length: int, batch: int, options: Search
             f"the model has {model.max_position_embeddings} positions", field="--seq-length", value=seq_length,
             accepted=f"1 to {model.max_position_embeddings}",
         )  # fmt: skip
-    if options.space.offload == "always" and (why := cannot_offload(options)):
-        raise UserError(why, field="--offload", value="always", accepted="auto, never")
+    problem = cannot_offload(options.costs.moments, options.dtype)
+    if options.space.offload == "always" and problem is not None:
+        raise UserError(problem[0], field="--offload", value="always", accepted="auto, never")
     if batch < 1:
         raise UserError("too small", field="--global-batch-size", value=batch, accepted="an integer >= 1")
     sizes = options.space.micro_batch_sizes
