@@ -179,9 +179,23 @@ def search(
         UserError: a batch or sequence that no plan can have, missing rates or links, or a model that fits nowhere; the
             message says the smallest change that would help.
     """
-    started = time.monotonic()
     check_request(model, seq_length, global_batch_size, options)
     evaluator = evaluator or make_evaluator(model, cluster, seq_length, options)
+    return _search(model, cluster, seq_length, global_batch_size, options, progress, evaluator, time.monotonic())
+
+
+def _search(
+    model: ModelSpec,
+    cluster: Cluster,
+    seq_length: int,
+    global_batch_size: int,
+    options: SearchOptions,
+    progress: Progress | None,
+    evaluator: Evaluator,
+    started: float,
+    plain: bool = True,
+) -> Result:
+    """``plain``: False where it is known that nothing fits with all optimizers on the chips."""
     space = replace(options.space, schedules=tuple(s for s in options.space.schedules if supports(f"schedule.{s}")))
     deadline = None if options.time_limit is None else started + options.time_limit
     best = _Best(max(options.top, 1) * 2, deadline, progress)
@@ -193,18 +207,9 @@ def search(
         chosen = _by_programs(evaluator, model, global_batch_size, space, best, options.seed)
     complete = True
     try:
-        _seeds(evaluator, model, global_batch_size, space, best)
-        complete = chosen.run()
-        if complete and not enumerate_all:
-            complete = _polish(evaluator, space, best)
-            if isinstance(chosen, LargeSearch):
-                complete = complete and _each_type(chosen, best, evaluator)
-            if options.regroup and isinstance(chosen, LargeSearch):
-                for candidate in best.make_ups():
-                    seconds = best.rows[0][0]
-                    complete = complete and regroup(
-                        chosen.builder, candidate, seconds, space, options.regroup, best.improve
-                    )
+        if plain:
+            _seeds(evaluator, model, global_batch_size, space, best)
+            complete = _on_chips(chosen, evaluator, options, space, best)
         if complete and space.offload == "always":
             complete = _offloaded(evaluator, model, global_batch_size, options, space, best)
     except KeyboardInterrupt:
@@ -216,10 +221,12 @@ def search(
     if not choices and best.rows and options.costs.margin < MARGIN:
         # The exact placement of states takes a little more than their mean: leave more room.
         costs = replace(options.costs, margin=options.costs.margin + MARGIN / 2)
-        return search(model, cluster, seq_length, global_batch_size, replace(options, costs=costs), progress=progress)
+        roomier = replace(options, costs=costs)
+        again = make_evaluator(model, cluster, seq_length, roomier)
+        return _search(model, cluster, seq_length, global_batch_size, roomier, progress, again, started, plain)
     if not choices and space.offload == "auto" and cannot_offload(options.costs.moments, options.dtype) is None:
         away = replace(options, space=replace(options.space, offload="always"))
-        return search(model, cluster, seq_length, global_batch_size, away, progress=progress)
+        return _search(model, cluster, seq_length, global_batch_size, away, progress, evaluator, started, plain=False)
     if not choices:
         from hetero_megatron.planner.refuse import refuse
 
@@ -230,6 +237,26 @@ def search(
         small.bound if enumerate_all and complete and space.offload != "always" else 0.0, chosen, why, tried,
         space.offload == "always", ranked=tuple(row[2] for row in best.rows),
     )  # fmt: skip
+
+
+def _on_chips(
+    chosen: SmallSearch | LargeSearch | GraphSearch,
+    evaluator: Evaluator,
+    options: SearchOptions,
+    space: Space,
+    best: _Best,
+) -> bool:
+    """Search with all optimizers on the chips; what was not enumerated completely is improved in small steps."""
+    complete = chosen.run()
+    if not complete or isinstance(chosen, SmallSearch):
+        return complete
+    complete = _polish(evaluator, space, best)
+    if isinstance(chosen, LargeSearch):
+        complete = complete and _each_type(chosen, best, evaluator)
+        for candidate in best.make_ups() if options.regroup else ():
+            seconds = best.rows[0][0]
+            complete = complete and regroup(chosen.builder, candidate, seconds, space, options.regroup, best.improve)
+    return complete
 
 
 def _by_programs(
