@@ -41,7 +41,7 @@ def refuse(model: ModelSpec, cluster: Cluster, evaluator: Evaluator, space: Spac
         evaluator = Evaluator(evaluator.tables.over(pool, offload=frozenset(g.chip for g in pool.groups)), pool)
     usable = sum((costs.memory_limit(g.chip) - costs.overhead(g.chip)) * g.chips for g in pool.groups)
     count = parameter_count(model)
-    weights, gradients, optimizer, _ = state_bytes(count, count, 1, costs.item, costs.options.moments)
+    weights, gradients, optimizer = state_bytes(count, count, costs.item, costs.options.moments)
     what, state = "weights, gradients and optimizer", weights + gradients + optimizer
     if away:
         what, state = "weights and gradients, with the optimizer in host memory,", weights + gradients
