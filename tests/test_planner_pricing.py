@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.planner.costs import CostModel
 from hetero_megatron.planner.place import place, to_plan
@@ -15,6 +16,7 @@ from hetero_megatron.planner.search import SearchOptions, make_evaluator
 from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape
 from hetero_megatron.planner.stages import StageCosts
 from hetero_megatron.planner.sync import Synchronisation
+from hetero_megatron.spec import load_model
 from hetero_megatron.spec.flops import parameter_count
 from hetero_megatron.training.calibration.runs import Phase, solve_phases
 from tests.planner_cases import MODEL, SEQ, cluster, plan, stages
@@ -58,6 +60,22 @@ def test_the_search_and_the_prediction_agree(per_node: int) -> None:
         exact = predict(concrete, MODEL, there, "fp32", evaluator.costs).step_seconds
         errors.append(abs(evaluator.score_placed(placed).step_seconds / exact - 1))
     assert sum(errors) / len(errors) < 0.005 and max(errors) < 0.02
+
+
+def test_what_a_tp_group_alone_adds_up_is_priced() -> None:
+    """One micro-batch on one pipeline: its ranks hold next to nothing alike, yet add up all their gradients (6 %)."""
+    model = load_model("llama2-7b")
+    there = cluster_from_dict({
+        "version": 1, "nodes": [{"name": "n", "chip": "H100-SXM", "chips_per_node": 4, "count": 2}],
+        "links": {"inter_node": {"bandwidth": "25 GB/s"}},
+    })  # fmt: skip
+    evaluator = make_evaluator(model, there, 2048, SearchOptions())
+    for layers in ((32,), (16, 16)):
+        shape = PipelineShape(1, tuple(StageShape(0, 4, 1, n) for n in layers))
+        placed = place(Candidate((Part(shape, 1, 1),), "1f1b", "stage"), evaluator.pool)
+        assert placed is not None
+        exact = predict(to_plan(placed, there, 2048, model.num_heads), model, there, "bf16", evaluator.costs)
+        assert evaluator.score_placed(placed).step_seconds == pytest.approx(exact.step_seconds, rel=0.015)
 
 
 @pytest.mark.parametrize("dense", [True, False])
