@@ -8,12 +8,14 @@ import pytest
 
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.plan import plan_from_dict
+from hetero_megatron.planner.bound import price_bound
 from hetero_megatron.planner.costs import CostModel
 from hetero_megatron.planner.place import place, to_plan
 from hetero_megatron.planner.pool import Pool
 from hetero_megatron.planner.predict import predict
 from hetero_megatron.planner.search import SearchOptions, make_evaluator
 from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape
+from hetero_megatron.planner.space import Space
 from hetero_megatron.planner.stages import StageCosts
 from hetero_megatron.planner.sync import Synchronisation
 from hetero_megatron.spec import load_model
@@ -117,3 +119,12 @@ def test_phases_are_told_apart() -> None:
     assert solve_phases(rows) == pytest.approx((2e-9, 3e-9, 1e-9, 2e-4), rel=1e-6)
     negative = [Phase("c", p.kind, p.bytes, p.calls, p.seconds - 4 * fixed) for p in rows]
     assert solve_phases(negative)[3] == 0.0
+
+
+def test_the_bound_by_prices_knows_that_a_first_backward_is_cheaper() -> None:
+    there = cluster(per_node=1, beta=8 / BYTES, speeds=(1.0,), **{**HOST, "step_seconds": 1e-9, "message_seconds": 0.0})
+    evaluator = make_evaluator(MODEL, there, SEQ, SearchOptions(dtype="fp32"))
+    shape = PipelineShape(1, (StageShape(0, 1, 1, MODEL.num_layers),))
+    score = evaluator.score(Candidate((Part(shape, 1, 1),), "1f1b", "stage"))
+    assert score is not None
+    assert price_bound(evaluator, MODEL, 1, Space(), 3 * score.step_seconds).seconds <= score.step_seconds

@@ -231,10 +231,12 @@ def _search(
         from hetero_megatron.planner.refuse import refuse
 
         raise refuse(model, cluster, evaluator, space)
+    # The search's evaluation of the best plan may be a little above its prediction.
+    proven = enumerate_all and complete and space.offload != "always"
     return Result(
         choices[0], choices[1:], evaluator.pool, evaluator, time.monotonic() - started, evaluator.evaluated,
         dict(chosen.rejected), complete, "enumeration" if enumerate_all else "islands" if many else "programs",
-        small.bound if enumerate_all and complete and space.offload != "always" else 0.0, chosen, why, tried,
+        min(small.bound, choices[0].step_seconds) if proven else 0.0, chosen, why, tried,
         space.offload == "always", ranked=tuple(row[2] for row in best.rows),
     )  # fmt: skip
 

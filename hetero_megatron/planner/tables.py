@@ -21,6 +21,7 @@ from hetero_megatron.planner.shape import StageShape
 
 Floats = NDArray[np.float64]
 RECOMPUTES = ("none", "selective", "full")
+NEARLY_NONE = 1e6  # replicas, of whose states each owns next to nothing
 
 
 @dataclass(frozen=True)
