@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,8 @@ from hetero_megatron.planner.bound import price_bound
 from hetero_megatron.planner.costs import CostModel, CostOptions, StageChoice
 from hetero_megatron.planner.replan import Planner
 from hetero_megatron.planner.search import Result, SearchOptions, make_evaluator, search
+from hetero_megatron.planner.search_large import LargeSearch
+from hetero_megatron.planner.search_small import SmallSearch
 from hetero_megatron.planner.space import Space
 from hetero_megatron.planner.summary import format_summary, summarize
 from hetero_megatron.spec.flops import parameter_count
@@ -124,3 +127,17 @@ def test_what_cannot_be_offloaded_is_refused(options: SearchOptions, message: st
     case = _short_of_memory(40)
     with pytest.raises(UserError, match=f"--offload.*{message}"):
         search(case.model, case.cluster, case.seq_length, case.batch, options)
+
+
+def test_where_nothing_fits_the_search_on_the_chips_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain: list[SmallSearch | LargeSearch] = []
+    for kind in (SmallSearch, LargeSearch):
+
+        def run(self: SmallSearch | LargeSearch, kept: Callable[..., bool] = kind.run) -> bool:
+            if not self.evaluator.tables.offload:
+                plain.append(self)
+            return kept(self)
+
+        monkeypatch.setattr(kind, "run", run)
+    found = _search(_short_of_memory(12), "auto")
+    assert found is not None and found.offload_tried and len(plain) == 1

@@ -6,15 +6,19 @@ import random
 
 import pytest
 
+from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.plan import plan_from_dict
+from hetero_megatron.planner.bound import price_bound
 from hetero_megatron.planner.costs import CostModel
 from hetero_megatron.planner.place import place, to_plan
 from hetero_megatron.planner.pool import Pool
 from hetero_megatron.planner.predict import predict
 from hetero_megatron.planner.search import SearchOptions, make_evaluator
 from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape
+from hetero_megatron.planner.space import Space
 from hetero_megatron.planner.stages import StageCosts
 from hetero_megatron.planner.sync import Synchronisation
+from hetero_megatron.spec import load_model
 from hetero_megatron.spec.flops import parameter_count
 from hetero_megatron.training.calibration.runs import Phase, solve_phases
 from tests.planner_cases import MODEL, SEQ, cluster, plan, stages
@@ -60,6 +64,22 @@ def test_the_search_and_the_prediction_agree(per_node: int) -> None:
     assert sum(errors) / len(errors) < 0.005 and max(errors) < 0.02
 
 
+def test_what_a_tp_group_alone_adds_up_is_priced() -> None:
+    """One micro-batch on one pipeline: its ranks hold next to nothing alike, yet add up all their gradients (6 %)."""
+    model = load_model("llama2-7b")
+    there = cluster_from_dict({
+        "version": 1, "nodes": [{"name": "n", "chip": "H100-SXM", "chips_per_node": 4, "count": 2}],
+        "links": {"inter_node": {"bandwidth": "25 GB/s"}},
+    })  # fmt: skip
+    evaluator = make_evaluator(model, there, 2048, SearchOptions())
+    for layers in ((32,), (16, 16)):
+        shape = PipelineShape(1, tuple(StageShape(0, 4, 1, n) for n in layers))
+        placed = place(Candidate((Part(shape, 1, 1),), "1f1b", "stage"), evaluator.pool)
+        assert placed is not None
+        exact = predict(to_plan(placed, there, 2048, model.num_heads), model, there, "bf16", evaluator.costs)
+        assert evaluator.score_placed(placed).step_seconds == pytest.approx(exact.step_seconds, rel=0.015)
+
+
 @pytest.mark.parametrize("dense", [True, False])
 def test_hosts_pack_sum_and_unpack(dense: bool) -> None:
     """Two replicas, by hand: half of everything is packed, all of it summed, half of it written; in a dense bucket
@@ -99,3 +119,12 @@ def test_phases_are_told_apart() -> None:
     assert solve_phases(rows) == pytest.approx((2e-9, 3e-9, 1e-9, 2e-4), rel=1e-6)
     negative = [Phase("c", p.kind, p.bytes, p.calls, p.seconds - 4 * fixed) for p in rows]
     assert solve_phases(negative)[3] == 0.0
+
+
+def test_the_bound_by_prices_knows_that_a_first_backward_is_cheaper() -> None:
+    there = cluster(per_node=1, beta=8 / BYTES, speeds=(1.0,), **{**HOST, "step_seconds": 1e-9, "message_seconds": 0.0})
+    evaluator = make_evaluator(MODEL, there, SEQ, SearchOptions(dtype="fp32"))
+    shape = PipelineShape(1, (StageShape(0, 1, 1, MODEL.num_layers),))
+    score = evaluator.score(Candidate((Part(shape, 1, 1),), "1f1b", "stage"))
+    assert score is not None
+    assert price_bound(evaluator, MODEL, 1, Space(), 3 * score.step_seconds).seconds <= score.step_seconds

@@ -148,8 +148,22 @@ def test_bound_by_prices_holds(seed: int) -> None:
     mine, _ = _search(case)
     if math.isfinite(mine):
         evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
-        bound = price_bound(evaluator, case.model, case.batch, Space(), mine)
-        assert 0 < bound.seconds <= mine
+        for enumerated in (False, True):
+            bound = price_bound(evaluator, case.model, case.batch, Space(), mine, enumerated)
+            assert 0 < bound.seconds <= mine
+
+
+def test_where_the_enumeration_leaves_much_out_prices_give_the_bound() -> None:
+    """Four chips of one type: too many ways to divide the batch for all to be tried; and never above the plan."""
+    model, options = load_model("llama2-7b"), SearchOptions()
+    for chips in (2, 4):
+        nodes = [{"name": "n", "chip": "A100-80-SXM", "chips_per_node": chips}]
+        cluster = cluster_from_dict({"version": 1, "nodes": nodes, "links": {}})
+        result = search(model, cluster, 1024, 16, options)
+        summary = summarize(result, model, cluster, 1024, 16, options, baselines=False)
+        assert result.method == "enumeration" and summary.bound is not None
+        step = result.best.step_seconds
+        assert 0.85 * step <= summary.bound.seconds <= step and result.lower_bound <= step
 
 
 def _mixed() -> dict[str, object]:

@@ -16,7 +16,7 @@ from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.costs import CostOptions
 from hetero_megatron.planner.export import FORMATS, export
-from hetero_megatron.planner.memory import ITEM_BYTES
+from hetero_megatron.planner.memory import ITEM_BYTES, moments_of
 from hetero_megatron.planner.objective import Deadline, search_objective
 from hetero_megatron.planner.page import html_page
 from hetero_megatron.planner.search import Result, SearchOptions, search
@@ -146,7 +146,7 @@ def _options(args: Namespace) -> SearchOptions:
         dtype=args.dtype,
         time_limit=args.time_limit,
         space=Space(micro_batch_sizes=sizes, recompute=args.recompute, context=args.context, offload=args.offload),
-        costs=CostOptions(margin=args.memory_margin, moments=2 if args.optimizer == "adam" else 1),
+        costs=CostOptions(margin=args.memory_margin, moments=moments_of(args.optimizer)),
         seed=args.seed,
     )
 

@@ -97,6 +97,7 @@ def _searched(
 ) -> Plan:
     """--auto-plan: every rank searches by itself and finds the same plan, because the search has no randomness."""
     from hetero_megatron.planner.costs import CostOptions
+    from hetero_megatron.planner.memory import moments_of
     from hetero_megatron.planner.search import SearchOptions, search
     from hetero_megatron.planner.space import Space
 
@@ -109,7 +110,7 @@ def _searched(
         if args[key] is None:
             raise flag_error(key, None, "missing beside --auto-plan", "an integer >= 1")
     sizes = (args["micro_batch_size"],) if "micro_batch_size" in args.given else None
-    costs = CostOptions(moments=2 if args["optimizer"] == "adam" else 1)
+    costs = CostOptions(moments=moments_of(args["optimizer"]))
     options = SearchOptions(dtype=dtype or "fp32", space=Space(micro_batch_sizes=sizes), costs=costs)
     found = search(spec, cluster, args["seq_length"], args["global_batch_size"], options).best
     _ranks(args, environment, found.plan.ranks[-1] + 1)

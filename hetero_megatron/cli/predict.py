@@ -15,7 +15,7 @@ from hetero_megatron.plan.buckets import make_buckets
 from hetero_megatron.plan.islands import format_islands
 from hetero_megatron.plan.program import format_step
 from hetero_megatron.planner.costs import CostModel, CostOptions
-from hetero_megatron.planner.memory import ITEM_BYTES
+from hetero_megatron.planner.memory import ITEM_BYTES, moments_of
 from hetero_megatron.planner.page import html_page
 from hetero_megatron.planner.predict import predict
 from hetero_megatron.planner.report import as_json, format_prediction
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("too narrow", field="--width", value=args.width, accepted="10 or more")
     model, cluster = load_model(args.model), load_cluster(args.cluster)
     plan = load_plan(args.plan, model, cluster, args.dtype)
-    options = CostOptions(margin=args.memory_margin, moments=2 if args.optimizer == "adam" else 1)
+    options = CostOptions(margin=args.memory_margin, moments=moments_of(args.optimizer))
     found = predict(plan, model, cluster, args.dtype, CostModel(model, cluster, plan.seq_length, args.dtype, options))
     if args.html:
         write_text(args.html, "--html", html_page(found, model.name))

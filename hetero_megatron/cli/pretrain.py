@@ -57,6 +57,7 @@ def dry_run(config: RunConfig, environment: Mapping[str, str]) -> int:
     from hetero_megatron.plan import format_plan
     from hetero_megatron.plan.islands import format_islands
     from hetero_megatron.planner.footprint import estimate_memory, format_memory
+    from hetero_megatron.planner.memory import moments_of
 
     if environment.get("RANK", "0") != "0":
         return 0
@@ -66,7 +67,7 @@ def dry_run(config: RunConfig, environment: Mapping[str, str]) -> int:
         print(format_islands(config.plan, config.spec))
     for sentence in config.notices:
         print(f"notice: {sentence}")
-    memory = estimate_memory(config.plan, config.spec, config.dtype, 2 if config.optimizer.name == "adam" else 1)
+    memory = estimate_memory(config.plan, config.spec, config.dtype, moments_of(config.optimizer.name))
     print(format_memory(memory))
     if cluster is not None:
         for rank, needs in memory.items():

@@ -121,6 +121,8 @@ class GradientSync:
         sums = exchange.finish_reduce(hop)
         if hop + 1 == len(exchange.hops):
             self._owned.append(sums)
+            del self._grads[bucket]  # what is not summed up in place needs new memory for its sums
+            exchange.forget()
         self._ended += 1
         return True
 
@@ -160,16 +162,13 @@ class GradientSync:
                 self._end_next(wait=True)
 
     def finish(self) -> list[list[torch.Tensor]]:
-        """Complete what is left, and return the summed gradients of the owned pieces per exchange; the memory of all
-        gradients goes when these are given up."""
+        """Complete what is left, and return the summed gradients of the owned pieces per exchange; the memory of the
+        gradients that are summed up in place goes when these are given up."""
         if not self._armed:
             self.begin(self.reduces)
         if self._queue:
             self.complete(self._queue[-1])
         self._armed = False
         self._come.clear()
-        self._grads.clear()
-        for exchange in self.exchanges:
-            exchange.forget()
         owned, self._owned = self._owned, []
         return owned

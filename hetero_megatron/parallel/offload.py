@@ -10,6 +10,7 @@ import torch
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan
+from hetero_megatron.planner.memory import cannot_offload, moments_of
 
 FIELD = "optimizer.offload"
 COMPILING = 900  # seconds; no compilation takes that long
@@ -19,10 +20,8 @@ def check_offload(plan: Plan, optimizer: str, dtype: str) -> None:
     """Refuse, on every rank, what CPUAdam cannot do. It is imported and compiled only where a stage asks for it."""
     if not any(s.optimizer.offload for p in plan.pipelines for s in p.stages):
         return
-    if optimizer != "adam":
-        raise UserError("only Adam runs in host memory", field=FIELD, value=True, accepted="--optimizer adam")
-    if dtype == "fp64":
-        raise UserError("the update in host memory is fp32", field=FIELD, value=True, accepted="--bf16, --fp16 or fp32")
+    if (problem := cannot_offload(moments_of(optimizer), dtype)) is not None:
+        raise UserError(problem[0], field=FIELD, value=True, accepted=problem[1])
 
 
 def cpu_adam(groups: list[dict[str, object]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:

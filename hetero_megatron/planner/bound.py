@@ -23,8 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.planner.evaluate import Evaluator
+from hetero_megatron.planner.shape import StageShape
 from hetero_megatron.planner.space import Option, Space, batch_sizes, options
-from hetero_megatron.planner.tables import Kind, per_layer
+from hetero_megatron.planner.tables import NEARLY_NONE, Kind, per_layer
 from hetero_megatron.spec import ModelSpec
 
 Floats = NDArray[np.float64]
@@ -54,8 +55,11 @@ class Bound:
 class _Prices:
     """P(q) for all micro-batch sizes, at given prices."""
 
-    def __init__(self, evaluator: Evaluator, model: ModelSpec, batch: int, space: Space) -> None:
+    def __init__(
+        self, evaluator: Evaluator, model: ModelSpec, batch: int, space: Space, enumerated: bool = False
+    ) -> None:
         self.evaluator, self.model, self.batch, self.space = evaluator, model, batch, space
+        self.enumerated = enumerated
         self.pool, self.tables = evaluator.pool, evaluator.tables
         self.sizes = batch_sizes(space, batch)
         self.depth = min(self.tables.depth, model.num_layers + 2, self.pool.chips)
@@ -65,15 +69,17 @@ class _Prices:
     def _options(self, size: int) -> list[Option]:
         found = []
         for g, group in enumerate(self.pool.groups):
-            every = group.per_node <= 4
+            every = group.per_node <= 4 or self.enumerated
             found += [o for o in options(self.pool, g, self.model, self.space, size, every) if o.dp <= 8]
         return found
 
     def seconds(self, option: Option, size: int, head: bool) -> Floats:
         """[in flight, layers] seconds of an inner stage (or the last one), at the memory of the most replicas."""
+        # Where all is enumerated, shares of states may be unequal, down to none, and buckets smaller than assumed.
+        replicas = NEARLY_NONE if self.enumerated else max(1, self.pool.chips // option.dp)
         kind = Kind(
-            option.group, option.tp, option.dp, size, False, head, max(1, self.pool.chips // option.dp),
-            self.space.recompute, self.space.offload == "always",
+            option.group, option.tp, option.dp, size, False, head, replicas, self.space.recompute,
+            self.space.offload == "always", not self.enumerated,
         )  # fmt: skip
         return self.tables.table(kind).seconds
 
@@ -153,10 +159,21 @@ class _Prices:
             intervals = [row for row in again if row[1] <= row[2]]
         return worst
 
+    def most_saved(self) -> float:
+        """Seconds that the first backward of a step takes less than the others, at most: of the largest stages."""
+        found = [0.0]
+        for size, rows in self.options.items():
+            for o in rows:
+                fits = np.flatnonzero(np.isfinite(self.seconds(o, size, False)[0]))
+                if len(fits):
+                    whole = StageShape(o.group, o.tp, o.dp, int(fits[-1]))
+                    found.append(self.evaluator.saved_seconds(whole, True, True))
+        return max(found)
+
     def possible(self, limit: float) -> bool:
         """Whether the prices do not rule out that the batch is done within ``limit``."""
         everything = float(self.prices @ np.array(self.pool.counts, float))
-        enough = self.batch / everything
+        enough = self.batch / everything * (1 - 1e-9)  # one pipeline of all chips and the whole batch has just this
         return self.rate(limit, enough) > enough
 
 
@@ -169,9 +186,15 @@ def _intervals(most: int) -> list[tuple[int, int]]:
     return found
 
 
-def price_bound(evaluator: Evaluator, model: ModelSpec, batch: int, space: Space, step_seconds: float) -> Bound:
-    """By prices; ``step_seconds``: of a plan that is known, so the bound is not above it."""
-    prices = _Prices(evaluator, model, batch, space)
+def price_bound(
+    evaluator: Evaluator, model: ModelSpec, batch: int, space: Space, step_seconds: float, enumerated: bool = False
+) -> Bound:
+    """By prices; ``step_seconds``: of a plan that is known, so the bound is not above it.
+
+    Args:
+        enumerated: over all that the complete enumeration may choose: any TP degree, unequal shares of the states.
+    """
+    prices = _Prices(evaluator, model, batch, space, enumerated)
     low, high = 0.0, step_seconds
     for step in range(STEPS):
         middle = high * 0.9 if step == 0 else (low + high) / 2
@@ -181,4 +204,4 @@ def price_bound(evaluator: Evaluator, model: ModelSpec, batch: int, space: Space
             low = middle
         if high - low < 2e-3 * high:
             break
-    return Bound(low, "prices")
+    return Bound(max(0.0, low - prices.most_saved()), "prices")

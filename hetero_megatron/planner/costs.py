@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 from hetero_megatron.cluster import Cluster, Link
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.buckets import BUCKET_BYTES, IN_FLIGHT
 from hetero_megatron.planner.memory import (
     ITEM_BYTES,
     Held,
     MemoryBytes,
+    bucket_elements,
+    buffer_bytes,
     equal_shares,
     held_elements,
     host_bytes,
     kept_bytes,
-    largest_elements,
     state_bytes,
     working_bytes,
 )
@@ -134,6 +134,7 @@ class CostModel:
         self._seconds: dict[tuple[StageChoice, int], tuple[float, float]] = {}
         self._activations: dict[tuple[StageChoice, int], tuple[int, int]] = {}
         self._units: dict[tuple[str, int, int, str], UnitSeconds] = {}
+        self._buckets: dict[tuple[int, bool, bool], tuple[int, int]] = {}
         self._most: dict[tuple[int, int, bool, bool], int] = {}
 
     def chip_rates(self, chip: str) -> ChipRates:
@@ -269,13 +270,19 @@ class CostModel:
             )
         return self._most[key]
 
-    def _largest(self, stage: StageChoice) -> int:
-        """Elements of the largest tensor on any rank of the stage."""
-        key = (stage.tp, -1, stage.embed, stage.head)
-        if key not in self._most:
-            kinds = equal_shares(self.model, stage.tp)
-            self._most[key] = max(largest_elements(self.model, stage.embed, stage.head, share) for share in kinds)
-        return self._most[key]
+    def buffering(self, stage: StageChoice, replicas: float) -> tuple[float, float, int, int]:
+        """Of the buckets under way: (bytes per element, bytes per element of the one that is added up, elements under
+        way at most, elements that are added up at once)."""
+        copies, tp = stage.dp * replicas, stage.tp
+        if copies <= 1 and tp == 1:
+            return 0.0, 0.0, 0, 0
+        key = (tp, stage.embed, stage.head)
+        if key not in self._buckets:
+            kinds = equal_shares(self.model, tp)
+            known = [bucket_elements(self.model, stage.embed, stage.head, share) for share in kinds]
+            self._buckets[key] = max(together for _, together in known), max(largest for largest, _ in known)
+        # Replicas without TP hold the same.
+        return *buffer_bytes(1.0, 1 / copies, copies, self.item, tp == 1), *self._buckets[key]
 
     def memory_bytes(self, stage: StageChoice, micro_batch_size: int, in_flight: int, replicas: float) -> MemoryBytes:
         """The worst rank of the stage.
@@ -287,12 +294,9 @@ class CostModel:
         activations = in_flight * kept + working
         held = self.held_elements(stage)
         owned = self.owned_elements(stage, replicas)
-        group = stage.dp * replicas
-        weights, gradients, optimizer, _ = state_bytes(held, owned, group, self.item, self.options.moments)
-        # Only so many buckets travel at once, each of about BUCKET_BYTES or of one tensor that is larger.
-        largest = self._largest(stage)
-        moving = min(held, IN_FLIGHT * max(BUCKET_BYTES // 4, largest))
-        buffers = state_bytes(moving, moving / group, group, self.item)[3]
+        weights, gradients, optimizer = state_bytes(held, owned, self.item, self.options.moments)
+        moving, adding, together, largest = self.buffering(stage, replicas)
+        buffers = int(max(moving * min(held, together), adding * min(held, largest)))
         return MemoryBytes(
             weights, gradients, 0 if stage.offload else optimizer, activations, buffers, self.overhead(stage.chip),
             host_bytes(owned, self.options.moments) if stage.offload else 0,

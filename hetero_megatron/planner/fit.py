@@ -24,7 +24,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, load_plan
 from hetero_megatron.planner.costs import CostModel, CostOptions
 from hetero_megatron.planner.predict import pipeline_seconds, step_seconds
-from hetero_megatron.planner.rates import ChipRates, LinkRates, Rates, as_document
+from hetero_megatron.planner.rates import ChipRates, LinkRates, Rates, as_document, link_document
 from hetero_megatron.spec import ModelSpec, load_model
 
 CHIP = (
@@ -410,17 +410,8 @@ def rates_section(fit: Fit) -> dict[str, Any]:
     """The fitted rates as the ``rates:`` of a cluster file."""
     rates = fit.rates
     chips = {n: {rates.dtype: as_document(c)} for n, c in rates.chips.items() if c.calibrated}
-    links: list[dict[str, Any]] = []
-    for (a, b, same), link in sorted(rates.measured.items()):
-        entry: dict[str, Any] = {"within": a} if same else {"from": a, "to": b}
-        entry |= {"alpha": link.alpha, "beta": link.beta}
-        if link.message_seconds is not None:
-            entry["message_seconds"] = link.message_seconds
-        pairs = {"all_to_all": link.all_to_all, "exchange": link.exchange}
-        if any(pairs.values()):
-            entry["collectives"] = {n: dict(zip(("alpha", "beta"), pair)) for n, pair in pairs.items() if pair}
-        links.append(entry)
-    return {"chips": chips, "links": links}
+    measured = sorted(rates.measured.items(), key=lambda item: item[0])
+    return {"chips": chips, "links": [link_document(a, b, link) for (a, b, _), link in measured]}
 
 
 def format_fit(fit: Fit) -> str:

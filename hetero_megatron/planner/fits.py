@@ -7,10 +7,10 @@ kind stands for all: it takes part in the division of ownership with as much wei
 from __future__ import annotations
 
 from hetero_megatron.plan import Pipeline, Plan, Recompute, Stage, Unit
-from hetero_megatron.plan.buckets import IN_FLIGHT, WHOLE_BYTES, Bucket, make_buckets
+from hetero_megatron.plan.buckets import WHOLE_BYTES, Bucket, make_buckets
 from hetero_megatron.plan.canonical import Optimizer
 from hetero_megatron.planner.evaluate import Evaluator
-from hetero_megatron.planner.memory import buffer_bytes, state_bytes
+from hetero_megatron.planner.memory import buffer_bytes, most_buffered, state_bytes
 from hetero_megatron.planner.shape import Candidate, in_flight
 
 WHOLE = WHOLE_BYTES // 4  # elements of a cell that has one owner
@@ -20,14 +20,15 @@ def most_over(evaluator: Evaluator, candidate: Candidate) -> int:
     """Upper bound on the bytes by which a rank exceeds its chip: 0 or less where every rank fits, wherever it lies."""
     costs = evaluator.costs
     plan, weight = _small(candidate, costs.seq_length, costs.model.num_heads)
-    rows: dict[int, tuple[int, float, list[float]]] = {r: (0, 0.0, []) for r in weight}
+    rows: dict[int, tuple[int, float, list[tuple[float, float]]]] = {r: (0, 0.0, []) for r in weight}
     for bucket in make_buckets(plan, costs.model):
         sizes = {r: _owned(bucket, r, weight[r]) for r in bucket.ranks}
         total = sum(layout.elements(r) for layout in bucket.owners.values() for r in bucket.ranks)
         copies = sum(weight[r] * whole for r, (whole, _) in sizes.items()) / total
         for rank, (whole, mine) in sizes.items():
             held, owned, moving = rows[rank]
-            moving.append(buffer_bytes(whole, mine, copies, costs.item))
+            if copies > 1:
+                moving.append(buffer_bytes(whole, mine, copies, costs.item, dense=False))  # no less than if it is
             rows[rank] = held + whole, owned + mine, moving
     worst = -(1 << 62)
     for part, pipeline in zip(candidate.parts, plan.pipelines, strict=True):
@@ -38,11 +39,10 @@ def most_over(evaluator: Evaluator, candidate: Candidate) -> int:
             rest = costs.memory_bytes(choice, part.shape.micro_batch_size, alive[s], candidate.pipelines)
             for rank in made.ranks:
                 held, owned, moving = rows[rank]
-                state: float = sum(state_bytes(held, 0, 1, costs.item)[:2])
+                state: float = sum(state_bytes(held, 0, costs.item)[:2])
                 if not stage.offload:
-                    state += state_bytes(held, owned, 1, costs.item, costs.options.moments)[2]
-                buffers: float = max((sum(moving[i : i + IN_FLIGHT]) for i in range(len(moving))), default=0.0)
-                need = rest.overhead + state + max(rest.activations, buffers)
+                    state += state_bytes(held, owned, costs.item, costs.options.moments)[2]
+                need = rest.overhead + state + max(rest.activations, most_buffered(moving))
                 worst = max(worst, int(need) + 1 - costs.memory_limit(choice.chip))
     return worst
 

@@ -18,14 +18,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hetero_megatron.plan.buckets import BUCKET_BYTES, IN_FLIGHT
 from hetero_megatron.planner.evaluate import Evaluator
 from hetero_megatron.planner.footprint import estimate_memory
 from hetero_megatron.planner.memory import (
     MemoryBytes,
+    bucket_elements,
     equal_shares,
     held_elements,
-    largest_elements,
     state_bytes,
 )
 from hetero_megatron.planner.place import Placed, to_plan
@@ -125,10 +124,10 @@ class Fitting:
             costs = self.evaluator.costs
             choice = self.evaluator.tables.choice(stage, embed, head)
             held = costs.held_elements(choice)
-            weights, gradients, optimizer, _ = state_bytes(held, held, 1, costs.item, costs.options.moments)
+            weights, gradients, optimizer = state_bytes(held, held, costs.item, costs.options.moments)
             free = costs.memory_limit(choice.chip) - costs.overhead(choice.chip) - weights - gradients
-            largest = max(largest_elements(costs.model, embed, head, x) for x in equal_shares(costs.model, stage.tp))
-            buckets = min(held, IN_FLIGHT * max(BUCKET_BYTES // 4, largest)) * costs.wide * ranks if ranks > 1 else 0
+            known = [bucket_elements(costs.model, embed, head, x) for x in equal_shares(costs.model, stage.tp)]
+            buckets = min(held, max(together for _, together in known)) * costs.wide * ranks if ranks > 1 else 0
             room = free - optimizer
             self._known_limits[key] = free, room if buckets <= room else -1
         return self._known_limits[key]
@@ -138,7 +137,7 @@ class Fitting:
         """Bytes of all optimizer states."""
         costs = self.evaluator.costs
         total = held_elements(costs.model, costs.model.num_layers, True, True, equal_shares(costs.model, 1)[0])
-        return state_bytes(total, total, 1, costs.item, costs.options.moments)[2]
+        return state_bytes(total, total, costs.item, costs.options.moments)[2]
 
     def _choose(self, placed: Placed, rooms: Mapping[int, int]) -> list[list[Level]] | None:
         """By pipeline and stage, the fastest level that fits into the rooms of all its ranks."""
@@ -213,7 +212,7 @@ class Fitting:
 
         def state(layers: int, embed: bool, head: bool) -> float:
             held = held_elements(costs.model, layers, embed, head, share)
-            return float(state_bytes(held, held, 1, costs.item, costs.options.moments)[2])
+            return float(state_bytes(held, held, costs.item, costs.options.moments)[2])
 
         found = [(state(0, True, False), [(p, 0) for p in range(len(starts))])]
         for a, b in itertools.pairwise(cuts):
@@ -264,7 +263,7 @@ class Fitting:
             optimizer = needs.optimizer
             if not costs.options.sharded:
                 held = needs.weights // costs.item
-                optimizer = state_bytes(held, held, 1, costs.item, costs.options.moments)[2]
+                optimizer = state_bytes(held, held, costs.item, costs.options.moments)[2]
             free = costs.memory_limit(chip) - costs.overhead(chip) - needs.weights - needs.gradients
             found[rank] = States(free, optimizer, needs.buffers)
         return found

@@ -41,9 +41,10 @@ def estimate_memory(
     out = plan_activations(plan, spec, item)
     index = {rank: i for i, rank in enumerate(plan.ranks)}
     held, owned, buffers = (np.zeros(len(index), np.int64) for _ in range(3))
-    recent = np.zeros((len(index), IN_FLIGHT), np.int64)  # bytes of each rank's last buckets, in the order of sending
+    # Bytes of each rank's last buckets, in the order of sending: under way, and while what came is added up.
+    recent = np.zeros((2, IN_FLIGHT, len(index)), np.int64)
     places: dict[tuple[int, ...], Ints] = {}
-    known: dict[tuple[int, ...], tuple[Ints, Ints, Ints]] = {}  # held, owned, travelling of a bucket, by rank
+    known: dict[tuple[int, ...], tuple[Ints, Ints, Ints]] = {}  # held, owned, [2, ranks] as in recent, of a bucket
     for bucket in buckets if buckets is not None else make_buckets(plan, spec):
         key = (*map(id, bucket.holders.values()), *map(id, bucket.owners.values()))
         if key not in known:
@@ -51,22 +52,31 @@ def estimate_memory(
                 np.sum([layout.counts() for layout in layouts.values()], axis=0)
                 for layouts in (bucket.holders, bucket.owners)
             )
-            known[key] = whole, mine, buffer_bytes(whole, mine, whole.sum() / mine.sum(), item)
+            known[key] = whole, mine, _buffers(bucket, whole, mine, item)
         if bucket.ranks not in places:
             places[bucket.ranks] = np.array([index[r] for r in bucket.ranks], np.int64)
         at, (whole, mine, moving) = places[bucket.ranks], known[key]
         held[at] += whole
         owned[at] += mine
-        recent[at] = np.concatenate([recent[at, 1:], moving[:, None]], axis=1)
-        buffers[at] = np.maximum(buffers[at], recent[at].sum(axis=1))
+        last = np.concatenate([recent[:, 1:, at], moving[:, None]], axis=1)
+        recent[:, :, at] = last
+        first_added = last[:, 0].max(axis=0) + last[0, 1:].sum(axis=0)
+        buffers[at] = np.maximum.reduce([buffers[at], first_added, moving.max(axis=0)])
     offloading = {r for p in plan.pipelines for s in p.stages if s.optimizer.offload for r in s.ranks}
     for rank, has, owns, most in zip(plan.ranks, held.tolist(), owned.tolist(), buffers.tolist(), strict=True):
-        weights, gradients, optimizer, _ = state_bytes(has, owns, 1, item, moments)
+        weights, gradients, optimizer = state_bytes(has, owns, item, moments)
         host = 0
         if rank in offloading:
             optimizer, host = 0, host_bytes(owns, moments)
         out[rank] = MemoryBytes(weights, gradients, optimizer, out[rank].activations, most, 0, host)
     return out
+
+
+def _buffers(bucket: Bucket, held: Ints, owned: Ints, item: int) -> Ints:
+    """Of each rank [2, ranks]: bytes while the bucket is under way, and while what came is added up."""
+    if len(bucket.ranks) == 1:
+        return np.zeros((2, 1), np.int64)
+    return np.array(buffer_bytes(held, owned, held.sum() / owned.sum(), item, bucket.dense)).astype(np.int64)
 
 
 def plan_activations(plan: Plan, spec: ModelSpec, item: int) -> dict[int, MemoryBytes]:

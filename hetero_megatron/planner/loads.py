@@ -2,8 +2,8 @@
 
 Each element has one owner among its holders, divided among the ranks by their shares; a holder sends the owners what
 is theirs and gets new parameters back. Messages are priced as :mod:`hetero_megatron.planner.network` prices them on
-concrete ranks: a node sends at the rate of its fastest link, to one other node at that of their own. What the ranks of
-a TP group hold alike (norms) is left out.
+concrete ranks: a node sends at the rate of its fastest link, to one other node at that of their own. Of what the ranks
+of a TP group hold alike (norms), only latency and the sums are counted.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def sync_loads(candidate: Candidate, ground: Ground, ways: Ways, costs: CostMode
         for at in holders:
             shared = layers or not stages[at].layers  # a stage of no layers shares its end alone
             loads.shared[at] += shared * stages[at].dp * stages[at].tp * stages[at].share / total
-        if copies <= 1:
+        if ranks <= 1:  # a TP group meets over what its ranks hold alike, and so adds up all its gradients
             before = ()
             continue
         if holders != before:
@@ -174,6 +174,9 @@ def _price(run: Run, ground: Ground, stages: Mapping[At, StageShape], ways: Ways
         for c, mine in ground.nodes[at].items():
             g = ground.group[c]
             inside, others_inside = nodes[c], inside_units[c] - 1
+            group = ways.between(g, g, tp <= ways.pool.groups[g].per_node) if tp > 1 else None
+            if group is not None:  # over what its ranks hold alike
+                run.latency, message = max(run.latency, group.alpha), max(message, group.message)
             near = ways.between(g, g, True) if others_inside else None
             if near is not None:
                 given = (inside - tp * stages[at].share) / run.total

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
+from hetero_megatron.plan.buckets import BUCKET_BYTES, IN_FLIGHT, backward_order
 from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
 from hetero_megatron.spec import ModelSpec, Share, shares, stage_tensors, tensor_box
 from hetero_megatron.spec.flops import (
@@ -17,6 +18,21 @@ from hetero_megatron.spec.flops import (
 )
 
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+ADAM_MOMENTS = 2
+
+
+def moments_of(optimizer: str) -> int:
+    """What ``--optimizer`` keeps per element, beside the master."""
+    return ADAM_MOMENTS if optimizer == "adam" else 1
+
+
+def cannot_offload(moments: int, dtype: str) -> tuple[str, str] | None:
+    """(why an optimizer cannot be in host memory, flags of what can), None where it can."""
+    if moments != ADAM_MOMENTS:
+        return "only Adam runs in host memory", "--optimizer adam"
+    if dtype == "fp64":
+        return "the update in host memory is fp32", "--bf16, --fp16 or fp32"
+    return None
 
 
 @dataclass(frozen=True)
@@ -138,16 +154,25 @@ def _elements(spec: ModelSpec, what: str, share: Share) -> int:
     return sum(tensor_box(t, share).size for t in stage_tensors(spec, layers, "embed" in what, "head" in what))
 
 
-@lru_cache(maxsize=4096)
-def largest_elements(spec: ModelSpec, embed: bool, head: bool, share: Share) -> int:
-    """Elements of the largest tensor (part) that a rank with a decoder layer holds."""
-    return max(tensor_box(t, share).size for t in stage_tensors(spec, (0,), embed, head))
-
-
 @lru_cache(maxsize=1024)
 def equal_shares(spec: ModelSpec, tp: int) -> tuple[Share, ...]:
     """The distinct shares of an equal split over ``tp`` ranks."""
     return tuple(dict.fromkeys(shares(spec, (1,) * tp)))
+
+
+@lru_cache(maxsize=4096)
+def bucket_elements(spec: ModelSpec, embed: bool, head: bool, share: Share) -> tuple[int, int]:
+    """Elements of (the largest bucket, those that are under way at once) on a rank with decoder layers."""
+    sizes: list[int] = []
+    for segment in backward_order(stage_tensors(spec, range(IN_FLIGHT), embed, head)):
+        for size in (tensor_box(tensor, share).size for tensor in segment):
+            if sizes and 4 * (sizes[-1] + size) <= BUCKET_BYTES:
+                sizes[-1] += size
+            else:
+                sizes.append(size)
+    # More layers fill buckets that are not full here.
+    sizes = [max(size, BUCKET_BYTES // 4) for size in sizes]
+    return max(sizes), max(sum(sizes[i : i + IN_FLIGHT]) for i in range(len(sizes)))
 
 
 def host_bytes(owned: float, moments: int = 2) -> int:
@@ -155,19 +180,36 @@ def host_bytes(owned: float, moments: int = 2) -> int:
     return round(4 * owned * (moments + 1))
 
 
-def state_bytes(held: int, owned: float, copies: float, item: int, moments: int = 2) -> tuple[int, int, int, int]:
-    """(weights, gradients, optimizer, buffers) of a rank.
-
-    Args:
-        held, owned: elements; copies: ranks that hold the same ones (what the owner gets from others is added up in a
-            buffer of its own; 1: nothing travels).
-    """
+def state_bytes(held: int, owned: float, item: int, moments: int = 2) -> tuple[int, int, int]:
+    """(weights, gradients, optimizer) of a rank that holds and owns so many elements."""
     wide = max(item, 4)
     master = 4 if item == 2 else 0
-    buffers = buffer_bytes(held, owned, copies, item)
-    return held * item, held * wide, round(owned * (moments * wide + master)), round(buffers)
+    return held * item, held * wide, round(owned * (moments * wide + master))
 
 
-def buffer_bytes(held: Any, owned: Any, copies: float, item: int) -> Any:
-    """Of a bucket under way, or of several in arrays: packed for the owners, received from the holders, the sum."""
-    return max(item, 4) * (held - owned + owned * (copies - 1) + owned) if copies > 1 else 0 * held
+def buffer_bytes(held: Any, owned: Any, copies: float, item: int, dense: bool) -> tuple[Any, Any]:
+    """Of a bucket that several ranks hold, on one of them or on several in arrays: (while it is under way, while what
+    came is added up).
+
+    Gradients of a dense bucket leave from where they are kept, and their sums lie there: only what comes needs memory,
+    and of more than two ranks it comes in one piece with the own part. Else they are packed, and sums are new.
+
+    Args:
+        held, owned: elements; copies: ranks that hold the same ones.
+    """
+    wide, taken = max(item, 4), owned * (copies - 1)
+    if dense:
+        come = wide * (taken + (owned if copies > 2 else 0))
+        return come, come
+    return wide * (held - owned + taken), wide * (taken + owned)
+
+
+def most_buffered(buckets: Iterable[tuple[float, float]]) -> float:
+    """The most bytes that buckets need, one after the other, of which so many are under way at once; the first of those
+    is added up while the others still are."""
+    most = 0.0
+    window: list[tuple[float, float]] = []
+    for moving, adding in buckets:
+        window = [*window, (moving, adding)][-IN_FLIGHT:]
+        most = max(most, max(window[0]) + sum(m for m, _ in window[1:]), moving, adding)
+    return most

@@ -253,7 +253,7 @@ class _Step:
             optimizer = needs.optimizer
             if not costs.options.sharded and not needs.host:
                 held = self.sync.held[rank]
-                optimizer = state_bytes(held, held, 1, costs.item, costs.options.moments)[2]
+                optimizer = state_bytes(held, held, costs.item, costs.options.moments)[2]
             overhead = costs.overhead(self.chips[rank])
             memory[rank] = MemoryBytes(
                 needs.weights, needs.gradients, optimizer, needs.activations, needs.buffers, overhead, needs.host

@@ -394,3 +394,15 @@ def as_document(rates: ChipRates) -> dict[str, Any]:
         if rows:
             out[key] = [list(asdict(r).values()) if isinstance(r, LayerRow) else list(r) for r in rows]
     return out
+
+
+def link_document(source: str, target: str, link: LinkRates) -> dict[str, Any]:
+    """A link's entry in ``rates.links``; what was not measured is left out."""
+    out: dict[str, Any] = {"within": source} if link.same_node else {"from": source, "to": target}
+    out |= {"alpha": link.alpha, "beta": link.beta}
+    if link.message_seconds is not None:
+        out["message_seconds"] = link.message_seconds
+    pairs = {name: getattr(link, name) for name in COLLECTIVES}
+    if any(pairs.values()):
+        out["collectives"] = {n: dict(zip(("alpha", "beta"), pair)) for n, pair in pairs.items() if pair}
+    return out

@@ -40,7 +40,8 @@ def refuse(model: ModelSpec, cluster: Cluster, evaluator: Evaluator, space: Spac
     if away:
         evaluator = Evaluator(evaluator.tables.over(pool, offload=frozenset(g.chip for g in pool.groups)), pool)
     usable = sum((costs.memory_limit(g.chip) - costs.overhead(g.chip)) * g.chips for g in pool.groups)
-    weights, gradients, optimizer, _ = state_bytes(parameter_count(model), parameter_count(model), 1, costs.item)
+    count = parameter_count(model)
+    weights, gradients, optimizer = state_bytes(count, count, costs.item, costs.options.moments)
     what, state = "weights, gradients and optimizer", weights + gradients + optimizer
     if away:
         what, state = "weights and gradients, with the optimizer in host memory,", weights + gradients

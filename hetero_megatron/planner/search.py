@@ -23,6 +23,7 @@ from hetero_megatron.planner.costs import CostModel, CostOptions
 from hetero_megatron.planner.evaluate import Evaluator
 from hetero_megatron.planner.fits import most_over
 from hetero_megatron.planner.graph import MOST_GROUPS, GraphSearch
+from hetero_megatron.planner.memory import cannot_offload
 from hetero_megatron.planner.place import place, to_plan
 from hetero_megatron.planner.polish import polish
 from hetero_megatron.planner.pool import Pool, make_pool
@@ -178,9 +179,23 @@ def search(
         UserError: a batch or sequence that no plan can have, missing rates or links, or a model that fits nowhere; the
             message says the smallest change that would help.
     """
-    started = time.monotonic()
     check_request(model, seq_length, global_batch_size, options)
     evaluator = evaluator or make_evaluator(model, cluster, seq_length, options)
+    return _search(model, cluster, seq_length, global_batch_size, options, progress, evaluator, time.monotonic())
+
+
+def _search(
+    model: ModelSpec,
+    cluster: Cluster,
+    seq_length: int,
+    global_batch_size: int,
+    options: SearchOptions,
+    progress: Progress | None,
+    evaluator: Evaluator,
+    started: float,
+    plain: bool = True,
+) -> Result:
+    """``plain``: False where it is known that nothing fits with all optimizers on the chips."""
     space = replace(options.space, schedules=tuple(s for s in options.space.schedules if supports(f"schedule.{s}")))
     deadline = None if options.time_limit is None else started + options.time_limit
     best = _Best(max(options.top, 1) * 2, deadline, progress)
@@ -192,18 +207,9 @@ def search(
         chosen = _by_programs(evaluator, model, global_batch_size, space, best, options.seed)
     complete = True
     try:
-        _seeds(evaluator, model, global_batch_size, space, best)
-        complete = chosen.run()
-        if complete and not enumerate_all:
-            complete = _polish(evaluator, space, best)
-            if isinstance(chosen, LargeSearch):
-                complete = complete and _each_type(chosen, best, evaluator)
-            if options.regroup and isinstance(chosen, LargeSearch):
-                for candidate in best.make_ups():
-                    seconds = best.rows[0][0]
-                    complete = complete and regroup(
-                        chosen.builder, candidate, seconds, space, options.regroup, best.improve
-                    )
+        if plain:
+            _seeds(evaluator, model, global_batch_size, space, best)
+            complete = _on_chips(chosen, evaluator, options, space, best)
         if complete and space.offload == "always":
             complete = _offloaded(evaluator, model, global_batch_size, options, space, best)
     except KeyboardInterrupt:
@@ -215,20 +221,44 @@ def search(
     if not choices and best.rows and options.costs.margin < MARGIN:
         # The exact placement of states takes a little more than their mean: leave more room.
         costs = replace(options.costs, margin=options.costs.margin + MARGIN / 2)
-        return search(model, cluster, seq_length, global_batch_size, replace(options, costs=costs), progress=progress)
-    if not choices and space.offload == "auto" and not cannot_offload(options):
+        roomier = replace(options, costs=costs)
+        again = make_evaluator(model, cluster, seq_length, roomier)
+        return _search(model, cluster, seq_length, global_batch_size, roomier, progress, again, started, plain)
+    if not choices and space.offload == "auto" and cannot_offload(options.costs.moments, options.dtype) is None:
         away = replace(options, space=replace(options.space, offload="always"))
-        return search(model, cluster, seq_length, global_batch_size, away, progress=progress)
+        return _search(model, cluster, seq_length, global_batch_size, away, progress, evaluator, started, plain=False)
     if not choices:
         from hetero_megatron.planner.refuse import refuse
 
         raise refuse(model, cluster, evaluator, space)
+    # The search's evaluation of the best plan may be a little above its prediction.
+    proven = enumerate_all and complete and space.offload != "always"
     return Result(
         choices[0], choices[1:], evaluator.pool, evaluator, time.monotonic() - started, evaluator.evaluated,
         dict(chosen.rejected), complete, "enumeration" if enumerate_all else "islands" if many else "programs",
-        small.bound if enumerate_all and complete and space.offload != "always" else 0.0, chosen, why, tried,
+        min(small.bound, choices[0].step_seconds) if proven else 0.0, chosen, why, tried,
         space.offload == "always", ranked=tuple(row[2] for row in best.rows),
     )  # fmt: skip
+
+
+def _on_chips(
+    chosen: SmallSearch | LargeSearch | GraphSearch,
+    evaluator: Evaluator,
+    options: SearchOptions,
+    space: Space,
+    best: _Best,
+) -> bool:
+    """Search with all optimizers on the chips; what was not enumerated completely is improved in small steps."""
+    complete = chosen.run()
+    if not complete or isinstance(chosen, SmallSearch):
+        return complete
+    complete = _polish(evaluator, space, best)
+    if isinstance(chosen, LargeSearch):
+        complete = complete and _each_type(chosen, best, evaluator)
+        for candidate in best.make_ups() if options.regroup else ():
+            seconds = best.rows[0][0]
+            complete = complete and regroup(chosen.builder, candidate, seconds, space, options.regroup, best.improve)
+    return complete
 
 
 def _by_programs(
@@ -274,13 +304,6 @@ def _offloaded(
         if len(away) == len(chips) and isinstance(whole, LargeSearch) and not _each_type(whole, best, evaluator):
             return False
     return _polish(evaluator, space, best)
-
-
-def cannot_offload(options: SearchOptions) -> str:
-    """Why optimizers cannot be in host memory; empty where they can."""
-    if options.dtype == "fp64":
-        return "the update in host memory is fp32"
-    return "only Adam runs in host memory" if options.costs.moments != 2 else ""
 
 
 def _polish(evaluator: Evaluator, space: Space, best: _Best) -> bool:
@@ -432,8 +455,9 @@ def check_request(model: ModelSpec, seq_length: int, batch: int, options: Search
             f"the model has {model.max_position_embeddings} positions", field="--seq-length", value=seq_length,
             accepted=f"1 to {model.max_position_embeddings}",
         )  # fmt: skip
-    if options.space.offload == "always" and (why := cannot_offload(options)):
-        raise UserError(why, field="--offload", value="always", accepted="auto, never")
+    problem = cannot_offload(options.costs.moments, options.dtype)
+    if options.space.offload == "always" and problem is not None:
+        raise UserError(problem[0], field="--offload", value="always", accepted="auto, never")
     if batch < 1:
         raise UserError("too small", field="--global-batch-size", value=batch, accepted="an integer >= 1")
     sizes = options.space.micro_batch_sizes

@@ -26,7 +26,7 @@ from hetero_megatron.planner.pool import Pool
 from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape, in_flight
 from hetero_megatron.planner.space import Option, Space, batch_sizes, options, tp_degrees
 from hetero_megatron.planner.split import LISTED, Floats, best_split, count_splits, listed
-from hetero_megatron.planner.tables import Kind, StageTable
+from hetero_megatron.planner.tables import NEARLY_NONE, Kind, StageTable
 from hetero_megatron.planner.timing import many
 from hetero_megatron.planner.together import least_dropped, ways_together
 from hetero_megatron.spec import ModelSpec
@@ -42,7 +42,6 @@ MOST_SPLITS = 400  # of one sequence of stages that are kept
 MOST_KEPT = 24  # columns per usage and number of sequences, where several pipelines are combined
 MOST_WAYS = 4000  # of one combination that are listed
 MOST_LISTED = 200_000  # of all combinations
-NEARLY_NONE = 1e6  # replicas, of whose states each owns next to nothing
 MOST_FITTED = 300  # placements whose states are counted exactly
 
 

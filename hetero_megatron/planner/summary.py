@@ -88,7 +88,10 @@ def summarize(
     """
     found: Bound | None = None
     if result.lower_bound > 0:
-        found = Bound(result.lower_bound, "enumeration")
+        # What was left out of the enumeration may have made its bound weak; both hold.
+        found = price_bound(result.evaluator, model, batch, options.space, result.best.step_seconds, enumerated=True)
+        if result.lower_bound >= found.seconds:
+            found = Bound(result.lower_bound, "enumeration")
     elif bound or (
         bound is None and result.method != "islands" and result.pool.chips * model.num_layers <= PRICE_CHIPS
     ):

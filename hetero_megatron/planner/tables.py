@@ -21,6 +21,7 @@ from hetero_megatron.planner.shape import StageShape
 
 Floats = NDArray[np.float64]
 RECOMPUTES = ("none", "selective", "full")
+NEARLY_NONE = 1e6  # replicas, of whose states each owns next to nothing
 
 
 @dataclass(frozen=True)
@@ -173,21 +174,23 @@ class Tables:
             )
         return self._seconds[key]
 
-    def _bytes(self, kind: Kind, recompute: str, layers: int, in_flight: int) -> tuple[float, float, float]:
-        """(state and overhead, activations, buffers)."""
+    def _stage(self, kind: Kind, recompute: str, layers: int) -> StageChoice:
         chip = self.pool.groups[kind.group].chip
         offload = kind.offload or self.offloads(kind.group)
-        stage = StageChoice(chip, kind.tp, kind.dp, layers, kind.embed, kind.head, recompute, 0, offload)
+        return StageChoice(chip, kind.tp, kind.dp, layers, kind.embed, kind.head, recompute, 0, offload)
+
+    def _bytes(self, kind: Kind, recompute: str, layers: int, in_flight: int) -> tuple[float, float]:
+        """(state and overhead, activations)."""
+        stage = self._stage(kind, recompute, layers)
         m = self.costs.memory_bytes(stage, kind.micro_batch_size, in_flight, kind.replicas)
-        buffers = m.buffers if kind.buckets else 0
-        return m.overhead + m.weights + m.gradients + m.optimizer, m.activations, buffers
+        return m.overhead + m.weights + m.gradients + m.optimizer, m.activations
 
     def _make(self, kind: Kind, depth: int) -> StageTable:
         unit, n = self._unit(kind), self._layers
         limit = self.costs.memory_limit(self.pool.groups[kind.group].chip)
         one, two = self._bytes(kind, "none", 1, 1), self._bytes(kind, "none", 2, 1)
         state = 2 * one[0] - two[0] + (two[0] - one[0]) * n
-        buffers = 2 * one[2] - two[2] + (two[2] - one[2]) * n
+        buffers = self._buffers(kind) if kind.buckets else 0
         free = limit - state
         room: Floats = np.where(buffers <= free, free, -1.0).astype(np.float64)  # for activations, [layers]
         forward: Floats = (unit.forward[0] + unit.forward[1] * n).astype(np.float64)
@@ -208,6 +211,14 @@ class Tables:
                 best = np.minimum(best, each[0] + need * first[1])
         seconds = np.asarray(best + forward, np.float64)
         return StageTable(seconds, forward, levels, kept, each, room, first)
+
+    def _buffers(self, kind: Kind) -> Floats:
+        """Bytes of buckets under way, by layers."""
+        moving, adding, together, largest = self.costs.buffering(self._stage(kind, "none", 1), kind.replicas)
+        none, one = (self.costs.most_held(kind.tp, n, kind.embed, kind.head) for n in (0, 1))
+        held = none + (one - none) * self._layers
+        found = np.maximum(moving * np.minimum(held, together), adding * np.minimum(held, largest))
+        return np.asarray(found, np.float64)
 
     def _kept_bytes(self, kind: Kind) -> tuple[Floats, Floats]:
         """Bytes of activations [levels of recompute, in flight, layers], and what running a layer again saves

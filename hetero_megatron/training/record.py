@@ -16,6 +16,7 @@ from typing import Any
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan.dump import to_dict
 from hetero_megatron.planner.costs import CostOptions
+from hetero_megatron.planner.memory import moments_of
 from hetero_megatron.planner.page import prediction_charts
 from hetero_megatron.planner.predict import Prediction, predict
 from hetero_megatron.training.config import RunConfig
@@ -41,7 +42,7 @@ def expectation(config: RunConfig) -> tuple[Prediction | None, str]:
     """
     if config.cluster is None:
         return None, ""
-    options = CostOptions(moments=2 if config.optimizer.name == "adam" else 1)
+    options = CostOptions(moments=moments_of(config.optimizer.name))
     try:
         found = predict(config.plan, config.spec, config.cluster, config.dtype, options=options)
     except UserError as error:

@@ -13,7 +13,7 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import Comm
 from hetero_megatron.comm.clock import verdict
 from hetero_megatron.parallel.update import OptimizerFactory
-from hetero_megatron.planner.rates import model_fingerprint
+from hetero_megatron.planner.rates import LinkRates, link_document, model_fingerprint
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.calibration.chips import (
     attention_seconds,
@@ -216,15 +216,11 @@ def _attention_medians(
 
 
 def _link(row: LinkRow) -> dict[str, Any]:
-    ends = {"within": row.source} if row.same_node else {"from": row.source, "to": row.target}
-    collectives = {
-        name: {"alpha": _digits(alpha), "beta": _digits(beta, 5)}
-        for name, (alpha, beta) in (("all_to_all", row.all_to_all), ("exchange", row.exchange))
-    }
-    return {
-        **ends, "alpha": _digits(row.alpha), "beta": _digits(row.beta, 5), "message_seconds": _digits(row.message),
-        "collectives": collectives,
-    }  # fmt: skip
+    single, together, exchange = (
+        (_digits(alpha), _digits(beta, 5)) for alpha, beta in ((row.alpha, row.beta), row.all_to_all, row.exchange)
+    )
+    rates = LinkRates(*single, _digits(row.message), together, row.same_node, True, exchange)
+    return link_document(row.source, row.target, rates)
 
 
 def _digits(value: float, count: int = 4) -> float:
