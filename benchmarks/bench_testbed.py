@@ -174,7 +174,8 @@ def main() -> None:
     names = args.only or list(cases)
     if unknown := [name for name in names if name not in cases]:
         parser.error(f"--only {unknown[0]}: not one of {', '.join(cases)}")
-    print(f"{machine()}; chips {args.chips}, links {args.links}, {STEPS[args.chips]}")
+    often = "{steps} steps ({long_steps} where one takes over 5 s)".format(**STEPS[args.chips])
+    print(f"{machine()}; chips {args.chips}, links {args.links}, {often}")
     print(f"model of hidden size {MODEL['hidden_size']}, {SEQ_LENGTH} tokens")
     found, figures = {}, {}
     for name in names:
