@@ -7,7 +7,8 @@ MALLOC_MMAP_THRESHOLD_=65536: without the latter, glibc comes to keep tensors of
 stay resident (``--heap`` leaves it so). Predicted: the planner's estimate, and what libraries take on a first step,
 which is measured once per dtype, with recompute and without, with a model of a few kilobytes. ``--live`` runs every
 plan once more, counting the bytes of live tensors: what the estimate describes, without allocator and libraries. Goal:
-within 5 % on ranks of at least 300 MB. The first of ``--steps`` steps has one micro-batch per pipeline: it makes the optimizer's states.
+within 5 % on ranks of at least 300 MB. The first of ``--steps`` steps has one micro-batch per pipeline: it makes the
+optimizer's states.
 """
 
 from __future__ import annotations
