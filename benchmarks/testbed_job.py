@@ -50,7 +50,8 @@ def main() -> None:
     build = optimizer_factory(OptimizerConfig())
     per_node = max(g.chips_per_node for g in cluster.nodes)
     degrees = tuple(t for t in (1, 2, 4) if t <= per_node)
-    options = CalibrationOptions(work["seq_length"], DTYPE, (1, 2), degrees, steps=work["calibration_steps"])
+    length, sizes = work["seq_length"], tuple(work["sizes"])
+    options = CalibrationOptions(length, DTYPE, sizes, degrees, (length,), work["calibration_steps"])
     start = time.perf_counter()
     found = calibrate(comm, cluster, spec, options, torch.float32, build, lambda _: None)
     took = time.perf_counter() - start

@@ -208,7 +208,7 @@ def test_one_call_measures_every_dtype_and_length(tmp_path: Path, monkeypatch: p
     file = tmp_path / "cluster.yaml"
     chips = {"small": {"memory": "1 GiB", "dtypes": ["fp32", "fp64"]}}
     file.write_text(yaml.safe_dump({"nodes": [{"name": "slow", "count": 1, "chip": "small"}], "chips": chips}))
-    chosen = ["--dtype", "fp64,fp32", "--seq-length", "16,32", "--attention-lengths", "16,32"]
+    chosen = ["--dtype", "fp64,fp32", "--seq-length", "16,32"]
     arguments = ["--cluster", str(file), "--model", "tiny", "--micro-batch-sizes", "1", "--steps", "1", *chosen]
     assert calibrate_main(arguments) == 0
     measured = load_cluster(str(file)).rates["chips"]["small"]

@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
                    "at most 512)")  # fmt: skip
     p.add_argument("--micro-batch-sizes", default="1,2", help="comma-separated (default 1,2)")
     p.add_argument("--tp", default="", help="TP degrees, comma-separated (default: powers of 2 up to a node's chips)")
-    p.add_argument("--attention-lengths", default="", help="also time attention alone at these lengths")
+    p.add_argument("--attention-lengths", default="", help="where to time attention alone (default: --seq-length)")
     p.add_argument("--dtype", default="", help="fp64, fp32, bf16, fp16, comma-separated (default fp32 on the CPU,\n"
                    "else bf16)")  # fmt: skip
     p.add_argument("--steps", type=int, default=2, help="measured steps per pipeline (default 2)")
@@ -148,7 +148,7 @@ def _measure(cluster: Cluster, options: argparse.Namespace, out: str) -> tuple[d
     sizes = _numbers(options.micro_batch_sizes)
     tokens = _numbers(options.seq_length) if options.seq_length else (min(512, spec.max_position_embeddings),)
     wanted = [
-        CalibrationOptions(n, dtype, sizes, tp, lengths, options.steps)
+        CalibrationOptions(n, dtype, sizes, tp, lengths or (n,), options.steps)
         for dtype in _dtypes(options.dtype, "fp32" if platform.device.type == "cpu" else "bf16")
         for n in tokens
     ]
