@@ -44,7 +44,7 @@ BAD = [
     (f"{TINY} --fp8-format hybrid", "--fp8-format", "Accepted: --bf16"),
     (f"{TINY} --num-experts 8", "--num-experts", "mixture-of-experts"),
     (f"{TINY} --hidden-dropout 0.1", "--hidden-dropout", "not built yet. Accepted: 0.0"),
-    (f"{TINY} --context-parallel-size 2", "--tensor-model-parallel-size", "not a multiple of 1 x 2 x 1"),
+    (f"{TINY} --context-parallel-size 2", "--context-parallel-size", "not a multiple of 1 x 2 x 1"),
     (f"{TINY} --context-parallel-size 2 --cp-comm-type ring", "--cp-comm-type", "p2p, a2a, a2a+p2p, allgather"),
     (f"{TINY} --context-parallel-size 2 --cp-comm-type a2a p2p", "--cp-comm-type", "one type for all layers"),
     (f"{TINY} --context-parallel-size 4 --cp-comm-type a2a+p2p", "--hierarchical-context-parallel-sizes", "needs it"),

@@ -36,6 +36,11 @@ class ExitConditions:
             elif now - first > ECHO_SECONDS:
                 os._exit(INTERRUPTED)
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C came."""
+        return self._interrupted is not None
+
     def check(self, step: int) -> bool:
         """Whether to stop after ``step`` completed steps."""
         if self._deadline is not None and time.monotonic() >= self._deadline:

@@ -33,7 +33,7 @@ from hetero_megatron.spec import LogicalTensor
 from hetero_megatron.training.alignment.session import Alignment
 from hetero_megatron.training.checkpointing import Checkpointing, Progress
 from hetero_megatron.training.config import OptimizerConfig, RunConfig
-from hetero_megatron.training.exit import ExitConditions
+from hetero_megatron.training.exit import INTERRUPTED, ExitConditions
 from hetero_megatron.training.failure import StepGuard
 from hetero_megatron.training.kernels import agree_on_kernels, rank_kernels
 from hetero_megatron.training.report import Reporter
@@ -186,8 +186,8 @@ class Training:
         self.config = config
         self.step, self.consumed = start.step, start.consumed
         # Where there is something to save, being told to stop means saving first.
-        asked, saves = config.exit.signal, self.checkpoints.active
-        signals = {*([asked] if asked else []), *([asked or "SIGTERM", "SIGINT"] if saves else [])}
+        asked = config.exit.signal or ("SIGTERM" if self.checkpoints.active else "SIGINT")
+        signals = {asked, "SIGINT"}
         self.exit = ExitConditions(config.exit.minutes, config.exit.interval, signals)
         self.reporter = Reporter(config, self.runtime, platform, self.step + 1)
         finite = config.check_nan and config.dtype != "fp16"
@@ -262,7 +262,7 @@ class Training:
         if self.drift and self.exit.reason == self.drift_reason and self.step < config.steps:
             write_drift(config, self.step, self.drift)
             return DRIFT
-        return 0
+        return INTERRUPTED if self.exit.interrupted and not self.checkpoints.active else 0
 
     def _train(self, loader: BatchLoader) -> None:
         config, stop = self.config, False
