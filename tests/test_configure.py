@@ -90,7 +90,7 @@ BAD = [
     (f"{TINY} --data-path stdlib", "--mock-data", ""),
     (f"{TINY} --tokenizer-type TikTokenizer", "--tokenizer-type", "does not read"),
     (f"{TINY} --global-batch-size 3", "--global-batch-size", "not a multiple of 2"),
-    (f"{TINY} --pipeline-model-parallel-size 4", "--tensor-model-parallel-size", "multiple of 4"),
+    (f"{TINY} --pipeline-model-parallel-size 4", "--pipeline-model-parallel-size", "multiple of 4"),
     (f"{TINY} --world-size 4", "--world-size", "torchrun"),
     (f"{TINY} --hetero-device-types A B", "--hetero-process-meshes", "missing"),
     (f"{TINY} --plan p.yaml", "--micro-batch-size", "the plan file says this already"),
