@@ -21,6 +21,7 @@ from hetero_megatron.testbed import machine, process, quota, state
 ROOT = Path(__file__).resolve().parents[1]
 JOB = [sys.executable, str(ROOT / "tests" / "testbed_job.py")]
 MACHINE = machine.examine()
+ATTEMPTS = 3  # at what must not be disturbed by others
 needs_namespaces = pytest.mark.skipif(bool(MACHINE.no_namespaces()), reason=f"testbed: {MACHINE.no_namespaces()}")
 needs_quota = pytest.mark.skipif(bool(MACHINE.no_group("cpu")), reason=f"testbed: {MACHINE.no_group('cpu')}")
 needs_memory = pytest.mark.skipif(bool(MACHINE.no_group("memory")), reason=f"testbed: {MACHINE.no_group('memory')}")
@@ -241,12 +242,17 @@ def test_links_are_as_fast_as_asked(start: Callable[..., Running], tmp_path: Pat
     ends = [[int(rank) for rank in pair.split("-")] for pair in wanted]
     pairs = json.dumps([[source, destination, destination] for source, destination in ends])  # one rank per node
     flags = ("--links", "namespaces", "--log-dir", str(tmp_path / "log"))
-    one = start("transfer", pairs, str(4_000_000), "5", str(tmp_path), flags=flags, up=0)
-    out, err = one.launcher.communicate(timeout=120)
-    assert one.launcher.returncode == 0, out + err
-    for pair, rate in wanted.items():
-        rates = json.loads((tmp_path / f"rates-{pair[-1]}.json").read_text())[pair]
-        assert statistics.median(rates) == pytest.approx(rate, rel=0.05), (pair, rates, err)
+    for _ in range(ATTEMPTS):
+        one = start("transfer", pairs, str(4_000_000), "5", str(tmp_path), flags=flags, up=0)
+        out, err = one.launcher.communicate(timeout=120)
+        assert one.launcher.returncode == 0, out + err
+        found = {p: json.loads((tmp_path / f"rates-{p[-1]}.json").read_text())[p] for p in wanted}
+        right = {p: statistics.median(rates) == pytest.approx(wanted[p], rel=0.05) for p, rates in found.items()}
+        if all(right.values()) or "DISTURBED" not in err:
+            break
+    else:
+        pytest.skip(f"others load this machine: all of {ATTEMPTS} runs were disturbed, and say nothing of links")
+    assert all(right.values()), (found, err)
     result = json.loads((tmp_path / "log" / "testbed.json").read_text())
     assert 0 < result["latency_seconds"]["fast-slow"] < 1 and "us one way (measured)" in err
     assert result["chips"] == "clock" and result["links"] == "namespaces"
