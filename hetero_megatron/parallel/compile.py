@@ -6,6 +6,7 @@ import torch
 
 from hetero_megatron.model import GPTStage
 from hetero_megatron.parallel.context import ContextAttention
+from hetero_megatron.parallel.recompute import is_recomputed
 from hetero_megatron.parallel.tensor import RowParallelLinear
 
 
@@ -16,7 +17,8 @@ def apply_compile(stage: GPTStage, backend: str) -> None:
     """
     for layer in stage.layers():
         for module in layer.modules():
-            if isinstance(module, (RowParallelLinear, ContextAttention)):
+            again = module is not layer and is_recomputed(module)  # a whole layer's blocks are compiled inside it
+            if again or isinstance(module, (RowParallelLinear, ContextAttention)):
                 module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
         for block in (layer.input_layernorm, layer.self_attn, layer.mlp):
             block.forward = torch.compile(block.forward, backend=backend)  # type: ignore[method-assign]
