@@ -121,7 +121,7 @@ def test_unlike_kernel_plans_per_stage_equal_one_provider() -> None:
     assert "aten: " in last and "swiglu" in last.split("triton: ")[0]
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_compiled_layers_equal_uncompiled_ones(recompute: str) -> None:
     spec = from_hf_config(MODEL)
     plan = make_plan(spec, {"ranks": [0, 1], "layers": [0, 2], "tp": 2, "recompute": recompute})
