@@ -2,8 +2,8 @@
 
     python benchmarks/bench_calibration.py [--chips clock soft] [--repeats 3]
 
-Each repeat is a testbed of its own, on which ``hetero-megatron calibrate`` runs (micro-batch sizes 1 and 2, one
-measured step per pipeline under ``clock``, eight under ``soft``). Spread: (largest - smallest) / median of one rate
+Each repeat is a testbed of its own, on which ``hetero-megatron calibrate`` runs (micro-batch sizes 1 and 2; sequence
+length and measured steps are ``bench_testbed.py``'s for such chips). Spread: (largest - smallest) / median of one rate
 over the repeats. Layers, embedding, head, attention and the optimizer are what a chip does (goal: 3 % under ``clock``,
 6 % under ``soft``); links and host overheads are real in either case and are listed for information, links as the
 seconds of a message.
@@ -22,12 +22,11 @@ from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.bench_testbed import CLUSTERS, MODEL, SEQ_LENGTH
+from benchmarks.bench_testbed import CLUSTERS, MODEL, MODES
 from benchmarks.common import machine
 from benchmarks.testbed_run import ROOT
 
 GOALS = {"clock": 0.03, "soft": 0.06}
-STEPS = {"clock": 1, "soft": 8}  # an emulated clock gives the same seconds every time; CPU time does not
 SECONDS_GOAL = 120
 CHIP_RATES = ("layers", "embed", "head", "optimizer", "attention")
 MODEL_CONFIG = {  # a Hugging Face config.json of the benchmark's model
@@ -41,14 +40,16 @@ MODEL_CONFIG = {  # a Hugging Face config.json of the benchmark's model
 
 def measure(name: str, chips: str) -> tuple[dict[str, Any], float, str]:
     """(rates, seconds from the start of the ranks to their end, what the launcher and the clock said)."""
+    length = MODES[chips]["seq_length"]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         (path / "cluster.json").write_text(json.dumps(CLUSTERS[name]))
         (path / "config.json").write_text(json.dumps(MODEL_CONFIG))
         command = [sys.executable, "-m", "hetero_megatron.cli.main"]
         run = [*command, "testbed", "run", "--chips", chips, "--cluster", str(path / "cluster.json"), "--"]
-        run += [*command, "calibrate", "--model", str(path / "config.json"), "--seq-length", str(SEQ_LENGTH)]
-        run += ["--attention-lengths", "128,256", "--steps", str(STEPS[chips]), "--out", str(path / "out.json")]
+        run += [*command, "calibrate", "--model", str(path / "config.json"), "--seq-length", str(length)]
+        run += ["--attention-lengths", f"{length},{2 * length}", "--steps", str(MODES[chips]["calibration_steps"])]
+        run += ["--out", str(path / "out.json")]
         start = time.perf_counter()
         done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:

@@ -5,10 +5,9 @@
 Measured: the process's peak resident set less its resident set before the model is built, with MALLOC_ARENA_MAX=1 and
 MALLOC_MMAP_THRESHOLD_=65536: without the latter, glibc comes to keep tensors of up to 32 MB in its heap, whose holes
 stay resident (``--heap`` leaves it so). Predicted: the planner's estimate, and what libraries take on a first step,
-which is measured once per dtype, with recompute and without, with a model of a few kilobytes. ``--live`` runs every
-plan once more, counting the bytes of live tensors: what the estimate describes, without allocator and libraries. Goal:
-within 5 % on ranks of at least 300 MB. The first of ``--steps`` steps has one micro-batch per pipeline: it makes the
-optimizer's states.
+which is measured once per dtype with a model of a few kilobytes. ``--live`` runs every plan once more, counting the
+bytes of live tensors: what the estimate describes, without allocator and libraries. Goal: within 5 % on ranks of at
+least 300 MB. The first of ``--steps`` steps has one micro-batch per pipeline: it makes the optimizer's states.
 """
 
 from __future__ import annotations
@@ -67,11 +66,6 @@ class Case:
             "schedule": "1f1b", "pipelines": rows,
         }  # fmt: skip
 
-    @property
-    def recomputes(self) -> dict[int, bool]:
-        """By rank."""
-        return {rank: "recompute" in s for _, _, stages in self.pipelines for s in stages for rank in s["ranks"]}
-
     def estimate(self) -> dict[int, MemoryBytes]:
         spec = ModelSpec(**self.model)
         return estimate_memory(plan_from_dict(self.plan, spec), spec, self.dtype)
@@ -113,15 +107,13 @@ CASES = {
 }  # fmt: skip
 
 
-def overhead(dtype: str, recompute: bool, args: argparse.Namespace) -> int:
-    """Bytes that libraries take on a first step; the one for recompute imports torch's compiler."""
-    more = {"recompute": "full"} if recompute else {}
-    stages = [stage([0], 0, 1, **more), stage([1], 1, 2, **more)], [stage([2], 0, 2, **more)]
+def overhead(dtype: str, args: argparse.Namespace) -> int:
+    """Bytes that libraries take on a first step."""
+    stages = [stage([0], 0, 1), stage([1], 1, 2, recompute="full")], [stage([2], 0, 2)]
     small = Case([(1, 4, found) for found in stages], dtype, SMALL)
     needs = small.estimate()
     most = max(found["peak"] - needs[r].total for r, found in enumerate(measure(small, args.steps, args.heap)))
-    what = f"{dtype}{', recompute' if recompute else ''}"
-    print(f"{what}: libraries on a first step: {most / 1e6:.0f} MB (of a model of a few kilobytes)")
+    print(f"{dtype}: libraries on a first step: {most / 1e6:.0f} MB (of a model of a few kilobytes)")
     return most
 
 
@@ -158,13 +150,13 @@ def measure(case: Case, steps: int, heap: bool, live: bool = False) -> list[dict
         return json.loads((path / "out.json").read_text())  # type: ignore[no-any-return]
 
 
-def row(name: str, case: Case, libraries: dict[tuple[str, bool], int], args: argparse.Namespace) -> Iterator[float]:
+def row(name: str, case: Case, libraries: dict[str, int], args: argparse.Namespace) -> Iterator[float]:
     """Print a case's ranks; yields the errors that count."""
     needs = case.estimate()
     live = measure(case, args.steps, args.heap, live=True) if args.live else None
     for rank, found in enumerate(measure(case, args.steps, args.heap)):
         n = needs[rank]
-        predicted, measured = n.total + libraries[case.dtype, case.recomputes[rank]], found["peak"]
+        predicted, measured = n.total + libraries[case.dtype], found["peak"]
         error = predicted / measured - 1
         state = n.weights + n.gradients + n.optimizer
         cells = [f"{x / 1e6:.0f}" for x in (state, n.activations, n.buffers, predicted, measured)]
@@ -187,8 +179,7 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()
     print(f"{machine()}; {MODEL['hidden_size']} wide, {SEQ_LENGTH} tokens; {'heap' if args.heap else 'mmap'}")
-    kinds = {(CASES[name].dtype, again) for name in args.only for again in CASES[name].recomputes.values()}
-    libraries = {kind: overhead(*kind, args) for kind in sorted(kinds)}
+    libraries = {dtype: overhead(dtype, args) for dtype in sorted({CASES[name].dtype for name in args.only})}
     heads = "plan | rank | weights + gradients + optimizer | activations | buffers | predicted MB | measured MB | error"
     more = " | without libraries MB | live tensors MB | error" if args.live else ""
     print(f"\n| {heads}{more} |")
