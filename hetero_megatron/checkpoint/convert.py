@@ -91,7 +91,7 @@ def to_native(source: str, target: str, dtype: str | None = None) -> dict[str, A
     """
     spec = load_model(source)
     weights, directory = HFWeights(source, spec, "SOURCE"), CheckpointDirectory(target)
-    if directory.steps():
+    if directory.held():
         raise UserError("holds checkpoints", field="target", value=target, accepted="a new directory")
     tensors = logical_tensors(spec)
     dtypes = {t.name: DTYPES[dtype] if dtype else weights.dtype(t) for t in tensors}
