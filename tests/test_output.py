@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def test_refused_before_the_work(
     def work(*_: object, **__: object) -> None:
         raise AssertionError("it has begun")
 
+    importlib.import_module("hetero_megatron.training.loop")  # else it is imported with the patch, and keeps it
     monkeypatch.setattr(target, work)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("HETERO_NODE", "fast")
@@ -43,6 +45,12 @@ def test_refused_before_the_work(
 def test_export_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, "--export", "sailor"]) == 2
     assert "--export = sailor: names no file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--out", ""], ["--html="], ["--out", " "]])
+def test_an_unset_variable_is_no_file(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, *words]) == 2
+    assert f"{words[0].rstrip('=')} = : is empty (an unset variable?). Accepted: a value" in capsys.readouterr().err
 
 
 def test_asking_changes_nothing(tmp_path: Path) -> None:

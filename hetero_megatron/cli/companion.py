@@ -12,7 +12,7 @@ from pathlib import Path
 from hetero_megatron.cli.output import check_writable, unwritable, write_text
 from hetero_megatron.errors import UserError
 
-MARK = "# Written by hetero-megatron plan, and removed by it: the cluster that the ranks of the plan beside it are of.\n"
+MARK = "# By hetero-megatron plan, which also removes it: the cluster that the ranks of the plan beside it are of.\n"
 
 
 class Companion:

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from hetero_megatron.cli.arguments import refuse_empty
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.cluster.document import read_document
 from hetero_megatron.errors import UserError
@@ -53,6 +54,7 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0 if argv else 2
     options, fallbacks, words = _parse(argv)
+    refuse_empty(argv[: argv.index("--")])
     policy = options.get("--on-failure", "restart")
     if policy not in _POLICIES:
         raise UserError("unknown value", field="--on-failure", value=policy, accepted=", ".join(_POLICIES))

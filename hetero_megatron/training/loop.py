@@ -38,7 +38,7 @@ from hetero_megatron.training.failure import StepGuard
 from hetero_megatron.training.kernels import agree_on_kernels, rank_kernels
 from hetero_megatron.training.report import Reporter
 from hetero_megatron.training.runtime import Runtime
-from hetero_megatron.training.save_directory import claim_directory
+from hetero_megatron.training.save_directory import claim_directory, make_folders
 from hetero_megatron.training.stragglers import DRIFT, FACTOR, Behind, StragglerWatch, write_drift
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -157,9 +157,11 @@ class Training:
 
     def __init__(self, config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins) -> None:
         self.config, self.platform = config, platform
-        lock = claim_directory(config, comm.group(config.plan.ranks))
+        world = comm.group(config.plan.ranks)
+        lock = claim_directory(config, world)
+        make_folders(config, world)
         if config.save_hf is not None:
-            check_target(config.save_hf, config.spec, comm.group(config.plan.ranks))
+            check_target(config.save_hf, config.spec, world)
         self.weights = HFWeights(config.load_hf, config.spec) if config.load_hf is not None else None
         dtype = DTYPES[config.dtype]
         check_offload(config.plan, config.optimizer.name, config.dtype)

@@ -1,6 +1,11 @@
-"""The --save directory at the start of a run: writable by all ranks, of no other run, and nothing lost by writing."""
+"""What a run writes to, looked at before it starts: no other run's --save, nothing lost by writing, and folders that
+can be written."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
 
 from hetero_megatron.checkpoint.directory import CheckpointDirectory
 from hetero_megatron.checkpoint.lock import DirectoryLock, lock_directory
@@ -47,3 +52,31 @@ def _refuse_or_say(options: CheckpointConfig, newest: object, group: Group) -> N
         f"{holds}: it would replace those of the steps that it saves", field="--save", value=options.save,
         accepted=f"{go_on}; another directory; or --overwrite-checkpoints to replace them",
     )  # fmt: skip
+
+
+def make_folders(config: RunConfig, group: Group) -> None:
+    """Make the folders of all other outputs; called on all ranks of the plan, which refuse together.
+
+    Raises:
+        UserError: one cannot be made or written.
+    """
+    folders = {"--dump-layers": config.alignment.dump, "--capture-operators": config.alignment.capture}
+    if group.index == 0:
+        folders |= {"--save": config.logging.save, "--tensorboard-dir": config.logging.tensorboard_dir}
+    found = [(flag, path, _unwritable(Path(path))) for flag, path in folders.items() if path is not None]
+    mine = next((problem for problem in found if problem[2]), None)
+    every: list[Any] = group.gather_objects(mine)
+    for rank, theirs in zip(group.ranks, every, strict=True):
+        if theirs is not None:
+            flag, path, reason = theirs
+            problem = f"cannot be written on rank {rank}: {reason}"
+            raise UserError(problem, field=flag, value=path, accepted="a folder with write permission")
+
+
+def _unwritable(folder: Path) -> str:
+    """Why the folder cannot be made or written; empty if it can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return error.strerror or str(error)
+    return "" if os.access(folder, os.W_OK | os.X_OK) else "Permission denied"
