@@ -182,7 +182,7 @@ def test_a_damaged_source_is_named_as_the_word_it_was(tmp_path: Path, capsys: py
     assert f"SOURCE = {file}: cannot be read" in capsys.readouterr().err and not (tmp_path / "native").exists()
 
 
-def test_a_directory_with_the_name_of_a_preset_is_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_named_like_a_preset_is_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("tiny").mkdir()
     with pytest.raises(UserError, match="SOURCE = tiny: holds no config.json"):
