@@ -7,4 +7,4 @@ python=.venv/bin/python
 exec $python -m hetero_megatron.cli.main testbed run --cluster examples/clusters/demo.yaml --chips soft -- \
     $python pretrain_gpt.py --cluster examples/clusters/demo.yaml --plan examples/plans/demo.yaml \
     --model tiny --data-path stdlib \
-    --train-iters 60 --lr 3e-3 --lr-warmup-iters 10 --lr-decay-style cosine --log-interval 10 --seed 1 --save runs/demo "$@"
+    --train-iters 60 --lr 3e-3 --lr-warmup-iters 10 --lr-decay-style cosine --log-interval 10 --seed 1 --save runs/demo --overwrite-checkpoints "$@"

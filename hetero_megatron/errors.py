@@ -28,7 +28,7 @@ class UserError(ValueError):
             parts.append(field if value is _ABSENT else f"{field} = {_short(value)}")
         message = ": ".join([*parts, problem])
         if accepted:
-            message += f". Accepted: {accepted}"
+            message += f"{'' if message.endswith(('.', '?')) else '.'} Accepted: {accepted}"
         super().__init__(message)
 
 

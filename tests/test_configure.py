@@ -40,6 +40,7 @@ BAD = [
     (f"{TINY} --seed many", "--seed", "is not an integer"),
     (f"{TINY} --seed -1", "--seed", "is negative"),
     (f"{TINY} --lr nan", "--lr", "is not a number"),
+    (f"{TINY} --save=", "--save", "is empty"),
     (f"{TINY} --optimizer muon", "--optimizer", "adam, sgd"),
     (f"{TINY} --fp8-format hybrid", "--fp8-format", "Accepted: --bf16"),
     (f"{TINY} --num-experts 8", "--num-experts", "mixture-of-experts"),

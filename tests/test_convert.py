@@ -14,6 +14,7 @@ from hetero_megatron.checkpoint.native import open_checkpoint
 from hetero_megatron.checkpoint.state import load_tensors
 from hetero_megatron.cli.main import main
 from hetero_megatron.comm import Comm
+from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.spec import ModelSpec, load_model
 from tests.hf_reference import hf_loss_sum, make_exact
@@ -179,3 +180,11 @@ def test_a_damaged_source_is_named_as_the_word_it_was(tmp_path: Path, capsys: py
     file.write_bytes(file.read_bytes()[:-100])
     assert main(["convert", str(tmp_path / "in"), str(tmp_path / "native")]) == 2
     assert f"SOURCE = {file}: cannot be read" in capsys.readouterr().err and not (tmp_path / "native").exists()
+
+
+def test_a_directory_named_like_a_preset_is_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tiny").mkdir()
+    with pytest.raises(UserError, match="SOURCE = tiny: holds no config.json"):
+        load_model("tiny", "SOURCE")
+    assert load_model("tiny").name == "tiny"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from hetero_megatron.cli.main import main
 from hetero_megatron.cli.output import check_writable, write_text
+from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
 
 CLUSTER = ["--cluster", "examples/clusters/two_nodes.yaml", "--model", "tiny"]
@@ -32,6 +34,7 @@ def test_refused_before_the_work(
     def work(*_: object, **__: object) -> None:
         raise AssertionError("it has begun")
 
+    importlib.import_module("hetero_megatron.training.loop")  # else it is imported with the patch, and keeps it
     monkeypatch.setattr(target, work)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("HETERO_NODE", "fast")
@@ -42,6 +45,12 @@ def test_refused_before_the_work(
 def test_export_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, "--export", "sailor"]) == 2
     assert "--export = sailor: names no file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--out", ""], ["--html="], ["--out", " "]])
+def test_an_unset_variable_is_no_file(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, *words]) == 2
+    assert f"{words[0].rstrip('=')} = : is empty (an unset variable?). Accepted: a value" in capsys.readouterr().err
 
 
 def test_asking_changes_nothing(tmp_path: Path) -> None:
@@ -56,3 +65,41 @@ def test_asking_changes_nothing(tmp_path: Path) -> None:
         check_writable(str(tmp_path), "--out")
     with pytest.raises(UserError, match="Is a directory"):
         write_text(tmp_path, "--out", "text")
+
+
+def companion(out: Path) -> Path:
+    return out.with_name(f"{out.name}.cluster.yaml")
+
+
+def test_the_cluster_of_an_earlier_plan_does_not_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.yaml"
+    words = [*PLAN, "--dtype", "fp32", "--no-baselines", "--quiet", "--out", str(out)]
+    assert main([*words, "--add", "1xfast"]) == 0
+    assert load_cluster(str(companion(out))).world_size == load_cluster(CLUSTER[1]).world_size + 1
+    assert f"count in {companion(out)}" in capsys.readouterr().err
+    assert main(words) == 0 and not companion(out).exists()
+    assert f"removed {companion(out)} of an earlier plan" in capsys.readouterr().err
+    assert main(words) == 0 and "removed" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--add", "1xfast"], ["--context-only"]])
+def test_a_file_that_is_not_ours_is_refused_before_the_work(
+    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.yaml"
+    companion(out).write_text("version: 1\n")
+    for module, name in (("plan", "search"), ("plan_context", "schedule_context")):
+        monkeypatch.setattr(f"hetero_megatron.cli.{module}.{name}", lambda *_, **__: pytest.fail("it has begun"))
+    assert main([*PLAN, *more, "--out", str(out)]) == 2
+    assert f"--out = {companion(out)}: is there and not by this command" in capsys.readouterr().err
+    assert companion(out).read_text() == "version: 1\n" and not out.exists()
+
+
+def test_the_cluster_that_is_read_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan made again on the cluster of the first one, under the same name."""
+    out = tmp_path / "plan.yaml"
+    companion(out).write_text(Path(CLUSTER[1]).read_text())
+    words = ["plan", "--cluster", str(companion(out)), *PLAN[3:], "--dtype", "fp32", "--no-baselines", "--quiet"]
+    assert main([*words, "--out", str(out)]) == 0 and companion(out).exists()
+    assert main([*words, "--out", str(out), "--add", "1xfast"]) == 2
+    assert "is the file of --cluster" in capsys.readouterr().err

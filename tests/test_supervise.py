@@ -151,7 +151,8 @@ def test_a_lost_node(
         (["--plan", "three.yaml", "--on-failure", "pray", "--"], "stop, restart, replan"),
         (["--plan", "three.yaml", "--on-failure", "replan", "--"], "--fallback-plan: missing"),
         (["--plan", "three.yaml", "--fallback-plan", "other.yaml", "--", *TRAIN], "loss curve would change"),
-        (["--plan", "three.yaml", "--", *TRAIN], "--save and --load"),
+        (["--plan", "three.yaml", "--", *TRAIN], "needs checkpoints to go on from"),
+        (["--plan", "three.yaml", "--", "--save", "r", "--load", "s", *TRAIN], "--save DIR and --load DIR, the same"),
         (["--plan", "three.yaml", "--grace", "x", "--", "--save", "r", "--load", "r", *TRAIN], "--grace = x"),
     ],
 )

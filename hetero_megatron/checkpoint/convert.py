@@ -89,9 +89,9 @@ def to_native(source: str, target: str, dtype: str | None = None) -> dict[str, A
     Args:
         dtype: of the stored weights; None: each as it is in the files, bit for bit.
     """
-    spec = load_model(source)
+    spec = load_model(source, "SOURCE")
     weights, directory = HFWeights(source, spec, "SOURCE"), CheckpointDirectory(target)
-    if directory.steps():
+    if directory.held():
         raise UserError("holds checkpoints", field="target", value=target, accepted="a new directory")
     tensors = logical_tensors(spec)
     dtypes = {t.name: DTYPES[dtype] if dtype else weights.dtype(t) for t in tensors}

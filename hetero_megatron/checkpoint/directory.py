@@ -40,6 +40,11 @@ class CheckpointDirectory:
         found = (_NAME.fullmatch(p.name) for p in self.path.iterdir() if p.is_dir())
         return sorted(int(match[1]) for match in found if match)
 
+    def held(self) -> list[int]:
+        """Steps of which there is a complete checkpoint, also under the name that ``_mend`` knows."""
+        old = (_NAME.fullmatch(p.name.removesuffix(OLD)) for p in self.path.glob(f"iter_*{OLD}") if p.is_dir())
+        return sorted({*self.steps(), *(int(match[1]) for match in old if match)})
+
     def latest(self) -> int | None:
         """The step that ``latest`` names; None when there are no checkpoints at all.
 

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from hetero_megatron.errors import UserError
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Refuses by UserError; no abbreviated flags."""
+    """Refuses by UserError; no abbreviated flags, no empty values."""
 
     def __init__(self, command: str, description: str) -> None:
         super().__init__(prog=f"hetero-megatron {command}", description=description, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message, where=self.prog, accepted=f"`{self.prog} --help` lists the flags")
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        refuse_empty(args or ())
+        return super().parse_known_args(args, namespace)
+
+
+def refuse_empty(words: Sequence[str]) -> None:
+    """``--out "$OUT"`` without OUT would write nothing, and ``--directory`` be the working directory."""
+    before = ""
+    for word in words:
+        name, separator, value = word.partition("=")
+        if not word.strip() or (separator and name.startswith("--") and not value.strip()):
+            field = name if separator else before if before.startswith("-") else "command line"
+            raise UserError("is empty (an unset variable?)", field=field, value="", accepted="a value")
+        before = word

@@ -11,7 +11,10 @@ from hetero_megatron.training.jobs import LAUNCHER
 _LEAST = {"save_interval": 0, "keep_checkpoints": 0, "save_retain_interval": 1, "ckpt_step": 0}
 _OVERRIDE, _USE = "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"
 _NEEDS = {
-    "save": ("save_interval", "keep_checkpoints", "save_retain_interval", "no_save_optim", "sync_save"),
+    "save": (
+        *("save_interval", "keep_checkpoints", "save_retain_interval", "no_save_optim", "sync_save"),
+        "overwrite_checkpoints",
+    ),
     "load": (
         *("ckpt_step", "finetune", "no_load_optim", "load_previous_on_corruption", "exit_on_missing_checkpoint"),
         *(_OVERRIDE, _USE),
@@ -34,6 +37,7 @@ def build_checkpoint(args: Arguments) -> CheckpointConfig:
         raise flag_error(_USE, True, "it contradicts --override-opt_param-scheduler", "one of the two")
     return CheckpointConfig(
         save=args["save"],
+        overwrite=args["overwrite_checkpoints"],
         save_interval=args["save_interval"],
         keep=args["keep_checkpoints"],
         retain_interval=args["save_retain_interval"],

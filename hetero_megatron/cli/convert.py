@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from hetero_megatron.cli.arguments import refuse_empty
 from hetero_megatron.cli.hub import model_directory
 from hetero_megatron.errors import UserError
 
@@ -27,6 +28,7 @@ def main(argv: Sequence[str]) -> int:
     if not argv or set(argv) & {"-h", "--help"}:
         print(USAGE)
         return 0 if argv else 2
+    refuse_empty(argv)
     (source, target), options = _parse(argv)
     source = model_directory(source, "SOURCE")
     native, foreign = _kinds(Path(source))

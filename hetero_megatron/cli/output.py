@@ -20,7 +20,7 @@ def check_writable(name: str | None, flag: str) -> None:
         if not there:
             path.unlink(missing_ok=True)
     except OSError as error:
-        raise _unwritable(error, name, flag) from None
+        raise unwritable(error, name, flag) from None
 
 
 def write_text(name: str | Path, flag: str, text: str) -> None:
@@ -28,10 +28,11 @@ def write_text(name: str | Path, flag: str, text: str) -> None:
     try:
         Path(name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise _unwritable(error, str(name), flag) from None
+        raise unwritable(error, str(name), flag) from None
 
 
-def _unwritable(error: OSError, name: str, flag: str) -> UserError:
+def unwritable(error: OSError, name: str, flag: str) -> UserError:
+    """What is said of a file that the system refuses."""
     return UserError(
         f"cannot be written: {error.strerror}", field=flag, value=name, accepted="a file in an existing directory"
     )

@@ -130,6 +130,9 @@ def _store(flag: Flag, words: list[str], result: Arguments) -> None:
 
 
 def _convert(flag: Flag, word: str) -> Any:
+    if flag.status != NOTICE and not word.strip():  # --save "$OUT" without OUT would be the working directory
+        accepted = "a value, or leave the flag out"
+        raise UserError("is empty (an unset variable?)", field=flag.name, value=word, accepted=accepted, where=WHERE)
     try:
         value = flag.type(word)
         if isinstance(value, float) and not math.isfinite(value):

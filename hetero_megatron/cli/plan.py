@@ -11,8 +11,9 @@ from dataclasses import replace
 import yaml
 
 from hetero_megatron.cli.arguments import ArgumentParser
+from hetero_megatron.cli.companion import Companion
 from hetero_megatron.cli.output import check_writable, write_text
-from hetero_megatron.cluster import Cluster, load_cluster
+from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.costs import CostOptions
 from hetero_megatron.planner.export import FORMATS, export
@@ -34,6 +35,8 @@ def main(argv: Sequence[str]) -> int:
         return context_only(argv)
     args = _parser().parse_args(list(argv))
     _check(args)
+    other = bool(args.without or args.add)
+    companion = Companion(args.out, args.cluster, other or args.objective != "tokens")
     model, cluster = stretched(load_model(args.model), args.seq_length), load_cluster(args.cluster)
     if args.without:
         cluster = without(cluster, [name for word in args.without for name in word.split(",")])
@@ -50,7 +53,10 @@ def main(argv: Sequence[str]) -> int:
     summary = summarize(
         result, model, cluster, args.seq_length, size, options, baselines=not args.no_baselines, bound=args.bound
     )
-    _write(args, result, cluster, summary)
+    _write(args, result, summary)
+    another = other or result.best.cluster is not cluster
+    text = yaml.safe_dump(document(result.best.cluster), sort_keys=False) if another else None
+    companion.finish(text, quiet=args.json)
     if args.json:
         print(json.dumps(summary_json(summary)))
         return 0
@@ -151,15 +157,10 @@ def _options(args: Namespace) -> SearchOptions:
     )
 
 
-def _write(args: Namespace, result: Result, cluster: Cluster, summary: Summary) -> None:
+def _write(args: Namespace, result: Result, summary: Summary) -> None:
     best = result.best
     if args.out:
         write_text(args.out, "--out", plan_text(best, summary.model))
-        if best.cluster is not cluster or args.without or args.add:
-            name = f"{args.out}.cluster.yaml"
-            write_text(name, "--out", yaml.safe_dump(document(best.cluster), sort_keys=False))
-            if not args.json:
-                print(f"the plan's ranks count in {name}", file=sys.stderr)
     if args.html:
         page = html_page(best.prediction, summary.model)
         report = format_summary(summary).replace("&", "&amp;").replace("<", "&lt;")

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from hetero_megatron.cli.arguments import ArgumentParser
+from hetero_megatron.cli.companion import Companion
 from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.cluster import format_bytes, load_cluster
 from hetero_megatron.cluster.catalogue import DTYPES
@@ -51,14 +52,16 @@ def run_context_only(args: argparse.Namespace) -> int:
     Raises:
         UserError: anything that cannot be honoured, before anything is printed.
     """
-    check_writable(getattr(args, "out", None), "--out")
+    check_writable(args.out, "--out")
+    companion = Companion(args.out, args.cluster, may_write=False)
     problem, notices = _problem(args)
     choice = schedule_context(problem)
     plan = one_stage_plan(problem, choice.layout, getattr(args, "global_batch_size", None) or 1)
     validate(plan, problem.model)
-    if getattr(args, "out", None):
+    if args.out:
         write_text(args.out, "--out", dump_yaml(plan))
-    if getattr(args, "json", False):
+    companion.finish(None, quiet=args.json)
+    if args.json:
         print(json.dumps(report(problem, choice, plan, notices)))
     else:
         print(_text(problem, choice, plan, notices))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from hetero_megatron.cli.arguments import refuse_empty
+from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.errors import UserError
 
 if TYPE_CHECKING:
@@ -54,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 1 if a check failed."""
+    refuse_empty(argv)
     args = _parser().parse_args(list(argv))
     return {"list": _list, "new": _new, "check": _check, "compare": _compare, "drift": _drift}[args.command](args)
 
@@ -111,20 +115,21 @@ def _new(args: argparse.Namespace) -> int:
     from hetero_megatron.cli.scaffold import write_plugin
 
     folder = write_plugin(args.name, Path(args.directory))
-    print(f"wrote {folder}: next, pip install -e {folder} && hetero-megatron plugins check {args.name}")
+    place = shlex.quote(str(folder))
+    print(f"wrote {folder}: next, pip install -e {place} && hetero-megatron plugins check {args.name}")
     return 0
 
 
 def _check(args: argparse.Namespace) -> int:
     from hetero_megatron.cli.check_plugin import check_plugin, print_report
 
+    check_writable(args.profile, "--profile")
     report = check_plugin(
         args.name, args.platform, args.dtypes.split(","), args.operators.split(",") if args.operators else None,
         args.quick, not args.no_speed, args.chip,
     )  # fmt: skip
     if args.profile:
-        with open(args.profile, "w", encoding="utf-8") as file:
-            json.dump(report.profile, file, indent=1)
+        write_text(args.profile, "--profile", json.dumps(report.profile, indent=1))
     if args.json:
         print(json.dumps({**asdict(report), "ok": report.ok}))
     else:

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from hetero_megatron.cli.arguments import refuse_empty
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.cluster.document import read_document
 from hetero_megatron.errors import UserError
@@ -20,7 +21,7 @@ from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.diagnosis import diagnoses_at
 from hetero_megatron.training.jobs import LAUNCHER, Job, Seat, Setup, TestbedJob
 from hetero_megatron.training.record import expectation
-from hetero_megatron.training.supervise import Planner, Replanner, Supervisor
+from hetero_megatron.training.supervise import DRIFT_FLAG, Planner, Replanner, Supervisor
 
 USAGE = """\
 usage: hetero-megatron run --plan P [--cluster C] [--on-failure stop|restart|replan] [--fallback-plan F ...]
@@ -53,6 +54,7 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0 if argv else 2
     options, fallbacks, words = _parse(argv)
+    refuse_empty(argv[: argv.index("--")])
     policy = options.get("--on-failure", "restart")
     if policy not in _POLICIES:
         raise UserError("unknown value", field="--on-failure", value=policy, accepted=", ".join(_POLICIES))
@@ -66,10 +68,13 @@ def main(argv: Sequence[str]) -> int:
     seats = _seats(config)
     for plan in fallbacks:
         _same_work(_configure(words, plan, None, None), config, plan)
-    if policy != "stop" and (config.checkpoint.load is None or config.checkpoint.save is None):
+    again = ("--on-failure", policy) if policy != "stop" else (DRIFT_FLAG, config.failure.replan_on_drift)
+    if again[1] is not None and not config.checkpoint.goes_on:
         raise UserError(
-            "needs checkpoints to go on from", field="--on-failure", value=policy, accepted="--save and --load"
-        )
+            "needs checkpoints to go on from", field=again[0], value=again[1],
+            accepted="--save DIR and --load DIR, the same, without --finetune (to begin with other weights: "
+            "--pretrained-checkpoint or --load-hf beside them); or --on-failure stop",
+        )  # fmt: skip
     scratch = Path(config.checkpoint.save or ".")
     scratch.mkdir(parents=True, exist_ok=True)
     setup = Setup(Path(options["--plan"]), seats, cluster)

@@ -152,15 +152,19 @@ def write_plugin(name: str, directory: Path) -> Path:
     """Write the package into ``directory / name``.
 
     Raises:
-        UserError: ``name`` is no lower-case identifier, or the folder is there already.
+        UserError: ``name`` is no lower-case identifier, or the folder is there already or cannot be written.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise UserError("no package name", field="plugins new", value=name, accepted="lower case, like acme or my_chip")
     folder = directory / name
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError("it is there already", field="plugins new", value=str(folder), accepted="a new folder")
-    for path, text in plugin_files(name).items():
-        target = folder / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
+    try:
+        for path, text in plugin_files(name).items():
+            target = folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        problem = f"cannot be written: {error.strerror}"
+        raise UserError(problem, field="--directory", value=str(directory), accepted="a folder to write in") from None
     return folder

@@ -55,7 +55,7 @@ def _run(words: list[str]) -> int:
         command=find_command(command),
         grace=_seconds(values["--grace"]),
         output=_choice("--output", values["--output"], ("rank0", "all")),
-        log_dir=Path(values["--log-dir"]).absolute() if values["--log-dir"] else None,
+        log_dir=_folder("--log-dir", values["--log-dir"]) if values["--log-dir"] else None,
     )
     chips = _choice("--chips", values["--chips"], CHIPS) if values["--chips"] else None
     links = _choice("--links", values["--links"], LINKS) if values["--links"] else None
@@ -82,6 +82,16 @@ def _parse_run(words: list[str]) -> tuple[dict[str, str], set[str], list[str]]:
             accepted = ", ".join([*_RUN, *_SWITCHES]) + ", and the command after --"
             raise UserError("unknown flag", field="testbed run", value=word, accepted=accepted)
     return values, switches, []
+
+
+def _folder(field: str, name: str) -> Path:
+    path = Path(name).absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"cannot be made: {error.strerror}"
+        raise UserError(problem, field=field, value=name, accepted="a folder with write permission") from None
+    return path
 
 
 def _choice(field: str, value: str, accepted: Sequence[str]) -> str:

@@ -69,16 +69,20 @@ def preset_names() -> tuple[str, ...]:
 
 
 def load_model(name: str, field: str = "--model") -> ModelSpec:
-    """A preset, a Hugging Face model directory, or a config.json.
+    """A preset, a Hugging Face model directory, or a config.json; for another ``field`` than --model, no preset: what
+    brings weights is a directory, also where it is called ``gpt2``.
 
     Raises:
         UserError: no such preset or file, or a configuration that is not supported.
     """
-    if name in _PRESETS:
+    if name in _PRESETS and field == "--model":
         return _PRESETS[name]
-    path = Path(name)
-    if path.is_dir():
+    path, folder = Path(name), Path(name).is_dir()
+    if folder:
         path = path / "config.json"
+    if not path.is_file() and (folder or field != "--model"):
+        problem = "holds no config.json" if folder else "is no file or directory"
+        raise UserError(problem, field=field, value=name, accepted="a directory that save_pretrained wrote")
     if not path.is_file():
         close = difflib.get_close_matches(name, _PRESETS, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""

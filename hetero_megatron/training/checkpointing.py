@@ -12,8 +12,8 @@ import torch
 
 from hetero_megatron import __version__
 from hetero_megatron.checkpoint.hf_save import travel_along
-from hetero_megatron.checkpoint.lock import DirectoryLock, lock_directory
-from hetero_megatron.checkpoint.native import Checkpoint, CheckpointSaver, check_writable, open_checkpoint
+from hetero_megatron.checkpoint.lock import DirectoryLock
+from hetero_megatron.checkpoint.native import Checkpoint, CheckpointSaver, open_checkpoint
 from hetero_megatron.checkpoint.state import load_tensors, merge_numbers, moments, owned_tensors
 from hetero_megatron.data import Datasets
 from hetero_megatron.errors import UserError
@@ -22,6 +22,7 @@ from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.loss_scale import LossScale
 from hetero_megatron.training.lr_schedule import LearningRate, WeightDecay
 from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.save_directory import writes_checkpoints
 
 # A rank may write for long while the others wait; a dead peer is noticed by the training thread anyway.
 WRITE_TIMEOUT = timedelta(hours=2)
@@ -40,23 +41,25 @@ class Progress:
 class Checkpointing:
     """Built alike on every rank of the plan.
 
+    Args:
+        lock: of --save, by ``claim_directory``; held until everything is written.
+
     Attributes:
         active: checkpoints are written.
         last_saved: the step of the newest one that this run wrote or began with.
     """
 
-    def __init__(self, config: RunConfig, runtime: Runtime, data: Datasets, synchronize: Any) -> None:
+    def __init__(
+        self, config: RunConfig, runtime: Runtime, data: Datasets, synchronize: Any, lock: DirectoryLock | None
+    ) -> None:
         self.config, self.runtime, self.data = config, runtime, data
         options = config.checkpoint
-        self.active = options.save is not None and options.save_interval != 0 and not config.skip_train
+        self.active, self._lock = writes_checkpoints(config), lock
         self.last_saved = -1
         group = runtime.comm.background_group(config.plan.ranks, WRITE_TIMEOUT)
         self.saver: CheckpointSaver | None = None
-        self._lock: DirectoryLock | None = None
         if self.active:
             assert options.save is not None and group is not None
-            check_writable(options.save, runtime.world)
-            self._lock = lock_directory(options.save, runtime.world)
             self.saver = CheckpointSaver(
                 options.save, group, options.keep, options.retain_interval, options.asynchronous, synchronize
             )
@@ -155,12 +158,19 @@ class Checkpointing:
         self._say_differences(found)
         self.data.load_state_dict(state.get("data") or {})
         progress = Progress(int(state["step"]), int(state["consumed_train_samples"]))
-        if options.save is not None and Path(options.save).resolve() == found.path.parent.resolve():
+        if options.goes_on:
             self.last_saved = progress.step
+            self._say_newer(progress.step)
         what = "" if with_optimizer else ", without its optimizer state"
         self._log(f"loaded {found.path}{what}: step {progress.step}, {progress.consumed} samples")
         scale = config.loss_scale if state["loss_scale"] is None else config.loss_scale.with_state(state["loss_scale"])
         return config, progress, scale
+
+    def _say_newer(self, step: int) -> None:
+        """--ckpt-step, or a damaged checkpoint, took the run back: what it replaces from here on."""
+        if self.saver is not None and (steps := self.saver.directory.held()) and steps[-1] > step:
+            newer = f"holds newer checkpoints, up to step {steps[-1]}: those of the steps that it saves are replaced"
+            self._log(f"notice: --save {self.saver.directory.path} {newer}")
 
     def _find(self) -> Checkpoint | None:
         options = self.config.checkpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,7 @@ class CheckpointConfig:
     """Where checkpoints are written and read; None: nowhere.
 
     Attributes:
+        overwrite: a ``save`` that holds checkpoints of another run is no reason to refuse.
         save_interval: steps between them (None: only when training ends or is stopped; 0: never).
         keep: how many stay (0: all); multiples of ``retain_interval`` steps stay as well.
         asynchronous: training goes on while one is written.
@@ -78,6 +80,7 @@ class CheckpointConfig:
     """
 
     save: str | None = None
+    overwrite: bool = False
     save_interval: int | None = None
     keep: int = 0
     retain_interval: int | None = None
@@ -91,6 +94,13 @@ class CheckpointConfig:
     previous_on_corruption: bool = False
     required: bool = False
     schedule_from: str = "same"
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether what ``save`` holds is what the run begins with."""
+        if self.save is None or self.load is None or self.finetune:
+            return False
+        return os.path.realpath(self.load) == os.path.realpath(self.save)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""One rank of a plan, alone, with fake tensors: what it would hold and send in one step. Runs on any CPU."""
+"""One rank of a plan, alone, with fake tensors: what it holds and sends in any step but the first. On any CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hetero_megatron.parallel.offload import check_offload
 from hetero_megatron.parallel.optimizer import in_place
 from hetero_megatron.parallel.update import Optimizer
 from hetero_megatron.plan import locate, rank_ranges
-from hetero_megatron.training.config import RunConfig
+from hetero_megatron.training.config import OptimizerConfig, RunConfig
 from hetero_megatron.training.kernels import shape_kernels
 from hetero_megatron.training.loop import DTYPES, optimizer_factory
 from hetero_megatron.training.memory import MemoryTracker
@@ -31,7 +31,7 @@ class DryRun:
     Attributes:
         parameters, optimizer: bytes of local weights, and of owned masters (where they are copies) and moments.
         offload: the optimizer's are in the host's memory, and not part of ``peak``.
-        peak: most bytes of live tensors at once, optimizer state included.
+        peak: most bytes of live tensors at once, the optimizer's state included from the beginning of the step on.
         sent: bytes by purpose (``pipeline``, ``context parallel``, ``tensor parallel``, ``gradients``, ``weights``) and
             destination rank.
         seconds: that the dry run took.
@@ -47,7 +47,7 @@ class DryRun:
 
 
 def run_rank(config: RunConfig, rank: int) -> DryRun:
-    """Build the rank's part of the plan and run one nominal step."""
+    """Build the rank's part of the plan and run one nominal step, as it is once the moments are there."""
     start = time.perf_counter()
     check_offload(config.plan, config.optimizer.name, config.dtype)
     comm = FakeComm(rank, torch.device("cpu"))
@@ -61,6 +61,9 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
         offload = runtime.optimizer.offload
         if offload:
             memory.forget(master for masters in runtime.optimizer.masters for master in masters)
+        memory.host = offload
+        _make_moments(runtime.optimizer.inner, config.optimizer)
+        memory.host = False
         parameters = _bytes(runtime.sync.params.values())
         size = config.plan.global_batch_size
         work = runtime.work(lambda indices: _batch(len(indices), config.plan.seq_length), 0, size)
@@ -75,22 +78,21 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
         grads = runtime.sync.finish()
         sent["gradients"] = _since(before, comm.sent_bytes)
         before = dict(comm.sent_bytes)
-        if offload and runtime.optimizer.inner is not None:
-            _make_moments(runtime.optimizer.inner, memory)
         runtime.optimizer.step(grads, 1.0)
         sent["weights"] = _since(before, comm.sent_bytes)
         optimizer = _optimizer_bytes(runtime)
     return DryRun(rank, parameters, optimizer, offload, memory.peak, sent, time.perf_counter() - start)
 
 
-def _make_moments(optimizer: Optimizer, memory: MemoryTracker) -> None:
-    """The states that the first step would make, in the host's memory."""
-    memory.host = True
+def _make_moments(optimizer: Optimizer | None, config: OptimizerConfig) -> None:
+    """The states that the first step would make at its end: every later step has them from its beginning."""
+    sgd = ("momentum_buffer",) if config.momentum else ()
+    keys = sgd if config.name == "sgd" else ("exp_avg", "exp_avg_sq")
+    if optimizer is None:
+        return
     for group in optimizer.param_groups:
         for master in group["params"]:
-            moments = {key: torch.zeros_like(master) for key in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[master] = {"step": 0, **moments}
-    memory.host = False
+            optimizer.state[master] = {"step": 0, **{key: torch.zeros_like(master) for key in keys}}
 
 
 def _batch(rows: int, length: int) -> Batch:

@@ -31,13 +31,14 @@ from hetero_megatron.platform import Platform, choose_platform
 from hetero_megatron.platform.plugins import Plugins, load_plugins
 from hetero_megatron.spec import LogicalTensor
 from hetero_megatron.training.alignment.session import Alignment
-from hetero_megatron.training.checkpointing import Checkpointing, Progress
+from hetero_megatron.training.checkpointing import WRITE_TIMEOUT, Checkpointing, Progress
 from hetero_megatron.training.config import OptimizerConfig, RunConfig
 from hetero_megatron.training.exit import INTERRUPTED, ExitConditions
 from hetero_megatron.training.failure import StepGuard
 from hetero_megatron.training.kernels import agree_on_kernels, rank_kernels
 from hetero_megatron.training.report import Reporter
 from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.save_directory import claim_directory, make_folders
 from hetero_megatron.training.stragglers import DRIFT, FACTOR, Behind, StragglerWatch, write_drift
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -64,6 +65,9 @@ def train(config: RunConfig) -> int:
     try:
         if comm.rank == 0:
             announce(config, world, platform, plugins, comm.emulation.describe())
+        # All at once, on idle ranks too (torch wants every rank to take part): a refusal then leaves nobody waiting.
+        comm.create_groups(plan_groups(config.plan, make_buckets(config.plan, config.spec)))
+        comm.background_group(config.plan.ranks, WRITE_TIMEOUT)
         if comm.rank in config.plan.ranks:
             training = Training(config, comm, platform, plugins)
             try:
@@ -74,9 +78,6 @@ def train(config: RunConfig) -> int:
                 with suppress(UserError, RuntimeError):
                     training.checkpoints.wait()
                 raise
-        else:  # idle, but torch wants every rank to take part in making groups
-            comm.create_groups(plan_groups(config.plan, make_buckets(config.plan, config.spec)))
-            comm.background_group(config.plan.ranks)
     except (CommError, KeyboardInterrupt):
         raise  # without a farewell: taking groups down waits for transfers that will never end (a save, for hours)
     except BaseException:
@@ -156,9 +157,11 @@ class Training:
 
     def __init__(self, config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins) -> None:
         self.config, self.platform = config, platform
+        world = comm.group(config.plan.ranks)
+        lock = claim_directory(config, world)
+        make_folders(config, world)
         if config.save_hf is not None:
-            comm.create_groups([config.plan.ranks])
-            check_target(config.save_hf, config.spec, comm.group(config.plan.ranks))
+            check_target(config.save_hf, config.spec, world)
         self.weights = HFWeights(config.load_hf, config.spec) if config.load_hf is not None else None
         dtype = DTYPES[config.dtype]
         check_offload(config.plan, config.optimizer.name, config.dtype)
@@ -181,7 +184,7 @@ class Training:
         assert flags is not None, "the command line refuses training without data"
         options = BatchOptions(flags.reset_position_ids, flags.reset_attention_mask, flags.eod_mask_loss, self.data.eod)
         self._loader: Callable[[Dataset], BatchLoader] = lambda d: BatchLoader(d, options, flags.num_workers)
-        self.checkpoints = Checkpointing(config, self.runtime, self.data, platform.synchronize)
+        self.checkpoints = Checkpointing(config, self.runtime, self.data, platform.synchronize, lock)
         config, start, self.loss_scale = self.checkpoints.load()
         self.config = config
         self.step, self.consumed = start.step, start.consumed
@@ -231,11 +234,8 @@ class Training:
     def _datasets(self) -> Datasets:
         config = self.config
         assert config.data is not None
-        wanted = (
-            0 if config.skip_train else config.train_samples,
-            config.evaluation.iterations * config.plan.global_batch_size,
-            0,
-        )
+        valid = config.evaluation.iterations * config.plan.global_batch_size
+        wanted = (0 if config.skip_train else config.train_samples, valid, 0)
         log = print if self.runtime.comm.rank == config.plan.ranks[0] else (lambda _: None)
         return build_datasets(config.data, config.plan.seq_length, config.seed, wanted, config.spec.vocab_size, log)
 

@@ -16,7 +16,7 @@ class MemoryTracker(TorchDispatchMode):
 
     Attributes:
         live, peak: bytes now, and at most so far.
-        host: while this is set, new tensors are in the host's memory and do not count.
+        host: while this is set, new tensors are in the host's memory: they never count.
     """
 
     def __init__(self) -> None:
@@ -34,19 +34,25 @@ class MemoryTracker(TorchDispatchMode):
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._known or self.host:
+        if key in self._known:
             return
-        size = storage.nbytes()
+        # What does not count is known as well: an operator in place returns it again.
+        size = 0 if self.host else storage.nbytes()
         self.live += size
         self.peak = max(self.peak, self.live)
+        self._remember(storage, size)
+
+    def _remember(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = storage._cdata
         self._known[key] = weakref.ref(storage, lambda _: self._freed(key, size))
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are in the host's memory: they do not count, nor does what was the peak with them."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if self._known.pop(storage._cdata, None) is not None:
+            if storage._cdata in self._known:
                 self.live -= storage.nbytes()
+                self._remember(storage, 0)
         self.peak = self.live
 
     def _freed(self, key: int, size: int) -> None:

@@ -10,6 +10,11 @@ _LOCAL = "all checkpoints are persistent"
 
 FLAGS = (
     value("--save", str, None, "directory of the run: metrics.jsonl and checkpoints are written there"),
+    switch(
+        "--overwrite-checkpoints",
+        "begin anew in a --save that holds checkpoints, and replace those of equal steps; refused without",
+        differs="Megatron always replaces them; here another run's checkpoints are not lost by mistake",
+    ),
     value("--load", str, None, "directory to go on from: its latest checkpoint, of whatever plan, if it holds one"),
     value(
         "--load-hf", str, None,

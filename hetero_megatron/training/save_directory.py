@@ -1,0 +1,82 @@
+"""What a run writes to, looked at before it starts: no other run's --save, nothing lost by writing, and folders that
+can be written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from hetero_megatron.checkpoint.directory import CheckpointDirectory
+from hetero_megatron.checkpoint.lock import DirectoryLock, lock_directory
+from hetero_megatron.checkpoint.native import check_writable
+from hetero_megatron.comm import Group
+from hetero_megatron.errors import UserError
+from hetero_megatron.training.config import CheckpointConfig, RunConfig
+
+
+def writes_checkpoints(config: RunConfig) -> bool:
+    options = config.checkpoint
+    return options.save is not None and options.save_interval != 0 and not config.skip_train
+
+
+def claim_directory(config: RunConfig, group: Group) -> DirectoryLock | None:
+    """Called on all ranks of the plan before any work is done; they agree. None: no checkpoints are written.
+
+    Raises:
+        UserError: the directory cannot be written by all ranks, another run writes there, or it holds checkpoints that
+            this run does not go on from, and would replace as it comes to their steps.
+    """
+    options = config.checkpoint
+    if not writes_checkpoints(config):
+        return None
+    assert options.save is not None
+    check_writable(options.save, group)
+    lock = lock_directory(options.save, group)
+    # Only now: while another run held the lock it may have saved.
+    held = CheckpointDirectory(options.save).held() if group.index == 0 else []
+    newest = group.gather_objects(held[-1] if held else None)[0]
+    if newest is not None and not options.goes_on:
+        _refuse_or_say(options, newest, group)
+    return lock
+
+
+def _refuse_or_say(options: CheckpointConfig, newest: object, group: Group) -> None:
+    holds = f"holds checkpoints already, the newest of step {newest}, and this run does not go on from there"
+    if options.overwrite:
+        if group.index == 0:
+            print(f"notice: --save {options.save} {holds}: those of the steps that it saves are replaced", flush=True)
+        return
+    go_on = f"--load {options.save} to go on from there" + (", without --finetune" if options.finetune else "")
+    raise UserError(
+        f"{holds}: it would replace those of the steps that it saves", field="--save", value=options.save,
+        accepted=f"{go_on}; another directory; or --overwrite-checkpoints to replace them",
+    )  # fmt: skip
+
+
+def make_folders(config: RunConfig, group: Group) -> None:
+    """Make the folders of all other outputs; called on all ranks of the plan, which refuse together.
+
+    Raises:
+        UserError: one cannot be made or written.
+    """
+    folders = {"--dump-layers": config.alignment.dump, "--capture-operators": config.alignment.capture}
+    if group.index == 0:
+        folders |= {"--save": config.logging.save, "--tensorboard-dir": config.logging.tensorboard_dir}
+    found = [(flag, path, _unwritable(Path(path))) for flag, path in folders.items() if path is not None]
+    mine = next((problem for problem in found if problem[2]), None)
+    every: list[Any] = group.gather_objects(mine)
+    for rank, theirs in zip(group.ranks, every, strict=True):
+        if theirs is not None:
+            flag, path, reason = theirs
+            problem = f"cannot be written on rank {rank}: {reason}"
+            raise UserError(problem, field=flag, value=path, accepted="a folder with write permission")
+
+
+def _unwritable(folder: Path) -> str:
+    """Why the folder cannot be made or written; empty if it can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return error.strerror or str(error)
+    return "" if os.access(folder, os.W_OK | os.X_OK) else "Permission denied"
