@@ -10,6 +10,7 @@ on ranks and judged by ``predict``; the result is a canonical plan that validate
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -209,6 +210,7 @@ def _search(
     try:
         if plain:
             _seeds(evaluator, model, global_batch_size, space, best)
+            small.best = best.rows[0][0] if best.rows else math.inf
             complete = _on_chips(chosen, evaluator, options, space, best)
         if complete and space.offload == "always":
             complete = _offloaded(evaluator, model, global_batch_size, options, space, best)
