@@ -8,14 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.planner.choices import Best
 from hetero_megatron.planner.floors import Tails, floor, line_under
-from hetero_megatron.planner.search import SearchOptions, make_evaluator, search
+from hetero_megatron.planner.predict import predict
+from hetero_megatron.planner.search import Result, SearchOptions, make_evaluator, search
 from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape
 from hetero_megatron.planner.space import Space
 from hetero_megatron.planner.split import best_split, listed
-from hetero_megatron.planner.summary import best_uniform, each_alone
+from hetero_megatron.planner.summary import best_uniform, each_alone, summarize, summary_json
 from hetero_megatron.planner.tables import Kind
+from hetero_megatron.spec import load_model
 from tests.planner_reference import random_case
 
 ON_CHIPS = Space(offload="never")
@@ -89,3 +92,32 @@ def test_bounds_of_all_splits_are_those_of_each(seed: int) -> None:
                 made.append(replace(stage, layers=way[s], recompute=recompute, first=count))
             if np.isfinite(row).all():
                 assert value == pytest.approx(evaluator.least_after(made, 1, links, pipelines), rel=1e-9, abs=1e-15)
+
+
+def _fast_links(batch: int, unlike: bool) -> Result:
+    chips = (("A100-80-SXM", 2), ("L40S", 1))
+    link = {"bandwidth": "200 GB/s", "latency": "5 us"}
+    nodes = [{"name": f"n{i}", "chip": chip, "chips_per_node": n} for i, (chip, n) in enumerate(chips)]
+    cluster = cluster_from_dict({"version": 1, "nodes": nodes, "links": {"intra_node": link, "inter_node": link}})
+    options = SearchOptions(space=Space(unlike_tp=unlike))
+    return search(load_model("llama2-7b"), cluster, 2048, batch, options)
+
+
+def test_tensor_parallel_groups_of_unlike_chips_are_cut_by_speed() -> None:
+    """Where links between unlike chips are as fast as those inside a node, and few sequences have to be done."""
+    plain, result = _fast_links(1, False), _fast_links(1, True)
+    assert not plain.best.text and result.unlike_groups
+    assert result.best.step_seconds < plain.best.step_seconds
+    plan, costs = result.best.plan, result.evaluator.costs
+    (unit,) = plan.pipelines[0].stages[0].units
+    assert len(set(unit.tp_split)) > 1 and len({result.best.cluster.ranks[r].chip for r in unit.ranks}) > 1
+    again = predict(plan, costs.model, result.best.cluster, "bf16", costs)
+    assert again.step_seconds == pytest.approx(result.best.step_seconds, rel=1e-12) and not again.over
+    stage = plan.pipelines[0].stages[0]
+    even = replace(stage, units=(replace(unit, tp_split=(1,) * unit.tp),))
+    equal = replace(plan, pipelines=(replace(plan.pipelines[0], stages=(even,)),))
+    assert result.best.step_seconds < predict(equal, costs.model, result.best.cluster, "bf16", costs).step_seconds
+    # The bound counts all plans then.
+    summary = summarize(result, costs.model, result.best.cluster, 2048, 1, SearchOptions(), baselines=False)
+    assert summary.bound is not None and summary.bound.seconds <= result.best.step_seconds
+    assert summary_json(summary)

@@ -47,7 +47,8 @@ class Result:
     """What a search found. ``others``: the runners-up, best first; ``rejected``: how many candidates were dropped for
     what; ``complete``: nothing was cut short; ``lower_bound``: seconds that no plan of the space beats (0: not computed
     here); ``context``: what came of trying stages of context groups; ``context_tried``: whether there were any;
-    ``offload_tried``: whether plans with optimizers in host memory were among them; ``ranked``: the best candidates by
+    ``offload_tried``: whether plans with optimizers in host memory were among them; ``unlike_groups``: whether the best
+    has TP groups of unlike chips; ``ranked``: the best candidates by
     evaluation, also those that were not made concrete; ``alone``: where each chip type was searched alone, by chip."""
 
     best: Choice
@@ -64,6 +65,7 @@ class Result:
     context: str = ""
     context_tried: bool = False
     offload_tried: bool = False
+    unlike_groups: bool = False
     ranked: tuple[Candidate, ...] = ()
     alone: dict[str, Result | UserError] = field(default_factory=dict)
 
@@ -101,8 +103,26 @@ def search(
     result = _search(model, cluster, seq_length, global_batch_size, options, progress, evaluator, started)
     if result.method == "enumeration" and result.complete and len({g.chip for g in result.pool.groups}) > 1:
         _add_types_alone(result, model, cluster, seq_length, global_batch_size, options, started)
+        _add_unlike_groups(result, model, cluster, global_batch_size, options)
         result.seconds = time.monotonic() - started
     return result
+
+
+def _add_unlike_groups(
+    result: Result, model: ModelSpec, cluster: Cluster, batch: int, options: SearchOptions
+) -> None:
+    """The best plan with TP groups of unlike chips, where that is faster than all others."""
+    if not options.space.unlike_tp or not result.complete:
+        return
+    from hetero_megatron.planner.unlike import UnlikeSearch
+
+    best = UnlikeSearch(model, cluster, result.evaluator, batch, options.space).run(result.best.step_seconds)
+    if best is not None:
+        used = set(best.plan.ranks)
+        idle = tuple(r for g in result.pool.groups for node in g.ranks for r in node if r not in used)
+        result.others = [result.best, *result.others]
+        result.best = Choice(best.plan, cluster, Candidate(()), best.prediction, tuple(sorted(idle)), best.text)
+        result.lower_bound, result.unlike_groups = 0.0, True  # the enumeration's is without
 
 
 def _add_types_alone(

@@ -98,7 +98,7 @@ def summarize(
     ):
         space = replace(options.space, offload="always") if result.offload_tried else options.space
         found = price_bound(result.evaluator, model, batch, space, result.best.step_seconds)
-    if found is not None and result.context_tried:
+    if found is not None and (result.context_tried or result.unlike_groups):
         found = context_bound(found, result.evaluator, model, batch)
     summary = Summary(result, model.name, found)
     summary.variants = variants(result, model, cluster, seq_length, batch, options)
@@ -352,7 +352,7 @@ def summary_json(summary: Summary) -> Mapping[str, Any]:
     if summary.bound is not None:
         bound = {
             "step_seconds": summary.bound.seconds, "method": summary.bound.method,
-            "assumptions": list(CONTEXT_ASSUMPTIONS if result.context_tried else ASSUMPTIONS),
+            "assumptions": list(CONTEXT_ASSUMPTIONS if result.context_tried or result.unlike_groups else ASSUMPTIONS),
             "gap": max(0.0, summary.bound.gap(best.step_seconds)) if summary.bound.seconds else None,
         }  # fmt: skip
     return {
