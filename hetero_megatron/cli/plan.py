@@ -102,6 +102,8 @@ def _parser() -> ArgumentParser:
     add("--recompute", choices=("none", "selective", "full"), help="the same everywhere (default: chosen per stage)")
     add("--context", default="auto", choices=("auto", "always", "never"),
         help="context groups: for long sequences and where nothing fits without (auto), or as said")  # fmt: skip
+    add("--unlike-tp", action="store_true",
+        help="also try tensor-parallel groups of unlike chips, with shares by speed (small clusters)")  # fmt: skip
     add("--offload", default="auto", choices=("auto", "always", "never"),
         help="optimizers in host memory: where nothing fits without (auto), also to be faster, or never")  # fmt: skip
     add("--memory-margin", type=float, default=CostOptions.margin, metavar="X",
@@ -151,7 +153,10 @@ def _options(args: Namespace) -> SearchOptions:
     return SearchOptions(
         dtype=args.dtype,
         time_limit=args.time_limit,
-        space=Space(micro_batch_sizes=sizes, recompute=args.recompute, context=args.context, offload=args.offload),
+        space=Space(
+            micro_batch_sizes=sizes, recompute=args.recompute, context=args.context, offload=args.offload,
+            unlike_tp=args.unlike_tp,
+        ),
         costs=CostOptions(margin=args.memory_margin, moments=moments_of(args.optimizer)),
         seed=args.seed,
     )

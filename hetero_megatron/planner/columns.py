@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +41,7 @@ class Shelf:
     batch: int
     exact: bool = False
     keep: int = 6
-    columns: list[Column] = field(default_factory=list)
+    makers: list[Callable[[], Column]] = field(default_factory=list)
     times: Floats = field(init=False)
     best: list[list[tuple[float, int]]] = field(init=False)
     cut: Floats = field(init=False)
@@ -52,10 +53,17 @@ class Shelf:
 
     def add_at(self, column: Column, counts: Sequence[int]) -> None:
         """Take a column for these numbers of micro-batches only."""
-        index = len(self.columns)
-        self.columns.append(column)
+        index = self.promise(lambda: column)
         for m in counts:
-            self._insert(m * column.shape.micro_batch_size, column.time(m, self.exact), index)
+            self.insert(m * column.shape.micro_batch_size, column.time(m, self.exact), index)
+
+    def promise(self, make: Callable[[], Column]) -> int:
+        """The index of a column that is made when it is first asked for."""
+        self.makers.append(cache(make))
+        return len(self.makers) - 1
+
+    def column(self, index: int) -> Column:
+        return self.makers[index]()
 
     def takes(self, q: int, least: float) -> bool:
         """Whether a column that takes at least so long for q sequences may be kept."""
@@ -64,7 +72,7 @@ class Shelf:
         self.cut[q] = min(self.cut[q], least)
         return False
 
-    def _insert(self, q: int, time: float, index: int) -> None:
+    def insert(self, q: int, time: float, index: int) -> None:
         if q > self.batch:
             return
         row = self.best[q]

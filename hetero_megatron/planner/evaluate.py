@@ -61,7 +61,7 @@ class Evaluator:
             r: (g, n) for g, group in enumerate(pool.groups) for n, ranks in enumerate(group.ranks) for r in ranks
         }
         self.evaluated = 0
-        self._after: dict[tuple[object, ...], tuple[float, float, float]] = {}
+        self._tails: dict[tuple[object, ...], tuple[float, float, float]] = {}
         self._grounds: dict[tuple[object, ...], Ground | None] = {}
         self._stages: dict[tuple[StageShape, int, bool, bool], StageSeconds] = like._stages if like else {}
         self._pipelines: dict[tuple[object, ...], float] = like._pipelines if like else {}
@@ -171,16 +171,14 @@ class Evaluator:
     def least_after(self, stages: Sequence[StageShape], size: int, links: Sequence[float], pipelines: int) -> float:
         """Lower bound on what follows the end of a pipeline with these stages, in any plan of ``pipelines`` pipelines:
         synchronisation over the best link that replicas could have between them, no states to update if others may."""
-        after, drain, last = 0.0, 0.0, len(stages) - 1
+        after, drain, saved, last = 0.0, 0.0, 0.0, len(stages) - 1
         update = self.least_update if pipelines > 1 else 0.0
-        saved = max(self.stage(stage, size, s == 0, s == last).saved for s, stage in enumerate(stages))
         for s, stage in enumerate(stages):
-            key = (stage, size, pipelines, s == 0, s == last)
-            if key not in self._after:
-                self._after[key] = self._least_after(stage, size, pipelines, s == 0, s == last)
-            reduce, rest, backward = self._after[key]
-            after, update = max(after, reduce - drain), max(update, rest)
-            drain += backward + (links[s] if s < last else 0.0)
+            reduce, latency, rest = self.least_tail(stage, pipelines, s == 0, s == last)
+            own = self.stage(stage, size, s == 0, s == last)
+            after, update = max(after, exposed(reduce, own.own, stage.layers) + latency - drain), max(update, rest)
+            drain += own.own + (links[s] if s < last else 0.0)
+            saved = max(saved, own.saved)
         return after + update - saved
 
     @cached_property
@@ -201,28 +199,29 @@ class Evaluator:
             low, high = (low, middle) if most(middle) >= total else (middle, high)
         return low
 
-    def _least_after(
-        self, stage: StageShape, size: int, pipelines: int, embed: bool, head: bool
-    ) -> tuple[float, float, float]:
-        """(seconds until gradients are summed after the stage's last backward, seconds of what follows when all are,
-        seconds of a backward)."""
+    def least_tail(self, stage: StageShape, pipelines: int, embed: bool, head: bool) -> tuple[float, float, float]:
+        """(seconds that the stage's gradients travel at least, latency of that, seconds of what follows when all are
+        summed), by which :meth:`least_after` goes."""
+        key = (stage.group, stage.tp, stage.dp, stage.layers, stage.offload, pipelines, embed, head)
+        if key not in self._tails:
+            self._tails[key] = self._least_tail(stage, pipelines, embed, head)
+        return self._tails[key]
+
+    def _least_tail(self, stage: StageShape, pipelines: int, embed: bool, head: bool) -> tuple[float, float, float]:
         choice = self.tables.choice(stage, embed, head)
-        backward = self.costs.backward_seconds(choice, size)
         # Other pipelines may own nearly all states.
         optimizer = self.costs.optimizer_seconds(choice, math.inf if pipelines > 1 else 1)
-        reduce = 0.0
-        if pipelines * stage.dp > 1 and stage.layers:
-            copies, item = pipelines * stage.dp, self.costs.wide
-            moved = self.costs.held_elements(self.tables.choice(stage, False, False)) * (copies - 1) / copies
-            # Some may go to copies in the node, the others through its cards, which the TP group shares.
-            (inside, a), (outside, b) = (bounded(self.ways, stage.group, self.pool, near) for near in (True, False))
-            if self.pool.groups[stage.group].per_node <= stage.tp:
-                inside = math.inf
-            rate = sum(1 / beta if beta else math.inf for beta in (inside, outside * stage.tp) if beta < math.inf)
-            wire = moved / rate if rate else 0.0
-            reduce = exposed(wire * item, backward, stage.layers) + min(a, b)
-            optimizer += wire * self.costs.item + min(a, b)
-        return reduce, optimizer, backward
+        if pipelines * stage.dp == 1 or not stage.layers:
+            return 0.0, 0.0, optimizer
+        copies, item = pipelines * stage.dp, self.costs.wide
+        moved = self.costs.held_elements(self.tables.choice(stage, False, False)) * (copies - 1) / copies
+        # Some may go to copies in the node, the others through its cards, which the TP group shares.
+        (inside, a), (outside, b) = (bounded(self.ways, stage.group, self.pool, near) for near in (True, False))
+        if self.pool.groups[stage.group].per_node <= stage.tp:
+            inside = math.inf
+        rate = sum(1 / beta if beta else math.inf for beta in (inside, outside * stage.tp) if beta < math.inf)
+        wire = moved / rate if rate else 0.0
+        return wire * item, min(a, b), optimizer + wire * self.costs.item + min(a, b)
 
     def _ends(self, candidate: Candidate, ground: Ground, by_part: Sequence[float]) -> tuple[float, int]:
         """(when all parameters are updated everywhere; bytes over)."""

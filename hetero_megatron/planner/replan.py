@@ -54,7 +54,9 @@ class Planner:
         options: SearchOptions | None = None,
     ) -> None:
         self.model, self.cluster, self.seq_length, self.batch = model, cluster, seq_length, batch
-        self.options = options or SearchOptions()
+        self.options = options = options or SearchOptions()
+        if options.space.unlike_tp:  # what is kept warm has one chip type per stage
+            self.options = replace(options, space=replace(options.space, unlike_tp=False))
         self.result: Result = search(model, cluster, seq_length, batch, self.options)
         self.skeletons = self._skeletons()
         self._ready: dict[tuple[int, ...], Known] = {}

@@ -1,7 +1,7 @@
 """HeteroAuto: the best plan of a model on a mixed cluster.
 
 ``search`` enumerates completely where that is possible (``search_small``), else uses dynamic programs and a beam search
-(``search_large``; for many kinds of nodes part by part, ``graph``), on all chips and on each type alone. Uniform plans
+(``search_large``; for many kinds of nodes part by part, ``graph``); on all chips and on each type alone. Uniform plans
 are always among the candidates, stages of context groups where sequences are long (``context_stages``), optimizers in
 host memory where asked for and where nothing fits without. The best few by exact evaluation of their shape are placed
 on ranks and judged by ``predict``; the result is a canonical plan that validates.
@@ -11,23 +11,19 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Plan, supports, validate
-from hetero_megatron.plan.islands import with_islands_where_quick
-from hetero_megatron.planner.costs import CostModel, CostOptions
+from hetero_megatron.plan import supports
+from hetero_megatron.planner.choices import DEFAULTS, Best, Choice, Progress, Row, SearchOptions, concrete, judge
+from hetero_megatron.planner.costs import CostModel
 from hetero_megatron.planner.evaluate import Evaluator
-from hetero_megatron.planner.fits import most_over
 from hetero_megatron.planner.graph import MOST_GROUPS, GraphSearch
 from hetero_megatron.planner.memory import cannot_offload
-from hetero_megatron.planner.place import place, to_plan
+from hetero_megatron.planner.place import shrink
 from hetero_megatron.planner.polish import polish
-from hetero_megatron.planner.pool import Pool, make_pool
-from hetero_megatron.planner.predict import Prediction, predict
+from hetero_megatron.planner.pool import Group, Pool, make_pool
 from hetero_megatron.planner.regroup import regroup
 from hetero_megatron.planner.search_large import LargeSearch
 from hetero_megatron.planner.search_small import SmallSearch
@@ -37,68 +33,13 @@ from hetero_megatron.planner.tables import Tables
 from hetero_megatron.planner.uniform import uniform_plans
 from hetero_megatron.spec import ModelSpec
 
+__all__ = [
+    "Choice", "Progress", "Result", "SearchOptions", "few_uniform", "judge", "make_evaluator", "search",
+]  # fmt: skip
 MARGIN = 0.1  # of memory, up to which the search leaves more and more room when nothing it finds fits exactly
-EXACT_CHIPS = 16384  # above, the search does not wait for exact prediction, which takes longer than it does
-WINDOW = 1.01  # candidates are predicted exactly if they are within this of the best: both agree to 0.5 %
 POLISH = 240  # evaluations of changes to each of the two best plans, on large clusters fewer
 EVERY_SUBSET = 3  # chip types, up to which every set of them is tried with optimizers in host memory
 DEPTH = 48  # pipeline stages that the search goes up to
-Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class SearchOptions:
-    """Args:
-    dtype: of weights and activations.
-    time_limit: seconds after which the best plan so far is taken; None: until done.
-    top: candidates that are predicted exactly.
-    space: what may be chosen.
-    costs: assumptions of the cost model.
-    exhaustive: False: never enumerate completely; None: where possible.
-    regroup: ways to cut the stages of each of the best make-ups into other TP degrees that are tried; 0: none.
-    seed: of graph partitioning, the only part with random choices.
-    """
-
-    dtype: str = "bf16"
-    time_limit: float | None = None
-    top: int = 6
-    space: Space = Space()
-    costs: CostOptions = CostOptions()
-    exhaustive: bool | None = None
-    regroup: int = 0
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A plan that was judged."""
-
-    plan: Plan
-    cluster: Cluster  # that the plan's ranks count in
-    candidate: Candidate
-    prediction: Prediction
-    idle: tuple[int, ...]  # ranks without work
-    text: str = ""  # what it is, where it has context groups: then the candidate is empty
-
-    @property
-    def step_seconds(self) -> float:
-        return self.prediction.step_seconds
-
-
-class LateChoice(Choice):
-    """A plan of a very large cluster, which is known to fit: predicted when first asked for."""
-
-    def __init__(
-        self, plan: Plan, cluster: Cluster, candidate: Candidate, idle: tuple[int, ...], costs: CostModel
-    ) -> None:
-        fields = {"plan": plan, "cluster": cluster, "candidate": candidate, "idle": idle, "_costs": costs}
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
-
-    @cached_property
-    def prediction(self) -> Prediction:  # type: ignore[override]
-        costs: CostModel = self.__dict__["_costs"]
-        return predict(self.plan, costs.model, self.cluster, costs.dtype, costs)
 
 
 @dataclass
@@ -106,8 +47,9 @@ class Result:
     """What a search found. ``others``: the runners-up, best first; ``rejected``: how many candidates were dropped for
     what; ``complete``: nothing was cut short; ``lower_bound``: seconds that no plan of the space beats (0: not computed
     here); ``context``: what came of trying stages of context groups; ``context_tried``: whether there were any;
-    ``offload_tried``: whether plans with optimizers in host memory were among them; ``ranked``: the best candidates by
-    evaluation, also those that were not made concrete."""
+    ``offload_tried``: whether plans with optimizers in host memory were among them; ``unlike_groups``: whether the best
+    has TP groups of unlike chips; ``ranked``: the best candidates by
+    evaluation, also those that were not made concrete; ``alone``: where each chip type was searched alone, by chip."""
 
     best: Choice
     others: list[Choice]
@@ -123,33 +65,9 @@ class Result:
     context: str = ""
     context_tried: bool = False
     offload_tried: bool = False
+    unlike_groups: bool = False
     ranked: tuple[Candidate, ...] = ()
-
-
-class _Best:
-    """The best candidates so far; says when to stop."""
-
-    def __init__(self, keep: int, deadline: float | None, progress: Progress | None) -> None:
-        self.keep, self.deadline, self.progress = keep, deadline, progress
-        self.rows: list[tuple[float, int, Candidate]] = []
-        self.count = 0
-        self.stopped = False
-
-    def improve(self, candidate: Candidate, seconds: float) -> bool:
-        self.count += 1
-        known = any(row[2] == candidate for row in self.rows)
-        if not known and (len(self.rows) < self.keep or seconds < self.rows[-1][0]):
-            if self.progress is not None and (not self.rows or seconds < self.rows[0][0]):
-                self.progress(f"{seconds:.4g} s per step with {candidate.pipelines} pipelines")
-            self.rows.append((seconds, self.count, candidate))
-            self.rows.sort(key=lambda row: row[:2])
-            del self.rows[self.keep :]
-        self.stopped = self.deadline is not None and time.monotonic() > self.deadline
-        return not self.stopped
-
-    def make_ups(self) -> list[Candidate]:
-        """The best of each number of pipelines."""
-        return list({row[2].pipelines: row[2] for row in reversed(self.rows)}.values())
+    alone: dict[str, Result | UserError] = field(default_factory=dict)
 
 
 def make_evaluator(
@@ -168,7 +86,7 @@ def search(
     cluster: Cluster,
     seq_length: int,
     global_batch_size: int,
-    options: SearchOptions = SearchOptions(),
+    options: SearchOptions = DEFAULTS,
     *,
     progress: Progress | None = None,
     evaluator: Evaluator | None = None,
@@ -181,7 +99,72 @@ def search(
     """
     check_request(model, seq_length, global_batch_size, options)
     evaluator = evaluator or make_evaluator(model, cluster, seq_length, options)
-    return _search(model, cluster, seq_length, global_batch_size, options, progress, evaluator, time.monotonic())
+    started = time.monotonic()
+    result = _search(model, cluster, seq_length, global_batch_size, options, progress, evaluator, started)
+    if result.method == "enumeration" and result.complete and len({g.chip for g in result.pool.groups}) > 1:
+        _add_types_alone(result, model, cluster, seq_length, global_batch_size, options, started)
+        _add_unlike_groups(result, model, cluster, global_batch_size, options)
+        result.seconds = time.monotonic() - started
+    return result
+
+
+def _add_unlike_groups(
+    result: Result, model: ModelSpec, cluster: Cluster, batch: int, options: SearchOptions
+) -> None:
+    """The best plan with TP groups of unlike chips, where that is faster than all others."""
+    if not options.space.unlike_tp or not result.complete:
+        return
+    from hetero_megatron.planner.unlike import UnlikeSearch
+
+    best = UnlikeSearch(model, cluster, result.evaluator, batch, options.space).run(result.best.step_seconds)
+    if best is not None:
+        used = set(best.plan.ranks)
+        idle = tuple(r for g in result.pool.groups for node in g.ranks for r in node if r not in used)
+        result.others = [result.best, *result.others]
+        result.best = Choice(best.plan, cluster, Candidate(()), best.prediction, tuple(sorted(idle)), best.text)
+        result.lower_bound, result.unlike_groups = 0.0, True  # the enumeration's is without
+
+
+def _add_types_alone(
+    result: Result, model: ModelSpec, cluster: Cluster, seq_length: int, batch: int, options: SearchOptions,
+    started: float,
+) -> None:  # fmt: skip
+    """Also what is best on each chip type alone: the enumeration does not go into what it evaluates slower than its
+    best, which prediction may see the other way round, nor into optimizers in host memory where all chips do without.
+    """
+    choices = [result.best, *result.others]
+    for chip in dict.fromkeys(group.chip for group in result.pool.groups):
+        left = None if options.time_limit is None else started + options.time_limit - time.monotonic()
+        if left is not None and left <= 0:
+            result.complete = False
+            break
+        part = shrink(cluster, [rank.rank for rank in cluster.ranks if rank.chip == chip])
+        try:
+            own = search(model, part, seq_length, batch, replace(options, time_limit=left))
+        except UserError as error:
+            result.alone[chip] = error
+            continue
+        except KeyboardInterrupt:
+            result.complete = False
+            break
+        result.alone[chip] = own
+        groups = [g for g, group in enumerate(result.pool.groups) if group.chip == chip]
+        # With context groups there is no candidate: those are tried on all chips too. Where links to other types are
+        # all that tells node groups apart, they are one group alone.
+        alike = [_make_up(g) for g in own.pool.groups] == [_make_up(result.pool.groups[g]) for g in groups]
+        if alike and not own.best.text:
+            choice = concrete(own.best.candidate.over(groups), cluster, model, seq_length, options, result.evaluator)
+            if choice is not None and not choice.prediction.over and all(choice.plan != x.plan for x in choices):
+                choices.append(choice)
+    choices.sort(key=lambda choice: choice.step_seconds)
+    result.best, result.others = choices[0], choices[1:]
+    result.lower_bound = min(result.lower_bound, choices[0].step_seconds)
+    if any(stage.offload for part in choices[0].candidate.parts for stage in part.shape.stages):
+        result.lower_bound, result.offload_tried = 0.0, True  # the enumeration's is without
+
+
+def _make_up(group: Group) -> tuple[str, int, int]:
+    return group.chip, group.per_node, group.nodes
 
 
 def _search(
@@ -198,7 +181,7 @@ def _search(
     """``plain``: False where it is known that nothing fits with all optimizers on the chips."""
     space = replace(options.space, schedules=tuple(s for s in options.space.schedules if supports(f"schedule.{s}")))
     deadline = None if options.time_limit is None else started + options.time_limit
-    best = _Best(max(options.top, 1) * 2, deadline, progress)
+    best = Best(max(options.top, 1) * 2, deadline, progress)
     small = SmallSearch(evaluator, model, global_batch_size, space, best.improve)
     many = len(evaluator.pool.groups) > MOST_GROUPS
     enumerate_all = options.exhaustive is not False and not many and small.possible()
@@ -206,9 +189,13 @@ def _search(
     if not enumerate_all:
         chosen = _by_programs(evaluator, model, global_batch_size, space, best, options.seed)
     complete = True
+    uniform: list[Row] = []
     try:
         if plain:
             _seeds(evaluator, model, global_batch_size, space, best)
+            uniform = list(best.rows)
+            if enumerate_all and judge(uniform[:1], cluster, model, seq_length, options, evaluator):
+                small.best = uniform[0][0]
             complete = _on_chips(chosen, evaluator, options, space, best)
         if complete and space.offload == "always":
             complete = _offloaded(evaluator, model, global_batch_size, options, space, best)
@@ -216,7 +203,8 @@ def _search(
         if not best.rows:
             raise
         complete = False
-    choices = judge(best.rows, cluster, model, seq_length, options, evaluator) if best.rows else []
+    rows = sorted([*best.rows, *(row for row in uniform if row not in best.rows)], key=lambda row: row[:2])
+    choices = judge(rows, cluster, model, seq_length, options, evaluator)
     choices, why, tried = with_context(choices, model, cluster, global_batch_size, space, evaluator, deadline)
     if not choices and best.rows and options.costs.margin < MARGIN:
         # The exact placement of states takes a little more than their mean: leave more room.
@@ -246,7 +234,7 @@ def _on_chips(
     evaluator: Evaluator,
     options: SearchOptions,
     space: Space,
-    best: _Best,
+    best: Best,
 ) -> bool:
     """Search with all optimizers on the chips; what was not enumerated completely is improved in small steps."""
     complete = chosen.run()
@@ -262,7 +250,7 @@ def _on_chips(
 
 
 def _by_programs(
-    evaluator: Evaluator, model: ModelSpec, batch: int, space: Space, best: _Best, seed: int
+    evaluator: Evaluator, model: ModelSpec, batch: int, space: Space, best: Best, seed: int
 ) -> LargeSearch | GraphSearch:
     """The search of clusters that cannot be enumerated."""
     if len(evaluator.pool.groups) > MOST_GROUPS:
@@ -270,13 +258,13 @@ def _by_programs(
     return LargeSearch(evaluator, model, batch, space, best.improve)
 
 
-def _each_type(whole: LargeSearch, best: _Best, evaluator: Evaluator) -> bool:
+def _each_type(whole: LargeSearch, best: Best, evaluator: Evaluator) -> bool:
     """Search also on the chips of each type alone, where they could be faster than what was found: by the programs'
     measure a part of a cluster looks worse than its plans are once they are polished (with ``evaluator``)."""
     groups = whole.pool.groups
     for chip in sorted({g.chip for g in groups}) if len({g.chip for g in groups}) > 1 else ():
         counts = tuple(g.chips if g.chip == chip else 0 for g in groups)
-        own = _Best(best.keep, best.deadline, None)
+        own = Best(best.keep, best.deadline, None)
         alone = LargeSearch(whole.evaluator, whole.model, whole.batch, whole.space, own.improve, counts=counts)
         if best.rows and alone.least_seconds() >= best.rows[0][0]:
             continue
@@ -289,7 +277,7 @@ def _each_type(whole: LargeSearch, best: _Best, evaluator: Evaluator) -> bool:
 
 
 def _offloaded(
-    evaluator: Evaluator, model: ModelSpec, batch: int, options: SearchOptions, space: Space, best: _Best
+    evaluator: Evaluator, model: ModelSpec, batch: int, options: SearchOptions, space: Space, best: Best
 ) -> bool:
     """Search with the optimizers of all chip types in host memory, then of some of them; then stage by stage."""
     pool = evaluator.pool
@@ -306,13 +294,13 @@ def _offloaded(
     return _polish(evaluator, space, best)
 
 
-def _polish(evaluator: Evaluator, space: Space, best: _Best) -> bool:
+def _polish(evaluator: Evaluator, space: Space, best: Best) -> bool:
     """Improve the best two in small steps."""
     effort = POLISH if evaluator.pool.chips <= 256 else POLISH // 8
     return all(polish(evaluator, row[2], row[0], space, effort, best.improve) for row in list(best.rows[:2]))
 
 
-def _seeds(evaluator: Evaluator, model: ModelSpec, batch: int, space: Space, best: _Best) -> None:
+def _seeds(evaluator: Evaluator, model: ModelSpec, batch: int, space: Space, best: Best) -> None:
     """Uniform plans that the space allows."""
     if space.micro_batch_sizes is not None or space.recompute is not None or space.max_pipelines is not None:
         return
@@ -365,33 +353,6 @@ def _uniform_fits(evaluator: Evaluator, candidate: Candidate) -> bool:
     return True
 
 
-def judge(
-    rows: list[tuple[float, int, Candidate]],
-    cluster: Cluster,
-    model: ModelSpec,
-    seq_length: int,
-    options: SearchOptions,
-    evaluator: Evaluator,
-) -> list[Choice]:
-    """Concrete plans of the best candidates, predicted exactly; those that fit, best first."""
-    found: list[Choice] = []
-    if evaluator.pool.chips > EXACT_CHIPS:
-        tight = [most_over(evaluator, candidate) > 0 for _, _, candidate in rows]
-        order = sorted(range(len(rows)), key=lambda i: (rows[i][0] > WINDOW * rows[0][0], tight[i], i))
-        for i in order:
-            late = concrete(rows[i][2], cluster, model, seq_length, options, evaluator, late=not tight[i])
-            if late is not None and (isinstance(late, LateChoice) or not late.prediction.over):
-                return [late]
-        return []
-    for seconds, _, candidate in rows:
-        if len(found) >= options.top or (found and seconds > WINDOW * rows[0][0]):
-            break
-        choice = concrete(candidate, cluster, model, seq_length, options, evaluator)
-        if choice is not None and not choice.prediction.over:
-            found.append(choice)
-    return sorted(found, key=lambda choice: choice.step_seconds)
-
-
 def with_context(
     choices: list[Choice],
     model: ModelSpec,
@@ -424,28 +385,6 @@ def with_context(
     elif new:
         why += f"; the best takes {new[0].step_seconds / best:.2f} x as long as the plan without"
     return every, why, True
-
-
-def concrete(
-    candidate: Candidate,
-    cluster: Cluster,
-    model: ModelSpec,
-    seq_length: int,
-    options: SearchOptions,
-    evaluator: Evaluator,
-    late: bool = False,
-) -> Choice | None:
-    """The plan of a candidate, validated and predicted (``late``: when asked for); None when its TP groups do not
-    pack."""
-    placed = place(candidate, evaluator.pool)
-    if placed is None:
-        return None
-    plan = with_islands_where_quick(to_plan(placed, cluster, seq_length, model.num_heads), model, cluster)
-    validate(plan, model, cluster, dtype=options.dtype)
-    if late:
-        return LateChoice(plan, cluster, candidate, placed.idle, evaluator.costs)
-    prediction = predict(plan, model, cluster, options.dtype, evaluator.costs)
-    return Choice(plan, cluster, candidate, prediction, placed.idle)
 
 
 def check_request(model: ModelSpec, seq_length: int, batch: int, options: SearchOptions) -> None:

@@ -80,6 +80,13 @@ class Candidate:
                 used[g] += part.copies * n
         return tuple(used)
 
+    def over(self, groups: Sequence[int]) -> Candidate:
+        """The same over other groups: each of its own by its number among these."""
+        def moved(shape: PipelineShape) -> PipelineShape:
+            return replace(shape, stages=tuple(replace(s, group=groups[s.group]) for s in shape.stages))
+
+        return replace(self, parts=tuple(replace(part, shape=moved(part.shape)) for part in self.parts))
+
     def merged(self) -> Candidate:
         """Equal parts added up, in the order of first appearance."""
         counts: dict[tuple[PipelineShape, int], int] = {}

@@ -26,6 +26,7 @@ class Space:
         shares: pipelines may own unequal shares of the optimizer states, where memory binds (small clusters only).
         context: auto (for long sequences, and where nothing fits without) | always | never: stages of context groups.
         offload: auto (where nothing fits without) | always | never: stages may keep their optimizer in host memory.
+        unlike_tp: TP groups may have unlike chips, with shares by speed (small clusters only).
     """
 
     micro_batch_sizes: tuple[int, ...] | None = None
@@ -38,6 +39,7 @@ class Space:
     shares: bool = True
     context: str = "auto"
     offload: str = "auto"
+    unlike_tp: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ from hetero_megatron.cluster import Cluster, format_bytes
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import dump_yaml, from_megatron, rank_ranges, to_dict
 from hetero_megatron.planner.bound import ASSUMPTIONS, Bound, price_bound
+from hetero_megatron.planner.choices import Choice, SearchOptions, concrete
 from hetero_megatron.planner.context_joint_bound import CONTEXT_ASSUMPTIONS, context_bound
 from hetero_megatron.planner.evaluate import best_recompute
 from hetero_megatron.planner.place import shrink
 from hetero_megatron.planner.predict import Prediction, predict
 from hetero_megatron.planner.report import format_seconds
-from hetero_megatron.planner.search import Choice, Result, SearchOptions, concrete, few_uniform, search
+from hetero_megatron.planner.search import Result, few_uniform, search
 from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, describe
 from hetero_megatron.planner.uniform import Uniform
 from hetero_megatron.spec import ModelSpec
@@ -97,7 +98,7 @@ def summarize(
     ):
         space = replace(options.space, offload="always") if result.offload_tried else options.space
         found = price_bound(result.evaluator, model, batch, space, result.best.step_seconds)
-    if found is not None and result.context_tried:
+    if found is not None and (result.context_tried or result.unlike_groups):
         found = context_bound(found, result.evaluator, model, batch)
     summary = Summary(result, model.name, found)
     summary.variants = variants(result, model, cluster, seq_length, batch, options)
@@ -137,16 +138,24 @@ def each_alone(
     found = []
     for name in names:
         keep = [rank.rank for rank in cluster.ranks if rank.chip == name]
-        part = cluster if len(keep) == cluster.world_size else shrink(cluster, keep)
-        try:
-            own = search(model, part, seq_length, batch, options)
-        except UserError as error:
-            found.append(Baseline(name, "", chips=len(keep), problem=error.problem))
+        own = result.alone.get(name) or _alone(cluster, keep, model, seq_length, batch, options)
+        if isinstance(own, UserError):
+            found.append(Baseline(name, "", chips=len(keep), problem=own.problem))
             continue
         best = own.best
         text = choice_text(best, [g.chip for g in own.pool.groups])
         found.append(Baseline(name, text, best.prediction.tokens_per_second, best.step_seconds, len(keep)))
     return found
+
+
+def _alone(
+    cluster: Cluster, keep: list[int], model: ModelSpec, seq_length: int, batch: int, options: SearchOptions
+) -> Result | UserError:
+    part = cluster if len(keep) == cluster.world_size else shrink(cluster, keep)
+    try:
+        return search(model, part, seq_length, batch, options)
+    except UserError as error:
+        return error
 
 
 def text_of(candidate: Candidate, chips: list[str]) -> str:
@@ -343,7 +352,7 @@ def summary_json(summary: Summary) -> Mapping[str, Any]:
     if summary.bound is not None:
         bound = {
             "step_seconds": summary.bound.seconds, "method": summary.bound.method,
-            "assumptions": list(CONTEXT_ASSUMPTIONS if result.context_tried else ASSUMPTIONS),
+            "assumptions": list(CONTEXT_ASSUMPTIONS if result.context_tried or result.unlike_groups else ASSUMPTIONS),
             "gap": max(0.0, summary.bound.gap(best.step_seconds)) if summary.bound.seconds else None,
         }  # fmt: skip
     return {

@@ -1,0 +1,123 @@
+"""The complete enumeration: its bounds of many splits at once, and what it may never lose against."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hetero_megatron.cluster import cluster_from_dict
+from hetero_megatron.planner.choices import Best
+from hetero_megatron.planner.floors import Tails, floor, line_under
+from hetero_megatron.planner.predict import predict
+from hetero_megatron.planner.search import Result, SearchOptions, make_evaluator, search
+from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape
+from hetero_megatron.planner.space import Space
+from hetero_megatron.planner.split import best_split, listed
+from hetero_megatron.planner.summary import best_uniform, each_alone, summarize, summary_json
+from hetero_megatron.planner.tables import Kind
+from hetero_megatron.spec import load_model
+from tests.planner_reference import random_case
+
+ON_CHIPS = Space(offload="never")
+
+
+@pytest.mark.parametrize(
+    ("seed", "kind", "batch", "space"),
+    [
+        (812, "open", 1, ON_CHIPS), (812, "open", 2, ON_CHIPS),  # prediction orders plans otherwise than evaluation
+        (701, "fixed", 1, Space()), (701, "fixed", 2, Space()),  # the fastest type needs its optimizer in host memory
+        (709, "open", 2, Space()), (805, "fixed", 1, Space()),
+    ],
+)  # fmt: skip
+def test_no_slower_than_a_type_alone_or_a_uniform_plan(seed: int, kind: str, batch: int, space: Space) -> None:
+    case, options = random_case(seed, kind), SearchOptions(space=space)
+    result = search(case.model, case.cluster, case.seq_length, batch, options)
+    assert result.method == "enumeration"
+    rows = []
+    for chip in dict.fromkeys(group.chip for group in result.pool.groups):
+        part = replace(result, alone={}, pool=replace(result.pool, groups=_only(result.pool.groups, chip)))
+        rows += each_alone(part, case.model, case.cluster, case.seq_length, batch, options)
+    assert [row.text for row in rows] == [
+        row.text for row in each_alone(result, case.model, case.cluster, case.seq_length, batch, options)
+    ]
+    rows.append(best_uniform(result, case.model, case.cluster, case.seq_length, batch, options))
+    best = min((row.step_seconds for row in rows if row.step_seconds), default=math.inf)
+    assert math.isfinite(best)
+    assert result.best.step_seconds <= best * (1 + 1e-9)
+    assert result.lower_bound <= result.best.step_seconds
+
+
+def _only(groups, chip):  # type: ignore[no-untyped-def]
+    return tuple(group for group in groups if group.chip == chip)
+
+
+def test_equal_plans_are_kept_once() -> None:
+    shape = PipelineShape(2, (StageShape(0, 1, 1, 4), StageShape(0, 1, 1, 4)))
+    best = Best(12, None, None)
+    for schedule in ("1f1b", "gpipe"):
+        for order in ("stage", "pipeline"):
+            best.improve(Candidate((Part(shape, 1, 1),), schedule, order), 1.0)
+            best.improve(Candidate((Part(shape, 1, 1), Part(shape, 1, 1)), schedule, order), 2.0)
+            best.improve(Candidate((Part(shape, 1, 3),), schedule, order), 3.0)
+    # One; two by order; one with two schedules.
+    assert [row[0] for row in best.rows] == [1.0, 2.0, 2.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_bounds_of_all_splits_are_those_of_each(seed: int) -> None:
+    case = random_case(900 + seed, "open")
+    evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
+    tables, layers = evaluator.tables, case.model.num_layers
+    groups = [g for g, n in enumerate(evaluator.pool.counts) for _ in range(n)][:3]
+    stages = [StageShape(g, 1, 1) for g in groups]
+    last, tails = len(stages) - 1, Tails(evaluator, layers)
+    found = [tables.table(Kind(g, 1, 1, 1, s == 0, s == last, 2.0)) for s, g in enumerate(groups)]
+    times, forward = [t.seconds[0] for t in found], [t.forward for t in found]
+    links = [tables.boundary(a, b, 1, tables.likely_same_node(a, b)) for a, b in zip(stages, stages[1:])]
+    for m in (1, 4):
+        best = best_split(times, links, m, "1f1b", forward)
+        low = floor([line_under(t) for t in times], layers, links, m)
+        assert best is None or low <= best[0] * (1 + 1e-12)
+    ways, _, seconds = listed(times, links, 1, "1f1b", forward)
+    first = np.stack([forward[s][ways[:, s]] for s in range(len(stages))], axis=1)
+    for pipelines in (1, 3):
+        after = tails.after(stages, ways, seconds - first, links, pipelines)
+        for way, value, row in zip(ways.tolist(), after.tolist(), seconds):
+            made = []
+            for s, (stage, table) in enumerate(zip(stages, found)):
+                recompute, count = table.choice(1, way[s])
+                made.append(replace(stage, layers=way[s], recompute=recompute, first=count))
+            if np.isfinite(row).all():
+                assert value == pytest.approx(evaluator.least_after(made, 1, links, pipelines), rel=1e-9, abs=1e-15)
+
+
+def _fast_links(batch: int, unlike: bool) -> Result:
+    chips = (("A100-80-SXM", 2), ("L40S", 1))
+    link = {"bandwidth": "200 GB/s", "latency": "5 us"}
+    nodes = [{"name": f"n{i}", "chip": chip, "chips_per_node": n} for i, (chip, n) in enumerate(chips)]
+    cluster = cluster_from_dict({"version": 1, "nodes": nodes, "links": {"intra_node": link, "inter_node": link}})
+    options = SearchOptions(space=Space(unlike_tp=unlike))
+    return search(load_model("llama2-7b"), cluster, 2048, batch, options)
+
+
+def test_tensor_parallel_groups_of_unlike_chips_are_cut_by_speed() -> None:
+    """Where links between unlike chips are as fast as those inside a node, and few sequences have to be done."""
+    plain, result = _fast_links(1, False), _fast_links(1, True)
+    assert not plain.best.text and result.unlike_groups
+    assert result.best.step_seconds < plain.best.step_seconds
+    plan, costs = result.best.plan, result.evaluator.costs
+    (unit,) = plan.pipelines[0].stages[0].units
+    assert len(set(unit.tp_split)) > 1 and len({result.best.cluster.ranks[r].chip for r in unit.ranks}) > 1
+    again = predict(plan, costs.model, result.best.cluster, "bf16", costs)
+    assert again.step_seconds == pytest.approx(result.best.step_seconds, rel=1e-12) and not again.over
+    stage = plan.pipelines[0].stages[0]
+    even = replace(stage, units=(replace(unit, tp_split=(1,) * unit.tp),))
+    equal = replace(plan, pipelines=(replace(plan.pipelines[0], stages=(even,)),))
+    assert result.best.step_seconds < predict(equal, costs.model, result.best.cluster, "bf16", costs).step_seconds
+    # The bound counts all plans then.
+    summary = summarize(result, costs.model, result.best.cluster, 2048, 1, SearchOptions(), baselines=False)
+    assert summary.bound is not None and summary.bound.seconds <= result.best.step_seconds
+    assert summary_json(summary)
