@@ -101,7 +101,7 @@ BOUNDS = {
 # operators, and such a millisecond repeats within 10 %. And what real work takes does not grow with the micro-batch as
 # a clock's nominal seconds do.
 REAL = {
-    "seq_length": 512, "batch_divisor": 2, "steps": 3, "long_steps": 2, "calibration_steps": 3, "sizes": [1, 2, 4],
+    "seq_length": 512, "batch_divisor": 2, "steps": 5, "long_steps": 2, "calibration_steps": 4, "sizes": [1, 2, 4],
 }  # fmt: skip
 MODES: dict[str, dict[str, Any]] = {
     "clock": {

@@ -45,7 +45,8 @@ class CalibrationOptions:
 
     Args:
         lengths: at which to time attention alone.
-        steps: measured per pipeline (a clocked testbed needs one).
+        steps: measured per pipeline of micro-batches of 1 (a clocked testbed needs one); larger micro-batches take as
+            many fewer, at least one.
     """
 
     seq_length: int
@@ -98,10 +99,11 @@ def calibrate(
     for tp in options.tp:
         for size in options.micro_batch_sizes:
             arguments = (cluster, spec, options.seq_length, tp, size)
+            steps = max(1, options.steps // size)
             checks = spot_checks(*arguments) if (tp, size) == (options.tp[0], options.micro_batch_sizes[0]) else []
             for run in [*full_runs(*arguments), *checks]:
                 log(f"tp {tp}, micro-batch {size}: stages {', '.join(f'{c} x{n}' for c, n in run.stages)}")
-                seconds = observe(run, comm, dtype, optimizer, options.steps)
+                seconds = observe(run, comm, dtype, optimizer, steps)
                 answers: list[Any] = [a for a in world.gather_objects(seconds) if a]
                 seen += _merge([a["observation"] for a in answers])
                 for a in answers:
