@@ -67,13 +67,13 @@ def main() -> None:
         predicted = predict(plan, spec, rated, DTYPE)
         count = work["long_steps" if predicted.step_seconds > LONG else "steps"]
         seconds = run(plan, spec, comm, build, count)
-        every = [s.seconds for s in world.gather_objects(seconds) if s]  # type: ignore[attr-defined]
+        every: Any = [s for s in world.gather_objects(seconds) if s]
         if comm.rank == 0:
-            steps = [max(s) for s in zip(*every)]
+            steps = [max(s) for s in zip(*(s.seconds for s in every))]
             rows.append(
                 {
                     "name": name, "kind": kind, "plan": data, "predicted": predicted.step_seconds, "steps": steps,
-                    "measured": median(steps), "parts": dict(predicted.parts),
+                    "measured": median(steps), "parts": dict(predicted.parts), "late": max(s.late for s in every),
                 }
             )  # fmt: skip
             print(f"{name}: {predicted.step_seconds:.3f} s predicted, {median(steps):.3f} s measured", flush=True)
@@ -159,11 +159,12 @@ def others(cluster: Cluster, spec: ModelSpec, seq_length: int, batch: int) -> li
 @dataclass(frozen=True)
 class Steps:
     """``seconds`` of the measured steps on one rank, ``computed``: of these by its chip's own clock; ``losses`` of all
-    steps, also of the first one."""
+    steps, also of the first one; ``late``: how far the rank was behind an emulated chip, as a share of the steps."""
 
     seconds: list[float]
     computed: list[float]
     losses: list[float]
+    late: float
 
 
 def run(plan: Plan, spec: ModelSpec, comm: Comm, build: Any, steps: int) -> Steps | None:
@@ -181,17 +182,25 @@ def run(plan: Plan, spec: ModelSpec, comm: Comm, build: Any, steps: int) -> Step
         return Batch(tokens, tokens, torch.arange(plan.seq_length).expand(tokens.shape))
 
     runtime = Runtime(plan, spec, comm, torch.float32, initialize, build)
-    seconds, computed, losses = [], [], []
+    seconds, computed, losses, behind = [], [], [], 0.0
     least = sum(p.micro_batch_size for p in plan.pipelines)  # the first step allocates, and is not measured
     for step in range(steps + 1):
         size = plan.global_batch_size if step else max(least, plan.global_batch_size // WARM_UP)
         runtime.world.gather_vectors(torch.zeros(1))
+        if step == 1:
+            behind = seconds_late(comm)
         start, before = time.perf_counter(), comm.clock.computed
         stats = runtime.train_step(fetch, step * plan.global_batch_size, size, lr=1e-4)
         seconds.append(time.perf_counter() - start)
         computed.append(comm.clock.computed - before)
         losses.append(stats.loss)
-    return Steps(seconds[1:], computed[1:], losses)
+    return Steps(seconds[1:], computed[1:], losses, (seconds_late(comm) - behind) / sum(seconds[1:]))
+
+
+def seconds_late(comm: Comm) -> float:
+    """So far, before waiting for a peer; 0 for a chip that is not emulated."""
+    report = comm.clock.report()
+    return report["late"] * report["emulated"] if report else 0.0
 
 
 if __name__ == "__main__":

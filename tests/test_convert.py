@@ -182,6 +182,15 @@ def test_a_damaged_source_is_named_as_the_word_it_was(tmp_path: Path, capsys: py
     assert f"SOURCE = {file}: cannot be read" in capsys.readouterr().err and not (tmp_path / "native").exists()
 
 
+def test_a_target_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "in", "llama")
+    convert(capsys, str(tmp_path / "in"), str(tmp_path / "native"))
+    target = str(tmp_path / "in" / "config.json" / "out")
+    for source in ("in", "native"):
+        assert main(["convert", str(tmp_path / source), target]) == 2
+        assert f"TARGET = {target}: cannot be" in capsys.readouterr().err
+
+
 def test_a_directory_named_like_a_preset_is_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("tiny").mkdir()

@@ -22,7 +22,7 @@ from hetero_megatron import __version__
 from hetero_megatron.checkpoint.directory import CheckpointDirectory, write_synced
 from hetero_megatron.checkpoint.hf_files import SHARD_BYTES
 from hetero_megatron.checkpoint.hf_load import HFWeights
-from hetero_megatron.checkpoint.hf_save import save_hf, travel_along
+from hetero_megatron.checkpoint.hf_save import FLAG, save_hf, travel_along
 from hetero_megatron.checkpoint.manifest import METADATA, SUMS, Place, encode_metadata, format_sums, sha256
 from hetero_megatron.checkpoint.native import Checkpoint, open_checkpoint
 from hetero_megatron.checkpoint.safefile import Files, write_file
@@ -61,12 +61,17 @@ def from_native(source: str, target: str, dtype: str | None = None, step: int | 
     """
     checkpoint = open_checkpoint(source, None, step)
     if checkpoint is None:
-        raise UserError("holds no checkpoint", field="source", value=source, accepted="a directory that --save wrote")
+        raise UserError("holds no checkpoint", field="SOURCE", value=source, accepted="a directory that --save wrote")
     spec = spec_of(checkpoint)
     check_model(checkpoint, spec)
     dtype = dtype or str(checkpoint.state["dtype"])
     alone = Group(Comm(0, torch.device("cpu"), timedelta(0)), (0,), None)
-    save_hf(target, spec, _chunks(checkpoint, spec), DTYPES[dtype], alone, str(checkpoint.path))
+    try:
+        save_hf(target, spec, _chunks(checkpoint, spec), DTYPES[dtype], alone, str(checkpoint.path))
+    except UserError as error:
+        if error.field != FLAG:
+            raise
+        raise UserError(error.problem, field="TARGET", value=target, accepted=error.accepted) from error
     return {"direction": "native to hf", "step": checkpoint.step, "model": spec.name, "dtype": dtype, "target": target}
 
 
@@ -92,7 +97,7 @@ def to_native(source: str, target: str, dtype: str | None = None) -> dict[str, A
     spec = load_model(source, "SOURCE")
     weights, directory = HFWeights(source, spec, "SOURCE"), CheckpointDirectory(target)
     if directory.held():
-        raise UserError("holds checkpoints", field="target", value=target, accepted="a new directory")
+        raise UserError("holds checkpoints", field="TARGET", value=target, accepted="a new directory")
     tensors = logical_tensors(spec)
     dtypes = {t.name: DTYPES[dtype] if dtype else weights.dtype(t) for t in tensors}
     kind = dtype or _NAMES[max(dtypes.values(), key=list(dtypes.values()).count)]
@@ -101,7 +106,7 @@ def to_native(source: str, target: str, dtype: str | None = None) -> dict[str, A
     except OSError as error:
         with suppress(OSError):
             shutil.rmtree(directory.work(0))
-        raise UserError(f"cannot be written: {error.strerror}", field="target", value=target) from error
+        raise UserError(f"cannot be written: {error.strerror}", field="TARGET", value=target) from error
     return {"direction": "hf to native", "step": 0, "model": spec.name, "dtype": kind, "target": target}
 
 

@@ -222,6 +222,12 @@ def _notes(settings: Settings) -> list[str]:
         notes.append("chips: an emulated clock; errors of predictions under it are schedule + communication errors")
     if settings.chips == "quota":
         notes.append("chips: CPU quotas, for demonstration and fault tests: 10-20 % jitter")
+    if settings.chips == "soft":
+        for core in sorted(set(settings.cores)):
+            load = sum(s or 0.0 for s, c in zip(settings.speeds, settings.cores, strict=True) if c == core)
+            if load > SHARE + 1e-9:
+                notes.append(f"chips: those on core {core} are as fast as {load:.4g} of it together, and fall behind "
+                             f"where it is a little slower than usual; up to {SHARE} they do not")  # fmt: skip
     if settings.chips == "none":
         notes.append("chips: every rank is as fast as its share of a core")
     if settings.links != "none":
