@@ -204,13 +204,13 @@ def main() -> None:
     for name in names:
         found[name] = measure(cases[name], name, args)
         figures[name] = report(cases[name], name, found[name])
+        if args.out:
+            Path(args.out).write_text(json.dumps(found, indent=1))
     count = sum(f["plans"] for f in figures.values())
     mean = sum(f["mean"] * f["plans"] for f in figures.values()) / count
     worst = max(f["worst"] for f in figures.values())
     print(f"\n{int(count)} plans on {len(figures)} clusters: prediction error mean {mean:.1%}, worst {worst:.1%}\n")
     summarise(cases, figures)
-    if args.out:
-        Path(args.out).write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

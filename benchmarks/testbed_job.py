@@ -41,7 +41,7 @@ from hetero_megatron.training.runtime import Runtime
 
 DTYPE = "fp32"
 LONG = 5.0  # seconds of a step above which it takes fewer of them
-WARM_UP = 6  # the first step has so much less to do
+WARM_UP = 6  # a step before those that count has so much less to do
 
 
 def main() -> None:
@@ -159,7 +159,7 @@ def others(cluster: Cluster, spec: ModelSpec, seq_length: int, batch: int) -> li
 @dataclass(frozen=True)
 class Steps:
     """``seconds`` of the measured steps on one rank, ``computed``: of these by its chip's own clock; ``losses`` of all
-    steps, also of the first one; ``late``: how far the rank was behind an emulated chip, as a share of the steps."""
+    steps, also of the first ones; ``late``: how far the rank was behind an emulated chip, as a share of the steps."""
 
     seconds: list[float]
     computed: list[float]
@@ -168,7 +168,7 @@ class Steps:
 
 
 def run(plan: Plan, spec: ModelSpec, comm: Comm, build: Any, steps: int) -> Steps | None:
-    """``steps`` steps after a small one; None on ranks that the plan leaves out."""
+    """``steps`` steps after two small ones; None on ranks that the plan leaves out."""
     if comm.rank not in plan.ranks:
         comm.create_groups(plan_groups(plan, make_buckets(plan, spec)))
         return None
@@ -182,19 +182,19 @@ def run(plan: Plan, spec: ModelSpec, comm: Comm, build: Any, steps: int) -> Step
         return Batch(tokens, tokens, torch.arange(plan.seq_length).expand(tokens.shape))
 
     runtime = Runtime(plan, spec, comm, torch.float32, initialize, build)
-    seconds, computed, losses, behind = [], [], [], 0.0
-    least = sum(p.micro_batch_size for p in plan.pipelines)  # the first step allocates, and is not measured
-    for step in range(steps + 1):
-        size = plan.global_batch_size if step else max(least, plan.global_batch_size // WARM_UP)
+    seconds, computed, losses, late = [], [], [], []
+    # The first step allocates; what stays (optimizer states) then lies where the second would have allocated again.
+    least = sum(p.micro_batch_size for p in plan.pipelines)
+    sizes = [least, max(least, plan.global_batch_size // WARM_UP), *[plan.global_batch_size] * steps]
+    for step, size in enumerate(sizes):
         runtime.world.gather_vectors(torch.zeros(1))
-        if step == 1:
-            behind = seconds_late(comm)
-        start, before = time.perf_counter(), comm.clock.computed
+        start, before, behind = time.perf_counter(), comm.clock.computed, seconds_late(comm)
         stats = runtime.train_step(fetch, step * plan.global_batch_size, size, lr=1e-4)
         seconds.append(time.perf_counter() - start)
         computed.append(comm.clock.computed - before)
+        late.append(seconds_late(comm) - behind)
         losses.append(stats.loss)
-    return Steps(seconds[1:], computed[1:], losses, (seconds_late(comm) - behind) / sum(seconds[1:]))
+    return Steps(seconds[2:], computed[2:], losses, sum(late[2:]) / sum(seconds[2:]))
 
 
 def seconds_late(comm: Comm) -> float:

@@ -81,10 +81,10 @@ def build_plan(
 def _from_file(
     args: Arguments, spec: ModelSpec, environment: Mapping[str, str], cluster: Cluster | None, dtype: str | None
 ) -> Plan:
-    plan = load_plan(args["plan"], spec, cluster, dtype)
     for key in (*_UNIFORM, *_MESHES, "micro_batch_size"):
         if key in args.given:
             raise flag_error(key, args[key], "the plan file says this already", "one of the two")
+    plan = load_plan(args["plan"], spec, cluster, dtype)
     for key, mine in (("seq_length", plan.seq_length), ("global_batch_size", plan.global_batch_size)):
         if key in args.given and args[key] != mine:
             raise flag_error(key, args[key], f"the plan file says {mine}", f"{mine}, or leave the flag out")
