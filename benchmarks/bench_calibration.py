@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.bench_testbed import CLUSTERS, MODEL, MODES
+from benchmarks.bench_testbed import MODEL, MODES, PLANS, cluster_of
 from benchmarks.common import machine
 from benchmarks.testbed_run import ROOT
 
@@ -43,7 +43,7 @@ def measure(name: str, chips: str) -> tuple[dict[str, Any], float, str]:
     length = MODES[chips]["seq_length"]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        (path / "cluster.json").write_text(json.dumps(CLUSTERS[name]))
+        (path / "cluster.json").write_text(json.dumps(cluster_of(name, chips)))
         (path / "config.json").write_text(json.dumps(MODEL_CONFIG))
         command = [sys.executable, "-m", "hetero_megatron.cli.main"]
         run = [*command, "testbed", "run", "--chips", chips, "--cluster", str(path / "cluster.json"), "--"]
@@ -110,7 +110,7 @@ def _met(value: float, goal: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chips", nargs="*", default=["clock", "soft"], choices=("clock", "soft"))
-    parser.add_argument("--only", nargs="*", default=["3:1, 2+2"], choices=list(CLUSTERS))
+    parser.add_argument("--only", nargs="*", default=["3:1, 2+2"], choices=list(PLANS))
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     print(f"{machine()}; {args.repeats} repeats")

@@ -81,7 +81,6 @@ PLANS = {
     ),
     "2:1, 2+6": Case(two_types((2, 1, 0.3, "1 GiB"), (6, 1, 0.15, "1 GiB"), "25 MB/s"), batch=80),
 }  # fmt: skip
-CLUSTERS = {name: case.cluster for name, case in PLANS.items()}
 BOUNDS = {
     "side by side, 3:1": Case(
         two_types((2, 1, 0.6, "1 GiB"), (2, 1, 0.2, "1 GiB"), "50 MB/s", "100 MB/s"),
@@ -98,16 +97,17 @@ BOUNDS = {
         batch=64, kinds=(), goal=1.05,
     ),
 }  # fmt: skip
-# Where CPU time counts, sequences are longer and steps fewer: a layer of 128 tokens takes 1 ms, most of it in small
-# operators, and such a millisecond repeats within 10 %. And what real work takes does not grow with the micro-batch as
-# a clock's nominal seconds do.
+# Where CPU time counts, sequences are longer and batches smaller: a layer of 128 tokens takes 1 ms, most of it in small
+# operators, and such a millisecond repeats within 10 %. Chips are slower, so that a core which is slower than usual can
+# keep up. And what real work takes does not grow with the micro-batch as a clock's nominal seconds do.
 REAL = {
-    "seq_length": 512, "batch_divisor": 2, "steps": 5, "long_steps": 2, "calibration_steps": 4, "sizes": [1, 2, 4],
+    "seq_length": 512, "speed": 0.75, "batch_divisor": 2, "steps": 5, "long_steps": 2, "calibration_steps": 6,
+    "sizes": [1, 3], "warm_up": 1,
 }  # fmt: skip
 MODES: dict[str, dict[str, Any]] = {
     "clock": {
-        "seq_length": SEQ_LENGTH, "batch_divisor": 1, "steps": 2, "long_steps": 1, "calibration_steps": 1,
-        "sizes": [1, 2],
+        "seq_length": SEQ_LENGTH, "speed": 1.0, "batch_divisor": 1, "steps": 2, "long_steps": 1,
+        "calibration_steps": 1, "sizes": [1, 2], "warm_up": 6,
     },
     "soft": REAL,
     "quota": REAL,
@@ -117,7 +117,14 @@ MODES: dict[str, dict[str, Any]] = {
 def adapted(case: Case, mode: dict[str, Any]) -> Case:
     """The case as it runs in a mode."""
     cluster = case.long if case.long and mode["seq_length"] > SEQ_LENGTH else case.cluster
-    return replace(case, cluster=cluster, batch=case.batch // mode["batch_divisor"])
+    speeds = {name: round(mode["speed"] * chip["emulate"]["speed"], 4) for name, chip in cluster["chips"].items()}
+    chips = {name: {**chip, "emulate": {"speed": speeds[name]}} for name, chip in cluster["chips"].items()}
+    return replace(case, cluster={**cluster, "chips": chips}, batch=case.batch // mode["batch_divisor"])
+
+
+def cluster_of(name: str, chips: str) -> dict[str, Any]:
+    """One of ``PLANS``, as it is with such chips."""
+    return adapted(PLANS[name], MODES[chips]).cluster
 
 
 def measure(case: Case, name: str, args: argparse.Namespace) -> dict[str, Any]:

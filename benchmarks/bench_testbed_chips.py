@@ -23,7 +23,7 @@ from statistics import mean, median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.bench_testbed import CLUSTERS, MODEL
+from benchmarks.bench_testbed import MODEL, PLANS, cluster_of
 from benchmarks.common import machine
 from benchmarks.testbed_run import ROOT
 
@@ -37,10 +37,10 @@ def measure(name: str, mode: str, repeats: int) -> tuple[list[Any], bool]:
     """Per rank: ``rows``, (kind, wall, emulated seconds) of each action of each repeat, and ``clock``; and
     whether others disturbed it."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder)
-        (path / "cluster.json").write_text(json.dumps(CLUSTERS[name]))
+        path, cluster = Path(folder), cluster_of(name, mode)
+        (path / "cluster.json").write_text(json.dumps(cluster))
         work = {
-            "cluster": CLUSTERS[name], "model": {**MODEL, "num_layers": LAYERS}, "seq_length": SEQ_LENGTH,
+            "cluster": cluster, "model": {**MODEL, "num_layers": LAYERS}, "seq_length": SEQ_LENGTH,
             "micro_batches": MICRO_BATCHES, "repeats": repeats, "out": str(path / "out.json"),
         }  # fmt: skip
         (path / "work.json").write_text(json.dumps(work))
@@ -65,7 +65,7 @@ def action_error(ranks: list[Any]) -> float:
 
 def ratios(name: str, ranks: list[Any]) -> tuple[float, float]:
     """(largest error of a type's ratio to the fastest type over all repeats, its spread over repeats)."""
-    described = CLUSTERS[name]
+    described = PLANS[name].cluster
     chips = [g["chip"] for g in described["nodes"] for _ in range(g["count"] * g["chips_per_node"])]
     speeds = {chip: value["emulate"]["speed"] for chip, value in described["chips"].items()}
     fastest = max(speeds, key=lambda c: speeds[c])
@@ -89,7 +89,7 @@ def ratios(name: str, ranks: list[Any]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chips", nargs="*", default=["clock", "soft", "quota"], choices=("clock", "soft", "quota"))
-    parser.add_argument("--only", nargs="*", default=list(CLUSTERS), choices=list(CLUSTERS))
+    parser.add_argument("--only", nargs="*", default=list(PLANS), choices=list(PLANS))
     parser.add_argument("--repeats", type=int, default=4, help="as many on every core")
     args = parser.parse_args()
     print(machine())

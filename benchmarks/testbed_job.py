@@ -41,7 +41,7 @@ from hetero_megatron.training.runtime import Runtime
 
 DTYPE = "fp32"
 LONG = 5.0  # seconds of a step above which it takes fewer of them
-WARM_UP = 6  # a step before those that count has so much less to do
+WARM_UP = 6  # the step that allocates has so much less to do, on an emulated clock, which does not count that
 
 
 def main() -> None:
@@ -66,7 +66,7 @@ def main() -> None:
         plan = plan_from_dict(data, spec, cluster)
         predicted = predict(plan, spec, rated, DTYPE)
         count = work["long_steps" if predicted.step_seconds > LONG else "steps"]
-        seconds = run(plan, spec, comm, build, count)
+        seconds = run(plan, spec, comm, build, count, work["warm_up"])
         every: Any = [s for s in world.gather_objects(seconds) if s]
         if comm.rank == 0:
             steps = [max(s) for s in zip(*(s.seconds for s in every))]
@@ -159,7 +159,7 @@ def others(cluster: Cluster, spec: ModelSpec, seq_length: int, batch: int) -> li
 @dataclass(frozen=True)
 class Steps:
     """``seconds`` of the measured steps on one rank, ``computed``: of these by its chip's own clock; ``losses`` of all
-    steps, also of the first ones; ``late``: how far the rank was behind an emulated chip, as a share of the steps."""
+    steps, also of the first one; ``late``: how far the rank was behind an emulated chip, as a share of the steps."""
 
     seconds: list[float]
     computed: list[float]
@@ -167,8 +167,11 @@ class Steps:
     late: float
 
 
-def run(plan: Plan, spec: ModelSpec, comm: Comm, build: Any, steps: int) -> Steps | None:
-    """``steps`` steps after two small ones; None on ranks that the plan leaves out."""
+def run(
+    plan: Plan, spec: ModelSpec, comm: Comm, build: Any, steps: int, warm_up: int = WARM_UP
+) -> Steps | None:
+    """``steps`` steps after one that allocates, of ``1 / warm_up`` of the batch; None on ranks that the plan leaves
+    out."""
     if comm.rank not in plan.ranks:
         comm.create_groups(plan_groups(plan, make_buckets(plan, spec)))
         return None
@@ -183,10 +186,9 @@ def run(plan: Plan, spec: ModelSpec, comm: Comm, build: Any, steps: int) -> Step
 
     runtime = Runtime(plan, spec, comm, torch.float32, initialize, build)
     seconds, computed, losses, late = [], [], [], []
-    # The first step allocates; what stays (optimizer states) then lies where the second would have allocated again.
     least = sum(p.micro_batch_size for p in plan.pipelines)
-    sizes = [least, max(least, plan.global_batch_size // WARM_UP), *[plan.global_batch_size] * steps]
-    for step, size in enumerate(sizes):
+    for step in range(steps + 1):
+        size = plan.global_batch_size if step else max(least, plan.global_batch_size // warm_up)
         runtime.world.gather_vectors(torch.zeros(1))
         start, before, behind = time.perf_counter(), comm.clock.computed, seconds_late(comm)
         stats = runtime.train_step(fetch, step * plan.global_batch_size, size, lr=1e-4)
@@ -194,7 +196,7 @@ def run(plan: Plan, spec: ModelSpec, comm: Comm, build: Any, steps: int) -> Step
         computed.append(comm.clock.computed - before)
         late.append(seconds_late(comm) - behind)
         losses.append(stats.loss)
-    return Steps(seconds[2:], computed[2:], losses, sum(late[2:]) / sum(seconds[2:]))
+    return Steps(seconds[1:], computed[1:], losses, sum(late[1:]) / sum(seconds[1:]))
 
 
 def seconds_late(comm: Comm) -> float:

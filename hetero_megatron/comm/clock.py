@@ -22,7 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero_megatron.comm.turns import Turns
-from hetero_megatron.comm.yardstick import Yardstick
+from hetero_megatron.comm.yardstick import PAUSE, Yardstick
 
 BLOCKED = 1e-4  # seconds: a wait that took longer really blocked, so the rank's own lateness did not matter
 OVERRUN_LIMIT = 0.01  # share of emulated seconds by which real CPU time may exceed them before a run is invalid
@@ -130,7 +130,9 @@ class EmulatedClock(RealClock):
         else:
             self.overrun += max(0.0, cpu - seconds)
             while (left := target - time.perf_counter()) > 0:
-                time.sleep(left)
+                time.sleep(left if self.yardstick is None else min(left, PAUSE))
+                if self.yardstick is not None:
+                    self.yardstick.look(target - time.perf_counter())
         self._lateness = time.perf_counter() - target
         return seconds
 

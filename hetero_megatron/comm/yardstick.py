@@ -14,11 +14,13 @@ import time
 
 import torch
 
-SIZE, PRODUCTS = 192, 6  # a millisecond
-ROWS, SMALL_OPERATORS = 64, 500  # another one
-EVERY = 0.04  # CPU seconds of work between two readings
-OVERDUE = 10  # times that: then it is read although it takes time that somebody may be waiting for
-WEIGHT = 0.3  # of the newest reading; the older ones fade within about ten, half a second of work
+SIZE, PRODUCTS = 128, 6  # half a millisecond
+ROWS, SMALL_OPERATORS = 64, 250  # another half
+EVERY = 0.02  # CPU seconds of work between two readings
+MOST_DUE = 10  # readings that are made up for
+OVERDUE = 10  # times EVERY: then it is read although it takes time that somebody may be waiting for
+PAUSE = 0.02  # seconds: cores were slower by a quarter for 16 ms at a time, and readings in one such time see the same
+WEIGHT = 0.1  # of the newest reading, and more of the first ones; older ones fade within 0.2 s of work
 WARM_UP = 5
 
 
@@ -37,6 +39,7 @@ class Yardstick:
         self._rows, self._squares = self._matrix[:ROWS], self._product[:ROWS]
         for _ in range(WARM_UP):
             self._now = self.read()
+        self._readings = 1
 
     def usual_seconds(self, cpu: float) -> float:
         """What ``cpu`` seconds of work that has just been done would usually have been."""
@@ -45,18 +48,24 @@ class Yardstick:
 
     def look(self, spare: float) -> None:
         """Read it again where that is due, and done within ``spare`` seconds."""
-        if self._worked >= (EVERY if spare > 1.5 * self._now else OVERDUE * EVERY):
-            self._worked = 0.0
-            self._now += WEIGHT * (self.read() - self._now)
+        if self._worked >= (EVERY if spare > 2 * self._now else OVERDUE * EVERY):
+            self._worked = min(self._worked, MOST_DUE * EVERY) - EVERY
+            self._readings += 1
+            self._now += max(WEIGHT, 1 / self._readings) * (self.read() - self._now)
 
     def read(self) -> float:
-        """CPU seconds of the fixed work, now."""
+        """CPU seconds of the fixed work, now; of work that finds its data in the caches, whatever the rank and others
+        on the core did before."""
+        self._work(PRODUCTS // 3, SMALL_OPERATORS // 5)
         start = time.thread_time()
-        for _ in range(PRODUCTS):
-            torch.mm(self._matrix, self._matrix, out=self._product)
-        for _ in range(SMALL_OPERATORS):
-            torch.mul(self._rows, self._rows, out=self._squares)
+        self._work(PRODUCTS, SMALL_OPERATORS)
         return time.thread_time() - start
+
+    def _work(self, products: int, small_operators: int) -> None:
+        for _ in range(products):
+            torch.mm(self._matrix, self._matrix, out=self._product)
+        for _ in range(small_operators):
+            torch.mul(self._rows, self._rows, out=self._squares)
 
 
 def usual_reading(seconds: float) -> float:
