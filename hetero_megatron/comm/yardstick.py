@@ -3,9 +3,8 @@
 The cores of a shared machine change their speed by a tenth and more, from one second to the next and apart from each
 other. A chip that is a share of such a core would change with it, so that the same plan took other times tomorrow, and
 neither its prediction nor the ratio to another chip could be checked. So CPU time is counted in units of a fixed piece
-of work: half of it products of matrices, half small operators, as in the layers of a model. By
-``benchmarks/bench_yardstick.py`` the CPU time of layers varied by 4 to 7 % over bins of some seconds, in these units by
-1 to 3 %, in units of products alone by 1 to 4 %, of small operators alone by 2 to 6 %.
+of work: half of it products of matrices, half small operators, as in the layers of a model (how much less they vary in
+these units: ``benchmarks/bench_yardstick.py``).
 """
 
 from __future__ import annotations

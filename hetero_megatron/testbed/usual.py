@@ -20,6 +20,7 @@ from hetero_megatron.testbed.settings import Settings
 from hetero_megatron.testbed.state import write_json
 
 SECONDS = 2.0  # of reading
+WORK = "work 2"  # which piece of work is read: another one has another unit
 
 
 def with_unit(settings: Settings) -> Settings:
@@ -35,16 +36,16 @@ def with_unit(settings: Settings) -> Settings:
 def unit_of_speed() -> tuple[float, Path | None]:
     """CPU seconds that a yardstick reading usually takes here, and the file that remembers it; None: it cannot be."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    path, processor = Path(base) / "hetero_megatron" / "yardstick.json", _processor()
+    path, key = Path(base) / "hetero_megatron" / "yardstick.json", _key()
     known: dict[str, float] = {}
     with suppress(OSError, ValueError):
         known = dict(json.loads(path.read_text(encoding="utf-8")))
-    if isinstance(found := known.get(processor), float) and 0.0 < found < 1.0:
+    if isinstance(found := known.get(key), float) and 0.0 < found < 1.0:
         return found, path
     found = _measure()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {**known, processor: found})
+        write_json(path, {**known, key: found})
     except OSError:
         return found, None
     return found, path
@@ -57,10 +58,10 @@ def _measure() -> float:
     return float(done.stdout)
 
 
-def _processor() -> str:
-    """A home may be shared by unlike machines."""
+def _key() -> str:
+    """Of this processor, as a home may be shared by unlike machines, and of the piece of work."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+                return f"{line.partition(':')[2].strip()}, {WORK}"
+    return f"{platform.processor() or platform.machine()}, {WORK}"
