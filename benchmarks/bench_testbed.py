@@ -107,7 +107,7 @@ REAL = {
 MODES: dict[str, dict[str, Any]] = {
     "clock": {
         "seq_length": SEQ_LENGTH, "speed": 1.0, "batch_divisor": 1, "steps": 2, "long_steps": 1,
-        "calibration_steps": 1, "sizes": [1, 2], "warm_up": 6,
+        "calibration_steps": 1, "sizes": [1, 2],
     },
     "soft": REAL,
     "quota": REAL,

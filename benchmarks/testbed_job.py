@@ -66,7 +66,7 @@ def main() -> None:
         plan = plan_from_dict(data, spec, cluster)
         predicted = predict(plan, spec, rated, DTYPE)
         count = work["long_steps" if predicted.step_seconds > LONG else "steps"]
-        seconds = run(plan, spec, comm, build, count, work["warm_up"])
+        seconds = run(plan, spec, comm, build, count, work.get("warm_up", WARM_UP))
         every: Any = [s for s in world.gather_objects(seconds) if s]
         if comm.rank == 0:
             steps = [max(s) for s in zip(*(s.seconds for s in every))]

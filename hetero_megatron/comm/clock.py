@@ -121,8 +121,7 @@ class EmulatedClock(RealClock):
         cpu = time.thread_time() - self._cpu
         seconds = self._nominal_seconds(cpu) / self.speed()
         target = self._due + (seconds or cpu)
-        if self.yardstick is not None:
-            self.yardstick.look(target - time.perf_counter())
+        self._look(target)
         if self.turns is not None:
             self.turns.give()
         if seconds == 0.0:
@@ -131,10 +130,14 @@ class EmulatedClock(RealClock):
             self.overrun += max(0.0, cpu - seconds)
             while (left := target - time.perf_counter()) > 0:
                 time.sleep(left if self.yardstick is None else min(left, PAUSE))
-                if self.yardstick is not None:
-                    self.yardstick.look(target - time.perf_counter())
+                self._look(target)
         self._lateness = time.perf_counter() - target
         return seconds
+
+    def _look(self, until: float) -> None:
+        """Let the yardstick be read, if it is due, in the time that is left."""
+        if self.yardstick is not None:
+            self.yardstick.look(until - time.perf_counter())
 
     def _nominal_seconds(self, cpu: float) -> float:
         """Of the segment that ends here, for the chip of speed 1; 0.0: it was no chip's work."""

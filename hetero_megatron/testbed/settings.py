@@ -195,7 +195,7 @@ def _check_total(cluster: Cluster, machine: Machine, speeds: Sequence[float | No
 
 def _check_cores(settings: Settings, machine: Machine) -> None:
     for core in machine.cores:
-        here = [(rank, speed or 0.0) for rank, speed in enumerate(settings.speeds) if settings.cores[rank] == core]
+        here = _on_core(settings, core)
         total = sum(speed for _, speed in here)
         if total > 1 + 1e-9:
             ranks = ", ".join(f"rank {rank} at {speed}" for rank, speed in here)
@@ -203,6 +203,11 @@ def _check_cores(settings: Settings, machine: Machine) -> None:
                 f"the ranks cannot be spread over the cores: {ranks} would share one", field="emulate.speed",
                 value=total, accepted="speeds of which every core gets at most 1.0", where=settings.cluster.file,
             )  # fmt: skip
+
+
+def _on_core(settings: Settings, core: int) -> list[tuple[int, float]]:
+    """(rank, speed) of those that share it."""
+    return [(rank, speed or 0.0) for rank, speed in enumerate(settings.speeds) if settings.cores[rank] == core]
 
 
 def pin(speeds: Sequence[float], cores: Sequence[int]) -> tuple[int, ...]:
@@ -224,7 +229,7 @@ def _notes(settings: Settings) -> list[str]:
         notes.append("chips: CPU quotas, for demonstration and fault tests: 10-20 % jitter")
     if settings.chips == "soft":
         for core in sorted(set(settings.cores)):
-            load = sum(s or 0.0 for s, c in zip(settings.speeds, settings.cores, strict=True) if c == core)
+            load = sum(speed for _, speed in _on_core(settings, core))
             if load > SHARE + 1e-9:
                 notes.append(f"chips: those on core {core} are as fast as {load:.4g} of it together, and fall behind "
                              f"where it is a little slower than usual; up to {SHARE} they do not")  # fmt: skip

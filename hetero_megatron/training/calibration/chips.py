@@ -27,7 +27,6 @@ from hetero_megatron.training.runtime import Runtime
 
 OPTIMIZER_ELEMENTS = (1 << 18, 1 << 21)
 LEAST, MOST, ENOUGH = 5, 40, 0.5  # repeats of what is timed alone: few where they take long, seconds in all
-WARM_UP = 2  # steps: the first initialises and allocates; where its lasting part lies the second allocates again
 VISITS = 4  # blocks of keys, against one
 
 
@@ -46,12 +45,11 @@ def observe(run: Run, comm: Comm, dtype: torch.dtype, optimizer: OptimizerFactor
     backward: list[float] = []
     tails: list[float] = []
     saved: list[float] = []
-    for step in range(-WARM_UP, steps):
+    for step in range(steps + 1):
         before = comm.clock.computed
-        size = run.micro_batch_size if step == -WARM_UP else run.plan.global_batch_size
-        stats = runtime.train_step(_fetch(run), 0, size, lr=1e-6)
+        stats = runtime.train_step(_fetch(run), 0, run.plan.global_batch_size, lr=1e-6)
         tail = comm.clock.computed - before - sum(t.computed for t in stats.actions)
-        if step < 0:
+        if step == 0:  # allocations, caches, lazy initialisation
             continue
         for kind, into in (("F", forward), ("B", backward)):
             alone, *others = [t.computed for t in stats.actions if t.action.kind == kind]
@@ -82,8 +80,8 @@ def observe_exchange(
     for hop in (hop for exchange in runtime.sync.exchanges for hop in exchange.hops):
         hop.runs = None  # as between replicas of unlike degrees: replicas of one chip each would copy next to nothing
         _time_phases(hop, chip, dtype, found)
-    for step in range(-WARM_UP, steps):
-        if step == 0:
+    for step in range(steps + 1):
+        if step == 1:  # the first one allocates
             found.clear()
         runtime.train_step(_fetch(run), 0, run.plan.global_batch_size, lr=1e-6)
     return found
