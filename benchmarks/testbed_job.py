@@ -33,7 +33,7 @@ from hetero_megatron.planner.search import SearchOptions, few_uniform, judge, ma
 from hetero_megatron.planner.whatif import without
 from hetero_megatron.platform import detect_platform
 from hetero_megatron.spec import LogicalTensor, ModelSpec
-from hetero_megatron.training.calibration import CalibrationOptions, calibrate, format_calibration
+from hetero_megatron.training.calibration import CalibrationOptions, calibrate, degrees, format_calibration
 from hetero_megatron.training.calibration.run import Calibration
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.loop import optimizer_factory, position
@@ -48,10 +48,8 @@ def main() -> None:
     work, spec, cluster, comm, world = begin()
     comm.emulation.started()
     build = optimizer_factory(OptimizerConfig())
-    per_node = max(g.chips_per_node for g in cluster.nodes)
-    degrees = tuple(t for t in (1, 2, 4) if t <= per_node)
     length, sizes = work["seq_length"], tuple(work["sizes"])
-    options = CalibrationOptions(length, DTYPE, sizes, degrees, (length,), work["calibration_steps"])
+    options = CalibrationOptions(length, DTYPE, sizes, degrees(cluster, spec), (length,), work["calibration_steps"])
     start = time.perf_counter()
     found = calibrate(comm, cluster, spec, options, torch.float32, build, lambda _: None)
     took = time.perf_counter() - start

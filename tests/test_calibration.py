@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from hetero_megatron.training.calibration.links import pairs
 from hetero_megatron.training.calibration.runs import (
     Costs,
     Observation,
+    degrees,
     full_runs,
     middle,
     solve,
@@ -68,7 +70,21 @@ def test_spot_checks_touch_every_other_group() -> None:
     full = {r for run in full_runs(cluster, spec, 64, 1, 1) for r in run.plan.ranks}
     spots = {r for run in spot_checks(cluster, spec, 64, 1, 1) for r in run.plan.ranks}
     assert full | spots == set(range(cluster.world_size)) and not full & spots
-    assert tp_groups(cluster, 2) == {"big": [(0, 1), (2, 3)]}
+
+
+def test_tp_groups_are_inside_nodes_or_else_over_nodes_of_a_type() -> None:
+    cluster, spec = cluster_from_dict(CLUSTER), load_model("tiny")
+    assert tp_groups(cluster, 1) == {"big": [(r,) for r in range(4)], "small": [(r,) for r in range(4, 8)]}
+    assert tp_groups(cluster, 2) == {"big": [(0, 1), (2, 3)], "small": [(4, 5), (6, 7)]}
+    assert tp_groups(cluster, 4) == {"big": [(0, 1, 2, 3)], "small": [(4, 5, 6, 7)]}
+    assert tp_groups(cluster, 8) == {}
+    assert degrees(cluster, spec) == (1, 2) and degrees(cluster, replace(spec, num_heads=1, num_kv_heads=1)) == (1,)
+    single = {**CLUSTER, "nodes": [{"name": "slow", "count": 4, "chip": "small"}]}
+    single["chips"] = {"small": CLUSTER["chips"]["small"]}
+    assert degrees(cluster_from_dict(single), spec) == (1, 2)
+    wide = {**CLUSTER, "nodes": [{"name": "fast", "count": 2, "chip": "big", "chips_per_node": 8}]}
+    wide["chips"] = {"big": CLUSTER["chips"]["big"]}
+    assert degrees(cluster_from_dict(wide), replace(spec, num_heads=16)) == (1, 2, 4, 8)
 
 
 def _observe(costs: Costs, chip: str, ranks: tuple[int, ...], layers: int, embed: bool, head: bool, noise: float):  # type: ignore[no-untyped-def]

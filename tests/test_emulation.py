@@ -157,8 +157,10 @@ def test_a_core_that_has_become_slower_is_no_slower_chip() -> None:
     slower = counted(Fake(2e-3, [3e-3] * 50), 0.15)
     assert slower[-1] == pytest.approx(0.1, rel=1e-4)
     assert slower == sorted(slower, reverse=True) and 0.1 < slower[4] < 0.12  # soon, and not by one odd reading
-    hurried = counted(Fake(2e-3, [3e-3] * 50), 0.075, spare=1e-3)
-    assert hurried[0] == hurried[2] == 0.075 and hurried[-1] < 0.055  # rarely, where there is no time for it
+    without_time = Fake(2e-3, [3e-3] * 50)
+    hurried = counted(without_time, 0.075, spare=1e-3)
+    assert hurried[0] == hurried[2] == 0.075 and hurried[-1] < 0.055
+    assert len(without_time._given) == 50 - 33  # rarely: after every third piece of work
 
 
 def test_a_clock_counts_work_not_cpu_seconds() -> None:

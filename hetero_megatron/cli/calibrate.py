@@ -49,7 +49,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seq-length", default="", help="tokens per sequence, comma-separated (default: the model's,\n"
                    "at most 512)")  # fmt: skip
     p.add_argument("--micro-batch-sizes", default="1,2", help="comma-separated (default 1,2)")
-    p.add_argument("--tp", default="", help="TP degrees, comma-separated (default: powers of 2 up to a node's chips)")
+    p.add_argument("--tp", default="", help="TP degrees, comma-separated (default: powers of 2 up to a node's chips,\n"
+                   "and 2 in any case)")  # fmt: skip
     p.add_argument("--attention-lengths", default="", help="where to time attention alone (default: --seq-length)")
     p.add_argument("--dtype", default="", help="fp64, fp32, bf16, fp16, comma-separated (default fp32 on the CPU,\n"
                    "else bf16)")  # fmt: skip
@@ -127,7 +128,7 @@ def _measure(cluster: Cluster, options: argparse.Namespace, out: str) -> tuple[d
     from hetero_megatron.comm import start_comm, stop_comm
     from hetero_megatron.platform import detect_platform
     from hetero_megatron.spec import load_model
-    from hetero_megatron.training.calibration import CalibrationOptions, calibrate, format_calibration
+    from hetero_megatron.training.calibration import CalibrationOptions, calibrate, degrees, format_calibration
     from hetero_megatron.training.config import OptimizerConfig
     from hetero_megatron.training.loop import DTYPES as TORCH_DTYPES
     from hetero_megatron.training.loop import optimizer_factory, position
@@ -142,8 +143,7 @@ def _measure(cluster: Cluster, options: argparse.Namespace, out: str) -> tuple[d
             value=world, accepted=f"{cluster.world_size} ranks (torchrun, or hetero-megatron testbed run)",
         )  # fmt: skip
     platform = detect_platform(None, int(os.environ.get("LOCAL_RANK", "0")))
-    per_node = max(group.chips_per_node for group in cluster.nodes)
-    tp = _numbers(options.tp) if options.tp else tuple(2**i for i in range(per_node.bit_length()) if 2**i <= per_node)
+    tp = _numbers(options.tp) if options.tp else degrees(cluster, spec)
     lengths = _numbers(options.attention_lengths) if options.attention_lengths else ()
     sizes = _numbers(options.micro_batch_sizes)
     tokens = _numbers(options.seq_length) if options.seq_length else (min(512, spec.max_position_embeddings),)

@@ -47,8 +47,9 @@ class Yardstick:
 
     def look(self, spare: float) -> None:
         """Read it again where that is due, and done within ``spare`` seconds."""
-        if self._worked >= (EVERY if spare > 2 * self._now else OVERDUE * EVERY):
-            self._worked = min(self._worked, MOST_DUE * EVERY) - EVERY
+        waited_for = spare <= 2 * self._now
+        if self._worked >= (OVERDUE * EVERY if waited_for else EVERY):
+            self._worked = 0.0 if waited_for else min(self._worked, MOST_DUE * EVERY) - EVERY
             self._readings += 1
             self._now += max(WEIGHT, 1 / self._readings) * (self.read() - self._now)
 

@@ -18,6 +18,7 @@ from hetero_megatron.plan import Plan, validate
 from hetero_megatron.plan.buckets import Bucket
 from hetero_megatron.planner.costs import CostModel, CostOptions, UnitSeconds
 from hetero_megatron.planner.footprint import OverLimit, estimate_memory, over_limit, refuse
+from hetero_megatron.planner.jitter import expected_delay
 from hetero_megatron.planner.memory import MemoryBytes, state_bytes
 from hetero_megatron.planner.stages import PipelineCosts, StageCosts
 from hetero_megatron.planner.sync import Span, Synchronisation
@@ -206,9 +207,10 @@ class _Step:
         """By rank: when its last action has ended, when its last backward began, the parts of that.
 
         The first backward of a step has nothing to add its gradients to; where the pipeline waits for its busiest
-        stage, all ends are earlier by what that stage saves.
+        stage, all ends are earlier by what that stage saves. All are later by what unsteady chips add.
         """
         ended, begin, parts = {}, {}, {}
+        late = self._late_seconds(timelines)
         for pipeline, costs, timeline in zip(self.plan.pipelines, pipelines, timelines, strict=True):
             busiest = max(range(len(pipeline.stages)), key=timeline.busy.__getitem__)
             saved = min(self._saved_seconds(r) for r in pipeline.stages[busiest].ranks)
@@ -216,10 +218,20 @@ class _Step:
                 row = timeline.schedule.stages[s]
                 at = next(i for i in range(len(row) - 1, -1, -1) if row[i].kind in ("B", "W"))
                 for rank in stage.ranks:
-                    ended[rank] = timeline.ends[s][-1] - saved
-                    begin[rank] = timeline.starts[s][at] - saved
+                    ended[rank] = timeline.ends[s][-1] - saved + late
+                    begin[rank] = timeline.starts[s][at] - saved + late
                     parts[rank] = costs.parts[s]
         return ended, begin, parts
+
+    def _late_seconds(self, timelines: tuple[Timeline, ...]) -> float:
+        """What the chips' jitter adds: any rank may become the one that the step waits for, and those of a stage that
+        is less busy than its pipeline's busiest one have the difference to spare."""
+        return expected_delay(
+            (timeline.step_seconds - max(timeline.busy) + busy, self.costs.chip_rates(self.chips[r]).jitter * busy)
+            for timeline, pipeline in zip(timelines, self.plan.pipelines, strict=True)
+            for stage, busy in zip(pipeline.stages, timeline.busy, strict=True)
+            for r in stage.ranks
+        )
 
     def _saved_seconds(self, rank: int) -> float:
         held = self.sync.held.get(rank, 0)

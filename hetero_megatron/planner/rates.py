@@ -25,6 +25,7 @@ A cluster file holds rates under ``rates:`` (or, for one chip, under ``chips: <c
             unpack_beta: 0.0                          # s per byte of parameters received, written in place
             exchange_seconds: 0.0                     # fixed host seconds of packing or unpacking one bucket
             accumulate_beta: 0.0                      # s per byte of weights: what the first backward of a step saves
+            jitter: 0.0                               # standard deviation of its compute, step by step, over the mean
             overhead_bytes: 0                         # memory that the framework takes before any tensor
             layers: [[fingerprint, tp, micro_batch_size, seq_length, forward s, backward s], …]
             embed: / head:                            # rows like layers; head is final norm, output matrix and loss
@@ -79,6 +80,7 @@ NUMBERS = (
     "gemm_flops", "gemm_half", "attention_flops", "bytes_per_second", "layer_seconds", "action_seconds",
     "tp_action_seconds", "message_seconds", "step_seconds", "overhead_bytes", "score_seconds",
     "layer_backward_seconds", "pack_beta", "add_beta", "unpack_beta", "exchange_seconds", "accumulate_beta",
+    "jitter",
 )  # fmt: skip
 
 Row = tuple[float, ...]
@@ -127,6 +129,7 @@ class ChipRates:
     exchange_seconds: float = 0.0
     accumulate_beta: float = 0.0
     tp_action_seconds: float = 0.0
+    jitter: float = 0.0
 
     def action(self, parallel: bool) -> float:
         """Fixed seconds of an F or B; ``parallel``: of a stage with tensor parallelism."""

@@ -26,7 +26,7 @@ from hetero_megatron.training.calibration.runs import Observation, Phase, Run, m
 from hetero_megatron.training.runtime import Runtime
 
 OPTIMIZER_ELEMENTS = (1 << 18, 1 << 21)
-LEAST, MOST, ENOUGH = 5, 40, 0.5  # repeats of what is timed alone: few where they take long, seconds in all
+LEAST, MOST, ENOUGH = 5, 100, 0.5  # of each step: repeats of what is timed alone, few where they take long; seconds
 VISITS = 4  # blocks of keys, against one
 
 
@@ -35,26 +35,29 @@ def observe(run: Run, comm: Comm, dtype: torch.dtype, optimizer: OptimizerFactor
 
     Returns:
         On a rank of the plan: ``observation`` of its stage; ``saved``, what a step's first backward takes less than the
-        others, in seconds per byte of weights; ``tail``, the chip's seconds in the whole step outside its actions, and
-        ``owned``, the elements that it updates then.
+        others, in seconds per byte of weights; ``computed``, the chip's seconds in the actions of each step; ``tail``,
+        those outside of them, and ``owned``, the elements that it updates then.
     """
     runtime = _runtime(run, comm, dtype, optimizer)
     if runtime is None:
         return {}
     forward: list[float] = []
     backward: list[float] = []
+    computed: list[float] = []
     tails: list[float] = []
     saved: list[float] = []
     for step in range(steps + 1):
         before = comm.clock.computed
         stats = runtime.train_step(_fetch(run), 0, run.plan.global_batch_size, lr=1e-6)
-        tail = comm.clock.computed - before - sum(t.computed for t in stats.actions)
+        actions = sum(t.computed for t in stats.actions)
+        tail = comm.clock.computed - before - actions
         if step == 0:  # allocations, caches, lazy initialisation
             continue
         for kind, into in (("F", forward), ("B", backward)):
             alone, *others = [t.computed for t in stats.actions if t.action.kind == kind]
             into += others
             saved += [middle(others) - alone] if kind == "B" else []
+        computed.append(actions)
         tails.append(tail)
     stage, first = runtime.stage, runtime.place.stage
     chip, layers = run.stages[first]
@@ -66,7 +69,10 @@ def observe(run: Run, comm: Comm, dtype: torch.dtype, optimizer: OptimizerFactor
     assert runtime.optimizer is not None
     owned = sum(master.numel() for _, _, master in runtime.optimizer.owned())
     held = sum(p.numel() * p.element_size() for p in runtime.model.parameters())
-    return {"observation": observation, "saved": middle(saved) / held, "tail": min(tails), "owned": owned}
+    return {
+        "observation": observation, "saved": middle(saved) / held, "computed": computed, "tail": min(tails),
+        "owned": owned,
+    }  # fmt: skip
 
 
 def observe_exchange(
@@ -138,16 +144,18 @@ def _fetch(run: Run):  # type: ignore[no-untyped-def]
     return fetch
 
 
-def _repeated(measure: Callable[[], Sequence[float]]) -> list[float]:
+def _repeated(measure: Callable[[], Sequence[float]], steps: int) -> list[float]:
     """:func:`middle` of each of the seconds that ``measure`` returns, of ``LEAST`` to ``MOST`` calls after a first."""
     measure()
-    end, found = time.perf_counter() + ENOUGH, list[Sequence[float]]()
-    while len(found) < LEAST or (len(found) < MOST and time.perf_counter() < end):
+    end, found = time.perf_counter() + steps * ENOUGH, list[Sequence[float]]()
+    while len(found) < LEAST or (len(found) < steps * MOST and time.perf_counter() < end):
         found.append(measure())
     return [middle(column) for column in zip(*found)]
 
 
-def optimizer_seconds(comm: Comm, dtype: torch.dtype, build: OptimizerFactory) -> list[tuple[int, float]]:
+def optimizer_seconds(
+    comm: Comm, dtype: torch.dtype, build: OptimizerFactory, steps: int
+) -> list[tuple[int, float]]:
     """(elements, seconds) of norm, scaling and update of so many owned elements."""
     wide = torch.promote_types(dtype, torch.float32)
     rows = []
@@ -155,7 +163,7 @@ def optimizer_seconds(comm: Comm, dtype: torch.dtype, build: OptimizerFactory) -
         # Pieces of one owner are not many and not small; 16 stand for a layer's.
         masters = [torch.zeros(elements // 16, dtype=wide, device=comm.device) for _ in range(16)]
         optimizer = build([{"params": masters, "decay": True}])
-        (seconds,) = _repeated(partial(_update, comm, optimizer, masters))
+        (seconds,) = _repeated(partial(_update, comm, optimizer, masters), steps)
         rows.append((elements, seconds))
     return rows
 
@@ -173,12 +181,12 @@ def _update(comm: Comm, optimizer: Optimizer, masters: Sequence[torch.Tensor]) -
 
 
 def attention_seconds(
-    comm: Comm, dtype: torch.dtype, spec: ModelSpec, lengths: Sequence[int]
+    comm: Comm, dtype: torch.dtype, spec: ModelSpec, lengths: Sequence[int], steps: int
 ) -> list[tuple[int, int, int, float, float]]:
     """(length, heads, head_dim, forward, backward) of causal attention over one sequence."""
     rows = []
     for length in lengths:
-        forward, backward = _repeated(partial(_attention, comm, dtype, spec, length))
+        forward, backward = _repeated(partial(_attention, comm, dtype, spec, length), steps)
         rows.append((length, spec.num_heads, spec.head_dim, forward, backward))
     return rows
 
@@ -200,7 +208,7 @@ def _attention(comm: Comm, dtype: torch.dtype, spec: ModelSpec, length: int) -> 
 
 
 def visit_seconds(
-    comm: Comm, dtype: torch.dtype, spec: ModelSpec, lengths: Sequence[int]
+    comm: Comm, dtype: torch.dtype, spec: ModelSpec, lengths: Sequence[int], steps: int
 ) -> list[tuple[int, int, int, float, float]]:
     """(queries, heads, head_dim, forward, backward): what one more block of keys and values costs in the ring beside
     its FLOPs (launches, merging, packing). The same keys pass in one block and in several."""
@@ -214,7 +222,7 @@ def visit_seconds(
         found: dict[int, list[float]] = {}
         for count in cuts:
             blocks = [(i * length // count, (i + 1) * length // count) for i in range(count)]
-            found[count] = _repeated(partial(_visit, comm, attention, (q, k, v, grad), blocks))
+            found[count] = _repeated(partial(_visit, comm, attention, (q, k, v, grad), blocks), steps)
         if found:
             extra = [max((a - b) / (VISITS - 1), 1e-9) for a, b in zip(found[VISITS], found[1])]
             rows.append((length, spec.num_heads, spec.head_dim, extra[0], extra[1]))

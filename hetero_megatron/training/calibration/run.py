@@ -29,6 +29,7 @@ from hetero_megatron.training.calibration.runs import (
     Phase,
     exchange_runs,
     full_runs,
+    jitter,
     solve,
     solve_phases,
     spot_checks,
@@ -46,7 +47,7 @@ class CalibrationOptions:
     Args:
         lengths: at which to time attention alone.
         steps: measured per pipeline of micro-batches of 1 (a clocked testbed needs one); larger micro-batches take as
-            many fewer, at least one.
+            many fewer, at least one. What is timed alone takes half a second for each.
     """
 
     seq_length: int
@@ -67,6 +68,7 @@ class Calibration:
     step_seconds: dict[str, float] = field(default_factory=dict)
     exchange: dict[str, tuple[float, float, float, float]] = field(default_factory=dict)  # as solve_phases() returns
     saved: dict[str, float] = field(default_factory=dict)  # by a first backward, seconds per byte of weights
+    jitter: dict[str, float] = field(default_factory=dict)
     optimizer: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     attention: dict[str, list[tuple[int, int, int, float, float]]] = field(default_factory=dict)
     visits: dict[str, list[tuple[int, int, int, float, float]]] = field(default_factory=dict)
@@ -95,13 +97,14 @@ def calibrate(
     seen: list[Observation] = []
     tails: dict[str, list[tuple[float, int]]] = {}
     saved: dict[str, list[float]] = {}
+    computed: dict[str, list[list[float]]] = {}
     chip = cluster.ranks[comm.rank].chip
     for tp in options.tp:
         for size in options.micro_batch_sizes:
-            arguments = (cluster, spec, options.seq_length, tp, size)
+            kind = (cluster, spec, options.seq_length, tp, size)
             steps = max(1, options.steps // size)
-            checks = spot_checks(*arguments) if (tp, size) == (options.tp[0], options.micro_batch_sizes[0]) else []
-            for run in [*full_runs(*arguments), *checks]:
+            checks = spot_checks(*kind) if (tp, size) == (options.tp[0], options.micro_batch_sizes[0]) else []
+            for run in [*full_runs(*kind), *checks]:
                 log(f"tp {tp}, micro-batch {size}: stages {', '.join(f'{c} x{n}' for c, n in run.stages)}")
                 seconds = observe(run, comm, dtype, optimizer, steps)
                 answers: list[Any] = [a for a in world.gather_objects(seconds) if a]
@@ -110,6 +113,7 @@ def calibrate(
                     name = a["observation"].chip
                     tails.setdefault(name, []).append((a["tail"], a["owned"]))
                     saved.setdefault(name, []).append(a["saved"])
+                    computed.setdefault(name, []).append(a["computed"])
     _solve(found, seen)
     found.slow = stragglers(seen, found.costs, STRAGGLER)
     _solve(found, [o for o in seen if o.ranks not in found.slow])
@@ -120,10 +124,9 @@ def calibrate(
         phases += [p for rows in world.gather_objects(own) for p in rows]  # type: ignore[attr-defined]
     found.exchange = {c: solve_phases([p for p in phases if p.chip == c]) for c in {p.chip for p in phases}}
     log("optimizer and attention")
-    lengths = options.lengths
-    alone = (attention_seconds(comm, dtype, spec, lengths), visit_seconds(comm, dtype, spec, lengths))
-    mine = (chip, optimizer_seconds(comm, dtype, optimizer), *alone)
-    every: Any = world.gather_objects(mine)
+    arguments = (comm, dtype, spec, options.lengths, options.steps)
+    updates = optimizer_seconds(comm, dtype, optimizer, options.steps)
+    every: Any = world.gather_objects((chip, updates, attention_seconds(*arguments), visit_seconds(*arguments)))
     for name, updates, attentions, visits in every:
         found.optimizer.setdefault(name, []).extend(updates)
         found.attention.setdefault(name, []).extend(attentions)
@@ -132,6 +135,7 @@ def calibrate(
         update = _medians(found.optimizer[name])
         found.step_seconds[name] = max(1e-6, median(tail - _at(update, owned) for tail, owned in rows))
         found.saved[name] = max(0.0, median(saved[name]))
+        found.jitter[name] = jitter(computed[name])
     if links is None:
         log("links")
         links = [row for rows in world.gather_objects(measure_links(comm, cluster)) for row in rows]  # type: ignore[attr-defined]
@@ -189,6 +193,7 @@ def _document(found: Calibration, cluster: Cluster, spec: ModelSpec, options: Ca
         rows["message_seconds"] = _digits(messages.get(group, 0.0))
         rows["step_seconds"] = _digits(found.step_seconds[chip])
         rows["accumulate_beta"] = _digits(found.saved[chip])
+        rows["jitter"] = _digits(found.jitter[chip])
         if chip in found.exchange:
             names = ("pack_beta", "add_beta", "unpack_beta", "exchange_seconds")
             rows |= {key: _digits(value) for key, value in zip(names, found.exchange[chip])}

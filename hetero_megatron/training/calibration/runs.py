@@ -71,15 +71,24 @@ def middle(values: Sequence[float]) -> float:
 
 
 def tp_groups(cluster: Cluster, tp: int) -> dict[str, list[tuple[int, ...]]]:
-    """Groups of ``tp`` neighbouring chips inside nodes, by chip type."""
-    nodes: dict[str, list[int]] = {}
+    """Groups of ``tp`` neighbouring chips of a type, by chip type: inside nodes, or across them where no node of that
+    type has so many chips."""
+    nodes: dict[str, dict[str, list[int]]] = {}
     for rank in cluster.ranks:
-        nodes.setdefault(rank.node, []).append(rank.rank)
-    found: dict[str, list[tuple[int, ...]]] = {}
-    for ranks in nodes.values():
-        for i in range(0, len(ranks) - tp + 1, tp):
-            found.setdefault(cluster.ranks[ranks[0]].chip, []).append(tuple(ranks[i : i + tp]))
-    return found
+        nodes.setdefault(rank.chip, {}).setdefault(rank.node, []).append(rank.rank)
+    found = {}
+    for chip, by_node in nodes.items():
+        inside = list(by_node.values())
+        joined = [[r for ranks in inside for r in ranks]]
+        parts = inside if max(map(len, inside)) >= tp else joined
+        found[chip] = [tuple(ranks[i : i + tp]) for ranks in parts for i in range(0, len(ranks) - tp + 1, tp)]
+    return {chip: groups for chip, groups in found.items() if groups}
+
+
+def degrees(cluster: Cluster, spec: ModelSpec) -> tuple[int, ...]:
+    """TP degrees to measure unless told otherwise: powers of 2 up to a node's chips, and 2 in any case."""
+    most = min(spec.num_heads, max(2, *(group.chips_per_node for group in cluster.nodes)))
+    return tuple(2**i for i in range(most.bit_length()))
 
 
 def full_runs(cluster: Cluster, spec: ModelSpec, seq_length: int, tp: int, micro_batch_size: int) -> list[Run]:
@@ -167,6 +176,17 @@ def _run(
     }  # fmt: skip
     plan = plan_from_dict(data, small, cluster)
     return Run(plan, small, tp, micro_batch_size, tuple((cluster.ranks[g[0]].chip, layers) for g in groups))
+
+
+def jitter(steps: Sequence[Sequence[float]]) -> float:
+    """Standard deviation of what a rank computes in a step, over the mean; ``steps``: seconds of each rank's steps in
+    each run. The one that 68 of 100 deviations do not exceed, so that a single outlier does not count."""
+    found: list[float] = []
+    for seconds in steps:
+        mean, count = fmean(seconds), len(seconds)
+        if count > 1:
+            found += [abs(s / mean - 1) * (count / (count - 1)) ** 0.5 for s in seconds]
+    return sorted(found)[int(0.68 * len(found))] if found else 0.0
 
 
 def solve(observations: Sequence[Observation]) -> Costs:
