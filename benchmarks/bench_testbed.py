@@ -152,7 +152,7 @@ def report(case: Case, name: str, found: dict[str, Any]) -> dict[str, float]:
     alone = [row["measured"] for row in found["rows"] if row["kind"] == "alone"]
     figures = {"mean": sum(errors) / len(errors), "worst": max(errors), "plans": len(errors)}
     planned = next(row for row in found["rows"] if row["kind"] == "planner")
-    exposed = planned["predicted"] - planned["parts"]["pipelines"]
+    exposed = planned["predicted"] - planned["parts"]["pipelines"] - planned["parts"]["jitter"]
     figures["exposed"] = planned["predicted"] / exposed if exposed > 0 else math.inf
     if "uniform" in best:
         figures["uniform"] = best["uniform"] / best["planner"]

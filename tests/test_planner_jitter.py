@@ -44,7 +44,8 @@ def test_a_step_waits_for_the_unluckiest_replica() -> None:
     seconds = predict(replicas, MODEL, steady, "fp32").step_seconds
     late = predict(replicas, MODEL, unsteady, "fp32")
     assert late.step_seconds / seconds - 1 == pytest.approx(0.1 * 1.0294, rel=0.01)  # E[max] of four normal variables
-    assert late.parts["pipelines"] == pytest.approx(late.step_seconds)
+    assert late.parts["pipelines"] == pytest.approx(seconds)
+    assert late.parts["jitter"] == pytest.approx(late.step_seconds - seconds)
 
 
 @pytest.mark.parametrize("layers", [[6, 5], [3, 3, 3, 2], [8, 1, 1, 1]])

@@ -33,7 +33,7 @@ ASSUMPTIONS = (
     "stages of one chip type with equal tensor-parallel shares",
     "no context groups, no virtual chunks, no split backward",
     "optimizers on the chips, unless plans with some in host memory were tried",
-    "every backward after its forward; rates as given",
+    "every backward after its forward; rates as given, chips steady (no jitter)",
     "enumeration only: of two ways to place pipelines on nodes, stage by stage or one after the other",
     "prices only: transfers, synchronisation and optimizer take no time; optimizer states divided among all chips",
 )

@@ -38,7 +38,8 @@ class Prediction:
         memory: by rank, framework overhead included; limits: usable bytes by rank; over: ranks that do not fit.
         timelines: of each pipeline; pipeline_seconds: when each has ended.
         reduces, spreads: when each bucket travels.
-        parts: seconds of the step: ``pipelines``, ``gradients`` (exposed), ``optimizer``, ``parameters``.
+        parts: seconds of the step: ``pipelines``, ``jitter`` (what unsteady chips add), ``gradients`` (exposed),
+            ``optimizer``, ``parameters``.
         busy: seconds of compute by rank.
         assumed: chips whose rates come from data sheets and default efficiencies.
     """
@@ -152,7 +153,8 @@ class _Step:
         costs = self.costs
         pipelines = [self.stages.of(p) for p in self.plan.pipelines]
         timelines = _timelines(self.plan, pipelines)
-        computed, begin, parts = self._last_backwards(pipelines, timelines)
+        late = self._late_seconds(timelines)
+        computed, begin, parts = self._last_backwards(pipelines, timelines, late)
 
         ready = self.sync.last_backwards(begin, parts) if costs.options.overlap else self._all_at(computed)
         summed, reduces = self.sync.run(ready, computed, costs.options.gradient_bytes or costs.wide, False)
@@ -162,7 +164,8 @@ class _Step:
         end = max(written.values())
         last = max(computed.values())
         parts_of_step = {
-            "pipelines": last,
+            "pipelines": last - late,
+            "jitter": late,
             "gradients": barrier - last,
             "optimizer": max(updated.values()) - barrier,
             "parameters": end - max(updated.values()),
@@ -202,15 +205,14 @@ class _Step:
         )
 
     def _last_backwards(
-        self, pipelines: list[PipelineCosts], timelines: tuple[Timeline, ...]
+        self, pipelines: list[PipelineCosts], timelines: tuple[Timeline, ...], late: float
     ) -> tuple[dict[int, float], dict[int, float], dict[int, UnitSeconds]]:
         """By rank: when its last action has ended, when its last backward began, the parts of that.
 
         The first backward of a step has nothing to add its gradients to; where the pipeline waits for its busiest
-        stage, all ends are earlier by what that stage saves. All are later by what unsteady chips add.
+        stage, all ends are earlier by what that stage saves. ``late``: all are later by it.
         """
         ended, begin, parts = {}, {}, {}
-        late = self._late_seconds(timelines)
         for pipeline, costs, timeline in zip(self.plan.pipelines, pipelines, timelines, strict=True):
             busiest = max(range(len(pipeline.stages)), key=timeline.busy.__getitem__)
             saved = min(self._saved_seconds(r) for r in pipeline.stages[busiest].ranks)

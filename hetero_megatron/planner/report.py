@@ -12,6 +12,7 @@ from hetero_megatron.planner.predict import Prediction
 
 PARTS = {
     "pipelines": "pipelines, until the last backward",
+    "jitter": "waiting for unsteady chips",
     "gradients": "gradients, what backward does not hide",
     "optimizer": "optimizer",
     "parameters": "parameters to their holders",
@@ -35,7 +36,8 @@ def format_prediction(found: Prediction) -> str:
     ]
     for part, words in PARTS.items():
         seconds = found.parts[part]
-        lines.append(f"  {words:<40}{format_seconds(seconds):>12}{seconds / found.step_seconds:>8.1%}")
+        if seconds or part != "jitter":
+            lines.append(f"  {words:<40}{format_seconds(seconds):>12}{seconds / found.step_seconds:>8.1%}")
     lines += ["", "busy with compute", *_busy(found), "", format_memory(found.memory)]
     free = min((found.limits[r] - m.total, r) for r, m in found.memory.items())
     if found.over:
