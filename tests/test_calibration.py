@@ -112,6 +112,22 @@ def test_the_middle_half_ignores_outliers_and_nothing_else() -> None:
     assert middle(two_speeds) == pytest.approx(1.6)
 
 
+def test_waiting_in_tp_groups_is_what_compute_and_exchanges_leave() -> None:
+    costs = Costs((0.1, 0.1), (1.0, 2.0), (0.2, 0.1), (0.5, 1.0))
+    places = [(1, True, False), (3, True, False), (1, False, True), (3, False, True), (3, False, False)]
+    found = []
+    for layers, embed, head in places:
+        one = _observe(costs, "c", (0, 1), layers, embed, head, 1.0)
+        swaps = 4 * layers + embed + head  # each way
+        apart = (0.15 * one.forward + swaps * 0.01, 0.25 * one.backward + swaps * 0.01)
+        found.append(replace(one, tp=2, apart=apart))
+    waited = solve([o.with_waiting(0.01) for o in found])
+    assert waited.layer == pytest.approx((1.15, 2.5)) and waited.head == pytest.approx((0.575, 1.25))
+    assert solve([o.with_waiting(10.0) for o in found]).layer == pytest.approx(costs.layer)  # never less than compute
+    alone = replace(found[0], tp=1)
+    assert alone.with_waiting(0.0) == alone
+
+
 def test_a_straggler_is_named() -> None:
     costs = Costs((0.1, 0.1), (1.0, 2.0), (0.2, 0.1), (0.5, 1.0))
     places = [(1, False, False), (3, False, False)]
@@ -189,12 +205,12 @@ def test_bad_input(arguments: list[str], names: str, tmp_path: Path, monkeypatch
         calibrate_main([str(file) if a == "FILE" else a for a in arguments])
 
 
-def _calibrate(comm, speeds):  # type: ignore[no-untyped-def]
+def _calibrate(comm, speeds, data=CLUSTER, tp=1):  # type: ignore[no-untyped-def]
     """All of calibration on real ranks, whose chips are emulated by the clock."""
-    cluster = cluster_from_dict(CLUSTER)
+    cluster = cluster_from_dict(data)
     comm.clock = EmulatedClock(lambda: speeds[comm.rank], OperatorSeconds())
     build = optimizer_factory(OptimizerConfig())
-    options = CalibrationOptions(32, "fp32", (2,), (1,), (32,), steps=1)
+    options = CalibrationOptions(32, "fp32", (2,), (tp,), (32,), steps=1)
     try:
         found = calibrate(comm, cluster, SMALL, options, torch.float32, build, lambda _: None)
     finally:
@@ -215,6 +231,15 @@ def test_a_calibration_gives_what_the_clock_says() -> None:
     expected = 3 * layer["big", 1, 2][0] + costs.action_seconds("big", 1)
     assert costs.forward_seconds(stage, 2) == pytest.approx(expected, rel=0.01)
     assert {link.get("within", link.get("from")) for link in rates["links"]} == {"fast", "slow"}
+
+
+def test_a_tp_group_over_nodes_is_measured_with_what_its_ranks_wait() -> None:
+    nodes = {"nodes": [{"name": "slow", "count": 8, "chip": "small"}], "chips": {"small": CLUSTER["chips"]["small"]}}
+    run = (_calibrate, [2.0, 1.0] * 4, {**CLUSTER, **nodes}, 2)  # the first rank of two waits half of the time
+    rates, _, layer = shared_pool().run(*run)[0]
+    assert [row[1:3] for row in rates["chips"]["small"]["fp32"]["layers"]] == [[2, 2]]
+    steady = shared_pool().run(_calibrate, [2.0] * 8, {**CLUSTER, **nodes}, 2)[0][2]
+    assert sum(layer["small", 2, 2]) > 1.3 * sum(steady["small", 2, 2])  # as slow as the slower one, not as their mean
 
 
 def test_one_call_measures_every_dtype_and_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ A cluster file holds rates under ``rates:`` (or, for one chip, under ``chips: <c
         - {from: <group>, to: <group>, alpha: s, beta: s_per_byte}             # one direction, wins over ``between``
 
 All rows of layers, embed and head are compute of one rank (its 1/tp share), without communication and without
-recompute; ``fingerprint`` is :func:`model_fingerprint`. Whole-layer rows win over operator rates; a size that was not
+recompute, but with what ranks of a TP group wait for each other (none is steady, and they meet several times a layer); ``fingerprint`` is :func:`model_fingerprint`. Whole-layer rows win over operator rates; a size that was not
 measured takes the nearest rows, scaled by the operator rates.
 
 Cold start: data sheet x default efficiency. Matrix products: achievable share of peak ("MAMF") as tabulated in
@@ -249,7 +249,7 @@ def load_rates(cluster: Cluster, dtype: str) -> Rates:
         if dtype in chip.dtypes:
             by_dtype = _mapping(given, f"rates.chips.{name}", cluster)
             chips[name] = chip_rates(chip, dtype, by_dtype.get(dtype, {}), cluster)
-    return Rates(cluster, dtype, chips, _measured_links(cluster))
+    return Rates(cluster, dtype, chips, measured_links(cluster))
 
 
 def chip_rates(chip: Chip, dtype: str, given: Any, cluster: Cluster) -> ChipRates:
@@ -311,7 +311,9 @@ def share_of_peak(chip: str) -> float:
     return MAMF[max(names, key=len)] if names else OTHER_MAMF
 
 
-def _measured_links(cluster: Cluster) -> dict[tuple[str, str, bool], LinkRates]:
+def measured_links(cluster: Cluster) -> dict[tuple[str, str, bool], LinkRates]:
+    """What the cluster file says about links under ``rates:``, by the groups at both ends and whether it is inside a
+    node."""
     groups = [g.name for g in cluster.nodes]
     both: dict[tuple[str, str, bool], LinkRates] = {}
     one_way: dict[tuple[str, str, bool], LinkRates] = {}

@@ -43,6 +43,7 @@ def observe(run: Run, comm: Comm, dtype: torch.dtype, optimizer: OptimizerFactor
         return {}
     forward: list[float] = []
     backward: list[float] = []
+    apart: dict[str, list[float]] = {"F": [], "B": []}
     computed: list[float] = []
     tails: list[float] = []
     saved: list[float] = []
@@ -56,6 +57,7 @@ def observe(run: Run, comm: Comm, dtype: torch.dtype, optimizer: OptimizerFactor
         for kind, into in (("F", forward), ("B", backward)):
             alone, *others = [t.computed for t in stats.actions if t.action.kind == kind]
             into += others
+            apart[kind] += [t.end - t.start - t.computed for t in stats.actions if t.action.kind == kind]
             saved += [middle(others) - alone] if kind == "B" else []
         computed.append(actions)
         tails.append(tail)
@@ -65,6 +67,7 @@ def observe(run: Run, comm: Comm, dtype: torch.dtype, optimizer: OptimizerFactor
     observation = Observation(
         chip, stage.ranks, run.tp, run.micro_batch_size, layers, stage.embed, stage.head,
         middle(forward), middle(backward), width / (middle(forward) + middle(backward)),
+        (middle(apart["F"]), middle(apart["B"])),
     )  # fmt: skip
     assert runtime.optimizer is not None
     owned = sum(master.numel() for _, _, master in runtime.optimizer.owned())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import Comm
 from hetero_megatron.comm.clock import verdict
 from hetero_megatron.parallel.update import OptimizerFactory
-from hetero_megatron.planner.rates import LinkRates, link_document, model_fingerprint
+from hetero_megatron.planner.network import Network
+from hetero_megatron.planner.rates import LinkRates, Rates, link_document, measured_links, model_fingerprint
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.calibration.chips import (
     attention_seconds,
@@ -93,12 +94,15 @@ def calibrate(
     everyone = tuple(range(cluster.world_size))
     comm.create_groups([everyone])
     world = comm.group(everyone)
-    found = Calibration()
+    if links is None:
+        log("links")
+        links = [row for rows in world.gather_objects(measure_links(comm, cluster)) for row in rows]  # type: ignore[attr-defined]
+    found = Calibration(links=list(links))
     seen: list[Observation] = []
     tails: dict[str, list[tuple[float, int]]] = {}
     saved: dict[str, list[float]] = {}
     computed: dict[str, list[list[float]]] = {}
-    chip = cluster.ranks[comm.rank].chip
+    chip, wide = cluster.ranks[comm.rank].chip, dtype.itemsize
     for tp in options.tp:
         for size in options.micro_batch_sizes:
             kind = (cluster, spec, options.seq_length, tp, size)
@@ -116,7 +120,8 @@ def calibrate(
                     computed.setdefault(name, []).append(a["computed"])
     _solve(found, seen)
     found.slow = stragglers(seen, found.costs, STRAGGLER)
-    _solve(found, [o for o in seen if o.ranks not in found.slow])
+    seen = [o for o in seen if o.ranks not in found.slow]
+    _solve(found, _with_waiting(seen, cluster, links, options.dtype, options.seq_length * spec.hidden_size * wide))
     log("exchange of gradients and parameters")
     phases: list[Phase] = []
     for run in exchange_runs(cluster, spec, options.seq_length):
@@ -136,10 +141,6 @@ def calibrate(
         found.step_seconds[name] = max(1e-6, median(tail - _at(update, owned) for tail, owned in rows))
         found.saved[name] = max(0.0, median(saved[name]))
         found.jitter[name] = jitter(computed[name])
-    if links is None:
-        log("links")
-        links = [row for rows in world.gather_objects(measure_links(comm, cluster)) for row in rows]  # type: ignore[attr-defined]
-    found.links = list(links)
     reports = [r for r in world.gather_objects(comm.clock.report()) if isinstance(r, dict)]
     found.clock = {key: max(r.get(key, 0.0) for r in reports) for key in ("overrun", "late") if any(reports)}
     found.rates = _document(found, cluster, spec, options)
@@ -161,11 +162,22 @@ def _merge(observations: Sequence[Observation]) -> list[Observation]:
     merged = []
     for o, *others in groups.values():
         every = [o, *others]
-        mean = [sum(getattr(e, k) for e in every) / len(every) for k in ("forward", "backward", "spread")]
-        merged.append(
-            Observation(o.chip, o.ranks, o.tp, o.micro_batch_size, o.layers, o.embed, o.head, mean[0], mean[1], mean[2])
-        )
+        means: dict[str, Any] = {k: fmean(getattr(e, k) for e in every) for k in ("forward", "backward", "spread")}
+        merged.append(replace(o, apart=(fmean(e.apart[0] for e in every), fmean(e.apart[1] for e in every)), **means))
     return merged
+
+
+def _with_waiting(
+    seen: Sequence[Observation], cluster: Cluster, links: Sequence[LinkRow], dtype: str, row_bytes: int
+) -> list[Observation]:
+    """What TP groups took, their ranks' waiting for each other included, without what exchanges take by these links.
+
+    Args:
+        row_bytes: of one sequence's activations.
+    """
+    rated = replace(cluster, rates={"links": [_link(row) for row in links]})
+    network = Network(Rates(cluster, dtype, {}, measured_links(rated)))
+    return [o.with_waiting(network.tp_exchange(o.ranks, o.micro_batch_size * row_bytes)[0]) for o in seen]
 
 
 def _document(found: Calibration, cluster: Cluster, spec: ModelSpec, options: CalibrationOptions) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.plan import Plan, plan_from_dict
+from hetero_megatron.planner.costs import SWAPS
 from hetero_megatron.spec import ModelSpec
 
 LAYERS = (1, 3)
@@ -33,7 +34,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Observation:
-    """Compute seconds of one action of one stage (:func:`middle`), and their spread (max - min over micro-batches)."""
+    """Compute seconds of one action of one stage (:func:`middle`), and their spread (max - min over micro-batches);
+    ``apart``: what a forward and a backward took besides, in exchanges with the TP group."""
 
     chip: str
     ranks: tuple[int, ...]
@@ -45,6 +47,16 @@ class Observation:
     forward: float
     backward: float
     spread: float
+    apart: tuple[float, float] = (0.0, 0.0)
+
+    def with_waiting(self, swap_seconds: float) -> Observation:
+        """With what a TP group's ranks waited for each other, as part of the work: all besides compute that is not
+        explained by exchanges of ``swap_seconds`` each."""
+        if self.tp == 1:
+            return self
+        swaps = SWAPS * self.layers + self.embed + self.head
+        forward, backward = (max(0.0, apart - swaps * swap_seconds) for apart in self.apart)
+        return replace(self, forward=self.forward + forward, backward=self.backward + backward)
 
 
 @dataclass(frozen=True)
