@@ -179,19 +179,17 @@ class Tables:
         offload = kind.offload or self.offloads(kind.group)
         return StageChoice(chip, kind.tp, kind.dp, layers, kind.embed, kind.head, recompute, 0, offload)
 
-    def _bytes(self, kind: Kind, recompute: str, layers: int, in_flight: int) -> tuple[float, float]:
-        """(state and overhead, activations)."""
-        stage = self._stage(kind, recompute, layers)
-        m = self.costs.memory_bytes(stage, kind.micro_batch_size, in_flight, kind.replicas)
-        return m.overhead + m.weights + m.gradients + m.optimizer, m.activations
+    def _states(self, kind: Kind) -> Floats:
+        """Bytes of states and overhead, by layers."""
+        stages = (self._stage(kind, "none", n) for n in (1, 2))
+        one, two = (self.costs.overhead(s.chip) + sum(self.costs.states(s, kind.replicas)) for s in stages)
+        return np.asarray(2 * one - two + (two - one) * self._layers, np.float64)
 
     def _make(self, kind: Kind, depth: int) -> StageTable:
         unit, n = self._unit(kind), self._layers
         limit = self.costs.memory_limit(self.pool.groups[kind.group].chip)
-        one, two = self._bytes(kind, "none", 1, 1), self._bytes(kind, "none", 2, 1)
-        state = 2 * one[0] - two[0] + (two[0] - one[0]) * n
         buffers = self._buffers(kind) if kind.buckets else 0
-        free = limit - state
+        free = limit - self._states(kind)
         room: Floats = np.where(buffers <= free, free, -1.0).astype(np.float64)  # for activations, [layers]
         forward: Floats = (unit.forward[0] + unit.forward[1] * n).astype(np.float64)
         levels = RECOMPUTES if kind.recompute is None else (kind.recompute,)
@@ -237,9 +235,10 @@ class Tables:
         in_flight x (ends + layers x per layer) + working."""
         key = (kind.group, kind.tp, kind.dp, kind.micro_batch_size, kind.embed, kind.head, recompute)
         if key not in self._kept:
-            a, b, c = (self._bytes(kind, recompute, n, k)[1] for n, k in ((1, 1), (2, 1), (1, 2)))
-            per, both = b - a, c - a
-            self._kept[key] = both - per, per, a - both
+            stages = (self._stage(kind, recompute, n) for n in (1, 2))
+            (kept, working), two = (self.costs.activation_bytes(s, kind.micro_batch_size) for s in stages)
+            per = sum(two) - kept - working
+            self._kept[key] = kept - per, per, working
         return self._kept[key]
 
     def boundary(self, a: StageShape, b: StageShape, size: int, same_node: bool, sharing: int = 1) -> float:
