@@ -140,13 +140,14 @@ def port_traffic(flows: Flows, places: Places, spread: bool) -> PortTraffic:
     rows: list[tuple[Ints, Floats, tuple[bool, LinkKind]]] = []
     most: dict[LinkKind, float] = {}
     pairs: dict[LinkKind, float] = {}
-    for g in distinct(group)[0].tolist():
+    groups = distinct(group)[0].tolist()
+    for g in groups:
         own = group[node] == g
         kind = (places.groups[g], places.groups[g], True)
         if local[0][own].any():
             rows += [(places.rank_ports(flows.at[own], i), local[i][own], (i, kind)) for i in (False, True)]
             most[kind] = pairs[kind] = float(longest[own].max())
-        for h in distinct(group)[0].tolist():
+        for h in groups:
             part = between[np.ix_(group == g, group == h)]
             if part.any():
                 kind = (places.groups[g], places.groups[h], False)
