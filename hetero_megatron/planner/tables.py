@@ -7,7 +7,6 @@ every entry the fastest of none, selective, first n and full that fits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -83,10 +82,12 @@ def per_layer(seconds: Floats) -> float:
 
 @dataclass(frozen=True)
 class _Unit:
-    """Affine costs of a kind without ends: [constant, per layer] of forward, of backward by recompute."""
+    """Seconds of a kind, whatever the memory: forward [layers], backward [levels of recompute, layers], and what running
+    one layer again costs."""
 
-    forward: tuple[float, float]
-    backward: Mapping[str, tuple[float, float]]
+    forward: Floats
+    backward: Floats
+    again: float
 
 
 class Tables:
@@ -105,7 +106,8 @@ class Tables:
         self._tables: dict[Kind, StageTable] = {}
         self._shallow: dict[tuple[Kind, int], StageTable] = {}
         self._needs: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
-        self._seconds: dict[tuple[int, int, int, int, bool, bool], _Unit] = {}
+        self._seconds: dict[tuple[object, ...], _Unit] = {}
+        self._rooms: dict[tuple[object, ...], Floats] = {}
         self._links: dict[tuple[object, ...], float] = {}
         self._kept: dict[tuple[object, ...], tuple[float, float, float]] = {}
         self._fastest: dict[tuple[object, ...], StageShape | None] = {}
@@ -167,11 +169,10 @@ class Tables:
 
             # A send or receive costs the rank itself: one of each per neighbour and direction.
             message = self.costs.message_seconds(chip) * ((not kind.embed) + (not kind.head))
-            f = line("forward_seconds", "none")
-            back = {r: line("backward_seconds", r) for r in RECOMPUTES}
-            self._seconds[key] = _Unit(
-                (f[0] + message, f[1]), {r: (constant + message, per) for r, (constant, per) in back.items()}
-            )
+            found = [line("forward_seconds", "none"), *(line("backward_seconds", r) for r in RECOMPUTES)]
+            seconds = np.array([a + message + b * self._layers for a, b in found], np.float64)
+            again = found[1 + RECOMPUTES.index("full")][1] - found[1 + RECOMPUTES.index("none")][1]
+            self._seconds[key] = _Unit(seconds[0], seconds[1:], again)
         return self._seconds[key]
 
     def _stage(self, kind: Kind, recompute: str, layers: int) -> StageChoice:
@@ -186,29 +187,35 @@ class Tables:
         return np.asarray(2 * one - two + (two - one) * self._layers, np.float64)
 
     def _make(self, kind: Kind, depth: int) -> StageTable:
-        unit, n = self._unit(kind), self._layers
-        limit = self.costs.memory_limit(self.pool.groups[kind.group].chip)
-        buffers = self._buffers(kind) if kind.buckets else 0
-        free = limit - self._states(kind)
-        room: Floats = np.where(buffers <= free, free, -1.0).astype(np.float64)  # for activations, [layers]
-        forward: Floats = (unit.forward[0] + unit.forward[1] * n).astype(np.float64)
-        levels = RECOMPUTES if kind.recompute is None else (kind.recompute,)
+        unit, room = self._unit(kind), self._room(kind)
+        levels: tuple[str, ...] = RECOMPUTES
+        each = unit.backward
         kept, save = (x[..., :depth, :] for x in self._kept_bytes(kind))
         if kind.recompute is not None:
-            kept = kept[[RECOMPUTES.index(kind.recompute)]]
-        lines = np.array([unit.backward[r] for r in levels], np.float64)
-        each: Floats = (lines[:, :1] + lines[:, 1:] * n).astype(np.float64)  # [levels, layers]
+            only = [RECOMPUTES.index(kind.recompute)]
+            levels, each, kept = (kind.recompute,), each[only], kept[only]
         best = np.min(np.where(kept <= room, each[:, None, :], np.inf), axis=0)  # [in flight, layers]
         first = None
         if self.first and kind.recompute is None:
-            first = save, unit.backward["full"][1] - unit.backward["none"][1]
+            first = save, unit.again
             tight = (kept[0] > room) & (room >= 0)
             if tight.any():
                 need = np.ceil((kept[0] - room) / save - 1e-9)
-                need = np.where(tight & (need >= 1) & (need < n), need, np.inf)
+                need = np.where(tight & (need >= 1) & (need < self._layers), need, np.inf)
                 best = np.minimum(best, each[0] + need * first[1])
-        seconds = np.asarray(best + forward, np.float64)
-        return StageTable(seconds, forward, levels, kept, each, room, first)
+        seconds = np.asarray(best + unit.forward, np.float64)
+        return StageTable(seconds, unit.forward, levels, kept, each, room, first)
+
+    def _room(self, kind: Kind) -> Floats:
+        """Bytes that states and buckets leave for activations, by layers; -1 where they do not fit themselves. They
+        depend neither on the micro-batch nor on recompute."""
+        key = (kind.group, kind.tp, kind.dp, kind.embed, kind.head, kind.replicas, kind.offload, kind.buckets)
+        if key not in self._rooms:
+            limit = self.costs.memory_limit(self.pool.groups[kind.group].chip)
+            free = limit - self._states(kind)
+            buffers = self._buffers(kind) if kind.buckets else 0
+            self._rooms[key] = np.where(buffers <= free, free, -1.0).astype(np.float64)
+        return self._rooms[key]
 
     def _buffers(self, kind: Kind) -> Floats:
         """Bytes of buckets under way, by layers."""
