@@ -105,11 +105,10 @@ class Tables:
         self._layers = np.arange(layers + 1)
         self._tables: dict[Kind, StageTable] = {}
         self._shallow: dict[tuple[Kind, int], StageTable] = {}
-        self._needs: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
         self._seconds: dict[tuple[object, ...], _Unit] = {}
         self._rooms: dict[tuple[object, ...], Floats] = {}
         self._links: dict[tuple[object, ...], float] = {}
-        self._kept: dict[tuple[object, ...], tuple[float, float, float]] = {}
+        self._kept: dict[tuple[object, ...], Floats] = {}
         self._fastest: dict[tuple[object, ...], StageShape | None] = {}
         self.first = supports("recompute.first")
 
@@ -190,7 +189,7 @@ class Tables:
         unit, room = self._unit(kind), self._room(kind)
         levels: tuple[str, ...] = RECOMPUTES
         each = unit.backward
-        kept, save = (x[..., :depth, :] for x in self._kept_bytes(kind))
+        kept, save = self._kept_bytes(kind, depth)
         if kind.recompute is not None:
             only = [RECOMPUTES.index(kind.recompute)]
             levels, each, kept = (kind.recompute,), each[only], kept[only]
@@ -225,28 +224,29 @@ class Tables:
         found = np.maximum(moving * np.minimum(held, together), adding * np.minimum(held, largest))
         return np.asarray(found, np.float64)
 
-    def _kept_bytes(self, kind: Kind) -> tuple[Floats, Floats]:
+    def _kept_bytes(self, kind: Kind, depth: int) -> tuple[Floats, Floats]:
         """Bytes of activations [levels of recompute, in flight, layers], and what running a layer again saves
-        [in flight, 1]. They do not depend on replicas."""
-        key = (kind.group, kind.tp, kind.dp, kind.micro_batch_size, kind.embed, kind.head)
-        if key not in self._needs:
-            n, k = self._layers, np.arange(1, self.depth + 1)[:, None]
-            rows = {r: self._activations(kind, r) for r in RECOMPUTES}
-            kept = np.stack([k * (head + per * n) + work for head, per, work in rows.values()])
-            saved = k * (rows["none"][1] - rows["full"][1])
-            self._needs[key] = tuple(np.asarray(x, np.float64) for x in (kept, saved))  # type: ignore[assignment]
-        return self._needs[key]
+        [in flight, 1]."""
+        ends, per, work = self._activations(kind)
+        k = np.arange(1, depth + 1)[:, None]
+        kept = k * (ends + per * self._layers)[:, None, :] + work[:, None, :]
+        save = k * (per[RECOMPUTES.index("none")] - per[RECOMPUTES.index("full")])
+        return kept, save
 
-    def _activations(self, kind: Kind, recompute: str) -> tuple[float, float, float]:
-        """(bytes of the ends, bytes per layer, bytes that backward works with): activations are
-        in_flight x (ends + layers x per layer) + working."""
-        key = (kind.group, kind.tp, kind.dp, kind.micro_batch_size, kind.embed, kind.head, recompute)
+    def _activations(self, kind: Kind) -> tuple[Floats, Floats, Floats]:
+        """(bytes of the ends, bytes per layer, bytes that backward works with), each [levels of recompute, 1]:
+        activations are in_flight x (ends + layers x per layer) + working. They do not depend on replicas."""
+        key = (kind.group, kind.tp, kind.dp, kind.micro_batch_size, kind.embed, kind.head)
         if key not in self._kept:
-            stages = (self._stage(kind, recompute, n) for n in (1, 2))
-            (kept, working), two = (self.costs.activation_bytes(s, kind.micro_batch_size) for s in stages)
-            per = sum(two) - kept - working
-            self._kept[key] = kept - per, per, working
-        return self._kept[key]
+            rows = []
+            for recompute in RECOMPUTES:
+                stages = (self._stage(kind, recompute, n) for n in (1, 2))
+                (kept, working), two = (self.costs.activation_bytes(s, kind.micro_batch_size) for s in stages)
+                per = sum(two) - kept - working
+                rows.append((kept - per, per, working))
+            self._kept[key] = np.array(rows, np.float64).T[:, :, None]
+        ends, each, work = self._kept[key]
+        return ends, each, work
 
     def boundary(self, a: StageShape, b: StageShape, size: int, same_node: bool, sharing: int = 1) -> float:
         """Seconds of one transfer from stage ``a`` to stage ``b``; ``sharing``: such transfers at a time over a node's
