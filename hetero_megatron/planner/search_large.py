@@ -189,7 +189,7 @@ class Program:
         steps = self.search.grid(least)[:grid]
         taus = self.search.tau(np.array(steps))
         # By mask, smaller ones first: seconds, tau, stages, place of tau.
-        best = {mask: (math.inf, math.inf, 0, 0) for mask in _masks(self._groups(-1))}
+        best = dict.fromkeys(_masks(self._groups(-1)), (math.inf, math.inf, 0, 0))
         for start in range(0, len(steps), BLOCK):
             # Greater taus are of no use to what takes less already than all micro-batches of one stage would.
             some = (mask for mask, row in best.items() if nominal * taus[start] < row[0])

@@ -82,8 +82,8 @@ def per_layer(seconds: Floats) -> float:
 
 @dataclass(frozen=True)
 class _Unit:
-    """Seconds of a kind, whatever the memory: forward [layers], backward [levels of recompute, layers], and what running
-    one layer again costs."""
+    """Seconds of a kind, whatever the memory: forward [layers], backward [levels of recompute, layers], and what
+    it costs to run one layer again."""
 
     forward: Floats
     backward: Floats
