@@ -12,11 +12,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -156,21 +155,26 @@ class Program:
             found[g] = (inner, ends)
         return found
 
-    def _groups(self, within: int) -> list[int]:
-        """Those of a mask that a stage fits on."""
-        return [g for g in range(len(self.budget)) if self.options[g] and within >> g & 1]
+    def masks(self) -> list[int]:
+        """All sets of groups that a stage fits on, smaller ones first."""
+        masks = [0]
+        for g in (g for g, found in enumerate(self.options) if found):
+            masks += [mask | 1 << g for mask in masks]
+        return sorted(masks[1:], key=lambda mask: (bin(mask).count("1"), mask))
 
     def solve(
-        self, steps: range, within: int = -1
+        self, steps: range, within: Sequence[int] = (-1,)
     ) -> tuple[dict[int, Layers], dict[int, Layers], dict[int, tuple[Layers, Layers]]]:
-        """(layers by mask [tau, stages], inner; the same for whole pipelines; the matrices), for masks ``within``."""
-        groups = self._groups(within)
+        """(layers by mask [tau, stages], inner; the same for whole pipelines; the matrices), for these masks and all
+        parts of them."""
+        masks = [mask for mask in self.masks() if any(not mask & ~row for row in within)]
+        groups = [g for g in range(len(self.budget)) if 1 << g in masks]
         matrices = self.matrices(steps, groups)
         start = np.full((len(steps), self.depth + 1), NONE, np.float32)
         start[:, 0] = 0.0
         inner: dict[int, Layers] = {0: start}
         whole: dict[int, Layers] = {}
-        for mask in _masks(groups):
+        for mask in masks:
             a = np.full_like(start, NONE)
             b = a.copy()
             for g in groups:
@@ -189,11 +193,10 @@ class Program:
         steps = self.search.grid(least)[:grid]
         taus = self.search.tau(np.array(steps))
         # By mask, smaller ones first: seconds, tau, stages, place of tau.
-        best = dict.fromkeys(_masks(self._groups(-1)), (math.inf, math.inf, 0, 0))
+        best = dict.fromkeys(self.masks(), (math.inf, math.inf, 0, 0))
         for start in range(0, len(steps), BLOCK):
             # Greater taus are of no use to what takes less already than all micro-batches of one stage would.
-            some = (mask for mask, row in best.items() if nominal * taus[start] < row[0])
-            within = functools.reduce(operator.or_, some, 0)
+            within = [mask for mask, row in best.items() if nominal * taus[start] < row[0]]
             if not within:
                 break
             block = slice(start, start + BLOCK)
@@ -214,7 +217,7 @@ class Program:
     def trace(self, family: Family) -> tuple[StageShape, ...]:
         """The stages of a family, first one first, without layers."""
         steps = range(family.step, family.step + 1)
-        inner, whole, matrices = self.solve(steps, family.mask)
+        inner, whole, matrices = self.solve(steps, [family.mask])
         mask, at, stages, final = family.mask, family.stages, [], True
         while mask:
             value = (whole if final else inner)[mask][0, at]
@@ -460,7 +463,7 @@ class LargeSearch:
         yield from mixed(self)
 
 
-@functools.lru_cache(maxsize=256)
+@lru_cache(maxsize=256)
 def _runs(size: int, most: int) -> Layers:
     """[stages before, stages after]: 0 where there may be so many stages in between, else NO."""
     runs = np.arange(size)[None, :] - np.arange(size)[:, None]
@@ -481,12 +484,6 @@ def _hull(points: list[tuple[int, float]]) -> tuple[list[float], list[float]]:
             corners.pop()
         corners.append((float(x), y))
     return [x for x, _ in corners], [y for _, y in corners]
-
-
-def _masks(groups: Sequence[int]) -> list[int]:
-    """All sets of these groups, smaller ones first."""
-    found = (sum(1 << g for i, g in enumerate(groups) if bits >> i & 1) for bits in range(1, 1 << len(groups)))
-    return sorted(found, key=lambda mask: (bin(mask).count("1"), mask))
 
 
 def _monotone(rows: Floats) -> Floats:
