@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -66,6 +67,11 @@ class Layout:
             self._cache["all"] = (np.array([r for r, _ in pairs], dtype=np.int64), lo, hi)
         ranks, lo, hi = self._cache["all"]
         return ranks, lo, hi
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether all ranks hold the same boxes."""
+        return len(set(self.boxes.values())) == 1
 
     def elements(self, rank: int) -> int:
         return self._counts.get(rank, 0)

@@ -57,7 +57,7 @@ class Bucket:
         gradients leave, and parameters arrive, where they are kept: nothing is packed for it."""
         if len(self.hops) > 1 or len(self.ranks) == 1:
             return False
-        return all(len({layout.of(r) for r in self.ranks}) == 1 for layout in self.holders.values())
+        return all(layout.alike for layout in self.holders.values())
 
 
 def tensor_holders(plan: Plan, spec: ModelSpec) -> dict[str, Layout]:
@@ -110,20 +110,21 @@ def make_buckets(
     for segment in backward_order(logical_tensors(spec)):
         for name in (t.name for t in segment):
             ranks = holders[name].ranks
-            size = max(holders[name].elements(r) for r in ranks) * itemsize
+            size = int(holders[name].counts().max()) * itemsize
             if runs and runs[-1][0] == ranks and runs[-1][2] + size <= bucket_bytes:
                 runs[-1][1].append(name)
                 runs[-1] = (ranks, runs[-1][1], runs[-1][2] + size)
             else:
                 runs.append((ranks, [name], size))
     owners: dict[tuple[object, ...], tuple[list[Layout], list[Layout] | None]] = {}
+    divided: dict[tuple[object, ...], dict[str, Layout]] = {}
     buckets = []
     for i, (ranks, names, _) in enumerate(runs):
         held = {name: holders[name] for name in names}
         # Buckets of equal layouts are owned alike; names count only by their order, which breaks ties.
         key = (tuple(map(id, held.values())), tuple(sorted(range(len(names)), key=names.__getitem__)))
         if key not in owners:
-            owned = assign_owners(held, weights, whole_below=WHOLE_BYTES // itemsize)
+            owned = _owners(held, weights, WHOLE_BYTES // itemsize, key[1], divided)
             between = island_layouts(held, owned, islands_of(plan, ranks), WHOLE_BYTES // itemsize)
             owners[key] = (list(owned.values()), list(between.values()) if between is not None else None)
         last, middle = owners[key]
@@ -134,6 +135,24 @@ def make_buckets(
             hops = (Hop(islands_of(plan, ranks), held, between), Hop((ranks,), between, owned))
         buckets.append(Bucket(i, ranks, tuple(names), held, owned, hops))
     return tuple(buckets)
+
+
+def _owners(
+    held: Mapping[str, Layout], weights: Mapping[int, float], whole_below: int, order: tuple[int, ...],
+    known: dict[tuple[object, ...], dict[str, Layout]],
+) -> dict[str, Layout]:  # fmt: skip
+    """As :func:`assign_owners` has it, which goes by the order of ranks, not by their numbers: so stages that hold the
+    same are divided once, and kept in ``known``. ``order``: of the names."""
+    ranks = next(iter(held.values())).ranks
+    content = tuple((layout.shape, tuple(layout.boxes.values())) for layout in held.values())
+    key = (content, tuple(weights[r] for r in ranks), order)
+    if key not in known:
+        known[key] = assign_owners(held, weights, whole_below=whole_below)
+        return known[key]
+    return {
+        name: Layout(like.shape, dict(zip(ranks, like.boxes.values(), strict=True)))
+        for name, like in zip(held, known[key].values(), strict=True)
+    }
 
 
 def islands_of(plan: Plan, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:

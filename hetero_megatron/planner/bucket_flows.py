@@ -8,7 +8,7 @@ each rank owns. What nodes send one another is a product of two small matrices.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ class Places:
         self.nodes, self.groups = names, tuple(groups)
         self.node: Ints = np.array([names[network.ranks[r].node] for r in ranks], np.int64)
         self.group_of_node = np.zeros(len(names), np.int64)
+        self.traffic: dict[tuple[object, ...], PortTraffic] = {}  # of flows that lie alike: see port_traffic
         self.group_of_node[self.node] = [groups[network.ranks[r].group] for r in ranks]
 
     @property
@@ -123,8 +124,21 @@ def _volume(holders: Layout, owners: Layout) -> tuple[Ints, Ints]:
 
 
 def port_traffic(flows: Flows, places: Places, spread: bool) -> PortTraffic:
-    """From holders to owners, or back to ``spread`` the new parameters; what a rank keeps does not travel."""
+    """From holders to owners, or back to ``spread`` the new parameters; what a rank keeps does not travel. Equal flows
+    between other ranks that lie alike on their nodes differ in the ports alone."""
     nodes, node = distinct(places.node[flows.at])
+    group = places.group_of_node[nodes]
+    key = (spread, flows.volume.shape, *(x.tobytes() for x in (flows.volume, flows.kind, node, group)))
+    if key not in places.traffic:
+        places.traffic[key] = _own_traffic(flows, node, group, places.groups, spread)
+    found = places.traffic[key]
+    where = np.concatenate([flows.at, len(places.ranks) + nodes])
+    return replace(found, ports=2 * where[found.ports >> 1] + (found.ports & 1))
+
+
+def _own_traffic(flows: Flows, node: Ints, group: Ints, names: tuple[str, ...], spread: bool) -> PortTraffic:
+    """By ports of the flows' own ranks and, after these, nodes; ``node``: of each rank, ``group``: of each node."""
+    nodes, ranks = np.arange(len(group)), np.arange(len(node))
     count = np.zeros((len(nodes), len(flows.volume)))  # holders of each kind
     np.add.at(count, (node, flows.kind), 1.0)
     into = np.stack([np.bincount(node, row, len(nodes)) for row in flows.volume])  # [kinds, nodes]
@@ -136,22 +150,22 @@ def port_traffic(flows: Flows, places: Places, spread: bool) -> PortTraffic:
     np.fill_diagonal(between, 0.0)
     if spread:
         between, local = between.T, local[::-1]
-    group = places.group_of_node[nodes]
     rows: list[tuple[Ints, Floats, tuple[bool, LinkKind]]] = []
     most: dict[LinkKind, float] = {}
     pairs: dict[LinkKind, float] = {}
-    for g in distinct(group)[0].tolist():
+    groups = distinct(group)[0].tolist()
+    for g in groups:
         own = group[node] == g
-        kind = (places.groups[g], places.groups[g], True)
+        kind = (names[g], names[g], True)
         if local[0][own].any():
-            rows += [(places.rank_ports(flows.at[own], i), local[i][own], (i, kind)) for i in (False, True)]
+            rows += [(2 * ranks[own] + i, local[i][own], (i, kind)) for i in (False, True)]
             most[kind] = pairs[kind] = float(longest[own].max())
-        for h in distinct(group)[0].tolist():
+        for h in groups:
             part = between[np.ix_(group == g, group == h)]
             if part.any():
-                kind = (places.groups[g], places.groups[h], False)
-                rows.append((places.node_ports(nodes[group == g], False), part.sum(axis=1), (False, kind)))
-                rows.append((places.node_ports(nodes[group == h], True), part.sum(axis=0), (True, kind)))
+                kind = (names[g], names[h], False)
+                rows.append((2 * (len(ranks) + nodes[group == g]), part.sum(axis=1), (False, kind)))
+                rows.append((2 * (len(ranks) + nodes[group == h]) + 1, part.sum(axis=0), (True, kind)))
                 most[kind] = float(part.max())
                 holders, owners = (group == h, group[node] == g) if spread else (group == g, group[node] == h)
                 there = count[holders].sum(axis=0) - np.where(holders[node[owners]][:, None], count[node[owners]], 0.0)

@@ -293,14 +293,16 @@ class CostModel:
         kept, working = self.activation_bytes(stage, micro_batch_size)
         activations = in_flight * kept + working
         held = self.held_elements(stage)
-        owned = self.owned_elements(stage, replicas)
-        weights, gradients, optimizer = state_bytes(held, owned, self.item, self.options.moments)
         moving, adding, together, largest = self.buffering(stage, replicas)
         buffers = int(max(moving * min(held, together), adding * min(held, largest)))
-        return MemoryBytes(
-            weights, gradients, 0 if stage.offload else optimizer, activations, buffers, self.overhead(stage.chip),
-            host_bytes(owned, self.options.moments) if stage.offload else 0,
-        )
+        host = host_bytes(self.owned_elements(stage, replicas), self.options.moments) if stage.offload else 0
+        return MemoryBytes(*self.states(stage, replicas), activations, buffers, self.overhead(stage.chip), host)
+
+    def states(self, stage: StageChoice, replicas: float) -> tuple[int, int, int]:
+        """Bytes of (weights, gradients, optimizer) on the chip, of the worst rank of the stage."""
+        held, owned = self.held_elements(stage), self.owned_elements(stage, replicas)
+        weights, gradients, optimizer = state_bytes(held, owned, self.item, self.options.moments)
+        return weights, gradients, 0 if stage.offload else optimizer
 
     def activation_bytes(self, stage: StageChoice, micro_batch_size: int) -> tuple[int, int]:
         """(kept by one micro-batch, worked with) on a rank of the stage."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -128,17 +128,18 @@ class Structure:
         return [[Meeting(bucket, a.chunk, c) for c in rows[a.chunk]] for a in bucket_actions(bucket, spread)]
 
     def order(self, spread: bool) -> Order:
+        spread = spread and self.hops > 1  # of single hops it is the same both ways
         if spread not in self._orders:
             found = [m for b in self.buckets for row in self.meetings(b, spread) for m in row]
-            latest = np.zeros(len(self.places.ranks), np.int64)  # 1 + number of a rank's last meeting; 0: none
+            latest = np.full(len(self.places.ranks), -1)  # number of a rank's last meeting
             missing: list[int] = []
             following: dict[int, list[tuple[int, int]]] = defaultdict(list)
             for number, meeting in enumerate(found):
-                counts = np.bincount(latest[meeting.content.at])
-                missing.append(int(counts[1:].sum()))
-                for earlier in np.flatnonzero(counts[1:]).tolist():
-                    following[earlier].append((number, int(counts[earlier + 1])))
-                latest[meeting.content.at] = number + 1
+                counts = Counter(latest[meeting.content.at].tolist())
+                missing.append(len(meeting.ranks) - counts.pop(-1, 0))
+                for earlier, count in counts.items():
+                    following[earlier].append((number, count))
+                latest[meeting.content.at] = number
             self._orders[spread] = Order(found, missing, following)
         return self._orders[spread]
 

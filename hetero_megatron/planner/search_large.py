@@ -32,6 +32,7 @@ Floats = NDArray[np.float64]
 Layers = NDArray[np.float32]  # whole numbers, so exact
 NONE, NO = -1e5, -1e7  # layers of a stage that cannot be; of a run that cannot be, whatever is taken off for stages
 RATIO, GRID = 1.06, 44
+BLOCK = 11  # taus of the grid that are done at once
 CUT = 1.03  # programs whose bound is so much above the best found so far are not solved
 FAR = 1.5  # the same for pipelines over a single group where none was found yet
 RUNS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
@@ -111,7 +112,7 @@ class Program:
         low, found = known.get(key, (steps.start, None))
         if found is None or steps.start < low or steps.stop > low + len(found):
             # Programs with so many replicas look at much the same part of the grid, a little further for more of them.
-            high = max(steps.stop + GRID // 2, low + (0 if found is None else len(found)))
+            high = max(steps.start + GRID + GRID // 2, low + (0 if found is None else len(found)))
             low = min(steps.start - GRID // 2, low)
             found = self._capacity(option, range(low, high), embed, head)
             known[key] = low, found
@@ -154,17 +155,25 @@ class Program:
             found[g] = (inner, ends)
         return found
 
+    def masks(self) -> list[int]:
+        """All sets of groups that a stage fits on, smaller ones first."""
+        masks = [0]
+        for g in (g for g, found in enumerate(self.options) if found):
+            masks += [mask | 1 << g for mask in masks]
+        return sorted(masks[1:], key=lambda mask: (bin(mask).count("1"), mask))
+
     def solve(
-        self, steps: range, within: int = -1
+        self, steps: range, within: Sequence[int] = (-1,)
     ) -> tuple[dict[int, Layers], dict[int, Layers], dict[int, tuple[Layers, Layers]]]:
-        """(layers by mask [tau, stages], inner; the same for whole pipelines; the matrices), for masks ``within``."""
-        groups = [g for g in range(len(self.budget)) if self.options[g] and within >> g & 1]
+        """(layers by mask [tau, stages], inner; the same for whole pipelines; the matrices), for these masks and all
+        parts of them."""
+        masks = [mask for mask in self.masks() if any(not mask & ~row for row in within)]
+        groups = [g for g in range(len(self.budget)) if 1 << g in masks]
         matrices = self.matrices(steps, groups)
         start = np.full((len(steps), self.depth + 1), NONE, np.float32)
         start[:, 0] = 0.0
         inner: dict[int, Layers] = {0: start}
         whole: dict[int, Layers] = {}
-        masks = sorted({sum(1 << g for g in s) for s in _subsets(groups)}, key=lambda m: (bin(m).count("1"), m))
         for mask in masks:
             a = np.full_like(start, NONE)
             b = a.copy()
@@ -183,20 +192,32 @@ class Program:
             return
         steps = self.search.grid(least)[:grid]
         taus = self.search.tau(np.array(steps))
-        _, whole, _ = self.solve(steps)
-        stages = np.arange(self.depth + 1)[None, :]
-        for mask, layers in whole.items():
-            seconds = np.where(layers >= self.search.model.num_layers, (nominal + stages - 1) * taus[:, None], np.inf)
-            at = int(np.argmin(seconds))
-            t, p = divmod(at, self.depth + 1)
-            if np.isfinite(seconds[t, p]):
+        # By mask, smaller ones first: seconds, tau, stages, place of tau.
+        best = dict.fromkeys(self.masks(), (math.inf, math.inf, 0, 0))
+        for start in range(0, len(steps), BLOCK):
+            # Greater taus are of no use to what takes less already than all micro-batches of one stage would.
+            within = [mask for mask, row in best.items() if nominal * taus[start] < row[0]]
+            if not within:
+                break
+            block = slice(start, start + BLOCK)
+            for mask, layers in self.solve(steps[block], within)[1].items():
+                best[mask] = min(best[mask], self._fastest(layers, nominal, taus[block], steps[block]))
+        for mask, (seconds, tau, p, step) in best.items():
+            if math.isfinite(seconds):
                 budget = tuple(c if mask >> g & 1 else 0 for g, c in enumerate(self.budget))
-                yield Family(mask, budget, self.size, float(taus[t]), p, self.replicas, steps[t])
+                yield Family(mask, budget, self.size, tau, p, self.replicas, step)
+
+    def _fastest(self, layers: Layers, nominal: float, taus: Floats, steps: range) -> tuple[float, float, int, int]:
+        """(seconds, tau, stages, place of tau) of the pipelines that hold all layers in the least time."""
+        ticks = nominal + np.arange(self.depth + 1) - 1
+        seconds = np.where(layers >= self.search.model.num_layers, ticks * taus[:, None], np.inf)
+        t, p = divmod(int(np.argmin(seconds)), self.depth + 1)
+        return float(seconds[t, p]), float(taus[t]), p, steps[t]
 
     def trace(self, family: Family) -> tuple[StageShape, ...]:
         """The stages of a family, first one first, without layers."""
         steps = range(family.step, family.step + 1)
-        inner, whole, matrices = self.solve(steps, family.mask)
+        inner, whole, matrices = self.solve(steps, [family.mask])
         mask, at, stages, final = family.mask, family.stages, [], True
         while mask:
             value = (whole if final else inner)[mask][0, at]
@@ -463,11 +484,6 @@ def _hull(points: list[tuple[int, float]]) -> tuple[list[float], list[float]]:
             corners.pop()
         corners.append((float(x), y))
     return [x for x, _ in corners], [y for _, y in corners]
-
-
-def _subsets(groups: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    for bits in range(1, 1 << len(groups)):
-        yield tuple(g for i, g in enumerate(groups) if bits >> i & 1)
 
 
 def _monotone(rows: Floats) -> Floats:

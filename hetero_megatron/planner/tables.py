@@ -7,7 +7,6 @@ every entry the fastest of none, selective, first n and full that fits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -83,10 +82,12 @@ def per_layer(seconds: Floats) -> float:
 
 @dataclass(frozen=True)
 class _Unit:
-    """Affine costs of a kind without ends: [constant, per layer] of forward, of backward by recompute."""
+    """Seconds of a kind, whatever the memory: forward [layers], backward [levels of recompute, layers], and what
+    it costs to run one layer again."""
 
-    forward: tuple[float, float]
-    backward: Mapping[str, tuple[float, float]]
+    forward: Floats
+    backward: Floats
+    again: float
 
 
 class Tables:
@@ -104,10 +105,10 @@ class Tables:
         self._layers = np.arange(layers + 1)
         self._tables: dict[Kind, StageTable] = {}
         self._shallow: dict[tuple[Kind, int], StageTable] = {}
-        self._needs: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
-        self._seconds: dict[tuple[int, int, int, int, bool, bool], _Unit] = {}
+        self._seconds: dict[tuple[object, ...], _Unit] = {}
+        self._rooms: dict[tuple[object, ...], Floats] = {}
         self._links: dict[tuple[object, ...], float] = {}
-        self._kept: dict[tuple[object, ...], tuple[float, float, float]] = {}
+        self._kept: dict[tuple[object, ...], Floats] = {}
         self._fastest: dict[tuple[object, ...], StageShape | None] = {}
         self.first = supports("recompute.first")
 
@@ -167,11 +168,10 @@ class Tables:
 
             # A send or receive costs the rank itself: one of each per neighbour and direction.
             message = self.costs.message_seconds(chip) * ((not kind.embed) + (not kind.head))
-            f = line("forward_seconds", "none")
-            back = {r: line("backward_seconds", r) for r in RECOMPUTES}
-            self._seconds[key] = _Unit(
-                (f[0] + message, f[1]), {r: (constant + message, per) for r, (constant, per) in back.items()}
-            )
+            found = [line("forward_seconds", "none"), *(line("backward_seconds", r) for r in RECOMPUTES)]
+            seconds = np.array([a + message + b * self._layers for a, b in found], np.float64)
+            again = found[1 + RECOMPUTES.index("full")][1] - found[1 + RECOMPUTES.index("none")][1]
+            self._seconds[key] = _Unit(seconds[0], seconds[1:], again)
         return self._seconds[key]
 
     def _stage(self, kind: Kind, recompute: str, layers: int) -> StageChoice:
@@ -179,38 +179,42 @@ class Tables:
         offload = kind.offload or self.offloads(kind.group)
         return StageChoice(chip, kind.tp, kind.dp, layers, kind.embed, kind.head, recompute, 0, offload)
 
-    def _bytes(self, kind: Kind, recompute: str, layers: int, in_flight: int) -> tuple[float, float]:
-        """(state and overhead, activations)."""
-        stage = self._stage(kind, recompute, layers)
-        m = self.costs.memory_bytes(stage, kind.micro_batch_size, in_flight, kind.replicas)
-        return m.overhead + m.weights + m.gradients + m.optimizer, m.activations
+    def _states(self, kind: Kind) -> Floats:
+        """Bytes of states and overhead, by layers."""
+        stages = (self._stage(kind, "none", n) for n in (1, 2))
+        one, two = (self.costs.overhead(s.chip) + sum(self.costs.states(s, kind.replicas)) for s in stages)
+        return np.asarray(2 * one - two + (two - one) * self._layers, np.float64)
 
     def _make(self, kind: Kind, depth: int) -> StageTable:
-        unit, n = self._unit(kind), self._layers
-        limit = self.costs.memory_limit(self.pool.groups[kind.group].chip)
-        one, two = self._bytes(kind, "none", 1, 1), self._bytes(kind, "none", 2, 1)
-        state = 2 * one[0] - two[0] + (two[0] - one[0]) * n
-        buffers = self._buffers(kind) if kind.buckets else 0
-        free = limit - state
-        room: Floats = np.where(buffers <= free, free, -1.0).astype(np.float64)  # for activations, [layers]
-        forward: Floats = (unit.forward[0] + unit.forward[1] * n).astype(np.float64)
-        levels = RECOMPUTES if kind.recompute is None else (kind.recompute,)
-        kept, save = (x[..., :depth, :] for x in self._kept_bytes(kind))
+        unit, room = self._unit(kind), self._room(kind)
+        levels: tuple[str, ...] = RECOMPUTES
+        each = unit.backward
+        kept, save = self._kept_bytes(kind, depth)
         if kind.recompute is not None:
-            kept = kept[[RECOMPUTES.index(kind.recompute)]]
-        lines = np.array([unit.backward[r] for r in levels], np.float64)
-        each: Floats = (lines[:, :1] + lines[:, 1:] * n).astype(np.float64)  # [levels, layers]
+            only = [RECOMPUTES.index(kind.recompute)]
+            levels, each, kept = (kind.recompute,), each[only], kept[only]
         best = np.min(np.where(kept <= room, each[:, None, :], np.inf), axis=0)  # [in flight, layers]
         first = None
         if self.first and kind.recompute is None:
-            first = save, unit.backward["full"][1] - unit.backward["none"][1]
+            first = save, unit.again
             tight = (kept[0] > room) & (room >= 0)
             if tight.any():
                 need = np.ceil((kept[0] - room) / save - 1e-9)
-                need = np.where(tight & (need >= 1) & (need < n), need, np.inf)
+                need = np.where(tight & (need >= 1) & (need < self._layers), need, np.inf)
                 best = np.minimum(best, each[0] + need * first[1])
-        seconds = np.asarray(best + forward, np.float64)
-        return StageTable(seconds, forward, levels, kept, each, room, first)
+        seconds = np.asarray(best + unit.forward, np.float64)
+        return StageTable(seconds, unit.forward, levels, kept, each, room, first)
+
+    def _room(self, kind: Kind) -> Floats:
+        """Bytes that states and buckets leave for activations, by layers; -1 where they do not fit themselves. They
+        depend neither on the micro-batch nor on recompute."""
+        key = (kind.group, kind.tp, kind.dp, kind.embed, kind.head, kind.replicas, kind.offload, kind.buckets)
+        if key not in self._rooms:
+            limit = self.costs.memory_limit(self.pool.groups[kind.group].chip)
+            free = limit - self._states(kind)
+            buffers = self._buffers(kind) if kind.buckets else 0
+            self._rooms[key] = np.where(buffers <= free, free, -1.0).astype(np.float64)
+        return self._rooms[key]
 
     def _buffers(self, kind: Kind) -> Floats:
         """Bytes of buckets under way, by layers."""
@@ -220,27 +224,29 @@ class Tables:
         found = np.maximum(moving * np.minimum(held, together), adding * np.minimum(held, largest))
         return np.asarray(found, np.float64)
 
-    def _kept_bytes(self, kind: Kind) -> tuple[Floats, Floats]:
+    def _kept_bytes(self, kind: Kind, depth: int) -> tuple[Floats, Floats]:
         """Bytes of activations [levels of recompute, in flight, layers], and what running a layer again saves
-        [in flight, 1]. They do not depend on replicas."""
-        key = (kind.group, kind.tp, kind.dp, kind.micro_batch_size, kind.embed, kind.head)
-        if key not in self._needs:
-            n, k = self._layers, np.arange(1, self.depth + 1)[:, None]
-            rows = {r: self._activations(kind, r) for r in RECOMPUTES}
-            kept = np.stack([k * (head + per * n) + work for head, per, work in rows.values()])
-            saved = k * (rows["none"][1] - rows["full"][1])
-            self._needs[key] = tuple(np.asarray(x, np.float64) for x in (kept, saved))  # type: ignore[assignment]
-        return self._needs[key]
+        [in flight, 1]."""
+        ends, per, work = self._activations(kind)
+        k = np.arange(1, depth + 1)[:, None]
+        kept = k * (ends + per * self._layers)[:, None, :] + work[:, None, :]
+        save = k * (per[RECOMPUTES.index("none")] - per[RECOMPUTES.index("full")])
+        return kept, save
 
-    def _activations(self, kind: Kind, recompute: str) -> tuple[float, float, float]:
-        """(bytes of the ends, bytes per layer, bytes that backward works with): activations are
-        in_flight x (ends + layers x per layer) + working."""
-        key = (kind.group, kind.tp, kind.dp, kind.micro_batch_size, kind.embed, kind.head, recompute)
+    def _activations(self, kind: Kind) -> tuple[Floats, Floats, Floats]:
+        """(bytes of the ends, bytes per layer, bytes that backward works with), each [levels of recompute, 1]:
+        activations are in_flight x (ends + layers x per layer) + working. They do not depend on replicas."""
+        key = (kind.group, kind.tp, kind.dp, kind.micro_batch_size, kind.embed, kind.head)
         if key not in self._kept:
-            a, b, c = (self._bytes(kind, recompute, n, k)[1] for n, k in ((1, 1), (2, 1), (1, 2)))
-            per, both = b - a, c - a
-            self._kept[key] = both - per, per, a - both
-        return self._kept[key]
+            rows = []
+            for recompute in RECOMPUTES:
+                stages = (self._stage(kind, recompute, n) for n in (1, 2))
+                (kept, working), two = (self.costs.activation_bytes(s, kind.micro_batch_size) for s in stages)
+                per = sum(two) - kept - working
+                rows.append((kept - per, per, working))
+            self._kept[key] = np.array(rows, np.float64).T[:, :, None]
+        ends, each, work = self._kept[key]
+        return ends, each, work
 
     def boundary(self, a: StageShape, b: StageShape, size: int, same_node: bool, sharing: int = 1) -> float:
         """Seconds of one transfer from stage ``a`` to stage ``b``; ``sharing``: such transfers at a time over a node's
