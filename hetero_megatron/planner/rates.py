@@ -38,8 +38,9 @@ A cluster file holds rates under ``rates:`` (or, for one chip, under ``chips: <c
         - {from: <group>, to: <group>, alpha: s, beta: s_per_byte}             # one direction, wins over ``between``
 
 All rows of layers, embed and head are compute of one rank (its 1/tp share), without communication and without
-recompute, but with what ranks of a TP group wait for each other (none is steady, and they meet several times a layer); ``fingerprint`` is :func:`model_fingerprint`. Whole-layer rows win over operator rates; a size that was not
-measured takes the nearest rows, scaled by the operator rates.
+recompute, but with what ranks of a TP group wait for each other (none is steady, and they meet several times a layer);
+``fingerprint`` is :func:`model_fingerprint`. Whole-layer rows win over operator rates; a size that was not measured
+takes the nearest rows, scaled by the operator rates.
 
 Cold start: data sheet x default efficiency. Matrix products: achievable share of peak ("MAMF") as tabulated in
 stas00/ml-engineering and FlagPerf, for very large products; half-saturation at 300, as fits of vTrain's A100 runs have
