@@ -145,7 +145,6 @@ def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[
 
     options = {"logits_bytes": 4000} if case.chunked_loss else {}
     runtime = Runtime(plan, spec, comm, DTYPES[case.dtype], initialize, build_optimizer(case), **options)
-    runtime.check_agreement()
     data = RandomSamples(case, spec.vocab_size)
     assert runtime.optimizer is not None
     grads: list[tuple[str, Box, np.ndarray]] = []

@@ -238,8 +238,8 @@ def test_a_tp_group_over_nodes_is_measured_with_what_its_ranks_wait() -> None:
     run = (_calibrate, [2.0, 1.0] * 4, {**CLUSTER, **nodes}, 2)  # the first rank of two waits half of the time
     rates, _, layer = shared_pool().run(*run)[0]
     assert [row[1:3] for row in rates["chips"]["small"]["fp32"]["layers"]] == [[2, 2]]
-    steady = shared_pool().run(_calibrate, [2.0] * 8, {**CLUSTER, **nodes}, 2)[0][2]
-    assert sum(layer["small", 2, 2]) > 1.3 * sum(steady["small", 2, 2])  # as slow as the slower one, not as their mean
+    both = shared_pool().run(_calibrate, [1.0] * 8, {**CLUSTER, **nodes}, 2)[0][2]
+    assert sum(layer["small", 2, 2]) > 0.88 * sum(both["small", 2, 2])  # as slow as the slower one; their mean is 0.75
 
 
 def test_one_call_measures_every_dtype_and_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ tested in test_flags.py."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from hetero_megatron.cli.main import main as hetero_megatron
 from hetero_megatron.cli.pretrain import main as pretrain
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.config import RunConfig
+from tests.test_parity import LLAMA
 
 ROOT = Path(__file__).parent.parent
 
@@ -153,6 +155,25 @@ def test_vocabulary_comes_from_the_tokenizer() -> None:
     line = FLAGS.replace("--vocab-size 100", "")
     assert config(line).spec.vocab_size == 257
     assert config(f"{FLAGS} --tokenizer-type NullTokenizer").spec.vocab_size == 101
+
+
+def test_text_for_pretrained_weights_is_read_with_their_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "text.jsonl").write_text('{"text": "a"}\n')
+    base = f"--load-hf {tmp_path} --data-path {tmp_path / 'text.jsonl'} --seq-length 32 --micro-batch-size 1"
+    words = [*base.split(), "--train-iters", "1", "--lr", "1e-3"]
+    without = configure(words, {})
+    assert without.data is not None and without.data.tokenizer_type is None
+    assert any("holds no tokenizer: text is read byte by byte" in notice for notice in without.notices)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    own = configure(words, {})
+    assert own.data is not None and own.data.tokenizer_model == str(tmp_path)
+    assert own.data.tokenizer_type == "HuggingFaceTokenizer"
+    assert any(f"text is read with the tokenizer of --load-hf {tmp_path}" in notice for notice in own.notices)
+    asked = configure([*words, "--tokenizer-type", "ByteTokenizer"], {})
+    assert asked.data is not None and asked.data.tokenizer_type == "ByteTokenizer" and not asked.notices
+    mock = configure([w for w in words if not w.endswith("text.jsonl") and w != "--data-path"] + ["--mock-data"], {})
+    assert mock.data is not None and mock.data.tokenizer_type is None and not mock.notices
 
 
 def test_parallel_flags_build_the_plan() -> None:

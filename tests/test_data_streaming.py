@@ -129,6 +129,16 @@ def test_what_cannot_be_streamed_is_refused(tmp_path: Path) -> None:
         dataset[0]
 
 
+def test_after_a_bad_document_everyone_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "' + 100 * "words " + '"}\n{broken\n{"text": "more"}\n')
+    dataset = StreamingDataset(find_corpus(str(tmp_path / "a.jsonl")), ByteTokenizer(), LENGTH)
+    good = dataset[0]
+    for index in (500, 501, 400, 500):
+        with pytest.raises(UserError, match="a.jsonl:2"):
+            dataset[index]
+    assert (dataset[0].tokens == good.tokens).all()
+
+
 def test_a_state_of_another_corpus_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("words")
     dataset = StreamingDataset(find_corpus(str(tmp_path / "a.txt")), ByteTokenizer(), LENGTH)

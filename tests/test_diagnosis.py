@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.failure import StepGuard, is_spike
+from hetero_megatron.training.runtime import StepStats
 from hetero_megatron.training.stragglers import BASELINE, RECENT, SILENCE, WARM_UP, StragglerWatch
 from tests.parity import Case, RandomSamples, fixed_case
 from tests.pool import shared_pool
@@ -98,6 +100,20 @@ def test_a_loss_spike_is_run_again_before_it_counts() -> None:
 def test_spikes() -> None:
     history = [3.0 + 0.01 * (i % 5) for i in range(50)]
     assert is_spike(4.0, history) and not is_spike(3.1, history) and not is_spike(9.0, history[:5])
+
+
+def test_losses_that_are_not_finite_hide_no_spike() -> None:
+    losses = [3.0 + 0.01 * (i % 5) for i in range(50)] + [math.nan, math.inf]
+
+    class Steps:
+        def train_step(self, *arguments: Any, **options: Any) -> StepStats:
+            loss = losses[arguments[1]]  # first sample: the number of the step here
+            return StepStats(loss, 1, 1.0, not math.isfinite(loss), False, [], [], [])
+
+    guard = StepGuard(check_finite=False, check_spikes=True)
+    for number in range(len(losses)):
+        guard.step(Steps(), None, number, number, 1, 1e-3)  # type: ignore[arg-type]
+    assert is_spike(4.0, guard.history) and len(guard.history) == 50
 
 
 def test_stragglers_are_named_once() -> None:

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,11 @@ pipelines:
 MESSAGE = re.compile(r"^error: rank (\d), in (.+), waited ([\d.]+) s for rank ([\d, ]+) and got no answer", re.M)
 
 
-def start(directory: Path, plan: str, ranks: int, *data: str) -> list[subprocess.Popen[str]]:
-    """Ranks without a launcher, so that nobody but the ranks themselves notices a failure."""
+def start(
+    directory: Path, plan: str, ranks: int, *data: str, own: Mapping[int, Sequence[str]] | None = None
+) -> list[subprocess.Popen[str]]:
+    """Ranks without a launcher, so that nobody but the ranks themselves notices a failure; ``own``: further flags of
+    some."""
     (directory / "plan.yaml").write_text(plan)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -53,7 +57,7 @@ def start(directory: Path, plan: str, ranks: int, *data: str) -> list[subprocess
     pipe = subprocess.PIPE
     return [
         subprocess.Popen(
-            command,
+            [*command, *(own or {}).get(rank, ())],
             cwd=ROOT,
             env={**os.environ, **shared, "GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=pipe,

@@ -81,6 +81,8 @@ def test_weight_decay() -> None:
         (lambda: LearningRate(1.0, style="WSD", decay=10, wsd_decay=11), "--lr-wsd-decay-iters"),
         (lambda: LearningRate(1.0, style="WSD", decay=10, wsd_style="x"), "--lr-wsd-decay-style"),
         (lambda: WeightDecay(0.2, 0.1), "--end-weight-decay"),
+        (lambda: WeightDecay(-0.1, -0.1), "^--weight-decay = -0.1"),
+        (lambda: WeightDecay(-0.1, 0.1, "linear", 9), "^--start-weight-decay = -0.1"),
         (lambda: WeightDecay(0.1, 0.2), "--weight-decay-incr-style"),
         (lambda: WeightDecay(0.1, 0.2, "linear"), "length of training"),
     ],

@@ -141,6 +141,8 @@ def test_runs_are_read_from_files(tmp_path: Path) -> None:
     (tmp_path / "short.jsonl").write_text('{"step": 0, "step_seconds": 1}\n')
     with pytest.raises(UserError, match="no step after the first 2"):
         median_step_seconds(tmp_path / "short.jsonl")
+    file.write_text("\ufeff" + file.read_text())  # as Excel writes it
+    assert len(read_runs(str(file), load_cluster(tmp_path / "cluster.yaml"))) == 2
     file.write_text("plan,model,seconds\nplan.yaml,tiny,fast\n")
     with pytest.raises(UserError, match=r"runs.csv:2: seconds = fast: not a number"):
         read_runs(str(file), load_cluster(tmp_path / "cluster.yaml"))

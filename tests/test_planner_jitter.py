@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.planner.jitter import expected_delay
 from hetero_megatron.planner.predict import predict
+from hetero_megatron.planner.search import SearchOptions, search
+from hetero_megatron.planner.summary import _why
 from hetero_megatron.schedule import Costs, generate, lower, simulate
 from hetero_megatron.training.calibration.runs import jitter
-from tests.planner_cases import MODEL, cluster, plan, stages
+from tests.planner_cases import MODEL, SEQ, cluster, plan, stages
 
 DRAWS = 20_000
 END = st.tuples(st.floats(0.5, 1.0), st.sampled_from([0.0, 0.01, 0.05, 0.2]))
@@ -46,6 +49,15 @@ def test_a_step_waits_for_the_unluckiest_replica() -> None:
     assert late.step_seconds / seconds - 1 == pytest.approx(0.1 * 1.0294, rel=0.01)  # E[max] of four normal variables
     assert late.parts["pipelines"] == pytest.approx(seconds)
     assert late.parts["jitter"] == pytest.approx(late.step_seconds - seconds)
+
+
+def test_every_part_of_a_step_can_be_the_reason() -> None:
+    found = search(MODEL, cluster(2, jitter=0.1), SEQ, 8, SearchOptions(dtype="fp32")).best
+    parts = found.prediction.parts
+    assert parts["jitter"] > 0
+    for name in parts:
+        other = replace(found, prediction=replace(found.prediction, parts={**parts, name: parts[name] + 1.0}))
+        assert _why(found, other).endswith("takes 1 s longer")
 
 
 @pytest.mark.parametrize("layers", [[6, 5], [3, 3, 3, 2], [8, 1, 1, 1]])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from hetero_megatron.cli.main import main
 from hetero_megatron.plan import plan_from_dict
@@ -103,3 +104,19 @@ def test_a_plan_that_does_not_fit_fails_the_command(tmp_path: Path, capsys: pyte
 def test_bad_command_lines(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_chips_without_the_dtype_are_idle_and_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({
+        "version": 1, "links": {"inter_node": {"bandwidth": "25 GB/s"}, "intra_node": {"bandwidth": "100 GB/s"}},
+        "nodes": [{"name": "new", "chip": "A100-80-SXM"}, {"name": "old", "chip": "small", "chips_per_node": 3}],
+        "chips": {
+            "small": {"memory": "8 GiB", "tflops": {"fp32": 10}, "memory_bandwidth": "1 TB/s", "dtypes": ["fp32"]},
+        },
+    }))  # fmt: skip
+    words = ["plan", "--model", "tiny", "--cluster", str(tmp_path / "c.yaml"), "--seq-length", "64"]
+    words += ["--global-batch-size", "8", "--dtype", "bf16"]
+    assert main(words) == 0
+    assert "idle: 3 chips (ranks 1-3): small does not compute in bf16" in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["idle_ranks"] == [1, 2, 3]

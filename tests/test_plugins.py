@@ -178,6 +178,14 @@ def test_platforms_against_a_stub_device(stub: tuple[Accelerator, StubDevice], m
     assert "synchronize" in device.calls
 
 
+@pytest.mark.parametrize("stub", ["nvidia"], indirect=True)
+def test_a_new_thread_waits_for_its_ranks_device(stub: tuple[Accelerator, StubDevice]) -> None:
+    """Checkpoints are copied by a thread, whose current device is the first one."""
+    accelerator, device = stub
+    Platform(torch.device("cuda", 1), "nccl", accelerator).synchronize()
+    assert device.calls[-2:] == ["set_device(1)", "synchronize"]
+
+
 @pytest.mark.parametrize("stub", ["nvidia", "metax", "iluvatar", "kunlunxin", "amd", "hygon"], indirect=True)
 def test_vendors_that_share_a_torch_name_are_told_apart(stub: tuple[Accelerator, StubDevice]) -> None:
     here = [a.name for a in load_plugins().platforms.values() if a.device_type == "cuda" and a.available()]

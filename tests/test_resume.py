@@ -92,6 +92,67 @@ def test_flags_decide_what_is_read(tmp_path: Path) -> None:
     assert "without its optimizer state" in out
 
 
+@pytest.mark.parametrize(("batch", "steps"), [(8, 15), (2, 30)])
+def test_a_length_in_samples_stays_one(batch: int, steps: int, tmp_path: Path) -> None:
+    """80 samples, of which 40 in steps of 4; other windows of the data are said to be that."""
+    words = ["--model", "tiny", "--mock-data", "--micro-batch-size", "2", "--lr", "1e-3", "--train-samples", "80"]
+    words += ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
+    out, _ = inside([*words, "--seq-length", "32", "--global-batch-size", "4", "--exit-interval", "10"])
+    assert "notice: --seq-length" not in out
+    out, _ = inside([*words, "--seq-length", "16", "--global-batch-size", str(batch)])
+    assert f"done: {steps} steps" in out and metrics(tmp_path)[-1]["consumed_samples"] == 80
+    assert "notice: --seq-length is 16; the checkpoint was made with 32" in out
+
+
+def test_other_data_are_said_to_be_that(tmp_path: Path) -> None:
+    words = ["--model", "tiny", "--seq-length", "32", "--micro-batch-size", "2", "--lr", "1e-3", "--train-iters", "4"]
+    words += ["--split", "1", "--save", str(tmp_path / "run"), "--load", str(tmp_path / "run"), "--data-path"]
+    inside([*words, "README.md", "--exit-interval", "2"])
+    out, _ = inside([*words, "README.md", "--exit-interval", "3"])
+    assert "notice: the training data" not in out
+    out, _ = inside([*words, "docs/index.md"])
+    assert "notice: the training data are not the checkpoint's: they are read from sample 6 on" in out
+
+
+TINY = ["--model", "tiny", "--mock-data", "--seq-length", "32", "--micro-batch-size", "2", "--log-interval", "1"]
+FOUR_STEPS = ["--train-iters", "4", "--lr", "1e-3"]
+
+
+def test_another_dtype_looks_for_its_own_loss_scale(tmp_path: Path) -> None:
+    words = [*TINY, *FOUR_STEPS, "--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
+    inside([*words, "--bf16", "--exit-interval", "2"])
+    out, _ = inside([*words, "--fp16"])
+    assert "notice: --dtype is fp16; the checkpoint was made with bf16" in out
+    assert metrics(tmp_path)[2]["loss_scale"] == 2.0**32
+
+
+def test_momentum_is_the_flags_where_no_step_was_taken(tmp_path: Path) -> None:
+    words = [*TINY, *FOUR_STEPS, "--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
+    words += ["--fp16", "--optimizer", "sgd"]
+    inside([*words, "--exit-interval", "2"])
+    assert all(line["skipped"] for line in metrics(tmp_path))  # otherwise this proves nothing
+    _, err = inside([*words, "--sgd-momentum", "0"], code=2)
+    assert "made with another --sgd-momentum" in err
+    inside(words)
+
+
+def test_a_checkpoint_is_evaluated_without_the_training_flags(tmp_path: Path) -> None:
+    save = ["--save", str(tmp_path / "run")]
+    inside([*TINY, "--train-iters", "2", "--lr", "1e-3", "--optimizer", "sgd", *save])
+    out, _ = inside([*TINY, "--skip-train", "--eval-iters", "2", "--load", str(tmp_path / "run")])
+    assert "step 2, 4 samples" in out and "validation" in out
+
+
+def test_weights_are_exported_by_the_run_that_ends_training(tmp_path: Path) -> None:
+    words = [*TINY, *FOUR_STEPS, "--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
+    words += ["--save-hf", str(tmp_path / "hf"), "--eval-interval", "2", "--eval-iters", "1"]
+    out, _ = inside([*words, "--exit-interval", "2"])
+    assert "is written at the end of training, step 4" in out and not (tmp_path / "hf").exists()
+    assert sum("validation_loss" in line for line in (tmp_path / "run" / "metrics.jsonl").open()) == 1
+    inside(words)
+    assert (tmp_path / "hf" / "model.safetensors").exists()
+
+
 def test_nothing_to_load(tmp_path: Path) -> None:
     _, err = run(tmp_path, SINGLE, 1, "--exit-on-missing-checkpoint", code=2)
     assert "holds no checkpoint" in err

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import pytest
 
 from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import cluster_from_dict
-from hetero_megatron.training.supervise import Round, Seat, without_nodes
+from hetero_megatron.training.diagnosis import diagnoses_at, say_joined
+from hetero_megatron.training.jobs import Setup
+from hetero_megatron.training.supervise import Round, Seat, Supervisor, without_nodes
 from tests.faults import children
 from tests.test_end_to_end import ENVIRONMENT, ROOT
 from tests.test_resume import inside
@@ -76,6 +79,77 @@ def test_what_counts_as_lost() -> None:
     assert Round({0: 3, 1: 3, 2: -9, 3: 3}).lost(seats) == {"b"}
     assert Round({0: 3, 1: 3, 2: 3}, {3}).lost(seats) == {"c"}
     assert Round({0: 3, 1: 1, 2: 3, 3: 3}).lost(seats) == set()  # a crash: the node is still there
+
+
+class Pretended:
+    """A round of which rank 1 dies at once and the others go on waiting, for ever."""
+
+    ranks = [0, 1, 2]
+
+    def __init__(self, diagnoses: Path, joined: Sequence[int], code: int, gave_up: Sequence[int] = ()) -> None:
+        self._codes = {1: code, **dict.fromkeys(gave_up, 3)}
+        for rank in joined:
+            say_joined(rank, {"HETERO_DIAGNOSES": str(diagnoses)})
+
+    def poll(self) -> dict[int, int]:
+        return self._codes
+
+    def hung(self) -> set[int]:
+        return set()
+
+    def signal(self, number: int) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("joined", "code", "gave_up", "lost"),
+    [
+        ([], -9, [], {"b"}),  # rank 0 and 2 wait in the rendezvous, where nobody notices anything
+        ([0, 2], 1, [], set()),
+        ([0, 1, 2], -9, [], {"a", "b", "c"}),  # they met, so they should have noticed
+        ([0, 1, 2], 1, [2], {"a"}),
+        ([], 1, [2], {"a"}),  # 2 waited for 0 until its time was up
+    ],
+)
+def test_who_waits_for_others_to_start_does_not_hang(
+    joined: list[int], code: int, gave_up: list[int], lost: set[str], tmp_path: Path
+) -> None:
+    seats = (Seat("a", 0), Seat("b", 0), Seat("c", 0))
+    said: list[str] = []
+    supervisor = Supervisor(
+        Setup(tmp_path / "plan.yaml", seats), [], "replan", lambda *_: None, 1, 0.1, tmp_path, said.append
+    )
+    diagnoses = diagnoses_at(tmp_path, 0)
+    ended = supervisor._round(Pretended(diagnoses, joined, code, gave_up), diagnoses)
+    assert ended.lost(seats) == lost and not diagnoses.exists()
+    assert ("still waited for all to start" in " ".join(said)) == (set(joined) != {0, 1, 2} and not gave_up)
+
+
+DEAD_AT_START = """
+import os, signal
+if os.environ.get("HETERO_NODE") == "slow-0" and "RANK" in os.environ:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_node_that_dies_before_the_ranks_meet(tmp_path: Path) -> None:
+    for name, text in (("cluster", CLUSTER), ("three", THREE), ("two", TWO)):
+        (tmp_path / f"{name}.yaml").write_text(text)
+    (tmp_path / "sitecustomize.py").write_text(DEAD_AT_START)
+    words = [sys.executable, "-m", "hetero_megatron.cli.main", "run", "--plan", str(tmp_path / "three.yaml")]
+    words += ["--cluster", str(tmp_path / "cluster.yaml"), "--on-failure", "replan", "--grace", "10"]
+    words += ["--fallback-plan", str(tmp_path / "two.yaml"), "--"]
+    words += ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run"), *TRAIN]
+    path = os.pathsep.join([str(tmp_path), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])])
+    environment = {**ENVIRONMENT, "PYTHONPATH": path}
+    job = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "without slow-0, 2 ranks left" in job.stdout and f"done: {STEPS} steps" in job.stdout
+    assert not list((tmp_path / "run").glob("diagnoses-*"))
 
 
 @pytest.fixture(scope="module")

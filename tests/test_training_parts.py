@@ -49,6 +49,16 @@ def test_bad_batches(numbers: tuple[int, ...]) -> None:
         BatchSize(*numbers)
 
 
+def test_steps_from_the_middle_are_those_that_are_left() -> None:
+    for batch in (BatchSize(6), BatchSize(8, 2, 2, 30)):
+        whole, consumed, steps = batch.steps_for(100), 0, 0
+        while steps < whole[0]:
+            left, end = batch.steps_for(100, consumed)
+            assert (steps + left, end) == whole
+            steps, consumed = steps + 1, consumed + batch.at(consumed)
+        assert batch.steps_for(10, 40) == (0, 40)
+
+
 def test_loss_scale_is_constant_without_dynamics() -> None:
     scale = LossScale(1024.0)
     assert scale.update(True).update(False) == scale
@@ -68,6 +78,11 @@ def test_dynamic_loss_scale() -> None:
     for _ in range(20):
         scale = scale.update(True)
     assert scale.scale == 16.0
+
+
+def test_loss_scale_grows_after_a_smaller_window() -> None:
+    scale = LossScale(8.0, True, window=3).with_state({"scale": 8.0, "good_steps": 500, "patience": 2})
+    assert scale.update(False).scale == 16.0
 
 
 def test_loss_scale_goes_on_from_its_state() -> None:
@@ -111,6 +126,18 @@ def test_metrics_file(tmp_path: Path) -> None:
     assert lines[1]["loss"] is None and lines[1]["not_finite"] == ["loss"]
     assert lines[2] == {"step": 2, "validation_loss": 1.5, "validation_perplexity": math.exp(1.5)}
     writer.close()
+
+
+def test_tensorboard_is_on_disk_after_a_flush(tmp_path: Path) -> None:
+    writer = MetricsWriter(None, str(tmp_path))
+    for step in range(1, 200):
+        writer.step(_metrics(step))
+    writer.flush()  # as a run does that fails, and is not closed
+    (file,) = tmp_path.iterdir()
+    on_disk = file.stat().st_size
+    writer.close()
+    assert file.stat().st_size == on_disk > 10_000
+    writer.flush()
 
 
 def test_a_fresh_run_keeps_older_metrics_and_a_resumed_one_appends(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from hetero_megatron.cli import training_flags as training
 from hetero_megatron.cli.checkpoint_flags import build_checkpoint, build_failure
@@ -12,12 +13,13 @@ from hetero_megatron.cli.model_flags import build_spec
 from hetero_megatron.cli.parse import WHERE, Arguments, flag_error, parse
 from hetero_megatron.cli.plan_flags import build_plan
 from hetero_megatron.cluster import Cluster, load_cluster
-from hetero_megatron.data import DataConfig
+from hetero_megatron.data import DataConfig, reads_text
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.kernels import with_kernels
 from hetero_megatron.training.config import RunConfig
 
+TOKENIZER = ("tokenizer.*", "tokenizer_config.json", "vocab.*", "spiece.model")  # files that hold one, or name it
 _SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data")
 
 
@@ -39,6 +41,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
     data = _data(args)
     if args["load_hf"] is not None:
         args.values["load_hf"] = model_directory(args["load_hf"], "--load-hf")
+        data = _own_tokenizer(args, data)
     spec = build_spec(args, data)
     cluster = _cluster(args)
     plan = build_plan(args, spec, environment, cluster, dtype)
@@ -81,6 +84,18 @@ def _data(args: Arguments) -> DataConfig | None:
     if args["dry_run"] and not args.has(*_SOURCES):
         return None
     return DataConfig(**{f.name: args[f.name] for f in dataclasses.fields(DataConfig)})
+
+
+def _own_tokenizer(args: Arguments, data: DataConfig | None) -> DataConfig | None:
+    """Text for weights that were trained elsewhere is read with their own tokenizer, unless flags name another."""
+    if data is None or not reads_text(data) or args.has("tokenizer_type", "tokenizer_model", "vocab_file"):
+        return data
+    directory = Path(args["load_hf"])
+    if not any(any(directory.glob(name)) for name in TOKENIZER):
+        args.notices.append(f"--load-hf {directory} holds no tokenizer: text is read byte by byte (--tokenizer-type)")
+        return data
+    args.notices.append(f"text is read with the tokenizer of --load-hf {directory} (--tokenizer-type: another one)")
+    return dataclasses.replace(data, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(directory))
 
 
 def _cluster(args: Arguments) -> Cluster | None:

@@ -4,7 +4,7 @@
 """
 
 from hetero_megatron.data.blend import BlendedDataset
-from hetero_megatron.data.build import Datasets, build_datasets, config_tokenizer
+from hetero_megatron.data.build import Datasets, build_datasets, config_tokenizer, reads_text
 from hetero_megatron.data.config import DataConfig
 from hetero_megatron.data.entropy import unigram_entropy
 from hetero_megatron.data.indexed import IndexedWriter, TokenStore, open_indexed, write_indexed
@@ -30,6 +30,7 @@ __all__ = [
     "build_tokenizer",
     "config_tokenizer",
     "open_indexed",
+    "reads_text",
     "unigram_entropy",
     "write_indexed",
 ]

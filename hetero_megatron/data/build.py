@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hetero_megatron.data.blend import BlendedDataset
 from hetero_megatron.data.cache import Log, cache_folder, say
 from hetero_megatron.data.config import DEFAULT_SPLIT, SPLITS, DataConfig, parse_blend, parse_split, split_documents
 from hetero_megatron.data.corpus import find_corpus, indexed_prefix, is_indexed
+from hetero_megatron.data.fingerprint import data_fingerprint
 from hetero_megatron.data.indexed import TokenStore, open_indexed
 from hetero_megatron.data.mock import MockDataset
 from hetero_megatron.data.packing import PackedDataset
@@ -41,6 +43,11 @@ class Datasets:
     def vocab_size(self) -> int:
         """Ids of the tokenizer; a model needs at least as many rows (only what occurs, with NullTokenizer)."""
         return self.tokenizer.vocab_size
+
+    @cached_property
+    def fingerprints(self) -> Mapping[str, str]:
+        """Of training and validation data; see :func:`data_fingerprint`."""
+        return {"train": data_fingerprint(self.train), "valid": data_fingerprint(self.valid)}
 
     def state_dict(self, consumed_train_samples: int) -> dict[str, Any]:
         """What a checkpoint must hold besides the number of samples; empty unless streaming. Fit for JSON."""
@@ -83,13 +90,18 @@ def build_datasets(
     return Datasets(train, valid, test, tokenizer, builder.eod, streams)
 
 
+def reads_text(config: DataConfig) -> bool:
+    """Whether the data are to be tokenized: neither mock data nor .bin/.idx."""
+    paths = [p for words in (config.data_path, *map(config.paths_of, SPLITS)) for p in words or ()]
+    return not config.mock_data and not any(is_indexed(p) for p in paths)
+
+
 def config_tokenizer(config: DataConfig, model_vocab_size: int | None = None) -> Tokenizer:
     """The tokenizer of a config; UserError if the model has fewer rows than it has ids."""
     kind = config.tokenizer_type
     size = config.vocab_size
     if kind is None:
-        paths = [p for words in (config.data_path, *map(config.paths_of, SPLITS)) for p in words or ()]
-        tokens_only = config.mock_data or any(is_indexed(p) for p in paths)
+        tokens_only = not reads_text(config)
         if tokens_only and size is None and model_vocab_size is not None:
             # NullTokenizer adds its end of document: inside the model's vocabulary for mock data, outside for ids
             # whose meaning we do not know.

@@ -21,7 +21,8 @@ class DataConfig:
         data_path: words of --data-path: one path, several paths, or ``weight path weight path ...``.
         train_data_path, valid_data_path, test_data_path: the same, per split; not together with data_path or split.
         split: shares of the documents for training, validation and test, e.g. ``99,1,0``.
-        tokenizer_type: None: ByteTokenizer for text; for .bin/.idx NullTokenizer, which needs vocab_size.
+        tokenizer_type: None: ByteTokenizer for text (the command line prefers that of --load-hf); for .bin/.idx
+            NullTokenizer, which needs vocab_size.
         json_keys: the key (jsonl) or column (parquet) that holds the text.
         dataloader_type: ``single``: packed and shuffled by global sample index; ``streaming``: read in order.
     """

@@ -95,6 +95,7 @@ class StreamingDataset:
         self._vocab_size, self._window, self._lock = vocab_size, window, threading.Lock()
         self._recent: dict[int, tuple[Sample, Cursor, int]] = {}
         self._reader = _Reader(corpus, tokenizer, seq_length, 0, START, 0)
+        self._broken: UserError | None = None
 
     def __getitem__(self, index: int) -> Sample:
         if index < 0:
@@ -126,6 +127,7 @@ class StreamingDataset:
 
     def _restart(self, sample: int, cursor: Cursor, skip: int) -> None:
         self._recent.clear()
+        self._broken = None
         self._reader = _Reader(self.corpus, self.tokenizer, self.seq_length, sample, cursor, skip)
 
     def _size(self) -> list[int]:
@@ -133,8 +135,14 @@ class StreamingDataset:
         return [len(self.corpus.files), self.corpus.num_bytes()]
 
     def _step(self) -> None:
+        if self._broken is not None:
+            raise self._broken
         number = self._reader.sample
-        found = self._reader.next()
+        try:
+            found = self._reader.next()
+        except UserError as error:  # the reader ends there, and others may ask for samples beyond it
+            self._broken = error
+            raise
         check_tokens(found[0].tokens, self._vocab_size, self.corpus.name, "--data-path")
         self._recent[number] = found
         self._recent.pop(number - self._window, None)

@@ -360,7 +360,7 @@ def read_runs(path: str, cluster: Cluster) -> list[Run]:
     """
     base = Path(path).resolve().parent
     try:
-        rows = list(csv.DictReader(Path(path).read_text(encoding="utf-8").splitlines()))
+        rows = list(csv.DictReader(Path(path).read_text(encoding="utf-8-sig").splitlines()))  # Excel writes a mark
     except OSError as error:
         raise UserError(f"cannot read the file: {error.strerror}", where=path) from None
     runs = []

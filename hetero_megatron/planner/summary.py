@@ -55,6 +55,13 @@ class Summary:
     uniform: Baseline | None = None
     alone: list[Baseline] = field(default_factory=list)
     variants: list[Variant] = field(default_factory=list)
+    unusable: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # chip -> ranks, where it lacks the dtype
+    dtype: str = ""
+
+    @property
+    def idle(self) -> tuple[int, ...]:
+        """Ranks that the best plan could have used, and does not."""
+        return tuple(sorted(set(self.result.best.idle) - {r for ranks in self.unusable.values() for r in ranks}))
 
     @property
     def hethub_tokens_per_second(self) -> float | None:
@@ -100,7 +107,10 @@ def summarize(
         found = price_bound(result.evaluator, model, batch, space, result.best.step_seconds)
     if found is not None and (result.context_tried or result.unlike_groups):
         found = context_bound(found, result.evaluator, model, batch)
-    summary = Summary(result, model.name, found)
+    lacking = {c: [r.rank for r in cluster.ranks if r.chip == c] for c, chip in cluster.chips.items()
+               if options.dtype not in chip.dtypes}  # fmt: skip
+    unusable = {chip: tuple(ranks) for chip, ranks in lacking.items() if ranks}
+    summary = Summary(result, model.name, found, dtype=options.dtype, unusable=unusable)
     summary.variants = variants(result, model, cluster, seq_length, batch, options)
     if baselines:
         summary.uniform = best_uniform(result, model, cluster, seq_length, batch, options)
@@ -221,8 +231,9 @@ def _why(best: Choice, other: Choice) -> str:
     grown = {k: other.prediction.parts[k] - v for k, v in best.prediction.parts.items()}
     part = max(grown, key=lambda k: grown[k])
     words = {
-        "pipelines": "its slowest pipeline takes", "gradients": "exposed gradient reduction takes",
-        "optimizer": "the optimizer takes", "parameters": "sending parameters takes",
+        "pipelines": "its slowest pipeline takes", "jitter": "waiting for unsteady chips takes",
+        "gradients": "exposed gradient reduction takes", "optimizer": "the optimizer takes",
+        "parameters": "sending parameters takes",
     }  # fmt: skip
     return f"{words[part]} {format_seconds(max(0.0, grown[part]))} longer"
 
@@ -281,8 +292,15 @@ def format_summary(summary: Summary) -> str:
             f"bound (by {summary.bound.method})"
         )
     lines.append(f"  context groups: {result.context}")
-    if best.idle:
-        lines.append(f"  idle: {len(best.idle)} chips (ranks {rank_ranges(best.idle)}); using them would not help")
+    if summary.idle:
+        idle = f"{len(summary.idle)} chips (ranks {rank_ranges(summary.idle)})"
+        lines.append(f"  idle: {idle}; using them would not help")
+    for chip, ranks in summary.unusable.items():
+        plural = "s" if len(ranks) > 1 else ""
+        lines.append(
+            f"  idle: {len(ranks)} chip{plural} (rank{plural} {rank_ranges(ranks)}): {chip} does not compute in "
+            f"{summary.dtype}"
+        )
     lines += ["", *_memory_lines(best), "", *_comparison_lines(summary)]
     if summary.variants:
         lines += ["", "why not"]
@@ -365,7 +383,7 @@ def summary_json(summary: Summary) -> Mapping[str, Any]:
         "parts": dict(found.parts),
         "memory": {str(r): m.total for r, m in found.memory.items()},
         "memory_limits": {str(r): n for r, n in found.limits.items()},
-        "idle_ranks": list(best.idle),
+        "idle_ranks": sorted({*summary.idle, *(r for ranks in summary.unusable.values() for r in ranks)}),
         "bound": bound,
         "hethub_bound_tokens_per_second": summary.hethub_tokens_per_second,
         "hetero_speedup_ratio": summary.speedup_ratio,

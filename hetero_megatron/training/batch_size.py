@@ -40,16 +40,16 @@ class BatchSize:
         increments = (self.final - self.start) // self.increment
         return self.start + consumed * increments // self.ramp_samples * self.increment
 
-    def steps_for(self, samples: int) -> tuple[int, int]:
-        """(whole steps that fit into ``samples`` samples, samples that they take). As in Megatron, nothing is trained
-        on what is left over."""
-        steps, consumed = 0, 0
+    def steps_for(self, samples: int, consumed: int = 0) -> tuple[int, int]:
+        """(whole steps that fit between ``consumed`` and ``samples`` samples, samples consumed then). As in Megatron,
+        nothing is trained on what is left over."""
+        steps = 0
         while self.start and consumed <= self.ramp_samples and consumed + self.at(consumed) <= samples:
             consumed += self.at(consumed)
             steps += 1
         if self.start and consumed <= self.ramp_samples:
             return steps, consumed
-        more = (samples - consumed) // self.final
+        more = max(0, samples - consumed) // self.final
         return steps + more, consumed + more * self.final
 
     def sizes(self) -> tuple[int, ...]:

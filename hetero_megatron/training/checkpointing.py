@@ -104,8 +104,9 @@ class Checkpointing:
             "plan": to_dict(config.plan),
             "plan_fingerprint": config.plan.fingerprint(),
             "seed": config.seed,
+            "data_fingerprint": self.data.fingerprints["train"],
             "dtype": config.dtype,
-            "loss_scale": loss_scale.state_dict(),
+            "loss_scale": loss_scale.state_dict() if loss_scale.dynamic else None,
             "learning_rate": asdict(config.learning_rate),
             "weight_decay": asdict(config.weight_decay),
             "versions": {"hetero_megatron": __version__, "torch": torch.__version__},
@@ -113,7 +114,8 @@ class Checkpointing:
 
     def _merge(self, ranks: Sequence[Any]) -> Mapping[str, Any]:
         saved = self.config.checkpoint.save_optim
-        optimizer = {"name": self.config.optimizer.name, "numbers": merge_numbers([r["numbers"] for r in ranks])}
+        mine, numbers = self.config.optimizer, merge_numbers([r["numbers"] for r in ranks])
+        optimizer = {"name": mine.name, "momentum": mine.momentum, "numbers": numbers}
         kernels = dict(sorted({r["kernels"] for r in ranks}))
         return {
             "optimizer": optimizer if saved else None,
@@ -145,7 +147,7 @@ class Checkpointing:
         if self.saver is not None:
             self.saver.extra.update(found.extra())
         check_spec(state["model"], config, found.path, finetune)
-        with_optimizer = not finetune and options.load_optim
+        with_optimizer = not (finetune or config.skip_train) and options.load_optim
         if with_optimizer:
             self._check_optimizer(found)
         assert self.runtime.optimizer is not None
@@ -161,9 +163,12 @@ class Checkpointing:
         if options.goes_on:
             self.last_saved = progress.step
             self._say_newer(progress.step)
+        schedule = config.schedule.resumed(progress.step, progress.consumed)
+        self.config = config = replace(config, schedule=schedule)
         what = "" if with_optimizer else ", without its optimizer state"
         self._log(f"loaded {found.path}{what}: step {progress.step}, {progress.consumed} samples")
-        scale = config.loss_scale if state["loss_scale"] is None else config.loss_scale.with_state(state["loss_scale"])
+        known = state["loss_scale"] if state["dtype"] == "fp16" else None  # older ones wrote 1 for other dtypes
+        scale = config.loss_scale if known is None else config.loss_scale.with_state(known)
         return config, progress, scale
 
     def _say_newer(self, step: int) -> None:
@@ -190,12 +195,14 @@ class Checkpointing:
         mine, saved = self.config.optimizer.name, found.state["optimizer"]
         if saved is None and found.step == 0:  # converted: nothing was trained yet
             return
+        # Without any step that was taken (fp16 looks for its scale) there are no moments, whatever the flag.
+        had = bool(saved.get("momentum", moments(found))) if saved is not None else False
         if saved is None:
             problem, accepted = "the checkpoint holds no optimizer state", "--no-load-optim, or --finetune"
         elif saved["name"] != mine:
             problem = f"the checkpoint's optimizer is {saved['name']}"
             accepted = f"--optimizer {saved['name']}, or --no-load-optim"
-        elif mine == "sgd" and bool(moments(found)) != bool(self.config.optimizer.momentum) and found.step:
+        elif mine == "sgd" and found.step and had != bool(self.config.optimizer.momentum):
             problem, accepted = "the checkpoint was made with another --sgd-momentum", "--no-load-optim"
         else:
             return
@@ -206,6 +213,14 @@ class Checkpointing:
         for key, flag, mine in (("seed", "--seed", self.config.seed), ("dtype", "--dtype", self.config.dtype)):
             if found.state[key] not in (mine, None):
                 self._log(f"notice: {flag} is {mine}; the checkpoint was made with {found.state[key]}")
+        length, data = self.config.plan.seq_length, self.data.fingerprints["train"]
+        was = (found.state["plan"] or {}).get("seq_length", length)
+        if was != length:
+            again = "samples are other windows of the data, so what was read already may come again"
+            self._log(f"notice: --seq-length is {length}; the checkpoint was made with {was}: {again}")
+        elif data and found.state.get("data_fingerprint", data) not in (data, ""):
+            at = found.state["consumed_train_samples"]
+            self._log(f"notice: the training data are not the checkpoint's: they are read from sample {at} on")
         if found.state["plan_fingerprint"] not in (None, self.config.plan.fingerprint()):
             self._log("the checkpoint was made under another plan; each rank reads what it now owns")
 
@@ -240,7 +255,7 @@ def check_spec(saved: Mapping[str, Any], config: RunConfig, path: Path, finetune
 def same_schedule(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
     """As Megatron: a learning rate or weight decay other than the checkpoint's is refused unless a flag decides."""
     source = config.checkpoint.schedule_from
-    if state["learning_rate"] is None:  # converted: nothing was trained yet
+    if state["learning_rate"] is None or config.skip_train:  # converted: nothing was trained yet
         return config
     rate, decay = LearningRate(**state["learning_rate"]), WeightDecay(**state["weight_decay"])
     if source == "flags" or (rate, decay) == (config.learning_rate, config.weight_decay):

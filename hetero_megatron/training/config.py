@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hetero_megatron.cluster import Cluster
@@ -145,6 +145,7 @@ class ScheduleConfig:
     Attributes:
         steps: optimizer steps.
         train_samples: sequences of all steps together.
+        asked_samples: where the length was given in samples (``train_samples`` are those of whole steps).
     """
 
     steps: int
@@ -152,6 +153,15 @@ class ScheduleConfig:
     batch_size: BatchSize
     learning_rate: LearningRate
     weight_decay: WeightDecay
+    asked_samples: int | None = None
+
+    def resumed(self, step: int, consumed: int) -> ScheduleConfig:
+        """Of a run that goes on after ``step`` steps and ``consumed`` samples, which were of another size perhaps: a
+        length in samples stays one in samples, a length in steps one in steps."""
+        if self.asked_samples is None:
+            return self
+        steps, samples = self.batch_size.steps_for(self.asked_samples, consumed)
+        return replace(self, steps=step + steps, train_samples=samples)
 
 
 @dataclass(frozen=True)

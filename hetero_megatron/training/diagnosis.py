@@ -59,6 +59,24 @@ def leave_diagnosis(error: CommError, environment: Mapping[str, str] = os.enviro
         part.replace(Path(where) / f"rank-{error.rank}.json")
 
 
+def say_joined(rank: int, environment: Mapping[str, str] = os.environ) -> None:
+    """To the launcher, once this rank has met all others: from now on it notices when one of them is gone."""
+    if where := environment.get(DIRECTORY):
+        with suppress(OSError):
+            Path(where).mkdir(parents=True, exist_ok=True)
+            (Path(where) / f"joined-{rank}").touch()
+
+
+def take_joined(directory: Path) -> set[int]:
+    """The ranks that said so, once; nothing of it stays behind."""
+    found = list(directory.glob("joined-*"))
+    for path in found:
+        path.unlink(missing_ok=True)
+    with suppress(OSError):  # diagnoses stay
+        directory.rmdir()
+    return {int(path.name.removeprefix("joined-")) for path in found}
+
+
 def read_diagnoses(directory: Path) -> list[Diagnosis]:
     """By rank; those that cannot be read are left out."""
     found = []

@@ -77,7 +77,8 @@ class StepGuard:
             assert self.rows is not None
             self._explain(runtime, number, stats, self.rows, again, place)
             stats = runtime.train_step(fetch, first, size, *rates)
-        self.history.append(stats.loss)
+        if math.isfinite(stats.loss):
+            self.history.append(stats.loss)
         return stats
 
     def _suspicious(self, rows: torch.Tensor, loss: float, norm: float) -> bool:

@@ -30,9 +30,11 @@ from hetero_megatron.plan.islands import format_islands
 from hetero_megatron.platform import Platform, choose_platform
 from hetero_megatron.platform.plugins import Plugins, load_plugins
 from hetero_megatron.spec import LogicalTensor
+from hetero_megatron.training.agreement import check_agreement, run_facts
 from hetero_megatron.training.alignment.session import Alignment
 from hetero_megatron.training.checkpointing import WRITE_TIMEOUT, Checkpointing, Progress
 from hetero_megatron.training.config import OptimizerConfig, RunConfig
+from hetero_megatron.training.diagnosis import say_joined
 from hetero_megatron.training.exit import INTERRUPTED, ExitConditions
 from hetero_megatron.training.failure import StepGuard
 from hetero_megatron.training.kernels import agree_on_kernels, rank_kernels
@@ -61,8 +63,11 @@ def train(config: RunConfig) -> int:
         plugins.platforms.values(), config.platform, config.distributed.backend, int(os.environ.get("LOCAL_RANK", "0"))
     )
     comm = start_comm(platform, 60 * config.distributed.timeout_minutes, position(config.cluster, world))
-    code = 0
+    say_joined(comm.rank)
+    code, everyone = 0, tuple(range(world))
     try:
+        comm.create_groups([everyone])
+        check_agreement(comm.group(everyone), run_facts(config))  # before anything that depends on options
         if comm.rank == 0:
             announce(config, world, platform, plugins, comm.emulation.describe())
         # All at once, on idle ranks too (torch wants every rank to take part): a refusal then leaves nobody waiting.
@@ -78,6 +83,8 @@ def train(config: RunConfig) -> int:
                 with suppress(UserError, RuntimeError):
                     training.checkpoints.wait()
                 raise
+            finally:
+                training.reporter.flush()
     except (CommError, KeyboardInterrupt):
         raise  # without a farewell: taking groups down waits for transfers that will never end (a save, for hours)
     except BaseException:
@@ -174,12 +181,10 @@ class Training:
             config.plan, config.spec, comm, dtype, self._initialize, factory, kernels=kernels,
             compile_backend=config.compile, logits_bytes=config.logits_bytes,
         )  # fmt: skip
-        self.runtime.check_agreement(
-            repr((config.seed, config.steps, config.learning_rate, config.dtype)), repr(config.spec)
-        )
         self.alignment.follow(self.runtime)
         agree_on_kernels(self.runtime)
         self.data = self._datasets()
+        check_agreement(world, {f"data ({name})": mark for name, mark in self.data.fingerprints.items()})
         flags = config.data
         assert flags is not None, "the command line refuses training without data"
         options = BatchOptions(flags.reset_position_ids, flags.reset_attention_mask, flags.eod_mask_loss, self.data.eod)
@@ -253,7 +258,10 @@ class Training:
             self.checkpoints.save(Progress(self.step, self.consumed), self.loss_scale)
         if config.evaluation.iterations:
             self._evaluate()
-        if config.save_hf is not None:
+        goes_on = self.checkpoints.active and self.step < config.steps  # stopped: the directory must be free then
+        if config.save_hf is not None and goes_on:
+            self.say(f"notice: --save-hf {config.save_hf} is written at the end of training, step {config.steps}")
+        elif config.save_hf is not None:
             assert self.runtime.optimizer is not None
             owned, dtype = self.runtime.optimizer.owned(), DTYPES[config.save_hf_dtype]
             save_hf(config.save_hf, config.spec, owned, dtype, self.runtime.world, config.load_hf)
@@ -285,7 +293,7 @@ class Training:
             every = config.evaluation
             if self.checkpoints.due(self.step):
                 self.checkpoints.save(Progress(self.step, self.consumed), self.loss_scale)
-            if every.iterations and self.step % every.interval == 0 and self.step < config.steps:
+            if every.iterations and self.step % every.interval == 0 and self.step < config.steps and not stop:
                 self._evaluate()
 
     def _evaluate(self) -> None:

@@ -50,7 +50,7 @@ class LossScale:
             patience = max(0, self.patience - 1)
             scale = self.scale if patience else max(self.scale * BACKOFF, self.minimum)
             return replace(self, scale=scale, good_steps=0, patience=patience)
-        if self.good_steps + 1 == self.window:
+        if self.good_steps + 1 >= self.window:  # more: resumed with a smaller window
             return replace(self, scale=self.scale * GROWTH, good_steps=0, patience=self.hysteresis)
         return replace(self, good_steps=self.good_steps + 1)
 

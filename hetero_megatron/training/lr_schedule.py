@@ -95,7 +95,8 @@ class WeightDecay:
 
     def __post_init__(self) -> None:
         _choice("--weight-decay-incr-style", self.style, WEIGHT_DECAY_STYLES)
-        _range("--start-weight-decay", self.start, self.start >= 0, "0 or more")
+        flag = "--weight-decay" if self.style == "constant" else "--start-weight-decay"
+        _range(flag, self.start, self.start >= 0, "0 or more")
         _range(
             "--end-weight-decay",
             self.end,

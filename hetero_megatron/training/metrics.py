@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -143,6 +144,12 @@ class MetricsWriter:
                 self._tensorboard.add_scalar(name, value, step)
         if self._wandb is not None:
             self._wandb.log(dict(values), step=step)
+
+    def flush(self) -> None:
+        """TensorBoard writes every two minutes only; metrics.jsonl needs no flush."""
+        if self._tensorboard is not None:
+            with suppress(OSError):
+                self._tensorboard.flush()
 
     def close(self) -> None:
         for writer in (self._file, self._tensorboard):

@@ -139,6 +139,11 @@ class Reporter:
             self.writer.validation(step, loss, perplexity=self.config.logging.validation_perplexity)
             print(format_validation(step, loss, math.exp(min(20.0, loss))), flush=True)
 
+    def flush(self) -> None:
+        """Whatever ends the run: what was reported is on disk."""
+        if self.writer is not None:
+            self.writer.flush()
+
     def finish(self, step: int, reason: str) -> None:
         """Say how it ended, and close the files. Called on all ranks."""
         peak = torch.tensor([self.platform.peak_memory()], dtype=torch.float64)

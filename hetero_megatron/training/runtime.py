@@ -308,15 +308,3 @@ class Runtime:
         row = [float(result.loss_sum) * counts, result.tokens * counts, square, float(stop)]
         seconds = [result.busy_seconds, result.bubble_seconds, result.communication_seconds]
         return self.world.gather_vectors(torch.tensor(row + seconds, dtype=torch.float64))
-
-    def check_agreement(self, *facts: str) -> None:
-        """All ranks run the same plan (and whatever else is passed); otherwise every rank refuses."""
-        mine = (self.plan.fingerprint(), *facts)
-        everyone = self.world.gather_objects(mine)
-        for rank, theirs in zip(self.world.ranks, everyone, strict=True):
-            if theirs != everyone[0]:
-                raise UserError(
-                    f"rank {rank} has {theirs}, rank {self.world.ranks[0]} has {everyone[0]}",
-                    field="plan fingerprint",
-                    accepted="the same plan, model and options on every rank",
-                )

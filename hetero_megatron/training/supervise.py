@@ -20,7 +20,7 @@ import yaml
 from hetero_megatron.cluster.document import read_document
 from hetero_megatron.cluster.edit import without_nodes
 from hetero_megatron.errors import UserError
-from hetero_megatron.training.diagnosis import cut_pairs, diagnoses_at, read_diagnoses, to_drop
+from hetero_megatron.training.diagnosis import cut_pairs, diagnoses_at, read_diagnoses, take_joined, to_drop
 from hetero_megatron.training.jobs import Job, LocalJob, Seat, Setup
 from hetero_megatron.training.record import add_event
 from hetero_megatron.training.stragglers import DRIFT, read_drift
@@ -38,10 +38,15 @@ Launch = Callable[[Setup, Sequence[str], int], Job]
 
 @dataclass
 class Round:
-    """How one round of the job ended: exit codes by rank, ranks that had to be killed because they hung."""
+    """How one round of the job ended: exit codes by rank, ranks that had to be killed because they hung.
+
+    Attributes:
+        waiting: ranks that were killed while they waited for others to start: nothing is wrong with them.
+    """
 
     codes: dict[int, int] = field(default_factory=dict)
     hung: set[int] = field(default_factory=set)
+    waiting: set[int] = field(default_factory=set)
     stopped: bool = False
 
     def lost(self, seats: Sequence[Seat]) -> set[str]:
@@ -102,7 +107,7 @@ class Supervisor:
         while True:
             read_drift(self.scratch)  # of an earlier job
             shutil.rmtree(diagnoses_at(self.scratch, number), ignore_errors=True)
-            ended = self._round(launch(self.setup, self.words, number))
+            ended = self._round(launch(self.setup, self.words, number), diagnoses_at(self.scratch, number))
             code, number = _code(ended), number + 1
             if ended.stopped or code == 0:
                 return 0 if code == DRIFT else code
@@ -125,7 +130,7 @@ class Supervisor:
     def _on_signal(self, number: int, _: object) -> None:
         self._signalled = number
 
-    def _round(self, job: Job) -> Round:
+    def _round(self, job: Job, diagnoses: Path) -> Round:
         ended, passed = Round(), False
         first_failure: float | None = None
         try:
@@ -145,8 +150,14 @@ class Supervisor:
                 time.sleep(0.05)
         finally:
             job.kill()
+        joined = take_joined(diagnoses)
+        if PEER_ERROR not in ended.codes.values() and not joined >= set(job.ranks):
+            # Nobody has given up on anybody: a rank that waits for others to start does not notice that one is gone.
+            ended.waiting, ended.hung = ended.hung, set()
         for rank in sorted(ended.hung):
             self.log(f"rank {rank} ({self._where(rank)}) did not end in {self.grace:g} s: killed")
+        for rank in sorted(ended.waiting):
+            self.log(f"rank {rank} ({self._where(rank)}) still waited for all to start: killed")
         return ended
 
     def _where(self, rank: int) -> str:

@@ -24,7 +24,7 @@ FLAGS = (
         TOKENIZER_TYPES,
         _TOKENIZER,
         f"{', '.join(TOKENIZER_TYPES)} (HuggingFaceTokenizer reads the same tokenizer in Hugging Face's format)",
-        differs="required in Megatron; here ByteTokenizer for text",
+        differs="required in Megatron; here that of --load-hf, else ByteTokenizer for text",
     ),
     value("--tokenizer-model", str, None, "tokenizer directory, file or name"),
     value("--vocab-file", str, None, "vocab.json of a GPT-2 tokenizer"),
