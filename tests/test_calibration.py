@@ -22,6 +22,7 @@ from hetero_megatron.planner.costs import CostModel, StageChoice
 from hetero_megatron.planner.rates import load_rates
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.training.calibration import CalibrationOptions, calibrate
+from hetero_megatron.training.calibration.chips import observe
 from hetero_megatron.training.calibration.links import pairs
 from hetero_megatron.training.calibration.runs import (
     Costs,
@@ -205,12 +206,12 @@ def test_bad_input(arguments: list[str], names: str, tmp_path: Path, monkeypatch
         calibrate_main([str(file) if a == "FILE" else a for a in arguments])
 
 
-def _calibrate(comm, speeds, data=CLUSTER, tp=1):  # type: ignore[no-untyped-def]
+def _calibrate(comm, speeds):  # type: ignore[no-untyped-def]
     """All of calibration on real ranks, whose chips are emulated by the clock."""
-    cluster = cluster_from_dict(data)
+    cluster = cluster_from_dict(CLUSTER)
     comm.clock = EmulatedClock(lambda: speeds[comm.rank], OperatorSeconds())
     build = optimizer_factory(OptimizerConfig())
-    options = CalibrationOptions(32, "fp32", (2,), (tp,), (32,), steps=1)
+    options = CalibrationOptions(32, "fp32", (2,), (1,), (32,), steps=1)
     try:
         found = calibrate(comm, cluster, SMALL, options, torch.float32, build, lambda _: None)
     finally:
@@ -233,13 +234,27 @@ def test_a_calibration_gives_what_the_clock_says() -> None:
     assert {link.get("within", link.get("from")) for link in rates["links"]} == {"fast", "slow"}
 
 
-def test_a_tp_group_over_nodes_is_measured_with_what_its_ranks_wait() -> None:
+def _observe_groups(comm, speeds):  # type: ignore[no-untyped-def]
+    """What each rank of TP groups over nodes sees in one run of calibration."""
     nodes = {"nodes": [{"name": "slow", "count": 8, "chip": "small"}], "chips": {"small": CLUSTER["chips"]["small"]}}
-    run = (_calibrate, [2.0, 1.0] * 4, {**CLUSTER, **nodes}, 2)  # the first rank of two waits half of the time
-    rates, _, layer = shared_pool().run(*run)[0]
-    assert [row[1:3] for row in rates["chips"]["small"]["fp32"]["layers"]] == [[2, 2]]
-    both = shared_pool().run(_calibrate, [1.0] * 8, {**CLUSTER, **nodes}, 2)[0][2]
-    assert sum(layer["small", 2, 2]) > 0.88 * sum(both["small", 2, 2])  # as slow as the slower one; their mean is 0.75
+    run = full_runs(cluster_from_dict({**CLUSTER, **nodes}), SMALL, 32, tp=2, micro_batch_size=2)[-1]
+    comm.clock = EmulatedClock(lambda: speeds[comm.rank], OperatorSeconds())
+    try:
+        return observe(run, comm, torch.float32, optimizer_factory(OptimizerConfig()), 3).get("observation")
+    finally:
+        comm.clock = comm.emulation.clock
+
+
+def test_ranks_of_a_tp_group_over_nodes_wait_for_each_other() -> None:
+    """Unlike chips in a group: the faster one computes for half as long, and is done at the same time."""
+    seen = [o for o in shared_pool().run(_observe_groups, [2.0, 1.0] * 4) if o is not None]
+    assert [o.ranks for o in seen] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    for fast, slow in zip(seen[::2], seen[1::2], strict=True):
+        assert slow.forward == pytest.approx(2 * fast.forward, rel=0.05)
+        for way, compute in enumerate(("forward", "backward")):
+            ends = [getattr(o, compute) + o.apart[way] for o in (fast, slow)]
+            assert ends[0] == pytest.approx(ends[1], rel=0.1)
+            assert fast.apart[way] - slow.apart[way] > 0.5 * getattr(fast, compute)
 
 
 def test_one_call_measures_every_dtype_and_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
