@@ -227,9 +227,10 @@ class _Step:
 
     def _late_seconds(self, timelines: tuple[Timeline, ...]) -> float:
         """What the chips' jitter adds: any rank may become the one that the step waits for, and those of a stage that
-        is less busy than its pipeline's busiest one have the difference to spare."""
+        is less busy than its pipeline's busiest one have the difference to spare. One second's luck is not the next
+        one's, so deviations grow with the root of time."""
         return expected_delay(
-            (timeline.step_seconds - max(timeline.busy) + busy, self.costs.chip_rates(self.chips[r]).jitter * busy)
+            (timeline.step_seconds - max(timeline.busy) + busy, self.costs.chip_rates(self.chips[r]).jitter * busy**0.5)
             for timeline, pipeline in zip(timelines, self.plan.pipelines, strict=True)
             for stage, busy in zip(pipeline.stages, timeline.busy, strict=True)
             for r in stage.ranks

@@ -25,7 +25,7 @@ A cluster file holds rates under ``rates:`` (or, for one chip, under ``chips: <c
             unpack_beta: 0.0                          # s per byte of parameters received, written in place
             exchange_seconds: 0.0                     # fixed host seconds of packing or unpacking one bucket
             accumulate_beta: 0.0                      # s per byte of weights: what the first backward of a step saves
-            jitter: 0.0                               # standard deviation of its compute, step by step, over the mean
+            jitter: 0.0                               # of t seconds of compute the standard deviation is jitter x t^0.5
             overhead_bytes: 0                         # memory that the framework takes before any tensor
             layers: [[fingerprint, tp, micro_batch_size, seq_length, forward s, backward s], …]
             embed: / head:                            # rows like layers; head is final norm, output matrix and loss

@@ -191,13 +191,14 @@ def _run(
 
 
 def jitter(steps: Sequence[Sequence[float]]) -> float:
-    """Standard deviation of what a rank computes in a step, over the mean; ``steps``: seconds of each rank's steps in
-    each run. The one that 68 of 100 deviations do not exceed, so that a single outlier does not count."""
+    """Standard deviation of a second of compute, if it grows with the root of the seconds; ``steps``: those of each
+    rank's steps in each run. The one that 68 of 100 deviations do not exceed, so that a single outlier does not count.
+    """
     found: list[float] = []
     for seconds in steps:
         mean, count = fmean(seconds), len(seconds)
         if count > 1:
-            found += [abs(s / mean - 1) * (count / (count - 1)) ** 0.5 for s in seconds]
+            found += [abs(s - mean) * (count / (count - 1) / mean) ** 0.5 for s in seconds]
     return sorted(found)[int(0.68 * len(found))] if found else 0.0
 
 
