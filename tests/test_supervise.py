@@ -148,7 +148,7 @@ def test_a_node_that_dies_before_the_ranks_meet(tmp_path: Path) -> None:
     environment = {**ENVIRONMENT, "PYTHONPATH": path}
     job = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
     assert job.returncode == 0, job.stdout + job.stderr
-    assert "without slow-0, 2 ranks left" in job.stdout and f"done: {STEPS} steps" in job.stdout
+    assert "without slow-0, 2 ranks left" in job.stderr and f"done: {STEPS} steps" in job.stdout
     assert not list((tmp_path / "run").glob("diagnoses-*"))
 
 
