@@ -128,6 +128,16 @@ def test_who_waits_for_others_to_start_does_not_hang(
     assert ("still waited for all to start" in " ".join(said)) == (set(joined) != {0, 1, 2} and not gave_up)
 
 
+def launch_words(path: Path, policy: str, grace: int) -> list[str]:
+    """The launcher's command for three nodes, with a fallback plan for two."""
+    for name, text in (("cluster", CLUSTER), ("three", THREE), ("two", TWO)):
+        (path / f"{name}.yaml").write_text(text)
+    words = [sys.executable, "-m", "hetero_megatron.cli.main", "run", "--plan", str(path / "three.yaml")]
+    words += ["--cluster", str(path / "cluster.yaml"), "--on-failure", policy, "--grace", str(grace)]
+    words += ["--fallback-plan", str(path / "two.yaml"), "--"]
+    return [*words, "--save", str(path / "run"), "--load", str(path / "run"), *TRAIN]
+
+
 DEAD_AT_START = """
 import os, signal
 if os.environ.get("HETERO_NODE") == "slow-0" and "RANK" in os.environ:
@@ -137,13 +147,8 @@ if os.environ.get("HETERO_NODE") == "slow-0" and "RANK" in os.environ:
 
 @pytest.mark.slow
 def test_a_node_that_dies_before_the_ranks_meet(tmp_path: Path) -> None:
-    for name, text in (("cluster", CLUSTER), ("three", THREE), ("two", TWO)):
-        (tmp_path / f"{name}.yaml").write_text(text)
     (tmp_path / "sitecustomize.py").write_text(DEAD_AT_START)
-    words = [sys.executable, "-m", "hetero_megatron.cli.main", "run", "--plan", str(tmp_path / "three.yaml")]
-    words += ["--cluster", str(tmp_path / "cluster.yaml"), "--on-failure", "replan", "--grace", "10"]
-    words += ["--fallback-plan", str(tmp_path / "two.yaml"), "--"]
-    words += ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run"), *TRAIN]
+    words = launch_words(tmp_path, "replan", 10)
     path = os.pathsep.join([str(tmp_path), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])])
     environment = {**ENVIRONMENT, "PYTHONPATH": path}
     job = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
@@ -188,12 +193,7 @@ def assert_same_losses(path: Path, undisturbed: dict[int, float]) -> None:
 def test_a_lost_node(
     how: signal.Signals, victim: int, policy: str, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
-    for name, text in (("cluster", CLUSTER), ("three", THREE), ("two", TWO)):
-        (tmp_path / f"{name}.yaml").write_text(text)
-    words = [sys.executable, "-m", "hetero_megatron.cli.main", "run", "--plan", str(tmp_path / "three.yaml")]
-    words += ["--cluster", str(tmp_path / "cluster.yaml"), "--on-failure", policy, "--grace", "15"]
-    words += ["--fallback-plan", str(tmp_path / "two.yaml"), "--"]
-    words += ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run"), *TRAIN]
+    words = launch_words(tmp_path, policy, 15)
     pipe = subprocess.PIPE
     job = subprocess.Popen(words, cwd=ROOT, env=ENVIRONMENT, stdout=pipe, stderr=subprocess.STDOUT, text=True)
     try:

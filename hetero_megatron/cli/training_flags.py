@@ -42,11 +42,11 @@ def build_schedule(args: Arguments, global_batch_size: int) -> ScheduleConfig:
         if args[key] is not None and args[key] < 1:
             raise flag_error(key, args[key], "too small", "an integer >= 1")
     samples = args["train_samples"] if by_sample else (args["train_iters"] or 0) * global_batch_size
-    if by_sample and not batch.steps_for(samples)[0]:
+    length = batch.steps_for(samples)
+    if by_sample and not length[0]:
         raise flag_error("train_samples", samples, "less than a step takes", f"{batch.at(0)} or more")
     rate = _learning_rate(args, samples, 1 if by_sample else global_batch_size)
-    decay = _weight_decay(args, samples)
-    return ScheduleConfig(*batch.steps_for(samples), batch, rate, decay, args["train_samples"])
+    return ScheduleConfig(*length, batch, rate, _weight_decay(args, samples), args["train_samples"])
 
 
 def _learning_rate(args: Arguments, train_samples: int, unit: int) -> LearningRate:

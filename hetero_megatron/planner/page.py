@@ -132,7 +132,7 @@ def _chart(found: Prediction, pipeline: int) -> dict[str, Any]:
             for a, start, end in zip(row, timeline.starts[s], timeline.ends[s])
             if a.kind in KINDS
         ]
-        at = found.parts["pipelines"] + found.parts["jitter"]
+        at = found.computed_seconds
         for part in ("gradients", "optimizer", "parameters"):
             spans.append([KINDS.index(part), _round(at), _round(found.parts[part]), -1])
             at += found.parts[part]

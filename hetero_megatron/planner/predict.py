@@ -63,6 +63,11 @@ class Prediction:
     def pipeline_seconds(self) -> tuple[float, ...]:
         return tuple(t.step_seconds for t in self.timelines)
 
+    @property
+    def computed_seconds(self) -> float:
+        """Until the last backward has ended on every rank."""
+        return self.parts["pipelines"] + self.parts["jitter"]
+
     def require_fit(self) -> Prediction:
         """Itself; UserError for a plan that does not fit, naming the rank and by how many bytes."""
         if self.over:

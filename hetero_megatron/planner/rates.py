@@ -250,7 +250,7 @@ def load_rates(cluster: Cluster, dtype: str) -> Rates:
         if dtype in chip.dtypes:
             by_dtype = _mapping(given, f"rates.chips.{name}", cluster)
             chips[name] = chip_rates(chip, dtype, by_dtype.get(dtype, {}), cluster)
-    return Rates(cluster, dtype, chips, measured_links(cluster))
+    return Rates(cluster, dtype, chips, _measured_links(cluster))
 
 
 def chip_rates(chip: Chip, dtype: str, given: Any, cluster: Cluster) -> ChipRates:
@@ -312,9 +312,7 @@ def share_of_peak(chip: str) -> float:
     return MAMF[max(names, key=len)] if names else OTHER_MAMF
 
 
-def measured_links(cluster: Cluster) -> dict[tuple[str, str, bool], LinkRates]:
-    """What the cluster file says about links under ``rates:``, by the groups at both ends and whether it is inside a
-    node."""
+def _measured_links(cluster: Cluster) -> dict[tuple[str, str, bool], LinkRates]:
     groups = [g.name for g in cluster.nodes]
     both: dict[tuple[str, str, bool], LinkRates] = {}
     one_way: dict[tuple[str, str, bool], LinkRates] = {}

@@ -69,7 +69,7 @@ def _short(stage: int, ranks: Sequence[int]) -> str:
 
 def _tail(found: Prediction, last: float) -> list[tuple[str, float, float]]:
     """What follows the pipelines, the same for all stages."""
-    at = found.parts["pipelines"] + found.parts["jitter"]
+    at = found.computed_seconds
     out = []
     for mark, part in (("g", "gradients"), ("u", "optimizer"), ("p", "parameters")):
         out.append((mark, max(at, last), at + found.parts[part]))

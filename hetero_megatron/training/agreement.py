@@ -25,12 +25,12 @@ def run_facts(config: RunConfig) -> Mapping[str, object]:
     with which kernels it computes."""
     facts: dict[str, object] = {"plan fingerprint": config.plan.fingerprint()}
     for name in ALIKE:
-        facts |= _flat(name, getattr(config, name))
+        facts.update(_walk(name, getattr(config, name)))
     for name in NAMES:
         del facts[name]
     facts |= {f"failure.{name}": getattr(config.failure, name) for name in WATCHED}
     facts |= {f"data.{name}": getattr(config.data, name, None) for name in READ}
-    for name, value in _flat("checkpoint", config.checkpoint).items():
+    for name, value in _walk("checkpoint", config.checkpoint):
         facts[name] = value is not None if name.split(".")[-1] in PLACES else value
     for name in ("load_hf", "save_hf"):
         facts[name] = getattr(config, name) is not None
@@ -50,12 +50,8 @@ def check_agreement(group: Group, facts: Mapping[str, object]) -> None:
                 )  # fmt: skip
 
 
-def _flat(name: str, value: object) -> dict[str, object]:
-    """A dataclass's fields as ``name.field``."""
-    return dict(_walk(name, value))
-
-
 def _walk(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """A dataclass's fields as ``name.field``; anything else as it is."""
     if not is_dataclass(value):
         yield name, value
         return

@@ -195,14 +195,12 @@ class Checkpointing:
         mine, saved = self.config.optimizer.name, found.state["optimizer"]
         if saved is None and found.step == 0:  # converted: nothing was trained yet
             return
-        # Without any step that was taken (fp16 looks for its scale) there are no moments, whatever the flag.
-        had = bool(saved.get("momentum", moments(found))) if saved is not None else False
         if saved is None:
             problem, accepted = "the checkpoint holds no optimizer state", "--no-load-optim, or --finetune"
         elif saved["name"] != mine:
             problem = f"the checkpoint's optimizer is {saved['name']}"
             accepted = f"--optimizer {saved['name']}, or --no-load-optim"
-        elif mine == "sgd" and found.step and had != bool(self.config.optimizer.momentum):
+        elif mine == "sgd" and found.step and _had_momentum(found) != bool(self.config.optimizer.momentum):
             problem, accepted = "the checkpoint was made with another --sgd-momentum", "--no-load-optim"
         else:
             return
@@ -227,6 +225,12 @@ class Checkpointing:
 
 def _none_in(flag: str, path: str) -> UserError:
     return UserError("holds no checkpoint", field=flag, value=path, accepted="a directory that --save wrote")
+
+
+def _had_momentum(found: Checkpoint) -> bool:
+    """As the flag was: where no step was taken yet (fp16 looks for its scale) there are no moments in either case."""
+    saved = found.state["optimizer"]
+    return bool(saved["momentum"] if "momentum" in saved else moments(found))
 
 
 def furthest(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.comm.clock import verdict
 from hetero_megatron.parallel.update import OptimizerFactory
 from hetero_megatron.planner.network import Network
-from hetero_megatron.planner.rates import LinkRates, Rates, link_document, measured_links, model_fingerprint
+from hetero_megatron.planner.rates import LinkRates, Rates, link_document, model_fingerprint
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.calibration.chips import (
     attention_seconds,
@@ -99,9 +99,7 @@ def calibrate(
         links = [row for rows in world.gather_objects(measure_links(comm, cluster)) for row in rows]  # type: ignore[attr-defined]
     found = Calibration(links=list(links))
     seen: list[Observation] = []
-    tails: dict[str, list[tuple[float, int]]] = {}
-    saved: dict[str, list[float]] = {}
-    computed: dict[str, list[list[float]]] = {}
+    by_chip: dict[str, list[Any]] = {}  # what observe() returned
     chip, wide = cluster.ranks[comm.rank].chip, dtype.itemsize
     for tp in options.tp:
         for size in options.micro_batch_sizes:
@@ -114,10 +112,7 @@ def calibrate(
                 answers: list[Any] = [a for a in world.gather_objects(seconds) if a]
                 seen += _merge([a["observation"] for a in answers])
                 for a in answers:
-                    name = a["observation"].chip
-                    tails.setdefault(name, []).append((a["tail"], a["owned"]))
-                    saved.setdefault(name, []).append(a["saved"])
-                    computed.setdefault(name, []).append(a["computed"])
+                    by_chip.setdefault(a["observation"].chip, []).append(a)
     _solve(found, seen)
     found.slow = stragglers(seen, found.costs, STRAGGLER)
     seen = [o for o in seen if o.ranks not in found.slow]
@@ -136,11 +131,11 @@ def calibrate(
         found.optimizer.setdefault(name, []).extend(updates)
         found.attention.setdefault(name, []).extend(attentions)
         found.visits.setdefault(name, []).extend(visits)
-    for name, rows in tails.items():  # what a step takes outside its actions, less the update
-        update = _medians(found.optimizer[name])
-        found.step_seconds[name] = max(1e-6, median(tail - _at(update, owned) for tail, owned in rows))
-        found.saved[name] = max(0.0, median(saved[name]))
-        found.jitter[name] = jitter(computed[name])
+    for name, rows in by_chip.items():
+        update = _medians(found.optimizer[name])  # a step's is part of its seconds outside the actions
+        found.step_seconds[name] = max(1e-6, median(a["tail"] - _at(update, a["owned"]) for a in rows))
+        found.saved[name] = max(0.0, median(a["saved"] for a in rows))
+        found.jitter[name] = jitter([a["computed"] for a in rows])
     reports = [r for r in world.gather_objects(comm.clock.report()) if isinstance(r, dict)]
     found.clock = {key: max(r.get(key, 0.0) for r in reports) for key in ("overrun", "late") if any(reports)}
     found.rates = _document(found, cluster, spec, options)
@@ -175,8 +170,7 @@ def _with_waiting(
     Args:
         row_bytes: of one sequence's activations.
     """
-    rated = replace(cluster, rates={"links": [_link(row) for row in links]})
-    network = Network(Rates(cluster, dtype, {}, measured_links(rated)))
+    network = Network(Rates(cluster, dtype, {}, {(r.source, r.target, r.same_node): _link_rates(r) for r in links}))
     return [o.with_waiting(network.tp_exchange(o.ranks, o.micro_batch_size * row_bytes)[0]) for o in seen]
 
 
@@ -214,7 +208,8 @@ def _document(found: Calibration, cluster: Cluster, spec: ModelSpec, options: Ca
             if measured := getattr(found, table).get(chip):
                 rows[table] = [[*key, *map(_digits, s)] for key, s in _attention_medians(measured)]
         chips[chip] = {options.dtype: rows}
-    return {"chips": chips, "links": [_link(row) for row in found.links]}
+    links = [link_document(row.source, row.target, _link_rates(row)) for row in found.links]
+    return {"chips": chips, "links": links}
 
 
 def _at(rows: Sequence[tuple[int, float]], elements: int) -> float:
@@ -234,12 +229,11 @@ def _attention_medians(
     return [(k, (median(r[3] for r in rows if r[:3] == k), median(r[4] for r in rows if r[:3] == k))) for k in keys]
 
 
-def _link(row: LinkRow) -> dict[str, Any]:
+def _link_rates(row: LinkRow) -> LinkRates:
     single, together, exchange = (
         (_digits(alpha), _digits(beta, 5)) for alpha, beta in ((row.alpha, row.beta), row.all_to_all, row.exchange)
     )
-    rates = LinkRates(*single, _digits(row.message), together, row.same_node, True, exchange)
-    return link_document(row.source, row.target, rates)
+    return LinkRates(*single, _digits(row.message), together, row.same_node, True, exchange)
 
 
 def _digits(value: float, count: int = 4) -> float:
