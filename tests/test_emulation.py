@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero_megatron.comm import yardstick as yardsticks
 from hetero_megatron.comm.clock import EmulatedClock, NominalChip, OperatorSeconds, RealClock, verdict
 from hetero_megatron.comm.emulation import Emulation
 from hetero_megatron.comm.pacing import Pacer
@@ -143,44 +144,65 @@ class Fake(Yardstick):
         return self._given.pop(0) if len(self._given) > 1 else self._given[0]
 
 
-def test_a_core_that_has_become_slower_is_no_slower_chip() -> None:
+def _counted(yardstick: Yardstick, cpu: float, pieces: int = 40) -> list[float]:
+    """What pieces of work count that are said to take ``cpu`` seconds; each is time for one reading."""
+    found = []
+    for _ in range(pieces):
+        yardstick.start()
+        _burn(0.002)
+        yardstick.stop()
+        found.append(yardstick.usual_seconds(cpu))
+    return found
+
+
+def test_a_core_that_has_become_slower_is_no_slower_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a core that does everything 1.5 times as slowly CPU seconds grow by that, and what they count does not."""
+    monkeypatch.setattr(yardsticks, "EVERY", 0.002)
+    assert _counted(Fake(2e-3, [2e-3]), 0.1) == [0.1] * 40
+    slower = _counted(Fake(2e-3, [3e-3] * 200), 0.15, 150)
+    assert slower[-1] == pytest.approx(0.1, rel=1e-2)
+    assert slower == sorted(slower, reverse=True) and 0.1 < slower[4] < 0.14  # soon, and not by one odd reading
 
-    def counted(yardstick: Yardstick, cpu: float, spare: float = 1.0) -> list[float]:
-        found = []
-        for _ in range(100):
-            found.append(yardstick.usual_seconds(cpu))
-            yardstick.look(spare)
-        return found
 
-    assert counted(Fake(2e-3, [2e-3]), 0.1) == [0.1] * 100
-    slower = counted(Fake(2e-3, [3e-3] * 50), 0.15)
-    assert slower[-1] == pytest.approx(0.1, rel=1e-4)
-    assert slower == sorted(slower, reverse=True) and 0.1 < slower[4] < 0.12  # soon, and not by one odd reading
-    without_time = Fake(2e-3, [3e-3] * 50)
-    hurried = counted(without_time, 0.075, spare=1e-3)
-    assert hurried[0] == hurried[2] == 0.075 and hurried[-1] < 0.055
-    assert len(without_time._given) == 50 - 33  # rarely: after every third piece of work
+def test_a_yardstick_is_read_in_the_midst_of_work_and_does_not_count_itself() -> None:
+    class Slow(Yardstick):
+        readings = 0
+
+        def read(self) -> float:
+            self.readings += 1
+            _burn(0.005)
+            return 1e-3
+
+    yardstick = Slow(1e-3)
+    clock, before = EmulatedClock(lambda: 0.9, yardstick=yardstick), yardstick.readings
+    start = time.thread_time()
+    with clock.counting():
+        _burn(0.3)
+    took, readings = time.thread_time() - start, yardstick.readings - before
+    assert 5 <= readings <= 0.3 / yardsticks.EVERY + 1
+    assert clock.computed * 0.9 == pytest.approx(took - readings * 0.005, rel=0.02)
+    _burn(0.1)  # nobody's work
+    assert yardstick.readings == before + readings
 
 
 def test_a_clock_counts_work_not_cpu_seconds() -> None:
-    def settled(reading: float) -> Yardstick:
-        yardstick = Fake(2e-3, [reading])
-        for _ in range(50):
-            yardstick.usual_seconds(1.0)
-            yardstick.look(1.0)
-        return yardstick
-
-    fast = EmulatedClock(lambda: 0.5, yardstick=settled(1e-3))  # a core that is twice as fast as it usually is
+    fast = EmulatedClock(lambda: 0.5, yardstick=_settled(1e-3))  # a core that is twice as fast as it usually is
     start = time.perf_counter()
     with fast.counting():
         _burn(0.02)
     took = time.perf_counter() - start
     assert fast.computed == pytest.approx(0.02 * 2 / 0.5, rel=0.1) and took >= 0.08
-    slow = EmulatedClock(lambda: 0.9, yardstick=settled(6e-3))
+    slow = EmulatedClock(lambda: 0.9, yardstick=_settled(6e-3))
     with slow.counting():
         _burn(0.02)
     assert slow.report()["overrun"] > 1  # too slow by now for the chip that it is to be: said, not hidden
+
+
+def _settled(reading: float) -> Yardstick:
+    """One that usually takes 2 ms and has taken ``reading`` for long."""
+    yardstick = Fake(2e-3, [reading])
+    yardstick._now = reading
+    return yardstick
 
 
 def test_ranks_of_a_core_compute_one_after_the_other(tmp_path: Path) -> None:
@@ -189,7 +211,7 @@ def test_ranks_of_a_core_compute_one_after_the_other(tmp_path: Path) -> None:
     def rank() -> None:
         clock = EmulatedClock(lambda: 0.5, turns=Turns(tmp_path / "turn"))
         for _ in range(20):
-            with clock.counting():
+            with clock.counting(), clock.work():
                 computing.append(1)
                 most.append(len(computing))
                 _burn(0.001)
@@ -202,6 +224,21 @@ def test_ranks_of_a_core_compute_one_after_the_other(tmp_path: Path) -> None:
     for thread in ranks:
         thread.join()
     assert len(most) == 60 and max(most) == 1
+
+
+def test_a_message_does_not_wait_for_another_rank_to_compute(tmp_path: Path) -> None:
+    other = Turns(tmp_path / "turn")
+    other.give()
+    other.take()
+    clock = EmulatedClock(lambda: 0.5, turns=Turns(tmp_path / "turn"))
+    start = time.perf_counter()
+    with clock.counting():
+        for _ in range(20):
+            clock.pause()  # a transfer is started
+            clock.resume()
+        assert time.perf_counter() - start < PATIENCE / 2
+        with clock.work():
+            assert time.perf_counter() - start > PATIENCE * 0.9
 
 
 def test_a_rank_that_dies_in_its_turn_holds_nobody_up(tmp_path: Path) -> None:
@@ -239,8 +276,8 @@ def test_the_unit_of_soft_chips_is_measured_once(tmp_path: Path, monkeypatch: py
     assert usual.unit_of_speed()[0] == again
     monkeypatch.setenv("XDG_CACHE_HOME", str(path))  # a file, no folder
     assert usual.unit_of_speed()[1] is None
-    yardsticks = [Emulation(0, {"chips": "soft", "speeds": [0.5], "usual": u}).clock for u in (again, None)]
-    assert [clock.yardstick is not None for clock in yardsticks] == [True, False]  # type: ignore[attr-defined]
+    clocks = [Emulation(0, {"chips": "soft", "speeds": [0.5], "usual": u}).clock for u in (again, None)]
+    assert [clock.yardstick is not None for clock in clocks] == [True, False]  # type: ignore[attr-defined]
 
 
 def test_without_a_testbed_nothing_is_emulated() -> None:

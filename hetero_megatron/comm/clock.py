@@ -22,7 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero_megatron.comm.turns import Turns
-from hetero_megatron.comm.yardstick import PAUSE, Yardstick
+from hetero_megatron.comm.yardstick import Yardstick
 
 BLOCKED = 1e-4  # seconds: a wait that took longer really blocked, so the rank's own lateness did not matter
 OVERRUN_LIMIT = 0.01  # share of emulated seconds by which real CPU time may exceed them before a run is invalid
@@ -39,7 +39,7 @@ class RealClock:
 
     def __init__(self) -> None:
         self.computed = 0.0
-        self._counting = self._running = False
+        self._counting = self._running = self._working = False
         self._mark = 0.0
 
     def pause(self) -> None:
@@ -74,6 +74,18 @@ class RealClock:
                 self.pause()
                 self._counting = False
 
+    @contextlib.contextmanager
+    def work(self) -> Iterator[None]:
+        """What runs in here is a chip's work, not what its host does between two transfers: ranks that share a core do
+        it one after the other."""
+        self._working = True
+        self.settle()
+        try:
+            yield
+        finally:
+            self._working = False
+            self.settle()
+
     def _begin(self, blocked: float) -> None:
         pass
 
@@ -100,7 +112,8 @@ class EmulatedClock(RealClock):
     Args:
         speed: called at every segment; 1.0 = this machine's core (``soft``) or the nominal chip (``clock``).
         nominal: seconds per operator of the chip of speed 1; None for ``soft``.
-        turns: of the core, where ranks that share it must not interrupt each other.
+        turns: of the core, where ranks that share it must not interrupt each other's work. A message does not wait for
+            another rank's turn to end.
         yardstick: for ``soft``, where the core may be faster at one time than at another.
     """
 
@@ -115,29 +128,24 @@ class EmulatedClock(RealClock):
         self.speed, self.nominal, self.turns, self.yardstick = speed, nominal, turns, yardstick
         self.overrun = self.late = self.host = 0.0
         self._cpu = self._lateness = self._due = 0.0
+        self._held: Turns | None = None
         _sleep_precisely()
 
     def _end(self) -> float:
-        cpu = time.thread_time() - self._cpu
+        reading = self.yardstick.stop() if self.yardstick is not None else 0.0
+        cpu = time.thread_time() - self._cpu - reading
+        if self._held is not None:
+            self._held.give()
         seconds = self._nominal_seconds(cpu) / self.speed()
         target = self._due + (seconds or cpu)
-        self._look(target)
-        if self.turns is not None:
-            self.turns.give()
         if seconds == 0.0:
             self.host += cpu
         else:
             self.overrun += max(0.0, cpu - seconds)
             while (left := target - time.perf_counter()) > 0:
-                time.sleep(left if self.yardstick is None else min(left, PAUSE))
-                self._look(target)
+                time.sleep(left)
         self._lateness = time.perf_counter() - target
         return seconds
-
-    def _look(self, until: float) -> None:
-        """Let the yardstick be read, if it is due, in the time that is left."""
-        if self.yardstick is not None:
-            self.yardstick.look(until - time.perf_counter())
 
     def _nominal_seconds(self, cpu: float) -> float:
         """Of the segment that ends here, for the chip of speed 1; 0.0: it was no chip's work."""
@@ -152,9 +160,12 @@ class EmulatedClock(RealClock):
             self.late += self._lateness
             self._lateness = 0.0
         self._due = self._mark - self._lateness
-        if self.turns is not None:
-            self.turns.take()
+        self._held = self.turns if self._working else None
+        if self._held is not None:
+            self._held.take()
         self._cpu = time.thread_time()
+        if self.yardstick is not None:
+            self.yardstick.start()
 
     def _inside(self) -> AbstractContextManager[object]:
         self._lateness = 0.0

@@ -1,30 +1,33 @@
 """How fast the core at hand is just now, by a fixed piece of work.
 
 The cores of a shared machine change their speed by a tenth and more, from one second to the next and apart from each
-other. A chip that is a share of such a core would change with it, so that the same plan took other times tomorrow, and
-neither its prediction nor the ratio to another chip could be checked. So CPU time is counted in units of a fixed piece
-of work: half of it products of matrices, half small operators, as in the layers of a model (how much less they vary in
-these units: ``benchmarks/bench_yardstick.py``).
+other; two that are threads of one core slow each other while both compute. A chip that is a share of such a core would
+change with it, so that the same plan took other times tomorrow, and neither its prediction nor the ratio to another
+chip could be checked. So CPU time is counted in units of a fixed piece of work: products of matrices, and small
+operators, in about the proportion that makes it as sensitive as the layers of a model (how much less they vary in these
+units: ``benchmarks/bench_yardstick.py``).
 """
 
 from __future__ import annotations
 
+import signal
 import time
+from typing import Any
 
 import torch
 
-SIZE, PRODUCTS = 128, 6  # half a millisecond
-ROWS, SMALL_OPERATORS = 64, 250  # another half
+SIZE, PRODUCTS = 128, 8  # 0.4 ms
+ROWS, SMALL_OPERATORS = 64, 60  # 0.1 ms: where another thread of the core computes they slow down most, layers little
 EVERY = 0.02  # CPU seconds of work between two readings
-MOST_DUE = 10  # readings that are made up for
-OVERDUE = 10  # times EVERY: then it is read although it takes time that somebody may be waiting for
-PAUSE = 0.02  # seconds: cores were slower by a quarter for 16 ms at a time, and readings in one such time see the same
-WEIGHT = 0.1  # of the newest reading, and more of the first ones; older ones fade within 0.2 s of work
+WEIGHT = 0.05  # of the newest reading, and more of the first ones; older ones fade within 0.4 s of work
 WARM_UP = 5
 
 
 class Yardstick:
     """Turns CPU seconds of this core as it is now into those of the core as it usually is.
+
+    It is read in the midst of the work that is counted, as a profiler looks: a chip's pauses would show other
+    neighbours (ranks that compute at the same time also pause at the same time). In the main thread only, by SIGPROF.
 
     Args:
         usual: CPU seconds that a reading usually takes; whatever it is, it only has to be the same for everything that
@@ -32,30 +35,45 @@ class Yardstick:
     """
 
     def __init__(self, usual: float) -> None:
-        self._usual, self._worked = usual, 0.0
+        self._usual, self._working = usual, False
+        self._worked = self._mark = self._spent = 0.0
         self._matrix = torch.full((SIZE, SIZE), 1 / SIZE, dtype=torch.float32, device="cpu")
         self._product = torch.empty_like(self._matrix)
         self._rows, self._squares = self._matrix[:ROWS], self._product[:ROWS]
         for _ in range(WARM_UP):
             self._now = self.read()
         self._readings = 1
+        signal.signal(signal.SIGPROF, self._look)
+
+    def start(self) -> None:
+        """Work begins that is to be counted."""
+        self._working, self._spent, self._mark = True, 0.0, time.thread_time()
+        if self._worked >= EVERY:  # where work comes in pieces that are too short for a timer
+            self._look()
+        signal.setitimer(signal.ITIMER_PROF, EVERY - self._worked, EVERY)
+
+    def stop(self) -> float:
+        """It ends; the CPU seconds since :meth:`start` that were readings."""
+        self._working = False
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        self._worked += time.thread_time() - self._mark
+        return self._spent
 
     def usual_seconds(self, cpu: float) -> float:
         """What ``cpu`` seconds of work that has just been done would usually have been."""
-        self._worked += cpu
         return cpu * self._usual / self._now
 
-    def look(self, spare: float) -> None:
-        """Read it again where that is due, and done within ``spare`` seconds."""
-        waited_for = spare <= 2 * self._now
-        if self._worked >= (OVERDUE * EVERY if waited_for else EVERY):
-            self._worked = 0.0 if waited_for else min(self._worked, MOST_DUE * EVERY) - EVERY
-            self._readings += 1
-            self._now += max(WEIGHT, 1 / self._readings) * (self.read() - self._now)
+    def _look(self, *_: Any) -> None:
+        if not self._working:  # the signal came late
+            return
+        start = time.thread_time()
+        self._readings += 1
+        self._now += max(WEIGHT, 1 / self._readings) * (self.read() - self._now)
+        self._worked, self._mark = 0.0, time.thread_time()
+        self._spent += self._mark - start
 
     def read(self) -> float:
-        """CPU seconds of the fixed work, now; of work that finds its data in the caches, whatever the rank and others
-        on the core did before."""
+        """CPU seconds of the fixed work, now; of work that finds its data in the caches, whatever was done before."""
         self._work(PRODUCTS // 3, SMALL_OPERATORS // 5)
         start = time.thread_time()
         self._work(PRODUCTS, SMALL_OPERATORS)

@@ -174,9 +174,11 @@ class PipelineExecutor:
         if batch is None:
             return
         x = live.inputs[mb] if self.before is not None else batch.tokens
-        out = self.model(x, batch)
+        with self.comm.clock.work():
+            out = self.model(x, batch)
+            if self.loss is not None:
+                out = self.loss(out, batch)
         if self.loss is not None:
-            out = self.loss(out, batch)
             live.losses.append(out.detach())
             result.tokens += batch.num_loss_tokens()
         if not torch.is_grad_enabled():
@@ -191,7 +193,8 @@ class PipelineExecutor:
             return
         out = live.outputs.pop(mb)
         grad = torch.full_like(out, work.seed) if self.loss is not None else live.grads.pop(mb)
-        torch.autograd.backward(out, grad)
+        with self.comm.clock.work():
+            torch.autograd.backward(out, grad)
 
     def _send_output(self, action: Action, work: StageWork, live: _Live, _: StepResult) -> None:
         mb = action.micro_batch

@@ -20,7 +20,7 @@ from hetero_megatron.testbed.settings import Settings
 from hetero_megatron.testbed.state import write_json
 
 SECONDS = 2.0  # of reading
-WORK = "work 2"  # which piece of work is read: another one has another unit
+WORK = "work 3"  # which piece of work is read: another one has another unit
 
 
 def with_unit(settings: Settings) -> Settings:

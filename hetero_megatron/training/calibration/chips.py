@@ -174,7 +174,7 @@ def optimizer_seconds(
 def _update(comm: Comm, optimizer: Optimizer, masters: Sequence[torch.Tensor]) -> list[float]:
     grads = [torch.ones_like(m) for m in masters]
     before = comm.clock.computed
-    with comm.clock.counting():
+    with comm.clock.counting(), comm.clock.work():
         squared_norm([grads], lambda tensors: l2norm_aten(tensors)[0])
         torch._foreach_mul_(grads, 0.5)
         for master, grad in zip(masters, grads):
@@ -199,7 +199,7 @@ def _attention(comm: Comm, dtype: torch.dtype, spec: ModelSpec, length: int) -> 
         torch.randn(1, length, n, spec.head_dim, dtype=dtype, device=comm.device, requires_grad=True)
         for n in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
     )
-    with comm.clock.counting():
+    with comm.clock.counting(), comm.clock.work():
         at = [comm.clock.computed]
         out, _ = attention(q, k, v)
         comm.clock.settle()
@@ -238,7 +238,7 @@ def _visit(
     """Seconds (forward, backward) of attention to keys that come in ``blocks``, all visible to all queries."""
     q, k, v, grad = tensors
     tiles = [[(None, Tile(0, q.shape[1], 0, b - a, FULL, b - a))] for a, b in blocks]
-    with comm.clock.counting():
+    with comm.clock.counting(), comm.clock.work():
         at = [comm.clock.computed]
         out, lse = accumulators(q)
         for (a, b), mine in zip(blocks, tiles, strict=True):
