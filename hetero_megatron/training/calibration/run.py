@@ -144,9 +144,11 @@ def calibrate(
 
 def _solve(found: Calibration, observations: Sequence[Observation]) -> None:
     """Costs and spreads of every (chip, TP, micro-batch size) that was observed."""
-    for key in {(o.chip, o.tp, o.micro_batch_size) for o in observations}:
-        same = [o for o in observations if (o.chip, o.tp, o.micro_batch_size) == key]
-        found.costs[key], found.spreads[key] = solve(same), spread(same)
+    for chip, parallel in {(o.chip, o.tp > 1) for o in observations}:
+        alike = [o for o in observations if (o.chip, o.tp > 1) == (chip, parallel)]
+        for (tp, size), costs in solve(alike).items():
+            found.costs[chip, tp, size] = costs
+            found.spreads[chip, tp, size] = spread([o for o in alike if (o.tp, o.micro_batch_size) == (tp, size)])
 
 
 def _merge(observations: Sequence[Observation]) -> list[Observation]:
@@ -188,13 +190,9 @@ def _document(found: Calibration, cluster: Cluster, spec: ModelSpec, options: Ca
             ]
             for table, part in (("layers", "layer"), ("embed", "embed"), ("head", "head"))
         }
-        fixed: dict[int, list[float]] = {}  # by TP degree
-        for (tp, _), costs in mine.items():
-            fixed.setdefault(tp, []).append(sum(costs.fixed) / 2)
-        least, *more = sorted(fixed)
-        rows["action_seconds"] = _digits(median(fixed[least]))
-        if more:
-            rows["tp_action_seconds"] = _digits(median(s for tp in more for s in fixed[tp]))
+        for parallel, entry in ((False, "action_seconds"), (True, "tp_action_seconds")):
+            if fixed := [costs.fixed for (tp, _), costs in mine.items() if (tp > 1) == parallel]:
+                rows[entry] = _digits(fmean(fixed[0]))  # the same for all
         group = next(g.name for g in cluster.nodes if g.chip == chip)
         rows["message_seconds"] = _digits(messages.get(group, 0.0))
         rows["step_seconds"] = _digits(found.step_seconds[chip])

@@ -202,18 +202,37 @@ def jitter(steps: Sequence[Sequence[float]]) -> float:
     return sorted(found)[int(0.68 * len(found))] if found else 0.0
 
 
-def solve(observations: Sequence[Observation]) -> Costs:
-    """Least squares over all observations of one chip type, TP degree and micro-batch size; relative errors count."""
-    rows = np.array([[1.0, o.layers, o.embed, o.head] for o in observations])
-    columns = []
-    for values in ([o.forward for o in observations], [o.backward for o in observations]):
-        weights = 1 / np.array(values)
+def solve(observations: Sequence[Observation]) -> dict[tuple[int, int], Costs]:
+    """Least squares over all observations of one chip type, either without TP or with it; relative errors count.
+
+    Returns:
+        Costs by (TP degree, micro-batch size); the fixed part is the same for all, which is what tells it from a layer
+        although the smallest stage observed has one.
+    """
+    keys = sorted({(o.tp, o.micro_batch_size) for o in observations})
+    rows = np.zeros((len(observations), 1 + 3 * len(keys)))
+    for row, o in zip(rows, observations):
+        at = 1 + 3 * keys.index((o.tp, o.micro_batch_size))
+        row[0], row[at : at + 3] = 1.0, (o.layers, o.embed, o.head)
+    forward, backward = (
+        _least_squares(rows / np.array(seconds)[:, None])
+        for seconds in ([o.forward for o in observations], [o.backward for o in observations])
+    )
+    pairs = list(zip(forward, backward))
+    return {key: Costs(pairs[0], *pairs[1 + 3 * i : 4 + 3 * i]) for i, key in enumerate(keys)}
+
+
+def _least_squares(rows: np.ndarray) -> list[float]:
+    """``x >= 0`` for which ``rows @ x`` is next to 1: what would be negative is 0, and the others are solved again."""
+    used, found = list(range(rows.shape[1])), np.zeros(rows.shape[1])
+    while used:
         # Where a chip is only ever first or last, "fixed" and "embed" cannot be told apart: the smallest solution then.
-        solution, *_ = np.linalg.lstsq(rows * weights[:, None], np.ones(len(values)), rcond=1e-9)
-        columns.append(np.maximum(solution, 0.0).tolist())
-    forward, backward = columns
-    fixed, layer, embed, head = ((f, b) for f, b in zip(forward, backward))
-    return Costs(fixed, layer, embed, head)
+        some, *_ = np.linalg.lstsq(rows[:, used], np.ones(len(rows)), rcond=1e-9)
+        if (some >= 0).all():
+            found[used] = some
+            break
+        used.pop(int(np.argmin(some * rows[:, used].max(axis=0))))
+    return [float(x) for x in found]
 
 
 def spread(observations: Sequence[Observation]) -> float:
