@@ -5,6 +5,8 @@
 On every core at once: forward and backward of transformer layers of two sizes, the yardstick, products of matrices
 alone and small operators alone, in turn. Printed per core: the standard deviation over bins, relative to the mean, of
 the CPU time of each size, divided by that of each unit in the same bin. ``other size`` is the best one could hope for.
+And on the first core: how many times slower each is beside the other cores' work than alone (where the machine's cores
+are threads of one core; a unit should slow down as layers do).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from benchmarks.common import machine
 from hetero_megatron.comm.yardstick import Yardstick
 
 UNITS = ("CPU time", "yardstick", "products", "small operators", "other size")
+OBSERVED = ("small layers", "large layers", *UNITS[1:4])
 
 
 def layers(width: int, count: int) -> Callable[[], None]:
@@ -86,17 +89,20 @@ def main() -> None:
         return
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
     command = [sys.executable, __file__, "--seconds", str(args.seconds), "--core"]
+    alone = json.loads(subprocess.run([*command, str(cores[0])], check=True, stdout=subprocess.PIPE).stdout)
     running = [subprocess.Popen([*command, str(core)], stdout=subprocess.PIPE) for core in cores]
     print(f"{machine()}; {args.seconds:g} s in bins of {args.bin:g} s\n")
     print(f"| core | layers | {' | '.join(UNITS)} |\n|---|---|{'---|' * len(UNITS)}")
-    for core, process in zip(cores, running):
-        assert process.stdout is not None
-        rows = np.array(json.load(process.stdout))
+    observed = [np.array(json.loads(process.communicate()[0])) for process in running]
+    for core, rows in zip(cores, observed):
         bins = np.array([part.mean(0) for part in np.array_split(rows, max(2, round(args.seconds / args.bin)))])
         for size, name in enumerate(("small", "large")):
             units = [np.ones(len(bins)), *bins.T[2:], bins.T[1 - size]]
             ratios = [bins.T[size] / unit for unit in units]
             print(f"| {core} | {name} | {' | '.join(f'{r.std() / r.mean():.1%}' for r in ratios)} |")
+    slower = np.median(observed[0], axis=0) / np.median(np.array(alone), axis=0)
+    print(f"\n| core {cores[0]} | {' | '.join(OBSERVED)} |\n|---|{'---|' * len(OBSERVED)}")
+    print(f"| beside others / alone | {' | '.join(f'{ratio:.2f}x' for ratio in slower)} |")
 
 
 if __name__ == "__main__":

@@ -123,6 +123,19 @@ def _burn(seconds: float) -> None:
         pass
 
 
+def test_a_device_that_queues_its_work_is_waited_for_at_both_ends_of_a_segment() -> None:
+    clock, queued, done = RealClock(), [0.05], list[float]()
+
+    def synchronize() -> None:
+        time.sleep(queued.pop() if queued else 0.0)
+        done.append(time.perf_counter())
+
+    clock.synchronize = synchronize
+    with clock.counting():  # what was queued before is not this segment's
+        queued.append(0.02)
+    assert clock.computed == pytest.approx(0.02, abs=0.01) and len(done) == 2
+
+
 def test_soft_stretches_cpu_time() -> None:
     clock = EmulatedClock(lambda: 0.25)
     start, cpu = time.perf_counter(), time.thread_time()

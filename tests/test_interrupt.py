@@ -16,7 +16,8 @@ import pytest
 
 from hetero_megatron.checkpoint.lock import DirectoryLock
 from hetero_megatron.training.exit import INTERRUPTED, ExitConditions
-from tests.test_end_to_end import ENVIRONMENT, ROOT
+from tests.faults import children
+from tests.test_end_to_end import ENVIRONMENT, ROOT, command
 
 RUN = [sys.executable, "pretrain_gpt.py", "--model", "tiny", "--mock-data", "--seq-length", "32", "--lr", "1e-3"]
 RUN += ["--micro-batch-size", "2", "--log-interval", "1"]
@@ -56,6 +57,18 @@ def test_ctrl_c(saves: bool, tmp_path: Path) -> None:
     out, err = process.communicate(timeout=60)
     assert "Traceback" not in err and "received SIGINT" in out
     assert process.returncode == (0 if saves else INTERRUPTED) and (tmp_path / "latest").exists() == saves
+
+
+def test_the_rank_that_was_told_to_stop_is_named() -> None:
+    words = [*command(2), *RUN[2:], "--train-iters", "100000", "--exit-signal-handler"]
+    process = subprocess.Popen(
+        words, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and any(" iteration " in line for line in process.stdout)
+    second = [pid for pid in children(process.pid) if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+    os.kill(second[0], signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and "rank 1 was told to" in out, out + err
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +127,12 @@ def _fit(cluster: Cluster, options: argparse.Namespace, rates: dict[str, Any]) -
 def _measure(cluster: Cluster, options: argparse.Namespace, out: str) -> tuple[dict[str, Any], str, bool]:
     """(rates, tables, whether this is the rank that writes)."""
     from hetero_megatron.comm import start_comm, stop_comm
-    from hetero_megatron.platform import detect_platform
+    from hetero_megatron.platform import choose_platform
+    from hetero_megatron.platform.plugins import load_plugins
     from hetero_megatron.spec import load_model
     from hetero_megatron.training.calibration import CalibrationOptions, calibrate, degrees, format_calibration
     from hetero_megatron.training.config import OptimizerConfig
+    from hetero_megatron.training.kernels import rank_kernels
     from hetero_megatron.training.loop import DTYPES as TORCH_DTYPES
     from hetero_megatron.training.loop import optimizer_factory, position
 
@@ -142,7 +145,9 @@ def _measure(cluster: Cluster, options: argparse.Namespace, out: str) -> tuple[d
             f"the cluster has {cluster.world_size} chips, and each is measured by its rank", field="WORLD_SIZE",
             value=world, accepted=f"{cluster.world_size} ranks (torchrun, or hetero-megatron testbed run)",
         )  # fmt: skip
-    platform = detect_platform(None, int(os.environ.get("LOCAL_RANK", "0")))
+    plugins = load_plugins()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    platform = choose_platform(plugins.platforms.values(), None, None, local_rank)
     tp = _numbers(options.tp) if options.tp else degrees(cluster, spec)
     lengths = _numbers(options.attention_lengths) if options.attention_lengths else ()
     sizes = _numbers(options.micro_batch_sizes)
@@ -165,12 +170,18 @@ def _measure(cluster: Cluster, options: argparse.Namespace, out: str) -> tuple[d
 
     try:
         comm.emulation.started()
+        if platform.device.type != "cpu":
+            comm.clock.synchronize = platform.synchronize
         build = optimizer_factory(OptimizerConfig())
         rates: dict[str, Any] = {}
         tables, links = [], None
         for one in wanted:
             log(f"{one.dtype}, {one.seq_length} tokens")
-            found = calibrate(comm, cluster, spec, one, TORCH_DTYPES[one.dtype], build, log, links)
+            kind = TORCH_DTYPES[one.dtype]
+            kernels = partial(
+                rank_kernels, rank=comm.rank, registry=plugins.registry, platform=platform, dtype=kind
+            )
+            found = calibrate(comm, cluster, spec, one, kind, build, log, links, kernels)
             rates, links = merge_rates(rates, found.rates), found.links
             tables.append(f"{one.dtype}, {one.seq_length} tokens\n{format_calibration(found)}")
     finally:

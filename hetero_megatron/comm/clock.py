@@ -35,10 +35,13 @@ class RealClock:
     Attributes:
         computed: seconds of all segments so far, by the chip's own clock: wall seconds of a real chip, emulated ones of
             an emulated chip (how late this machine woke it is not the chip's doing).
+        synchronize: of a device that only queues its work, for as long as segments are to be timed exactly: waits
+            until all that was queued is done. Without it a segment's seconds are the host's.
     """
 
     def __init__(self) -> None:
         self.computed = 0.0
+        self.synchronize: Callable[[], None] = lambda: None
         self._counting = self._running = self._working = False
         self._mark = 0.0
 
@@ -53,6 +56,7 @@ class RealClock:
         if not self._counting:
             return
         self._running = True
+        self.synchronize()
         self._mark = time.perf_counter()
         self._begin(blocked)
 
@@ -90,6 +94,7 @@ class RealClock:
         pass
 
     def _end(self) -> float:
+        self.synchronize()
         return time.perf_counter() - self._mark
 
     def _inside(self) -> AbstractContextManager[object]:

@@ -113,6 +113,29 @@ class Comm:
         self.seconds = WaitSeconds()
         self._groups: dict[tuple[int, ...], list[Group]] = {}
         self._background: dict[tuple[int, ...], Group | None] = {}
+        self._ways: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None)
+
+    def open_ways(self) -> None:
+        """Let messages to higher and to lower ranks travel in groups of their own; every rank of the job calls it.
+
+        Needed where transfers of one pair of ranks queue up in the order of their start, as NCCL's do, and tags are
+        not looked at: a receive that is posted ahead would hold up the send that its message waits for. One way,
+        messages of a pair start in the same order on both sides.
+        """
+        self._ways = (dist.new_group(timeout=self.timeout), dist.new_group(timeout=self.timeout))
+
+    def connect(self, peers: Iterable[int]) -> None:
+        """Meet ``peers``, who do the same, both ways, where messages have ways of their own: there the first one of a
+        pair makes its connection and waits for the other side, which may be waiting for a message in turn."""
+        if self._ways == (None, None):
+            return
+        for peer in sorted(peers, key=lambda peer: (min(peer, self.rank), max(peer, self.rank))):
+            for upward in (True, False):
+                move = self.isend if (self.rank < peer) == upward else self.irecv
+                move(torch.zeros(1, device=self.device), peer, 0).wait()
+
+    def _way(self, src: int, dst: int) -> dist.ProcessGroup | None:
+        return self._ways[src < dst]
 
     def create_groups(self, groups: Iterable[Sequence[int]]) -> None:
         """Create all groups of a plan, on every rank of the job, member or not, from the same list.
@@ -160,12 +183,12 @@ class Comm:
         """Send a contiguous tensor; the tensor must not change until the handle was waited for."""
         size = tensor.numel() * tensor.element_size()
         self.sent_bytes[dst] += size
-        work = self.start((dst,), lambda: dist.isend(tensor, dst, tag=tag), {dst: size})
+        work = self.start((dst,), lambda: dist.isend(tensor, dst, self._way(self.rank, dst), tag), {dst: size})
         return Handle(self, work, None, (dst,), tensor)
 
     def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Handle:
         """Receive into a contiguous tensor."""
-        work = self.start((src,), lambda: dist.irecv(tensor, src, tag=tag))
+        work = self.start((src,), lambda: dist.irecv(tensor, src, self._way(src, self.rank), tag))
         return Handle(self, work, tensor, (src,))
 
     def start(

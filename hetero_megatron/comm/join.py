@@ -59,7 +59,10 @@ def start_comm(platform: Platform, timeout_seconds: float, position: int | None 
         except RuntimeError as error:
             raise _not_joined(rank, total, stores, time.perf_counter() - start, error) from error
         reach = Reach(rank, [Address.decode(text) for text in every], beacon, emulation.cut_off)
-    return Comm(rank, platform.device, timeout, emulation, reach)
+    comm = Comm(rank, platform.device, timeout, emulation, reach)
+    if total > 1 and platform.device.type != "cpu":
+        comm.open_ways()
+    return comm
 
 
 def _join_store(rank: int, total: int, timeout: timedelta) -> dist.Store:

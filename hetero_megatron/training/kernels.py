@@ -10,32 +10,39 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.ops import KernelPlan, Registry, Signature, default_kernels, resolve
 from hetero_megatron.ops.kernel_plan import EVERY
 from hetero_megatron.ops.stage import stage_signatures
-from hetero_megatron.plan import locate, stage_at, unit_at
+from hetero_megatron.plan import Plan, locate, stage_at, unit_at
 from hetero_megatron.platform import Platform
-from hetero_megatron.spec import shares
+from hetero_megatron.spec import ModelSpec, shares
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.runtime import Runtime
 
 
 def rank_kernels(
-    config: RunConfig, rank: int, registry: Registry, platform: Platform, dtype: torch.dtype
+    plan: Plan,
+    spec: ModelSpec,
+    rank: int,
+    registry: Registry,
+    platform: Platform,
+    dtype: torch.dtype,
+    compiled: bool = False,
+    deterministic: bool = False,
 ) -> KernelPlan:
     """The kernels of one rank's stage.
 
     Raises:
         UserError: the stage asks for a provider that is not there or cannot serve it.
     """
-    place = locate(config.plan, rank)
-    stage, unit = stage_at(config.plan, place), unit_at(config.plan, place)
+    place = locate(plan, rank)
+    stage, unit = stage_at(plan, place), unit_at(plan, place)
     accelerator = platform.accelerator
     arch = accelerator.arch(platform.device.index or 0) if accelerator is not None else ()
     base = Signature(
         "", platform.device.type, dtype, platform.name, arch,
-        compiled=config.compile is not None, deterministic=config.deterministic,
+        compiled=compiled, deterministic=deterministic,
     )  # fmt: skip
-    share = shares(config.spec, unit.tp_split)[place.tp_rank]
+    share = shares(spec, unit.tp_split)[place.tp_rank]
     requests = dict(stage.kernels)
-    signatures = stage_signatures(base, config.spec, share, stage.head, unit.tp, requests)
+    signatures = stage_signatures(base, spec, share, stage.head, unit.tp, requests)
     return resolve(registry, signatures, requests, f"pipelines[{place.pipeline}].stages[{place.stage}].kernels")
 
 

@@ -174,7 +174,11 @@ class Training:
         check_offload(config.plan, config.optimizer.name, config.dtype)
         offload = stage_at(config.plan, locate(config.plan, comm.rank)).optimizer.offload
         self.alignment = Alignment(config.alignment)
-        kernels = self.alignment.wrap(rank_kernels(config, comm.rank, plugins.registry, platform, dtype), comm.rank)
+        chosen = rank_kernels(
+            config.plan, config.spec, comm.rank, plugins.registry, platform, dtype,
+            config.compile is not None, config.deterministic,
+        )  # fmt: skip
+        kernels = self.alignment.wrap(chosen, comm.rank)
         update = adamw_aten if kernels.provider("adamw") == "aten" else kernels.adamw
         factory = optimizer_factory(config.optimizer, offload, update)
         self.runtime = Runtime(

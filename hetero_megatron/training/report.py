@@ -146,8 +146,10 @@ class Reporter:
 
     def finish(self, step: int, reason: str) -> None:
         """Say how it ended, and close the files. Called on all ranks."""
-        peak = torch.tensor([self.platform.peak_memory()], dtype=torch.float64)
-        peaks = self.runtime.world.gather_vectors(peak).flatten() / 2**20
+        mine = torch.tensor([self.platform.peak_memory() / 2**20, bool(reason)], dtype=torch.float64)
+        peaks, told = self.runtime.world.gather_vectors(mine).T
+        if not reason and told.any():
+            reason = f"rank {self.runtime.plan.ranks[int(told.argmax())]} was told to"
         emulation = self._emulation()
         if self.writer is None:
             return

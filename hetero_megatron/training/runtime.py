@@ -155,7 +155,9 @@ class Runtime:
 
     def _build_executor(self) -> PipelineExecutor:
         p, s = self.place.pipeline, self.place.stage
-        last = len(self.plan.pipelines[p].stages) - 1
+        stages = self.plan.pipelines[p].stages
+        last = len(stages) - 1
+        self.comm.connect(r for i in (s - 1, s + 1) if 0 <= i <= last for r in stages[i].ranks)
         return PipelineExecutor(
             self.comm,
             self.model,

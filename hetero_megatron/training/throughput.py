@@ -13,22 +13,38 @@ from hetero_megatron.platform import Platform
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import head_flops, layer_flops
 
+LEAST, LARGEST = 1e-3, 8192  # seconds of a product that is more than its launch; its size at most
+
 
 def measured_peak_flops(platform: Platform, dtype: torch.dtype, size: int = 512, seconds: float = 0.2) -> float:
-    """FLOP/s of repeated [size, size] matrix products: the best of several, on this device as it is now.
+    """FLOP/s of repeated square matrix products: the best of several, on this device as it is now.
 
     The better of ``dtype`` and fp32: where 16-bit products are emulated, fp32 is what the chip can do.
+
+    Args:
+        size: to begin with; doubled until a product takes ``LEAST``.
+        seconds: for each dtype.
     """
     best = 0.0
     for kind in {dtype, torch.float32}:
-        a = torch.randn(size, size, device=platform.device).to(kind)
-        end = time.perf_counter() + seconds
+        end, width = time.perf_counter() + seconds, size
+        a = torch.randn(width, width, device=platform.device).to(kind)
+        _product_seconds(platform, a)  # libraries choose their kernel, memory is allocated
+        while (taken := _product_seconds(platform, a)) < LEAST and width < LARGEST:
+            width *= 2
+            a = torch.randn(width, width, device=platform.device).to(kind)
+            _product_seconds(platform, a)
         while time.perf_counter() < end:
-            start = time.perf_counter()
-            a @ a
-            platform.synchronize()
-            best = max(best, 2 * size**3 / (time.perf_counter() - start))
+            taken = min(taken, _product_seconds(platform, a))
+        best = max(best, 2 * width**3 / taken)
     return best
+
+
+def _product_seconds(platform: Platform, a: torch.Tensor) -> float:
+    start = time.perf_counter()
+    a @ a
+    platform.synchronize()
+    return time.perf_counter() - start
 
 
 def work_shares(plan: Plan, spec: ModelSpec) -> dict[int, float]:

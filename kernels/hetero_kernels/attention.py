@@ -67,8 +67,16 @@ class _Call:
         block_k = min(chosen["block_k"], max(power_of_two(self.sizes[3]), smallest))
         stages, features = chosen["num_stages"], (self.dims[2] + self.dims[3]) * self.item_bytes
         moving, resting = (block_q, block_k) if op == "attention_bwd_kv" else (block_k, block_q)
-        while stages > 1 and (stages * moving + resting) * features > self.limits.shared_bytes:
-            stages -= 1
+        while (stages * moving + resting) * features > self.limits.shared_bytes:
+            if stages > 1:
+                stages -= 1
+            elif max(moving, resting) <= 16:
+                break
+            elif moving >= resting:
+                moving //= 2
+            else:
+                resting //= 2
+        block_q, block_k = (moving, resting) if op == "attention_bwd_kv" else (resting, moving)
         return block_q, block_k, chosen["num_warps"], stages
 
     def launch(self, kernel: Any, programs: int, *arguments: Any, **options: int) -> None:

@@ -71,6 +71,7 @@ def _merge(
         b = widen(tl.load(b_ptr + batch * b_b + head * b_h + at * b_s + d[None, :], mask=ok, other=0.0), ACC)
         out = a * (weight_a / total)[:, None] + b * (weight_b / total)[:, None]
         target = out_ptr + batch * o_b + head * o_h + at * o_s + d[None, :]
+        tl.debug_barrier()  # in place: a warp may load a row's lse again, in another layout, after one has stored it
         tl.store(target, narrow(out, out_ptr.dtype.element_ty), mask=ok)
         tl.store(lse_ptr + stats, tl.where(nothing, float("-inf"), safe + tl.log(total)), mask=live)
 

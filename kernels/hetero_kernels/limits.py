@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 
 TABLES = Path(__file__).resolve().parent / "tables"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read when the kernels are decorated, as Triton does
+# Read when the kernels are decorated, as Triton does.
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes")
 
 TRITON_DTYPES = {
     torch.float64: tl.float64,

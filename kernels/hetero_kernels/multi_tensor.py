@@ -50,12 +50,17 @@ def tensor_table(columns: Sequence[Sequence[torch.Tensor]], device: torch.device
     begin = counts.cumsum(0) - counts
     first = (torch.arange(int(counts.sum())) - begin.repeat_interleave(counts)) * CHUNK
     return TensorTable(
-        torch.tensor(addresses, dtype=torch.int64).view(len(columns), len(keep)).to(device),
-        torch.tensor(sizes, dtype=torch.int64).to(device),
-        owner.to(device),
-        first.to(device),
+        _upload(torch.tensor(addresses, dtype=torch.int64).view(len(columns), len(keep)), device),
+        _upload(torch.tensor(sizes, dtype=torch.int64), device),
+        _upload(owner, device),
+        _upload(first, device),
         not INTERPRETED and all(address % 16 == 0 for column in addresses for address in column),
     )
+
+
+def _upload(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Without waiting for what the device still has to do, as a copy from pageable memory would."""
+    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
 @triton.jit

@@ -188,12 +188,17 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.accelerator.current_accelerator()
     assert device is not None
     dtype = next(d for d, name in DTYPE_NAMES.items() if name == options.dtype)
-    table = tune(options.ops.split(","), dtype, device, limits_of(device), _time_on_device, options.tokens)
-    text = json.dumps(table, indent=1) + "\n"
+    limits, table = limits_of(device), dict[str, Any]()
+    with tempfile.TemporaryDirectory() as folder:
+        for i, op in enumerate(options.ops.split(",")):  # written after each: all of them may take an hour
+            table = tune([op], dtype, device, limits, _time_on_device, options.tokens)
+            so_far = Path(folder) / f"{i}.json"  # tables are cached by their path
+            so_far.write_text(json.dumps(table))
+            limits = replace(limits, table=str(so_far))
+            if options.out != "-":
+                Path(options.out).write_text(json.dumps(table, indent=1) + "\n")
     if options.out == "-":
-        print(text, end="")
-    else:
-        Path(options.out).write_text(text)
+        print(json.dumps(table, indent=1))
     return 0
 
 

@@ -13,24 +13,28 @@ from hetero_megatron.data.batch import Batch
 from hetero_megatron.layout import Box
 from hetero_megatron.layout.mask import FULL, Tile
 from hetero_megatron.model import initial_values
-from hetero_megatron.ops import attention
+from hetero_megatron.ops import KernelPlan, attention
 from hetero_megatron.ops.block_attention import BlockAttention, accumulators, key_heads
 from hetero_megatron.ops.optimizer_ops import l2norm_aten
 from hetero_megatron.ops.tile_kernels import tile_kernel
 from hetero_megatron.parallel.exchange import HopExchange
 from hetero_megatron.parallel.optimizer import squared_norm
 from hetero_megatron.parallel.update import Optimizer, OptimizerFactory
+from hetero_megatron.plan import Plan
 from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.training.calibration.runs import Observation, Phase, Run, middle
 from hetero_megatron.training.runtime import Runtime
 
+Kernels = Callable[[Plan, ModelSpec], KernelPlan]  # of this rank's stage
 OPTIMIZER_ELEMENTS = (1 << 18, 1 << 21)
 LEAST, MOST, ENOUGH = 5, 100, 0.5  # of each step: repeats of what is timed alone, few where they take long; seconds
 VISITS = 4  # blocks of keys, against one
 
 
-def observe(run: Run, comm: Comm, dtype: torch.dtype, optimizer: OptimizerFactory, steps: int) -> dict[str, object]:
+def observe(
+    run: Run, comm: Comm, dtype: torch.dtype, optimizer: OptimizerFactory, steps: int, kernels: Kernels | None = None
+) -> dict[str, object]:
     """Take part in ``run``; every rank of the job calls it, also those that the plan leaves out.
 
     Returns:
@@ -38,7 +42,7 @@ def observe(run: Run, comm: Comm, dtype: torch.dtype, optimizer: OptimizerFactor
         others, in seconds per byte of weights; ``computed``, the chip's seconds in the actions of each step; ``tail``,
         those outside of them, and ``owned``, the elements that it updates then.
     """
-    runtime = _runtime(run, comm, dtype, optimizer)
+    runtime = _runtime(run, comm, dtype, optimizer, kernels)
     if runtime is None:
         return {}
     forward: list[float] = []
@@ -79,10 +83,16 @@ def observe(run: Run, comm: Comm, dtype: torch.dtype, optimizer: OptimizerFactor
 
 
 def observe_exchange(
-    run: Run, chip: str, comm: Comm, dtype: torch.dtype, optimizer: OptimizerFactory, steps: int
+    run: Run,
+    chip: str,
+    comm: Comm,
+    dtype: torch.dtype,
+    optimizer: OptimizerFactory,
+    steps: int,
+    kernels: Kernels | None = None,
 ) -> list[Phase]:
     """Take part in a run of replicas; every rank of the job calls it. What this rank's chip did, bucket by bucket."""
-    runtime = _runtime(run, comm, dtype, optimizer)
+    runtime = _runtime(run, comm, dtype, optimizer, kernels)
     if runtime is None:
         return []
     found: list[Phase] = []
@@ -96,7 +106,9 @@ def observe_exchange(
     return found
 
 
-def _runtime(run: Run, comm: Comm, dtype: torch.dtype, optimizer: OptimizerFactory) -> Runtime | None:
+def _runtime(
+    run: Run, comm: Comm, dtype: torch.dtype, optimizer: OptimizerFactory, kernels: Kernels | None
+) -> Runtime | None:
     """This rank of the run; one that its plan leaves out makes the groups with the others, and gets None."""
     if comm.rank not in run.plan.ranks:
         comm.create_groups(plan_groups(run.plan, make_buckets(run.plan, run.spec)))
@@ -105,7 +117,8 @@ def _runtime(run: Run, comm: Comm, dtype: torch.dtype, optimizer: OptimizerFacto
     def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
         return initial_values(tensor, box, run.spec, seed=0)
 
-    return Runtime(run.plan, run.spec, comm, dtype, initialize, optimizer)
+    chosen = kernels(run.plan, run.spec) if kernels is not None else None
+    return Runtime(run.plan, run.spec, comm, dtype, initialize, optimizer, kernels=chosen)
 
 
 def _time_phases(exchange: HopExchange, chip: str, dtype: torch.dtype, found: list[Phase]) -> None:

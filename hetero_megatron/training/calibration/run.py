@@ -17,6 +17,7 @@ from hetero_megatron.planner.network import Network
 from hetero_megatron.planner.rates import LinkRates, Rates, link_document, model_fingerprint
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.calibration.chips import (
+    Kernels,
     attention_seconds,
     observe,
     observe_exchange,
@@ -88,9 +89,10 @@ def calibrate(
     optimizer: OptimizerFactory,
     log: Callable[[str], None],
     links: Sequence[LinkRow] | None = None,
+    kernels: Kernels | None = None,
 ) -> Calibration:
     """Measure chips, and links where they are not known yet; every rank of the cluster calls it, and gets the same
-    answer."""
+    answer. ``kernels``: as runs would have them; None: torch's own."""
     everyone = tuple(range(cluster.world_size))
     comm.create_groups([everyone])
     world = comm.group(everyone)
@@ -108,7 +110,7 @@ def calibrate(
             checks = spot_checks(*kind) if (tp, size) == (options.tp[0], options.micro_batch_sizes[0]) else []
             for run in [*full_runs(*kind), *checks]:
                 log(f"tp {tp}, micro-batch {size}: stages {', '.join(f'{c} x{n}' for c, n in run.stages)}")
-                seconds = observe(run, comm, dtype, optimizer, steps)
+                seconds = observe(run, comm, dtype, optimizer, steps, kernels)
                 answers: list[Any] = [a for a in world.gather_objects(seconds) if a]
                 seen += _merge([a["observation"] for a in answers])
                 for a in answers:
@@ -120,7 +122,7 @@ def calibrate(
     log("exchange of gradients and parameters")
     phases: list[Phase] = []
     for run in exchange_runs(cluster, spec, options.seq_length):
-        own = observe_exchange(run, chip, comm, dtype, optimizer, options.steps)
+        own = observe_exchange(run, chip, comm, dtype, optimizer, options.steps, kernels)
         phases += [p for rows in world.gather_objects(own) for p in rows]  # type: ignore[attr-defined]
     found.exchange = {c: solve_phases([p for p in phases if p.chip == c]) for c in {p.chip for p in phases}}
     log("optimizer and attention")
