@@ -87,6 +87,7 @@ def test_a_kernel_that_fails_and_a_time_that_ends_do_not_end_the_benchmark(
     module = SimpleNamespace(get_device_name=lambda: "stub", memory_allocated=int)
     for target, name, value in (
         (torch.accelerator, "is_available", lambda: True), (torch.accelerator, "empty_cache", lambda: None),
+        (torch.accelerator, "synchronize", lambda: None),
         (torch.accelerator, "current_accelerator", lambda: DEVICE), (torch, "get_device_module", lambda _: module),
         (hk, "INTERPRETED", False), (hk, "limits_of", lambda _: hk.Limits()), (measure, "measure", lambda _: numbers),
         (measure, "copy_bandwidth", lambda _: 4e12), (measure, "matmul_rate", lambda _: 8e14),

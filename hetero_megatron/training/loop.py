@@ -211,8 +211,12 @@ class Training:
             torch.use_deterministic_algorithms(True)
 
     def _watch(self) -> StragglerWatch | None:
-        failure, plan = self.config.failure, self.config.plan
-        if not (failure.stragglers or failure.replan_on_drift) or not self.reporter.speaks:
+        failure, plan, comm = self.config.failure, self.config.plan, self.runtime.comm
+        if not (failure.stragglers or failure.replan_on_drift):
+            return None
+        if comm.device.type != "cpu":  # which queues its work: the host's seconds would say nothing about it
+            comm.clock.synchronize = self.platform.synchronize
+        if not self.reporter.speaks:
             return None
         factor = failure.replan_on_drift or FACTOR
         chips, expected = self.reporter.chips, self.reporter.expected_busy
