@@ -1,12 +1,12 @@
 """Calibration on the testbed: how far repeated calibrations agree, rate by rate, and how long one takes.
 
-    python benchmarks/bench_calibration.py [--chips clock soft] [--repeats 3]
+    python benchmarks/bench_calibration.py [--chips clock soft] [--repeats 3] [--steps N]
 
 Each repeat is a testbed of its own, on which ``hetero-megatron calibrate`` runs (micro-batch sizes 1 and 2; sequence
-length and measured steps are ``bench_testbed.py``'s for such chips). Spread: (largest - smallest) / median of one rate
-over the repeats. Layers, embedding, head, attention and the optimizer are what a chip does (goal: 3 % under ``clock``,
-6 % under ``soft``); links and host overheads are real in either case and are listed for information, links as the
-seconds of a message.
+length and, without ``--steps``, measured steps are ``bench_testbed.py``'s for such chips). Spread: (largest - smallest)
+/ median of one rate over the repeats. Layers, embedding, head, attention and the optimizer are what a chip does (goal:
+3 % under ``clock``, 6 % under ``soft``); links and host overheads are real in either case and are listed for
+information, links as the seconds of a message.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from benchmarks.testbed_run import ROOT
 
 GOALS = {"clock": 0.03, "soft": 0.06}
 SECONDS_GOAL = 120
-CHIP_RATES = ("layers", "embed", "head", "optimizer", "attention")
+STAGES = ("layers", "embed", "head")  # by TP degree
+CHIP_RATES = (*STAGES, "optimizer", "attention")
 MODEL_CONFIG = {  # a Hugging Face config.json of the benchmark's model
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": MODEL["num_layers"],
     "hidden_size": MODEL["hidden_size"], "intermediate_size": MODEL["ffn_hidden_size"],
@@ -38,7 +39,7 @@ MODEL_CONFIG = {  # a Hugging Face config.json of the benchmark's model
 }  # fmt: skip
 
 
-def measure(name: str, chips: str) -> tuple[dict[str, Any], float, str]:
+def measure(name: str, chips: str, steps: int) -> tuple[dict[str, Any], float, str]:
     """(rates, seconds from the start of the ranks to their end, what the launcher and the clock said)."""
     length = MODES[chips]["seq_length"]
     with tempfile.TemporaryDirectory() as folder:
@@ -48,7 +49,7 @@ def measure(name: str, chips: str) -> tuple[dict[str, Any], float, str]:
         command = [sys.executable, "-m", "hetero_megatron.cli.main"]
         run = [*command, "testbed", "run", "--chips", chips, "--cluster", str(path / "cluster.json"), "--"]
         run += [*command, "calibrate", "--model", str(path / "config.json"), "--seq-length", str(length)]
-        run += ["--attention-lengths", f"{length},{2 * length}", "--steps", str(MODES[chips]["calibration_steps"])]
+        run += ["--attention-lengths", f"{length},{2 * length}", "--steps", str(steps)]
         run += ["--out", str(path / "out.json")]
         start = time.perf_counter()
         done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
@@ -70,14 +71,14 @@ def flat(rates: dict[str, Any]) -> dict[str, dict[tuple[Any, ...], float]]:
     found: dict[str, dict[tuple[Any, ...], float]] = {}
     for chip, dtypes in rates["chips"].items():
         for kind, value in next(iter(dtypes.values())).items():
-            into = found.setdefault(kind, {})
             if isinstance(value, float):
-                into[chip,] = value
+                found.setdefault(kind, {})[chip,] = value
                 continue
             width = 1 if kind == "optimizer" else 2
-            for *key, last in ([*row[:-width], row[-width:]] for row in value):
-                for way, seconds in enumerate(last):
-                    into[(chip, *key, way)] = seconds
+            for row in value:
+                into = found.setdefault(f"{kind}, TP {row[1]}" if kind in STAGES else kind, {})
+                for way, seconds in enumerate(row[-width:]):
+                    into[(chip, *row[:-width], way)] = seconds
     for link in rates["links"]:
         ends = tuple(link.get(k) for k in ("within", "from", "to"))
         for size in (64, 1024):  # alpha alone is a small difference of large numbers
@@ -96,8 +97,8 @@ def spreads(repeats: list[dict[str, Any]]) -> dict[str, tuple[int, float, float]
         for key in first:
             values = [one[kind][key] for one in every]
             base = median(values)
-            if kind in ("embed", "head"):
-                base = max(base, median(one["layers"][key] for one in every))
+            if kind.startswith(("embed", "head")):
+                base = max(base, median(one[kind.replace(kind.split(",")[0], "layers")][key] for one in every))
             widths.append((max(values) - min(values)) / base if base else 0.0)
         found[kind] = (len(widths), median(widths), max(widths))
     return found
@@ -112,23 +113,26 @@ def main() -> None:
     parser.add_argument("--chips", nargs="*", default=["clock", "soft"], choices=("clock", "soft"))
     parser.add_argument("--only", nargs="*", default=["3:1, 2+2"], choices=list(PLANS))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="of calibrate, whose default is 2")
     args = parser.parse_args()
     print(f"{machine()}; {args.repeats} repeats")
     print("\n| cluster | chips | kind of rate | rates | median spread | largest spread |\n|---|---|---|---|---|---|")
     closing = []
     for name in args.only:
         for chips in args.chips:
-            runs = [measure(name, chips) for _ in range(args.repeats)]
+            steps = args.steps or MODES[chips]["calibration_steps"]
+            runs = [measure(name, chips, steps) for _ in range(args.repeats)]
             found = spreads([rates for rates, _, _ in runs])
             for kind, (count, middle, most) in found.items():
                 print(f"| {name} | {chips} | {kind} | {count} | {middle:.2%} | {most:.2%} |", flush=True)
-            worst = max(found[kind][2] for kind in CHIP_RATES if kind in found)
+            worst = max(most for kind, (_, _, most) in found.items() if kind.startswith(CHIP_RATES))
             longest = max(seconds for _, seconds, _ in runs)
             disturbed = sum("DISTURBED" in said for _, _, said in runs)
             invalid = sum("INVALID" in said for _, _, said in runs)
-            text = f"{name}, {chips}: largest spread of a chip's rate {worst:.2%}, goal {GOALS[chips]:.0%}: "
-            text += f"{_met(worst, GOALS[chips])}; {longest:.0f} s with start-up, goal {SECONDS_GOAL} s: "
-            text += f"{_met(longest, SECONDS_GOAL)}; disturbed {disturbed}, invalid {invalid} of {len(runs)}"
+            text = f"{name}, {chips}, {steps} steps: largest spread of a chip's rate {worst:.2%}, "
+            text += f"goal {GOALS[chips]:.0%}: {_met(worst, GOALS[chips])}; {longest:.0f} s with start-up, "
+            text += f"goal {SECONDS_GOAL} s: {_met(longest, SECONDS_GOAL)}; "
+            text += f"disturbed {disturbed}, invalid {invalid} of {len(runs)}"
             closing.append(text)
     print("\n" + "\n".join(closing))
 

@@ -60,10 +60,9 @@ def test_every_chip_is_seen_first_and_last_with_two_depths() -> None:
     cluster, spec = cluster_from_dict(CLUSTER), load_model("tiny")
     seen: dict[str, set[tuple[bool, bool, int]]] = {}
     for run in full_runs(cluster, spec, 64, tp=1, micro_batch_size=2):
-        stages = run.plan.pipelines[0].stages
-        for stage, (chip, layers) in zip(stages, run.stages, strict=True):
-            assert {cluster.ranks[r].chip for r in stage.ranks} == {chip} and stage.num_layers == layers
-            seen.setdefault(chip, set()).add((stage.embed, stage.head, layers))
+        for stage in run.plan.pipelines[0].stages:
+            (chip,) = {cluster.ranks[r].chip for r in stage.ranks}
+            seen.setdefault(chip, set()).add((stage.embed, stage.head, stage.num_layers))
     for kinds in seen.values():
         assert {(e, h) for e, h, _ in kinds} >= {(True, False), (False, True), (False, False)}
         assert {n for _, _, n in kinds} == {1, 3}
@@ -118,6 +117,28 @@ def test_costs_are_recovered(seed: int) -> None:
             assert getattr(exact[1, size], part) == pytest.approx(getattr(costs, part), rel=1e-6)
         for place in PLACES:
             assert noisy[1, size].stage(*place) == pytest.approx(costs.stage(*place), rel=0.03)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("counts", [(2,), (3,), (1, 1), (1, 3), (2, 2), (1, 1, 1), (1, 2, 5)])
+def test_the_runs_tell_every_cost_apart(counts: tuple[int, ...], tp: int) -> None:
+    """However few chips a type has; groups of two chips are two nodes of one."""
+    names = [f"chip-{i}" for i in range(len(counts))]
+    nodes = [{"name": n, "count": tp * count, "chip": n} for n, count in zip(names, counts)]
+    cluster = cluster_from_dict({**CLUSTER, "nodes": nodes, "chips": dict.fromkeys(names, CLUSTER["chips"]["small"])})
+    truth = Costs((0.1, 0.2), (1.0, 2.0), (0.2, 0.1), (0.5, 1.0))
+    seen: dict[str, list[Observation]] = {}
+    for run in full_runs(cluster, load_model("tiny"), 64, tp, 1):
+        for stage in (stage for pipeline in run.plan.pipelines for stage in pipeline.stages):
+            assert stage.ranks and len(stage.ranks) == tp
+            (chip,) = {cluster.ranks[r].chip for r in stage.ranks}
+            place = (stage.num_layers, stage.embed, stage.head)
+            seen.setdefault(chip, []).append(_observe(truth, chip, stage.ranks, *place, 1.0))
+    assert set(seen) == set(names)
+    for found in seen.values():
+        (costs,) = solve(found).values()
+        for part in ("fixed", "layer", "embed", "head"):
+            assert getattr(costs, part) == pytest.approx(getattr(truth, part), rel=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -267,10 +288,10 @@ def test_a_calibration_gives_what_the_clock_says() -> None:
 def _observe_groups(comm, speeds):  # type: ignore[no-untyped-def]
     """What each rank of TP groups over nodes sees in one run of calibration."""
     nodes = {"nodes": [{"name": "slow", "count": 8, "chip": "small"}], "chips": {"small": CLUSTER["chips"]["small"]}}
-    run = full_runs(cluster_from_dict({**CLUSTER, **nodes}), SMALL, 32, tp=2, micro_batch_size=2)[-1]
+    run = full_runs(cluster_from_dict({**CLUSTER, **nodes}), SMALL, 32, tp=2, micro_batch_size=2)[1]
     comm.clock = EmulatedClock(lambda: speeds[comm.rank], OperatorSeconds())
     try:
-        return observe(run, comm, torch.float32, optimizer_factory(OptimizerConfig()), 3).get("observation")
+        return observe(run, "small", comm, torch.float32, optimizer_factory(OptimizerConfig()), 3).get("observation")
     finally:
         comm.clock = comm.emulation.clock
 

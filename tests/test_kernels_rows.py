@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hetero_kernels as hk
+from hetero_kernels.limits import as_flat_rows
 from tests.kernel_cases import (
     BF16,
     DEVICE,
@@ -241,3 +242,9 @@ def test_device_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(limits, "INTERPRETED", False)
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
         limits.limits_of(torch.device("cpu"))
+
+
+def test_one_long_row_only_where_its_width_fits_32_bits() -> None:
+    small, large = (torch.empty(n, 1 << 20, device="meta") for n in (1024, 2048))
+    assert [t.shape for t in as_flat_rows(small, small)] == [(1, 1 << 30)] * 2
+    assert [t.shape for t in as_flat_rows(large, large)] == [large.shape] * 2  # one row of 2**31 elements wraps

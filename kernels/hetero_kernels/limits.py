@@ -179,7 +179,10 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def as_flat_rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Tensors of one shape for an elementwise kernel: one long row each if all are contiguous, else :func:`as_rows`."""
-    if all(t.is_contiguous() for t in tensors):
+    """Tensors of one shape for an elementwise kernel: one long row each if all are contiguous, else :func:`as_rows`.
+
+    Not where a row would come near 2**31 elements: rounded up to blocks, its width has to fit 32 bits in a kernel.
+    """
+    if tensors[0].numel() <= 1 << 30 and all(t.is_contiguous() for t in tensors):
         return [t.view(1, -1) for t in tensors]
     return [as_rows(t) for t in tensors]

@@ -142,7 +142,12 @@ def _linear_cross_entropy_backward(
 def _bounds(q: torch.Tensor, documents: Any) -> Any:
     if documents is None or all(len(starts) <= 1 for starts in documents):
         return None
-    return _kernels().document_bounds(documents, q.shape[1], q.device)
+    return _document_bounds(tuple(map(tuple, documents)), q.shape[1], q.device)
+
+
+@functools.lru_cache(maxsize=4)  # all layers ask for the same, and each upload would make the host wait
+def _document_bounds(documents: tuple[tuple[int, ...], ...], queries: int, device: torch.device) -> torch.Tensor:
+    return _kernels().document_bounds(documents, queries, device)  # type: ignore[no-any-return]
 
 
 def _attention(

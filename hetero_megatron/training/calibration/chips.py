@@ -33,9 +33,15 @@ VISITS = 4  # blocks of keys, against one
 
 
 def observe(
-    run: Run, comm: Comm, dtype: torch.dtype, optimizer: OptimizerFactory, steps: int, kernels: Kernels | None = None
+    run: Run,
+    chip: str,
+    comm: Comm,
+    dtype: torch.dtype,
+    optimizer: OptimizerFactory,
+    steps: int,
+    kernels: Kernels | None = None,
 ) -> dict[str, object]:
-    """Take part in ``run``; every rank of the job calls it, also those that the plan leaves out.
+    """Take part in ``run``; every rank of the job calls it, also those that the plan leaves out. ``chip``: its own.
 
     Returns:
         On a rank of the plan: ``observation`` of its stage; ``saved``, what a step's first backward takes less than the
@@ -65,11 +71,10 @@ def observe(
             saved += [middle(others) - alone] if kind == "B" else []
         computed.append(actions)
         tails.append(tail)
-    stage, first = runtime.stage, runtime.place.stage
-    chip, layers = run.stages[first]
+    stage = runtime.stage
     width = max(forward) - min(forward) + max(backward) - min(backward)
     observation = Observation(
-        chip, stage.ranks, run.tp, run.micro_batch_size, layers, stage.embed, stage.head,
+        chip, stage.ranks, run.tp, run.micro_batch_size, stage.num_layers, stage.embed, stage.head,
         middle(forward), middle(backward), width / (middle(forward) + middle(backward)),
         (middle(apart["F"]), middle(apart["B"])),
     )  # fmt: skip

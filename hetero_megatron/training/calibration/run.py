@@ -109,11 +109,12 @@ def calibrate(
             steps = max(1, options.steps // size)
             checks = spot_checks(*kind) if (tp, size) == (options.tp[0], options.micro_batch_sizes[0]) else []
             for run in [*full_runs(*kind), *checks]:
-                log(f"tp {tp}, micro-batch {size}: stages {', '.join(f'{c} x{n}' for c, n in run.stages)}")
-                seconds = observe(run, comm, dtype, optimizer, steps, kernels)
+                log(f"tp {tp}, micro-batch {size}: stages {run.title}")
+                seconds = observe(run, chip, comm, dtype, optimizer, steps, kernels)
                 answers: list[Any] = [a for a in world.gather_objects(seconds) if a]
                 seen += _merge([a["observation"] for a in answers])
-                for a in answers:
+                # Replicas exchange gradients: what is outside of actions there is not only a step's fixed seconds.
+                for a in answers if len(run.plan.pipelines) == 1 else ():
                     by_chip.setdefault(a["observation"].chip, []).append(a)
     _solve(found, seen)
     found.slow = stragglers(seen, found.costs, STRAGGLER)

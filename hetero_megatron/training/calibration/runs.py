@@ -1,7 +1,8 @@
 """Which small pipelines to run so that every chip type's costs can be told apart. No torch.
 
 A stage's action takes ``fixed + layers x layer (+ embed) (+ head)`` seconds. Every chip type runs with one and with
-three layers a stage, at the front of the pipeline, at its end, and in between where there are chips enough.
+three layers a stage, at the front of the pipeline, at its end, and in between where there are chips enough; where not,
+it also holds a model alone: of a chip that is only ever first or last, "fixed" cannot be told from embedding and head.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ MEASURED_GROUPS = 2  # TP groups per chip type that are measured in full; the ot
 
 @dataclass(frozen=True)
 class Run:
-    """One pipeline: ``spec`` has as many layers as ``plan``; ``stages``: (chip, layers) in order."""
+    """One pipeline, or replicas of one stage each; ``spec`` has as many layers as ``plan``."""
 
     plan: Plan
     spec: ModelSpec
     tp: int
     micro_batch_size: int
-    stages: tuple[tuple[str, int], ...]
+    title: str
 
 
 @dataclass(frozen=True)
@@ -107,39 +108,29 @@ def full_runs(cluster: Cluster, spec: ModelSpec, seq_length: int, tp: int, micro
     """The runs that determine every chip type's costs at this TP degree and micro-batch size."""
     groups = {chip: found[:MEASURED_GROUPS] for chip, found in tp_groups(cluster, tp).items()}
     chips = list(groups)
-    runs = []
-    for first in range(len(chips)):
-        order = [g for chip in chips[first:] + chips[:first] for g in groups[chip]]
-        runs += [_run(cluster, spec, seq_length, tp, micro_batch_size, order, layers) for layers in LAYERS]
+    kind = (cluster, spec, seq_length, tp, micro_batch_size)
+    orders = [[g for chip in chips[i:] + chips[:i] for g in groups[chip]] for i in range(len(chips))]
+    runs = [_run(*kind, [order], layers) for order in orders for layers in LAYERS]
+    told_apart = {g for order in orders for g in (order[1:-1] or order * (len(order) == 1))}
+    if rest := [groups[chip][:1] for chip in chips if not told_apart & set(groups[chip])]:
+        runs.append(_run(*kind, rest, LAYERS[0]))
     return runs
 
 
 def spot_checks(cluster: Cluster, spec: ModelSpec, seq_length: int, tp: int, micro_batch_size: int) -> list[Run]:
     """Runs that touch every group that :func:`full_runs` left out."""
     rest = [g for found in tp_groups(cluster, tp).values() for g in found[MEASURED_GROUPS:]]
-    return [
-        _run(cluster, spec, seq_length, tp, micro_batch_size, rest[i : i + 8], LAYERS[-1])
-        for i in range(0, len(rest), 8)
-    ]
+    kind = (cluster, spec, seq_length, tp, micro_batch_size)
+    return [_run(*kind, [rest[i : i + 8]], LAYERS[-1]) for i in range(0, len(rest), 8)]
 
 
 def exchange_runs(cluster: Cluster, spec: ModelSpec, seq_length: int) -> list[Run]:
     """One replica of a few layers on each of some chips of every type: what packing, summing and unpacking cost."""
     ranks = sorted(r for found in tp_groups(cluster, 1).values() for (r,) in found[:MEASURED_GROUPS])
-    runs = []
-    for layers in LAYERS if len(ranks) > 1 else ():
-        small = replace(spec, num_layers=layers)
-        pipelines = [
-            {"micro_batch_size": 1, "num_micro_batches": 1, "stages": [{"ranks": [r], "layers": [0, layers]}]}
-            for r in ranks
-        ]
-        data = {
-            "version": 1, "seq_length": seq_length, "global_batch_size": len(ranks), "schedule": "1f1b",
-            "pipelines": pipelines,
-        }  # fmt: skip
-        stages = tuple((cluster.ranks[r].chip, layers) for r in ranks)
-        runs.append(Run(plan_from_dict(data, small, cluster), small, 1, 1, stages))
-    return runs
+    replicas = [[(r,)] for r in ranks]
+    return [
+        _run(cluster, spec, seq_length, 1, 1, replicas, layers, 1) for layers in (LAYERS if len(ranks) > 1 else ())
+    ]
 
 
 @dataclass(frozen=True)
@@ -175,19 +166,28 @@ def _run(
     seq_length: int,
     tp: int,
     micro_batch_size: int,
-    groups: Sequence[tuple[int, ...]],
+    pipelines: Sequence[Sequence[tuple[int, ...]]],
     layers: int,
+    count: int | None = None,
 ) -> Run:
-    count = max(4, len(groups) + 1)
-    small = replace(spec, num_layers=layers * len(groups))
-    stages = [{"ranks": list(g), "tp": tp, "layers": [i * layers, (i + 1) * layers]} for i, g in enumerate(groups)]
-    pipeline = {"micro_batch_size": micro_batch_size, "num_micro_batches": count, "stages": stages}
+    """Pipelines alike of groups with ``layers`` each, ``count`` micro-batches (None: enough to fill them) in each."""
+    depth = len(pipelines[0])
+    count = count or max(4, depth + 1)
+    small = replace(spec, num_layers=layers * depth)
+    spans = [[i * layers, (i + 1) * layers] for i in range(depth)]
+    body = [
+        {
+            "micro_batch_size": micro_batch_size, "num_micro_batches": count,
+            "stages": [{"ranks": list(g), "tp": tp, "layers": span} for g, span in zip(groups, spans, strict=True)],
+        }
+        for groups in pipelines
+    ]  # fmt: skip
     data = {
-        "version": 1, "seq_length": seq_length, "global_batch_size": count * micro_batch_size, "schedule": "1f1b",
-        "pipelines": [pipeline],
+        "version": 1, "seq_length": seq_length, "global_batch_size": count * micro_batch_size * len(pipelines),
+        "schedule": "1f1b", "pipelines": body,
     }  # fmt: skip
-    plan = plan_from_dict(data, small, cluster)
-    return Run(plan, small, tp, micro_batch_size, tuple((cluster.ranks[g[0]].chip, layers) for g in groups))
+    chips = (", ".join(f"{cluster.ranks[g[0]].chip} x{layers}" for g in groups) for groups in pipelines)
+    return Run(plan_from_dict(data, small, cluster), small, tp, micro_batch_size, " | ".join(chips))
 
 
 def jitter(steps: Sequence[Sequence[float]]) -> float:
