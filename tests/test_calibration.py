@@ -19,6 +19,7 @@ from scipy.optimize import nnls
 from hetero_megatron.cli.calibrate import main as calibrate_main
 from hetero_megatron.cluster import cluster_from_dict, load_cluster
 from hetero_megatron.cluster.rates_section import merge_rates, write_rates
+from hetero_megatron.comm import clock
 from hetero_megatron.comm.clock import EmulatedClock, OperatorSeconds
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.costs import CostModel, StageChoice
@@ -33,6 +34,7 @@ from hetero_megatron.training.calibration.runs import (
     degrees,
     full_runs,
     middle,
+    slow_ranks,
     solve,
     spot_checks,
     stragglers,
@@ -56,16 +58,19 @@ CLUSTER = {
 SMALL = ModelSpec("small", "llama", 2, 32, 64, 2, 2, 16, 64, 64)
 
 
-def test_every_chip_is_seen_first_and_last_with_two_depths() -> None:
+def test_every_chip_is_seen_first_and_last_and_in_between_with_two_depths() -> None:
     cluster, spec = cluster_from_dict(CLUSTER), load_model("tiny")
     seen: dict[str, set[tuple[bool, bool, int]]] = {}
     for run in full_runs(cluster, spec, 64, tp=1, micro_batch_size=2):
-        for stage in run.plan.pipelines[0].stages:
+        for stage in (stage for pipeline in run.plan.pipelines for stage in pipeline.stages):
             (chip,) = {cluster.ranks[r].chip for r in stage.ranks}
             seen.setdefault(chip, set()).add((stage.embed, stage.head, stage.num_layers))
-    for kinds in seen.values():
-        assert {(e, h) for e, h, _ in kinds} >= {(True, False), (False, True), (False, False)}
-        assert {n for _, _, n in kinds} == {1, 3}
+    assert set(seen) == {"big", "small"}
+    for places in seen.values():
+        assert places == {
+            (True, False, 0), (True, False, 3), (False, False, 1), (False, False, 3), (False, True, 0),
+            (False, True, 3), (True, True, 1),
+        }  # fmt: skip
 
 
 def test_spot_checks_touch_every_other_group() -> None:
@@ -188,6 +193,14 @@ def test_a_straggler_is_named() -> None:
     assert list(slow) == [(2,)] and slow[2,] == pytest.approx(1.3)
 
 
+def test_slow_ranks_are_left_out_unless_nothing_is_left() -> None:
+    costs = Costs((0.1, 0.1), (1.0, 2.0), (0.2, 0.1), (0.5, 1.0))
+    seen = [_observe(costs, "c", ranks, 1, False, False, 1.0) for ranks in ((0,), (1,), (2,), (0, 1), (2, 3))]
+    assert slow_ranks([(1,), (0, 1)], seen) == {1}  # rank 0 is slow only beside rank 1
+    assert slow_ranks([(2, 3)], seen) == {2, 3}
+    assert slow_ranks([(0,), (1,), (2, 3)], seen) == set()
+
+
 def test_links_are_measured_once_per_kind_and_direction() -> None:
     cluster = cluster_from_dict(CLUSTER)
     kinds = {(cluster.ranks[a].group, cluster.ranks[b].group, cluster.ranks[a].node == cluster.ranks[b].node)
@@ -237,7 +250,10 @@ BAD = [
     (["--model", "tiny"], "--cluster"),
     (["--cluster", "FILE"], "--model"),
     (["--cluster", "FILE", "--model", "tiny"], "WORLD_SIZE"),
-    (["--cluster", "FILE", "--model", "tiny", "--tp", "x"], "not a list"),
+    (["--cluster", "FILE", "--model", "tiny", "--tp", "x"], "--tp = x: not a list"),
+    (["--cluster", "FILE", "--model", "tiny", "--seq-length", "0"], "--seq-length = 0: not a list"),
+    (["--cluster", "FILE", "--model", "tiny", "--tp", "1,8"], "--tp = 8: no chip type has so many chips"),
+    (["--cluster", "FILE", "--model", "tiny", "--dtype", "bf16"], "big, small does not compute in it.* fp32"),
     (["--cluster", "FILE", "--model", "no-such-model"], "no-such-model"),
     (["--cluster", "FILE", "--merge", "/none.json"], "none.json"),
     (["--cluster", "FILE", "--model", "tiny", "--dtype", "fp32,int8", "--tp", "1"], "int8"),
@@ -252,7 +268,7 @@ def test_bad_input(arguments: list[str], names: str, tmp_path: Path, monkeypatch
     file = tmp_path / "cluster.yaml"
     file.write_text(yaml.safe_dump(CLUSTER))
     with pytest.raises(UserError, match=names):
-        if {"x", "fp32,int8"} & set(arguments):
+        if {"--tp", "--seq-length", "--dtype"} & set(arguments):
             monkeypatch.setenv("WORLD_SIZE", "8")
         calibrate_main([str(file) if a == "FILE" else a for a in arguments])
 
@@ -271,12 +287,15 @@ def _calibrate(comm, speeds):  # type: ignore[no-untyped-def]
 
 
 def test_a_calibration_gives_what_the_clock_says() -> None:
-    speeds = [4.0] * 4 + [2.0, 2.0, 1.0, 2.0]  # rank 6 is a straggler
+    speeds = [4.0] * 4 + [2.0, 1.0, 2.0, 2.0]  # rank 5 is a straggler
     answers = shared_pool().run(_calibrate, speeds)
     assert all(answer == answers[0] for answer in answers)
     rates, slow, layer = answers[0]
     assert layer["small", 1, 2] == pytest.approx([2 * s for s in layer["big", 1, 2]], rel=0.02)
-    assert set(slow) == {(6,)} and slow[6,] == pytest.approx(2.0, rel=0.1)
+    assert set(slow) == {(5,)} and slow[5,] == pytest.approx(2.0, rel=0.1)
+    big, small = (rates["chips"][chip]["fp32"] for chip in ("big", "small"))
+    for name in ("pack_beta", "add_beta", "unpack_beta"):  # of which the straggler measured a half
+        assert small[name] == pytest.approx(2 * big[name], rel=0.1)
     cluster = cluster_from_dict({**CLUSTER, "rates": rates})
     costs = CostModel(SMALL, cluster, 32, "fp32")
     stage = StageChoice("big", 1, 1, 3, False, False)
@@ -291,7 +310,8 @@ def _observe_groups(comm, speeds):  # type: ignore[no-untyped-def]
     run = full_runs(cluster_from_dict({**CLUSTER, **nodes}), SMALL, 32, tp=2, micro_batch_size=2)[1]
     comm.clock = EmulatedClock(lambda: speeds[comm.rank], OperatorSeconds())
     try:
-        return observe(run, "small", comm, torch.float32, optimizer_factory(OptimizerConfig()), 3).get("observation")
+        found = observe(run, "small", comm, torch.float32, optimizer_factory(OptimizerConfig()), 3)
+        return found and found.observation
     finally:
         comm.clock = comm.emulation.clock
 
@@ -323,6 +343,21 @@ def test_one_call_measures_every_dtype_and_length(tmp_path: Path, monkeypatch: p
     for rows in measured.values():
         assert [row[1:4] for row in rows["layers"]] == [[1, 1, 16], [1, 1, 32]]
         assert [row[0] for row in rows["attention"]] == [16, 32]
+
+
+def test_rates_of_cores_that_did_not_keep_up_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HETERO_TESTBED", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("HETERO_NODE", "slow")
+    monkeypatch.setattr(clock, "OVERRUN_LIMIT", -1.0)
+    file = tmp_path / "cluster.yaml"
+    nodes = [{"name": "slow", "count": 1, "chip": "small"}]
+    file.write_text(yaml.safe_dump({"nodes": nodes, "chips": {"small": CLUSTER["chips"]["small"]}}))
+    before = file.read_text()
+    arguments = ["--cluster", str(file), "--model", "tiny", "--micro-batch-sizes", "1", "--steps", "1", "--tp", "1"]
+    with pytest.raises(UserError, match="emulate.speed = 0.2: rank 0's core did not keep up"):
+        calibrate_main([*arguments, "--seq-length", "16"])
+    assert file.read_text() == before
 
 
 def test_the_command_refuses_in_a_process_of_its_own(tmp_path: Path) -> None:

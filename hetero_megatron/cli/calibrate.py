@@ -21,17 +21,18 @@ from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cli.output import check_writable
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.cluster.catalogue import DTYPES
+from hetero_megatron.cluster.cluster import Rank
 from hetero_megatron.cluster.rates_section import merge_rates, write_rates
 from hetero_megatron.errors import UserError
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _numbers(text: str, flag: str) -> tuple[int, ...]:
     try:
         values = tuple(int(word) for word in text.split(","))
     except ValueError:
         values = ()
     if not values or min(values) < 1:
-        raise UserError("not a list of numbers", field="calibrate", value=text, accepted="e.g. 1,2,4")
+        raise UserError("not a list of numbers", field=flag, value=text, accepted="e.g. 1,2,4")
     return values
 
 
@@ -40,6 +41,19 @@ def _dtypes(text: str, default: str) -> tuple[str, ...]:
     if unknown := [name for name in names if name not in DTYPES]:
         raise UserError("no such dtype", field="--dtype", value=unknown[0], accepted=", ".join(DTYPES))
     return names
+
+
+def _check_dtypes(names: Sequence[str], cluster: Cluster) -> None:
+    """Each has to be one that every chip computes in: pipelines over all of them are run."""
+    chips = {group.chip: cluster.chips[group.chip].dtypes for group in cluster.nodes}
+    common = [name for name in DTYPES if all(name in dtypes for dtypes in chips.values())]
+    for name in names:
+        if name not in common:
+            lacking = ", ".join(chip for chip, dtypes in chips.items() if name not in dtypes)
+            raise UserError(
+                f"{lacking} does not compute in it", field="--dtype", value=name, where=cluster.file,
+                accepted=", ".join(common) or "no dtype is common to all chips: give each type a cluster file",
+            )  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,10 +91,18 @@ def main(argv: Sequence[str]) -> int:
     if options.from_runs is not None:
         rates = _fit(cluster, options, rates)
     elif options.model is not None:
-        found, text, first = _measure(cluster, options, options.out or file)
+        found, text, first, invalid = _measure(cluster, options, options.out or file)
         rates = merge_rates(rates, found)
         if first and not options.json:
             print(text, flush=True)
+        if invalid and first:
+            raise UserError(
+                f"rank {invalid.rank}'s core did not keep up with its emulated chip, so nothing was written",
+                field=f"chips.{invalid.chip}.emulate.speed", value=cluster.chips[invalid.chip].speed,
+                accepted="a lower speed", where=cluster.file,
+            )  # fmt: skip
+        if invalid:
+            return 2
     elif not options.merge:
         raise UserError("nothing to measure", field="--model", accepted="a model, --from-runs FILE or --merge FILE")
     if first:
@@ -124,13 +146,17 @@ def _fit(cluster: Cluster, options: argparse.Namespace, rates: dict[str, Any]) -
     return merge_rates(rates, rates_section(fit))
 
 
-def _measure(cluster: Cluster, options: argparse.Namespace, out: str) -> tuple[dict[str, Any], str, bool]:
-    """(rates, tables, whether this is the rank that writes)."""
+def _measure(
+    cluster: Cluster, options: argparse.Namespace, out: str
+) -> tuple[dict[str, Any], str, bool, Rank | None]:
+    """(rates, tables, whether this is the rank that writes, a rank whose core could not keep up with its chip)."""
     from hetero_megatron.comm import start_comm, stop_comm
+    from hetero_megatron.comm.clock import OVERRUN_LIMIT
     from hetero_megatron.platform import choose_platform
     from hetero_megatron.platform.plugins import load_plugins
     from hetero_megatron.spec import load_model
     from hetero_megatron.training.calibration import CalibrationOptions, calibrate, degrees, format_calibration
+    from hetero_megatron.training.calibration.runs import tp_groups
     from hetero_megatron.training.config import OptimizerConfig
     from hetero_megatron.training.kernels import rank_kernels
     from hetero_megatron.training.loop import DTYPES as TORCH_DTYPES
@@ -148,13 +174,17 @@ def _measure(cluster: Cluster, options: argparse.Namespace, out: str) -> tuple[d
     plugins = load_plugins()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     platform = choose_platform(plugins.platforms.values(), None, None, local_rank)
-    tp = _numbers(options.tp) if options.tp else degrees(cluster, spec)
-    lengths = _numbers(options.attention_lengths) if options.attention_lengths else ()
-    sizes = _numbers(options.micro_batch_sizes)
-    tokens = _numbers(options.seq_length) if options.seq_length else (min(512, spec.max_position_embeddings),)
+    tp = _numbers(options.tp, "--tp") if options.tp else degrees(cluster, spec)
+    if options.tp and (large := [n for n in tp if not tp_groups(cluster, n)]):
+        raise UserError("no chip type has so many chips", field="--tp", value=large[0], accepted="smaller degrees")
+    lengths = _numbers(options.attention_lengths, "--attention-lengths") if options.attention_lengths else ()
+    sizes = _numbers(options.micro_batch_sizes, "--micro-batch-sizes")
+    tokens = _numbers(options.seq_length or str(min(512, spec.max_position_embeddings)), "--seq-length")
+    dtypes = _dtypes(options.dtype, "fp32" if platform.device.type == "cpu" else "bf16")
+    _check_dtypes(dtypes, cluster)
     wanted = [
         CalibrationOptions(n, dtype, sizes, tp, lengths or (n,), options.steps)
-        for dtype in _dtypes(options.dtype, "fp32" if platform.device.type == "cpu" else "bf16")
+        for dtype in dtypes
         for n in tokens
     ]
     rank = position(cluster, world)
@@ -174,7 +204,7 @@ def _measure(cluster: Cluster, options: argparse.Namespace, out: str) -> tuple[d
             comm.clock.synchronize = platform.synchronize
         build = optimizer_factory(OptimizerConfig())
         rates: dict[str, Any] = {}
-        tables, links = [], None
+        tables, links, invalid = [], None, None
         for one in wanted:
             log(f"{one.dtype}, {one.seq_length} tokens")
             kind = TORCH_DTYPES[one.dtype]
@@ -183,7 +213,8 @@ def _measure(cluster: Cluster, options: argparse.Namespace, out: str) -> tuple[d
             )
             found = calibrate(comm, cluster, spec, one, kind, build, log, links, kernels)
             rates, links = merge_rates(rates, found.rates), found.links
+            invalid = cluster.ranks[found.worst] if found.clock.get("overrun", 0.0) > OVERRUN_LIMIT else invalid
             tables.append(f"{one.dtype}, {one.seq_length} tokens\n{format_calibration(found)}")
     finally:
         stop_comm()
-    return rates, "\n\n".join(tables), first
+    return rates, "\n\n".join(tables), first, invalid

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -32,6 +33,24 @@ LEAST, MOST, ENOUGH = 5, 100, 0.5  # of each step: repeats of what is timed alon
 VISITS = 4  # blocks of keys, against one
 
 
+@dataclass(frozen=True)
+class Observed:
+    """What a rank saw of its chip in one run.
+
+    Attributes:
+        saved: what a step's first backward takes less than the others, in seconds per byte of weights.
+        computed: the chip's seconds in the actions of each step.
+        tail: those outside of them; owned: the elements that are updated then.
+    """
+
+    rank: int
+    observation: Observation
+    saved: float
+    computed: tuple[float, ...]
+    tail: float
+    owned: int
+
+
 def observe(
     run: Run,
     chip: str,
@@ -40,17 +59,12 @@ def observe(
     optimizer: OptimizerFactory,
     steps: int,
     kernels: Kernels | None = None,
-) -> dict[str, object]:
-    """Take part in ``run``; every rank of the job calls it, also those that the plan leaves out. ``chip``: its own.
-
-    Returns:
-        On a rank of the plan: ``observation`` of its stage; ``saved``, what a step's first backward takes less than the
-        others, in seconds per byte of weights; ``computed``, the chip's seconds in the actions of each step; ``tail``,
-        those outside of them, and ``owned``, the elements that it updates then.
-    """
+) -> Observed | None:
+    """Take part in ``run``; every rank of the job calls it, also those that the plan leaves out (None). ``chip``: its
+    own."""
     runtime = _runtime(run, comm, dtype, optimizer, kernels)
     if runtime is None:
-        return {}
+        return None
     forward: list[float] = []
     backward: list[float] = []
     apart: dict[str, list[float]] = {"F": [], "B": []}
@@ -81,10 +95,7 @@ def observe(
     assert runtime.optimizer is not None
     owned = sum(master.numel() for _, _, master in runtime.optimizer.owned())
     held = sum(p.numel() * p.element_size() for p in runtime.model.parameters())
-    return {
-        "observation": observation, "saved": middle(saved) / held, "computed": computed, "tail": min(tails),
-        "owned": owned,
-    }  # fmt: skip
+    return Observed(comm.rank, observation, middle(saved) / held, tuple(computed), min(tails), owned)
 
 
 def observe_exchange(

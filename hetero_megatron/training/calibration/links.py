@@ -70,6 +70,7 @@ def measure_links(comm: Comm, cluster: Cluster) -> list[LinkRow]:
 
 
 def _measure(comm: Comm, cluster: Cluster, a: int, b: int, tag: int) -> LinkRow:
+    comm.connect([a + b - comm.rank])
     ping = [_one_way(comm, a, b, SMALL, tag) for _ in range(PINGS)]
     first = median(_one_way(comm, a, b, FIRST, tag) for _ in range(3))
     rate = FIRST / max(first - median(ping) / 2, 1e-6)
@@ -81,9 +82,9 @@ def _measure(comm: Comm, cluster: Cluster, a: int, b: int, tag: int) -> LinkRow:
     alpha = max(0.0, median(small) - median(ping) / 2 - beta * FIRST)
     message = median(_host_seconds(comm, a, b, tag) for _ in range(PINGS))
     group = comm.group((a, b))
-    swap = _line(lambda n: group.all_to_all(*_halves(comm, a, b, n)).wait(), FIRST, large)
+    swap = _line(comm, lambda n: group.all_to_all(*_halves(comm, a, b, n)).wait(), FIRST, large)
     # TP groups exchange less at a time, so its time at nothing matters: it is measured, not extrapolated.
-    exchange = _line(lambda n: group.exchange(*_buffers(n)).wait(), SMALL, large)
+    exchange = _line(comm, lambda n: group.exchange(*_buffers(comm, n)).wait(), SMALL, large)
     source, target = cluster.ranks[a], cluster.ranks[b]
     return LinkRow(
         source.group, target.group, source.node == target.node, max(alpha, median(ping) / 2), beta, message,
@@ -94,7 +95,8 @@ def _measure(comm: Comm, cluster: Cluster, a: int, b: int, tag: int) -> LinkRow:
 def _one_way(comm: Comm, a: int, b: int, size: int, tag: int) -> float:
     """Seconds until b's acknowledgement of a message of ``size`` bytes is back at a (half of it was spent on the way
     back when the message is small); on b, a number without meaning."""
-    message, note = torch.zeros(size, dtype=torch.uint8), torch.zeros(SMALL, dtype=torch.uint8)
+    message, note = _buffer(comm, size), _buffer(comm, SMALL)
+    comm.clock.synchronize()
     start = time.perf_counter()
     if comm.rank == a:
         back = comm.irecv(note, b, tag + 1)
@@ -103,12 +105,13 @@ def _one_way(comm: Comm, a: int, b: int, size: int, tag: int) -> float:
     else:
         comm.irecv(message, a, tag).wait()
         comm.isend(note, a, tag + 1).wait()
+    comm.clock.synchronize()  # devices queue messages: "waited for" there means that what follows is in order
     return time.perf_counter() - start
 
 
 def _agree(comm: Comm, a: int, b: int, value: float, tag: int) -> float:
     """a's value, on both."""
-    box = torch.tensor([value], dtype=torch.float64)
+    box = torch.tensor([value], dtype=torch.float64, device=comm.device)
     if comm.rank == a:
         comm.isend(box, b, tag + 2).wait()
     else:
@@ -118,7 +121,7 @@ def _agree(comm: Comm, a: int, b: int, value: float, tag: int) -> float:
 
 def _host_seconds(comm: Comm, a: int, b: int, tag: int) -> float:
     """Seconds that posting one message takes the rank itself."""
-    note = torch.zeros(SMALL, dtype=torch.uint8)
+    note = _buffer(comm, SMALL)
     start = time.perf_counter()
     handle = comm.isend(note, b, tag + 3) if comm.rank == a else comm.irecv(note, a, tag + 3)
     posted = time.perf_counter() - start
@@ -126,29 +129,35 @@ def _host_seconds(comm: Comm, a: int, b: int, tag: int) -> float:
     return posted
 
 
+def _buffer(comm: Comm, size: int) -> torch.Tensor:
+    """Bytes where the job's messages come from: on the device, if there is one."""
+    return torch.zeros(size, dtype=torch.uint8, device=comm.device)
+
+
 def _halves(comm: Comm, a: int, b: int, size: int) -> tuple[torch.Tensor, list[int], list[int]]:
     """A buffer and counts with which a and b send each other ``size`` bytes."""
     counts = [0 if r == comm.rank else size for r in sorted((a, b))]
-    return torch.zeros(size, dtype=torch.uint8), counts, counts
+    return _buffer(comm, size), counts, counts
 
 
-def _buffers(size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _buffers(comm: Comm, size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What each of two ranks sends to the other, and where it receives."""
-    send, receive = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    send, receive = _buffer(comm, size), _buffer(comm, size)
     return [send, send], [receive, receive]
 
 
-def _line(exchange: Callable[[int], object], small: int, large: int) -> tuple[float, float]:
+def _line(comm: Comm, exchange: Callable[[int], object], small: int, large: int) -> tuple[float, float]:
     """(seconds at no bytes, per byte) through the medians at two sizes."""
-    low, high = _seconds(exchange, small, PINGS), _seconds(exchange, large, REPEATS)
+    low, high = _seconds(comm, exchange, small, PINGS), _seconds(comm, exchange, large, REPEATS)
     beta = max(0.0, high - low) / (large - small)
     return max(0.0, low - beta * small), beta
 
 
-def _seconds(exchange: Callable[[int], object], size: int, repeats: int) -> float:
+def _seconds(comm: Comm, exchange: Callable[[int], object], size: int, repeats: int) -> float:
     seconds = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
         exchange(size)
+        comm.clock.synchronize()
         seconds.append(time.perf_counter() - start)
     return median(seconds[1:])

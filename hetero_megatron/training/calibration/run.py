@@ -18,6 +18,7 @@ from hetero_megatron.planner.rates import LinkRates, Rates, link_document, model
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.calibration.chips import (
     Kernels,
+    Observed,
     attention_seconds,
     observe,
     observe_exchange,
@@ -32,11 +33,13 @@ from hetero_megatron.training.calibration.runs import (
     exchange_runs,
     full_runs,
     jitter,
+    slow_ranks,
     solve,
     solve_phases,
     spot_checks,
     spread,
     stragglers,
+    tp_groups,
 )
 
 STRAGGLER = 0.1  # slower than its fellows by more than this share
@@ -77,6 +80,7 @@ class Calibration:
     links: list[LinkRow] = field(default_factory=list)
     slow: dict[tuple[int, ...], float] = field(default_factory=dict)
     clock: dict[str, float] = field(default_factory=dict)  # the worst rank's, on a testbed
+    worst: int = 0  # whose real compute exceeded its emulated chip's most
     rates: dict[str, Any] = field(default_factory=dict)
 
 
@@ -92,7 +96,7 @@ def calibrate(
     kernels: Kernels | None = None,
 ) -> Calibration:
     """Measure chips, and links where they are not known yet; every rank of the cluster calls it, and gets the same
-    answer. ``kernels``: as runs would have them; None: torch's own."""
+    answer. What slow ranks measured counts in nothing. ``kernels``: as runs would have them; None: torch's own."""
     everyone = tuple(range(cluster.world_size))
     comm.create_groups([everyone])
     world = comm.group(everyone)
@@ -100,49 +104,73 @@ def calibrate(
         log("links")
         links = [row for rows in world.gather_objects(measure_links(comm, cluster)) for row in rows]  # type: ignore[attr-defined]
     found = Calibration(links=list(links))
-    seen: list[Observation] = []
-    by_chip: dict[str, list[Any]] = {}  # what observe() returned
-    chip, wide = cluster.ranks[comm.rank].chip, dtype.itemsize
-    for tp in options.tp:
-        for size in options.micro_batch_sizes:
-            kind = (cluster, spec, options.seq_length, tp, size)
-            steps = max(1, options.steps // size)
-            checks = spot_checks(*kind) if (tp, size) == (options.tp[0], options.micro_batch_sizes[0]) else []
-            for run in [*full_runs(*kind), *checks]:
-                log(f"tp {tp}, micro-batch {size}: stages {run.title}")
-                seconds = observe(run, chip, comm, dtype, optimizer, steps, kernels)
-                answers: list[Any] = [a for a in world.gather_objects(seconds) if a]
-                seen += _merge([a["observation"] for a in answers])
-                # Replicas exchange gradients: what is outside of actions there is not only a step's fixed seconds.
-                for a in answers if len(run.plan.pipelines) == 1 else ():
-                    by_chip.setdefault(a["observation"].chip, []).append(a)
+    job = (comm, dtype, optimizer)
+    seen, rows = _observe_pipelines(cluster, spec, options, job, log, kernels)
     _solve(found, seen)
     found.slow = stragglers(seen, found.costs, STRAGGLER)
-    seen = [o for o in seen if o.ranks not in found.slow]
-    _solve(found, _with_waiting(seen, cluster, links, options.dtype, options.seq_length * spec.hidden_size * wide))
+    out = slow_ranks(found.slow, seen)
+    seen = [o for o in seen if not out & set(o.ranks)]
+    row_bytes = options.seq_length * spec.hidden_size * dtype.itemsize
+    _solve(found, _with_waiting(seen, cluster, links, options.dtype, row_bytes))
     log("exchange of gradients and parameters")
+    chips = [rank.chip for rank in cluster.ranks]
     phases: list[Phase] = []
     for run in exchange_runs(cluster, spec, options.seq_length):
-        own = observe_exchange(run, chip, comm, dtype, optimizer, options.steps, kernels)
-        phases += [p for rows in world.gather_objects(own) for p in rows]  # type: ignore[attr-defined]
+        own = observe_exchange(run, chips[comm.rank], *job, options.steps, kernels)
+        phases += [p for rank, theirs in enumerate(world.gather_objects(own)) if rank not in out for p in theirs]  # type: ignore[attr-defined]
     found.exchange = {c: solve_phases([p for p in phases if p.chip == c]) for c in {p.chip for p in phases}}
     log("optimizer and attention")
     arguments = (comm, dtype, spec, options.lengths, options.steps)
-    updates = optimizer_seconds(comm, dtype, optimizer, options.steps)
-    every: Any = world.gather_objects((chip, updates, attention_seconds(*arguments), visit_seconds(*arguments)))
-    for name, updates, attentions, visits in every:
-        found.optimizer.setdefault(name, []).extend(updates)
-        found.attention.setdefault(name, []).extend(attentions)
-        found.visits.setdefault(name, []).extend(visits)
-    for name, rows in by_chip.items():
-        update = _medians(found.optimizer[name])  # a step's is part of its seconds outside the actions
-        found.step_seconds[name] = max(1e-6, median(a["tail"] - _at(update, a["owned"]) for a in rows))
-        found.saved[name] = max(0.0, median(a["saved"] for a in rows))
-        found.jitter[name] = jitter([a["computed"] for a in rows])
-    reports = [r for r in world.gather_objects(comm.clock.report()) if isinstance(r, dict)]
-    found.clock = {key: max(r.get(key, 0.0) for r in reports) for key in ("overrun", "late") if any(reports)}
+    updates = optimizer_seconds(*job, options.steps)
+    every: Any = world.gather_objects((updates, attention_seconds(*arguments), visit_seconds(*arguments)))
+    tables: tuple[dict[str, list[Any]], ...] = (found.optimizer, found.attention, found.visits)
+    for rank, measured in enumerate(every):
+        for table, theirs in zip(tables, measured if rank not in out else ()):
+            table.setdefault(chips[rank], []).extend(theirs)
+    for chip in {chip for chip, _, _ in found.costs}:
+        _per_step(found, chip, [o for o in rows if o.observation.chip == chip and o.rank not in out])
+    reports: Any = world.gather_objects(comm.clock.report())
+    if any(reports):
+        found.clock = {key: max(r.get(key, 0.0) for r in reports) for key in ("overrun", "late")}
+        found.worst = max(everyone, key=lambda rank: reports[rank].get("overrun", 0.0))
     found.rates = _document(found, cluster, spec, options)
     return found
+
+
+def _observe_pipelines(
+    cluster: Cluster,
+    spec: ModelSpec,
+    options: CalibrationOptions,
+    job: tuple[Comm, torch.dtype, OptimizerFactory],
+    log: Callable[[str], None],
+    kernels: Kernels | None,
+) -> tuple[list[Observation], list[Observed]]:
+    """What all runs of single pipelines and of replicas of one stage showed: of each stage, and, of the former, of
+    each rank."""
+    comm, seen, rows = job[0], list[Observation](), list[Observed]()
+    world = comm.group(range(cluster.world_size))
+    for tp in options.tp:
+        if few := sorted({rank.chip for rank in cluster.ranks} - set(tp_groups(cluster, tp))):
+            log(f"tp {tp}: not measured on {', '.join(few)}, of which there are fewer")
+        for size in options.micro_batch_sizes:
+            kind = (cluster, spec, options.seq_length, tp, size)
+            checks = spot_checks(*kind) if (tp, size) == (options.tp[0], options.micro_batch_sizes[0]) else []
+            for run in [*full_runs(*kind), *checks]:
+                log(f"tp {tp}, micro-batch {size}: stages {run.title}")
+                own = observe(run, cluster.ranks[comm.rank].chip, *job, max(1, options.steps // size), kernels)
+                theirs = [o for o in world.gather_objects(own) if isinstance(o, Observed)]
+                seen += _merge([o.observation for o in theirs])
+                # Replicas exchange gradients: outside of actions there are not only a step's fixed seconds.
+                rows += theirs if len(run.plan.pipelines) == 1 else []
+    return seen, rows
+
+
+def _per_step(found: Calibration, chip: str, rows: Sequence[Observed]) -> None:
+    """What a chip type takes per step, besides its stages' actions, and how much these vary."""
+    update = _medians(found.optimizer[chip])  # part of the seconds outside the actions
+    found.step_seconds[chip] = max(1e-6, median(o.tail - _at(update, o.owned) for o in rows))
+    found.saved[chip] = max(0.0, median(o.saved for o in rows))
+    found.jitter[chip] = jitter([o.computed for o in rows])
 
 
 def _solve(found: Calibration, observations: Sequence[Observation]) -> None:
@@ -183,7 +211,6 @@ def _document(found: Calibration, cluster: Cluster, spec: ModelSpec, options: Ca
     """The ``rates:`` section; see planner/rates.py."""
     chips: dict[str, Any] = {}
     name = model_fingerprint(spec)
-    messages = {link.source: link.message for link in found.links}
     for chip in dict.fromkeys(c for c, _, _ in found.costs):
         mine = {(tp, size): costs for (c, tp, size), costs in sorted(found.costs.items()) if c == chip}
         rows: dict[str, Any] = {
@@ -196,8 +223,9 @@ def _document(found: Calibration, cluster: Cluster, spec: ModelSpec, options: Ca
         for parallel, entry in ((False, "action_seconds"), (True, "tp_action_seconds")):
             if fixed := [costs.fixed for (tp, _), costs in mine.items() if (tp > 1) == parallel]:
                 rows[entry] = _digits(fmean(fixed[0]))  # the same for all
-        group = next(g.name for g in cluster.nodes if g.chip == chip)
-        rows["message_seconds"] = _digits(messages.get(group, 0.0))
+        groups = {g.name for g in cluster.nodes if g.chip == chip}
+        messages = [link.message for link in found.links if link.source in groups]
+        rows["message_seconds"] = _digits(median(messages) if messages else 0.0)
         rows["step_seconds"] = _digits(found.step_seconds[chip])
         rows["accumulate_beta"] = _digits(found.saved[chip])
         rows["jitter"] = _digits(found.jitter[chip])
@@ -260,5 +288,5 @@ def format_calibration(found: Calibration) -> str:
     for ranks, slower in found.slow.items():
         lines.append(f"straggler: ranks {', '.join(map(str, ranks))} {slower:.2f} times slower than their chip type")
     if found.clock:
-        lines.append(verdict(found.clock["overrun"], found.clock["late"]))
+        lines.append(verdict(found.clock["overrun"], found.clock["late"], f"rank {found.worst}"))
     return "\n".join(lines)

@@ -1,15 +1,17 @@
 """Which small pipelines to run so that every chip type's costs can be told apart. No torch.
 
-A stage's action takes ``fixed + layers x layer (+ embed) (+ head)`` seconds. Every chip type runs with one and with
-three layers a stage, at the front of the pipeline, at its end, and in between where there are chips enough; where not,
-it also holds a model alone: of a chip that is only ever first or last, "fixed" cannot be told from embedding and head.
+A stage's action takes ``fixed + layers x layer (+ embed) (+ head)`` seconds. Every chip type runs at the front of the
+pipeline and at its end, with no layers and with three; in between, where there are chips enough, with one and with
+three; and with a model of one layer alone, which tells "fixed" from embedding and head. Their own seconds are seen
+where there are no layers beside them: as differences of stages with layers they would carry those stages' noise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median
+from itertools import accumulate
+from statistics import fmean, median, median_low
 
 import numpy as np
 
@@ -18,7 +20,7 @@ from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.planner.costs import SWAPS
 from hetero_megatron.spec import ModelSpec
 
-LAYERS = (1, 3)
+FEW, MANY = 1, 3  # layers of a stage
 MEASURED_GROUPS = 2  # TP groups per chip type that are measured in full; the others are spot-checked
 
 
@@ -110,27 +112,33 @@ def full_runs(cluster: Cluster, spec: ModelSpec, seq_length: int, tp: int, micro
     chips = list(groups)
     kind = (cluster, spec, seq_length, tp, micro_batch_size)
     orders = [[g for chip in chips[i:] + chips[:i] for g in groups[chip]] for i in range(len(chips))]
-    runs = [_run(*kind, [order], layers) for order in orders for layers in LAYERS]
-    told_apart = {g for order in orders for g in (order[1:-1] or order * (len(order) == 1))}
-    if rest := [groups[chip][:1] for chip in chips if not told_apart & set(groups[chip])]:
-        runs.append(_run(*kind, rest, LAYERS[0]))
+    runs = [_run(*kind, [order], layers) for order in orders for layers in _depths(len(order))]
+    if max(map(len, orders), default=0) > 1:
+        runs.append(_run(*kind, [groups[chip][:1] for chip in chips], [FEW]))
     return runs
+
+
+def _depths(stages: int) -> list[list[int]]:
+    """Layers of each stage in the two runs of one order of groups."""
+    if stages == 1:
+        return [[FEW], [MANY]]
+    inner = [(MANY, FEW)[i % 2] for i in range(stages - 1)]
+    return [[0, *inner[:-1], MANY], [MANY, *inner[1:], 0]]
 
 
 def spot_checks(cluster: Cluster, spec: ModelSpec, seq_length: int, tp: int, micro_batch_size: int) -> list[Run]:
     """Runs that touch every group that :func:`full_runs` left out."""
     rest = [g for found in tp_groups(cluster, tp).values() for g in found[MEASURED_GROUPS:]]
     kind = (cluster, spec, seq_length, tp, micro_batch_size)
-    return [_run(*kind, [rest[i : i + 8]], LAYERS[-1]) for i in range(0, len(rest), 8)]
+    return [_run(*kind, [rest[i : i + 8]], [MANY] * len(rest[i : i + 8])) for i in range(0, len(rest), 8)]
 
 
 def exchange_runs(cluster: Cluster, spec: ModelSpec, seq_length: int) -> list[Run]:
     """One replica of a few layers on each of some chips of every type: what packing, summing and unpacking cost."""
     ranks = sorted(r for found in tp_groups(cluster, 1).values() for (r,) in found[:MEASURED_GROUPS])
     replicas = [[(r,)] for r in ranks]
-    return [
-        _run(cluster, spec, seq_length, 1, 1, replicas, layers, 1) for layers in (LAYERS if len(ranks) > 1 else ())
-    ]
+    depths = (FEW, MANY) if len(ranks) > 1 else ()
+    return [_run(cluster, spec, seq_length, 1, 1, replicas, [layers], 1) for layers in depths]
 
 
 @dataclass(frozen=True)
@@ -167,14 +175,14 @@ def _run(
     tp: int,
     micro_batch_size: int,
     pipelines: Sequence[Sequence[tuple[int, ...]]],
-    layers: int,
+    layers: Sequence[int],
     count: int | None = None,
 ) -> Run:
-    """Pipelines alike of groups with ``layers`` each, ``count`` micro-batches (None: enough to fill them) in each."""
-    depth = len(pipelines[0])
-    count = count or max(4, depth + 1)
-    small = replace(spec, num_layers=layers * depth)
-    spans = [[i * layers, (i + 1) * layers] for i in range(depth)]
+    """Pipelines alike with ``layers`` in their stages, ``count`` micro-batches (None: enough to fill them) in each."""
+    count = count or max(4, len(layers) + 1)
+    small = replace(spec, num_layers=sum(layers))
+    ends = list(accumulate(layers))
+    spans = [[end - n, end] if n else [] for n, end in zip(layers, ends)]
     body = [
         {
             "micro_batch_size": micro_batch_size, "num_micro_batches": count,
@@ -186,7 +194,9 @@ def _run(
         "version": 1, "seq_length": seq_length, "global_batch_size": count * micro_batch_size * len(pipelines),
         "schedule": "1f1b", "pipelines": body,
     }  # fmt: skip
-    chips = (", ".join(f"{cluster.ranks[g[0]].chip} x{layers}" for g in groups) for groups in pipelines)
+    chips = (
+        ", ".join(f"{cluster.ranks[g[0]].chip} x{n}" for g, n in zip(groups, layers)) for groups in pipelines
+    )
     return Run(plan_from_dict(data, small, cluster), small, tp, micro_batch_size, " | ".join(chips))
 
 
@@ -252,9 +262,20 @@ def stragglers(
             if (p.chip, p.tp, p.micro_batch_size, p.layers, p.embed, p.head)
             == (o.chip, o.tp, o.micro_batch_size, o.layers, o.embed, o.head)
         ]
-        expected = min(fellows) if len(fellows) > 1 else sum(_expected(o, costs))
+        expected = median_low(fellows) if len(fellows) > 1 else sum(_expected(o, costs))
         slower.setdefault(o.ranks, []).append((o.forward + o.backward) / expected)
     return {ranks: median(values) for ranks, values in slower.items() if median(values) > 1 + tolerance}
+
+
+def slow_ranks(slow: Collection[tuple[int, ...]], observations: Sequence[Observation]) -> set[int]:
+    """The ranks of slow groups, unless nothing would be left of their chip type; where one of a group's is slow alone,
+    the others are not to blame."""
+    alone = {ranks[0] for ranks in slow if len(ranks) == 1}
+    found = alone | {rank for ranks in slow if not alone & set(ranks) for rank in ranks}
+    for chip in {o.chip for o in observations}:
+        measured = {rank for o in observations if o.chip == chip for rank in o.ranks}
+        found -= measured if measured <= found else set()
+    return found
 
 
 def _expected(o: Observation, costs: Mapping[tuple[str, int, int], Costs]) -> tuple[float, float]:
