@@ -240,5 +240,5 @@ def test_benchmarks_find_the_errors_that_are_there() -> None:
         return {"chips": {"c": {"fp32": {**rows, "optimizer": [[8, 1.0]], "step_seconds": 0.5}}}, "links": []}
 
     found = bench_calibration.spreads([rates(1.9), rates(2.0), rates(2.1)])
-    assert found["layers"] == (2, pytest.approx(0.05), pytest.approx(0.1))
-    assert found["embed"][2] == pytest.approx(0.001) and found["optimizer"] == (1, 0.0, 0.0)
+    assert found["layers, TP 1"] == (2, pytest.approx(0.05), pytest.approx(0.1))
+    assert found["embed, TP 1"][2] == pytest.approx(0.001) and found["optimizer"] == (1, 0.0, 0.0)

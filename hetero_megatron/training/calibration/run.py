@@ -146,7 +146,7 @@ def _observe_pipelines(
     kernels: Kernels | None,
 ) -> tuple[list[Observation], list[Observed]]:
     """What all runs of single pipelines and of replicas of one stage showed: of each stage, and, of the former, of
-    each rank."""
+    each rank with layers."""
     comm, seen, rows = job[0], list[Observation](), list[Observed]()
     world = comm.group(range(cluster.world_size))
     for tp in options.tp:
@@ -160,8 +160,8 @@ def _observe_pipelines(
                 own = observe(run, cluster.ranks[comm.rank].chip, *job, max(1, options.steps // size), kernels)
                 theirs = [o for o in world.gather_objects(own) if isinstance(o, Observed)]
                 seen += _merge([o.observation for o in theirs])
-                # Replicas exchange gradients: outside of actions there are not only a step's fixed seconds.
-                rows += theirs if len(run.plan.pipelines) == 1 else []
+                if len(run.plan.pipelines) == 1:  # replicas also exchange gradients outside of their actions
+                    rows += [o for o in theirs if o.observation.layers]
     return seen, rows
 
 
