@@ -122,6 +122,10 @@ def test_costs_are_recovered(seed: int) -> None:
             assert getattr(exact[1, size], part) == pytest.approx(getattr(costs, part), rel=1e-6)
         for place in PLACES:
             assert noisy[1, size].stage(*place) == pytest.approx(costs.stage(*place), rel=0.03)
+    known = solve(observed(0.01), fixed)
+    assert all(costs.fixed == fixed for costs in known.values())
+    for size, costs in truth.items():
+        assert known[1, size].stage(2, False, False) == pytest.approx(costs.stage(2, False, False), rel=0.03)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -320,7 +324,7 @@ def test_ranks_of_a_tp_group_over_nodes_wait_for_each_other() -> None:
     """Unlike chips in a group: the faster one computes for half as long, and is done at the same time."""
     seen = [o for o in shared_pool().run(_observe_groups, [2.0, 1.0] * 4) if o is not None]
     assert [o.ranks for o in seen] == [(0, 1), (0, 1), (2, 3), (2, 3)]
-    for fast, slow in zip(seen[::2], seen[1::2], strict=True):
+    for fast, slow in [seen[:2]]:  # the other group holds no layers in this run
         assert slow.forward == pytest.approx(2 * fast.forward, rel=0.05)
         for way, compute in enumerate(("forward", "backward")):
             ends = [getattr(o, compute) + o.apart[way] for o in (fast, slow)]
@@ -339,6 +343,10 @@ def test_one_call_measures_every_dtype_and_length(tmp_path: Path, monkeypatch: p
     arguments = ["--cluster", str(file), "--model", "tiny", "--micro-batch-sizes", "1", "--steps", "1", *chosen]
     assert calibrate_main(arguments) == 0
     measured = load_cluster(str(file)).rates["chips"]["small"]
+    assert calibrate_main([*arguments[:-3], "fp32", "--seq-length", "64"]) == 0
+    later = load_cluster(str(file)).rates["chips"]["small"]["fp32"]
+    assert later["action_seconds"] == measured["fp32"]["action_seconds"]  # of the shortest sequences: 16 tokens
+    assert [row[3] for row in later["layers"]] == [16, 32, 64]
     assert set(measured) == {"fp64", "fp32"}
     for rows in measured.values():
         assert [row[1:4] for row in rows["layers"]] == [[1, 1, 16], [1, 1, 32]]

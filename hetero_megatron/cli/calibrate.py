@@ -146,6 +146,19 @@ def _fit(cluster: Cluster, options: argparse.Namespace, rates: dict[str, Any]) -
     return merge_rates(rates, rates_section(fit))
 
 
+def _known_fixed(cluster: Cluster, dtype: str, length: int) -> dict[tuple[str, bool], tuple[float, float]]:
+    """What earlier calls with shorter sequences found of each chip type, by whether it was with TP."""
+    from hetero_megatron.planner.rates import given_rates
+
+    found: dict[tuple[str, bool], tuple[float, float]] = {}
+    for name, dtypes in cluster.rates.get("chips", {}).items():
+        rates = given_rates(name, dtype, dtypes.get(dtype, {}), cluster)
+        for parallel in {row.tp > 1 for row in rates["layers"] if row.seq_length < length}:
+            seconds = rates.get("tp_action_seconds" if parallel else "action_seconds", 0.0)
+            found[name, parallel] = (seconds, seconds)
+    return found
+
+
 def _measure(
     cluster: Cluster, options: argparse.Namespace, out: str
 ) -> tuple[dict[str, Any], str, bool, Rank | None]:
@@ -185,7 +198,7 @@ def _measure(
     wanted = [
         CalibrationOptions(n, dtype, sizes, tp, lengths or (n,), options.steps)
         for dtype in dtypes
-        for n in tokens
+        for n in sorted(tokens)
     ]
     rank = position(cluster, world)
     if rank == 0:
@@ -205,13 +218,17 @@ def _measure(
         build = optimizer_factory(OptimizerConfig())
         rates: dict[str, Any] = {}
         tables, links, invalid = [], None, None
+        known: dict[str, dict[tuple[str, bool], tuple[float, float]]] = {dtype: {} for dtype in dtypes}
         for one in wanted:
             log(f"{one.dtype}, {one.seq_length} tokens")
             kind = TORCH_DTYPES[one.dtype]
             kernels = partial(
                 rank_kernels, rank=comm.rank, registry=plugins.registry, platform=platform, dtype=kind
             )
-            found = calibrate(comm, cluster, spec, one, kind, build, log, links, kernels)
+            # The shortest sequences tell best what an action takes besides its layers; it is the same for all rows.
+            fixed = known[one.dtype] or _known_fixed(cluster, one.dtype, one.seq_length)
+            found = calibrate(comm, cluster, spec, one, kind, build, log, links, kernels, fixed)
+            known[one.dtype] = found.fixed()
             rates, links = merge_rates(rates, found.rates), found.links
             invalid = cluster.ranks[found.worst] if found.clock.get("overrun", 0.0) > OVERRUN_LIMIT else invalid
             tables.append(f"{one.dtype}, {one.seq_length} tokens\n{format_calibration(found)}")

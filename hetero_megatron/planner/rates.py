@@ -255,7 +255,15 @@ def load_rates(cluster: Cluster, dtype: str) -> Rates:
 
 def chip_rates(chip: Chip, dtype: str, given: Any, cluster: Cluster) -> ChipRates:
     """Rates of one chip: what ``given`` says, else the data sheet's."""
-    where = f"rates.chips.{chip.name}.{dtype}"
+    values = given_rates(chip.name, dtype, given, cluster)
+    if "layer_seconds" in values:
+        values.setdefault("layer_backward_seconds", 2 * values["layer_seconds"])
+    return replace(_cold_start(chip, dtype, values, cluster), **values, calibrated=bool(given))
+
+
+def given_rates(chip: str, dtype: str, given: Any, cluster: Cluster) -> dict[str, Any]:
+    """The fields of :class:`ChipRates` that an entry of ``rates.chips`` holds, checked; all tables, empty or not."""
+    where = f"rates.chips.{chip}.{dtype}"
     entries = _mapping(given, where, cluster)
     for key in entries:
         if key not in ROWS and key not in NUMBERS:
@@ -270,10 +278,7 @@ def chip_rates(chip: Chip, dtype: str, given: Any, cluster: Cluster) -> ChipRate
     for key, width in ROWS.items():
         rows = _rows(entries.get(key, []), width, f"{where}.{key}", cluster)
         values[key] = tuple(LayerRow(*r) for r in rows) if key in ("layers", "embed", "head") else rows
-    if "layer_seconds" in values:
-        values.setdefault("layer_backward_seconds", 2 * values["layer_seconds"])
-    base = _cold_start(chip, dtype, values, cluster)
-    return replace(base, **values, calibrated=bool(entries))
+    return values
 
 
 def _cold_start(chip: Chip, dtype: str, given: Mapping[str, Any], cluster: Cluster) -> ChipRates:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
@@ -83,6 +83,10 @@ class Calibration:
     worst: int = 0  # whose real compute exceeded its emulated chip's most
     rates: dict[str, Any] = field(default_factory=dict)
 
+    def fixed(self) -> dict[tuple[str, bool], tuple[float, float]]:
+        """Seconds of an action besides its layers, by (chip, whether with TP)."""
+        return {(chip, tp > 1): costs.fixed for (chip, tp, _), costs in self.costs.items()}
+
 
 def calibrate(
     comm: Comm,
@@ -94,9 +98,15 @@ def calibrate(
     log: Callable[[str], None],
     links: Sequence[LinkRow] | None = None,
     kernels: Kernels | None = None,
+    fixed: Mapping[tuple[str, bool], tuple[float, float]] | None = None,
 ) -> Calibration:
     """Measure chips, and links where they are not known yet; every rank of the cluster calls it, and gets the same
-    answer. What slow ranks measured counts in nothing. ``kernels``: as runs would have them; None: torch's own."""
+    answer. What slow ranks measured counts in nothing.
+
+    Args:
+        kernels: as runs would have them; None: torch's own.
+        fixed: seconds of an action besides its layers, by (chip, whether with TP), where they are known.
+    """
     everyone = tuple(range(cluster.world_size))
     comm.create_groups([everyone])
     world = comm.group(everyone)
@@ -106,12 +116,12 @@ def calibrate(
     found = Calibration(links=list(links))
     job = (comm, dtype, optimizer)
     seen, rows = _observe_pipelines(cluster, spec, options, job, log, kernels)
-    _solve(found, seen)
+    _solve(found, seen, fixed or {})
     found.slow = stragglers(seen, found.costs, STRAGGLER)
     out = slow_ranks(found.slow, seen)
     seen = [o for o in seen if not out & set(o.ranks)]
     row_bytes = options.seq_length * spec.hidden_size * dtype.itemsize
-    _solve(found, _with_waiting(seen, cluster, links, options.dtype, row_bytes))
+    _solve(found, _with_waiting(seen, cluster, links, options.dtype, row_bytes), fixed or {})
     log("exchange of gradients and parameters")
     chips = [rank.chip for rank in cluster.ranks]
     phases: list[Phase] = []
@@ -173,11 +183,13 @@ def _per_step(found: Calibration, chip: str, rows: Sequence[Observed]) -> None:
     found.jitter[chip] = jitter([o.computed for o in rows])
 
 
-def _solve(found: Calibration, observations: Sequence[Observation]) -> None:
+def _solve(
+    found: Calibration, observations: Sequence[Observation], fixed: Mapping[tuple[str, bool], tuple[float, float]]
+) -> None:
     """Costs and spreads of every (chip, TP, micro-batch size) that was observed."""
     for chip, parallel in {(o.chip, o.tp > 1) for o in observations}:
         alike = [o for o in observations if (o.chip, o.tp > 1) == (chip, parallel)]
-        for (tp, size), costs in solve(alike).items():
+        for (tp, size), costs in solve(alike, fixed.get((chip, parallel))).items():
             found.costs[chip, tp, size] = costs
             found.spreads[chip, tp, size] = spread([o for o in alike if (o.tp, o.micro_batch_size) == (tp, size)])
 

@@ -212,12 +212,16 @@ def jitter(steps: Sequence[Sequence[float]]) -> float:
     return sorted(found)[int(0.68 * len(found))] if found else 0.0
 
 
-def solve(observations: Sequence[Observation]) -> dict[tuple[int, int], Costs]:
+def solve(
+    observations: Sequence[Observation], fixed: tuple[float, float] | None = None
+) -> dict[tuple[int, int], Costs]:
     """Least squares over all observations of one chip type, either without TP or with it; relative errors count.
 
+    Args:
+        fixed: the fixed part, where shorter sequences have told it already.
+
     Returns:
-        Costs by (TP degree, micro-batch size); the fixed part is the same for all, which is what tells it from a layer
-        although the smallest stage observed has one.
+        Costs by (TP degree, micro-batch size); the fixed part is the same for all.
     """
     keys = sorted({(o.tp, o.micro_batch_size) for o in observations})
     rows = np.zeros((len(observations), 1 + 3 * len(keys)))
@@ -225,19 +229,24 @@ def solve(observations: Sequence[Observation]) -> dict[tuple[int, int], Costs]:
         at = 1 + 3 * keys.index((o.tp, o.micro_batch_size))
         row[0], row[at : at + 3] = 1.0, (o.layers, o.embed, o.head)
     forward, backward = (
-        _least_squares(rows / np.array(seconds)[:, None])
-        for seconds in ([o.forward for o in observations], [o.backward for o in observations])
+        _least_squares(rows, np.array(seconds), None if fixed is None else fixed[i])
+        for i, seconds in enumerate(([o.forward for o in observations], [o.backward for o in observations]))
     )
     pairs = list(zip(forward, backward))
     return {key: Costs(pairs[0], *pairs[1 + 3 * i : 4 + 3 * i]) for i, key in enumerate(keys)}
 
 
-def _least_squares(rows: np.ndarray) -> list[float]:
-    """``x >= 0`` for which ``rows @ x`` is next to 1: what would be negative is 0, and the others are solved again."""
-    used, found = list(range(rows.shape[1])), np.zeros(rows.shape[1])
+def _least_squares(rows: np.ndarray, seconds: np.ndarray, first: float | None) -> list[float]:
+    """``x >= 0`` for which ``rows @ x`` is next to ``seconds``, relatively: what would be negative is 0, and the others
+    are solved again. ``first``: x[0], if known."""
+    rows = rows / seconds[:, None]
+    found = np.zeros(rows.shape[1])
+    found[0] = first or 0.0
+    wanted = 1.0 - rows[:, 0] * found[0]
+    used = list(range(first is not None, rows.shape[1]))
     while used:
-        # Where a chip is only ever first or last, "fixed" and "embed" cannot be told apart: the smallest solution then.
-        some, *_ = np.linalg.lstsq(rows[:, used], np.ones(len(rows)), rcond=1e-9)
+        # What a single chip alone does not tell apart: the smallest solution.
+        some, *_ = np.linalg.lstsq(rows[:, used], wanted, rcond=1e-9)
         if (some >= 0).all():
             found[used] = some
             break
