@@ -22,7 +22,7 @@ from hetero_megatron.cli.output import check_writable
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.cluster.catalogue import DTYPES
 from hetero_megatron.cluster.cluster import Rank
-from hetero_megatron.cluster.rates_section import merge_rates, write_rates
+from hetero_megatron.cluster.rates_section import merge_rates, read_rates, write_rates
 from hetero_megatron.errors import UserError
 
 
@@ -120,11 +120,13 @@ def _read_rates(file: str) -> dict[str, Any]:
     """Rates of another cluster file or of a conformance run: ``{chips: …}``, or the same under ``rates:``."""
     from hetero_megatron.cluster.document import read_document
 
-    data = read_document(file).plain()
-    rates = data.get("rates", data) if isinstance(data, dict) else None
-    if not isinstance(rates, dict) or "chips" not in rates:
+    document = read_document(file)
+    keys = document.any_mapping()
+    if "rates" in keys:
+        return read_rates(keys["rates"])
+    if "nodes" in keys or "chips" not in keys:
         raise UserError("holds no rates", field="--merge", value=file, accepted="rates: {chips: …} or {chips: …}")
-    return rates
+    return read_rates(document)
 
 
 def _fit(cluster: Cluster, options: argparse.Namespace, rates: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hetero_megatron.cluster.catalogue import CHIPS, DTYPES, Chip
 from hetero_megatron.cluster.document import Entry, from_data, read_document
+from hetero_megatron.cluster.rates_section import read_rates
 from hetero_megatron.cluster.units import quantity
 from hetero_megatron.errors import UserError
 
@@ -140,7 +141,7 @@ def _cluster(document: Entry) -> Cluster:
         intra_node=_link(links["intra_node"]) if "intra_node" in links else None,
         inter_node=_link(links["inter_node"]) if "inter_node" in links else None,
         pairs=_pairs(links["pairs"], nodes) if "pairs" in links else {},
-        rates=keys["rates"].any_mapping() and keys["rates"].plain() if "rates" in keys else {},
+        rates=read_rates(keys["rates"]) if "rates" in keys else {},
         file=document.file,
     )
 

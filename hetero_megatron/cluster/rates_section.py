@@ -1,4 +1,4 @@
-"""Writing rates into a cluster file without touching the rest of it."""
+"""The ``rates:`` of a cluster file: reading them, and writing them without touching the rest of it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,25 @@ from typing import Any
 
 import yaml
 
+from hetero_megatron.cluster.document import Entry
 from hetero_megatron.errors import UserError
 
 SECONDS = {"gemm": 1, "optimizer": 1, "attention": 2, "visits": 2, "layers": 2, "embed": 2, "head": 2}  # last columns
+
+
+def read_rates(entry: Entry) -> dict[str, Any]:
+    """``{chips: {name: {dtype: {…}}}, links: [{…}]}``, both optional; what is inside is checked where it is used.
+
+    Raises:
+        UserError: another structure.
+    """
+    keys = entry.mapping(("chips", "links"))
+    for dtypes in keys["chips"].any_mapping().values() if "chips" in keys else ():
+        for rows in dtypes.any_mapping().values():
+            rows.any_mapping()
+    for link in keys["links"].items() if "links" in keys else ():
+        link.any_mapping()
+    return dict(entry.plain())
 
 
 def merge_rates(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
