@@ -172,14 +172,20 @@ class EmulatedClock(RealClock):
         if self.yardstick is not None:
             self.yardstick.start()
 
-    def _inside(self) -> AbstractContextManager[object]:
-        self._lateness = 0.0
-        return self.nominal if self.nominal is not None else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        with self.nominal or contextlib.nullcontext():
+            try:
+                yield
+            finally:  # by what the last segment was late, nobody makes it up
+                self.late += self._lateness
+                self._lateness = 0.0
 
     def report(self) -> dict[str, float]:
         """``emulated`` seconds of compute, and shares of it: by how much the CPU time of segments exceeded what the
         emulated chip takes for them (``overrun``), how far the rank was behind that chip when it next waited for a
-        peer, for whatever reason (``late``), and CPU time between communication calls without compute (``host``)."""
+        peer or a step ended, for whatever reason (``late``), and CPU time between communication calls without compute
+        (``host``)."""
         total = max(self.computed, 1e-9)
         shares = {"overrun": self.overrun, "late": self.late, "host": self.host}
         return {"emulated": self.computed, **{name: seconds / total for name, seconds in shares.items()}}
