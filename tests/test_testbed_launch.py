@@ -305,6 +305,34 @@ def test_faults_of_links(start: Callable[..., Running], tmp_path: Path) -> None:
     assert json.loads((one.testbed.directory / "control.json").read_text()) == {"speed": {"3": 0.1}, "rate": []}
 
 
+TOO_SLOW = """
+import os, sys, time, torch
+from hetero_megatron.comm.emulation import Emulation
+emulation, end = Emulation.from_environment(int(os.environ["RANK"])), time.monotonic() + 20
+emulation.started()
+start = time.thread_time()
+with emulation.clock.counting():
+    torch.ones(2) + 1
+    while emulation.rank == 2 and time.thread_time() - start < 0.5:
+        pass
+while "disturbed" not in emulation.facts() and time.monotonic() < end:
+    time.sleep(0.1)
+print(sorted(emulation.facts()))
+"""
+
+
+def test_a_clock_that_could_not_be_kept_is_written_down(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    log = tmp_path / "log"
+    flags = ("--cluster", str(tmp_path / "cluster.yaml"), "--links", "none", "--log-dir", str(log))
+    done = call("run", *flags, "--", sys.executable, "-c", TOO_SLOW)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((log / "testbed.json").read_text())
+    assert found["invalid"] and found["worst_rank"] == 2 and found["overrun"] > 1 and found["late"] > 0
+    assert "INVALID: rank 2 took" in done.stderr and "schedule + communication errors" in done.stderr
+    assert done.stdout.strip() == "['chips', 'disturbed', 'foreign_cores', 'links']"
+
+
 @needs_quota
 def test_quota_holds_after_the_start(start: Callable[..., Running], tmp_path: Path) -> None:
     one = start("burn", flags=("--chips", "quota", "--links", "none"), up=0)
