@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,7 @@ from hetero_megatron.comm.emulation import Emulation
 from hetero_megatron.comm.pacing import Pacer
 from hetero_megatron.comm.turns import PATIENCE, Turns
 from hetero_megatron.comm.yardstick import WARM_UP, Yardstick
+from hetero_megatron.errors import UserError
 from hetero_megatron.testbed import usual
 from tests.pool import shared_pool
 
@@ -341,23 +345,53 @@ def test_only_ranks_that_share_a_core_take_turns(tmp_path: Path) -> None:
     described = {"chips": "soft", "speeds": [0.5, 0.3, 0.2], "cores": [0, 1, 1]}
     turns = [Emulation(rank, described, tmp_path).clock.turns for rank in range(3)]  # type: ignore[attr-defined]
     assert turns[0] is None and turns[1] is not None and turns[2] is not None
-    assert {path.name.split("-")[1] for path in tmp_path.iterdir()} == {"1"}
+    assert {path.name.split("-")[1] for path in tmp_path.glob("turn*")} == {"1"}
 
 
 def test_the_unit_of_soft_chips_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(usual, "SECONDS", 0.1)
-    first, path = usual.unit_of_speed()
-    assert path is not None and path.is_relative_to(tmp_path) and 1e-5 < first < 0.5
-    assert usual.unit_of_speed() == (first, path)
-    monkeypatch.setattr(usual, "_measure", lambda: 0.25)
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+    first, kept = usual.unit_of_speed(cores)
+    path = usual.unit_file()
+    assert path.is_relative_to(tmp_path) and kept.startswith(f"kept in {path}") and 1e-5 < first < 0.5
+    assert usual.unit_of_speed(cores) == (first, f"kept in {path}")
+    monkeypatch.setattr(usual, "_measure", lambda cores: (0.25, ""))
     path.write_text("{")  # spoilt: measured again
-    again, _ = usual.unit_of_speed()
-    assert usual.unit_of_speed()[0] == again
+    assert usual.unit_of_speed(cores)[0] == 0.25
+    monkeypatch.setattr(usual, "WORK", replace(usual.WORK, products=9))  # another piece of work has another unit
+    monkeypatch.setattr(usual, "_measure", lambda cores: (0.5, ""))
+    assert usual.unit_of_speed(cores)[0] == 0.5
+    assert sorted(json.loads(path.read_text()).values()) == [0.25, 0.5]
     monkeypatch.setenv("XDG_CACHE_HOME", str(path))  # a file, no folder
-    assert usual.unit_of_speed()[1] is None
-    clocks = [Emulation(0, {"chips": "soft", "speeds": [0.5], "usual": u}).clock for u in (again, None)]
+    assert "cannot be kept" in usual.unit_of_speed(cores)[1]
+    clocks = [Emulation(0, {"chips": "soft", "speeds": [0.5], "usual": u}).clock for u in (0.25, None)]
     assert [clock.yardstick is not None for clock in clocks] == [True, False]  # type: ignore[attr-defined]
+
+
+def test_of_several_first_runs_at_once_one_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = itertools.count(1)
+
+    def measure(cores: object) -> tuple[float, str]:
+        time.sleep(0.1)
+        return next(measured) / 10, ""
+
+    monkeypatch.setattr(usual, "_measure", measure)
+    found: list[float] = []
+    threads = [threading.Thread(target=lambda: found.append(usual.unit_of_speed([0])[0])) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [0.1] * 4 and list(json.loads(usual.unit_file().read_text()).values()) == [0.1]
+
+
+def test_a_unit_that_cannot_be_measured_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(UserError, match=r"cannot be measured: .*Invalid argument.*--chips clock"):
+        usual.unit_of_speed([10_000])  # no such core
+    assert not usual.unit_file().exists()
 
 
 def test_without_a_testbed_nothing_is_emulated() -> None:
