@@ -1,4 +1,4 @@
-"""The in-rank side of the testbed: emulated clock, stretched CPU time, paced links, faults."""
+"""The in-rank side of the testbed: emulated clock, stretched CPU time, turns, faults."""
 
 from __future__ import annotations
 
@@ -21,12 +21,10 @@ from hypothesis import strategies as st
 from hetero_megatron.comm import yardstick as yardsticks
 from hetero_megatron.comm.clock import EmulatedClock, NominalChip, OperatorSeconds, RealClock, verdict
 from hetero_megatron.comm.emulation import Emulation
-from hetero_megatron.comm.pacing import Pacer
 from hetero_megatron.comm.turns import PATIENCE, Turns
 from hetero_megatron.comm.yardstick import WARM_UP, Yardstick
 from hetero_megatron.errors import UserError
 from hetero_megatron.testbed import usual
-from tests.pool import shared_pool
 
 CHIP = NominalChip(1e9, 1e8, 1e8, operator_seconds=1e-5, segment_seconds=0.0)
 
@@ -416,88 +414,3 @@ def test_the_control_file_changes_speed_and_rate(tmp_path: Path) -> None:
     assert emulation.pacer is not None and emulation.pacer.rate() == {0: 5.0}
     emulation.started()
     assert (tmp_path / "ready-1").exists()
-
-
-def test_paced_messages_queue_up_behind_each_other() -> None:
-    class Done:
-        def wait(self) -> None:
-            pass
-
-        def is_completed(self) -> bool:
-            return True
-
-    pacer = Pacer(lambda: {1: 1e6, 2: None}, {1: 0.005})  # type: ignore[dict-item]
-    assert pacer.submit({2: 100}, Done) is None
-    begin = time.perf_counter()
-    at: list[float] = []
-
-    def start() -> Done:
-        at.append(time.perf_counter() - begin)
-        return Done()
-
-    works = [pacer.submit({1: 20_000}, start) for _ in range(3)]
-    assert all(w is not None and not w.is_completed() for w in works)
-    for work in works:
-        assert work is not None
-        work.wait()
-    for i, seconds in enumerate(at):
-        assert seconds >= 0.02 * (i + 1) + 0.005
-    assert at[2] < 0.02 * 3 + 0.005 + 0.1
-
-
-def _paced_all_to_all(comm, rates):  # type: ignore[no-untyped-def]
-    """Every rank sends 4 messages and takes part in an all-to-all under a pacer; values arrive in order."""
-    group_ranks = (0, 1, 2)
-    comm.create_groups([group_ranks])
-    if comm.rank not in group_ranks:
-        return None
-    comm.emulation.pacer = Pacer(lambda: {r: rates for r in group_ranks if r != comm.rank}, {})
-    try:
-        group = comm.group(group_ranks)
-        results = []
-        handles = []
-        for round_ in range(3):
-            send = torch.full((300,), float(10 * comm.rank + round_), dtype=torch.float64)
-            handles.append(group.all_to_all(send, [100] * 3, [100] * 3))
-        results = [h.wait().view(3, 100)[:, 0].tolist() for h in handles]
-        vectors = group.gather_vectors(torch.tensor([float(comm.rank)])).flatten().tolist()
-    finally:
-        comm.emulation.pacer = None
-    return results, vectors
-
-
-def test_paced_collectives_keep_their_order() -> None:
-    answers = shared_pool().run(_paced_all_to_all, 1e6)
-    for answer in answers[:3]:
-        results, vectors = answer
-        assert results == [[0.0 + i, 10.0 + i, 20.0 + i] for i in range(3)]
-        assert vectors == [0.0, 1.0, 2.0]
-
-
-def test_a_cut_link_carries_nothing_and_keeps_the_order_when_mended() -> None:
-    class Done:
-        def wait(self) -> None:
-            pass
-
-        def is_completed(self) -> bool:
-            return True
-
-    rates, begun = {1: 0.0, 2: 1e6}, []  # type: dict[int, float], list[str]
-    pacer = Pacer(lambda: rates, {}, timeout=0.5)
-
-    def start(name: str):  # type: ignore[no-untyped-def]
-        return lambda: begun.append(name) or Done()
-
-    first = pacer.submit({1: 100}, start("to 1"))
-    both = pacer.submit({1: 100, 2: 100}, start("group"), (0, 1, 2))
-    later = pacer.submit({2: 100}, start("group again"), (0, 1, 2))
-    free = pacer.submit({3: 100, 2: 0}, start("free"))
-    assert free is None  # nothing on the way there is paced
-    assert first is not None and both is not None and later is not None
-    with pytest.raises(RuntimeError, match="carries nothing"):
-        first.wait()
-    assert begun == [] and not later.is_completed()
-    rates[1] = 1e6
-    for work in (first, both, later):
-        work.wait()
-    assert begun == ["to 1", "group", "group again"]

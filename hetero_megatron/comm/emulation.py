@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_megatron.comm.clock import EmulatedClock, OperatorSeconds, RealClock
-from hetero_megatron.comm.pacing import Pacer
+from hetero_megatron.comm.pacing import NodeLanes, Pacer
 from hetero_megatron.comm.turns import Turns
 from hetero_megatron.comm.yardstick import Yardstick
 from hetero_megatron.testbed.report import MEANING
@@ -47,6 +47,7 @@ class Emulation:
         self._looked, self._faults = 0.0, {}  # type: float, dict[str, Any]
         self._cores = list(described.get("cores", ()))
         self._usual = described.get("usual")
+        self._node_of = list(described.get("node_of", ()))
         self.clock, self.pacer = self._make_clock(), self._make_pacer(described.get("pace"))
 
     @staticmethod
@@ -132,7 +133,14 @@ class Emulation:
             changed = {d: float(rate) for s, d, rate in self._fault("rate", []) if s == self.rank}
             return {**rates, **changed} if changed else rates
 
-        return Pacer(now, latency, self._timeout)
+        return Pacer(now, latency, self._timeout, self._make_lanes(rates))
+
+    def _make_lanes(self, rates: Mapping[int, float]) -> NodeLanes | None:
+        if not self._node_of or self.directory is None:
+            return None
+        node = self._node_of[self.rank]
+        outward = [rate for peer, rate in rates.items() if self._node_of[peer] != node]
+        return NodeLanes(self.directory / f"lanes-{node}", node, self._node_of, max(outward)) if outward else None
 
     def cut_off(self) -> frozenset[int]:
         """Ranks that a cut link of the testbed's (``paced``) keeps from this one now."""

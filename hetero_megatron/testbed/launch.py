@@ -158,7 +158,7 @@ class Launcher:
         environment: dict[str, Any] = {
             "testbed": self._testbed.id, "cluster": os.path.abspath(settings.cluster.file), "chips": settings.chips,
             "links": settings.links, "speeds": list(settings.speeds), "cores": list(settings.cores),
-            "control": str(directory / CONTROL), "usual": settings.usual,
+            "control": str(directory / CONTROL), "usual": settings.usual, "node_of": list(settings.node_of),
         }  # fmt: skip
         if settings.links == "paced":
             environment["pace"] = settings.pace()
