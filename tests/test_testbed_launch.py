@@ -162,14 +162,13 @@ ALL = ("--chips", "quota", "--links", "namespaces", "--memory-limit", "--grace",
 def test_nothing_is_left(how: str, start: Callable[..., Running], tmp_path: Path) -> None:
     before = host_links()
     extra = {"exit": ("-1", "0"), "crash": ("2", "7")}.get(how, ())
-    if extra:  # it may be over before one can look: the namespaces and groups are noted in the other cases
-        one = start("wait", str(tmp_path), *extra, flags=ALL, up=0)
-    else:
-        one = start("wait", str(tmp_path), flags=ALL)
-        assert len(one.namespaces) == 5  # four nodes and the bridge
-        assert len(one.groups) == 2 * (4 + 1)  # cpu and memory
-        assert len(one.left()["processes"]) == 8  # the ranks and their children
-        assert host_links() == before  # all links are in namespaces of the testbed
+    one = start("wait", str(tmp_path), *extra, flags=ALL)
+    assert len(one.namespaces) == 5  # four nodes and the bridge
+    assert len(one.groups) == 2 * (4 + 1)  # cpu and memory
+    assert len(one.left()["processes"]) == 8  # the ranks and their children
+    assert set(one.left()["namespaces"]) == one.namespaces
+    assert host_links() == before  # all links are in namespaces of the testbed
+    (tmp_path / "go").touch()
     signals = {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM, "kill": signal.SIGKILL}
     if how in signals:
         os.killpg(one.launcher.pid, signals[how])
@@ -295,6 +294,7 @@ def test_faults_of_links(start: Callable[..., Running], tmp_path: Path) -> None:
         (("cut", "fast-0", "fast-0"), "between two nodes"),
         (("cut", "fast-0", "fast-7"), "no such node"),
         (("kill", "9"), "no such rank"),
+        (("kill", "1.7"), "rank = 1.7: not a rank"),
         (("kill",), "wrong number of arguments"),
         (("slow-chip", "0", "2"), "out of range"),
         (("melt", "0"), "no such fault"),
