@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import bench_calibration, bench_testbed_chips
+from benchmarks.testbed_run import undisturbed
 from hetero_megatron.cli import doctor
 from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import Cluster, cluster_from_dict, load_cluster
@@ -273,6 +274,13 @@ def test_benchmarks_find_the_errors_that_are_there() -> None:
     ranks = [rank(i, 1.05 if i == 3 else 1.0) for i in range(4)]
     assert bench_testbed_chips.action_error(ranks) == pytest.approx(0.05)
     assert bench_testbed_chips.ratios("3:1, 2+2", ranks) == (pytest.approx(0.025), 0.0)  # mean of two ranks
+
+    assert bench_testbed_chips.verdict("clock", [0.001, 0.02], 2).endswith("goal 1%: missed")
+    assert bench_testbed_chips.verdict("clock", [0.001], 2).endswith("goal 1%: met; left out: 1 disturbed rows of 2")
+    assert "no verdict" in bench_testbed_chips.verdict("soft", [], 2)
+    tries = iter([(1, True), (2, True), (3, False), (4, False)])
+    assert undisturbed(lambda: next(tries)) == (3, False) and next(tries) == (4, False)
+    assert undisturbed(lambda: (5, True)) == (5, True)
 
     def rates(seconds: float) -> dict[str, Any]:
         rows = {"layers": [["m", 1, 2, 64, 1.0, seconds]], "embed": [["m", 1, 2, 64, 0.0, seconds / 100]]}
