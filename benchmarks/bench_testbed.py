@@ -135,10 +135,15 @@ def measure(case: Case, name: str, args: argparse.Namespace) -> dict[str, Any]:
     return run_job(name, "testbed_job.py", case.cluster, work, args.chips, args.links, args.verbose)
 
 
-def report(case: Case, name: str, found: dict[str, Any]) -> dict[str, float]:
+def error_of(chips: str) -> str:
+    """What an error of predictions is called."""
+    return "schedule + communication error" if chips == "clock" else "prediction error"
+
+
+def report(case: Case, name: str, found: dict[str, Any], chips: str) -> dict[str, float]:
     """Print the table of one cluster; its key figures."""
     print(f"\n### {name} ({case.layers} layers, batch {case.batch}; {notes(found)})\n")
-    print("| plan | predicted s | measured s | spread | late | error |")
+    print(f"| plan | predicted s | measured s | spread | late | {error_of(chips)} |")
     print("|---|---|---|---|---|---|")
     errors, best = [], {}
     for row in found["rows"]:
@@ -210,13 +215,14 @@ def main() -> None:
     found, figures = {}, {}
     for name in names:
         found[name] = measure(cases[name], name, args)
-        figures[name] = report(cases[name], name, found[name])
+        figures[name] = report(cases[name], name, found[name], args.chips)
         if args.out:
             Path(args.out).write_text(json.dumps(found, indent=1))
     count = sum(f["plans"] for f in figures.values())
     mean = sum(f["mean"] * f["plans"] for f in figures.values()) / count
     worst = max(f["worst"] for f in figures.values())
-    print(f"\n{int(count)} plans on {len(figures)} clusters: prediction error mean {mean:.1%}, worst {worst:.1%}\n")
+    what = error_of(args.chips)
+    print(f"\n{int(count)} plans on {len(figures)} clusters: {what} mean {mean:.1%}, worst {worst:.1%}\n")
     summarise(cases, figures)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -19,11 +18,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import machine, median
+from benchmarks.testbed_run import ROOT, run_testbed
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.testbed.machine import examine
 from hetero_megatron.testbed.settings import decide, describe_links
 
-ROOT = Path(__file__).resolve().parent.parent
 MESSAGES = 3
 GOAL = 0.05
 
@@ -58,26 +57,19 @@ CLUSTERS = {
 }
 
 
-def measure(description: dict[str, Any], seconds: float) -> tuple[list[dict[str, Any]], bool]:
+def measure(name: str, description: dict[str, Any], seconds: float) -> tuple[list[dict[str, Any]], bool]:
     """One testbed: a row per direction of each pair of groups, and whether something else was running."""
     settings = decide(cluster_from_dict(description), examine(), "none", "namespaces")
     first = {node: rank for rank, node in reversed(list(enumerate(settings.node_of)))}
-    links = [(name, a, b, rate) for name, a, b, rate in describe_links(settings) if rate]
+    links = [found for found in describe_links(settings) if found[3]]
     rows: list[dict[str, Any]] = []
-    for name, a, b, rate in links:
-        rows += [{"link": name, "from": x, "to": y, "asked": rate} for x, y in ((a, b), (b, a))]
+    for link, a, b, rate in links:
+        rows += [{"link": link, "from": x, "to": y, "asked": rate} for x, y in ((a, b), (b, a))]
     pairs = [[first[r["from"]], first[r["to"]], r["to"], round(r["asked"] * seconds)] for r in rows]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        (path / "cluster.json").write_text(json.dumps(description))
-        job = [sys.executable, str(ROOT / "tests" / "testbed_job.py"), "transfer"]
-        job += [json.dumps(pairs), "0", str(MESSAGES), folder]
-        run = [sys.executable, "-m", "hetero_megatron.cli.main", "testbed", "run", "--chips", "none"]
-        run += ["--links", "namespaces", "--cluster", str(path / "cluster.json"), "--log-dir", str(path / "log")]
-        done = subprocess.run([*run, "--", *job], cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(done.stderr)
-        result = json.loads((path / "log" / "testbed.json").read_text())
+        job = [ROOT / "tests" / "testbed_job.py", "transfer", json.dumps(pairs), "0", str(MESSAGES), folder]
+        result, _ = run_testbed(name, description, "none", "namespaces", job)
         for row, (source, destination, _, _) in zip(rows, pairs):
             measured = json.loads((path / f"rates-{destination}.json").read_text())
             row["measured"] = median(measured[f"{source}-{destination}"])
@@ -100,7 +92,7 @@ def main() -> None:
     for name, description in CLUSTERS.items():
         repeats = []
         for _ in range(arguments.repeats):
-            rows, was_disturbed = measure(description, arguments.seconds)
+            rows, was_disturbed = measure(name, description, arguments.seconds)
             repeats.append(rows)
             disturbed += was_disturbed
         errors, spreads = [], []

@@ -46,7 +46,7 @@ def main() -> None:
             rows.append([(t.action.kind, t.end - t.start, t.computed) for t in actions])
     found = [{"rows": r, "clock": c} for r, c in world.gather_objects((rows, comm.clock.report()))]  # type: ignore[misc]
     if comm.rank == 0:
-        Path(work["out"]).write_text(json.dumps(found))
+        Path(work["out"]).write_text(json.dumps({"ranks": found}))
     stop_comm()
 
 

@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
+T = TypeVar("T")
 
 
 def emulated_cluster(
@@ -35,27 +37,50 @@ def speed_ceiling(cluster: dict[str, Any]) -> float:
     return float(sum(speeds) / len(speeds) / min(speeds))
 
 
+def run_testbed(
+    name: str, cluster: dict[str, Any], chips: str, links: str, job: Sequence[str | Path]
+) -> tuple[dict[str, Any], str]:
+    """Run a Python job on every rank of a cluster: what the launcher wrote down (``testbed.json``), and the output.
+
+    Raises:
+        SystemExit: it failed; with the ends of what it said.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        (path / "cluster.json").write_text(json.dumps(cluster))
+        command = [sys.executable, "-m", "hetero_megatron.cli.main", "testbed", "run", "--chips", chips]
+        command += ["--links", links, "--cluster", str(path / "cluster.json"), "--log-dir", str(path / "log"), "--"]
+        done = subprocess.run([*command, sys.executable, *map(str, job)], cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{name} failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+        return json.loads((path / "log" / "testbed.json").read_text()), done.stdout
+
+
+def undisturbed(measure: Callable[[], tuple[T, bool]], attempts: int = 3) -> tuple[T, bool]:
+    """What ``measure`` found and whether others disturbed it; again, if they did, up to ``attempts`` times in all."""
+    for _ in range(attempts):
+        found, disturbed = measure()
+        if not disturbed:
+            break
+    return found, disturbed
+
+
 def run_job(
-    name: str, job: str, cluster: dict[str, Any], work: dict[str, Any], chips: str, links: str, verbose: bool
+    name: str, job: str, cluster: dict[str, Any], work: dict[str, Any], chips: str, links: str, verbose: bool = False
 ) -> dict[str, Any]:
-    """Run ``benchmarks/<job>`` on every rank of a cluster; what its rank 0 wrote to ``out``, and ``disturbed``.
+    """Run ``benchmarks/<job>`` on every rank of a cluster; what its rank 0 wrote to ``out``, ``disturbed`` and
+    ``invalid``.
 
     The job's argument is a JSON file with ``work``, ``cluster`` and ``out``.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        (path / "cluster.json").write_text(json.dumps(cluster))
         (path / "work.json").write_text(json.dumps({**work, "cluster": cluster, "out": str(path / "out.json")}))
-        command = [sys.executable, "-m", "hetero_megatron.cli.main", "testbed", "run", "--chips", chips]
-        command += ["--links", links, "--cluster", str(path / "cluster.json"), "--"]
-        command += [sys.executable, str(ROOT / "benchmarks" / job), str(path / "work.json")]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{name} failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+        testbed, said = run_testbed(name, cluster, chips, links, [ROOT / "benchmarks" / job, path / "work.json"])
         if verbose:
-            print(done.stdout, flush=True)
-        disturbed = "DISTURBED" in done.stdout + done.stderr
-        return {**json.loads((path / "out.json").read_text()), "disturbed": disturbed}
+            print(said, flush=True)
+        found = json.loads((path / "out.json").read_text())
+        return {**found, "disturbed": testbed["disturbed"], "invalid": testbed.get("invalid", False)}
 
 
 def notes(found: dict[str, Any]) -> str:
@@ -63,6 +88,8 @@ def notes(found: dict[str, Any]) -> str:
     lines = [f"calibrated in {found['calibration_seconds']:.0f} s"]
     if found["clock"]:
         lines.append(f"late {found['clock']['late']:.1%}, overrun {found['clock']['overrun']:.1%}")
+    if found["invalid"]:
+        lines.append("INVALID: a rank could not keep up with its emulated chip")
     if found["disturbed"]:
         lines.append("DISTURBED by other work on the machine")
     return "; ".join(lines)

@@ -108,6 +108,28 @@ def test_figures(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["measured_over_predicted"] == pytest.approx(2.0 / predicted) and found["ended"] == "done: 12 steps"
 
 
+def test_what_was_emulated_is_named_and_its_flags_stay(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = run_page(read_run(str(run_dir)))
+    assert summary(read_run(str(run_dir)))["emulation"] is None and "emulated</td>" not in text
+    start = {"chips": "clock", "links": "paced"}
+    load = {"foreign_cores": 0.4, "disturbed": True}
+    for step, facts in (
+        (0, start), (6, {**start, **load, "overrun": 0.034, "late": 0.2, "worst_rank": 1, "invalid": True}),
+        (6, start), (12, {**start, "disturbed": False, "overrun": 0.0, "late": 0.1, "worst_rank": 0, "invalid": False}),
+    ):  # fmt: skip
+        metrics.MetricsWriter(str(run_dir), resume=True).emulation(step, facts)
+    assert main(["report", str(run_dir), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["steps"] == 12 and found["emulation"]["chips"] == "clock"
+    assert found["emulation"]["invalid"] and found["emulation"]["disturbed"], "of the first part of the run"
+    text = run_page(read_run(str(run_dir)))
+    for words in (
+        "chips clock (emulated clock: errors are schedule + communication errors), links paced", "up to 10.00%",
+        "of it (schedule + communication error)", "INVALID: a rank could not keep up", "DISTURBED: foreign load 0.40",
+    ):  # fmt: skip
+        assert words in text, words
+
+
 def test_the_script_parses(run_dir: Path, tmp_path: Path) -> None:
     node = shutil.which("node")
     if node is None:

@@ -162,14 +162,13 @@ ALL = ("--chips", "quota", "--links", "namespaces", "--memory-limit", "--grace",
 def test_nothing_is_left(how: str, start: Callable[..., Running], tmp_path: Path) -> None:
     before = host_links()
     extra = {"exit": ("-1", "0"), "crash": ("2", "7")}.get(how, ())
-    if extra:  # it may be over before one can look: the namespaces and groups are noted in the other cases
-        one = start("wait", str(tmp_path), *extra, flags=ALL, up=0)
-    else:
-        one = start("wait", str(tmp_path), flags=ALL)
-        assert len(one.namespaces) == 5  # four nodes and the bridge
-        assert len(one.groups) == 2 * (4 + 1)  # cpu and memory
-        assert len(one.left()["processes"]) == 8  # the ranks and their children
-        assert host_links() == before  # all links are in namespaces of the testbed
+    one = start("wait", str(tmp_path), *extra, flags=ALL)
+    assert len(one.namespaces) == 5  # four nodes and the bridge
+    assert len(one.groups) == 2 * (4 + 1)  # cpu and memory
+    assert len(one.left()["processes"]) == 8  # the ranks and their children
+    assert set(one.left()["namespaces"]) == one.namespaces
+    assert host_links() == before  # all links are in namespaces of the testbed
+    (tmp_path / "go").touch()
     signals = {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM, "kill": signal.SIGKILL}
     if how in signals:
         os.killpg(one.launcher.pid, signals[how])
@@ -295,6 +294,7 @@ def test_faults_of_links(start: Callable[..., Running], tmp_path: Path) -> None:
         (("cut", "fast-0", "fast-0"), "between two nodes"),
         (("cut", "fast-0", "fast-7"), "no such node"),
         (("kill", "9"), "no such rank"),
+        (("kill", "1.7"), "rank = 1.7: not a rank"),
         (("kill",), "wrong number of arguments"),
         (("slow-chip", "0", "2"), "out of range"),
         (("melt", "0"), "no such fault"),
@@ -303,6 +303,34 @@ def test_faults_of_links(start: Callable[..., Running], tmp_path: Path) -> None:
         assert done.returncode == 2 and problem in done.stderr, done.stderr
     assert call(*me, "slow-chip", "3", "0.1").returncode == 0
     assert json.loads((one.testbed.directory / "control.json").read_text()) == {"speed": {"3": 0.1}, "rate": []}
+
+
+TOO_SLOW = """
+import os, sys, time, torch
+from hetero_megatron.comm.emulation import Emulation
+emulation, end = Emulation.from_environment(int(os.environ["RANK"])), time.monotonic() + 20
+emulation.started()
+start = time.thread_time()
+with emulation.clock.counting():
+    torch.ones(2) + 1
+    while emulation.rank == 2 and time.thread_time() - start < 0.5:
+        pass
+while "disturbed" not in emulation.facts() and time.monotonic() < end:
+    time.sleep(0.1)
+print(sorted(emulation.facts()))
+"""
+
+
+def test_a_clock_that_could_not_be_kept_is_written_down(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    log = tmp_path / "log"
+    flags = ("--cluster", str(tmp_path / "cluster.yaml"), "--links", "none", "--log-dir", str(log))
+    done = call("run", *flags, "--", sys.executable, "-c", TOO_SLOW)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((log / "testbed.json").read_text())
+    assert found["invalid"] and found["worst_rank"] == 2 and found["overrun"] > 1 and found["late"] > 0
+    assert "INVALID: rank 2 took" in done.stderr and "schedule + communication errors" in done.stderr
+    assert done.stdout.strip() == "['chips', 'disturbed', 'foreign_cores', 'links']"
 
 
 @needs_quota

@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import bench_calibration, bench_testbed_chips
+from benchmarks.testbed_run import undisturbed
+from hetero_megatron.cli import doctor
 from hetero_megatron.cli.main import main
-from hetero_megatron.cluster import Cluster, cluster_from_dict
+from hetero_megatron.cluster import Cluster, cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
-from hetero_megatron.testbed import load, quota, shaping
+from hetero_megatron.testbed import load, machine, quota, shaping
 from hetero_megatron.testbed.launch import find_command
 from hetero_megatron.testbed.machine import Machine
 from hetero_megatron.testbed.output import Output
@@ -52,8 +55,7 @@ def test_defaults_are_the_best_that_the_machine_allows() -> None:
     late = decide(cluster(**LATE), ALL)
     assert late.links == "paced" and "emulated latency" in late.reasons["links"]
     assert "iproute2" in decide(cluster(**INTER), replace(ALL, tools=("tc",))).reasons["links"]
-    assert "lacks htb" in decide(cluster(**INTER), replace(ALL, lacks=("tbf", "htb"))).reasons["links"]
-    assert decide(cluster(**INTER), replace(ALL, lacks=("tbf",))).links == "namespaces"
+    assert "lacks veth, htb" in decide(cluster(**INTER), replace(ALL, lacks=("veth", "htb"))).reasons["links"]
 
 
 @pytest.mark.parametrize(
@@ -143,6 +145,44 @@ def test_cgroups_v2_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert quota.testbeds_with_groups() == {"p1s1"} and quota.find_groups("p1s1") == [group, group.parent]
     with pytest.raises(UserError, match="too slow"):
         quota.set_quota(group, 0.01)
+    other = tmp_path / "v1"
+    other.mkdir()
+    (other / "memory.memsw.limit_in_bytes").touch()
+    quota.set_memory(other, 1 << 20)
+    for name in ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"):
+        assert (other / name).read_text() == "1048576"
+
+
+def test_what_the_kernel_refuses_is_said_in_one_line(tmp_path: Path) -> None:
+    for name in ("cpu.max", "memory.max"):
+        (tmp_path / name).mkdir()  # cannot be written, by root either
+    (tmp_path / "hetero-testbed-p1s1").touch()
+    refused: list[Callable[[], object]] = [
+        lambda: quota.set_quota(tmp_path, 0.5), lambda: quota.set_memory(tmp_path, 1),
+        lambda: quota.make_group(quota.Hierarchy(1, "cpu", tmp_path, tmp_path), "p1s1", 0),
+    ]  # fmt: skip
+    for call in refused:
+        with pytest.raises(UserError, match="the kernel refuses the cgroup .*--chips clock or soft"):
+            call()
+
+
+def test_doctor_says_how_to_mend_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "examine", lambda: replace(ALL, lacks=("htb", "u32")))
+    found = {finding.name: finding for finding in doctor.examine()}
+    assert found["testbed kernel"].found == "lacks htb, u32"
+    assert found["testbed kernel"].remedy.startswith("modprobe sch_htb cls_u32")
+    assert "lacks htb, u32" in found["testbed namespaces"].found
+    assert "--links paced" in found["testbed namespaces"].remedy
+
+
+def test_the_demo_has_a_cluster_for_one_core() -> None:
+    """With the same ratio of speeds; it is refused where the other one would do on one core."""
+    two, one = (load_cluster(f"examples/clusters/{name}.yaml") for name in ("demo", "demo_one_core"))
+    with pytest.raises(UserError, match="at most 0.8 on the 1 cores"):
+        decide(two, replace(ALL, cores=(0,)), "soft")
+    assert decide(one, replace(ALL, cores=(0,)), "soft").chips == decide(two, ALL, "soft").chips == "soft"
+    assert [one.chip_of(r).speed for r in range(4)] == [(two.chip_of(r).speed or 0) / 2 for r in range(4)]
+    assert [rank.node for rank in one.ranks] == [rank.node for rank in two.ranks]
 
 
 def test_foreign_load_is_what_is_left_over() -> None:
@@ -234,6 +274,13 @@ def test_benchmarks_find_the_errors_that_are_there() -> None:
     ranks = [rank(i, 1.05 if i == 3 else 1.0) for i in range(4)]
     assert bench_testbed_chips.action_error(ranks) == pytest.approx(0.05)
     assert bench_testbed_chips.ratios("3:1, 2+2", ranks) == (pytest.approx(0.025), 0.0)  # mean of two ranks
+
+    assert bench_testbed_chips.verdict("clock", [0.001, 0.02], 2).endswith("goal 1%: missed")
+    assert bench_testbed_chips.verdict("clock", [0.001], 2).endswith("goal 1%: met; left out: 1 disturbed rows of 2")
+    assert "no verdict" in bench_testbed_chips.verdict("soft", [], 2)
+    tries = iter([(1, True), (2, True), (3, False), (4, False)])
+    assert undisturbed(lambda: next(tries)) == (3, False) and next(tries) == (4, False)
+    assert undisturbed(lambda: (5, True)) == (5, True)
 
     def rates(seconds: float) -> dict[str, Any]:
         rows = {"layers": [["m", 1, 2, 64, 1.0, seconds]], "embed": [["m", 1, 2, 64, 0.0, seconds / 100]]}

@@ -105,11 +105,11 @@ def main() -> None:
         subprocess.Popen(["sleep", "3600"], start_new_session=True)
         Path(os.environ["HETERO_TESTBED_DIR"], f"ready-{RANK}").touch()
         Path(rest[0], f"up-{RANK}").touch()
-        if len(rest) > 1 and int(rest[1]) == RANK:
-            while not all(Path(rest[0], f"up-{rank}").exists() for rank in range(WORLD)):
-                time.sleep(0.02)
-            sys.exit(int(rest[2]))
-        time.sleep(0.2 if len(rest) > 1 and rest[1] == "-1" else 3600)
+        while rest[1:] and int(rest[1]) in (-1, RANK):  # that rank, or all, end with a code when they are told to
+            time.sleep(0.02)
+            if Path(rest[0], "go").exists():
+                sys.exit(int(rest[2]))
+        time.sleep(3600)
     elif what == "count":  # how much CPU time it gets, once everybody is under way
         Path(os.environ["HETERO_TESTBED_DIR"], f"ready-{RANK}").touch()
         time.sleep(1.0)

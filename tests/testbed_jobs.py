@@ -98,4 +98,6 @@ class TestbedRun:
 
 
 def metrics(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (path / "run" / "metrics.jsonl").read_text().splitlines()]
+    """Those of steps."""
+    lines = [json.loads(line) for line in (path / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]

@@ -104,6 +104,7 @@ def _loopback() -> Finding:
 
 def _testbed() -> list[Finding]:
     """What `hetero-megatron testbed` can do here; without any of it there are still soft chips and paced links."""
+    from hetero_megatron.testbed.machine import MODULES
     from hetero_megatron.testbed.machine import examine as examine_machine
     from hetero_megatron.testbed.settings import SHARE
 
@@ -112,7 +113,7 @@ def _testbed() -> list[Finding]:
     remedies = {
         "not root": "run as root; without it: --chips clock or soft, --links paced",
         "installed": "apt-get install iproute2",
-        "kernel": "a kernel with veth, bridge, sch_htb and cls_u32 (modprobe), or --links paced",
+        "kernel": "--links paced, or what testbed kernel says",
         "container": "start the container with --privileged, or --links paced",
         "cgroup": "mount cgroups (v1 or v2) writable, or --chips clock",
     }
@@ -125,8 +126,10 @@ def _testbed() -> list[Finding]:
     if found.lacks is None:
         lines.append(Finding("testbed kernel", OPTIONAL, "not tried", "needs root, ip and tc"))
     else:
-        missing = f"lacks {', '.join(found.lacks)}" if found.lacks else "veth, bridge, tbf, htb, u32"
-        lines.append(Finding("testbed kernel", OPTIONAL if found.lacks else OK, missing))
+        missing = f"lacks {', '.join(found.lacks)}" if found.lacks else ", ".join(MODULES)
+        modules = " ".join(MODULES[name] for name in found.lacks)
+        remedy = f"modprobe {modules}, or a kernel that has them" if found.lacks else ""
+        lines.append(Finding("testbed kernel", OPTIONAL if found.lacks else OK, missing, remedy))
     cores = len(found.cores)
     few = "" if cores > 1 else "two cores or more: ranks that share one disturb each other"
     speed = f"{cores} cores: emulated chips may be as fast as {SHARE * cores:g} cores together"

@@ -179,7 +179,9 @@ def _fault(words: list[str]) -> int:
         raise UserError("wrong number of arguments", field=f"fault {kind}", value=" ".join(values), accepted=usage)
     testbed = state.live_testbed(name)
     if kind in ("kill", "freeze", "thaw", "slow-chip"):
-        rank = int(_number("rank", values[0], "a rank, counted from 0", 0))
+        if not values[0].isdecimal():
+            raise UserError("not a rank", field="rank", value=values[0], accepted="a whole number, counted from 0")
+        rank = int(values[0])
         if kind == "slow-chip":
             done = faults.slow_chip(testbed, rank, _number("speed", values[1], "above 0, at most 1.0", 0))
         else:

@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero_megatron.comm.turns import Turns
 from hetero_megatron.comm.yardstick import Yardstick
+from hetero_megatron.testbed.report import OVERRUN_LIMIT as OVERRUN_LIMIT  # calibrate has it from here
 
 BLOCKED = 1e-4  # seconds: a wait that took longer really blocked, so the rank's own lateness did not matter
-OVERRUN_LIMIT = 0.01  # share of emulated seconds by which real CPU time may exceed them before a run is invalid
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
@@ -120,6 +120,7 @@ class EmulatedClock(RealClock):
         turns: of the core, where ranks that share it must not interrupt each other's work. A message does not wait for
             another rank's turn to end.
         yardstick: for ``soft``, where the core may be faster at one time than at another.
+        tell: called at the end of every step with emulated seconds so far, and of these overrun and late.
     """
 
     def __init__(
@@ -128,8 +129,10 @@ class EmulatedClock(RealClock):
         nominal: OperatorSeconds | None = None,
         turns: Turns | None = None,
         yardstick: Yardstick | None = None,
+        tell: Callable[[float, float, float], object] = lambda *_: None,
     ) -> None:
         super().__init__()
+        self.tell = tell
         self.speed, self.nominal, self.turns, self.yardstick = speed, nominal, turns, yardstick
         self.overrun = self.late = self.host = 0.0
         self._cpu = self._lateness = self._due = 0.0
@@ -172,14 +175,21 @@ class EmulatedClock(RealClock):
         if self.yardstick is not None:
             self.yardstick.start()
 
-    def _inside(self) -> AbstractContextManager[object]:
-        self._lateness = 0.0
-        return self.nominal if self.nominal is not None else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        with self.nominal or contextlib.nullcontext():
+            try:
+                yield
+            finally:  # by what the last segment was late, nobody makes it up
+                self.late += self._lateness
+                self._lateness = 0.0
+                self.tell(self.computed, self.overrun, self.late)
 
     def report(self) -> dict[str, float]:
         """``emulated`` seconds of compute, and shares of it: by how much the CPU time of segments exceeded what the
         emulated chip takes for them (``overrun``), how far the rank was behind that chip when it next waited for a
-        peer, for whatever reason (``late``), and CPU time between communication calls without compute (``host``)."""
+        peer or a step ended, for whatever reason (``late``), and CPU time between communication calls without compute
+        (``host``)."""
         total = max(self.computed, 1e-9)
         shares = {"overrun": self.overrun, "late": self.late, "host": self.host}
         return {"emulated": self.computed, **{name: seconds / total for name, seconds in shares.items()}}

@@ -10,14 +10,16 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hetero_megatron.comm.clock import EmulatedClock, OperatorSeconds, RealClock
-from hetero_megatron.comm.pacing import Pacer
+from hetero_megatron.comm.pacing import NodeLanes, Pacer
 from hetero_megatron.comm.turns import Turns
 from hetero_megatron.comm.yardstick import Yardstick
+from hetero_megatron.testbed.report import MEANING
+from hetero_megatron.testbed.state import CLOCK, CLOCKS, LOAD
 
 FAULTS_EVERY = 1.0  # seconds between two looks at the control file
 
@@ -45,6 +47,7 @@ class Emulation:
         self._looked, self._faults = 0.0, {}  # type: float, dict[str, Any]
         self._cores = list(described.get("cores", ()))
         self._usual = described.get("usual")
+        self._node_of = list(described.get("node_of", ()))
         self.clock, self.pacer = self._make_clock(), self._make_pacer(described.get("pace"))
 
     @staticmethod
@@ -87,16 +90,32 @@ class Emulation:
         """One line for the console; empty without emulation."""
         if self.chips == self.links == "none":
             return ""
-        kinds = {"clock": "emulated clock", "soft": "CPU time stretched", "quota": "CPU quota", "none": "real"}
-        return f"testbed: chips {self.chips} ({kinds[self.chips]}), links {self.links}"
+        return f"testbed: chips {self.chips} ({MEANING[self.chips]}), links {self.links}"
+
+    def facts(self) -> dict[str, Any]:
+        """For whoever reports results: ``chips``, ``links``, and ``foreign_cores`` and ``disturbed`` as far as the
+        launcher knows them by now. Empty without emulation."""
+        if self.chips == self.links == "none":
+            return {}
+        load = self.directory / LOAD if self.directory is not None else None
+        seen = json.loads(load.read_text(encoding="utf-8")) if load is not None and load.exists() else {}
+        return {"chips": self.chips, "links": self.links, **seen}
 
     def _make_clock(self) -> RealClock:
+        if self.chips not in ("clock", "soft"):
+            return RealClock()
+        tell = self._make_tell()
         if self.chips == "clock":
-            return EmulatedClock(self._speed_now, OperatorSeconds())
-        if self.chips == "soft":
-            yardstick = Yardstick(float(self._usual)) if self._usual else None
-            return EmulatedClock(self._speed_now, turns=self._make_turns(), yardstick=yardstick)
-        return RealClock()
+            return EmulatedClock(self._speed_now, OperatorSeconds(), tell=tell)
+        yardstick = Yardstick(float(self._usual)) if self._usual else None
+        return EmulatedClock(self._speed_now, turns=self._make_turns(), yardstick=yardstick, tell=tell)
+
+    def _make_tell(self) -> Callable[[float, float, float], object]:
+        """Writes the clock's figures where the launcher reads them, also of a rank that dies later."""
+        if self.directory is None:
+            return lambda *_: None
+        file = os.open(self.directory / CLOCKS, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        return lambda *seconds: os.pwrite(file, CLOCK.pack(*seconds), self.rank * CLOCK.size)
 
     def _make_turns(self) -> Turns | None:
         core = self._cores[self.rank] if self._cores else -1
@@ -114,7 +133,14 @@ class Emulation:
             changed = {d: float(rate) for s, d, rate in self._fault("rate", []) if s == self.rank}
             return {**rates, **changed} if changed else rates
 
-        return Pacer(now, latency, self._timeout)
+        return Pacer(now, latency, self._timeout, self._make_lanes(rates))
+
+    def _make_lanes(self, rates: Mapping[int, float]) -> NodeLanes | None:
+        if not self._node_of or self.directory is None:
+            return None
+        node = self._node_of[self.rank]
+        outward = [rate for peer, rate in rates.items() if self._node_of[peer] != node]
+        return NodeLanes(self.directory / f"lanes-{node}", node, self._node_of, max(outward)) if outward else None
 
     def cut_off(self) -> frozenset[int]:
         """Ranks that a cut link of the testbed's (``paced``) keeps from this one now."""

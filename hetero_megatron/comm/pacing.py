@@ -5,13 +5,17 @@ A link of rate 0 is cut: its messages, and what must come after them, are held u
 
 from __future__ import annotations
 
+import fcntl
 import heapq
 import itertools
+import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
+from struct import Struct
 from typing import Any
 
 MENDED_EVERY = 0.2  # seconds between two looks whether a cut link is mended
@@ -55,22 +59,64 @@ class _Message:
             self.future.set_exception(error)
 
 
+class NodeLanes:
+    """What the chips of a node share: its link to each other node, and the card that all of these links go through,
+    which is as fast as the fastest of them. Messages take each in the order in which they were sent.
+
+    Args:
+        path: a file that the node's ranks share: when each lane is free again, in seconds of ``perf_counter``, which
+            counts alike in all processes.
+        node: this rank's; node_of: by rank.
+        fastest: bytes/s.
+    """
+
+    _FREE = Struct("d")
+
+    def __init__(self, path: Path, node: int, node_of: Sequence[int], fastest: float) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._node, self._node_of, self._fastest = node, node_of, fastest
+
+    def book(self, now: float, peer: int, size: int, seconds: float) -> float:
+        """When a message of ``size`` bytes is through that takes so many seconds on its link."""
+        there = self._node_of[peer]
+        if there == self._node:
+            return now
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            return max(self._queue(now, there, seconds), self._queue(now, self._node, size / self._fastest))
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _queue(self, now: float, lane: int, seconds: float) -> float:
+        at = self._FREE.size * lane
+        known = os.pread(self._file, self._FREE.size, at)
+        free = max(now, self._FREE.unpack(known)[0] if known else 0.0) + seconds
+        os.pwrite(self._file, self._FREE.pack(free), at)
+        return free
+
+
 class Pacer:
     """Delays this rank's messages.
 
-    Messages to one peer queue up behind each other; a collective starts when its slowest message would have arrived;
-    collectives of one group keep their order. Latency delays a message but not the next one behind it.
+    Messages to one peer queue up behind each other, and behind what other chips of the node send; a collective starts
+    when its slowest message would have arrived; collectives of one group keep their order. Latency delays a message
+    but not the next one behind it.
 
     Args:
         rate: bytes/s by peer, read at every message; a missing peer or None is not paced; 0: the link is cut.
         latency: seconds by peer.
         timeout: seconds that a message may wait for its link; None: for ever.
+        shared: with the other chips of the node; None: nothing is.
     """
 
     def __init__(
-        self, rate: Callable[[], Mapping[int, float]], latency: Mapping[int, float], timeout: float | None = None
+        self,
+        rate: Callable[[], Mapping[int, float]],
+        latency: Mapping[int, float],
+        timeout: float | None = None,
+        shared: NodeLanes | None = None,
     ) -> None:
-        self.rate, self.latency, self.timeout = rate, latency, timeout
+        self.rate, self.latency, self.timeout, self.shared = rate, latency, timeout, shared
         self._free: dict[int, float] = {}  # when the link to a peer is free again
         self._group_free: dict[tuple[int, ...], float] = {}
         self._queue: list[_Message] = []
@@ -90,7 +136,10 @@ class Pacer:
             if rate is None or size == 0:
                 continue
             paced = True
-            free = self._free[peer] = max(now, self._free.get(peer, 0.0)) + (size / rate if rate else 0.0)
+            seconds = size / rate if rate else 0.0
+            free = self._free[peer] = max(now, self._free.get(peer, 0.0)) + seconds
+            if rate and self.shared is not None:
+                free = max(free, self.shared.book(now, peer, size, seconds))
             due = max(due, free + self.latency.get(peer, 0.0))
         if not paced:
             return None

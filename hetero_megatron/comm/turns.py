@@ -8,42 +8,75 @@ from __future__ import annotations
 
 import os
 import select
-import time
+import struct
 from contextlib import suppress
 from pathlib import Path
 
-PATIENCE = 0.5  # seconds; longer than a segment computes
+from hetero_megatron.testbed.process import status
+
+PATIENCE = 0.5  # seconds between two looks whether the process that is waited for still runs
 
 
 class Turns:
-    """The turn of one core: one byte in a FIFO, which a rank takes before it computes and puts back before it sleeps.
+    """The turns of one core: a rank takes one before it computes and gives it back before it sleeps.
 
-    A rank that was killed or frozen in its turn holds nobody up for longer than ``PATIENCE``: who waited that long goes
-    on with a turn of its own, and turns of which there are too many are thrown away as they are given back. So nobody
-    has to put in the first one either.
+    Who waits longest stands in the door and has the next turn: a rank that gives its own back and wants another at once
+    comes after him, and after all who wait at the door by then, as far as the kernel wakes them in order.
 
     Args:
-        path: of the FIFO, which the first one makes.
+        path: of the turn's FIFO; the door's is beside it.
     """
 
     def __init__(self, path: Path) -> None:
-        with suppress(FileExistsError):
-            os.mkfifo(path, 0o600)
-        self._file = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        self._poll = select.poll()
-        self._poll.register(self._file, select.POLLIN)
+        self._turn, self._door = _Baton(path), _Baton(path.with_name(f"{path.name}-door"))
 
     def take(self) -> None:
         """Wait for the turn."""
-        end = time.monotonic() + PATIENCE
-        while (left := end - time.monotonic()) > 0:
-            with suppress(BlockingIOError):  # another rank was faster
-                if os.read(self._file, 1):
-                    return
-            self._poll.poll(1000 * left)
+        self._door.take()
+        self._turn.take()
+        self._door.give()
 
     def give(self) -> None:
         """Let another rank have it."""
+        self._turn.give()
+
+
+class _Baton:
+    """What one process has at a time: one byte in a FIFO, and beside it the process that took it out last.
+
+    However long that one keeps it, the others wait, unless it has died or is frozen: who finds that goes on with a
+    baton of his own, and batons of which there are too many are thrown away as they are given back. Where there is no
+    /proc to ask, everybody counts as dead who keeps it for longer than ``PATIENCE``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._holder = os.open(path.with_name(f"{path.name}-holder"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._mine = struct.pack("i", os.getpid())
+        try:
+            os.mkfifo(path, 0o600)
+            first = True
+        except FileExistsError:
+            first = False
+        self._file = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self._file, select.POLLIN)
+        if first:
+            self.give()
+
+    def take(self) -> None:
+        while self._poll.poll(1000 * PATIENCE) or self._runs():
+            with suppress(BlockingIOError):  # another one was faster
+                if os.read(self._file, 1):
+                    break
+        os.pwrite(self._holder, self._mine, 0)
+
+    def give(self) -> None:
         with suppress(BlockingIOError):
             os.read(self._file, 64)
         os.write(self._file, b".")
+
+    def _runs(self) -> bool:
+        """Whoever has it; False also before anybody had it."""
+        pid = os.pread(self._holder, 4, 0)
+        found = status(struct.unpack("i", pid)[0]) if pid else None
+        return found is not None and found.state not in "ZXTt"

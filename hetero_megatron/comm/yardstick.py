@@ -10,14 +10,16 @@ units: ``benchmarks/bench_yardstick.py``).
 
 from __future__ import annotations
 
+import os
 import signal
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-SIZE, PRODUCTS = 128, 8  # 0.4 ms
-ROWS, SMALL_OPERATORS = 64, 60  # 0.1 ms: where another thread of the core computes they slow down most, layers little
+from hetero_megatron.testbed.usual import WORK
+
 EVERY = 0.02  # CPU seconds of work between two readings
 WEIGHT = 0.05  # of the newest reading, and more of the first ones; older ones fade within 0.4 s of work
 WARM_UP = 5
@@ -37,9 +39,9 @@ class Yardstick:
     def __init__(self, usual: float) -> None:
         self._usual, self._working = usual, False
         self._worked = self._mark = self._spent = 0.0
-        self._matrix = torch.full((SIZE, SIZE), 1 / SIZE, dtype=torch.float32, device="cpu")
+        self._matrix = torch.full((WORK.size, WORK.size), 1 / WORK.size, dtype=torch.float32, device="cpu")
         self._product = torch.empty_like(self._matrix)
-        self._rows, self._squares = self._matrix[:ROWS], self._product[:ROWS]
+        self._rows, self._squares = self._matrix[: WORK.rows], self._product[: WORK.rows]
         for _ in range(WARM_UP):
             self._now = self.read()
         self._readings = 1
@@ -74,9 +76,9 @@ class Yardstick:
 
     def read(self) -> float:
         """CPU seconds of the fixed work, now; of work that finds its data in the caches, whatever was done before."""
-        self._work(PRODUCTS // 3, SMALL_OPERATORS // 5)
+        self._work(WORK.warm_products, WORK.warm_operators)
         start = time.thread_time()
-        self._work(PRODUCTS, SMALL_OPERATORS)
+        self._work(WORK.products, WORK.small_operators)
         return time.thread_time() - start
 
     def _work(self, products: int, small_operators: int) -> None:
@@ -86,12 +88,16 @@ class Yardstick:
             torch.mul(self._rows, self._rows, out=self._squares)
 
 
-def usual_reading(seconds: float) -> float:
-    """The mean reading of so many seconds: what may count as usual."""
+def usual_reading(seconds: float, cores: Sequence[int]) -> float:
+    """The mean reading of so many seconds, spent on one core after the other: what may count as usual."""
     torch.set_num_threads(1)
     yardstick, readings = Yardstick(1.0), list[float]()
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        readings.append(yardstick.read())
-        time.sleep(0.01)
+    for core in cores:
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, {core})
+        yardstick.read()  # the caches of this core
+        end = time.monotonic() + seconds / len(cores)
+        while time.monotonic() < end:
+            readings.append(yardstick.read())
+            time.sleep(0.01)
     return sum(readings) / len(readings)

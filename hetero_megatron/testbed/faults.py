@@ -96,10 +96,7 @@ def mend_link(testbed: Testbed, a: str, b: str) -> str:
     ends = [_node(record, a), _node(record, b)]
     _need_links(record, ends)
     if record["links"] == "paced":
-        ranks = [_ranks_of(record, end) for end in ends]
-        with _control(testbed) as control:
-            pairs = {(x, y) for x in ranks[0] for y in ranks[1]} | {(y, x) for x in ranks[0] for y in ranks[1]}
-            control["rate"] = [entry for entry in control["rate"] if (entry[0], entry[1]) not in pairs]
+        _pace(testbed, record, ends, None)
         return f"the link between {a} and {b} is as before"
     for near, far in ((0, 1), (1, 0)):
         try:
@@ -113,12 +110,13 @@ def mend_link(testbed: Testbed, a: str, b: str) -> str:
     return f"the link between {a} and {b} is as before"
 
 
-def _pace(testbed: Testbed, record: dict[str, Any], ends: list[Node], rate: float) -> None:
+def _pace(testbed: Testbed, record: dict[str, Any], ends: list[Node], rate: float | None) -> None:
+    """None: what the cluster file says."""
     ranks = [_ranks_of(record, end) for end in ends]
     pairs = [(x, y) for x in ranks[0] for y in ranks[1]] + [(y, x) for x in ranks[0] for y in ranks[1]]
     with _control(testbed) as control:
         others = [entry for entry in control["rate"] if (entry[0], entry[1]) not in pairs]
-        control["rate"] = others + [[x, y, rate] for x, y in pairs]
+        control["rate"] = others + ([] if rate is None else [[x, y, rate] for x, y in pairs])
 
 
 @contextmanager

@@ -35,9 +35,9 @@ from hetero_megatron.testbed.process import (
     signal_all,
     status,
 )  # fmt: skip
-from hetero_megatron.testbed.report import Outcome, describe, report, say
+from hetero_megatron.testbed.report import Outcome, describe, read_clocks, report, say
 from hetero_megatron.testbed.settings import Settings, describe_links
-from hetero_megatron.testbed.state import CONTROL, ENVIRONMENT, clean, new_testbed, write_json
+from hetero_megatron.testbed.state import CONTROL, ENVIRONMENT, LOAD, clean, new_testbed, write_json
 
 POLL_SECONDS = 0.2
 LOAD_SECONDS = 2.0
@@ -96,6 +96,9 @@ class Launcher:
         self._signals: list[int] = []
         self._ready: set[int] = set()
         self._load = LoadMonitor(sessions=[])
+        self._clock: dict[str, Any] = {}
+        self._reaper: subprocess.Popen[bytes] | None = None
+        self._port = 0  # until the first rank is started
 
     def run(self) -> int:
         """Returns the exit code: the worst of the ranks, or 128 + signal when interrupted."""
@@ -155,7 +158,7 @@ class Launcher:
         environment: dict[str, Any] = {
             "testbed": self._testbed.id, "cluster": os.path.abspath(settings.cluster.file), "chips": settings.chips,
             "links": settings.links, "speeds": list(settings.speeds), "cores": list(settings.cores),
-            "control": str(directory / CONTROL), "usual": settings.usual,
+            "control": str(directory / CONTROL), "usual": settings.usual, "node_of": list(settings.node_of),
         }  # fmt: skip
         if settings.links == "paced":
             environment["pace"] = settings.pace()
@@ -188,7 +191,7 @@ class Launcher:
     def _record(self) -> None:
         """Write down what there is, for status, faults and clean-up."""
         settings, network = self.settings, self._network
-        reaper = status(self._reaper.pid)
+        reaper = status(self._reaper.pid) if self._reaper else None
         ranks = []
         for rank, place in enumerate(settings.cluster.ranks):
             child = self._ranks.get(rank)
@@ -217,9 +220,7 @@ class Launcher:
         """torchrun's, and the testbed's."""
         settings, place = self.settings, self.settings.cluster.ranks[rank]
         node = settings.node_of[rank]
-        here, per_node = (settings.node_of.count(node), len(settings.node_names))
-        if not hasattr(self, "_port"):
-            self._port = PORT if self._network else _free_port()
+        self._port = self._port or (PORT if self._network else _free_port())
         # torch complains, once per rank, that it finds no name for an address of ours; nothing resolves names there
         quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"} if self._network else {}
         return {
@@ -230,9 +231,9 @@ class Launcher:
             "RANK": str(rank),
             "WORLD_SIZE": str(settings.cluster.world_size),
             "LOCAL_RANK": str(place.local),
-            "LOCAL_WORLD_SIZE": str(here),
+            "LOCAL_WORLD_SIZE": str(settings.node_of.count(node)),
             "GROUP_RANK": str(node),
-            "GROUP_WORLD_SIZE": str(per_node),
+            "GROUP_WORLD_SIZE": str(len(settings.node_names)),
             "GLOO_SOCKET_IFNAME": shaping.DEVICE if self._network else _loopback(),
             "HETERO_NODE": place.node,
             "OMP_NUM_THREADS": "1",
@@ -284,14 +285,16 @@ class Launcher:
                     deadline = time.monotonic() + self.options.grace
                     say(f"{self._obituary(rank)}; the others have {self.options.grace:g} s to end")
             self._note_ready()
-            if self._reaper.poll() is not None:
+            if self._reaper is not None and self._reaper.poll() is not None:
                 self._reaper = self._start_reaper()
                 self._record()
             if time.monotonic() - sampled >= LOAD_SECONDS:
                 sampled = time.monotonic()
                 self._load.sample()
+                write_json(self._testbed.directory / LOAD, self._load.facts())
         self._note_ready()
         self._load.sample()
+        self._clock = read_clocks(self._testbed.directory)
 
     def _ended(self) -> list[int]:
         """The ranks that have ended since the last call; notes their codes."""
@@ -332,7 +335,7 @@ class Launcher:
         self._output.close()
         if self._network is not None:
             self._network.close()
-        if hasattr(self, "_reaper"):
+        if self._reaper is not None:
             assert self._reaper.stdin is not None
             self._reaper.stdin.close()
             try:
@@ -360,7 +363,7 @@ class Launcher:
     def _report(self, code: int) -> None:
         slowed = self.settings.chips != "none" or self.settings.links == "paced"  # by the ranks, or at a sign of theirs
         unheard = sorted(set(self._ranks) - self._ready) if slowed else []
-        outcome = Outcome(code, self.codes, self.latencies, self._load, unheard)
+        outcome = Outcome(code, self.codes, self.latencies, self._load, unheard, self._clock)
         report(self.settings, outcome, self.options.log_dir)
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from hetero_megatron.testbed.process import all_status, status
 
@@ -84,6 +85,10 @@ class LoadMonitor:
     @property
     def disturbed(self) -> bool:
         return self.foreign > THRESHOLD
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON data."""
+        return {"foreign_cores": self.foreign, "disturbed": self.disturbed}
 
     def summary(self) -> str:
         if not self.known:

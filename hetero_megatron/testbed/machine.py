@@ -14,12 +14,11 @@ from hetero_megatron.testbed.process import inside, new_namespace
 _PROBE = {  # what a testbed's network needs of the kernel; each line is tried in a namespace that vanishes at once
     "veth": "ip link add probe0 type veth peer name probe1",
     "bridge": "ip link add probe2 type bridge",
-    "tbf": "tc qdisc add dev probe0 root tbf rate 1mbit burst 16k latency 50ms",
     "htb": "tc qdisc add dev probe1 root handle 1: htb && tc class add dev probe1 parent 1: classid 1:1 htb rate 1mbit",
     "u32": "tc filter add dev probe1 parent 1: protocol ip prio 1 u32 match ip dst 10.0.0.1/32 flowid 1:1",
 }
 _INSTALL = {"ip": "apt-get install iproute2", "tc": "apt-get install iproute2"}
-_NEEDED = ("veth", "bridge", "htb", "u32")  # tbf is reported, but shaping does with htb
+MODULES = {"veth": "veth", "bridge": "bridge", "htb": "sch_htb", "u32": "cls_u32"}  # of the kernel, with these features
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,7 @@ class Machine:
             return " and ".join(self.tools) + " not installed: " + _INSTALL[self.tools[0]]
         if self.lacks is None:
             return "network namespaces cannot be made here (in a container: start it with --privileged)"
-        missing = [name for name in self.lacks if name in _NEEDED]
-        return f"the kernel lacks {', '.join(missing)}" if missing else ""
+        return f"the kernel lacks {', '.join(self.lacks)}" if self.lacks else ""
 
     def no_group(self, controller: str) -> str:
         """Why there are no cgroups of ``cpu`` or ``memory`` to be had; empty when there are."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,6 +91,17 @@ def parent_for(hierarchy: Hierarchy) -> Path:
     return path
 
 
+@contextmanager
+def _writing(group: Path) -> Iterator[None]:
+    """UserError where the kernel refuses what is written in here."""
+    try:
+        yield
+    except OSError as error:
+        accepted = "--chips clock or soft, which need no cgroups; a run without --memory-limit"
+        raise UserError(f"the kernel refuses the cgroup {group}: {error.strerror}", field="cgroups",
+                        value=error.filename or str(group), accepted=accepted) from None  # fmt: skip
+
+
 @dataclass
 class RankGroups:
     """The groups of one rank: ``cpu`` for its quota, ``memory`` for its limit; None where not wanted."""
@@ -118,37 +129,48 @@ def set_quota(group: Path, speed: float) -> None:
     """Let the group have ``speed`` cores.
 
     Raises:
-        UserError: less than the kernel can give.
+        UserError: less than the kernel can give, or it refuses.
     """
     wanted = round(speed * PERIOD_US)
     if wanted < MIN_QUOTA_US:
         least = MIN_QUOTA_US / PERIOD_US
         raise UserError("too slow for a CPU quota", field="emulate.speed", value=speed, accepted=f"at least {least}")
-    if (group / "cpu.max").exists():
-        (group / "cpu.max").write_text(f"{wanted} {PERIOD_US}")
-    else:
-        (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-        (group / "cpu.cfs_quota_us").write_text(str(wanted))
+    with _writing(group):
+        if (group / "cpu.max").exists():
+            (group / "cpu.max").write_text(f"{wanted} {PERIOD_US}")
+        else:
+            (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            (group / "cpu.cfs_quota_us").write_text(str(wanted))
 
 
 def set_memory(group: Path, limit: int) -> None:
-    """Limit the memory of the group to ``limit`` bytes; no swap beyond it."""
-    if (group / "memory.max").exists():
-        (group / "memory.max").write_text(str(limit))
-        if (group / "memory.swap.max").exists():
-            (group / "memory.swap.max").write_text("0")
-    else:
-        (group / "memory.limit_in_bytes").write_text(str(limit))
+    """Limit the memory of the group to ``limit`` bytes; no swap beyond it, where the kernel counts swap by group.
+
+    Raises:
+        UserError: the kernel refuses.
+    """
+    memory, swap, most = group / "memory.max", group / "memory.swap.max", 0
+    if not memory.exists():  # v1, where the limit of swap is one of memory and swap together
+        memory, swap, most = group / "memory.limit_in_bytes", group / "memory.memsw.limit_in_bytes", limit
+    with _writing(group):
+        memory.write_text(str(limit))
+        if swap.exists():
+            swap.write_text(str(most))
 
 
 def make_group(hierarchy: Hierarchy, testbed: str, rank: int) -> Path:
-    """``PARENT/hetero-testbed-ID/rank-R``; on v2 with the controller switched on in between."""
+    """``PARENT/hetero-testbed-ID/rank-R``; on v2 with the controller switched on in between.
+
+    Raises:
+        UserError: the kernel refuses.
+    """
     middle = parent_for(hierarchy) / (PREFIX + testbed)
-    middle.mkdir(exist_ok=True)
-    if hierarchy.version == 2 and (middle / "cgroup.subtree_control").exists():
-        (middle / "cgroup.subtree_control").write_text(f"+{hierarchy.controller}")
     group = middle / f"rank-{rank}"
-    group.mkdir(exist_ok=True)
+    with _writing(group):
+        middle.mkdir(exist_ok=True)
+        if hierarchy.version == 2 and (middle / "cgroup.subtree_control").exists():
+            (middle / "cgroup.subtree_control").write_text(f"+{hierarchy.controller}")
+        group.mkdir(exist_ok=True)
     return group
 
 

@@ -17,12 +17,16 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from struct import Struct
 from typing import Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.testbed import process, quota
 
 RECORD, ENVIRONMENT, CONTROL = "testbed.json", "environment.json", "control.json"
+LOAD = "load.json"  # foreign load so far, for the ranks
+CLOCKS = "clocks"  # of emulated chips, for the launcher: every rank's at its place
+CLOCK = Struct("ddd")  # seconds: emulated, of CPU time beyond that, behind that
 _ID = re.compile(r"p(\d+)s(\d+)")
 
 

@@ -7,61 +7,114 @@ use it.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hetero_megatron.errors import UserError
+from hetero_megatron.testbed.load import watch_load
 from hetero_megatron.testbed.settings import Settings
 from hetero_megatron.testbed.state import write_json
 
 SECONDS = 2.0  # of reading
-WORK = "work 3"  # which piece of work is read: another one has another unit
+
+
+@dataclass(frozen=True)
+class Work:
+    """The piece of work that a reading is; here because the launcher, which does not import torch, keeps its unit.
+
+    Attributes:
+        size, products: of square matrices; 0.4 ms.
+        rows, small_operators: on so many rows of them; 0.1 ms: where another thread of the core computes they slow down
+            most, layers little.
+        warm_products, warm_operators: not timed, before it.
+    """
+
+    size: int = 128
+    products: int = 8
+    rows: int = 64
+    small_operators: int = 60
+    warm_products: int = 2
+    warm_operators: int = 12
+
+
+WORK = Work()
 
 
 def with_unit(settings: Settings) -> Settings:
-    """The settings, with what speed 1 means where that is not a constant."""
+    """The settings, with what speed 1 means where that is not a constant.
+
+    Raises:
+        UserError: it cannot be measured.
+    """
     if settings.chips != "soft":
         return settings
-    usual, path = unit_of_speed()
-    kept = f"kept in {path}" if path else "measured now; it cannot be kept, so other runs are not comparable"
+    usual, kept = unit_of_speed(sorted(set(settings.cores)))
     note = f"chips: speed 1 is a core whose yardstick takes {usual * 1e3:.3g} ms ({kept})"
     return replace(settings, usual=usual, notes=(*settings.notes, note))
 
 
-def unit_of_speed() -> tuple[float, Path | None]:
-    """CPU seconds that a yardstick reading usually takes here, and the file that remembers it; None: it cannot be."""
+def unit_file() -> Path:
+    """Where units are kept, by processor and piece of work."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    path, key = Path(base) / "hetero_megatron" / "yardstick.json", _key()
-    known: dict[str, float] = {}
-    with suppress(OSError, ValueError):
-        known = dict(json.loads(path.read_text(encoding="utf-8")))
-    if isinstance(found := known.get(key), float) and 0.0 < found < 1.0:
-        return found, path
-    found = _measure()
+    return Path(base) / "hetero_megatron" / "yardstick.json"
+
+
+def unit_of_speed(cores: Sequence[int]) -> tuple[float, str]:
+    """CPU seconds that a yardstick reading usually takes on ``cores``, and where that comes from, in words.
+
+    Of several who want to know at the same time one measures; the others wait, and take what it found.
+    """
+    path, key = unit_file(), _key()
+    kept = f"kept in {path}"
+    if (found := _known(path).get(key)) is not None:
+        return found, kept
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {**known, key: found})
+        with open(path.with_suffix(".lock"), "w", encoding="ascii") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (found := _known(path).get(key)) is not None:
+                return found, kept
+            found, doubt = _measure(cores)
+            write_json(path, {**_known(path), key: found})
+            return found, kept + doubt
     except OSError:
-        return found, None
-    return found, path
+        found, doubt = _measure(cores)
+        return found, f"measured now; it cannot be kept, so other runs are not comparable{doubt}"
 
 
-def _measure() -> float:
-    """By a process of its own: the launcher does not import torch."""
-    script = f"from hetero_megatron.comm.yardstick import usual_reading; print(usual_reading({SECONDS}))"
-    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
-    return float(done.stdout)
+def _known(path: Path) -> dict[str, float]:
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {key: unit for key, unit in dict(found).items() if isinstance(unit, float) and 0.0 < unit < 1.0}
+    return {}
+
+
+def _measure(cores: Sequence[int]) -> tuple[float, str]:
+    """And a doubt about it, in words, if there is one. By a process of its own: the launcher does not import torch."""
+    words = f"{SECONDS}, {list(cores)}"
+    script = f"from hetero_megatron.comm.yardstick import usual_reading; print(usual_reading({words}))"
+    with watch_load() as load:
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise UserError(f"the speed of a core cannot be measured: {why}", field="--chips", value="soft",
+                        accepted="--chips clock, which needs no measurement")  # fmt: skip
+    doubt = f"; measured while others used {load.foreign:.2f} cores: remove it when they do not"
+    return float(done.stdout), doubt if load.disturbed else ""
 
 
 def _key() -> str:
     """Of this processor, as a home may be shared by unlike machines, and of the piece of work."""
+    name = platform.processor() or platform.machine()
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return f"{line.partition(':')[2].strip()}, {WORK}"
-    return f"{platform.processor() or platform.machine()}, {WORK}"
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return f"{name}, {WORK}"

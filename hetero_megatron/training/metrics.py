@@ -126,6 +126,10 @@ class MetricsWriter:
         scalars = {f"lm loss {name}": loss}
         self._scalars(scalars | ({f"lm loss {name} ppl": ppl} if perplexity else {}), step)
 
+    def emulation(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Record after ``step`` what a testbed emulates, and how far that can be believed."""
+        self._line({"step": step, "emulation": dict(facts)})
+
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Further numbers for TensorBoard and W&B only (timers, memory)."""
         self._scalars(values, step)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.comm.clock import verdict
+from hetero_megatron.comm.clock import OVERRUN_LIMIT, verdict
 from hetero_megatron.platform import Platform
 from hetero_megatron.spec.flops import sequence_flops
 from hetero_megatron.training.config import RunConfig
@@ -40,6 +40,8 @@ class Reporter:
         self.writer = self._writer() if self.speaks else None
         if self.speaks:
             self._begin()
+        if self.writer is not None and (facts := runtime.comm.emulation.facts()):
+            self.writer.emulation(first_step - 1, facts)
         self.first_loss: float | None = None
         self.last_loss = 0.0
         self._since: list[tuple[float, float, int]] = []  # (loss, seconds, tokens) since the last line
@@ -153,8 +155,10 @@ class Reporter:
         emulation = self._emulation()
         if self.writer is None:
             return
-        if emulation is not None:
-            print(emulation, flush=True)
+        if emulation:
+            self.writer.emulation(step, emulation)
+        if "overrun" in emulation:
+            print(verdict(emulation["overrun"], emulation["late"], f"rank {emulation['worst_rank']}"), flush=True)
         self.event("end", f"stopped at step {step}: {reason}" if reason else f"done: {step} steps", step=step)
         print(f"peak memory per rank: {peaks.min():.0f} to {peaks.max():.0f} MiB", flush=True)
         self.writer.close()
@@ -165,13 +169,13 @@ class Reporter:
             )
         print(f"stopped at step {step}: {reason}" if reason else f"done: {step} steps", flush=True)
 
-    def _emulation(self) -> str | None:
-        """How far the testbed's chips can be believed; None on real chips. Called on all ranks."""
-        mine = self.runtime.comm.clock.report()
+    def _emulation(self) -> dict[str, Any]:
+        """What is emulated, and how far it can be believed; empty on real chips and links. Called on all ranks."""
+        facts, mine = self.runtime.comm.emulation.facts(), self.runtime.comm.clock.report()
         if not mine:
-            return None
+            return facts
         row = torch.tensor([mine["overrun"], mine["late"]], dtype=torch.float64)
         every = self.runtime.world.gather_vectors(row)
         overrun, late = every.max(0).values.tolist()
         worst = self.config.plan.ranks[int(every[:, 0].argmax())]
-        return verdict(overrun, late, f"rank {worst}")
+        return {**facts, "overrun": overrun, "late": late, "worst_rank": worst, "invalid": overrun > OVERRUN_LIMIT}

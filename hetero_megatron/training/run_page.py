@@ -14,6 +14,7 @@ from typing import Any
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.page import KINDS, LEGEND, charts_html, page
 from hetero_megatron.planner.report import format_seconds
+from hetero_megatron.testbed.report import MEANING
 from hetero_megatron.training import metrics, record
 from hetero_megatron.training.run_pictures import COLORS, Line, curve, plan_picture
 
@@ -28,7 +29,10 @@ _BARS = {"busy": "#4c8bf5", "bubble": "#d8d8d8", "communication": "#e0a020"}
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a run left: one record per step (the last where a step was run twice), evaluations, events in order."""
+    """What a run left: one record per step (the last where a step was run twice), evaluations, events in order.
+
+    ``emulation``: what the last start of the job emulated, and how far it can be believed; flags of earlier ones stay.
+    """
 
     directory: Path
     steps: Sequence[Mapping[str, Any]]
@@ -36,6 +40,7 @@ class RunFiles:
     events: Sequence[Mapping[str, Any]]
     repeated: int = 0  # steps that were run more than once
     checkpoints: Sequence[str] = field(default_factory=tuple)
+    emulation: Mapping[str, Any] = field(default_factory=dict)
 
     def last(self, kind: str) -> Mapping[str, Any] | None:
         return next((e for e in reversed(self.events) if e["kind"] == kind), None)
@@ -55,13 +60,16 @@ def read_run(directory: str) -> RunFiles:
             f"holds no {metrics.FILE}", field="RUN_DIR", value=directory, accepted="the --save directory of a run"
         )
     steps: dict[int, Mapping[str, Any]] = {}
-    validations, repeated = [], 0
+    validations, repeated, emulation = [], 0, dict[str, Any]()
     for where, line in _lines(path / metrics.FILE):
         step = line.get("step")
         if not isinstance(step, int):
             raise UserError("is not a line of metrics", field="step", value=step, where=where)
         if "validation_loss" in line:
             validations.append(line)
+            continue
+        if isinstance(new := line.get("emulation"), dict):
+            emulation |= new | {flag: True for flag in ("invalid", "disturbed") if emulation.get(flag)}
             continue
         if not isinstance(line.get("step_seconds"), int | float) or "loss" not in line:
             raise UserError("is not a line of metrics: loss or step_seconds is missing", where=where)
@@ -75,7 +83,7 @@ def read_run(directory: str) -> RunFiles:
             raise UserError("is not an event", field="kind", value=line.get("kind"), where=where)
         events.append(line)
     saved = sorted(p.name for p in path.glob("iter_*") if p.is_dir() and not p.name.endswith((".incomplete", ".old")))
-    return RunFiles(path, [steps[s] for s in sorted(steps)], validations, events, repeated, saved)
+    return RunFiles(path, [steps[s] for s in sorted(steps)], validations, events, repeated, saved, emulation)
 
 
 def _lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -122,6 +130,7 @@ def summary(run: RunFiles) -> dict[str, Any]:
         "skipped": sum(bool(s.get("skipped")) for s in run.steps),
         "checkpoints": list(run.checkpoints),
         "ended": e["text"] if (e := run.last("end")) else None,
+        "emulation": dict(run.emulation) or None,
     }
 
 
@@ -170,17 +179,34 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], raw_last: bool =
 def _facts(facts: Mapping[str, Any]) -> str:
     predicted, ratio = facts["predicted_step_seconds"], facts["measured_over_predicted"]
     loss = ["not finite" if facts[k] is None else f"{facts[k]:.4f}" for k in ("first_loss", "last_loss")]
+    emulated = facts["emulation"] or {}
+    error = " (schedule + communication error)" if emulated.get("chips") == "clock" else ""
     rows = [
         ("steps", f"{facts['steps']}, the last is step {facts['last_step']}; {facts['skipped']} skipped"),
         ("loss", f"{loss[0]} at the first, {loss[1]} at the last"),
         ("step", f"{format_seconds(facts['step_seconds'])} (median without the first two)"),
-        ("predicted", f"{format_seconds(predicted)}; measured is {ratio:.2f} of it" if predicted else "no prediction"),
+        ("predicted", f"{format_seconds(predicted)}; measured is {ratio:.2f} of it{error}" if predicted else
+         "no prediction"),
         ("throughput", f"{facts['tokens_per_second']:,.0f} tokens/s (median)"),
         ("starts", f"{facts['starts']}; {facts['repeated_steps']} steps were run again"),
         ("checkpoints", ", ".join(facts["checkpoints"]) or "none"),
         ("ended", facts["ended"] or "not yet, or not by itself"),
     ]
+    if emulated:
+        rows.insert(0, ("emulated", _emulated(emulated)))
     return _table(("", ""), rows)
+
+
+def _emulated(facts: Mapping[str, Any]) -> str:
+    """Which testbed it was, and how far its figures can be believed."""
+    parts = [f"chips {facts['chips']} ({MEANING[facts['chips']]}), links {facts['links']}"]
+    if "overrun" in facts:
+        parts.append(f"behind the clock by up to {facts['late']:.2%}, overrun {facts['overrun']:.2%}")
+    if facts.get("invalid"):
+        parts.append("INVALID: a rank could not keep up with its emulated chip")
+    if facts.get("disturbed"):
+        parts.append(f"DISTURBED: foreign load {facts['foreign_cores']:.2f} cores")
+    return "; ".join(parts)
 
 
 def _times(run: RunFiles) -> list[Line]:

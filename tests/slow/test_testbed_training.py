@@ -44,5 +44,9 @@ def test_training_is_the_same_on_a_testbed(tmp_path: Path) -> None:
         save = tmp_path / name
         done = subprocess.run([*start, *train, str(save)], cwd=ROOT, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
-        losses[name] = [json.loads(line)["loss"] for line in (save / "metrics.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+        losses[name] = [line["loss"] for line in lines if "loss" in line]
+        emulated = [line["emulation"] for line in lines if "emulation" in line]
+        assert [(e["chips"], e["links"]) for e in emulated] == [("clock", "namespaces")] * 2 * (name == "testbed")
+        assert not emulated or emulated[1]["overrun"] >= 0 and emulated[1]["invalid"] in (True, False)
     assert len(losses["torchrun"]) == 4 and losses["testbed"] == pytest.approx(losses["torchrun"], rel=1e-6)
