@@ -176,7 +176,7 @@ class Training:
         self.alignment = Alignment(config.alignment)
         chosen = rank_kernels(
             config.plan, config.spec, comm.rank, plugins.registry, platform, dtype,
-            config.compile is not None, config.deterministic,
+            config.compile is not None, config.deterministic, config.logits_bytes,
         )  # fmt: skip
         kernels = self.alignment.wrap(chosen, comm.rank)
         update = adamw_aten if kernels.provider("adamw") == "aten" else kernels.adamw

@@ -168,6 +168,16 @@ def _attention_backward(
     )
 
 
+def _attention_share(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    delta: torch.Tensor | None, window: int | None, q_start: int, k_start: int,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Partial gradients, unrounded: the caller adds them up."""
+    return _kernels().attention_bwd(  # type: ignore[no-any-return]
+        dout, q, k, v, out, lse, q_start=q_start, k_start=k_start, window=window, delta=delta, grad_dtype=lse.dtype
+    )
+
+
 def _delta(dout: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (_kernels().attention_delta(dout, out),)
 
