@@ -179,8 +179,7 @@ class Training:
             config.compile is not None, config.deterministic, config.logits_bytes,
         )  # fmt: skip
         kernels = self.alignment.wrap(chosen, comm.rank)
-        update = adamw_aten if kernels.provider("adamw") == "aten" else kernels.adamw
-        factory = optimizer_factory(config.optimizer, offload, update)
+        factory = optimizer_factory(config.optimizer, offload, kernels.adamw)
         self.runtime = Runtime(
             config.plan, config.spec, comm, dtype, self._initialize, factory, kernels=kernels,
             compile_backend=config.compile, logits_bytes=config.logits_bytes,

@@ -107,6 +107,7 @@ class Runtime:
         self.stage, self.unit = stage_at(plan, self.place), unit_at(plan, self.place)
         self.share = shares(spec, self.unit.tp_split)[self.place.tp_rank]
         chunk = loss_chunk(self.stage, self.place.unit, spec, dtype, logits_bytes)
+        self.tiled = False  # attention goes through context groups
         self.kernels = kernels or default_kernels(
             spec, self.share, self.stage.head, dtype, comm.device, self.unit.tp, dict(self.stage.kernels),
             f"pipelines[{self.place.pipeline}].stages[{self.place.stage}].kernels", compile_backend is not None,
@@ -153,6 +154,7 @@ class Runtime:
             if self.comm.rank in context.ranks:
                 kernel = tile_kernel(self.comm.device, self.kernels.choices["attention"].kernel)
                 apply_context_parallel(model, context, self.comm, spec.sliding_window, kernel)
+                self.tiled = True
         apply_recompute(model, stage.recompute)
         return model, boxes
 
@@ -178,6 +180,17 @@ class Runtime:
                 yield module.weight
         if self.stage.head and not self.spec.tied and self.loss_chunk is None and not self.fused_loss:
             yield self.model.lm_head.matrix
+
+    def apart(self) -> dict[str, str]:
+        """Operators whose kernels cannot be watched by wrapping the kernel plan's callables, and why."""
+        found = {"adamw": "it changes its arguments in place"}
+        if self.tiled:
+            found["attention"] = "context groups call its kernel tile by tile"
+        if "vocab_cross_entropy" in self.kernels.choices:
+            found["vocab_cross_entropy"] = "its forward and backward are called apart"
+        if self.loss_chunk is not None:
+            found["gemm"] = "the head's is called chunk by chunk (that of the layers is seen)"
+        return found
 
     def _boundary(self, upstream: int, size: int) -> Boundary:
         if (upstream, size) not in self._boundaries:
