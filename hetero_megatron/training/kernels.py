@@ -70,7 +70,7 @@ def agree_on_kernels(runtime: Runtime) -> None:
     first: dict[tuple[int, int], tuple[int, Any]] = {}
     for rank, (p, s, providers, digest, summary) in zip(runtime.world.ranks, everyone, strict=True):
         other, facts = first.setdefault((p, s), (rank, (providers, digest, summary)))
-        # Context groups of one rank and of several call different operators for the loss: that is no disagreement.
+        # TP groups of one rank and of several call different operators for the loss: that is no disagreement.
         differ = sorted(op for op in providers.keys() & facts[0].keys() if facts[0][op] != providers[op])
         if differ:
             raise UserError(
