@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero_megatron.layout.mask import tiles
 from hetero_megatron.ops import Signature, resolve
+from hetero_megatron.ops.attention_op import definition, reference_backward
 from hetero_megatron.ops.block_attention import BlockAttention, KeyHeads, accumulators
 from hetero_megatron.ops.tile_kernels import OperatorKernel, ReferenceKernel, tile_kernel
 from hetero_megatron.platform.plugins import load_plugins
@@ -54,6 +56,52 @@ def test_blocks_through_tritons_attention_equal_the_reference(window: int | None
         results.append([out, *grads])
     for want, got in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_tritons_tiles_are_not_rounded(dtype: torch.dtype) -> None:
+    """They are added up in fp32; delta is made once, of the whole rows, and then the output is not read again."""
+    chosen = load_plugins().registry.kernel("attention", "triton")
+    kernel, exact = tile_kernel(torch.device("cpu"), chosen), ReferenceKernel()
+    torch.manual_seed(0)
+    q, grad = (torch.randn(1, 12, 2, 16).to(dtype) for _ in range(2))
+    k, v = (torch.randn(1, 12, 1, 16).to(dtype) for _ in range(2))
+    out, lse = kernel.forward(q, k, v, 3, None)
+    delta = kernel.delta(grad, out)
+    assert delta is not None
+    torch.testing.assert_close(delta, exact.delta(grad, out), rtol=1e-5, atol=1e-5)
+    found = kernel.backward(grad, q, k, v, torch.full_like(out, torch.nan), lse, 3, None, delta)
+    assert [x.dtype for x in found] == [torch.float32] * 3
+    wide = exact.backward(*(x.double() for x in (grad, q, k, v, out, lse)), 3, None)
+    for got, want in zip(found, wide, strict=True):  # P and dS are rounded for their products, the sums are not
+        assert (got - want).norm() <= 1e-4 * want.norm()
+        assert not torch.equal(got, got.to(dtype).float())
+
+
+def test_documents_are_prepared_once_for_all_layers() -> None:
+    """Two layers, forward and backward: one search for the stretches of the key blocks."""
+    kernel = load_plugins().registry.kernel("attention", "triton")
+    assert kernel.backward is not None
+    searches: list[Any] = []
+
+    class Searches(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function in (torch.ops.aten.searchsorted.Tensor, torch.ops.aten.maximum.default):
+                searches.append(function)
+            return function(*args, **(kwargs or {}))
+
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 41, 2, 16) for _ in range(4))
+    with Searches():
+        for _ in range(2):
+            documents = [[0, 7, 29]]  # equal, but another object
+            out, lse = kernel.forward(q, k, v, documents, 11, 0, 0)
+            found = kernel.backward(grad, q, k, v, out, lse, documents, 11, 0, 0)
+    want = reference_backward(grad, q, k, v, *definition(q, k, v, documents, 11), documents, 11)
+    for got, right in zip(found, want, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
+    assert searches.count(torch.ops.aten.searchsorted.Tensor) == 4
+    assert searches.count(torch.ops.aten.maximum.default) == 2  # causal and window
 
 
 @pytest.mark.slow

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 import hetero_kernels as hk
+from hetero_megatron.comm.fake import FakeComm
+from hetero_megatron.data.batch import Batch
+from hetero_megatron.model import initial_values
+from hetero_megatron.parallel.update import AdamW
+from hetero_megatron.platform.plugins import load_plugins
+from hetero_megatron.spec import from_hf_config
+from hetero_megatron.training.runtime import Runtime
 from tests.kernel_cases import BF16, DEVICE, FP32, FP64, inputs_fenced, randn
+from tests.test_kernel_training import MODEL, batch, make_plan
 
 SIZES = [(7, 5), (0,), (1,), (70_001,), (3, 1000)]  # one longer than a chunk
 FEW = hk.Limits(arch="interpreter", processors=2, max_grid=2)
@@ -87,3 +97,45 @@ def test_l2norm(limits: hk.Limits | None) -> None:
     assert abs(hk.l2norm(tensors(0, FP64)) / exact - 1) < 1e-14
     assert hk.l2norm([randn(0, 3)]) == 0 and hk.l2norm([]) == 0
     assert abs(hk.l2norm_reference(tensors(0, FP64)) / exact - 1) < 1e-14
+
+
+@pytest.mark.parametrize("dtype", [FP64, FP32])
+def test_scaling_gradients_inside_the_step_changes_no_bit(dtype: torch.dtype) -> None:
+    """Triton scales as it reads (the gradients stay as they are), aten before: both as by a pass of its own."""
+    registry = load_plugins().registry
+    for provider in ("aten", "triton"):
+        step, results = registry.kernel("adamw", provider).forward, []
+        for inside in (False, True):
+            params, grads = tensors(0, dtype), tensors(1, dtype)
+            moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+            if not inside:
+                torch._foreach_mul_(grads, 0.3)
+            step(params, grads, *moments, 1, 3e-3, 0.9, 0.95, 1e-8, 0.1, 0.3 if inside else 1.0)
+            results.append([*params, *moments[0], *moments[1]])
+            if inside and provider == "triton":
+                assert all(torch.equal(g, same) for g, same in zip(grads, tensors(1, dtype)))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), provider
+
+
+def test_a_training_step_leaves_scaling_to_the_optimizer() -> None:
+    """Its kernel gets gradients over the clipping norm, and the scale that brings them down to it."""
+    spec = from_hf_config(MODEL)
+    plan, seen = make_plan(spec, {"ranks": 0, "layers": [0, 2]}), list[tuple[float, float]]()
+
+    def kernel(params: list[torch.Tensor], grads: list[torch.Tensor], *rest: float) -> None:
+        seen.append((sum(float(g.double().square().sum()) for g in grads), rest[-1]))
+
+    runtime = Runtime(
+        plan, spec, FakeComm(0, torch.device("cpu")), FP32, lambda t, box: initial_values(t, box, spec, 7),
+        lambda groups: AdamW(groups, kernel, (0.9, 0.95), 1e-8),
+    )  # fmt: skip
+    data = batch()
+
+    def fetch(rows: Sequence[int]) -> Batch:
+        return Batch(*(x[list(rows)] for x in (data.tokens, data.labels, data.positions)))
+
+    stats = runtime.train_step(fetch, 0, 2, 1e-3, clip_grad=1e-3)
+    (scale,) = {each for _, each in seen}
+    squares = sum(square for square, _ in seen)
+    assert stats.grad_norm > 0.1 and not stats.skipped
+    assert scale * squares**0.5 == pytest.approx(1e-3, rel=1e-4)

@@ -248,3 +248,23 @@ def test_one_long_row_only_where_its_width_fits_32_bits() -> None:
     small, large = (torch.empty(n, 1 << 20, device="meta") for n in (1024, 2048))
     assert [t.shape for t in as_flat_rows(small, small)] == [(1, 1 << 30)] * 2
     assert [t.shape for t in as_flat_rows(large, large)] == [large.shape] * 2  # one row of 2**31 elements wraps
+
+
+@pytest.mark.parametrize("limits", [None, NARROW])
+def test_norms_of_strided_weights_and_statistics(limits: hk.Limits | None) -> None:
+    """Every second element of a wider vector, and saved statistics that lie apart."""
+    x, dy = randn(6, 130, dtype=FP64), randn(6, 130, dtype=FP64, seed=1)
+    w, b = (randn(260, dtype=FP64, seed=s)[::2] for s in (2, 3))
+    assert not w.is_contiguous()
+    function = lambda x, w, b: torch.nn.functional.layer_norm(x, (130,), w, b, 1e-5)  # noqa: E731
+    (exact,), wanted = gradients(function, [x, w, b], [dy], FP64)
+    y, mean, rstd = hk.layer_norm_fwd(x, w, b, 1e-5, limits=limits)
+    apart = [torch.stack([s, torch.full_like(s, torch.nan)], -1)[..., 0] for s in (mean, rstd)]
+    assert not apart[0].is_contiguous()
+    found = hk.layer_norm_bwd(dy, x, w, *apart, limits=limits)
+    for got, right in zip((y, *found), (exact, *wanted), strict=True):
+        check(got, right, "norm weight", FP64)
+    y, rstd = hk.rms_norm_fwd(x, w, 1e-5, limits=limits)
+    (exact,), wanted = gradients(lambda x, w: hk.rms_norm_reference(x, w, 1e-5), [x, w], [dy], FP64)
+    for got, right in zip((y, *hk.rms_norm_bwd(dy, x, w, rstd, limits=limits)), (exact, *wanted), strict=True):
+        check(got, right, "norm weight", FP64)

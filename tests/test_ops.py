@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from hetero_megatron.data.batch import Batch
+from hetero_megatron.model import GPTStage
 from hetero_megatron.ops import (
+    KernelWarning,
     apply_rope,
     attention,
     cross_entropy,
@@ -27,7 +32,7 @@ from hetero_megatron.ops.attention import attention_reference
 from hetero_megatron.ops.cross_entropy import cross_entropy_reference
 from hetero_megatron.ops.norm import layer_norm_reference, rms_norm_reference
 from hetero_megatron.ops.rope import rope_reference
-from hetero_megatron.spec import RopeScaling
+from hetero_megatron.spec import RopeScaling, load_model, shares
 
 Op = Callable[..., torch.Tensor]
 # Relative Frobenius error against fp64: forward, gradients.
@@ -223,3 +228,28 @@ def test_attention_matches_torch_on_a_long_sequence() -> None:
     q, k, v = (rand(1, 700, 2, 16, seed=i).float() for i in range(3))
     want = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
     torch.testing.assert_close(attention(q, k, v)[0], want)
+
+
+def test_the_model_keeps_its_frequencies_on_its_device() -> None:
+    """No copy between devices in a forward, and no entry in a checkpoint; the same values as ever."""
+    spec = load_model("tiny")
+    copies: list[Any] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = function(*args, **(kwargs or {}))
+            if function is torch.ops.aten._to_copy.default and out.device != args[0].device:
+                copies.append(args[0])
+            return out
+
+    with warnings.catch_warnings():  # attention runs on the reference there
+        warnings.simplefilter("ignore", KernelWarning)
+        stage = GPTStage(spec, shares(spec, (1,))[0], [0], True, False, device="meta")
+    tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    with Copies():
+        out = stage(tokens, Batch(tokens, tokens, torch.zeros(1, 4, dtype=torch.int64, device="meta")))
+    assert out.device.type == "meta" and not copies
+    assert set(stage.state_dict()) == {name for name, _ in stage.named_parameters()}
+    whole = GPTStage(spec, shares(spec, (1,))[0], [0], False, False, dtype=torch.bfloat16)
+    assert whole._freqs is not None
+    assert torch.equal(whole._freqs, rope_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling))

@@ -208,7 +208,9 @@ class GPTStage(nn.Module):
         self.has_embed, self.has_head = embed, head
         self._freqs = None
         if spec.position == "rope":
-            self._freqs = rope_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling)
+            # On the device from the start (no parameter or buffer: no checkpoint holds it): a copy in each forward
+            # would make the host wait for all that the device has queued.
+            self._freqs = rope_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling).to(device)
         rows, h = share.vocab[1] - share.vocab[0], spec.hidden_size
         with _default_dtype(dtype), torch.device(device):
             self.model = nn.ModuleDict()

@@ -110,11 +110,11 @@ def attn_merge(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, ls
     return (wa * out_a + wb * out_b).to(out_a.dtype), lse
 
 
-def _cpu_forward(
+def _cpu_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents = None, window: int | None = None,
     q_start: int = 0, k_start: int = 0,
 ) -> Pair:  # fmt: skip
-    """aten's flash kernel where the parts begin alike, otherwise by scores."""
+    """aten's flash kernel, document by document, where the parts begin alike, otherwise by scores; differentiable."""
     if q_start != k_start or q.shape[1] != k.shape[1]:
         return definition(q, k, v, documents, window, q_start, k_start)
     return cpu_attention(q, k, v, documents, window)
@@ -130,16 +130,6 @@ def _cpu_backward(
     turned = (x.transpose(1, 2) for x in (dout, q, k, v, out))
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*turned, lse, 0.0, True)
     return tuple(x.transpose(1, 2) for x in found)
-
-
-def cpu_apply(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents = None, window: int | None = None,
-    q_start: int = 0, k_start: int = 0,
-) -> Pair:  # fmt: skip
-    """What the model calls on the CPU: autograd through aten, document by document."""
-    if q_start != k_start or q.shape[1] != k.shape[1]:
-        return definition(q, k, v, documents, window, q_start, k_start)
-    return cpu_attention(q, k, v, documents, window)
 
 
 def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: object) -> Pair:
@@ -233,7 +223,9 @@ def _on_cpu(signature: Signature) -> list[str]:
 
 
 KERNELS = (
-    Kernel("attention", "aten", ATEN, _cpu_forward, _cpu_backward, supports=_on_cpu, apply=cpu_apply, traceable=True),
+    Kernel(
+        "attention", "aten", ATEN, _cpu_attention, _cpu_backward, supports=_on_cpu, apply=_cpu_attention, traceable=True
+    ),
     Kernel("attn_delta", "aten", ATEN, attn_delta, None, traceable=True),
     Kernel("attn_merge", "aten", ATEN, attn_merge, None, traceable=True),
 )

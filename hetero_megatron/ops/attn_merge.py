@@ -7,26 +7,9 @@ import math
 import torch
 
 
-def attn_merge_reference(
-    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over the union of two disjoint sets of keys, from the results over each.
-
-    Args:
-        out, other: [b, s, heads, d]; lse, other_lse: [b, heads, s]; -inf where a row saw no key.
-
-    Returns:
-        (out, lse) in the wider dtype; a row that saw no key in either has out 0 and lse -inf.
-    """
-    total = torch.logaddexp(lse, other_lse)
-    safe = total.masked_fill(total == -math.inf, 0.0)
-    weight, other_weight = (lse - safe).exp(), (other_lse - safe).exp()
-    merged = out * weight.transpose(1, 2)[..., None] + other * other_weight.transpose(1, 2)[..., None]
-    return merged, total
-
-
 def attn_merge_(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
-    """:func:`attn_merge_reference` in place of ``out`` and ``lse``, which have at least fp32.
+    """Softmax over the union of two disjoint sets of keys, from the results over each, in place of ``out`` and ``lse``,
+    which have at least fp32. out, other: [b, s, heads, d]; lse, other_lse: [b, heads, s]; -inf where a row saw no key.
 
     The weight of the new part is sigmoid(other_lse - lse), so no large exponent is ever formed. A row with
     ``other_lse`` -inf changes nothing; its ``other`` must be finite.

@@ -23,7 +23,8 @@ class TileKernel(Protocol):
 
     Query i sees key j where 0 <= distance + i - j < window. ``forward`` returns out like q and lse [b, heads, sq]
     in at least fp32, natural logarithm; a row without keys has out 0 and lse -inf. ``backward`` takes the *whole*
-    row's out and lse and returns this tile's share of (dq, dk, dv).
+    row's out and lse and returns this tile's share of (dq, dk, dv). ``delta`` is what backward can use of grad and out
+    for all tiles of a query, [b, heads, sq], or None; where it is not given, backward finds it itself.
     """
 
     def forward(
@@ -40,7 +41,10 @@ class TileKernel(Protocol):
         lse: torch.Tensor,
         distance: int,
         window: int | None,
+        delta: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+    def delta(self, grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor | None: ...
 
 
 class KeyHeads(NamedTuple):
@@ -109,8 +113,10 @@ class BlockAttention:
         lse: torch.Tensor,
         tiles: Iterable[RowTile],
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        delta: torch.Tensor | None = None,
     ) -> None:
-        """Add what ``tiles`` contribute to (dq, dk, dv), which have at least fp32; out and lse are of all keys."""
+        """Add what ``tiles`` contribute to (dq, dk, dv), which have at least fp32; out and lse are of all keys, and so
+        is ``delta``, the kernel's of grad and out, which is worth making once where blocks come one by one."""
         if q.numel() == 0 or k.numel() == 0:
             return
         dq, dk, dv = grads
@@ -125,6 +131,7 @@ class BlockAttention:
                 lse[rows, :, queries],
                 tile.distance,
                 self.window if tile.kind == BAND else None,
+                None if delta is None else delta[rows, :, queries],
             )
             dq[rows, queries] += parts[0]
             _collect(dk[rows, keys], parts[1], self.heads)

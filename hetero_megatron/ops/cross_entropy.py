@@ -1,4 +1,8 @@
-"""Cross-entropy per token."""
+"""Cross-entropy per token.
+
+Labels lie in the vocabulary. A token that does not count has a weight of 0 in the loss (``Batch.loss_mask``), no label
+of its own: torch's -100, and any other label outside, raises or gives NaN, in every operator of this kind.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,13 @@ from hetero_megatron.ops.bind import bind
 from hetero_megatron.ops.kernel import ATEN, Kernel
 from hetero_megatron.ops.spec import Bounds, Case, OpSpec, normal, reference_forward, wide
 
+NO_LABEL = -(1 << 62)  # for functions that want a label to ignore: one that no data has
+
 
 def cross_entropy_reference(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     values = logits.to(wide(logits.dtype))
-    return F.cross_entropy(values.flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
+    losses = F.cross_entropy(values.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=NO_LABEL)
+    return losses.view(labels.shape)
 
 
 def cross_entropy_forward(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:

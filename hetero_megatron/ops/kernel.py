@@ -109,7 +109,8 @@ class Kernel:
         supports: reasons against a signature that the capability cannot express; reads metadata only.
         overwrites: arguments that forward may destroy (nothing else needs them).
         apply: a differentiable callable to use instead of an autograd.Function over forward and backward.
-        parts: further functions that an operator knows by name (``gemm``: ``input``, ``weight``).
+        parts: further functions that an operator knows by name (``gemm``: ``input``, ``weight``; ``attention``: see
+            ``ops/tile_kernels.py``).
         truncates: casts to bf16 cut digits off (Triton's interpreter): twice the error is allowed.
         traceable: plain torch, so that ``torch.compile`` may look inside.
     """

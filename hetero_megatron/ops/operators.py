@@ -39,7 +39,9 @@ SPECS: dict[str, OpSpec] = {
 def reference_kernel(spec: OpSpec) -> Kernel:
     """The definition itself as a provider: any device, any dtype."""
     parts = gemm.REFERENCE_PARTS if spec.name == "gemm" else {}
-    return Kernel(spec.name, REFERENCE, REFERENCE, spec.forward, spec.backward, parts=parts, traceable=True)
+    return Kernel(
+        spec.name, REFERENCE, REFERENCE, spec.forward, spec.backward, version=spec.version, parts=parts, traceable=True
+    )
 
 
 ATEN_KERNELS: tuple[Kernel, ...] = (

@@ -14,14 +14,16 @@ Many = Sequence[torch.Tensor]
 
 def adamw_definition(
     params: Many, grads: Many, first: Many, second: Many, step: int, lr: float, beta1: float, beta2: float, eps: float,
-    weight_decay: float,
+    weight_decay: float, grad_scale: float,
 ) -> tuple[list[torch.Tensor], ...]:  # fmt: skip
     """One step of AdamW (Loshchilov and Hutter, 2019): new (params, first, second).
 
-    All tensors in at least fp32 and, per position, of one shape; ``step`` counts from 1.
+    All tensors in at least fp32 and, per position, of one shape; ``step`` counts from 1; gradients count times
+    ``grad_scale``.
     """
     new = ([], [], [])  # type: tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
     for p, g, m, v in zip(params, grads, first, second, strict=True):
+        g = grad_scale * g
         m = beta1 * m + (1 - beta1) * g
         v = beta2 * v + (1 - beta2) * g * g
         denominator = (v / (1 - beta2**step)).sqrt() + eps
@@ -42,10 +44,13 @@ def adamw_reference(params: Many, grads: Many, first: Many, second: Many, *optio
 
 def adamw_aten(
     params: Many, grads: Many, first: Many, second: Many, step: int, lr: float, beta1: float, beta2: float, eps: float,
-    weight_decay: float,
+    weight_decay: float, grad_scale: float,
 ) -> tuple[()]:  # fmt: skip
-    """torch's fused step: one pass over all tensors."""
+    """torch's fused step: one pass over all tensors, and one before it where the gradients are scaled (in place: by
+    itself torch's would divide, and write them too)."""
     if len(params):
+        if grad_scale != 1.0:
+            torch._foreach_mul_(list(grads), grad_scale)
         count = {p.device: torch.full((), float(step), device=p.device) for p in params}
         steps = [count[p.device] for p in params]
         torch._fused_adamw_(
@@ -80,12 +85,12 @@ def _tensors(seed: int, positive: bool = False) -> list[torch.Tensor]:
 
 
 def _adamw_cases() -> Iterable[Case]:
-    for step, decay in ((1, 0.0), (1, 0.1), (1000, 0.1)):
+    for step, decay, scale in ((1, 0.0, 1.0), (1, 0.1, 0.3), (1000, 0.1, 1.0), (1000, 0.0, 1e-3)):
         state = (_tensors(3), _tensors(4, True)) if step > 1 else ([torch.zeros_like(x) for x in _tensors(3)],) * 2
         state = tuple([x.clone() for x in part] for part in state)  # type: ignore[assignment]
-        options = (step, 1e-2, 0.9, 0.95, 1e-8, decay)
-        yield Case(f"step {step}, decay {decay}", (_tensors(1), _tensors(2), *state, *options))
-    yield Case("no tensors", ([], [], [], [], 1, 1e-2, 0.9, 0.95, 1e-8, 0.0))
+        options = (step, 1e-2, 0.9, 0.95, 1e-8, decay, scale)
+        yield Case(f"step {step}, decay {decay}, gradients times {scale}", (_tensors(1), _tensors(2), *state, *options))
+    yield Case("no tensors", ([], [], [], [], 1, 1e-2, 0.9, 0.95, 1e-8, 0.0, 0.5))
 
 
 def _norm_cases() -> Iterable[Case]:
@@ -103,12 +108,13 @@ def _large(seed: int) -> list[torch.Tensor]:
     return [normal(512, 512, seed=seed) for _ in range(4)]
 
 
-_OPTIONS = (10, 1e-3, 0.9, 0.95, 1e-8, 0.1)
+_OPTIONS = (10, 1e-3, 0.9, 0.95, 1e-8, 0.1, 0.5)
 
 SPECS = (
     OpSpec(
-        name="adamw", tensors=("params", "grads", "first", "second"), lists=("params", "grads", "first", "second"),
-        options=("step", "lr", "beta1", "beta2", "eps", "weight_decay"), results=(), schema=None,
+        name="adamw", version=2, tensors=("params", "grads", "first", "second"),
+        lists=("params", "grads", "first", "second"),
+        options=("step", "lr", "beta1", "beta2", "eps", "weight_decay", "grad_scale"), results=(), schema=None,
         in_place=("params", "first", "second"), definition=adamw_definition, forward=adamw_reference, backward=None,
         fake=lambda *args: (), flops=lambda params, *rest: 12 * _numel(params), cases=_adamw_cases,
         wide=("params", "grads", "first", "second"), bounds=Bounds((1e-6, 0), (1e-6, 0), (1e-6, 0)),
@@ -123,6 +129,6 @@ SPECS = (
     ),
 )  # fmt: skip
 KERNELS = (
-    Kernel("adamw", "aten", ATEN, adamw_aten, None),
+    Kernel("adamw", "aten", ATEN, adamw_aten, None, overwrites=("grads",), version=2),
     Kernel("l2norm", "aten", ATEN, l2norm_aten, None),
 )

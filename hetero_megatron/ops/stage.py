@@ -50,10 +50,11 @@ def default_kernels(
     requests: Mapping[str, str] | None = None,
     field: str = "kernels",
     compiled: bool = False,
+    chunked: bool = False,
 ) -> KernelPlan:
-    """The kernel plan of a stage from torch's own providers, without plugins."""
+    """The kernel plan of a stage from torch's own providers, without plugins; see :func:`stage_signatures`."""
     base = Signature("", torch.device(device).type, dtype, compiled=compiled)
-    signatures = stage_signatures(base, spec, share, head, tp, requests or ())
+    signatures = stage_signatures(base, spec, share, head, tp, requests or (), chunked)
     return resolve(torch_registry(), signatures, requests, field)
 
 
@@ -62,12 +63,18 @@ _IN_LAYERS = ("gemm", "rms_norm", "add_rms_norm", "layer_norm", "rope", "swiglu"
 
 
 def stage_signatures(
-    base: Signature, spec: ModelSpec, share: Share, head: bool, tp: int, wanted: Iterable[str] = ()
-) -> list[Signature]:
+    base: Signature, spec: ModelSpec, share: Share, head: bool, tp: int, wanted: Iterable[str] = (),
+    chunked: bool = False,
+) -> list[Signature]:  # fmt: skip
     """A signature per operator of a stage; device, dtype and the like are those of ``base``.
 
     Args:
-        wanted: further operators, which only run if somebody asks for them (``linear_cross_entropy``).
+        wanted: operators that somebody asks for: further ones only run then (``linear_cross_entropy``).
+        chunked: head and loss go through the tokens in chunks (``parallel/long_loss.py``), whose operator is
+            ``vocab_cross_entropy`` also for a whole vocabulary.
+
+    Raises:
+        UserError: an operator is asked for that this stage cannot call.
     """
     operators = dict(stage_operators(spec, share, head, tp))
     if "linear_cross_entropy" in wanted and head:
@@ -77,6 +84,14 @@ def stage_signatures(
                 accepted="tp: 1 on the last stage, or no linear_cross_entropy in kernels",
             )  # fmt: skip
         operators["linear_cross_entropy"] = operators.pop("cross_entropy")
+    elif chunked and "cross_entropy" in operators:
+        if "cross_entropy" in wanted:
+            raise UserError(
+                "the logits of a micro-batch are over --max-logits-mib, so that the loss goes through them in chunks",
+                field="kernels.cross_entropy",
+                accepted="vocab_cross_entropy or linear_cross_entropy instead, a smaller micro-batch, or more MiB",
+            )
+        operators["vocab_cross_entropy"] = operators.pop("cross_entropy")
     return [
         replace(base, op=op, dims=dims, compiled=base.compiled and op in _IN_LAYERS) for op, dims in operators.items()
     ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.ops.attention_op import attn_delta
 from hetero_megatron.ops.block_attention import TileKernel
 from hetero_megatron.ops.kernel import ATEN, REFERENCE, Kernel
 
@@ -45,6 +47,7 @@ class FlashCpuKernel:
         lse: torch.Tensor,
         distance: int,
         window: int | None,
+        delta: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         repeat, (causal, mask) = _copies(q, k), _kind(q, k, distance, window)
         if mask is not None:  # a row that sees nothing at all: exp(-inf - 0) is 0, exp(-inf + inf) no number
@@ -54,6 +57,9 @@ class FlashCpuKernel:
             lse.contiguous(), 0.0, causal, attn_mask=_bias(mask, q),
         )  # fmt: skip
         return dq.transpose(1, 2), _sum_copies(dk, repeat), _sum_copies(dv, repeat)
+
+    def delta(self, grad: torch.Tensor, out: torch.Tensor) -> None:
+        """aten's backward makes its own."""
 
 
 def _kind(q: torch.Tensor, k: torch.Tensor, distance: int, window: int | None) -> tuple[bool, torch.Tensor | None]:
@@ -125,23 +131,27 @@ class ReferenceKernel:
         lse: torch.Tensor,
         distance: int,
         window: int | None,
+        delta: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         wide, repeat = torch.promote_types(q.dtype, torch.float32), q.shape[2] // k.shape[2]
         keys, values = (x.to(wide).repeat_interleave(repeat, dim=2) for x in (k, v))
         dq, dk, dv = [], torch.zeros_like(keys), torch.zeros_like(values)
         scale = 1 / math.sqrt(q.shape[-1])
+        delta = self.delta(grad, out) if delta is None else delta
         for a, b in _runs(q, k):
             g, rows = grad[:, a:b].to(wide), q[:, a:b].to(wide)
             scores = _scores(rows, keys, visible_keys(a, b, k.shape[1], distance, window, q.device))
             total = lse[:, :, a:b]
             weights = (scores - total.masked_fill(total == -math.inf, 0.0)[..., None]).exp()
-            dot = (g * out[:, a:b].to(wide)).sum(-1).transpose(1, 2)[..., None]  # [b, heads, sq, 1]
-            ds = weights * (torch.einsum("bqhd,bkhd->bhqk", g, values) - dot) * scale
+            ds = weights * (torch.einsum("bqhd,bkhd->bhqk", g, values) - delta[:, :, a:b, None]) * scale
             dq.append(torch.einsum("bhqk,bkhd->bqhd", ds, keys))
             dk += torch.einsum("bhqk,bqhd->bkhd", ds, rows)
             dv += torch.einsum("bhqk,bqhd->bkhd", weights, g)
         parts = (x.unflatten(2, (-1, repeat)).sum(3) for x in (dk, dv))
         return torch.cat(dq, 1), *parts  # type: ignore[return-value]
+
+    def delta(self, grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return attn_delta(grad, out)[0]
 
 
 def _runs(q: torch.Tensor, k: torch.Tensor) -> list[tuple[int, int]]:
@@ -156,10 +166,20 @@ def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tenso
 
 
 class OperatorKernel:
-    """The attention operator of a kernel plan (q, k, v, documents, window, q_start, k_start) as a tile kernel."""
+    """The attention operator of a kernel plan (q, k, v, documents, window, q_start, k_start) as a tile kernel.
 
-    def __init__(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
-        self._forward, self._backward = forward, backward
+    Args:
+        parts: the kernel may have ``share(grad, q, k, v, out, lse, delta, window, q_start, k_start)``, a backward whose
+            gradients are in at least fp32, because they are added up, and ``delta(grad, out)`` for it.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        backward: Callable[..., Any],
+        parts: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+    ) -> None:
+        self._forward, self._backward, self._parts = forward, backward, parts
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, distance: int, window: int | None
@@ -176,9 +196,15 @@ class OperatorKernel:
         lse: torch.Tensor,
         distance: int,
         window: int | None,
+        delta: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         starts = (max(distance, 0), max(-distance, 0))
+        if "share" in self._parts:
+            return self._parts["share"](grad, q, k, v, out, lse, delta, window, *starts)  # type: ignore[no-any-return]
         return self._backward(grad, q, k, v, out, lse, None, window, *starts)  # type: ignore[no-any-return]
+
+    def delta(self, grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor | None:
+        return self._parts["delta"](grad, out) if "delta" in self._parts else None
 
 
 def tile_kernel(device: torch.device, chosen: Kernel | None = None) -> TileKernel:
@@ -197,4 +223,4 @@ def tile_kernel(device: torch.device, chosen: Kernel | None = None) -> TileKerne
             f"{chosen} keeps state of its own between forward and backward, so parts cannot be merged",
             field="kernels.attention", value=chosen.provider, accepted="another provider beside context groups",
         )  # fmt: skip
-    return OperatorKernel(chosen.forward, chosen.backward)
+    return OperatorKernel(chosen.forward, chosen.backward, chosen.parts)

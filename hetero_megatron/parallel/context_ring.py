@@ -314,11 +314,11 @@ class RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         program: Program = ctx.program
         dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
-        ring = GradientRing(program, dk, dv)
+        ring, delta = GradientRing(program, dk, dv), program.attention.kernel.delta(grad, out)
         for visit in KeyValueRing(program, k, v).visits(ring.end_of_round):
             target = ring.target(visit)
             tiles = program.tiles[visit.block]
-            program.attention.backward(grad, q, *visit.pair, out, lse, tiles, (dq, *target))
+            program.attention.backward(grad, q, *visit.pair, out, lse, tiles, (dq, *target), delta)
             ring.computed(visit, target)
         ring.finish()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None

@@ -1,7 +1,8 @@
 """Output head and loss over chunks of tokens: the logits of all tokens never exist at once.
 
-Forward keeps one log-sum-exp per token; backward computes each chunk's logits again. Works over a vocabulary that
-is cut over a TP group, too: a chunk then costs one exchange of four numbers per token in forward, none in backward.
+Forward keeps two numbers per token; backward computes each chunk's logits again. Both go through the operators
+``gemm`` and ``vocab_cross_entropy`` of the kernel plan, also where one rank has the whole vocabulary; where it is cut
+over a TP group, a chunk costs one exchange of four numbers per token in forward, none in backward.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ from typing import Any
 import torch
 
 from hetero_megatron.comm import Group
+from hetero_megatron.ops import gemm
 from hetero_megatron.ops.bind import Split
+from hetero_megatron.ops.kernel import Kernel
 from hetero_megatron.parallel.vocab import VOCAB_CROSS_ENTROPY, combine_shares
+from hetero_megatron.plan import Stage
+from hetero_megatron.spec import ModelSpec, shares
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -26,44 +31,53 @@ class _ChunkedLoss(torch.autograd.Function):
         group: Group,
         vocab: tuple[int, int],
         op: Split,
+        product: Kernel,
     ) -> torch.Tensor:
         flat, targets = x.flatten(0, -2), labels.flatten()
         wide = torch.promote_types(x.dtype, torch.float32)
-        loss, lse = (torch.empty(targets.shape, dtype=wide, device=x.device) for _ in range(2))
+        made = torch.empty(3, *targets.shape, dtype=wide, device=x.device)
         for rows in _chunks(len(flat), chunk):
-            statistics, _ = op.forward(_logits(flat[rows], weight, wide), targets[rows], vocab[0])
-            loss[rows], peak, normalizer = combine_shares(statistics, targets[rows], group, vocab)
-            lse[rows] = peak + normalizer.log()
-        ctx.save_for_backward(x, weight, labels, lse)
-        ctx.chunk, ctx.vocab = chunk, vocab
+            statistics, _ = op.forward(product.forward(flat[rows], weight, None)[0], targets[rows], vocab[0])
+            made[0, rows], made[1, rows], made[2, rows] = combine_shares(statistics, targets[rows], group, vocab)
+        loss, peak, normalizer = made.unbind()
+        ctx.save_for_backward(x, weight, labels, peak, normalizer)
+        ctx.chunk, ctx.start, ctx.op, ctx.product = chunk, vocab[0], op, product
         return loss.view(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, labels, lse = ctx.saved_tensors
-        start, stop = ctx.vocab
+        x, weight, labels, peak, normalizer = ctx.saved_tensors
         flat, targets, seeds = x.flatten(0, -2), labels.flatten(), grad.flatten()
         dx = torch.empty_like(flat)
-        dw = torch.zeros_like(weight, dtype=lse.dtype)
+        dw = torch.zeros_like(weight, dtype=peak.dtype)  # chunks are added up in at least fp32
         for rows in _chunks(len(flat), ctx.chunk):
-            probs = _logits(flat[rows], weight, lse.dtype).sub_(lse[rows, None]).exp_().mul_(seeds[rows, None])
-            if stop > start:
-                mine = (targets[rows] >= start) & (targets[rows] < stop)
-                local = (targets[rows] - start).clamp(0, stop - start - 1)
-                probs.scatter_add_(-1, local[:, None], torch.where(mine, -seeds[rows], 0)[:, None].to(probs.dtype))
-            narrow = probs.to(x.dtype)
-            dx[rows] = narrow @ weight
-            dw += narrow.t() @ flat[rows]
-        return dx.view(x.shape), dw.to(weight.dtype), None, None, None, None, None
+            # A provider may keep state of its own, so its forward runs again, not only the product.
+            logits = ctx.product.forward(flat[rows], weight, None)[0]
+            _, saved = ctx.op.forward(logits, targets[rows], ctx.start)
+            (dy,) = ctx.op.backward(seeds[rows], saved, targets[rows], peak[rows], normalizer[rows], ctx.start)
+            del logits, saved
+            dx[rows] = ctx.product.parts["input"](dy, weight)
+            ctx.product.parts["weight"](dy, flat[rows], dw)
+        return dx.view(x.shape), dw.to(weight.dtype), None, None, None, None, None, None
 
 
 def _chunks(tokens: int, chunk: int) -> list[slice]:
     return [slice(i, min(i + chunk, tokens)) for i in range(0, tokens, chunk)]
 
 
-def _logits(x: torch.Tensor, weight: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-    """[tokens, rows of weight], rounded as the unchunked head's are."""
-    return torch.nn.functional.linear(x, weight).to(wide)
+def loss_chunk(stage: Stage, unit: int, spec: ModelSpec, dtype: torch.dtype, logits_bytes: int) -> int | None:
+    """Tokens per chunk of head and loss on the ranks of a unit; None: all at once, because the logits of a micro-batch
+    are at most ``logits_bytes`` on every rank of the stage (whose ranks all call the same operators)."""
+    if not stage.head:
+        return None
+    per_token = [
+        max(stop - start for start, stop in (s.vocab for s in shares(spec, u.tp_split))) * max(dtype.itemsize, 4)
+        for u in stage.units
+    ]
+    tokens = [(u.sequences[1] - u.sequences[0]) * u.num_tokens for u in stage.units]
+    if all(n * each <= logits_bytes for n, each in zip(tokens, per_token, strict=True)):
+        return None
+    return max(logits_bytes // 4 // per_token[unit], 1)  # a chunk's logits, probabilities and their gradients
 
 
 def chunked_loss(
@@ -74,6 +88,7 @@ def chunked_loss(
     group: Group,
     vocab: tuple[int, int],
     op: Split = VOCAB_CROSS_ENTROPY,
+    product: Kernel = gemm.KERNELS[0],
 ) -> torch.Tensor:
     """Cross-entropy of x W^T per token, in at least fp32, ``chunk`` tokens at a time.
 
@@ -81,9 +96,9 @@ def chunked_loss(
         x: [..., h], equal on all ranks of ``group``; weight: [V_local, h], rows ``vocab`` of the whole.
         labels: [...] int64, indices in the whole vocabulary.
         chunk: the same on all ranks of the group.
-        op: the operator ``vocab_cross_entropy`` of the kernel plan.
+        op, product: the operator ``vocab_cross_entropy`` and the kernel of ``gemm`` of the kernel plan.
 
     Returns:
         [...], equal on all ranks of the group. The gradient of x is this rank's partial sum.
     """
-    return _ChunkedLoss.apply(x, weight, labels, chunk, group, vocab, op)  # type: ignore[no-any-return]
+    return _ChunkedLoss.apply(x, weight, labels, chunk, group, vocab, op, product)  # type: ignore[no-any-return]

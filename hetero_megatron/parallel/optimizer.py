@@ -10,7 +10,7 @@ import torch
 from hetero_megatron.layout import Box
 from hetero_megatron.parallel.exchange import BucketExchange, OwnedPiece
 from hetero_megatron.parallel.gradients import GradientSync
-from hetero_megatron.parallel.update import OptimizerFactory
+from hetero_megatron.parallel.update import OptimizerFactory, ScalingOptimizer
 from hetero_megatron.plan.buckets import IN_FLIGHT
 from hetero_megatron.schedule import Action
 
@@ -67,12 +67,15 @@ class ShardedOptimizer:
                 before the new values travel.
         """
         flat = [g for per in grads for g in per]
-        if coefficient != 1.0 and flat:
+        scaling = isinstance(self.inner, ScalingOptimizer) and not self.offload
+        if coefficient != 1.0 and flat and not scaling:
             torch._foreach_mul_(flat, coefficient)
         for masters, per in zip(self.masters, grads, strict=True):
             for master, grad in zip(masters, per, strict=True):
                 master.grad = grad.to(master.device, master.dtype).contiguous() if self.offload else grad
-        if self.inner is not None:
+        if isinstance(self.inner, ScalingOptimizer):
+            self.inner.step(coefficient if scaling else 1.0)
+        elif self.inner is not None:
             self.inner.step()
         for masters, per in zip(self.masters, grads, strict=True):
             per.clear()

@@ -27,27 +27,30 @@ class Optimizer(Protocol):
 OptimizerFactory = Callable[[list[dict[str, object]]], Optimizer]  # groups: dicts with ``params`` and ``decay``
 
 
-class _Optimizer:
+class ScalingOptimizer:
+    """An optimizer whose step also scales the gradients: as it reads them, where its kernel can."""
+
     def __init__(self, groups: list[dict[str, object]]) -> None:
         self.param_groups: list[dict[str, Any]] = [{"lr": 0.0, "weight_decay": 0.0, **group} for group in groups]
         self.state: dict[torch.Tensor, dict[str, Any]] = {}
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Update every parameter that has a gradient."""
+    def step(self, grad_scale: float = 1.0) -> None:
+        """Update every parameter that has a gradient, which counts times ``grad_scale`` (and may be overwritten)."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if params:
                 states = [self.state[p] if p in self.state else self.state.setdefault(p, {}) for p in params]
-                self._update(params, [p.grad for p in params], states, group["lr"], group["weight_decay"])
+                self._update(params, [p.grad for p in params], states, group["lr"], group["weight_decay"], grad_scale)
 
     def _update(
-        self, params: list[torch.Tensor], grads: list[Any], states: list[dict[str, Any]], lr: float, decay: float
-    ) -> None:
+        self, params: list[torch.Tensor], grads: list[Any], states: list[dict[str, Any]], lr: float, decay: float,
+        scale: float,
+    ) -> None:  # fmt: skip
         raise NotImplementedError
 
 
-class AdamW(_Optimizer):
+class AdamW(ScalingOptimizer):
     """Loshchilov and Hutter, 2019.
 
     Args:
@@ -61,17 +64,18 @@ class AdamW(_Optimizer):
         self.kernel, self.betas, self.eps = kernel, betas, eps
 
     def _update(
-        self, params: list[torch.Tensor], grads: list[Any], states: list[dict[str, Any]], lr: float, decay: float
-    ) -> None:
+        self, params: list[torch.Tensor], grads: list[Any], states: list[dict[str, Any]], lr: float, decay: float,
+        scale: float,
+    ) -> None:  # fmt: skip
         for p, state in zip(params, states, strict=True):
             if not state:
                 state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
             state["step"] += 1
         first, second = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
-        self.kernel(params, grads, first, second, states[0]["step"], lr, *self.betas, self.eps, decay)
+        self.kernel(params, grads, first, second, states[0]["step"], lr, *self.betas, self.eps, decay, scale)
 
 
-class SGD(_Optimizer):
+class SGD(ScalingOptimizer):
     """With weight decay added to the gradient and momentum of the sum, as torch has it."""
 
     def __init__(self, groups: list[dict[str, object]], momentum: float) -> None:
@@ -79,8 +83,11 @@ class SGD(_Optimizer):
         self.momentum = momentum
 
     def _update(
-        self, params: list[torch.Tensor], grads: list[Any], states: list[dict[str, Any]], lr: float, decay: float
-    ) -> None:
+        self, params: list[torch.Tensor], grads: list[Any], states: list[dict[str, Any]], lr: float, decay: float,
+        scale: float,
+    ) -> None:  # fmt: skip
+        if scale != 1.0:
+            torch._foreach_mul_(grads, scale)
         if decay:
             grads = list(torch._foreach_add(grads, params, alpha=decay))
         if self.momentum:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def combine_shares(
     normalizer = (totals * (tops - peak).exp()).sum(0)
     # Differences to the peak first, so that large logits lose no digits.
     loss = normalizer.log() - torch.where(owns > 0, targets + (tops - peak), 0).sum(0)
-    return loss, peak, normalizer
+    return loss.masked_fill_(owns.sum(0) == 0, math.nan), peak, normalizer  # a label outside must not pass unseen
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

@@ -10,9 +10,11 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.ops import KernelPlan, Registry, Signature, default_kernels, resolve
 from hetero_megatron.ops.kernel_plan import EVERY
 from hetero_megatron.ops.stage import stage_signatures
+from hetero_megatron.parallel.long_loss import loss_chunk
 from hetero_megatron.plan import Plan, locate, stage_at, unit_at
 from hetero_megatron.platform import Platform
 from hetero_megatron.spec import ModelSpec, shares
+from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.runtime import Runtime
 
@@ -26,8 +28,9 @@ def rank_kernels(
     dtype: torch.dtype,
     compiled: bool = False,
     deterministic: bool = False,
+    logits_bytes: int = LOGITS_BYTES,
 ) -> KernelPlan:
-    """The kernels of one rank's stage.
+    """The kernels of one rank's stage; ``logits_bytes``: as for :class:`~hetero_megatron.training.runtime.Runtime`.
 
     Raises:
         UserError: the stage asks for a provider that is not there or cannot serve it.
@@ -42,7 +45,8 @@ def rank_kernels(
     )  # fmt: skip
     share = shares(spec, unit.tp_split)[place.tp_rank]
     requests = dict(stage.kernels)
-    signatures = stage_signatures(base, spec, share, stage.head, unit.tp, requests)
+    chunked = loss_chunk(stage, place.unit, spec, dtype, logits_bytes) is not None
+    signatures = stage_signatures(base, spec, share, stage.head, unit.tp, requests, chunked)
     return resolve(registry, signatures, requests, f"pipelines[{place.pipeline}].stages[{place.stage}].kernels")
 
 
@@ -51,7 +55,8 @@ def shape_kernels(config: RunConfig, rank: int, dtype: torch.dtype) -> KernelPla
     place = locate(config.plan, rank)
     stage, unit = stage_at(config.plan, place), unit_at(config.plan, place)
     share = shares(config.spec, unit.tp_split)[place.tp_rank]
-    return default_kernels(config.spec, share, stage.head, dtype, tp=unit.tp)
+    chunked = loss_chunk(stage, place.unit, config.spec, dtype, config.logits_bytes) is not None
+    return default_kernels(config.spec, share, stage.head, dtype, tp=unit.tp, chunked=chunked)
 
 
 def agree_on_kernels(runtime: Runtime) -> None:
@@ -65,8 +70,9 @@ def agree_on_kernels(runtime: Runtime) -> None:
     first: dict[tuple[int, int], tuple[int, Any]] = {}
     for rank, (p, s, providers, digest, summary) in zip(runtime.world.ranks, everyone, strict=True):
         other, facts = first.setdefault((p, s), (rank, (providers, digest, summary)))
-        if facts[0] != providers:
-            differ = sorted(op for op in providers if facts[0].get(op) != providers[op])
+        # TP groups of one rank and of several call different operators for the loss: that is no disagreement.
+        differ = sorted(op for op in providers.keys() & facts[0].keys() if facts[0][op] != providers[op])
+        if differ:
             raise UserError(
                 f"ranks {other} and {rank} of one stage resolved {', '.join(differ)} to different providers",
                 field=f"pipelines[{p}].stages[{s}].kernels", accepted="one provider per operator, by name",

@@ -176,11 +176,10 @@ class Training:
         self.alignment = Alignment(config.alignment)
         chosen = rank_kernels(
             config.plan, config.spec, comm.rank, plugins.registry, platform, dtype,
-            config.compile is not None, config.deterministic,
+            config.compile is not None, config.deterministic, config.logits_bytes,
         )  # fmt: skip
         kernels = self.alignment.wrap(chosen, comm.rank)
-        update = adamw_aten if kernels.provider("adamw") == "aten" else kernels.adamw
-        factory = optimizer_factory(config.optimizer, offload, update)
+        factory = optimizer_factory(config.optimizer, offload, kernels.adamw)
         self.runtime = Runtime(
             config.plan, config.spec, comm, dtype, self._initialize, factory, kernels=kernels,
             compile_backend=config.compile, logits_bytes=config.logits_bytes,

@@ -23,12 +23,12 @@ from hetero_megatron.ops.tile_kernels import tile_kernel
 from hetero_megatron.parallel.compile import apply_compile
 from hetero_megatron.parallel.context import apply_context_parallel
 from hetero_megatron.parallel.gradients import GradientSync
-from hetero_megatron.parallel.long_loss import chunked_loss
+from hetero_megatron.parallel.long_loss import chunked_loss, loss_chunk
 from hetero_megatron.parallel.optimizer import ShardedOptimizer, squared_norm
 from hetero_megatron.parallel.recompute import apply_recompute
 from hetero_megatron.parallel.tensor import RowParallelLinear, apply_tensor_parallel
 from hetero_megatron.parallel.update import OptimizerFactory
-from hetero_megatron.parallel.vocab import VOCAB_CROSS_ENTROPY, vocab_parallel_cross_entropy
+from hetero_megatron.parallel.vocab import vocab_parallel_cross_entropy
 from hetero_megatron.pipeline import PipelineExecutor
 from hetero_megatron.pipeline.boundary import Boundary
 from hetero_megatron.pipeline.executor import StageWork, StepResult, TimedAction
@@ -106,9 +106,12 @@ class Runtime:
         self.place = locate(plan, comm.rank)
         self.stage, self.unit = stage_at(plan, self.place), unit_at(plan, self.place)
         self.share = shares(spec, self.unit.tp_split)[self.place.tp_rank]
+        chunk = loss_chunk(self.stage, self.place.unit, spec, dtype, logits_bytes)
+        self.tiled = False  # attention goes through context groups
         self.kernels = kernels or default_kernels(
             spec, self.share, self.stage.head, dtype, comm.device, self.unit.tp, dict(self.stage.kernels),
             f"pipelines[{self.place.pipeline}].stages[{self.place.stage}].kernels", compile_backend is not None,
+            chunk is not None,
         )  # fmt: skip
         self.buckets = make_buckets(plan, spec, *([bucket_bytes] if bucket_bytes else []))
         comm.create_groups(plan_groups(plan, self.buckets))
@@ -118,7 +121,8 @@ class Runtime:
         if compile_backend is not None:
             apply_compile(self.model, compile_backend)
         self.fused_loss = "linear_cross_entropy" in self.kernels.choices
-        self.loss_chunk = self._loss_chunk(logits_bytes) if self.stage.head and not self.fused_loss else None
+        self.loss_chunk = chunk if not self.fused_loss else None
+        assert self.loss_chunk is None or "vocab_cross_entropy" in self.kernels.choices, "a plan for other logits_bytes"
         if self.loss_chunk is not None or self.fused_loss:  # the loss applies the head itself
             self.model.lm_head.forward = lambda x: x  # type: ignore[method-assign]
         self.executor = self._build_executor()
@@ -150,6 +154,7 @@ class Runtime:
             if self.comm.rank in context.ranks:
                 kernel = tile_kernel(self.comm.device, self.kernels.choices["attention"].kernel)
                 apply_context_parallel(model, context, self.comm, spec.sliding_window, kernel)
+                self.tiled = True
         apply_recompute(model, stage.recompute)
         return model, boxes
 
@@ -176,6 +181,17 @@ class Runtime:
         if self.stage.head and not self.spec.tied and self.loss_chunk is None and not self.fused_loss:
             yield self.model.lm_head.matrix
 
+    def apart(self) -> dict[str, str]:
+        """Operators whose kernels cannot be watched by wrapping the kernel plan's callables, and why."""
+        found = {"adamw": "it changes its arguments in place"}
+        if self.tiled:
+            found["attention"] = "context groups call its kernel tile by tile"
+        if "vocab_cross_entropy" in self.kernels.choices:
+            found["vocab_cross_entropy"] = "its forward and backward are called apart"
+        if self.loss_chunk is not None:
+            found["gemm"] = "the head's is called chunk by chunk (that of the layers is seen)"
+        return found
+
     def _boundary(self, upstream: int, size: int) -> Boundary:
         if (upstream, size) not in self._boundaries:
             up, down = (
@@ -185,14 +201,6 @@ class Runtime:
             self._boundaries[upstream, size] = Boundary(self.comm, up, down)
         return self._boundaries[upstream, size]
 
-    def _loss_chunk(self, logits_bytes: int) -> int | None:
-        """Tokens per chunk of head and loss; None: all at once, the logits are few. Equal in the whole TP group."""
-        rows, vocab = self.unit.sequences, [s.vocab for s in shares(self.spec, self.unit.tp_split)]
-        per_token = max(b - a for a, b in vocab) * max(self.dtype.itemsize, 4)
-        if (rows[1] - rows[0]) * self.unit.num_tokens * per_token <= logits_bytes:
-            return None
-        return max(logits_bytes // 4 // per_token, 1)  # a chunk's logits, probabilities and their gradients
-
     def _loss(self, out: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Sum of token losses from logits, or from the head's input where there are chunks."""
         losses = self._token_losses(out, batch)
@@ -200,14 +208,15 @@ class Runtime:
 
     def _token_losses(self, out: torch.Tensor, batch: Batch) -> torch.Tensor:
         group, vocab = self.tp_group, self.share.vocab
+        kernels = self.kernels
         if self.fused_loss:
-            return self.kernels.linear_cross_entropy(out, self.model.lm_head.matrix, batch.labels)  # type: ignore[no-any-return]
-        op = self.kernels.vocab_cross_entropy if group.size > 1 else VOCAB_CROSS_ENTROPY
+            return kernels.linear_cross_entropy(out, self.model.lm_head.matrix, batch.labels)  # type: ignore[no-any-return]
         if self.loss_chunk is not None:
-            return chunked_loss(out, self.model.lm_head.matrix, batch.labels, self.loss_chunk, group, vocab, op)
+            ops = kernels.vocab_cross_entropy, kernels.choices["gemm"].kernel
+            return chunked_loss(out, self.model.lm_head.matrix, batch.labels, self.loss_chunk, group, vocab, *ops)
         if group.size > 1:
-            return vocab_parallel_cross_entropy(out, batch.labels, group, vocab, op)
-        return self.kernels.cross_entropy(out, batch.labels)  # type: ignore[no-any-return]
+            return vocab_parallel_cross_entropy(out, batch.labels, group, vocab, kernels.vocab_cross_entropy)
+        return kernels.cross_entropy(out, batch.labels)  # type: ignore[no-any-return]
 
     def work(self, fetch: Fetch, first_sample: int, batch_size: int, forward_only: bool = False) -> StageWork:
         """What this rank does for the global samples ``[first_sample, first_sample + batch_size)``."""

@@ -40,6 +40,7 @@ Inputs may be views; outputs are contiguous. On the CPU set TRITON_INTERPRET=1 b
          window: a token sees itself and window - 1 before it; bounds: see document_bounds, varlen_bounds)
     attention_bwd(dout, q, k, v, out, lse, *, delta=None, grad_dtype=None, <same>) -> dq, dk, dv
     document_bounds(documents, sq, device, ...) / varlen_bounds(cu_seqlens_q, cu_seqlens_k, ...) -> bounds[b, 2, sq]
+    KeyIntervals(bounds, sk, offset=0, causal=True, window=None): prepared once, for bounds= of many calls
     attention_delta(dout, out) -> delta[b, hq, sq]
     attention_merge(out_a, lse_a, out_b, lse_b) -> out, lse
     adamw_step(params, grads, exp_avg, exp_avg_sq, *, lr, beta1, beta2, eps, weight_decay, step, grad_scale=1.0,
@@ -53,7 +54,7 @@ Each ``<op>_reference`` is the definition in torch.
 from hetero_kernels.adamw import adamw_reference, adamw_step, adamw_table
 from hetero_kernels.add_rms_norm import add_rms_norm_bwd, add_rms_norm_fwd, add_rms_norm_reference
 from hetero_kernels.attention import attention_bwd, attention_fwd, attention_reference
-from hetero_kernels.attention_mask import document_bounds, varlen_bounds
+from hetero_kernels.attention_mask import KeyIntervals, document_bounds, varlen_bounds
 from hetero_kernels.attention_rows import (
     attention_delta,
     attention_delta_reference,
@@ -87,6 +88,7 @@ from hetero_kernels.vocab_parallel_cross_entropy import (
 __all__ = [
     "INTERPRETED",
     "INTERPRETER",
+    "KeyIntervals",
     "Limits",
     "TensorTable",
     "adamw_reference",

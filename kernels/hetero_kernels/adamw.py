@@ -64,7 +64,7 @@ def _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, scale, begin, size, keep, step
             tl.store(copy_ptr + at, narrow(p, copy_ptr.dtype.element_ty), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_chunk"])
 def _adamw(
     addresses_ptr, sizes_ptr, owner_ptr, first_ptr, scale_ptr, skip_ptr, first_chunk, rows,
     keep, keep_low, step_size, step_size_low, beta1, beta1_low, beta2, beta2_low, root, root_low, eps, eps_low,

@@ -11,8 +11,8 @@ import triton.language as tl
 
 from hetero_kernels.attention_backward import attention_backward_kv, attention_backward_q
 from hetero_kernels.attention_forward import attention_forward
-from hetero_kernels.attention_mask import key_block_stretches, merged_bounds
-from hetero_kernels.attention_rows import attention_delta
+from hetero_kernels.attention_mask import KeyIntervals
+from hetero_kernels.attention_rows import adjacent, attention_delta
 from hetero_kernels.limits import (
     INTERPRETED,
     TRITON_DTYPES,
@@ -55,7 +55,7 @@ class _Call:
     sizes: tuple[int, int, int, int, int]  # heads, group, queries, keys, offset
     flags: tuple[Any, ...]  # SCALE .. BOUNDS
     dims: tuple[int, int, int, int]  # DIM, DIM_V, BLOCK_D, BLOCK_V
-    bounds: torch.Tensor | None
+    intervals: KeyIntervals | None
     limits: Limits
     item_bytes: int
 
@@ -89,7 +89,7 @@ class _Call:
 
 def _prepare(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, causal: bool, q_start: int, k_start: int,
-    window: int | None, bounds: torch.Tensor | None, allow_tf32: bool, limits: Limits | None,
+    window: int | None, bounds: torch.Tensor | KeyIntervals | None, allow_tf32: bool, limits: Limits | None,
 ) -> _Call:  # fmt: skip
     b, queries, heads, dim = q.shape
     keys, kv_heads, dim_v = k.shape[1], k.shape[2], v.shape[3]
@@ -99,9 +99,13 @@ def _prepare(
     assert window is None or window > 0, "a window holds at least the token itself"
     assert scale is None or scale > 0, "the kernels take a row's maximum before they scale it"
     offset = q_start - k_start
+    if isinstance(bounds, torch.Tensor):
+        bounds = KeyIntervals(bounds, keys, offset, causal, window)
     if bounds is not None:
-        assert bounds.shape == (b, 2, queries), f"bounds {list(bounds.shape)}: expected {[b, 2, queries]}"
-        bounds, causal, window = merged_bounds(bounds, keys, offset, causal, window), False, None
+        found = list(bounds.bounds.shape)
+        assert found == [b, 2, queries], f"bounds {found}: expected {[b, 2, queries]}"
+        assert bounds.keys == keys, f"bounds for {bounds.keys} keys: expected {keys}"
+        causal, window = False, None
     dot = tl.float32 if INTERPRETED and q.dtype in (torch.float16, torch.bfloat16) else TRITON_DTYPES[q.dtype]
     precision = "tf32" if allow_tf32 else "ieee"
     smallest = 1 if INTERPRETED else 16
@@ -113,13 +117,10 @@ def _prepare(
     )  # fmt: skip
 
 
-def _adjacent(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
-
 
 def attention_fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, causal: bool = True,
-    q_start: int = 0, k_start: int = 0, window: int | None = None, bounds: torch.Tensor | None = None,
+    q_start: int = 0, k_start: int = 0, window: int | None = None, bounds: torch.Tensor | KeyIntervals | None = None,
     allow_tf32: bool = False, limits: Limits | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """softmax(scale * q k^T) v over the keys that each query sees.
@@ -131,7 +132,8 @@ def attention_fwd(
         causal: key j is seen by query i if k_start + j <= q_start + i.
         window: only keys at most window - 1 positions before the query.
         bounds: int32 [b, 2, sq]: query i sees only keys bounds[:, 0, i] <= j < bounds[:, 1, i] (indices, not
-            positions); neither may fall with i. See document_bounds and varlen_bounds.
+            positions); neither may fall with i. See document_bounds and varlen_bounds. A KeyIntervals, which saves the
+            calls of a batch their preparations, has causal, window and positions in it: those given here do not count.
         allow_tf32: fp32 products with 10 bits of mantissa, where the chip has them.
 
     Returns:
@@ -144,13 +146,13 @@ def attention_fwd(
     lse = torch.empty((q.shape[0], heads, queries), dtype=wide(q.dtype), device=q.device)
     if lse.numel() == 0 or keys == 0:
         return out.zero_(), lse.fill_(-math.inf)
-    q, k, v = _adjacent(q), _adjacent(k), _adjacent(v)
+    q, k, v = adjacent(q), adjacent(k), adjacent(v)
     block_q, block_k, warps, stages = call.blocks("attention_fwd", q.dtype)
     q_blocks = cdiv(queries, block_q)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])
     call.launch(
         attention_forward, q_blocks * heads * q.shape[0],
-        (q, k, v, out, lse, lse if call.bounds is None else call.bounds),
+        (q, k, v, out, lse, lse if call.intervals is None else call.intervals.bounds),
         (*call.sizes, q_blocks, *strides, *call.flags, keys % block_k == 0, *call.dims, block_q, block_k),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -160,7 +162,7 @@ def attention_fwd(
 def attention_bwd(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None,
     lse: torch.Tensor, *, scale: float | None = None, causal: bool = True, q_start: int = 0, k_start: int = 0,
-    window: int | None = None, bounds: torch.Tensor | None = None, delta: torch.Tensor | None = None,
+    window: int | None = None, bounds: torch.Tensor | KeyIntervals | None = None, delta: torch.Tensor | None = None,
     grad_dtype: torch.dtype | None = None, allow_tf32: bool = False, limits: Limits | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """-> dq, dk, dv, contiguous, in ``grad_dtype`` (default: q's; fp32 to add up partial results).
@@ -177,16 +179,17 @@ def attention_bwd(
     if delta is None:
         assert out is not None, "attention_bwd needs out or delta"
         delta = attention_delta(dout, out, limits=call.limits)
-    q, k, v, dout = _adjacent(q), _adjacent(k), _adjacent(v), _adjacent(dout)
+    q, k, v, dout = adjacent(q), adjacent(k), adjacent(v), adjacent(dout)
     lse, delta = lse.contiguous(), delta.contiguous()
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
     inputs = (q, k, v, dout, lse, delta)
     block_q, block_k, warps, stages = call.blocks("attention_bwd_kv", q.dtype)
     k_blocks = cdiv(keys, block_k)
-    stretches = lse if call.bounds is None else key_block_stretches(call.bounds, keys, block_k)
+    seen = call.intervals
+    bounds, stretches = (lse, lse) if seen is None else (seen.bounds, seen.stretches(block_k))
     call.launch(
         attention_backward_kv, k_blocks * (heads // group) * q.shape[0],
-        (*inputs, dk, dv, call.bounds if call.bounds is not None else lse, stretches),
+        (*inputs, dk, dv, bounds, stretches),
         (*call.sizes, k_blocks, *strides, *call.flags, queries % block_q == 0, *call.dims, block_q, block_k),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -194,7 +197,7 @@ def attention_bwd(
     q_blocks = cdiv(queries, block_q)
     call.launch(
         attention_backward_q, q_blocks * heads * q.shape[0],
-        (*inputs, dq, call.bounds if call.bounds is not None else lse),
+        (*inputs, dq, bounds),
         (*call.sizes, q_blocks, *strides, *call.flags, keys % block_k == 0, *call.dims, block_q, block_k),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip

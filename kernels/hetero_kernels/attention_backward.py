@@ -63,7 +63,7 @@ def _kv_stretch(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_program", "offset", "k_blocks"])
 def attention_backward_kv(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, bounds_ptr, stretch_ptr, first_program, heads,
     group, queries, keys, offset, k_blocks, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, do_b, do_s, do_h,
@@ -160,7 +160,7 @@ def _q_stretch(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_program", "offset", "q_blocks"])
 def attention_backward_q(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, bounds_ptr, first_program, heads, group, queries, keys,
     offset, q_blocks, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, do_b, do_s, do_h,

@@ -55,7 +55,7 @@ def _stretch(
     return out, total, top
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_program", "offset", "q_blocks"])
 def attention_forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, bounds_ptr, first_program, heads, group, queries, keys, offset, q_blocks,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h,

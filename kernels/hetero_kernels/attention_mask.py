@@ -116,6 +116,28 @@ def varlen_bounds(
     return torch.stack([torch.cat(low), torch.cat(high)])[None].to(device, torch.int32)
 
 
+class KeyIntervals:
+    """Bounds cut further by causal and window, and what the kernels make of them, made once for any number of calls:
+    with bounds of documents a batch's layers share one, forward and backward.
+
+    Args:
+        bounds: int32 [b, 2, queries] as in :func:`attention_fwd <hetero_kernels.attention.attention_fwd>`.
+        offset: position of query 0 minus position of key 0.
+    """
+
+    def __init__(
+        self, bounds: torch.Tensor, keys: int, offset: int = 0, causal: bool = True, window: int | None = None
+    ) -> None:
+        self.bounds, self.keys = merged_bounds(bounds, keys, offset, causal, window), keys
+        self._stretches: dict[int, torch.Tensor] = {}
+
+    def stretches(self, block: int) -> torch.Tensor:
+        """:func:`key_block_stretches` of blocks of ``block`` keys."""
+        if block not in self._stretches:
+            self._stretches[block] = key_block_stretches(self.bounds, self.keys, block)
+        return self._stretches[block]
+
+
 def merged_bounds(bounds: torch.Tensor, keys: int, offset: int, causal: bool, window: int | None) -> torch.Tensor:
     """``bounds`` cut further by causal and window: contiguous int32 [b, 2, queries] with low <= high."""
     low, high = bounds[:, 0], bounds[:, 1]

@@ -25,7 +25,7 @@ def attention_merge_reference(
     return merged.to(out_a.dtype), lse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tasks", "across"])
 def _delta(
     do_ptr, out_ptr, delta_ptr, tasks, across, heads, queries, do_b, do_s, do_h, o_b, o_s, o_h,
     ACC: tl.constexpr, DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -43,7 +43,7 @@ def _delta(
         tl.store(delta_ptr + (batch * heads + head) * queries + row, tl.sum(do * out, 1), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tasks", "across"])
 def _merge(
     a_ptr, lse_a_ptr, b_ptr, lse_b_ptr, out_ptr, lse_ptr, tasks, across, heads, queries,
     a_b, a_s, a_h, b_b, b_s, b_h, o_b, o_s, o_h,
@@ -76,7 +76,8 @@ def _merge(
         tl.store(lse_ptr + stats, tl.where(nothing, float("-inf"), safe + tl.log(total)), mask=live)
 
 
-def _features_adjacent(x: torch.Tensor) -> torch.Tensor:
+def adjacent(x: torch.Tensor) -> torch.Tensor:
+    """x, copied where the elements of its last axis do not lie side by side."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
@@ -101,7 +102,7 @@ def attention_delta(dout: torch.Tensor, out: torch.Tensor, *, limits: Limits | N
     delta = torch.empty((b, h, s), dtype=wide(out.dtype), device=out.device)
     if out.numel() == 0:
         return delta.zero_()
-    dout, out = _features_adjacent(dout), _features_adjacent(out)
+    dout, out = adjacent(dout), adjacent(out)
     grid, tasks, across, block_s, block_d, warps = _walk(out, limits)
     _delta[grid](
         dout, out, delta, tasks, across, h, s, *dout.stride()[:3], *out.stride()[:3], accumulator(out.dtype), dim,
@@ -127,7 +128,7 @@ def attention_merge(
     if lse.numel() == 0 or dim == 0:
         return out, lse if inplace else lse.copy_(torch.logaddexp(lse_a, lse_b))
     assert out.stride(-1) == 1 or dim == 1, "attention_merge: features must be adjacent"
-    out_a, out_b = _features_adjacent(out_a), _features_adjacent(out_b)
+    out_a, out_b = adjacent(out_a), adjacent(out_b)
     grid, tasks, across, block_s, block_d, warps = _walk(out_a, limits)
     _merge[grid](
         out_a, lse_a, out_b, lse_b, out, lse, tasks, across, h, s, *out_a.stride()[:3], *out_b.stride()[:3],

@@ -36,7 +36,7 @@ def _capped(x, SOFTCAP: tl.constexpr):
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def _ce_fwd(
     logits_ptr, target_ptr, a_ptr, b_ptr, picked_ptr, rows, width, stride, start, ignore_index,
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr, STATS: tl.constexpr, ACC: tl.constexpr,
@@ -86,7 +86,7 @@ def _ce_fwd(
             tl.store(b_ptr + row, lse, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def _ce_bwd(
     dloss_ptr, logits_ptr, target_ptr, lse_ptr, out_ptr, rows, width, stride, out_stride, dloss_stride, start,
     ignore_index, classes, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr, ACC: tl.constexpr,

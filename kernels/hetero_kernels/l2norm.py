@@ -33,7 +33,7 @@ def _chunk_squares(x_ptr, begin, size, MASKED: tl.constexpr, ACC: tl.constexpr, 
     return tl.sum(total, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_chunk"])
 def _squares(
     addresses_ptr, sizes_ptr, owner_ptr, first_ptr, partial_ptr, first_chunk, rows,
     DTYPE: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, CHUNK_SIZE: tl.constexpr, BLOCK: tl.constexpr,

@@ -150,7 +150,8 @@ def flat_tile(op: str, rows: int, width: int, dtype: torch.dtype, limits: Limits
     block_cols = min(power_of_two(width), chosen["tile"], limits.max_block)
     block_rows = max(1, min(chosen["tile"] // block_cols, power_of_two(rows)))
     tiles = cdiv(rows, block_rows) * cdiv(width, block_cols)
-    return RowTile((max(min(tiles, limits.max_grid), 1),), block_rows, block_cols, True, chosen["num_warps"])
+    grid = max(min(tiles, limits.max_grid), 1)
+    return RowTile((grid,), block_rows, block_cols, block_cols >= width, chosen["num_warps"])
 
 
 def cdiv(a: int, b: int) -> int:

@@ -246,6 +246,15 @@ def column_sum(x: torch.Tensor, dtype: torch.dtype, limits: Limits) -> torch.Ten
     return out
 
 
+def _rows(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else as_rows(x)
+
+
+def _dense(x: torch.Tensor | None) -> torch.Tensor | None:
+    """The kernels take vectors without strides."""
+    return None if x is None else x.contiguous()
+
+
 def norm_fwd(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float,
     center: bool, zero_centered: bool, limits: Limits | None,
@@ -258,7 +267,7 @@ def norm_fwd(
     mean = torch.empty_like(rstd) if center else None
     if x.numel() == 0:
         return y, total, None if mean is None else mean.zero_(), rstd.fill_(eps**-0.5)
-    flat, other = as_rows(x), None if residual is None else as_rows(residual)
+    flat, other, weight, bias = as_rows(x), _rows(residual), _dense(weight), _dense(bias)
     rows, width = flat.shape
     tile = row_tile("norm_fwd", rows, width, x.dtype, limits)
     _norm_fwd[tile.grid](
@@ -283,7 +292,8 @@ def norm_bwd(
     if x.numel() == 0:
         none = None if weight is None else torch.zeros(width, dtype=grad_dtype or weight.dtype, device=x.device)
         return dx, none, none.clone() if bias and none is not None else None
-    flat, grad, other = as_rows(x), as_rows(dy), None if dsum is None else as_rows(dsum)
+    flat, grad, other = as_rows(x), as_rows(dy), _rows(dsum)
+    weight, mean, rstd = _dense(weight), _dense(mean), rstd.contiguous()
     rows = flat.shape[0]
     tile = row_tile("norm_bwd", rows, width, x.dtype, limits)
     strides = (grad.stride(0), 0 if other is None else other.stride(0), flat.stride(0))

@@ -38,7 +38,7 @@ def _scores(
     return tl.where(keep, x * (SCALE * LOG2E), float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["diagonal"])
 def _softmax_fwd(
     x_ptr, mask_ptr, y_ptr, rows, width, stride, queries, mask_rows, diagonal,
     SCALE: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, ACC: tl.constexpr, WHOLE: tl.constexpr,

@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 
+from hetero_megatron.ops.cross_entropy import NO_LABEL
 from hetero_megatron.ops.kernel import TRITON, Capability, Kernel, Signature
 from hetero_megatron.platform.plugins import PluginApi, source_file
 
 HETERO_PLUGIN_API = 1
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# As hetero_kernels reads it, which is not imported here: that would import Triton.
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes")
 Many = list[torch.Tensor]
 
 
@@ -35,6 +37,8 @@ def _supports(signature: Signature) -> list[str]:
         return ["triton is not installed"]
     if signature.device == "cpu" and not INTERPRETED:
         return ["on the CPU it needs Triton's interpreter: set TRITON_INTERPRET=1 before the start"]
+    if signature.device != "cpu" and INTERPRETED:
+        return ["TRITON_INTERPRET is set, so that it would be interpreted, a thousand times slower: unset it"]
     return []
 
 
@@ -106,17 +110,17 @@ def _softmax_backward(dy: torch.Tensor, y: torch.Tensor, scale: float, causal: b
 
 
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return _kernels().cross_entropy_fwd(logits, labels)  # type: ignore[no-any-return]
+    return _kernels().cross_entropy_fwd(logits, labels, ignore_index=NO_LABEL)  # type: ignore[no-any-return]
 
 
 def _cross_entropy_backward(
     dloss: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    return (_kernels().cross_entropy_bwd(dloss, logits, labels, lse),)
+    return (_kernels().cross_entropy_bwd(dloss, logits, labels, lse, ignore_index=NO_LABEL),)
 
 
 def _vocab(logits: torch.Tensor, labels: torch.Tensor, start: int) -> tuple[torch.Tensor, ...]:
-    top, total, target = _kernels().vocab_stats(logits, labels, start)
+    top, total, target = _kernels().vocab_stats(logits, labels, start, ignore_index=NO_LABEL)
     here = (labels >= start) & (labels < start + logits.shape[-1])
     return top, total, torch.where(here, target - top, 0.0)
 
@@ -125,29 +129,35 @@ def _vocab_backward(
     grad: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, peak: torch.Tensor, normalizer: torch.Tensor,
     start: int,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    return (_kernels().vocab_stats_bwd(grad, logits, labels, start, peak + normalizer.log()),)
+    return (
+        _kernels().vocab_stats_bwd(grad, logits, labels, start, peak + normalizer.log(), ignore_index=NO_LABEL),
+    )
 
 
 def _linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return _kernels().linear_cross_entropy_fwd(x, weight, labels)  # type: ignore[no-any-return]
+    return _kernels().linear_cross_entropy_fwd(x, weight, labels, ignore_index=NO_LABEL)  # type: ignore[no-any-return]
 
 
 def _linear_cross_entropy_backward(
     dloss: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    dx, dw = _kernels().linear_cross_entropy_bwd(dloss, x, weight, labels, lse)
+    dx, dw = _kernels().linear_cross_entropy_bwd(dloss, x, weight, labels, lse, ignore_index=NO_LABEL)
     return dx, dw.to(weight.dtype)
 
 
-def _bounds(q: torch.Tensor, documents: Any) -> Any:
+def _bounds(q: torch.Tensor, documents: Any, window: int | None) -> Any:
     if documents is None or all(len(starts) <= 1 for starts in documents):
         return None
-    return _document_bounds(tuple(map(tuple, documents)), q.shape[1], q.device)
+    return _intervals(tuple(map(tuple, documents)), q.shape[1], window, q.device)
 
 
 @functools.lru_cache(maxsize=4)  # all layers ask for the same, and each upload would make the host wait
-def _document_bounds(documents: tuple[tuple[int, ...], ...], queries: int, device: torch.device) -> torch.Tensor:
-    return _kernels().document_bounds(documents, queries, device)  # type: ignore[no-any-return]
+def _intervals(
+    documents: tuple[tuple[int, ...], ...], tokens: int, window: int | None, device: torch.device
+) -> Any:  # fmt: skip
+    """Documents are for queries and keys over the same tokens."""
+    package = _kernels()
+    return package.KeyIntervals(package.document_bounds(documents, tokens, device), tokens, window=window)
 
 
 def _attention(
@@ -155,7 +165,7 @@ def _attention(
     q_start: int = 0, k_start: int = 0,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     return _kernels().attention_fwd(  # type: ignore[no-any-return]
-        q, k, v, q_start=q_start, k_start=k_start, window=window, bounds=_bounds(q, documents)
+        q, k, v, q_start=q_start, k_start=k_start, window=window, bounds=_bounds(q, documents, window)
     )
 
 
@@ -164,7 +174,17 @@ def _attention_backward(
     documents: Any = None, window: int | None = None, q_start: int = 0, k_start: int = 0,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     return _kernels().attention_bwd(  # type: ignore[no-any-return]
-        dout, q, k, v, out, lse, q_start=q_start, k_start=k_start, window=window, bounds=_bounds(q, documents)
+        dout, q, k, v, out, lse, q_start=q_start, k_start=k_start, window=window, bounds=_bounds(q, documents, window)
+    )
+
+
+def _attention_share(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    delta: torch.Tensor | None, window: int | None, q_start: int, k_start: int,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Partial gradients, unrounded: the caller adds them up."""
+    return _kernels().attention_bwd(  # type: ignore[no-any-return]
+        dout, q, k, v, out, lse, q_start=q_start, k_start=k_start, window=window, delta=delta, grad_dtype=lse.dtype
     )
 
 
@@ -180,12 +200,13 @@ def _merge(
 
 def _adamw(
     params: Many, grads: Many, first: Many, second: Many, step: int, lr: float, beta1: float, beta2: float, eps: float,
-    weight_decay: float,
+    weight_decay: float, grad_scale: float,
 ) -> tuple[()]:  # fmt: skip
     if len(params):
         _kernels().adamw_step(
-            params, grads, first, second, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, step=step
-        )
+            params, grads, first, second, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
+            step=step, grad_scale=grad_scale,
+        )  # fmt: skip
     return ()
 
 
@@ -194,6 +215,10 @@ def _l2norm(tensors: Many) -> tuple[torch.Tensor, ...]:
     return (_kernels().l2norm(full).double() if full else torch.zeros((), dtype=torch.float64),)
 
 
+_PARTS: dict[str, dict[str, Callable[..., Any]]] = {
+    "attention": {"share": _attention_share, "delta": lambda dout, out: _kernels().attention_delta(dout, out)}
+}
+_VERSIONS = {"adamw": 2}  # of the operators' contracts; others: 1
 # operator, file of hetero_kernels, forward, backward
 _TABLE: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any] | None], ...] = (
     ("rms_norm", "rms_norm", _rms_norm, _rms_norm_backward),
@@ -218,6 +243,5 @@ def register(api: PluginApi) -> None:
     capability = Capability(automatic=("cuda", "xpu", "npu", "mlu", "musa", "gcu"))
     for op, file, forward, backward in _TABLE:
         if source_file(f"hetero_kernels.{file}") is not None:
-            api.kernel(
-                Kernel(op, "triton", TRITON, forward, backward, capability, _supports, truncates=INTERPRETED)
-            )
+            more = {"parts": _PARTS.get(op, {}), "version": _VERSIONS.get(op, 1), "truncates": INTERPRETED}
+            api.kernel(Kernel(op, "triton", TRITON, forward, backward, capability, _supports, **more))  # type: ignore[arg-type]

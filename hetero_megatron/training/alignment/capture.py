@@ -54,9 +54,14 @@ class Watch:
         """A plan whose chosen operators are watched."""
         for op in self.ops:
             plan.registry.spec(op)
-        chosen = [op for op in plan.choices if (op in self.ops if self.ops else plan.registry.spec(op).gradients)]
-        calls = {op: self._watched(plan, op) for op in chosen if not plan.registry.spec(op).split}
-        return plan.with_calls(calls)
+        chosen = [op for op in plan.choices if self.wants(plan.registry.spec(op))]
+        specs = {op: plan.registry.spec(op) for op in chosen}
+        seen = [op for op, spec in specs.items() if not spec.split and not spec.in_place]
+        return plan.with_calls({op: self._watched(plan, op) for op in seen})
+
+    def wants(self, spec: OpSpec) -> bool:
+        """Whether an operator was chosen."""
+        return spec.name in self.ops if self.ops else bool(spec.gradients)
 
     def follow(self, model: torch.nn.Module) -> None:
         """Know in which module an operator is called."""

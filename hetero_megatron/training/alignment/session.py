@@ -41,6 +41,10 @@ class Alignment:
         """The model is built now."""
         if self._watch is not None:
             self._watch.follow(runtime.model)
+            specs, rank = runtime.kernels.registry.specs, runtime.comm.rank
+            for op, why in runtime.apart().items():
+                if self._watch.wants(specs[op]):
+                    print(f"notice: operators of rank {rank}: {op} is not watched: {why}", flush=True)
         if self.config.dump is not None:
             self._dump = LayerDump(runtime.model, self.config.dump, runtime.comm.rank)
 
