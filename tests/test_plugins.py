@@ -202,7 +202,7 @@ def test_choosing_a_platform(stub: tuple[Accelerator, StubDevice], monkeypatch: 
     assert choose_platform(known, "cpu", None, 0) == Platform(torch.device("cpu"), "cpu:gloo", chosen_cpu(known))
     assert choose_platform(known, None, "gloo", 0).name == "cpu"
     for name, backend, says in (
-        ("ascnd", None, "no such platform; did you mean ascend?"), ("mthreads", None, "no such device on this machine"),
+        ("ascnd", None, "no such platform; did you mean ascend?"), ("mthreads", None, "torch_musa is not installed"),
         ("ascend", "nccl", "ascend does not speak it"), ("cpu", "mpi", "cpu does not speak it"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=says.replace("?", r"\?")):
@@ -221,6 +221,23 @@ def test_two_vendors_in_one_process_must_be_told_which(monkeypatch: pytest.Monke
         monkeypatch.setattr(type(found[name]), "available", lambda self: True)
     with pytest.raises(UserError, match="this machine has several platforms. Accepted: ascend or cambricon"):
         choose_platform(found.values(), None, None, 0)
+
+
+@pytest.mark.parametrize("stub", ["ascend"], indirect=True)
+def test_an_adapter_that_raises_is_named_and_stops_nobody(
+    stub: tuple[Accelerator, StubDevice], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> bool:
+        raise RuntimeError("driver 7 is older than 8\nand so on")
+
+    monkeypatch.setattr(stub[1], "is_available", broken)
+    says = "torch_npu raised RuntimeError: driver 7 is older than 8"
+    known = load_plugins().platforms
+    with pytest.warns(RuntimeWarning, match=f"platform ascend cannot be used: {says}"):
+        assert choose_platform(known.values(), None, None, 0).name == "cpu"
+    with pytest.raises(UserError, match=says):
+        choose_platform(known.values(), "ascend", None, 0)
+    assert main(["plugins", "list"]) == 0 and says in capsys.readouterr().out
 
 
 def test_the_cpu_platforms_pass_their_own_check() -> None:
@@ -246,7 +263,7 @@ def test_list_marks_what_was_never_run(capsys: pytest.CaptureFixture[str]) -> No
     [
         (["check", "acmee"], "no such plugin"), (["check", "aten", "--dtypes", "fp12"], "no such dtype; did you mean"),
         (["check", "aten", "--operators", "sofmax"], "no such operator; did you mean softmax?"),
-        (["check", "aten", "--platform", "ascend"], "no such device on this machine"), (["chekc"], "invalid choice"),
+        (["check", "aten", "--platform", "ascend"], "torch_npu is not installed"), (["chekc"], "invalid choice"),
         (["new", "Acme-1"], "no package name"), ([], "required"),
     ],
 )  # fmt: skip

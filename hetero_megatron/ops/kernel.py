@@ -109,8 +109,8 @@ class Kernel:
         supports: reasons against a signature that the capability cannot express; reads metadata only.
         overwrites: arguments that forward may destroy (nothing else needs them).
         apply: a differentiable callable to use instead of an autograd.Function over forward and backward.
-        parts: further functions that an operator knows by name (``gemm``: ``input``, ``weight``).
-        truncates: casts to bf16 cut digits off (Triton's interpreter): twice the error is allowed.
+        parts: further functions that the operator's spec names (``gemm``: ``input``, ``weight``).
+        interpreted: by Triton's interpreter, on the CPU: results count, times do not.
         traceable: plain torch, so that ``torch.compile`` may look inside.
     """
 
@@ -127,7 +127,7 @@ class Kernel:
     overwrites: tuple[str, ...] = ()
     apply: Callable[..., object] | None = None
     parts: Mapping[str, Callable[..., object]] = field(default_factory=dict)
-    truncates: bool = False
+    interpreted: bool = False
     traceable: bool = False
 
     def __str__(self) -> str:

@@ -219,5 +219,5 @@ def register(api: PluginApi) -> None:
     for op, file, forward, backward in _TABLE:
         if source_file(f"hetero_kernels.{file}") is not None:
             api.kernel(
-                Kernel(op, "triton", TRITON, forward, backward, capability, _supports, truncates=INTERPRETED)
+                Kernel(op, "triton", TRITON, forward, backward, capability, _supports, interpreted=INTERPRETED)
             )
