@@ -128,6 +128,15 @@ def test_compiled_layers_equal_uncompiled_ones(recompute: str) -> None:
     compare(plan, with_kernels(plan, ["rms_norm=triton"]), spec, backend="aot_eager")
 
 
+@pytest.mark.slow  # a C++ compiler runs for every graph
+@pytest.mark.timeout(600)
+def test_the_default_compiler_takes_the_kernels_of_a_plugin() -> None:
+    """What ``--compile`` does without more words, with operators whose strides the fakes have promised."""
+    spec = from_hf_config(MODEL)
+    plan = make_plan(spec, {"ranks": 0, "layers": [0, 2]})
+    compare(plan, with_kernels(plan, ["rms_norm=triton", "rope=triton", "swiglu=triton"]), spec, backend="inductor")
+
+
 def test_head_and_loss_in_one_equal_the_unfused() -> None:
     """By request only; the logits never exist. Not for a vocabulary that is cut."""
     spec = from_hf_config(MODEL)

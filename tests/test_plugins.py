@@ -240,6 +240,27 @@ def test_an_adapter_that_raises_is_named_and_stops_nobody(
     assert main(["plugins", "list"]) == 0 and says in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("stub", ["metax"], indirect=True)
+def test_triton_kernels_keep_to_the_limits_of_the_platform(
+    stub: tuple[Accelerator, StubDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver reports more programs, warps and memory than the platform states."""
+    import hetero_kernels as hk
+    from hetero_plugins import triton
+
+    reported = hk.Limits(arch="cuda-80", processors=40, max_grid=2**31 - 1, max_warps=32, shared_bytes=1 << 20)
+    monkeypatch.setattr(triton, "INTERPRETED", False)
+    monkeypatch.setattr(hk, "limits_of", lambda device: reported)
+    triton._kernels.cache_clear()
+    try:
+        used = triton._kernels().rms_norm_fwd.keywords["limits"]
+        assert triton._kernels().document_bounds is hk.document_bounds, "takes no limits"
+    finally:
+        triton._kernels.cache_clear()
+    assert (used.max_grid, used.max_warps, used.shared_bytes) == (65_535, 16, 64 * 1024)
+    assert (used.arch, used.processors) == ("cuda-80", 40)
+
+
 def test_the_cpu_platforms_pass_their_own_check() -> None:
     for name in ("cpu", "reference"):
         assert [f for f in check_platform(load_plugins().platforms[name]) if f.status != "pass"] == []

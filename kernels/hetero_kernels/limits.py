@@ -77,7 +77,7 @@ def _detect(kind: str, index: int | None) -> Limits:
     return Limits(
         arch=f"{target.backend}-{target.arch}",
         processors=int(properties["multiprocessor_count"]),
-        max_grid=2**31 - 1,
+        max_grid=2**31 - 1 if target.backend in ("cuda", "hip") else 65_535,  # others count all axes in 16 bits
         max_warps=1024 // int(target.warp_size),
         shared_bytes=int(properties["max_shared_mem"]),
     )
