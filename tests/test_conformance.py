@@ -15,7 +15,7 @@ from hetero_megatron.cli.check_plugin import check_plugin, print_report
 from hetero_megatron.cli.scaffold import plugin_files
 from hetero_megatron.ops import SPECS, Signature, torch_registry
 from hetero_megatron.ops.conformance import DTYPES, FAIL, Finding, check_kernel
-from hetero_megatron.ops.conformance.compare import judge
+from hetero_megatron.ops.conformance.compare import flatten, judge
 from hetero_megatron.ops.conformance.sandbox import Sandbox
 from hetero_megatron.platform.plugins import load_plugins
 
@@ -50,7 +50,15 @@ def test_triton_under_its_interpreter_conforms(op: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("op", TRITON)
 def test_every_triton_kernel_conforms(op: str) -> None:
-    assert failures("triton", op) == []
+    """In fp32 with every case: more than 65,535 rows too."""
+    assert failures("triton", op, (torch.float32,), quick=False) == []
+    assert failures("triton", op, (torch.bfloat16, torch.float16)) == []
+
+
+def test_every_operator_over_rows_has_a_case_of_more_than_a_grid_of_16_bits_holds() -> None:
+    rows = {op for op in SPECS if op not in ("adamw", "l2norm", "attention")}
+    large = {op for op in rows for case in SPECS[op].cases() if any(65_537 in x.shape for x in flatten(case.args))}
+    assert large == rows
 
 
 @pytest.fixture

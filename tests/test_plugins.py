@@ -306,6 +306,20 @@ def test_the_rates_of_a_fast_chip_come_from_calls_that_take_long_enough(monkeypa
         assert speed._large_enough(make, 512, largest, lambda: None) == (want[-1], each * want[-1]) and sizes == want
 
 
+def test_many_calls_wait_for_the_device_once_and_planner_rows_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, waits = [], []
+    seconds = speed.best_seconds(lambda: calls.append(1), lambda: waits.append(1), 0.01)
+    assert 0 < seconds < 1e-4 and len(calls) > 20 * len(waits)
+    registry = load_plugins().registry
+    attention, cpu = registry.spec("attention"), torch.device("cpu")
+    taken = iter([2e-4, 3e-3] * 3 + [2e-4, 3e-3, 6e-3] * 3)  # the first size is too short each time
+    monkeypatch.setattr(speed, "best_seconds", lambda call, _: call() and next(taken))
+    rows = speed.gemm_rows(registry.kernel("gemm", "aten"), cpu, torch.float32, lambda: None)
+    assert rows == [[*(2 * n for n in shape), 3e-3] for shape in speed.GEMM_SHAPES]
+    rows = speed.attention_rows(attention, registry.kernel("attention", "aten"), cpu, torch.float32, lambda: None)
+    assert rows == [[2 * length, 8, 64, 3e-3, 6e-3] for length in speed.LENGTHS]
+
+
 def test_check_prints_one_json_object_and_writes_the_profile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

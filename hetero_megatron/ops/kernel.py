@@ -109,7 +109,7 @@ class Kernel:
         supports: reasons against a signature that the capability cannot express; reads metadata only.
         overwrites: arguments that forward may destroy (nothing else needs them).
         apply: a differentiable callable to use instead of an autograd.Function over forward and backward.
-        parts: further functions that the operator's spec names (``gemm``: ``input``, ``weight``).
+        parts: further functions that an operator knows by name (``gemm``: ``input``, ``weight``).
         interpreted: by Triton's interpreter, on the CPU: results count, times do not.
         traceable: plain torch, so that ``torch.compile`` may look inside.
     """

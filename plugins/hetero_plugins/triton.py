@@ -34,10 +34,9 @@ def _kernels() -> Any:
     limits = None if INTERPRETED else _limits(module)
     if limits is None:
         return module
-    functions = {name: getattr(module, name) for name in module.__all__ if inspect.isfunction(getattr(module, name))}
-    takes = {name for name, f in functions.items() if "limits" in inspect.signature(f).parameters}
-    bound = {n: functools.partial(f, limits=limits) if n in takes else f for n, f in functions.items()}
-    return SimpleNamespace(**bound)
+    offered = {name: getattr(module, name) for name in module.__all__}
+    takes = {n for n, f in offered.items() if inspect.isfunction(f) and "limits" in inspect.signature(f).parameters}
+    return SimpleNamespace(**offered | {n: functools.partial(offered[n], limits=limits) for n in takes})
 
 
 def _limits(kernels: ModuleType) -> Any:

@@ -134,7 +134,7 @@ def _check_case(subject: Subject, case: Case, first: bool) -> Iterator[Finding]:
         yield from _backward(subject, case, args, grads, outcome, eager, want_grads)
         if first:
             yield from _expanded(subject, case, args, eager)
-        if first or kernel.apply is not None or kernel.parts:
+        if first or kernel.apply is not None or spec.parts:
             yield _trained(subject, case, args, grads, eager, (wants, want_grads))
         if spec.name == "gemm":
             yield from _weight_gradient(subject, case, args, grads[0])
