@@ -119,8 +119,9 @@ class OpSpec:
         return (self.args + self.results + self.extras).index(name)
 
     def forward_cost(self, *args: Any) -> Cost:
-        """Every argument is read once and every result written once."""
-        return Cost(self.flops(*args), count_bytes(args) + count_bytes(self.fake(*args)))
+        """Every argument is read once and every result written once, those in place too."""
+        changed = [args[self.args.index(name)] for name in self.in_place]
+        return Cost(self.flops(*args), count_bytes((args, self.fake(*args), changed)))
 
     def backward_cost(self, *args: Any) -> Cost:
         """Saved state and incoming gradients are read once, gradients written once."""
