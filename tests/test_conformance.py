@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from hetero_megatron.cli.check_plugin import check_plugin, print_report
 from hetero_megatron.cli.scaffold import plugin_files
 from hetero_megatron.ops import SPECS, Signature, torch_registry
 from hetero_megatron.ops.conformance import DTYPES, FAIL, Finding, check_kernel
+from hetero_megatron.ops.conformance.compare import flatten, judge
 from hetero_megatron.ops.conformance.sandbox import Sandbox
 from hetero_megatron.platform.plugins import load_plugins
 
@@ -48,7 +50,15 @@ def test_triton_under_its_interpreter_conforms(op: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("op", TRITON)
 def test_every_triton_kernel_conforms(op: str) -> None:
-    assert failures("triton", op) == []
+    """In fp32 with every case: more than 65,535 rows too."""
+    assert failures("triton", op, (torch.float32,), quick=False) == []
+    assert failures("triton", op, (torch.bfloat16, torch.float16)) == []
+
+
+def test_every_operator_over_rows_has_a_case_of_more_than_a_grid_of_16_bits_holds() -> None:
+    rows = {op for op in SPECS if op not in ("adamw", "l2norm", "attention")}
+    large = {op for op in rows for case in SPECS[op].cases() if any(65_537 in x.shape for x in flatten(case.args))}
+    assert large == rows
 
 
 @pytest.fixture
@@ -92,6 +102,48 @@ def test_every_defect_of_the_bad_plugin_is_found(vendors: None, capsys: pytest.C
     assert {f["kernel"] for f in failed} == set(bad.DEFECTS)
     print_report(report)
     assert f"{len(failed)} FAILED" in capsys.readouterr().out
+
+
+def test_one_wrong_row_and_small_truths_do_not_hide_behind_tolerances() -> None:
+    """Rows of a softmax are far below 1; an error of 3 % in the largest element of a bf16 tensor is no rounding."""
+    row = torch.full((4, 1000), 1e-3, dtype=torch.float64)
+    assert not judge(row.float(), row, row.float(), 1e-6, 2.0)
+    assert "error" in judge((row * (1 + 2e-5)).float(), row, row.float(), 1e-6, 2.0)
+    many = torch.ones(65_537, 4, dtype=torch.float64)
+    off = many.clone()
+    off[77] *= 1.03
+    assert not judge(many.bfloat16(), many, many.bfloat16(), 5e-3, 2.0)
+    assert "one element is off" in judge(off.bfloat16(), many, many.bfloat16(), 5e-3, 2.0)
+
+
+def test_a_plugin_whose_device_is_absent_was_not_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = check_plugin("ascend", None, ["fp32"], None, True, False)
+    print_report(report)
+    shown = capsys.readouterr().out
+    assert not report.ok and "none of its devices is here (ascend: torch_npu is not installed)" in shown
+    monkeypatch.setattr("hetero_plugins.triton.INTERPRETED", False)
+    report = check_plugin("triton", None, ["fp32"], ["rope"], True, False)
+    (finding,) = [f for f in report.findings if f["status"] == FAIL]
+    assert not report.ok and finding["kernel"] == "rope:triton" and "set TRITON_INTERPRET=1" in finding["detail"]
+
+
+def test_a_providers_name_may_have_dots() -> None:
+    kernel = replace(torch_registry().kernel("rope", "reference"), provider="acme-v2.1")
+    asked = lambda d: Signature("rope", "cpu", d, "cpu")  # noqa: E731
+    found = list(check_kernel(SPECS["rope"], kernel, CPU, asked, DTYPES[:1], True))
+    assert "compile" in {f.check for f in found} and FAIL not in {f.status for f in found}
+
+
+def test_without_a_platform_the_accelerator_that_is_here_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    chip = load_plugins().platforms["ascend"]
+    for name, value in {"available": lambda self: True, "device": lambda self, index=0: CPU}.items():
+        monkeypatch.setattr(type(chip), name, value)
+    for name in ("arch", "chip"):
+        monkeypatch.setattr(type(chip), name, lambda self, index=0: ())
+    report = check_plugin("reference", None, ["fp32"], ["rope"], True, False)
+    assert report.ok and report.platform == "ascend"
 
 
 def test_the_bad_plugin_is_named_and_harms_nobody(vendors: None) -> None:

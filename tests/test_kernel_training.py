@@ -128,6 +128,15 @@ def test_compiled_layers_equal_uncompiled_ones(recompute: str) -> None:
     compare(plan, with_kernels(plan, ["rms_norm=triton"]), spec, backend="aot_eager")
 
 
+@pytest.mark.slow  # a C++ compiler runs for every graph
+@pytest.mark.timeout(600)
+def test_the_default_compiler_takes_the_kernels_of_a_plugin() -> None:
+    """What ``--compile`` does without more words, with operators whose strides the fakes have promised."""
+    spec = from_hf_config(MODEL)
+    plan = make_plan(spec, {"ranks": 0, "layers": [0, 2]})
+    compare(plan, with_kernels(plan, ["rms_norm=triton", "rope=triton", "swiglu=triton"]), spec, backend="inductor")
+
+
 def test_head_and_loss_in_one_equal_the_unfused() -> None:
     """By request only; the logits never exist. Not for a vocabulary that is cut."""
     spec = from_hf_config(MODEL)
@@ -168,8 +177,11 @@ def test_a_run_prints_its_kernels_and_refuses_what_it_cannot_have() -> None:
         "--micro-batch-size", "1", "--global-batch-size", "2", "--train-iters", "1", "--lr", "1e-3", "--kernels",
     ]  # fmt: skip
     run = lambda *words: subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True)  # noqa: E731
-    good = run("rms_norm=reference")
+    good = run("rms_norm=reference", "--log-kernel-plan")
     assert good.returncode == 0, good.stderr
     assert "kernels of pipeline 0 stage 0 (" in good.stdout and "reference: rms_norm" in good.stdout
+    rows = [line.split() for line in good.stdout.splitlines()]
+    assert ["rms_norm", "reference", "requested"] in rows and ["swiglu", "aten"] in rows
+    assert ["not", "triton:"] in [row[:2] for row in rows], "with what was passed over and why"
     bad = run("rope=tritn")
     assert bad.returncode == 2 and "no such provider of rope; did you mean triton?" in bad.stderr

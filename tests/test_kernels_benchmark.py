@@ -28,6 +28,8 @@ CASES: list[tuple[str, str, tuple[Any, ...]]] = [
     ("loss_cases", "cross_entropy", (6, 50)),
     ("loss_cases", "linear_cross_entropy", (6, 32, 50)),
     ("loss_cases", "attention", (1, 20, 2, 1, 16, True, True)),
+    ("loss_cases", "attention", (2, 20, 2, 1, 16, True, True, 7)),
+    ("loss_cases", "attention", (2, 20, 2, 1, 16, True, True, None, (0, 3, 11))),
     ("loss_cases", "attention_merge", (20, 2, 16)),
     ("loss_cases", "attention_delta", (20, 2, 16)),
     ("loss_cases", "adamw", ([(20, 5), (7,)],)),
@@ -35,7 +37,7 @@ CASES: list[tuple[str, str, tuple[Any, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("module", "name", "shape"), CASES, ids=[case[1] for case in CASES])
+@pytest.mark.parametrize(("module", "name", "shape"), CASES, ids=[f"{case[1]}{i}" for i, case in enumerate(CASES)])
 def test_case(module: str, name: str, shape: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     torch.manual_seed(0)
@@ -110,6 +112,45 @@ def test_a_kernel_that_fails_and_a_time_that_ends_do_not_end_the_benchmark(
     assert run("--resume") == 0  # 01 is not run again
     assert list(json.loads(path.read_text())["cases"]) == ["01 rms_norm", "02 rms_norm"]
     assert "2 of 2 cases, 0 wrong" in capsys.readouterr().out
+
+
+def test_what_is_too_small_is_said_and_the_operators_own_path_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import bench_kernels
+
+    def result(op: str, floor: float, **sides: dict[str, float]) -> dict[str, Any]:
+        named = {name.replace("_", " ").replace("at once", ", at once"): side for name, side in sides.items()}
+        return {"op": op, "shape": "8x8", "forward_floor_ms": floor, "sides": named}
+
+    plain = {"both_ms": 10.0, "peak_bytes": 100}
+    found = bench_kernels.targets([
+        result("rms_norm", 0.01, ours={"forward_share": 0.3}), result("rms_norm", 0.1, ours={"forward_share": 0.9}),
+        result("linear_cross_entropy", 1.0, ours={"both_ms": 12.0, "forward_share": 0.1, "peak_bytes": 20},
+               torch_eager=plain, Liger={"both_ms": 24.0}),
+        result("attention window 128", 1.0, ours={"forward_share": 0.1}),
+    ])  # fmt: skip
+    texts = [(text.partition(": ")[2].split(" (")[0], met) for text, met in found]
+    assert texts == [
+        ("forward 30% of copy bandwidth", None), ("forward 90% of copy bandwidth", True),
+        ("2.00x Liger's speed", True), ("1.20x torch's time", False), ("0.20x torch's memory", True),
+    ]  # fmt: skip
+
+
+def test_the_most_telling_shape_of_every_operator_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's time may end. Every shape of the research's tables is there."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import bench_kernels
+
+    calls = [(name[3:], made.args[1:]) for name, made in bench_kernels.cases(DEVICE, []).items()]
+    first = [name for name, _ in calls[:14]]
+    assert set(first) == {name for name, _ in calls} and first[0] == "attention" and len(calls) < 100
+    assert calls[0][1][:2] == (1, 16384)
+    for name, shapes in {
+        "rms_norm": [(4096, 8192)], "layer_norm": [(32768, 1024), (16384, 2048), (8192, 4096), (2048, 16384)],
+        "add_rms_norm": [(2048, 8192), (2048, 16384)], "rope": [(n, 64, 8, 128) for n in (2048, 4096, 8192, 16384)],
+        "linear_cross_entropy": [(n, 4096, 128256) for n in (4096, 8192, 16384, 32768)],
+    }.items():  # fmt: skip
+        assert all((name, shape) in calls for shape in shapes), name
 
 
 def test_spills_are_counted_in_innermost_loops(monkeypatch: pytest.MonkeyPatch) -> None:

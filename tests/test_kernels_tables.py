@@ -6,12 +6,14 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import hetero_kernels as hk
+from hetero_kernels import limits as chip_limits
 from hetero_kernels import tune
 from hetero_kernels.limits import TABLES, config, flat_tile, load_table, row_tile
 from tests.kernel_cases import DEVICE, FP32
@@ -35,6 +37,18 @@ def test_a_chip_without_a_table_gets_the_generic_one_and_says_so() -> None:
     assert chosen == config("rope", 128, FP32, hk.Limits(arch="generic"))
     with pytest.raises(FileNotFoundError, match="nowhere.json"):
         config("rope", 128, FP32, hk.Limits(table="/nowhere.json"))
+
+
+def test_a_grid_is_wide_only_where_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = {"multiprocessor_count": 40, "max_shared_mem": 1 << 17}
+    for backend, grid in (("cuda", 2**31 - 1), ("npu", 65_535)):
+        target = SimpleNamespace(backend=backend, arch=9, warp_size=32)
+        driver = SimpleNamespace(
+            utils=SimpleNamespace(get_device_properties=lambda _: properties), get_current_device=int,
+            get_current_target=lambda target=target: target,
+        )  # fmt: skip
+        monkeypatch.setattr(chip_limits.triton.runtime, "driver", SimpleNamespace(active=driver))
+        assert chip_limits._detect.__wrapped__("any", None).max_grid == grid
 
 
 def test_tiles_respect_the_limits() -> None:

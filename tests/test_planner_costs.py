@@ -7,18 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hetero_megatron.cluster import CHIPS, cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
+from hetero_megatron.ops import SPECS
+from hetero_megatron.ops.spec import Cost
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.planner.costs import CostModel, StageChoice
 from hetero_megatron.planner.footprint import estimate_memory
 from hetero_megatron.planner.network import Network
-from hetero_megatron.planner.operators import Operators
+from hetero_megatron.planner.operators import ATTENTION_BACKWARD, UPDATE_BYTES, Operators
 from hetero_megatron.planner.predict import predict
 from hetero_megatron.planner.rates import as_document, load_rates, model_fingerprint, share_of_peak
 from hetero_megatron.spec import load_model
-from hetero_megatron.spec.flops import layer_flops, parameter_count
+from hetero_megatron.spec.flops import (
+    head_flops,
+    layer_attention_flops,
+    layer_flops,
+    layer_matmul_flops,
+    parameter_count,
+    visible_pairs,
+)
 from tests.planner_cases import MODEL, SEQ, chip_rates, cluster, plan, stages
 
 LLAMA = load_model("llama2-7b")
@@ -32,6 +42,38 @@ def dgx(chip: str = "A100-80-SXM", nodes: int = 2, **more: Any):  # type: ignore
             **more,
         }
     )
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama2-7b"])
+@pytest.mark.parametrize("length", [64, 512])
+def test_the_planner_and_the_operators_count_the_same_work(name: str, length: int) -> None:
+    """``spec/flops.py`` may not import torch, so FLOPs and bytes are written twice: here they are held together."""
+    model = load_model(name)
+    hidden, vocabulary, heads, wide = model.hidden_size, model.vocab_size, model.num_heads, model.head_dim
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    def gemm(n: int, k: int) -> Cost:
+        return SPECS["gemm"].forward_cost(meta(length, k), meta(n, k), None)
+
+    q, kv, ffn = heads * wide, model.num_kv_heads * wide, model.ffn_hidden_size
+    gates = 2 if model.activation == "swiglu" else 1
+    products = [(q, hidden), (kv, hidden), (kv, hidden), (hidden, q), *[(ffn, hidden)] * gates, (hidden, ffn)]
+    assert sum(gemm(*shape).flops for shape in products) == length * layer_matmul_flops(model)
+    attention = [meta(1, length, n, wide) for n in (heads, model.num_kv_heads, model.num_kv_heads)]
+    pairs = layer_attention_flops(model, visible_pairs(length))
+    cost = SPECS["attention"].forward_cost(*attention, None, None, 0, 0)
+    assert cost.flops == pytest.approx(pairs, rel=1.01 / length), "the operator counts half of the diagonal"
+    back = SPECS["attention"].backward_flops
+    assert (back, SPECS["gemm"].backward_flops) == (ATTENTION_BACKWARD, 2)
+    x, w, labels = meta(length, hidden), meta(vocabulary, hidden), meta(length, dtype=torch.int64)
+    assert gemm(vocabulary, hidden).flops == head_flops(model, length)
+    assert SPECS["linear_cross_entropy"].forward_cost(x, w, labels).flops == head_flops(model, length)
+    rates = replace(load_rates(dgx(), "bf16").chips["A100-80-SXM"], gemm_flops=1e30, bytes_per_second=1.0)
+    assert Operators(model, rates, 2).gemm(length, ffn, hidden) == gemm(ffn, hidden).bytes
+    one = [meta(1000, dtype=torch.float32)]
+    assert SPECS["adamw"].forward_cost(one, one, one, one, 1, 1e-3, 0.9, 0.95, 1e-8, 0.1).bytes == 1000 * UPDATE_BYTES
 
 
 def test_every_chip_of_the_catalogue_has_a_cold_start_below_its_peak() -> None:

@@ -202,7 +202,7 @@ def test_choosing_a_platform(stub: tuple[Accelerator, StubDevice], monkeypatch: 
     assert choose_platform(known, "cpu", None, 0) == Platform(torch.device("cpu"), "cpu:gloo", chosen_cpu(known))
     assert choose_platform(known, None, "gloo", 0).name == "cpu"
     for name, backend, says in (
-        ("ascnd", None, "no such platform; did you mean ascend?"), ("mthreads", None, "no such device on this machine"),
+        ("ascnd", None, "no such platform; did you mean ascend?"), ("mthreads", None, "torch_musa is not installed"),
         ("ascend", "nccl", "ascend does not speak it"), ("cpu", "mpi", "cpu does not speak it"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=says.replace("?", r"\?")):
@@ -221,6 +221,44 @@ def test_two_vendors_in_one_process_must_be_told_which(monkeypatch: pytest.Monke
         monkeypatch.setattr(type(found[name]), "available", lambda self: True)
     with pytest.raises(UserError, match="this machine has several platforms. Accepted: ascend or cambricon"):
         choose_platform(found.values(), None, None, 0)
+
+
+@pytest.mark.parametrize("stub", ["ascend"], indirect=True)
+def test_an_adapter_that_raises_is_named_and_stops_nobody(
+    stub: tuple[Accelerator, StubDevice], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> bool:
+        raise RuntimeError("driver 7 is older than 8\nand so on")
+
+    monkeypatch.setattr(stub[1], "is_available", broken)
+    says = "torch_npu raised RuntimeError: driver 7 is older than 8"
+    known = load_plugins().platforms
+    with pytest.warns(RuntimeWarning, match=f"platform ascend cannot be used: {says}"):
+        assert choose_platform(known.values(), None, None, 0).name == "cpu"
+    with pytest.raises(UserError, match=says):
+        choose_platform(known.values(), "ascend", None, 0)
+    assert main(["plugins", "list"]) == 0 and says in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("stub", ["metax"], indirect=True)
+def test_triton_kernels_keep_to_the_limits_of_the_platform(
+    stub: tuple[Accelerator, StubDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver reports more programs, warps and memory than the platform states."""
+    import hetero_kernels as hk
+    from hetero_plugins import triton
+
+    reported = hk.Limits(arch="cuda-80", processors=40, max_grid=2**31 - 1, max_warps=32, shared_bytes=1 << 20)
+    monkeypatch.setattr(triton, "INTERPRETED", False)
+    monkeypatch.setattr(hk, "limits_of", lambda device: reported)
+    triton._kernels.cache_clear()
+    try:
+        used = triton._kernels().rms_norm_fwd.keywords["limits"]
+        assert triton._kernels().document_bounds is hk.document_bounds, "takes no limits"
+    finally:
+        triton._kernels.cache_clear()
+    assert (used.max_grid, used.max_warps, used.shared_bytes) == (65_535, 16, 64 * 1024)
+    assert (used.arch, used.processors) == ("cuda-80", 40)
 
 
 def test_the_cpu_platforms_pass_their_own_check() -> None:
@@ -246,7 +284,7 @@ def test_list_marks_what_was_never_run(capsys: pytest.CaptureFixture[str]) -> No
     [
         (["check", "acmee"], "no such plugin"), (["check", "aten", "--dtypes", "fp12"], "no such dtype; did you mean"),
         (["check", "aten", "--operators", "sofmax"], "no such operator; did you mean softmax?"),
-        (["check", "aten", "--platform", "ascend"], "no such device on this machine"), (["chekc"], "invalid choice"),
+        (["check", "aten", "--platform", "ascend"], "torch_npu is not installed"), (["chekc"], "invalid choice"),
         (["new", "Acme-1"], "no package name"), ([], "required"),
     ],
 )  # fmt: skip
@@ -266,6 +304,20 @@ def test_the_rates_of_a_fast_chip_come_from_calls_that_take_long_enough(monkeypa
             return lambda: n
 
         assert speed._large_enough(make, 512, largest, lambda: None) == (want[-1], each * want[-1]) and sizes == want
+
+
+def test_many_calls_wait_for_the_device_once_and_planner_rows_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, waits = [], []
+    seconds = speed.best_seconds(lambda: calls.append(1), lambda: waits.append(1), 0.01)
+    assert 0 < seconds < 1e-4 and len(calls) > 20 * len(waits)
+    registry = load_plugins().registry
+    attention, cpu = registry.spec("attention"), torch.device("cpu")
+    taken = iter([2e-4, 3e-3] * 3 + [2e-4, 3e-3, 6e-3] * 3)  # the first size is too short each time
+    monkeypatch.setattr(speed, "best_seconds", lambda call, _: call() and next(taken))
+    rows = speed.gemm_rows(registry.kernel("gemm", "aten"), cpu, torch.float32, lambda: None)
+    assert rows == [[*(2 * n for n in shape), 3e-3] for shape in speed.GEMM_SHAPES]
+    rows = speed.attention_rows(attention, registry.kernel("attention", "aten"), cpu, torch.float32, lambda: None)
+    assert rows == [[2 * length, 8, 64, 3e-3, 6e-3] for length in speed.LENGTHS]
 
 
 def test_check_prints_one_json_object_and_writes_the_profile(

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops import SPECS, Capability, Kernel, KernelWarning, Registry, Signature, resolve, torch_registry
 from hetero_megatron.ops.gemm import weight_gradient
 from hetero_megatron.ops.kernel import ATEN, REFERENCE, TRITON, VENDOR
-from hetero_megatron.ops.library import define
+from hetero_megatron.ops.library import define, operator_name
 from hetero_megatron.ops.norm import rms_norm_backward, rms_norm_forward
 from hetero_megatron.ops.operators import reference_kernel
 from hetero_megatron.plan.kernels import OPERATORS
@@ -121,6 +122,7 @@ def test_bad_registrations_are_refused() -> None:
         (replace(kernel("acme"), version=2), "another version of the operator"),
         (replace(kernel("acme"), kind="fast"), "is no kind of provider"),
         (replace(kernel("acme"), provider="aten"), "registered twice"),
+        (replace(registry.kernel("gemm", "aten"), provider="acme", parts={}), "it lacks the part input"),
     ):
         with pytest.raises(UserError, match=says):
             registry.register(bad)
@@ -228,22 +230,39 @@ def test_weight_gradients_are_added_in_place(provider: str, dtype: torch.dtype, 
     torch.testing.assert_close(into.double(), want, rtol=0, atol=1e-13 if dtype == torch.float64 else 1e-5)
 
 
+def swapped(x: torch.Tensor) -> torch.Tensor:
+    """The same values, the first two axes the other way round in memory."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1) if x.dim() > 1 else x
+
+
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("provider", ["aten", "reference"])
 @pytest.mark.parametrize("op", sorted(n for n, s in SPECS.items() if s.schema is not None))
-def test_torch_operators_pass_opcheck(op: str, provider: str) -> None:
-    """Schema, fake tensors and autograd registration, by torch's own checker."""
+def test_torch_operators_pass_opcheck(op: str, provider: str, transposed: bool) -> None:
+    """Schema, fake tensors and autograd registration, by torch's own checker; strides of results are as promised."""
     spec, k = SPECS[op], torch_registry().kernel(op, provider)
     if k.private:
         pytest.skip("private state: a graph break")
-    define(spec, k)
-    target = getattr(torch.ops.hetero_megatron, f"{op}__{provider}").default
+    operator = define(spec, k)
+    target = getattr(torch.ops.hetero_megatron, operator_name(spec, k)).default
     case = next(iter(spec.cases()))
     args = [
-        a.float().requires_grad_(n in spec.gradients) if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+        (swapped(a) if transposed else a).float().requires_grad_(n in spec.gradients)
+        if isinstance(a, torch.Tensor) and a.is_floating_point() else a
         for n, a in zip(spec.args, case.args, strict=True)
     ]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(target, tuple(args), test_utils=tests)
+    live = [a for a, n in zip(args, spec.args) if n in spec.gradients and a is not None]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
+        made = operator(*fakes)
+        grads = torch.autograd.grad(made[0], [f for f, a in zip(fakes, args) if any(a is x for x in live)],
+                                    torch.ones_like(made[0]))  # fmt: skip
+    real = operator(*args)
+    found = torch.autograd.grad(real[0], live, torch.ones_like(real[0]))
+    for promised, got in zip((*made, *grads), (*real, *found), strict=True):
+        assert (promised.stride(), promised.shape) == (got.stride(), got.shape)
 
 
 def test_compiled_operators_give_equal_gradients_in_one_graph() -> None:

@@ -40,29 +40,40 @@ def cases(device: torch.device, only: list[str]) -> dict[str, Callable[[], Any]]
     import row_cases as row
 
     model = [(4096, 4096)] * 12 + [(14336, 4096)] * 3 + [(4096,)] * 40
-    norms = [(4096, 1024), (4096, 4096), (8192, 4096), (8192, 8192), (4096, 16384), (16384, 2048)]
-    lengths = [(16, 1024), (8, 2048), (4, 4096), (2, 8192), (1, 16384)]
+    norms = [(4096, 8192), (8192, 4096), (4096, 4096), (4096, 16384), (16384, 2048), (4096, 1024), (8192, 8192)]
+    lengths = [(1, 16384), (8, 2048), (4, 4096), (2, 8192), (16, 1024)]
+    packed = tuple(range(0, 2048, 300))  # documents of 300 tokens and a shorter one
+    long = tuple(n for start in range(0, 16384, 4096) for n in (start, start + 1000, start + 1500))
+    # The most telling shape of every operator comes first; rows: of the research's tables, and what a model has.
     table: list[tuple[str, Any, list[tuple[Any, ...]]]] = [
+        ("attention", loss.attention, [(b, s, 32, 8, 128, True, s == 2048) for b, s in lengths]),
+        ("linear_cross_entropy", loss.linear_cross_entropy,
+         [(8192, 4096, 128256), *((n, 4096, 128256) for n in (4096, 16384, 32768)), (4096, 4096, 32000)]),
+        ("cross_entropy", loss.cross_entropy, [(8192, v) for v in (131072, 32768, 65536, 16384, 4096)]),
         ("rms_norm", row.rms_norm, [*norms, (32768, 4096), (32768, 65536)]),
-        ("layer_norm", row.layer_norm, norms),
-        ("add_rms_norm", row.add_rms_norm, [(2048, 4096), (8192, 4096), (8192, 8192)]),
-        ("swiglu", row.swiglu, [(8192, 4096), (8192, 8192), (8192, 14336), (8192, 16384)]),
-        ("gelu", row.gelu, [(8192, 16384, False), (8192, 16384, True)]),
-        ("softmax", row.softmax, [(8192, 4096), (8192, 32768)]),
-        ("rope", row.rope, [(8192, 32, 8, 128)]),
-        ("cross_entropy", loss.cross_entropy, [(8192, v) for v in (4096, 16384, 32768, 65536, 131072)]),
-        ("linear_cross_entropy", loss.linear_cross_entropy, [(8192, 4096, 128256), (4096, 4096, 32000)]),
-        ("attention", loss.attention, [(b, s, 32, 8, 128, c, s == 2048) for c in (True, False) for b, s in lengths]),
-        ("attention", loss.attention, [(b, s, 32, 8, 64, True, s == 2048) for b, s in lengths]),
-        ("attention_merge", loss.attention_merge, [(16384, 32, 128)]),
-        ("attention_delta", loss.attention_delta, [(16384, 32, 128)]),
+        ("add_rms_norm", row.add_rms_norm, [(8192, 4096), (2048, 16384), (2048, 8192), (2048, 4096), (8192, 8192)]),
+        ("layer_norm", row.layer_norm, [*norms, (2048, 16384), (32768, 1024)]),
+        ("swiglu", row.swiglu, [(8192, 14336), (8192, 4096), (8192, 8192), (8192, 16384)]),
+        ("rope", row.rope, [(8192, 32, 8, 128), *((n, 64, 8, 128) for n in (16384, 2048, 4096, 8192))]),
         ("adamw", loss.adamw, [(model,)]),
         ("l2norm", loss.l2norm, [(model,)]),
-    ]
-    every = [(name, make, shape) for name, make, shapes in table for shape in shapes]
+        ("softmax", row.softmax, [(8192, 4096), (8192, 32768)]),
+        ("gelu", row.gelu, [(8192, 16384, True), (8192, 16384, False)]),
+        ("attention_merge", loss.attention_merge, [(16384, 32, 128)]),
+        ("attention_delta", loss.attention_delta, [(16384, 32, 128)]),
+        ("attention", loss.attention, [(1, 16384, 16, 4, 256, True, False), (2, 2048, 16, 4, 256, True, True)]),
+        ("attention", loss.attention, [(1, 16384, 32, 8, 128, True, False, 4096),
+                                       (2, 2048, 32, 8, 128, True, True, 500)]),
+        ("attention", loss.attention, [(1, 16384, 32, 8, 128, True, False, None, long),
+                                       (2, 2048, 32, 8, 128, True, True, None, packed)]),
+        ("attention", loss.attention, [(b, s, 32, 8, 64, True, s == 2048) for b, s in lengths]),
+        ("attention", loss.attention, [(b, s, 32, 8, 128, False, s == 2048) for b, s in lengths]),
+    ]  # fmt: skip
+    every = [(turn, name, make, shape) for name, make, shapes in table for turn, shape in enumerate(shapes)]
+    every.sort(key=lambda case: case[0])  # first shapes first: the machine's time may end
     return {
         f"{number:02} {name}": functools.partial(make, device, *shape)
-        for number, (name, make, shape) in enumerate(every)
+        for number, (_, name, make, shape) in enumerate(every)
         if not only or name in only
     }
 
@@ -135,34 +146,43 @@ def line(name: str, numbers: dict[str, Any]) -> str:
 LEAST_FLOOR_MS = 0.03  # below it a kernel's launch is a part of what is timed, and no share of a bandwidth says much
 
 
-def targets(results: list[dict[str, Any]]) -> list[tuple[str, bool]]:
-    """The targets of the project on an H200, as far as this run measured what they need."""
-    found: list[tuple[str, bool]] = []
+def targets(results: list[dict[str, Any]]) -> list[tuple[str, bool | None]]:
+    """The targets of the project on an H200, as far as this run measured what they need; None: not judged."""
+    found: list[tuple[str, bool | None]] = []
     for result in results:
         name, sides = f"{result['op']} {result['shape']}", result["sides"]
         ours = sides.get("ours", {})
-        if not result["op"].startswith(("attention causal", "attention full", "linear")):  # bound by memory
+        if not result["op"].startswith(("attention ", "linear")):  # bound by memory
             for direction, goal in (("forward", 0.85), ("backward", 0.75)):
                 share, floor = ours.get(f"{direction}_share"), result.get(f"{direction}_floor_ms", 0.0)
-                if share is not None and floor >= LEAST_FLOOR_MS:
+                if share is not None:
                     text = f"{name}: {direction} {share:.0%} of copy bandwidth (>= {goal:.0%})"
-                    found.append((text, share >= goal))
+                    small = f", its floor of {floor * 1e3:.0f} us is too near a launch"
+                    found.append((text, share >= goal) if floor >= LEAST_FLOOR_MS else (text + small, None))
         if "both_ms" in ours and "both_ms" in sides.get("Liger", {}):
             ratio = sides["Liger"]["both_ms"] / ours["both_ms"]
             found.append((f"{name}: {ratio:.2f}x Liger's speed (> 1)", ratio > 1))
         if result["op"] == "cross_entropy" and result["shape"] == "8192x131072" and "both_ms" in ours:
             ratio = ours["both_ms"] / (result["forward_floor_ms"] + result["backward_floor_ms"])
             found.append((f"{name}: {ratio:.2f}x the floor (<= 1.3)", ratio <= 1.3))
-        fused, plain = sides.get("ours, at once", {}), sides.get("torch eager", {})
-        if "forward_ms" in fused and "both_ms" in plain:
-            ratio = fused["forward_ms"] / plain["both_ms"]
-            memory = fused["peak_bytes"] / plain["peak_bytes"]
-            found.append((f"{name}: {ratio:.2f}x torch's time (<= 1.1)", ratio <= 1.1))
-            found.append((f"{name}: {memory:.2f}x torch's memory (<= 0.25)", memory <= 0.25))
+        if result["op"] == "linear_cross_entropy":
+            found += unfused_targets(name, sides)
         if result["op"] == "attention causal 128" and "16384" in result["shape"] and "forward_tflops" in ours:
             for direction, wanted in (("forward", 400), ("backward", 280)):
                 got = ours[f"{direction}_tflops"]
                 found.append((f"{name}: {direction} {got:.0f} TFLOP/s (>= {wanted})", got >= wanted))
+    return found
+
+
+def unfused_targets(name: str, sides: dict[str, Any]) -> list[tuple[str, bool | None]]:
+    """Time and memory of linear cross-entropy beside torch's: what the operator runs, and all in one call."""
+    found: list[tuple[str, bool | None]] = []
+    plain = sides.get("torch eager", {})
+    for side, key in (("ours", "both_ms"), ("ours, at once", "forward_ms")):
+        if key in sides.get(side, {}) and "both_ms" in plain:
+            ratio, memory = sides[side][key] / plain["both_ms"], sides[side]["peak_bytes"] / plain["peak_bytes"]
+            found.append((f"{name}, {side}: {ratio:.2f}x torch's time (<= 1.1)", ratio <= 1.1))
+            found.append((f"{name}, {side}: {memory:.2f}x torch's memory (<= 0.25)", memory <= 0.25))
     return found
 
 
@@ -248,7 +268,7 @@ def main() -> int:
     done = [result for result in results if result]
     print()
     for text, met in targets(done):
-        print(f"{'met   ' if met else 'MISSED'}  {text}")
+        print(f"{'not judged' if met is None else 'met' if met else 'MISSED':<10}  {text}")
     wrong += sum(bool(result["wrong"]) for result in done)
     print(f"\n{len(done)} of {len(results)} cases, {wrong} wrong")
     return 1 if wrong else 0 if len(done) == len(results) else 3

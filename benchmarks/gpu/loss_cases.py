@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,10 +25,14 @@ def cross_entropy(device: torch.device, tokens: int, vocabulary: int) -> Case:
 
     def got() -> list[torch.Tensor]:
         loss, lse = hk.cross_entropy_fwd(logits, target)
-        return [loss, hk.cross_entropy_bwd(dloss, logits, target, lse)]
+        half = vocabulary // 3  # two shards of unlike size
+        shards = [(logits[:, :half], 0), (logits[:, half:], half)]
+        merged, total = hk.merge_stats([hk.vocab_stats(part, target, start) for part, start in shards])
+        gradients = [hk.vocab_stats_bwd(dloss, part, target, start, total) for part, start in shards]
+        return [loss, hk.cross_entropy_bwd(dloss, logits, target, lse), merged, torch.cat(gradients, -1)]
 
     def exact() -> list[torch.Tensor]:
-        return exact_gradients(hk.cross_entropy_reference, [logits, target], (dloss,))
+        return exact_gradients(hk.cross_entropy_reference, [logits, target], (dloss,)) * 2
 
     def shard() -> Side:
         """What a vocabulary-parallel rank does, without the exchange."""
@@ -49,7 +54,7 @@ def cross_entropy(device: torch.device, tokens: int, vocabulary: int) -> Case:
     if LIGER:  # its gradient needs a mean or a sum
         sides["Liger"] = lambda: autograd_side(lambda x: liger("liger_cross_entropy")(x, target), [logits], ())
     return Case("cross_entropy", f"{tokens}x{vocabulary}", sides, logits.nbytes, 2 * logits.nbytes,
-                check=checked("loss dlogits", [1e-5, 5e-3], got, exact))  # fmt: skip
+                check=checked("loss dlogits shards' shards'_dlogits", [1e-5, 5e-3] * 2, got, exact))  # fmt: skip
 
 
 def linear_cross_entropy(device: torch.device, tokens: int, hidden: int, vocabulary: int) -> Case:
@@ -65,23 +70,26 @@ def linear_cross_entropy(device: torch.device, tokens: int, hidden: int, vocabul
     few = slice(0, min(tokens, 512))  # fp64 of all tokens would not fit
 
     def got() -> list[torch.Tensor]:
-        loss, _, dx, dw = hk.linear_cross_entropy_fwd_bwd(x[few], w, target[few], dloss[few], chunk=128)
-        return [loss, dx, dw]
+        once, _, *together = hk.linear_cross_entropy_fwd_bwd(x[few], w, target[few], dloss[few], chunk=128)
+        loss, lse = hk.linear_cross_entropy_fwd(x[few], w, target[few])
+        return [once, *together, loss, *hk.linear_cross_entropy_bwd(dloss[few], x[few], w, target[few], lse)]
 
     def exact() -> list[torch.Tensor]:
-        return exact_gradients(
+        return 2 * exact_gradients(
             lambda x, w: hk.linear_cross_entropy_reference(x, w, target[few]), [x[few], w], (dloss[few],), 1
         )
 
+    def backward(saved: Any) -> Any:
+        """As the operator of a kernel plan does it: dW summed in fp32, then in the weight's dtype."""
+        dx, dw = hk.linear_cross_entropy_bwd(dloss, x, w, target, saved[1])
+        return dx, dw.to(w.dtype)
+
     at_once = Side(lambda: hk.linear_cross_entropy_fwd_bwd(x, w, target, dloss, grad_weight=main_grad))
-    two_steps = Side(
-        lambda: hk.linear_cross_entropy_fwd(x, w, target),
-        lambda saved: hk.linear_cross_entropy_bwd(dloss, x, w, target, saved[1], grad_weight=main_grad),
-    )
+    ours = Side(lambda: hk.linear_cross_entropy_fwd(x, w, target), backward)
     more: dict[str, Function] = {"torch in bf16": lambda x, w: F.cross_entropy(x @ w.t(), target, reduction="none")}
     sides: dict[str, Callable[[], Side]] = {
+        "ours": lambda: ours,
         "ours, at once": lambda: at_once,
-        "ours, forward and backward": lambda: two_steps,
         **rivals(reference, [x, w], (dloss,), **more),
     }
     if hasattr(F, "linear_cross_entropy"):
@@ -93,14 +101,19 @@ def linear_cross_entropy(device: torch.device, tokens: int, hidden: int, vocabul
         )
     flops = 2.0 * tokens * hidden * vocabulary
     return Case("linear_cross_entropy", f"{tokens}x{hidden}x{vocabulary}", sides, forward_flops=flops,
-                backward_flops=2 * flops, check=checked("loss dx dw", [1e-4, 6e-3, 6e-3], got, exact))  # fmt: skip
+                backward_flops=2 * flops, check=checked(
+                    "at_once dx dw loss dx' dw'", [1e-4, 6e-3, 6e-3] * 2, got, exact))  # fmt: skip
 
 
 def attention(
-    device: torch.device, batch: int, length: int, heads: int, kv_heads: int, dim: int, causal: bool, check: bool
-) -> Case:
+    device: torch.device, batch: int, length: int, heads: int, kv_heads: int, dim: int, causal: bool, check: bool,
+    window: int | None = None, documents: tuple[int, ...] = (),
+) -> Case:  # fmt: skip
+    """``documents``: where they start, in every row; torch's attention takes neither them nor a window."""
     q, dout = (randn(device, batch, length, heads, dim) for _ in range(2))
     k, v = (randn(device, batch, length, kv_heads, dim) for _ in range(2))
+    bounds = hk.document_bounds([documents] * batch, length, device) if documents else None
+    mask: dict[str, Any] = {"causal": causal, "window": window, "bounds": bounds}
 
     def sdpa(backend: SDPBackend) -> Callable[[], Side]:
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -112,30 +125,38 @@ def attention(
         return lambda: autograd_side(run, [q, k, v], (dout,))
 
     def got() -> list[torch.Tensor]:
-        out, lse = hk.attention_fwd(q, k, v, causal=causal)
-        return [out, *hk.attention_bwd(dout, q, k, v, out, lse, causal=causal)]
+        out, lse = hk.attention_fwd(q, k, v, **mask)
+        return [out, *hk.attention_bwd(dout, q, k, v, out, lse, **mask)]
 
     def exact() -> list[torch.Tensor]:
         def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return hk.attention_reference(q, k, v, causal=causal)
+            return hk.attention_reference(q, k, v, **(mask | {"bounds": None if bounds is None else bounds[:1]}))
 
         return exact_gradients(reference, [q, k, v], (dout,), rows=1)  # 1 GiB of fp64 scores per batch row, many times
 
     ours = Side(
-        lambda: hk.attention_fwd(q, k, v, causal=causal),
-        lambda saved: hk.attention_bwd(dout, q, k, v, *saved, causal=causal),
+        lambda: hk.attention_fwd(q, k, v, **mask),
+        lambda saved: hk.attention_bwd(dout, q, k, v, *saved, **mask),
     )
-    flops = 4.0 * batch * heads * length**2 * dim / (2 if causal else 1)
-    sides: dict[str, Callable[[], Side]] = {
-        "ours": lambda: ours,
-        "SDPA cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION),
-        "SDPA FlashAttention-2": sdpa(SDPBackend.FLASH_ATTENTION),
-    }
+    edges = [*(documents or (0,)), length]
+    seen = sum(_pairs(end - start, window) for start, end in pairwise(edges)) if causal else length**2
+    flops = 4.0 * batch * heads * seen * dim
+    sides: dict[str, Callable[[], Side]] = {"ours": lambda: ours}
+    if window is None and not documents:
+        sides["SDPA cuDNN"] = sdpa(SDPBackend.CUDNN_ATTENTION)
+        sides["SDPA FlashAttention-2"] = sdpa(SDPBackend.FLASH_ATTENTION)
+    kind = "documents" if documents else "window" if window else "causal" if causal else "full"
     return Case(
-        f"attention {'causal' if causal else 'full'} {dim}", f"{batch}x{length}, {heads}/{kv_heads} heads", sides,
+        f"attention {kind} {dim}", f"{batch}x{length}, {heads}/{kv_heads} heads", sides,
         forward_flops=flops, backward_flops=2.5 * flops,
         check=checked("out dq dk dv", [8e-3, 1.2e-2, 1.2e-2, 1.2e-2], got, exact) if check else None,
     )  # fmt: skip
+
+
+def _pairs(length: int, window: int | None) -> float:
+    """Pairs of query and key that a causal document of ``length`` tokens has: half of a square and of the window."""
+    full = min(length, window or length)
+    return full**2 / 2 + (length - full) * full
 
 
 def attention_merge(device: torch.device, length: int, heads: int, dim: int) -> Case:

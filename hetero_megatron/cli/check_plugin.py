@@ -18,6 +18,7 @@ from hetero_megatron.ops.registry import unknown
 from hetero_megatron.ops.stage import stage_operators
 from hetero_megatron.platform import CPU, Accelerator
 from hetero_megatron.platform.conformance import check_platform
+from hetero_megatron.platform.platform import platform_here
 from hetero_megatron.platform.plugins import Plugin, Plugins, Source, load_plugins
 from hetero_megatron.spec import load_model, shares
 
@@ -59,6 +60,9 @@ def check_plugin(
     accelerator = _accelerator(found, plugin, platform)
     report = Report(name, accelerator.name, chip)
     findings = [f for a in plugin.platforms for f in check_platform(a)]
+    if platform is None and plugin.platforms and accelerator not in plugin.platforms:
+        why = "; ".join(f"{a.name}: {a.absence()}" for a in plugin.platforms)
+        findings.append(Finding(f"plugin {name}", "device", "", "", FAIL, f"none of its devices is here ({why})"))
     sound, problems = _registrations(plugin)
     findings += problems
     chosen = [k for k in sound if operators is None or k.op in operators]
@@ -91,9 +95,13 @@ def _accelerator(found: Plugins, plugin: Plugin, platform: str | None) -> Accele
         if platform not in found.platforms:
             raise unknown("platform", platform, found.platforms, "--platform")
         if not found.platforms[platform].available():
-            raise UserError("no such device on this machine", field="--platform", value=platform)
+            raise UserError(found.platforms[platform].absence(), field="--platform", value=platform)
         return found.platforms[platform]
-    return next((a for a in plugin.platforms if a.available()), CPU())
+    own = [a for a in plugin.platforms if a.available()]
+    if own or plugin.platforms:
+        return own[0] if own else CPU()
+    here = platform_here(found.platforms.values())
+    return found.platforms[here] if here is not None else CPU()
 
 
 def _registrations(plugin: Plugin) -> tuple[list[Kernel], list[Finding]]:
@@ -125,7 +133,7 @@ def _time(
     device, sync = accelerator.device(0), accelerator.synchronize
     chip: dict[str, Any] = {}
     for dtype in dtypes:
-        able = [k for k in kernels if not k.reasons(_signature(k.op, accelerator, dtype)) and not k.truncates]
+        able = [k for k in kernels if not k.reasons(_signature(k.op, accelerator, dtype)) and not k.interpreted]
         if not able:
             continue
         rates = device_rates(device, dtype, sync)
@@ -171,7 +179,8 @@ def print_report(report: Report) -> None:
     if not report.findings:
         print("nothing was registered, so nothing was checked")
     else:
-        print(f"{total} checks, " + ("all passed" if not failures else f"{failures} FAILED"))
+        left = f", {len(report.findings) - total} skipped" if total < len(report.findings) else ""
+        print(f"{total} checks, " + ("all passed" if not failures else f"{failures} FAILED") + left)
 
 
 def _groups(findings: Sequence[dict[str, str]]) -> Iterator[tuple[tuple[str, str], list[dict[str, str]]]]:

@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="run the conformance kit")
     check.add_argument("name", help="a plugin of `plugins list`, or aten or reference")
     check.add_argument("--json", action="store_true")
-    check.add_argument("--platform", help="run on this platform; the plugin's own, else the CPU")
+    check.add_argument("--platform", help="run on this platform; the plugin's own, else the one that is here")
     check.add_argument("--dtypes", default="fp32,bf16,fp16")
     check.add_argument("--operators", help="only these, separated by commas")
     check.add_argument("--quick", action="store_true", help="leave out the largest cases")
@@ -77,9 +77,12 @@ def _list(args: argparse.Namespace) -> int:
     print(f"{'platform':<12}{'vendor':<16}{'device':<8}{'backend':<9}{'here':<14}tested by this project")
     for row in platforms:
         tested = "yes" if row["tested"] else "UNTESTED: written from the adapter's documentation"
-        here = f"{row['devices']} x" if row["devices"] else ("no device" if row["installed"] else "no adapter")
+        absent = "FAILS" if row["failure"] else "no device" if row["installed"] else "no adapter"
+        here = f"{row['devices']} x" if row["devices"] else absent
         backend = "/".join(row["backends"])
         print(f"{row['name']:<12}{row['vendor']:<16}{row['device']:<8}{backend:<9}{here:<14}{tested}")
+        if row["failure"]:
+            print(f"    {row['failure']}")
     print(f"\n{'plugin':<16}{'found by':<14}{'version':<10}registers")
     for row in plugins:
         what = f"BROKEN: {row['error']}" if row["error"] else row["registers"]
@@ -96,7 +99,7 @@ def _platform_row(found: Plugins, name: str) -> dict[str, Any]:
     return {
         "name": a.name, "vendor": a.vendor, "device": a.device_type, "backends": list(a.backends),
         "installed": a.installed(), "devices": a.device_count() if here else 0,
-        "chip": a.chip(0) if here else "", "tested": a.tested,
+        "chip": a.chip(0) if here else "", "tested": a.tested, "failure": a.failure(),
     }  # fmt: skip
 
 

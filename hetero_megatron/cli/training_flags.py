@@ -187,6 +187,7 @@ def build_logging(args: Arguments) -> LoggingConfig:
         args["tensorboard_log_interval"],
         args["log_validation_ppl_to_tensorboard"],
         wandb,
+        args["log_kernel_plan"],
     )
 
 

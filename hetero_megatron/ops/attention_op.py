@@ -188,6 +188,8 @@ def _merge_cases() -> Iterable[Case]:
     yield Case("some rows dead", (a * mask, first, b, lb))
     yield Case("no tokens", (a[:, :0], la[..., :0], b[:, :0], lb[..., :0]))
     yield Case("far apart", (a, la + 500, b, lb))
+    rows = [x for seed in (3, 4) for x in (normal(1, 65_537, 1, 4, seed=seed), normal(1, 1, 65_537, seed=seed))]
+    yield Case("many rows", tuple(rows))
 
 
 DELTA_SPEC = OpSpec(
@@ -196,7 +198,10 @@ DELTA_SPEC = OpSpec(
     fake=lambda dout, out: (out.new_empty(out.shape[0], out.shape[2], out.shape[1], dtype=wide(out.dtype)),),
     cases=lambda: (
         Case(name, (normal(*shape, seed=1), normal(*shape, seed=2)))
-        for name, shape in (("plain", (2, 7, 3, 16)), ("one", (1,) * 4), ("none", (2, 0, 3, 8)), ("odd", (1, 5, 3, 13)))
+        for name, shape in (
+            ("plain", (2, 7, 3, 16)), ("one", (1,) * 4), ("none", (2, 0, 3, 8)), ("odd", (1, 5, 3, 13)),
+            ("many rows", (1, 65_537, 1, 4)),
+        )  # fmt: skip
     ),
     speed=lambda: Case("1024 tokens", (normal(1, 1024, 8, 64, seed=1), normal(1, 1024, 8, 64, seed=2))),
     bounds=Bounds((1e-6, 0), (1e-4, 0), (1e-4, 0)),

@@ -152,6 +152,7 @@ SPEC = OpSpec(
     tensors=("x", "weight", "bias"),
     options=(),
     results=("y",),
+    parts=("input", "weight"),
     optional=("bias",),
     definition=definition,
     forward=reference_forward(definition),

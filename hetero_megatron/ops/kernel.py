@@ -111,7 +111,7 @@ class Kernel:
         apply: a differentiable callable to use instead of an autograd.Function over forward and backward.
         parts: further functions that an operator knows by name (``gemm``: ``input``, ``weight``; ``attention``: see
             ``ops/tile_kernels.py``).
-        truncates: casts to bf16 cut digits off (Triton's interpreter): twice the error is allowed.
+        interpreted: by Triton's interpreter, on the CPU: results count, times do not.
         traceable: plain torch, so that ``torch.compile`` may look inside.
     """
 
@@ -128,7 +128,7 @@ class Kernel:
     overwrites: tuple[str, ...] = ()
     apply: Callable[..., object] | None = None
     parts: Mapping[str, Callable[..., object]] = field(default_factory=dict)
-    truncates: bool = False
+    interpreted: bool = False
     traceable: bool = False
 
     def __str__(self) -> str:

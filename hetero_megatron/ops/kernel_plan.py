@@ -89,7 +89,7 @@ class KernelPlan:
 
     def format(self) -> str:
         """A table: operator, provider, whether it was asked for, what was passed over and why."""
-        lines = [f"kernel plan {self.digest()}"]
+        lines = list[str]()
         for op, choice in sorted(self.choices.items()):
             mark = "requested" if choice.requested else ""
             lines.append(f"  {op:<28}{choice.kernel.provider:<12}{mark:<11}".rstrip())

@@ -30,6 +30,11 @@ def offered(spec: OpSpec, kernel: Kernel) -> bool:
     return spec.schema is not None and spec.differentiable and not spec.split and not kernel.private
 
 
+def operator_name(spec: OpSpec, kernel: Kernel) -> str:
+    """Of the kernel's torch operator, in :data:`NAMESPACE`."""
+    return re.sub(r"\W", "_", f"{spec.name}__{kernel.provider}")
+
+
 def compiled_call(spec: OpSpec, kernel: Kernel) -> Callable[..., Any]:
     """``kernel`` for use inside ``torch.compile``: a torch operator, or a graph break where it cannot be one."""
     if not offered(spec, kernel):
@@ -47,8 +52,11 @@ _DEFINED: dict[str, tuple[Kernel, Any]] = {}  # torch keeps operators for the wh
 
 
 def define(spec: OpSpec, kernel: Kernel) -> Any:
-    """The torch operator of ``kernel``: forward with all extras as results, fake and autograd registered."""
-    name = re.sub(r"\W", "_", f"{spec.name}__{kernel.provider}")
+    """The torch operator of ``kernel``: forward with all extras as results, fake and autograd registered.
+
+    Results and gradients are contiguous, whatever the strides of the arguments: that is what the fakes promise.
+    """
+    name = operator_name(spec, kernel)
     if name in _DEFINED:
         known, defined = _DEFINED[name]
         assert (known.forward, known.backward) == (kernel.forward, kernel.backward), f"two kernels are called {name}"
@@ -71,16 +79,16 @@ def define(spec: OpSpec, kernel: Kernel) -> Any:
     backward_op = getattr(getattr(torch.ops, NAMESPACE), f"{name}_backward").default
 
     def forward(*args: Any) -> Any:
-        out = kernel.forward(*(_copy(spec, kernel, args) if kernel.overwrites else args))
+        out = _contiguous(kernel.forward(*(_copy(spec, kernel, args) if kernel.overwrites else args)))
         return out[0] if made == 1 else out
 
     def fake(*args: Any) -> Any:
-        out = spec.fake(*args)
+        out = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in spec.fake(*args))
         return out[0] if made == 1 else out
 
     def backward(*values: Any) -> Any:
         values = tuple(v.contiguous() if i < live else v for i, v in enumerate(values))
-        out = _distinct(kernel_backward(*values), values[0])
+        out = _contiguous(_distinct(kernel_backward(*values), values[0]))
         return out[0] if len(out) == 1 else out
 
     def backward_fake(*values: Any) -> Any:
@@ -130,6 +138,10 @@ def _copy(spec: OpSpec, kernel: Kernel, args: tuple[Any, ...]) -> tuple[Any, ...
     return tuple(a.clone() if n in kernel.overwrites else a for n, a in zip(spec.args, args, strict=True))
 
 
+def _contiguous(made: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(x.contiguous() for x in made)
+
+
 def _distinct(found: tuple[Any, ...], like: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Results of a torch operator are tensors, and none is another."""
     out: list[torch.Tensor] = []
@@ -139,4 +151,4 @@ def _distinct(found: tuple[Any, ...], like: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _gradient_like(saved: Any, grad: torch.Tensor) -> torch.Tensor:
-    return grad.new_empty(0) if saved is None else torch.empty_like(saved)
+    return grad.new_empty(0) if saved is None else torch.empty_like(saved, memory_format=torch.contiguous_format)

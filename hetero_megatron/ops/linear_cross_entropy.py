@@ -67,6 +67,7 @@ def _cases() -> Iterable[Case]:
     for name, lead, h, v in (
         ("plain", (2, 5), 16, 64), ("odd", (7,), 13, 37), ("one word", (3,), 8, 1), ("no rows", (2, 0), 8, 9),
         ("one row", (1,), 4, 5000), ("several chunks", (300,), 4, 20_000),
+        ("many rows", (65_537,), 2, 3),
     ):  # fmt: skip
         yield Case(name, (normal(*lead, h, seed=1), normal(v, h, seed=2), labels_for(lead, v)))
 

@@ -45,6 +45,10 @@ class Registry:
         if kernel.backward is None and spec.gradients:
             wanted = f"forward and backward together: gradients of {', '.join(spec.gradients)}"
             return UserError("it has no backward", field=field, accepted=wanted)
+        missing = [name for name in spec.parts if name not in kernel.parts]
+        if missing:
+            return UserError(f"it lacks the part {missing[0]}", field=f"{field}: parts", value=sorted(kernel.parts),
+                             accepted=", ".join(spec.parts))  # fmt: skip
         if kernel.provider in self._kernels[kernel.op]:
             return UserError("registered twice: its provider already serves this operator", field=field,
                              accepted="one kernel per operator and provider")  # fmt: skip

@@ -48,11 +48,10 @@ class Bounds:
     fp16: tuple[float, float] = (1e-3, 1e-3)
     bf16: tuple[float, float] = (5e-3, 5e-3)
 
-    def of(self, dtype: torch.dtype, truncating: bool = False) -> tuple[float, float]:
-        """``truncating``: casts to bf16 cut digits off instead of rounding (Triton's interpreter), twice the error."""
-        if dtype == torch.bfloat16:
-            return (2 * self.bf16[0], 2 * self.bf16[1]) if truncating else self.bf16
-        return {torch.float64: (1e-13, 1e-12), torch.float16: self.fp16}.get(dtype, self.fp32)
+    def of(self, dtype: torch.dtype) -> tuple[float, float]:
+        """Those of one dtype."""
+        known = {torch.float64: (1e-13, 1e-12), torch.float16: self.fp16, torch.bfloat16: self.bf16}
+        return known.get(dtype, self.fp32)
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,7 @@ class OpSpec:
         split: forward and backward are called apart (a collective lies between), not through autograd.
         cases: for the conformance kit; speed: one large case for timing.
         lists: arguments that are lists of tensors.
+        parts: further functions that every kernel of it must bring, by name.
         schema: types of the options for torch.library, e.g. ``float eps``; None: not offered as a torch operator.
     """
 
@@ -102,6 +102,7 @@ class OpSpec:
     version: int = 1
     backward_flops: float = 2.0
     bounds: Bounds = field(default_factory=Bounds)
+    parts: tuple[str, ...] = ()
     schema: str | None = ""
     optional: tuple[str, ...] = ()  # tensor arguments that may be None
 
@@ -118,8 +119,9 @@ class OpSpec:
         return (self.args + self.results + self.extras).index(name)
 
     def forward_cost(self, *args: Any) -> Cost:
-        """Every argument is read once and every result written once."""
-        return Cost(self.flops(*args), count_bytes(args) + count_bytes(self.fake(*args)))
+        """Every argument is read once and every result written once, those in place too."""
+        changed = [args[self.args.index(name)] for name in self.in_place]
+        return Cost(self.flops(*args), count_bytes((args, self.fake(*args), changed)))
 
     def backward_cost(self, *args: Any) -> Cost:
         """Saved state and incoming gradients are read once, gradients written once."""

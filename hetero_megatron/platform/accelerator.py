@@ -69,14 +69,33 @@ class Accelerator:
         return getattr(torch, self.device_type)
 
     def available(self) -> bool:
-        """Whether this process can use such a device."""
+        """Whether this process can use such a device; not if asking for it raises."""
+        return not self.absence()
+
+    def absence(self) -> str:
+        """Why this process cannot use such a device; empty if it can."""
         if not self.installed():
-            return False
+            return f"{self.adapter} is not installed"
+        return self.failure() or ("" if self._here() else "no such device on this machine")
+
+    def failure(self) -> str:
+        """What an installed adapter raises when it is asked for its devices; empty if nothing.
+
+        An adapter for another torch, or without its driver, may raise anything: that must not stop other vendors' runs.
+        """
         try:
-            self.load()
-            return bool(self.module().is_available()) and self.device_count() > 0 and self.matches()
-        except (ImportError, AttributeError, OSError):  # an adapter for another torch, or without its driver
-            return False
+            if self.installed():
+                self._here()
+        except Exception as error:
+            text = (str(error).strip().splitlines() or [""])[0]
+            return f"{self.adapter or f'torch.{self.device_type}'} raised {type(error).__name__}: {text}"
+        return ""
+
+    def _here(self) -> bool:
+        self.load()
+        if not self.adapter and not hasattr(torch, self.device_type):
+            return False  # a build of torch without such devices
+        return bool(self.module().is_available()) and self.device_count() > 0 and self.matches()
 
     def matches(self) -> bool:
         """Whether the devices are this vendor's: several vendors call theirs by one torch name."""
@@ -146,7 +165,7 @@ class CPU(Accelerator):
     name, vendor, device_type, backends, tested = "cpu", "any", "cpu", ("gloo",), True
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-    def available(self) -> bool:
+    def _here(self) -> bool:
         return True
 
     def device_count(self) -> int:

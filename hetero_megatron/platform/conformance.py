@@ -23,7 +23,7 @@ def check_platform(accelerator: Accelerator) -> Iterator[Finding]:
 
     yield finding("data", lambda: _data(accelerator))
     if not accelerator.available():
-        yield Finding(name, "device", "", "", SKIP, "no such device on this machine")
+        yield Finding(name, "device", "", "", SKIP, accelerator.absence())
         return
     device = accelerator.device(0)
     yield finding("memory", lambda: _memory(accelerator))

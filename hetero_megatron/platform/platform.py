@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -66,13 +67,13 @@ def choose_platform(
 
         raise unknown("platform", name, known, "--platform")
     if name is None:
-        name = _unasked(known, backend)
+        name = platform_here(known.values(), backend)
         if name is None:
             return detect_platform(backend, local_rank)
     chosen = known[name]
     if not chosen.available():
         here = ", ".join(n for n, a in known.items() if a.available())
-        raise UserError("no such device on this machine", field="--platform", value=name, accepted=here)
+        raise UserError(chosen.absence(), field="--platform", value=name, accepted=here)
     wanted = chosen.backends[0] if backend in (None, "auto") and chosen.backends else backend
     if wanted is None or (chosen.backends and wanted not in chosen.backends):
         raise UserError(
@@ -84,10 +85,20 @@ def choose_platform(
     return Platform(device, text, chosen)
 
 
-def _unasked(known: dict[str, Accelerator], backend: str | None) -> str | None:
-    """Name of the one accelerator that is here; ``cpu`` if there is none; None if only torch knows one."""
+def platform_here(accelerators: Iterable[Accelerator], backend: str | None = None) -> str | None:
+    """Name of the one accelerator that is here; ``cpu`` if there is none; None if only torch knows one.
+
+    An adapter that raises is warned about by name, and counts as absent.
+
+    Raises:
+        UserError: several are here.
+    """
+    known = {a.name: a for a in accelerators}
     if backend == "gloo":
         return "cpu" if "cpu" in known else None
+    for a in known.values():
+        if failure := a.failure():
+            warnings.warn(f"platform {a.name} cannot be used: {failure}", RuntimeWarning, stacklevel=2)
     here = [a.name for a in known.values() if a.device_type != "cpu" and a.available()]
     if len(here) > 1:
         raise UserError("this machine has several platforms", field="--platform", accepted=" or ".join(here))

@@ -51,6 +51,7 @@ class LoggingConfig:
     """``save``: directory for metrics.jsonl (None: not written). ``interval``: steps between console lines.
 
     ``wandb``: arguments of ``wandb.init``; None: off. ``validation_perplexity``: of evaluations, for TensorBoard.
+    ``kernel_plan``: each stage's kernels are printed with what was passed over and why.
     """
 
     interval: int = 100
@@ -60,6 +61,7 @@ class LoggingConfig:
     tensorboard_interval: int = 1
     validation_perplexity: bool = False
     wandb: Mapping[str, Any] | None = None
+    kernel_plan: bool = False
 
 
 @dataclass(frozen=True)

@@ -59,13 +59,16 @@ def shape_kernels(config: RunConfig, rank: int, dtype: torch.dtype) -> KernelPla
     return default_kernels(config.spec, share, stage.head, dtype, tp=unit.tp, chunked=chunked)
 
 
-def agree_on_kernels(runtime: Runtime) -> None:
+def agree_on_kernels(runtime: Runtime, reasons: bool = False) -> None:
     """The ranks of a stage use the same kernels; the first rank prints every stage's.
+
+    ``reasons``: with a line per operator, and what was passed over.
 
     Stages may differ: that is the point. Ranks of one stage with other sizes (uneven TP) may not differ in providers.
     """
     place, plan = runtime.place, runtime.kernels
-    mine = (place.pipeline, place.stage, plan.providers(), plan.digest(), plan.summary())
+    text = plan.summary() + ("\n" + plan.format() if reasons else "")
+    mine = (place.pipeline, place.stage, plan.providers(), plan.digest(), text)
     everyone: list[Any] = runtime.world.gather_objects(mine)
     first: dict[tuple[int, int], tuple[int, Any]] = {}
     for rank, (p, s, providers, digest, summary) in zip(runtime.world.ranks, everyone, strict=True):

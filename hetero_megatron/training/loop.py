@@ -185,7 +185,7 @@ class Training:
             compile_backend=config.compile, logits_bytes=config.logits_bytes,
         )  # fmt: skip
         self.alignment.follow(self.runtime)
-        agree_on_kernels(self.runtime)
+        agree_on_kernels(self.runtime, config.logging.kernel_plan)
         self.data = self._datasets()
         check_agreement(world, {f"data ({name})": mark for name, mark in self.data.fingerprints.items()})
         flags = config.data

@@ -28,6 +28,8 @@ TRITON_DTYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
+# Whose launches count the first axis in 31 bits; drivers do not report it, and others' may have 16 for all axes.
+WIDE_GRIDS = ("cuda", "hip")  # lint: allow vendor (Triton's names of its backends)
 DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -77,7 +79,7 @@ def _detect(kind: str, index: int | None) -> Limits:
     return Limits(
         arch=f"{target.backend}-{target.arch}",
         processors=int(properties["multiprocessor_count"]),
-        max_grid=2**31 - 1,
+        max_grid=2**31 - 1 if target.backend in WIDE_GRIDS else Limits.max_grid,
         max_warps=1024 // int(target.warp_size),
         shared_bytes=int(properties["max_shared_mem"]),
     )

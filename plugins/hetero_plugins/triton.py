@@ -9,16 +9,18 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 from collections.abc import Callable
-from types import ModuleType
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
 from hetero_megatron.ops.cross_entropy import NO_LABEL
 from hetero_megatron.ops.kernel import TRITON, Capability, Kernel, Signature
-from hetero_megatron.platform.plugins import PluginApi, source_file
+from hetero_megatron.platform.plugins import PluginApi, load_plugins, source_file
 
 HETERO_PLUGIN_API = 1
 
@@ -28,8 +30,25 @@ Many = list[torch.Tensor]
 
 
 @functools.cache
-def _kernels() -> ModuleType:
-    return importlib.import_module("hetero_kernels")
+def _kernels() -> Any:
+    """The functions of ``hetero_kernels``, with the limits of this machine's platform where it has one."""
+    module = importlib.import_module("hetero_kernels")
+    limits = None if INTERPRETED else _limits(module)
+    if limits is None:
+        return module
+    offered = {name: getattr(module, name) for name in module.__all__}
+    takes = {n for n, f in offered.items() if inspect.isfunction(f) and "limits" in inspect.signature(f).parameters}
+    return SimpleNamespace(**offered | {n: functools.partial(offered[n], limits=limits) for n in takes})
+
+
+def _limits(kernels: ModuleType) -> Any:
+    """What Triton's driver reports, no more than the platform states; None where no one platform is here."""
+    here = [a for a in load_plugins().platforms.values() if a.device_type != "cpu" and a.available()]
+    if len(here) != 1:
+        return None
+    found, stated = kernels.limits_of(torch.device(here[0].device_type)), here[0].limits
+    least = {name: min(getattr(found, name), getattr(stated, name)) for name in ("max_grid", "max_block", "max_warps")}
+    return replace(found, **least, shared_bytes=min(found.shared_bytes, stated.shared_bytes or found.shared_bytes))
 
 
 def _supports(signature: Signature) -> list[str]:
@@ -243,5 +262,5 @@ def register(api: PluginApi) -> None:
     capability = Capability(automatic=("cuda", "xpu", "npu", "mlu", "musa", "gcu"))
     for op, file, forward, backward in _TABLE:
         if source_file(f"hetero_kernels.{file}") is not None:
-            more = {"parts": _PARTS.get(op, {}), "version": _VERSIONS.get(op, 1), "truncates": INTERPRETED}
+            more = {"parts": _PARTS.get(op, {}), "version": _VERSIONS.get(op, 1), "interpreted": INTERPRETED}
             api.kernel(Kernel(op, "triton", TRITON, forward, backward, capability, _supports, **more))  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ _ELASTIC = "restarts inside a process are not supported"
 
 FLAGS = (
     value("--log-interval", int, 100, "steps between lines on the console"),
+    switch("--log-kernel-plan", "print a line per operator and stage at start, with what was passed over and why"),
     value("--tensorboard-dir", str, None, "write TensorBoard events there"),
     value("--tensorboard-queue-size", int, 1000, "events that TensorBoard may hold back"),
     value("--tensorboard-log-interval", int, 1, "steps between TensorBoard events"),

@@ -6,6 +6,7 @@ failure, not a skip.
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -14,11 +15,11 @@ from typing import Any
 import torch
 
 from hetero_megatron.ops.conformance.compare import cast, flatten, judge, oracle
-from hetero_megatron.ops.conformance.run import Outcome, call_backward, call_forward, seeds
+from hetero_megatron.ops.conformance.run import Outcome, call_backward, call_forward, call_trained, seeds
 from hetero_megatron.ops.kernel import Kernel, Signature
-from hetero_megatron.ops.library import define, offered
+from hetero_megatron.ops.library import NAMESPACE, define, offered, operator_name
 from hetero_megatron.ops.operators import reference_kernel
-from hetero_megatron.ops.spec import Case, OpSpec
+from hetero_megatron.ops.spec import Case, OpSpec, normal, wide
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PASS, FAIL, SKIP = "pass", "FAIL", "skip"
@@ -71,19 +72,22 @@ def check_kernel(
     if kernel.backward is None and spec.gradients:
         yield Finding(str(kernel), "backward", "", "", FAIL, "it has no backward")
         return
-    ran = False
+    ran, refused = False, list[str]()
     for dtype in dtypes:
         subject = Subject(spec, kernel, device, dtype)
         reasons, problem = _ask(kernel, signature(dtype))
         if problem:
             yield subject.finding("supports", "", problem)
         elif reasons:
-            status = Finding(str(kernel), "supports", str(dtype).removeprefix("torch."), "", SKIP, "; ".join(reasons))
-            yield status
+            refused.append("; ".join(reasons))
+            yield Finding(str(kernel), "supports", str(dtype).removeprefix("torch."), "", SKIP, refused[-1])
         else:
             ran = True
             yield from _check_dtype(subject, quick)
-    if ran and offered(spec, kernel):
+    if not ran:
+        why = " | ".join(dict.fromkeys(refused)) or "no dtype was asked for that the platform has"
+        yield Finding(str(kernel), "supports", "", "", FAIL, f"nothing of it was checked: {why}")
+    elif offered(spec, kernel):
         yield _compiles(Subject(spec, kernel, device, torch.float32))
 
 
@@ -116,7 +120,7 @@ def _check_case(subject: Subject, case: Case, first: bool) -> Iterator[Finding]:
         # A dtype that was claimed and cannot even start is a false claim.
         yield subject.finding("dtypes" if first else "forward", case.name, problem)
         return
-    forward_cap, _ = spec.bounds.of(subject.dtype, kernel.truncates)
+    forward_cap, _ = spec.bounds.of(subject.dtype)
     grads = seeds(spec, args) if spec.gradients and not spec.split else None
     wants, want_grads = oracle(spec, args, grads)
     eager = call_forward(spec, reference_kernel(spec), args)
@@ -126,9 +130,14 @@ def _check_case(subject: Subject, case: Case, first: bool) -> Iterator[Finding]:
     if spec.split:
         yield from _split_backward(subject, case, args, outcome)
     elif grads is not None:
+        eager.gradients, _ = call_backward(spec, reference_kernel(spec), grads, eager.saved, args)
         yield from _backward(subject, case, args, grads, outcome, eager, want_grads)
         if first:
-            yield from _expanded(subject, case, args, outcome)
+            yield from _expanded(subject, case, args, eager)
+        if first or kernel.apply is not None or spec.parts:
+            yield _trained(subject, case, args, grads, eager, (wants, want_grads))
+        if spec.name == "gemm":
+            yield from _weight_gradient(subject, case, args, grads[0])
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, str]:
@@ -170,9 +179,8 @@ def _backward(
     wants: list[torch.Tensor],
 ) -> Iterator[Finding]:  # fmt: skip
     spec, kernel, reference = subject.spec, subject.kernel, reference_kernel(subject.spec)
-    _, cap = spec.bounds.of(subject.dtype, kernel.truncates)
+    _, cap = spec.bounds.of(subject.dtype)
     names = [n for n in spec.gradients if args[spec.args.index(n)] is not None]
-    plain, _ = call_backward(spec, reference, grads, eager.saved, args)
 
     def run(check: str, by: Kernel, saved: Sequence[Any]) -> Iterator[Finding]:
         found, problem = _attempt(lambda: call_backward(spec, by, grads, saved, args))
@@ -180,7 +188,7 @@ def _backward(
             yield subject.finding(check, case.name, problem)
             return
         got, damage = found
-        problem = _judge_all(got, wants, plain, cap, 3.0, names)
+        problem = _judge_all(got, wants, eager.gradients, cap, 3.0, names)
         wrong = [n for n, g in zip(names, got, strict=True) if g.dtype != args[spec.args.index(n)].dtype]
         problem = problem or (f"the gradient of {wrong[0]} has another dtype than it" if wrong else "")
         yield subject.finding(check, case.name, problem)
@@ -209,7 +217,7 @@ def _saved(subject: Subject, outcome: Outcome, eager: Outcome) -> str:
     return ""
 
 
-def _expanded(subject: Subject, case: Case, args: tuple[Any, ...], outcome: Outcome) -> Iterator[Finding]:
+def _expanded(subject: Subject, case: Case, args: tuple[Any, ...], eager: Outcome) -> Iterator[Finding]:
     """``y.sum().backward()`` gives gradients whose strides are all 0."""
     spec, kernel = subject.spec, subject.kernel
     made = spec.fake(*args)[: len(spec.results) - len(spec.fixed)]
@@ -220,8 +228,9 @@ def _expanded(subject: Subject, case: Case, args: tuple[Any, ...], outcome: Outc
     found, problem = _attempt(lambda: call_backward(spec, kernel, grads, fresh.saved, args))
     if found is not None:
         _, wants = oracle(spec, args, grads)
-        _, cap = spec.bounds.of(subject.dtype, kernel.truncates)
-        problem = _judge_all(found[0], wants, found[0], max(cap, 1e-5), 1e9)
+        _, cap = spec.bounds.of(subject.dtype)
+        plain, _ = call_backward(spec, reference_kernel(spec), grads, eager.saved, args)
+        problem = _judge_all(found[0], wants, plain, cap, 3.0)
     yield subject.finding("backward", f"{case.name}, expanded gradient", problem)
 
 
@@ -236,12 +245,52 @@ def _split_backward(subject: Subject, case: Case, args: tuple[Any, ...], outcome
     assert spec.backward is not None
     wants = spec.backward(grad.double(), logits.double(), labels, peak.double(), normalizer.double(), start)
     plain, _ = call_backward(spec, reference_kernel(spec), [grad], (logits,), args, after)
-    _, cap = spec.bounds.of(subject.dtype, kernel.truncates)
+    _, cap = spec.bounds.of(subject.dtype)
     found, problem = _attempt(lambda: call_backward(spec, kernel, [grad], outcome.saved, args, after))
     if found is not None:
         problem = _judge_all(found[0], [w.cpu() for w in wants], plain, cap, 3.0, spec.gradients)
         yield subject.finding("bounds", f"{case.name}, backward", "; ".join(found[1]))
     yield subject.finding("backward", case.name, problem)
+
+
+def _trained(
+    subject: Subject, case: Case, args: tuple[Any, ...], grads: list[torch.Tensor], eager: Outcome,
+    wants: tuple[list[torch.Tensor], list[torch.Tensor]],
+) -> Finding:  # fmt: skip
+    """Through autograd, as the model calls it, where ``apply`` and ``parts`` come in; backward twice, as
+    ``retain_graph`` allows, where nothing is used up."""
+    spec, kernel = subject.spec, subject.kernel
+    forward_cap, cap = spec.bounds.of(subject.dtype)
+    times = 1 if kernel.private or kernel.overwrites else 2
+    found, problem = _attempt(lambda: call_trained(spec, kernel, args, grads, times))
+    if found is not None:
+        names = [n for n in spec.gradients if args[spec.args.index(n)] is not None]
+        problem = _judge_all(found[0], wants[0], eager.results, forward_cap, 2.0)
+        for count, got in enumerate(found[1]):
+            worse = _judge_all(got, wants[1], eager.gradients, cap, 3.0, names)
+            problem = problem or (worse and f"backward {count + 1}: {worse}")
+    return subject.finding("training", case.name, problem)
+
+
+def _weight_gradient(subject: Subject, case: Case, args: tuple[Any, ...], dy: torch.Tensor) -> Iterator[Finding]:
+    """``weight`` of gemm adds to a sum of at least fp32, in that precision; with beta 0 nothing is there yet.
+
+    The sum is 16 times the product, so that adding in 16 bits is off by more than the bound.
+    """
+    x, weight, _ = args
+    want = dy.cpu().double().flatten(0, -2).t() @ x.cpu().double().flatten(0, -2)
+    typical = float(want.norm()) / max(want.numel(), 1) ** 0.5
+    _, cap = subject.spec.bounds.of(subject.dtype)
+    for beta in (0.0, 1.0):
+        start = 16 * (typical or 1.0) * normal(*weight.shape, seed=5) if beta else torch.full(weight.shape, math.nan)
+        into = start.to(wide(subject.dtype)).to(subject.device)
+        before = into.cpu().double() if beta else 0.0
+        _, problem = _attempt(lambda: subject.kernel.parts["weight"](dy, x, into, beta))  # noqa: B023
+        error = float((into.cpu().double() - before - want).norm())  # what lies there counts, not what was returned
+        _, sums = subject.spec.bounds.of(into.dtype)
+        if not problem and not error <= cap * float(want.norm()) + sums * float(into.norm()):
+            problem = f"the sum of {into.dtype} is off by {error / (float(want.norm()) or 1.0):.2g} of what was added"
+        yield subject.finding("weight gradient", f"{case.name}, beta {beta:g}", problem)
 
 
 def _repeatable(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -277,7 +326,7 @@ def _compiles(subject: Subject) -> Finding:
 
     def check() -> bool:
         define(spec, kernel)
-        operator = getattr(torch.ops.hetero_megatron, f"{spec.name}__{kernel.provider}".replace("-", "_")).default
+        operator = getattr(getattr(torch.ops, NAMESPACE), operator_name(spec, kernel)).default
         args = cast(spec, case, subject.dtype, subject.device)
         live = tuple(
             a.requires_grad_() if n in spec.gradients and a is not None else a

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.ops.conformance.compare import copy_args, flatten
+from hetero_megatron.ops.bind import bind
+from hetero_megatron.ops.conformance.compare import copy_args, flatten, same_strides
 from hetero_megatron.ops.conformance.sandbox import Sandbox
+from hetero_megatron.ops.gemm import WeightGradients, bind_gemm
 from hetero_megatron.ops.kernel import Kernel
 from hetero_megatron.ops.spec import OpSpec
 
@@ -79,6 +81,23 @@ def call_backward(
                 raise TypeError(f"backward returned None for {name}")
             out.append(gradient)
     return out, box.damage()
+
+
+def call_trained(
+    spec: OpSpec, kernel: Kernel, args: Sequence[Any], grads: Sequence[torch.Tensor], times: int
+) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+    """(results, gradients of each of ``times`` backwards) through autograd, as the model calls the kernel."""
+    call = bind_gemm(kernel, WeightGradients()) if spec.name == "gemm" else bind(spec, kernel)
+    own = list(copy_args(args, lambda x: same_strides(x, x.dtype, x.device)))
+    wanted = [own[i].requires_grad_() for i in map(spec.args.index, spec.gradients) if own[i] is not None]
+    made = flatten(call(*own))
+    live = made[: len(spec.results) - len(spec.fixed)]
+    found = []
+    for count in range(times):
+        again = count + 1 < times
+        each = torch.autograd.grad(live, wanted, grads, retain_graph=again, allow_unused=True)
+        found.append([torch.zeros_like(x) if g is None else g for g, x in zip(each, wanted, strict=True)])
+    return [x.detach() for x in made], found
 
 
 def seeds(spec: OpSpec, args: Sequence[Any]) -> list[torch.Tensor]:

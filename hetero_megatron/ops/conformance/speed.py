@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,10 @@ import torch
 from hetero_megatron.ops.conformance.compare import cast, copy_args
 from hetero_megatron.ops.conformance.run import seeds
 from hetero_megatron.ops.kernel import Kernel
-from hetero_megatron.ops.spec import Case, OpSpec, normal
+from hetero_megatron.ops.spec import OpSpec, count_bytes
+
+LONG = 1e-3  # seconds: what takes a fast chip less tells of the launch, or of its cache
+CACHE = 256 << 20  # bytes: no chip's cache holds so much
 
 
 @dataclass(frozen=True)
@@ -33,15 +38,22 @@ class Speed:
 
 
 def best_seconds(call: Callable[[], Any], synchronize: Callable[[], None], budget: float = 0.1) -> float:
-    """Shortest of the calls that fit into ``budget`` seconds (at least 3, after one untimed)."""
-    call()
-    synchronize()
+    """Seconds of a call: of the fastest batch of those that fit into ``budget`` seconds (at least 3, after two calls
+    that do not count). A batch takes about ``LONG``: the host waits for the device once in so long, not in every call.
+    """
+
+    def timed(number: int) -> float:
+        start = time.perf_counter()
+        for _ in range(number):
+            call()
+        synchronize()
+        return (time.perf_counter() - start) / number
+
+    timed(1)
+    number = max(1, min(1000, int(LONG / timed(1))))
     best, end, count = float("inf"), time.perf_counter() + budget, 0
     while count < 3 or time.perf_counter() < end:
-        start = time.perf_counter()
-        call()
-        synchronize()
-        best, count = min(best, time.perf_counter() - start), count + 1
+        best, count = min(best, timed(number)), count + 1
     return best
 
 
@@ -65,73 +77,98 @@ def device_rates(device: torch.device, dtype: torch.dtype, synchronize: Callable
 def _large_enough(
     make: Callable[[int], Callable[[], Any]], size: int, largest: int, synchronize: Callable[[], None]
 ) -> tuple[int, float]:
-    """(size, seconds) of a call of a millisecond: what takes a fast chip less tells of the launch, or of its cache."""
+    """(size, seconds) of a call that takes ``LONG``; ``size`` is doubled until it does."""
     while True:
         seconds = best_seconds(make(size), synchronize)
-        if seconds >= 1e-3 or size >= largest:
+        if seconds >= LONG or size >= largest:
             return size, seconds
         size *= 2
+
+
+def _copies(args: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """The arguments and copies of them, ``CACHE`` bytes together."""
+    count = min(64, -(-CACHE // max(count_bytes(tuple(args)), 1)))
+    return [tuple(args), *(copy_args(args, torch.clone) for _ in range(count - 1))]
 
 
 def measure(
     spec: OpSpec, kernel: Kernel, device: torch.device, dtype: torch.dtype, rates: tuple[float, float],
     synchronize: Callable[[], None],
 ) -> Iterable[Speed]:  # fmt: skip
-    """Forward and backward of the spec's large case."""
+    """Forward and backward of the spec's large case, on copies in turn, so that no cache holds them."""
     if spec.speed is None:
         return
     case, name = spec.speed(), str(dtype).removeprefix("torch.")
     args = cast(spec, case, dtype, device)
+    copies = _copies(args)
     fresh = bool(kernel.overwrites or spec.in_place)
 
     def floor(cost: Any) -> float:
         return max(cost.bytes / rates[0], cost.flops / rates[1])
 
-    def forward() -> Any:
-        return kernel.forward(*(copy_args(args, torch.clone) if fresh else args))
+    def forward(values: tuple[Any, ...]) -> Any:
+        return kernel.forward(*(copy_args(values, torch.clone) if fresh else values))
 
+    turn = itertools.cycle(copies)
     with torch.no_grad():
-        seconds = best_seconds(forward, synchronize)
+        seconds = best_seconds(lambda: forward(next(turn)), synchronize)
         if fresh:
-            seconds = max(seconds - best_seconds(lambda: copy_args(args, torch.clone), synchronize), 1e-9)
+            seconds = max(seconds - best_seconds(lambda: copy_args(next(turn), torch.clone), synchronize), 1e-9)
         yield Speed(str(kernel), name, case.name, "forward", seconds, floor(spec.forward_cost(*args)))
         if kernel.backward is None or spec.split or kernel.private:
             return
-        made, grads, run = forward(), seeds(spec, args), kernel.backward
-        saved = [(*args, *made)[spec.index(n)] for n in spec.saves]
-        seconds = best_seconds(lambda: run(*grads, *saved, *args[len(spec.tensors) :]), synchronize)
+        grads, run, options = seeds(spec, args), kernel.backward, args[len(spec.tensors) :]
+        every = [(*values, *forward(values)) for values in copies]
+        kept = itertools.cycle([[values[spec.index(n)] for n in spec.saves] for values in every])
+        seconds = best_seconds(lambda: run(*grads, *next(kept), *options), synchronize)
         yield Speed(str(kernel), name, case.name, "backward", seconds, floor(spec.backward_cost(*args)))
 
 
 GEMM_SHAPES = ((512, 512, 512), (1024, 512, 2048), (1024, 2048, 512))
+LENGTHS = (256, 512, 1024)
+LARGEST = 16  # times as large in every dimension, at most
 
 
 def gemm_rows(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, synchronize: Callable[[], None]
 ) -> list[list[float]]:
-    """[m, n, k, seconds] of some products, for the planner."""
+    """[m, n, k, seconds] of products that take this device a millisecond or more, for the planner."""
+
+    def product(m: int, n: int, k: int, scale: int) -> Callable[[], Any]:
+        x, w = (torch.randn(s[0] * scale, s[1] * scale, device=device).to(dtype) for s in ((m, k), (n, k)))
+        return lambda: kernel.forward(x, w, None)
+
     rows = []
-    for m, n, k in GEMM_SHAPES:
-        x, w = (normal(*s, seed=1).to(dtype).to(device) for s in ((m, k), (n, k)))
+    for shape in GEMM_SHAPES:
         with torch.no_grad():
-            rows.append([m, n, k, best_seconds(lambda: kernel.forward(x, w, None), synchronize)])  # noqa: B023
+            scale, seconds = _large_enough(functools.partial(product, *shape), 1, LARGEST, synchronize)
+        rows.append([*(n * scale for n in shape), seconds])
     return rows
 
 
 def attention_rows(
     spec: OpSpec, kernel: Kernel, device: torch.device, dtype: torch.dtype, synchronize: Callable[[], None]
 ) -> list[list[float]]:
-    """[length, heads, head_dim, forward seconds, backward seconds] of one causal sequence, for the planner."""
+    """[length, heads, head_dim, forward seconds, backward seconds] of one causal sequence whose forward takes this
+    device a millisecond or more, for the planner."""
     rows, run = [], kernel.backward
     assert run is not None
-    for length in (256, 512, 1024):
-        q, k, v = (normal(1, length, 4, 64, seed=i) for i in (1, 2, 3))
-        args = cast(spec, Case("", (q, k, v, None, None, 0, 0)), dtype, device)
+
+    def arguments(length: int, scale: int) -> tuple[Any, ...]:
+        q, k, v = (torch.randn(1, length * scale, 4 * scale, 64, device=device).to(dtype) for _ in range(3))
+        return q, k, v, None, None, 0, 0
+
+    def attend(length: int, scale: int) -> Callable[[], Any]:
+        args = arguments(length, scale)
+        return lambda: kernel.forward(*args)
+
+    for length in LENGTHS:
         with torch.no_grad():
-            forward = best_seconds(lambda: kernel.forward(*args), synchronize)  # noqa: B023
+            scale, forward = _large_enough(functools.partial(attend, length), 1, LARGEST, synchronize)
+            args = arguments(length, scale)
             made = kernel.forward(*args)
             kept = made[2:] if kernel.private else [(*args, *made)[spec.index(n)] for n in spec.saves]
             grads = seeds(spec, args)
             backward = best_seconds(lambda: run(*grads, *kept, *args[3:]), synchronize)  # noqa: B023
-        rows.append([length, 4, 64, forward, backward])
+        rows.append([length * scale, 4 * scale, 64, forward, backward])
     return rows

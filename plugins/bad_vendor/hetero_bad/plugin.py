@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hetero_megatron.ops import SPECS, Kernel
-from hetero_megatron.ops.kernel import VENDOR
+from hetero_megatron.ops.kernel import VENDOR, Capability
 from hetero_megatron.ops.operators import torch_registry
 from hetero_megatron.platform.plugins import PluginApi
 
@@ -31,6 +31,11 @@ DEFECTS = {
     "cross_entropy:other_state": ("saved state", "lse"),
     "add_rms_norm:eats_input": ("bounds", "changed an argument"),
     "gemm:half_the_gradient": ("backward", "weight: "),
+    "gemm:no_parts": ("registration", "it lacks the part input"),
+    "gemm:sums_in_16_bits": ("weight gradient", "the sum of torch.float32 is off by"),
+    "gemm:forgets_the_sum": ("weight gradient", "the sum of torch.float32 is off by"),
+    "swiglu:apply_loses_a_gradient": ("training", "gate: error"),
+    "l2norm:nowhere": ("supports", "nothing of it was checked: device cpu, not acme"),
     "linear_cross_entropy:one_value": ("backward", "not a tuple of 2"),
 }
 
@@ -84,10 +89,10 @@ def _missing(x: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor]
 
 
 def _noisy(x: torch.Tensor) -> tuple[torch.Tensor]:
-    """Within every tolerance, and never the same twice: like sums in an order that changes."""
+    """Nearly within tolerance, and never the same twice: like sums in an order that changes."""
     y = torch.relu(x).square().float() * (1 + 3e-7 * (random.random() - 0.5))
-    order = torch.randperm(y.numel())[:1]
-    y.view(-1)[order] *= 1 + 2 * torch.finfo(x.dtype).eps
+    order = torch.randperm(y.numel())[:8]
+    y.view(-1)[order] *= 1 + torch.finfo(x.dtype).eps
     return (y.to(x.dtype),)
 
 
@@ -95,6 +100,21 @@ def _eats(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: fl
     made = _good("add_rms_norm").forward(x, residual, weight, eps)
     x.zero_()
     return made
+
+
+def _sums_in_16_bits(dy: torch.Tensor, x: torch.Tensor, into: Any = None, beta: float = 1.0) -> torch.Tensor:
+    product = (dy.flatten(0, -2).t().float() @ x.flatten(0, -2).float()).to(x.dtype)
+    if into is None:
+        return product
+    return into.copy_(into.to(x.dtype) + product if beta else product)  # type: ignore[no-any-return]
+
+
+def _forgets_the_sum(dy: torch.Tensor, x: torch.Tensor, into: Any = None, beta: float = 1.0) -> Any:
+    return _good("gemm").parts["weight"](dy, x, into, 0.0)
+
+
+def _loses_a_gradient(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(gate.detach()) * up
 
 
 def register(api: PluginApi) -> None:
@@ -113,6 +133,11 @@ def register(api: PluginApi) -> None:
     api.kernel(
         _bad("gemm:half_the_gradient", backward=_then("gemm", lambda g: (g[0], g[1] / 2, g[2]), forward=False))
     )
+    api.kernel(_bad("gemm:no_parts", parts={}))
+    for name, weight in {"sums_in_16_bits": _sums_in_16_bits, "forgets_the_sum": _forgets_the_sum}.items():
+        api.kernel(_bad(f"gemm:{name}", parts={"input": _good("gemm").parts["input"], "weight": weight}))
+    api.kernel(_bad("swiglu:apply_loses_a_gradient", apply=_loses_a_gradient))
+    api.kernel(_bad("l2norm:nowhere", capability=Capability(devices=("acme",))))
     api.kernel(
         _bad("linear_cross_entropy:one_value", backward=_then("linear_cross_entropy", lambda g: g[:1], forward=False))
     )
