@@ -54,12 +54,12 @@ def main(argv: Sequence[str]) -> int:
     else:
         result = search_objective(model, cluster, args.seq_length, size, options, deadline, say, watch)
     _write_plan(args, result, model)
-    another = other or result.best.cluster is not cluster
-    text = yaml.safe_dump(document(result.best.cluster), sort_keys=False) if another else None
-    companion.finish(text, quiet=args.json)
-    if not args.json:
-        print(plan_text(result.best, model.name), flush=True)
     try:  # the report may take longer than the search did
+        another = other or result.best.cluster is not cluster
+        text = yaml.safe_dump(document(result.best.cluster), sort_keys=False) if another else None
+        companion.finish(text, quiet=args.json)
+        if not args.json:
+            print(plan_text(result.best, model.name), flush=True)
         summary = summarize(
             result, model, cluster, args.seq_length, size, options, baselines=not args.no_baselines, bound=args.bound,
             deadline=deadline, watch=watch.uncaught(),

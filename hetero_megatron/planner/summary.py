@@ -110,7 +110,7 @@ def summarize(
     lacking = {c: [r.rank for r in cluster.ranks if r.chip == c] for c, chip in cluster.chips.items()
                if options.dtype not in chip.dtypes}  # fmt: skip
     unusable = {chip: tuple(ranks) for chip, ranks in lacking.items() if ranks}
-    found, assumed = _bound(result, model, batch, options, bound)
+    found, assumed = _bound(result, model, batch, options, bound, watch.interrupted)
     summary = Summary(
         result, model.name, found, dtype=options.dtype, unusable=unusable, assumptions=assumed,
         left_out=tuple(name for name in nodes if name not in there), deadline=deadline,
@@ -127,11 +127,11 @@ def summarize(
 
 
 def _bound(
-    result: Result, model: ModelSpec, batch: int, options: SearchOptions, wanted: bool | None
+    result: Result, model: ModelSpec, batch: int, options: SearchOptions, wanted: bool | None, interrupted: bool
 ) -> tuple[Bound | None, tuple[str, ...]]:
-    """(the certificate, what it assumes); (None, ()) where it would take long."""
-    small = result.method != "islands" and result.pool.chips * model.num_layers <= PRICE_CHIPS
-    if not (result.lower_bound > 0 or wanted or (wanted is None and small)):
+    """(the certificate, what it assumes); (None, ()) where it would take long, or the user does not wait."""
+    quick = result.method != "islands" and result.pool.chips * model.num_layers <= PRICE_CHIPS and not interrupted
+    if not (result.lower_bound > 0 or wanted or (wanted is None and quick)):
         return None, ()
     space = replace(options.space, offload="always") if result.offload_tried else options.space
     enumerated = result.method == "enumeration" and not result.offload_tried
