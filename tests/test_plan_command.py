@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import signal
@@ -278,3 +279,28 @@ def test_why_there_is_no_uniform_plan(memory: str, layers: int, chips: int, prob
         result = replace(result, evaluator=evaluator)
     found = best_uniform(result, model, cluster, 1024, 1, SearchOptions())
     assert problem in found.problem and math.isclose(found.tokens_per_second, 0.0)
+
+
+@pytest.mark.parametrize(("exhaustive", "calls"), [(False, 1), (None, 2)])
+def test_room_for_the_search_is_not_taken_from_plans(
+    exhaustive: bool | None, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing that was found fits exactly, the search counts with more margin; limits and bound do not."""
+    module, left = importlib.import_module("hetero_megatron.planner.search"), [calls]
+    judge = module.judge
+
+    def nothing_at_first(*words: Any) -> list[Choice]:
+        left[0] -= 1
+        return [] if left[0] >= 0 else judge(*words)
+
+    monkeypatch.setattr(module, "judge", nothing_at_first)
+    cluster = cluster_from_dict(there(("L40S", 2, 1)))
+    options = SearchOptions(space=FEW, exhaustive=exhaustive)
+    result = search(MODEL, cluster, 1024, 8, options)
+    assert left[0] < 0 and result.evaluator.costs.options == options.costs
+    limit = int(cluster.chips["L40S"].memory * (1 - options.costs.margin))
+    assert set(result.best.prediction.limits.values()) == {limit}
+    monkeypatch.undo()
+    plain = search(MODEL, cluster, 1024, 8, options)
+    bounds = [summarize(r, MODEL, cluster, 1024, 8, options, baselines=False).bound for r in (result, plain)]
+    assert bounds[0] is not None and bounds[0].seconds <= plain.best.step_seconds and bounds[0].method == "prices"
