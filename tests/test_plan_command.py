@@ -295,7 +295,7 @@ def test_room_for_the_search_is_not_taken_from_plans(
 
     monkeypatch.setattr(module, "judge", nothing_at_first)
     cluster = cluster_from_dict(there(("L40S", 2, 1)))
-    options = SearchOptions(space=FEW, exhaustive=exhaustive)
+    options = SearchOptions(space=replace(FEW, context="never"), exhaustive=exhaustive)
     result = search(MODEL, cluster, 1024, 8, options)
     assert left[0] < 0 and result.evaluator.costs.options == options.costs
     limit = int(cluster.chips["L40S"].memory * (1 - options.costs.margin))
