@@ -143,6 +143,8 @@ def test_ctrl_c_is_caught_once_and_not_in_the_report() -> None:
     assert Watch().finish(once) == 2
     with pytest.raises(KeyboardInterrupt), Watch().uncaught().catching():
         raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        Watch().uncaught().stop()
 
 
 def test_a_limit_holds_for_all_parts_of_the_cluster_together() -> None:

@@ -31,7 +31,7 @@ class Watch:
         self._catches = True
 
     def uncaught(self) -> Watch:
-        """The same limit for what comes after the search, where Ctrl-C goes through at once."""
+        """The same limit for work that Ctrl-C ends at once."""
         other = copy.copy(self)
         other._catches = False
         return other
@@ -49,12 +49,14 @@ class Watch:
         try:
             yield
         except KeyboardInterrupt:
-            if self.interrupted or not self._catches:
+            if self.interrupted:
                 raise
             self.stop()
 
     def stop(self) -> None:
-        """For who catches the KeyboardInterrupt itself."""
+        """For who catches a KeyboardInterrupt itself; raises it again where it is to go through."""
+        if not self._catches:
+            raise KeyboardInterrupt
         self.interrupted = self.cut = True
 
     def finish(self, work: Callable[[], T]) -> T:
