@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
+from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import CHIPS, cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops import SPECS
@@ -20,6 +22,7 @@ from hetero_megatron.planner.network import Network
 from hetero_megatron.planner.operators import ATTENTION_BACKWARD, UPDATE_BYTES, Operators
 from hetero_megatron.planner.predict import predict
 from hetero_megatron.planner.rates import as_document, load_rates, model_fingerprint, share_of_peak
+from hetero_megatron.planner.whatif import document, with_more
 from hetero_megatron.spec import load_model
 from hetero_megatron.spec.flops import (
     head_flops,
@@ -145,13 +148,13 @@ def test_measured_products_and_attention() -> None:
 def test_rates_survive_being_written_and_read() -> None:
     given = chip_rates(1.0, gemm=[[64, 128, 128, 1e-3]])
     rates = load_rates(cluster(gemm=[[64, 128, 128, 1e-3]]), "fp32").chips["c0"]
-    document = as_document(rates)
+    written = as_document(rates)
     for key, value in given.items():
-        assert document.get(key, 0) == value, key
+        assert written.get(key, 0) == value, key
     again = cluster_from_dict(
         {
             "nodes": [{"name": "a", "chip": "c0"}],
-            "chips": {"c0": {"memory": "1 GiB", "dtypes": ["fp32"], "rates": {"fp32": document}}},
+            "chips": {"c0": {"memory": "1 GiB", "dtypes": ["fp32"], "rates": {"fp32": written}}},
         }
     )
     assert load_rates(again, "fp32").chips["c0"] == rates
@@ -292,3 +295,42 @@ def test_clusters_of_papers_say_what_is_published_and_have_rates(file: Path) -> 
     assert set(rates.chips) == set(found.chips)
     groups = [g.name for g in found.nodes]
     assert all(rates.between(a, b).beta > 0 and rates.between(a, a, True).beta > 0 for a in groups for b in groups)
+
+
+def test_rates_are_given_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under the chip or under ``rates``, where calibrate writes: both would hide one of them. By dtype they add up."""
+    slow, fast = {"gemm_flops": 1e9, "bytes_per_second": 1e9}, {"gemm_flops": 1e12, "bytes_per_second": 1e12}
+    data: dict[str, Any] = {
+        "nodes": [{"name": "a", "chip": "c"}],
+        "chips": {"c": {"memory": "1 GiB", "dtypes": ["fp32", "bf16"], "rates": {"fp32": slow}}},
+        "rates": {"chips": {"c": {"fp32": fast}}},
+    }
+    with pytest.raises(UserError, match=r"chips.c.rates.fp32: rates.chips.c.fp32, where calibrate writes"):
+        load_rates(cluster_from_dict(data), "fp32")
+    data["rates"] = {"chips": {"c": {"bf16": fast}}}
+    found = cluster_from_dict(data)
+    assert [load_rates(found, d).chips["c"].gemm_flops for d in ("fp32", "bf16")] == [1e9, 1e12]
+    file, more = tmp_path / "c.yaml", tmp_path / "more.yaml"
+    text = yaml.safe_dump(data)
+    file.write_text(text)
+    more.write_text(yaml.safe_dump({"rates": {"chips": {"c": {"fp32": fast}}}}))
+    assert main(["calibrate", "--cluster", str(file), "--merge", str(more)]) == 2
+    assert "chips.c.rates.fp32" in capsys.readouterr().err and file.read_text() == text
+
+
+def test_emulated_latency_is_what_a_message_takes_and_survives_being_written() -> None:
+    nodes = [{"name": "a", "chip": "L4", "count": 2, "chips_per_node": 2}]
+    emulated = {"bandwidth": "1 GB/s", "latency": "5 us", "emulate": {"latency": "2 ms"}}
+    links = {"intra_node": emulated, "inter_node": {**emulated, "emulate": {"latency": "3 ms", "bandwidth": "1 MB/s"}}}
+    first = cluster_from_dict({"nodes": nodes, "links": links})
+    for known in (first, cluster_from_dict(document(first))):
+        rates = load_rates(known, "bf16")
+        assert (rates.link(0, 1).alpha, rates.link(0, 2).alpha) == (pytest.approx(2e-3), pytest.approx(3e-3))
+        assert rates.link(0, 2).beta == pytest.approx(1e-6)
+
+
+@pytest.mark.parametrize(("text", "grown"), [("2xgpu-node", 1), ("2xgpu", 0), ("1xb-node", 2), ("1xL4", 0)])
+def test_a_group_whose_name_ends_in_node_can_be_named(text: str, grown: int) -> None:
+    nodes = [{"name": name, "chip": "L4"} for name in ("gpu", "gpu-node", "b")]
+    more = with_more(cluster_from_dict({"nodes": nodes}), text)
+    assert [g.count for g in more.nodes] == [1 + int(text[0]) * (i == grown) for i in range(3)]

@@ -19,6 +19,8 @@ from hetero_megatron.plan import dump_yaml, plan_from_dict
 from hetero_megatron.planner.costs import CostOptions
 from hetero_megatron.planner.fit import (
     Run,
+    _apply,
+    _Knob,
     _knobs,
     _Problem,
     fit_rates,
@@ -160,3 +162,13 @@ def test_the_command_writes_fitted_rates(tmp_path: Path, capsys: pytest.CaptureF
     assert fitted.chips["c"].calibrated
     run = read_runs(str(file), load_cluster(out))[0]
     assert predict_runs([run], fitted, CostOptions())[0] == pytest.approx(0.6, rel=0.05)
+
+
+def test_both_directions_of_a_link_keep_what_they_are_beside_each_other() -> None:
+    data = {
+        "nodes": [{"name": n, "chip": "c"} for n in ("a", "b")], "chips": {"c": {**FILE["chips"]["c"]}},
+        "rates": {"links": [{"from": "a", "to": "b", "beta": 1e-9}, {"from": "b", "to": "a", "beta": 4e-9}]},
+    }  # fmt: skip
+    start = load_rates(cluster_from_dict(data), "fp32")
+    fitted = _apply(start, [_Knob("beta", link=("a", "b", False))], [np.log(3.0)])
+    assert [fitted.between(*ends).beta for ends in ("ab", "ba")] == pytest.approx([3e-9, 12e-9])

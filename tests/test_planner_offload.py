@@ -19,7 +19,8 @@ from hetero_megatron.planner.search import Result, SearchOptions, make_evaluator
 from hetero_megatron.planner.search_large import LargeSearch
 from hetero_megatron.planner.search_small import SmallSearch
 from hetero_megatron.planner.space import Space
-from hetero_megatron.planner.summary import format_summary, summarize
+from hetero_megatron.planner.summary import summarize
+from hetero_megatron.planner.summary_text import format_summary
 from hetero_megatron.spec.flops import parameter_count
 from tests.planner_reference import GIB, Case, Exhaustive, random_case
 

@@ -16,7 +16,8 @@ from hetero_megatron.planner.search import Result, SearchOptions, make_evaluator
 from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape
 from hetero_megatron.planner.space import Space
 from hetero_megatron.planner.split import best_split, listed
-from hetero_megatron.planner.summary import best_uniform, each_alone, summarize, summary_json
+from hetero_megatron.planner.summary import best_uniform, each_alone, summarize
+from hetero_megatron.planner.summary_text import summary_json
 from hetero_megatron.planner.tables import Kind
 from hetero_megatron.spec import load_model
 from tests.planner_reference import random_case

@@ -24,6 +24,7 @@ from hetero_megatron.cluster.catalogue import DTYPES
 from hetero_megatron.cluster.cluster import Rank
 from hetero_megatron.cluster.rates_section import merge_rates, read_rates, write_rates
 from hetero_megatron.errors import UserError
+from hetero_megatron.planner.rates import refuse_twice
 
 
 def _numbers(text: str, flag: str) -> tuple[int, ...]:
@@ -106,6 +107,7 @@ def main(argv: Sequence[str]) -> int:
     elif not options.merge:
         raise UserError("nothing to measure", field="--model", accepted="a model, --from-runs FILE or --merge FILE")
     if first:
+        refuse_twice(cluster, rates.get("chips", {}))
         write_rates(file, rates, options.out or file)
         print(json.dumps(rates) if options.json else f"rates written to {options.out or file}", flush=True)
     return 0
@@ -202,6 +204,7 @@ def _measure(
         for dtype in dtypes
         for n in sorted(tokens)
     ]
+    refuse_twice(cluster, {chip: {one.dtype: {} for one in wanted} for chip in cluster.chips})
     rank = position(cluster, world)
     if rank == 0:
         check_writable(out, "--out")

@@ -22,9 +22,12 @@ from hetero_megatron.planner.objective import Deadline, search_objective
 from hetero_megatron.planner.page import html_page
 from hetero_megatron.planner.search import Result, SearchOptions, search
 from hetero_megatron.planner.space import Space
-from hetero_megatron.planner.summary import Summary, format_summary, plan_text, summarize, summary_json
+from hetero_megatron.planner.summary import Summary, summarize
+from hetero_megatron.planner.summary_text import format_summary, plan_text, summary_json
+from hetero_megatron.planner.watch import Watch
 from hetero_megatron.planner.whatif import document, with_more, without
 from hetero_megatron.spec import ModelSpec, load_model
+from hetero_megatron.training.exit import INTERRUPTED
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,24 +47,29 @@ def main(argv: Sequence[str]) -> int:
         cluster = with_more(cluster, text)
     options = _options(args)
     say = None if args.json or args.quiet else _say
-    size = args.global_batch_size
+    size, watch = args.global_batch_size, Watch(args.time_limit)
+    deadline = Deadline(args.train_tokens, args.deadline_hours) if args.objective == "deadline" else None
     if args.objective == "tokens":
-        result = search(model, cluster, args.seq_length, size, options, progress=say)
+        result = search(model, cluster, args.seq_length, size, options, progress=say, watch=watch)
     else:
-        deadline = Deadline(args.train_tokens, args.deadline_hours) if args.objective == "deadline" else None
-        result = search_objective(model, cluster, args.seq_length, size, options, deadline, say)
-    summary = summarize(
-        result, model, cluster, args.seq_length, size, options, baselines=not args.no_baselines, bound=args.bound
-    )
-    _write(args, result, summary)
-    another = other or result.best.cluster is not cluster
-    text = yaml.safe_dump(document(result.best.cluster), sort_keys=False) if another else None
-    companion.finish(text, quiet=args.json)
-    if args.json:
-        print(json.dumps(summary_json(summary)))
-        return 0
-    print(plan_text(result.best, model.name))
-    print(format_summary(summary))
+        result = search_objective(model, cluster, args.seq_length, size, options, deadline, say, watch)
+    _write_plan(args, result, model)
+    try:  # the report may take longer than the search did
+        another = other or result.best.cluster is not cluster
+        text = yaml.safe_dump(document(result.best.cluster), sort_keys=False) if another else None
+        companion.finish(text, quiet=args.json)
+        if not args.json:
+            print(plan_text(result.best, model.name), flush=True)
+        summary = summarize(
+            result, model, cluster, args.seq_length, size, options, baselines=not args.no_baselines, bound=args.bound,
+            deadline=deadline, watch=watch.uncaught(),
+        )  # fmt: skip
+        _write_page(args, summary)
+    except KeyboardInterrupt:
+        where = f"; the plan is in {args.out}" if args.out else "" if args.json else "; the plan is above"
+        print(f"error: interrupted in the report{where}", file=sys.stderr)
+        return INTERRUPTED
+    print(json.dumps(summary_json(summary)) if args.json else format_summary(summary))
     return 0
 
 
@@ -108,7 +116,8 @@ def _parser() -> ArgumentParser:
         help="optimizers in host memory: where nothing fits without (auto), also to be faster, or never")  # fmt: skip
     add("--memory-margin", type=float, default=CostOptions.margin, metavar="X",
         help="share of a chip's memory that stays free (%(default)s)")  # fmt: skip
-    add("--time-limit", type=float, metavar="SECONDS", help="take the best plan so far after this (also on Ctrl-C)")
+    add("--time-limit", type=float, metavar="SECONDS",
+        help="end the search after this with the best plan so far (as Ctrl-C does)")  # fmt: skip
     add("--seed", type=int, default=0, metavar="N", help="of graph partitioning; the search itself has no randomness")
     add("--objective", default="tokens", choices=("tokens", "cost", "deadline"),
         help="tokens per second, tokens per currency unit, or the cheapest plan that meets a deadline")  # fmt: skip
@@ -162,14 +171,16 @@ def _options(args: Namespace) -> SearchOptions:
     )
 
 
-def _write(args: Namespace, result: Result, summary: Summary) -> None:
-    best = result.best
+def _write_plan(args: Namespace, result: Result, model: ModelSpec) -> None:
     if args.out:
-        write_text(args.out, "--out", plan_text(best, summary.model))
-    if args.html:
-        page = html_page(best.prediction, summary.model)
-        report = format_summary(summary).replace("&", "&amp;").replace("<", "&lt;")
-        write_text(args.html, "--html", page.replace("</h1>", f"</h1>\n<pre>{report}</pre>", 1))
+        write_text(args.out, "--out", plan_text(result.best, model.name))
     if args.export:
         kind, _, name = args.export.partition(":")
-        write_text(name, "--export", export(kind, best.plan, best.cluster))
+        write_text(name, "--export", export(kind, result.best.plan, result.best.cluster))
+
+
+def _write_page(args: Namespace, summary: Summary) -> None:
+    if args.html:
+        page = html_page(summary.result.best.prediction, summary.model)
+        report = format_summary(summary).replace("&", "&amp;").replace("<", "&lt;")
+        write_text(args.html, "--html", page.replace("</h1>", f"</h1>\n<pre>{report}</pre>", 1))

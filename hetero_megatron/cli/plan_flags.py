@@ -100,6 +100,7 @@ def _searched(
     from hetero_megatron.planner.memory import moments_of
     from hetero_megatron.planner.search import SearchOptions, search
     from hetero_megatron.planner.space import Space
+    from hetero_megatron.planner.watch import Watch
 
     for key in (*_UNIFORM, *_MESHES, "plan"):
         if key in args.given:
@@ -112,7 +113,8 @@ def _searched(
     sizes = (args["micro_batch_size"],) if "micro_batch_size" in args.given else None
     costs = CostOptions(moments=moments_of(args["optimizer"]))
     options = SearchOptions(dtype=dtype or "fp32", space=Space(micro_batch_sizes=sizes), costs=costs)
-    found = search(spec, cluster, args["seq_length"], args["global_batch_size"], options).best
+    whole = Watch().uncaught()  # of two ranks that Ctrl-C stops each would have its own best so far
+    found = search(spec, cluster, args["seq_length"], args["global_batch_size"], options, watch=whole).best
     _ranks(args, environment, found.plan.ranks[-1] + 1)
     args.notices.append(
         f"plan {found.plan.fingerprint()} searched: {found.step_seconds:.4g} s per step predicted, "

@@ -10,13 +10,13 @@ pipelines: transfers, synchronisation and optimizer take no time, states are div
 before one are as fast as the fastest chip. Lagrangian duality makes this valid for *any* prices; good ones make it
 tight.
 
-Assumptions, stated in the report: stages of one chip type each with equal TP shares, one recompute choice per stage,
-schedules that compute a micro-batch's backward after its forward, no context groups, rates as given.
+What a bound holds for is stated in the report (:func:`assumptions`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,19 +24,12 @@ from numpy.typing import NDArray
 
 from hetero_megatron.planner.evaluate import Evaluator
 from hetero_megatron.planner.shape import StageShape
-from hetero_megatron.planner.space import Option, Space, batch_sizes, options
+from hetero_megatron.planner.space import Option, Space, batch_sizes, options, tp_degrees
 from hetero_megatron.planner.tables import NEARLY_NONE, Kind, per_layer
 from hetero_megatron.spec import ModelSpec
 
 Floats = NDArray[np.float64]
-ASSUMPTIONS = (
-    "stages of one chip type with equal tensor-parallel shares",
-    "no context groups, no virtual chunks, no split backward",
-    "optimizers on the chips, unless plans with some in host memory were tried",
-    "every backward after its forward; rates as given, chips steady (no jitter)",
-    "enumeration only: of two ways to place pipelines on nodes, stage by stage or one after the other",
-    "prices only: transfers, synchronisation and optimizer take no time; optimizer states divided among all chips",
-)
+MOST_INNER = 8  # inner data parallel that the bound by prices covers
 STEPS = 9
 
 
@@ -62,7 +55,7 @@ class _Prices:
         self.enumerated = enumerated
         self.pool, self.tables = evaluator.pool, evaluator.tables
         self.sizes = batch_sizes(space, batch)
-        self.depth = min(self.tables.depth, model.num_layers + 2, self.pool.chips)
+        self.depth = _most_stages(evaluator, model)
         self.options = {b: self._options(b) for b in self.sizes}
         self.prices = self._rates()
 
@@ -70,7 +63,7 @@ class _Prices:
         found = []
         for g, group in enumerate(self.pool.groups):
             every = group.per_node <= 4 or self.enumerated
-            found += [o for o in options(self.pool, g, self.model, self.space, size, every) if o.dp <= 8]
+            found += [o for o in options(self.pool, g, self.model, self.space, size, every) if o.dp <= MOST_INNER]
         return found
 
     def seconds(self, option: Option, size: int, head: bool) -> Floats:
@@ -184,6 +177,53 @@ def _intervals(most: int) -> list[tuple[int, int]]:
         found.append((a, b))
         a = b + 1
     return found
+
+
+def _most_stages(evaluator: Evaluator, model: ModelSpec) -> int:
+    return min(evaluator.tables.depth, model.num_layers + 2, evaluator.pool.chips)
+
+
+def assumptions(
+    method: str, evaluator: Evaluator, model: ModelSpec, batch: int, space: Space, enumerated: bool, everything: bool
+) -> tuple[str, ...]:
+    """What plans a bound by ``method`` is over, and what they are taken to cost.
+
+    Args:
+        enumerated: as in :func:`price_bound`.
+        everything: it was compared with the bound on the work, so it also holds for context groups and for TP groups of
+            unlike chips.
+    """
+    rates = "rates as given, chips steady (no jitter)"
+    if method == "work":
+        return "all plans; only products of layers and attention take time, at each chip's best rate", rates
+    pool = evaluator.pool
+    degrees = {
+        t
+        for g, group in enumerate(pool.groups)
+        for t in tp_degrees(pool, g, model, space, group.per_node <= 4 or enumerated)
+    }
+    stages = f"equal TP of {_listed(degrees)}"
+    if method == "enumeration":
+        taken = "every way to place pipelines on nodes that is stage by stage or one after the other"
+    else:
+        inner = f"inner DP up to {MOST_INNER}" if space.inner_dp else "no inner DP"
+        stages += f", {inner}, at most {_most_stages(evaluator, model)} stages"
+        taken = "transfers, synchronisation and optimizer take no time, optimizer states divided among all chips"
+    return (
+        f"stages of one chip type, {stages}",
+        f"micro-batches of {_listed(batch_sizes(space, batch))}, one level of recompute per stage"
+        + (f" ({space.recompute})" if space.recompute else ""),
+        "every backward whole and after its forward, no virtual chunks",
+        "optimizers on the chips" + (" or in host memory" if space.offload == "always" else ""),
+        "with context groups or unlike TP any plan, by its work alone" if everything else "no context groups",
+        taken,
+        rates,
+    )
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    *most, last = (str(n) for n in sorted(numbers))
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def price_bound(

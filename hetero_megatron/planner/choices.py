@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.plan import Plan, validate
@@ -18,6 +17,7 @@ from hetero_megatron.planner.place import place, to_plan
 from hetero_megatron.planner.predict import Prediction, predict
 from hetero_megatron.planner.shape import Candidate
 from hetero_megatron.planner.space import Space
+from hetero_megatron.planner.watch import Watch
 from hetero_megatron.spec import ModelSpec
 
 EXACT_CHIPS = 16384  # above, the search does not wait for exact prediction, which takes longer than it does
@@ -86,13 +86,14 @@ class LateChoice(Choice):
 
 
 class Best:
-    """The best candidates so far, each plan once; says when to stop."""
+    """The best candidates so far, each plan once; says when to stop. ``part_of``: the search that this is a part of."""
 
-    def __init__(self, keep: int, deadline: float | None, progress: Progress | None) -> None:
-        self.keep, self.deadline, self.progress = keep, deadline, progress
+    def __init__(
+        self, keep: int, watch: Watch | None, progress: Progress | None, part_of: Best | None = None
+    ) -> None:
+        self.keep, self.watch, self.progress, self.part_of = keep, watch, progress, part_of
         self.rows: list[Row] = []
         self.count = 0
-        self.stopped = False
 
     def improve(self, candidate: Candidate, seconds: float) -> bool:
         self.count += 1
@@ -104,8 +105,12 @@ class Best:
             self.rows.append((seconds, self.count, candidate))
             self.rows.sort(key=lambda row: row[:2])
             del self.rows[self.keep :]
-        self.stopped = self.deadline is not None and time.monotonic() > self.deadline
-        return not self.stopped
+        return not self.late()
+
+    def late(self) -> bool:
+        """Whether to stop: the time is up or Ctrl-C came, and there is a plan to take."""
+        known = self.rows or (self.part_of is not None and self.part_of.rows)
+        return self.watch is not None and bool(known) and self.watch.over()
 
     def make_ups(self) -> list[Candidate]:
         """The best of each number of pipelines."""
@@ -128,15 +133,20 @@ def judge(
     seq_length: int,
     options: SearchOptions,
     evaluator: Evaluator,
+    watch: Watch | None = None,
 ) -> list[Choice]:
     """Concrete plans of the best candidates, predicted exactly; those that fit, best first. What the search evaluated
-    faster than the best prediction so far could be faster, so on small clusters all of that is predicted."""
+    faster than the best prediction so far could be faster, so on small clusters all of that is predicted. When
+    ``watch`` is over, the first one that fits is enough."""
+    watch = watch or Watch()
     found: list[Choice] = []
     if evaluator.pool.chips > EXACT_CHIPS:
         tight = [most_over(evaluator, candidate) > 0 for _, _, candidate in rows]
         order = sorted(range(len(rows)), key=lambda i: (rows[i][0] > WINDOW * rows[0][0], tight[i], i))
         for i in order:
-            late = concrete(rows[i][2], cluster, model, seq_length, options, evaluator, late=not tight[i])
+            late = watch.finish(
+                partial(concrete, rows[i][2], cluster, model, seq_length, options, evaluator, late=not tight[i])
+            )
             if late is not None and (isinstance(late, LateChoice) or not late.prediction.over):
                 return [late]
         return []
@@ -146,7 +156,9 @@ def judge(
             break
         if len(found) >= options.top and not (small and seconds < least):
             break
-        choice = concrete(candidate, cluster, model, seq_length, options, evaluator)
+        if found and watch.over():
+            break
+        choice = watch.finish(partial(concrete, candidate, cluster, model, seq_length, options, evaluator))
         if choice is not None and not choice.prediction.over:
             found.append(choice)
             least = min(least, choice.step_seconds)

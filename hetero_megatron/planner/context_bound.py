@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hetero_megatron.planner.context_problem import ContextProblem
 
@@ -13,19 +14,9 @@ def speed_bound(problem: ContextProblem) -> float:
     Every member divides its time between products and attention; those relatively best at attention do it first (the
     optimum of this linear program). No layout is below it.
     """
-    members = problem.members
-    runs = {"none": 1.0, "selective": 1.0, "full": 2.0}[problem.options.recompute]
-    again = 1.0 if problem.options.recompute == "selective" else 0.0
-    layers, tokens = problem.layers, float(problem.seq_length)
-    linear_work = layers * (runs + 2) * problem.linear_flops + 3 * problem.head_flops  # per token
-    attention_work = layers * problem.pair_flops * problem.model.num_heads
-    # Members' own price of a token's products (TP collectives in it) and of its attention.
-    linear = np.array(
-        [linear_work / m.gemm_flops + layers * (runs + 1) * m.token_seconds for m in members], dtype=np.float64
-    )
-    attention = np.array(
-        [attention_work * (runs + again + m.attention_backward) / m.attention_flops for m in members], dtype=np.float64
-    )
+    members, layers, tokens = problem.members, problem.layers, float(problem.seq_length)
+    runs = _runs(problem)
+    linear, attention = token_seconds(problem)
     order = np.argsort(attention / linear)
     a, p = 1 / attention[order], 1 / linear[order]  # tokens per second, of each kind of work
     low, high = 0.0, tokens * float(linear.min() + attention.min())
@@ -43,3 +34,19 @@ def speed_bound(problem: ContextProblem) -> float:
             break
     host = runs * min(m.layer_seconds for m in members) + min(m.layer_backward_seconds for m in members)
     return max(low, layers * host)
+
+
+def token_seconds(problem: ContextProblem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """[members] seconds that the products of one token take each alone (TP collectives in it), and its attention."""
+    members, layers, runs = problem.members, problem.layers, _runs(problem)
+    again = 1.0 if problem.options.recompute == "selective" else 0.0
+    linear_work = layers * (runs + 2) * problem.linear_flops + 3 * problem.head_flops
+    attention_work = layers * problem.pair_flops * problem.model.num_heads
+    linear = [linear_work / m.gemm_flops + layers * (runs + 1) * m.token_seconds for m in members]
+    attention = [attention_work * (runs + again + m.attention_backward) / m.attention_flops for m in members]
+    return np.array(linear, np.float64), np.array(attention, np.float64)
+
+
+def _runs(problem: ContextProblem) -> float:
+    """Forwards of a layer."""
+    return {"none": 1.0, "selective": 1.0, "full": 2.0}[problem.options.recompute]

@@ -9,10 +9,14 @@ of a search that tried both is the smaller of this and the bound of its plans wi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from hetero_megatron.planner.bound import ASSUMPTIONS, Bound
-from hetero_megatron.planner.context_bound import speed_bound
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_megatron.planner.bound import Bound
+from hetero_megatron.planner.context_bound import speed_bound, token_seconds
 from hetero_megatron.planner.context_problem import ContextOptions, ContextProblem, Fabric, Member
 from hetero_megatron.planner.costs import CostModel
 from hetero_megatron.planner.evaluate import Evaluator
@@ -20,11 +24,6 @@ from hetero_megatron.planner.operators import Operators
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, visible_pairs
 
-CONTEXT_ASSUMPTIONS = (
-    "context groups: only the products of layers and attention count, at the best rate of each chip over shares of the "
-    "sequence, the micro-batch and TP",
-    *(text.replace("no context groups, ", "") for text in ASSUMPTIONS),
-)
 ROWS, DEGREES, PARTS = (1, 4, 32), (1, 2, 4, 8), (1, 2, 8, 64)
 
 
@@ -36,15 +35,29 @@ def context_bound(found: Bound, evaluator: Evaluator, model: ModelSpec, batch: i
 
 def work_bound(evaluator: Evaluator, model: ModelSpec, batch: int) -> float:
     """Seconds in which no plan computes ``batch`` sequences."""
-    costs = evaluator.costs
-    best = {group.chip: _fastest(model, costs, group.chip) for group in evaluator.pool.groups}
+    best = {group.chip: _fastest(model, evaluator.costs, group.chip) for group in evaluator.pool.groups}
     members = [
         replace(best[group.chip], ranks=(rank,)) for group in evaluator.pool.groups for n in group.ranks for rank in n
     ]
+    return batch * speed_bound(_problem(model, evaluator.costs, members))
+
+
+def most_tokens(costs: CostModel, chips: Sequence[str], counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[rows] tokens per second above which no plan gets on ``counts[row, i]`` chips of each type ``chips[i]``: the
+    same bound for many clusters. At any price of a token's products in terms of its attention a chip earns most with
+    one of the two; the least of what all chips earn, over all prices, is what they can do (duality)."""
+    members = [replace(_fastest(costs.model, costs, chip), ranks=(i,)) for i, chip in enumerate(chips)]
+    linear, attention = token_seconds(_problem(costs.model, costs, members))
+    # The least is at a price at which some type earns the same with either.
+    share = (linear / (linear + attention))[:, None]
+    earned = np.maximum(share / linear, (1 - share) / attention)  # [prices, types]
+    return np.asarray((counts @ earned.T).min(axis=1))
+
+
+def _problem(model: ModelSpec, costs: CostModel, members: Sequence[Member]) -> ContextProblem:
     fabric = Fabric(((0.0, 0.0),), (((0.0, 0.0),),))
     options = ContextOptions(head=False, embed=False, recompute="none")
-    problem = ContextProblem(model, costs.seq_length, tuple(members), fabric, options)
-    return batch * speed_bound(problem)
+    return ContextProblem(model, costs.seq_length, tuple(members), fabric, options)
 
 
 def _fastest(model: ModelSpec, costs: CostModel, chip: str) -> Member:

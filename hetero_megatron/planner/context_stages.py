@@ -11,9 +11,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
@@ -35,6 +35,7 @@ from hetero_megatron.planner.pool import Group, Pool
 from hetero_megatron.planner.predict import Prediction, predict
 from hetero_megatron.planner.shape import in_flight
 from hetero_megatron.planner.space import Space, tp_degrees
+from hetero_megatron.planner.watch import Watch
 from hetero_megatron.spec import ModelSpec
 
 MOST_SCHEDULED, MOST_PREDICTED = 24, 3  # structures
@@ -70,7 +71,6 @@ class Found:
     plans: list[ContextPlan]
     why: str
     tried: int = 0
-    fast: int = 0  # structures that a bound ruled out
 
 
 class ContextSearch:
@@ -90,35 +90,46 @@ class ContextSearch:
         other.pool = pool
         return other
 
-    def run(self, best: float, deadline: float | None) -> Found:
+    def run(self, best: float, watch: Watch | None = None) -> Found:
         """Args:
         best: seconds of a step that a plan must beat to be of interest (inf: any that fits).
-        deadline: monotonic seconds after which no further structure is tried.
+        watch: when it is over, no further structure is tried.
         """
+        watch = watch or Watch()
         if self.space.micro_batch_sizes is not None and 1 not in self.space.micro_batch_sizes:
             return Found([], "not tried: its micro-batches have one sequence")
         rows = [(self.bound(x), i, x) for i, x in enumerate(self.structures())]
         rows.sort(key=lambda row: row[:2])
         found: list[tuple[float, int, Plan, str]] = []
-        tried, late = 0, False
-        for bound, i, structure in rows:
-            known = min([best, *(row[0] for row in found)])
-            late = deadline is not None and time.monotonic() > deadline
-            if bound >= known or tried >= MOST_SCHEDULED or late:
-                break
-            tried += 1
-            made = self.make(structure)
-            if made is not None:
-                found.append((made[0], i, made[1], made[2]))
+        tried, ended = 0, False
+        with watch.catching():
+            for bound, i, structure in rows:
+                known = min([best, *(row[0] for row in found)])
+                ended = bound >= known or tried >= MOST_SCHEDULED
+                if ended or (known < math.inf and watch.over()):
+                    break
+                tried += 1
+                made = self.make(structure)
+                if made is not None:
+                    found.append((made[0], i, made[1], made[2]))
+            else:
+                ended = True
         found.sort(key=lambda row: row[:2])
-        plans = [p for _, _, plan, text in found[:MOST_PREDICTED] if (p := self.judge(plan, text)) is not None]
+        plans: list[ContextPlan] = []
+        for _, _, plan, text in found[:MOST_PREDICTED]:
+            if (plans or best < math.inf) and watch.interrupted:
+                break
+            made_plan = watch.finish(partial(self.judge, plan, text))
+            plans += [made_plan] if made_plan is not None else []
         plans.sort(key=lambda p: p.prediction.step_seconds)
         why = f"{tried} of {len(rows)} structures tried"
         if not plans and tried:
             why += "; none of those fits into memory"
-        if tried < len(rows) and not late:
-            why += "; the others cannot be faster at these speeds" if tried < MOST_SCHEDULED else ""
-        return Found(plans, why, tried, len(rows) - tried)
+        if not ended:
+            why += "; cut short"
+        elif tried < min(len(rows), MOST_SCHEDULED):
+            why += "; the others cannot be faster at these speeds"
+        return Found(plans, why, tried)
 
     def structures(self) -> Iterator[Structure]:
         """Sets of chip groups in one stage together, or each as stages of its own, for every number of pipelines."""

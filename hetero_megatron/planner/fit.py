@@ -321,7 +321,7 @@ def _apply(start: Rates, knobs: Sequence[_Knob], theta: Sequence[float] | np.nda
     for knob, move in zip(knobs, theta, strict=True):
         factor = math.exp(move)
         if knob.link is not None:
-            links.setdefault(knob.link, {})[knob.rate] = _first(start, knob) * factor
+            links.setdefault(knob.link, {})[knob.rate] = factor
         elif knob.rate in ROWS:
             chips.setdefault(knob.chip, {})[knob.rate] = _scaled(getattr(start.chips[knob.chip], knob.rate), factor)
         else:
@@ -331,9 +331,10 @@ def _apply(start: Rates, knobs: Sequence[_Knob], theta: Sequence[float] | np.nda
         for name, rates in start.chips.items()
     }
     measured: dict[tuple[str, str, bool], LinkRates] = dict(start.measured)
-    for (a, b, same), values in links.items():
-        changed = replace(start.between(a, b, same), calibrated=True, **values)  # type: ignore[arg-type]
-        measured[a, b, same] = measured[b, a, same] = changed
+    for (a, b, same), factors in links.items():
+        for ends in ((a, b, same), (b, a, same)):  # each direction keeps what it is beside the other
+            values = {r: _first(start, _Knob(r, link=ends)) * factor for r, factor in factors.items()}
+            measured[ends] = replace(start.between(*ends), calibrated=True, **values)  # type: ignore[arg-type]
     return Rates(start.cluster, start.dtype, new_chips, measured)
 
 

@@ -8,14 +8,15 @@ gradients cross them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.build import Builder, Skeleton
+from hetero_megatron.planner.choices import Best
 from hetero_megatron.planner.evaluate import Evaluator
 from hetero_megatron.planner.pool import Pool
 from hetero_megatron.planner.search_large import LargeSearch
-from hetero_megatron.planner.shape import Candidate, StageShape
+from hetero_megatron.planner.shape import StageShape
 from hetero_megatron.planner.space import Space
 from hetero_megatron.spec import ModelSpec
 
@@ -64,24 +65,25 @@ class GraphSearch:
         model: ModelSpec,
         batch: int,
         space: Space,
-        improve: Callable[[Candidate, float], bool],
+        best: Best,
         seed: int,
     ) -> None:
         self.evaluator, self.model, self.batch, self.space = evaluator, model, batch, space
-        self.improve, self.seed = improve, seed
+        self.best, self.seed = best, seed
         self.rejected: dict[str, int] = {}
-        self.bound = 0.0
 
     def run(self) -> bool:
-        """True when everything planned was searched; False when ``improve`` asked to stop."""
+        """True when everything planned was searched; False when ``best`` asked to stop."""
         builder = Builder(self.evaluator, self.model, self.batch, self.space)
         for rows in self._proposals():
+            if self.best.late():
+                return False
             for candidate in builder.candidates(rows, "1f1b"):
                 score = self.evaluator.score(candidate)
                 if score is None or score.over > 0:
                     reason = "memory" if score else "packing"
                     self.rejected[reason] = self.rejected.get(reason, 0) + 1
-                elif not self.improve(candidate, score.step_seconds):
+                elif not self.best.improve(candidate, score.step_seconds):
                     return False
         return True
 
@@ -111,20 +113,14 @@ class GraphSearch:
         """Pipelines of the best plan of one island for its share of the batch; none when the model does not fit."""
         pool = self.evaluator.pool.restricted(groups)
         tables = self.evaluator.tables.over(pool)
-        best: list[tuple[float, Candidate]] = []
-
-        def keep(candidate: Candidate, seconds: float) -> bool:
-            if not best or seconds < best[0][0]:
-                best[:] = [(seconds, candidate)]
-            return True
-
-        LargeSearch(Evaluator(tables, pool), self.model, batch, self.space, keep).run()
+        own = Best(1, self.best.watch, None, part_of=self.best)
+        LargeSearch(Evaluator(tables, pool), self.model, batch, self.space, own.improve, late=own.late).run()
         return [
             Skeleton(
                 tuple(StageShape(groups[s.group], s.tp, s.dp) for s in part.shape.stages),
                 part.shape.micro_batch_size,
                 part.copies,
             )
-            for _, candidate in best
+            for _, _, candidate in own.rows
             for part in candidate.parts
         ]

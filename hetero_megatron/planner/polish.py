@@ -9,14 +9,17 @@ from dataclasses import replace
 from hetero_megatron.planner.evaluate import Evaluator, best_recompute
 from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape
 from hetero_megatron.planner.space import Space
+from hetero_megatron.planner.watch import Late, never
 
 Improve = Callable[[Candidate, float], bool]
 
 
 def polish(
-    evaluator: Evaluator, candidate: Candidate, seconds: float, space: Space, most: int, improve: Improve
-) -> bool:
-    """Hill climbing from ``candidate``, with at most ``most`` evaluations; False when ``improve`` asks to stop."""
+    evaluator: Evaluator, candidate: Candidate, seconds: float, space: Space, most: int, improve: Improve,
+    late: Late = never,
+) -> bool:  # fmt: skip
+    """Hill climbing from ``candidate``, with at most ``most`` evaluations; False when ``improve`` or ``late`` asks to
+    stop."""
     left, better = most, True
     tried = {candidate}
     while better and left > 0:
@@ -28,6 +31,8 @@ def polish(
             if left <= 0:
                 return True
             left -= 1
+            if late():
+                return False
             if evaluator.least(other) >= seconds * (1 - 1e-9):
                 continue
             score = evaluator.score(other)

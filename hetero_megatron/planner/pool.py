@@ -62,19 +62,18 @@ class Pool:
         )
 
 
-def make_pool(cluster: Cluster, link_of: LinkOf | None = None, dtype: str | None = None) -> Pool:
+def make_pool(cluster: Cluster, link_of: LinkOf, dtype: str | None = None) -> Pool:
     """The pool of a cluster.
 
     Node groups of one chip type and node shape become one group where no link tells them apart. Chips that do not
     compute in ``dtype`` are left out.
 
     Args:
-        link_of: the link between two ranks; default: what the cluster file says.
+        link_of: the link between two ranks.
 
     Raises:
         UserError: no chip is left.
     """
-    find = link_of or _file_link(cluster)
     first: list[list[tuple[int, ...]]] = []  # per node group of the file: ranks of each node
     start = 0
     for group in cluster.nodes:
@@ -101,31 +100,14 @@ def make_pool(cluster: Cluster, link_of: LinkOf | None = None, dtype: str | None
         Group(cluster.nodes[m[0]].chip, cluster.nodes[m[0]].chips_per_node, tuple(n for i in m for n in first[i]))
         for m in merged.values()
     )
-    intra = tuple(find(g.ranks[0][0], g.ranks[0][1]) if g.per_node > 1 else None for g in groups)
+    intra = tuple(link_of(g.ranks[0][0], g.ranks[0][1]) if g.per_node > 1 else None for g in groups)
     inter = tuple(
         tuple(
-            (find(g.ranks[0][0], g.ranks[-1][0]) if g.nodes > 1 else None)
+            (link_of(g.ranks[0][0], g.ranks[-1][0]) if g.nodes > 1 else None)
             if i == j
-            else find(g.ranks[0][0], h.ranks[0][0])
+            else link_of(g.ranks[0][0], h.ranks[0][0])
             for j, h in enumerate(groups)
         )
         for i, g in enumerate(groups)
     )
     return Pool(groups, intra, inter)
-
-
-def _file_link(cluster: Cluster) -> LinkOf:
-    def find(a: int, b: int) -> Link:
-        link = cluster.link(a, b)
-        if link is None:
-            first, second = cluster.ranks[a], cluster.ranks[b]
-            same = first.node == second.node
-            where = f"inside a node of {first.group}" if same else f"between nodes of {first.group} and {second.group}"
-            key = "links.intra_node" if same else "links.inter_node"
-            raise UserError(
-                f"nothing is known about the link {where}", field=key, where=cluster.file,
-                accepted=f"{key}: {{bandwidth: 25 GB/s, latency: 10 us}}",
-            )  # fmt: skip
-        return link
-
-    return find

@@ -1,6 +1,7 @@
 """Rates: what is known about how fast chips and links are. Read from the cluster file, else from data sheets.
 
-A cluster file holds rates under ``rates:`` (or, for one chip, under ``chips: <chip>: rates:``, without its name)::
+A cluster file holds rates under ``rates:`` (or, for one chip and dtype, under ``chips: <chip>: rates:``, without its
+name; not both)::
 
     rates:
       chips:
@@ -228,6 +229,7 @@ class Rates:
         exact = link.emulated is not None or chip.speed is not None
         rate = link.emulated or link.bandwidth * (1.0 if exact else LINK_BANDWIDTH)
         alpha = link.latency if written and link.latency else LATENCY["intra" if same_node else "inter"]
+        alpha = alpha if link.emulated_latency is None else link.emulated_latency
         return LinkRates(alpha, 1 / rate, same_node=same_node)
 
 
@@ -244,13 +246,29 @@ def load_rates(cluster: Cluster, dtype: str) -> Rates:
             "no node has this chip", field="rates.chips", value=unknown[0], where=cluster.file,
             accepted=", ".join(cluster.chips),
         )  # fmt: skip
+    refuse_twice(cluster, section)
     chips = {}
     for name, chip in cluster.chips.items():
-        given = dict(_mapping(chip.rates, f"chips.{name}.rates", cluster)) or section.get(name, {})
         if dtype in chip.dtypes:
-            by_dtype = _mapping(given, f"rates.chips.{name}", cluster)
-            chips[name] = chip_rates(chip, dtype, by_dtype.get(dtype, {}), cluster)
+            given = {**section.get(name, {}), **chip.rates}.get(dtype, {})
+            chips[name] = chip_rates(chip, dtype, given, cluster)
     return Rates(cluster, dtype, chips, _measured_links(cluster))
+
+
+def refuse_twice(cluster: Cluster, section: Mapping[str, Any]) -> None:
+    """``section``: rates by chip and dtype as ``calibrate`` writes them, under ``rates.chips`` of the cluster's file.
+
+    Raises:
+        UserError: rates of a chip that its own entry also gives, which one of the two would hide; or no mapping.
+    """
+    for name, chip in cluster.chips.items():
+        own = _mapping(chip.rates, f"chips.{name}.rates", cluster)
+        both = [dtype for dtype in _mapping(section.get(name, {}), f"rates.chips.{name}", cluster) if dtype in own]
+        if both:
+            raise UserError(
+                f"rates.chips.{name}.{both[0]}, where calibrate writes, would be a second set of the same rates",
+                field=f"chips.{name}.rates.{both[0]}", where=cluster.file, accepted="one of the two",
+            )  # fmt: skip
 
 
 def chip_rates(chip: Chip, dtype: str, given: Any, cluster: Cluster) -> ChipRates:

@@ -137,7 +137,7 @@ class Planner:
         best = self._pipelines(pool)
         if self._context is not None:
             left = pool.restricted([i for i, g in enumerate(pool.groups) if g.nodes])
-            found = self._context.on(left).run(best.seconds if best else math.inf, None).plans
+            found = self._context.on(left).run(best.seconds if best else math.inf).plans
             if found and (best is None or found[0].prediction.step_seconds < best.seconds):
                 return Known(found[0].prediction.step_seconds, found[0].plan, pool)
         return best

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from hetero_megatron.cluster import Cluster
@@ -30,7 +31,8 @@ from hetero_megatron.planner.search_small import SmallSearch
 from hetero_megatron.planner.shape import Candidate, Part
 from hetero_megatron.planner.space import Space, wanted
 from hetero_megatron.planner.tables import Tables
-from hetero_megatron.planner.uniform import uniform_plans
+from hetero_megatron.planner.uniform import Uniform, uniform_plans
+from hetero_megatron.planner.watch import Watch
 from hetero_megatron.spec import ModelSpec
 
 __all__ = [
@@ -49,7 +51,8 @@ class Result:
     here); ``context``: what came of trying stages of context groups; ``context_tried``: whether there were any;
     ``offload_tried``: whether plans with optimizers in host memory were among them; ``unlike_groups``: whether the best
     has TP groups of unlike chips; ``ranked``: the best candidates by
-    evaluation, also those that were not made concrete; ``alone``: where each chip type was searched alone, by chip."""
+    evaluation, also those that were not made concrete; ``alone``: where each chip type was searched alone, by chip;
+    ``parts``: what came of searching parts of a cluster, by an objective beside speed."""
 
     best: Choice
     others: list[Choice]
@@ -61,13 +64,13 @@ class Result:
     complete: bool = True
     method: str = ""
     lower_bound: float = 0.0
-    search: LargeSearch | SmallSearch | GraphSearch | None = None
     context: str = ""
     context_tried: bool = False
     offload_tried: bool = False
     unlike_groups: bool = False
     ranked: tuple[Candidate, ...] = ()
     alone: dict[str, Result | UserError] = field(default_factory=dict)
+    parts: str = ""
 
 
 def make_evaluator(
@@ -90,33 +93,41 @@ def search(
     *,
     progress: Progress | None = None,
     evaluator: Evaluator | None = None,
+    watch: Watch | None = None,
 ) -> Result:
     """The best plan found.
+
+    Args:
+        watch: that of the searches which this is one of; else its own, with the options' time limit.
 
     Raises:
         UserError: a batch or sequence that no plan can have, missing rates or links, or a model that fits nowhere; the
             message says the smallest change that would help.
+        KeyboardInterrupt: Ctrl-C before any plan was found, or a second one.
     """
     check_request(model, seq_length, global_batch_size, options)
+    watch, started = watch or Watch(options.time_limit), time.monotonic()
     evaluator = evaluator or make_evaluator(model, cluster, seq_length, options)
-    started = time.monotonic()
-    result = _search(model, cluster, seq_length, global_batch_size, options, progress, evaluator, started)
+    result = _search(model, cluster, seq_length, global_batch_size, options, progress, evaluator, watch)
     if result.method == "enumeration" and result.complete and len({g.chip for g in result.pool.groups}) > 1:
-        _add_types_alone(result, model, cluster, seq_length, global_batch_size, options, started)
-        _add_unlike_groups(result, model, cluster, global_batch_size, options)
-        result.seconds = time.monotonic() - started
+        with watch.catching():
+            _add_types_alone(result, model, cluster, seq_length, global_batch_size, options, watch)
+            _add_unlike_groups(result, model, cluster, global_batch_size, options, watch)
+    result.complete = result.complete and not watch.cut
+    result.seconds = time.monotonic() - started
     return result
 
 
 def _add_unlike_groups(
-    result: Result, model: ModelSpec, cluster: Cluster, batch: int, options: SearchOptions
+    result: Result, model: ModelSpec, cluster: Cluster, batch: int, options: SearchOptions, watch: Watch
 ) -> None:
     """The best plan with TP groups of unlike chips, where that is faster than all others."""
-    if not options.space.unlike_tp or not result.complete:
+    if not options.space.unlike_tp or watch.over():
         return
     from hetero_megatron.planner.unlike import UnlikeSearch
 
-    best = UnlikeSearch(model, cluster, result.evaluator, batch, options.space).run(result.best.step_seconds)
+    search_ = UnlikeSearch(model, cluster, result.evaluator, batch, options.space)
+    best = search_.run(result.best.step_seconds, watch.over)
     if best is not None:
         used = set(best.plan.ranks)
         idle = tuple(r for g in result.pool.groups for node in g.ranks for r in node if r not in used)
@@ -127,25 +138,23 @@ def _add_unlike_groups(
 
 def _add_types_alone(
     result: Result, model: ModelSpec, cluster: Cluster, seq_length: int, batch: int, options: SearchOptions,
-    started: float,
+    watch: Watch,
 ) -> None:  # fmt: skip
     """Also what is best on each chip type alone: the enumeration does not go into what it evaluates slower than its
     best, which prediction may see the other way round, nor into optimizers in host memory where all chips do without.
     """
     choices = [result.best, *result.others]
     for chip in dict.fromkeys(group.chip for group in result.pool.groups):
-        left = None if options.time_limit is None else started + options.time_limit - time.monotonic()
-        if left is not None and left <= 0:
-            result.complete = False
+        if watch.over():
             break
         part = shrink(cluster, [rank.rank for rank in cluster.ranks if rank.chip == chip])
         try:
-            own = search(model, part, seq_length, batch, replace(options, time_limit=left))
+            own = search(model, part, seq_length, batch, options, watch=watch)
         except UserError as error:
             result.alone[chip] = error
             continue
         except KeyboardInterrupt:
-            result.complete = False
+            watch.stop()
             break
         result.alone[chip] = own
         groups = [g for g, group in enumerate(result.pool.groups) if group.chip == chip]
@@ -175,58 +184,96 @@ def _search(
     options: SearchOptions,
     progress: Progress | None,
     evaluator: Evaluator,
-    started: float,
+    watch: Watch,
     plain: bool = True,
 ) -> Result:
     """``plain``: False where it is known that nothing fits with all optimizers on the chips."""
     space = replace(options.space, schedules=tuple(s for s in options.space.schedules if supports(f"schedule.{s}")))
-    deadline = None if options.time_limit is None else started + options.time_limit
-    best = Best(max(options.top, 1) * 2, deadline, progress)
-    small = SmallSearch(evaluator, model, global_batch_size, space, best.improve)
-    many = len(evaluator.pool.groups) > MOST_GROUPS
-    enumerate_all = options.exhaustive is not False and not many and small.possible()
-    chosen: SmallSearch | LargeSearch | GraphSearch = small
-    if not enumerate_all:
-        chosen = _by_programs(evaluator, model, global_batch_size, space, best, options.seed)
-    complete = True
-    uniform: list[Row] = []
-    try:
-        if plain:
-            _seeds(evaluator, model, global_batch_size, space, best)
-            uniform = list(best.rows)
-            if enumerate_all and judge(uniform[:1], cluster, model, seq_length, options, evaluator):
-                small.best = uniform[0][0]
-            complete = _on_chips(chosen, evaluator, options, space, best)
-        if complete and space.offload == "always":
-            complete = _offloaded(evaluator, model, global_batch_size, options, space, best)
-    except KeyboardInterrupt:
-        if not best.rows:
-            raise
-        complete = False
-    rows = sorted([*best.rows, *(row for row in uniform if row not in best.rows)], key=lambda row: row[:2])
-    choices = judge(rows, cluster, model, seq_length, options, evaluator)
-    choices, why, tried = with_context(choices, model, cluster, global_batch_size, space, evaluator, deadline)
-    if not choices and best.rows and options.costs.margin < MARGIN:
-        # The exact placement of states takes a little more than their mean: leave more room.
-        costs = replace(options.costs, margin=options.costs.margin + MARGIN / 2)
-        roomier = replace(options, costs=costs)
-        again = make_evaluator(model, cluster, seq_length, roomier)
-        return _search(model, cluster, seq_length, global_batch_size, roomier, progress, again, started, plain)
+    tried = replace(options, space=space)
+
+    def judged(rows: list[Row]) -> list[Choice]:
+        return judge(rows, cluster, model, seq_length, tried, evaluator, watch)
+
+    found = _candidates(model, global_batch_size, tried, progress, evaluator, watch, plain, judged)
+    choices, evaluated = judged(found.rows), evaluator.evaluated
+    choices, why, with_groups = with_context(choices, model, cluster, global_batch_size, space, evaluator, watch)
+    margin = options.costs.margin
+    while not choices and found.rows and margin < MARGIN:
+        # The exact placement of states takes a little more than their mean: leave more room, but only to search.
+        margin += MARGIN / 2
+        roomy = make_evaluator(
+            model, cluster, seq_length, replace(tried, costs=replace(options.costs, margin=margin))
+        )
+        found = _candidates(model, global_batch_size, tried, progress, roomy, watch, plain, judged)
+        found.bound = 0.0  # it is of less memory than plans may use
+        choices, evaluated = judged(found.rows), evaluated + roomy.evaluated
+    if watch.interrupted and not choices:
+        raise KeyboardInterrupt
     if not choices and space.offload == "auto" and cannot_offload(options.costs.moments, options.dtype) is None:
         away = replace(options, space=replace(options.space, offload="always"))
-        return _search(model, cluster, seq_length, global_batch_size, away, progress, evaluator, started, plain=False)
+        return _search(model, cluster, seq_length, global_batch_size, away, progress, evaluator, watch, plain=False)
     if not choices:
         from hetero_megatron.planner.refuse import refuse
 
         raise refuse(model, cluster, evaluator, space)
-    # The search's evaluation of the best plan may be a little above its prediction.
-    proven = enumerate_all and complete and space.offload != "always"
     return Result(
-        choices[0], choices[1:], evaluator.pool, evaluator, time.monotonic() - started, evaluator.evaluated,
-        dict(chosen.rejected), complete, "enumeration" if enumerate_all else "islands" if many else "programs",
-        min(small.bound, choices[0].step_seconds) if proven else 0.0, chosen, why, tried,
-        space.offload == "always", ranked=tuple(row[2] for row in best.rows),
+        choices[0], choices[1:], evaluator.pool, evaluator, 0.0, evaluated, found.rejected, found.complete,
+        # The search's evaluation of the best plan may be a little above its prediction.
+        found.method, min(found.bound, choices[0].step_seconds), why, with_groups,
+        space.offload == "always", ranked=tuple(row[2] for row in found.best.rows),
     )  # fmt: skip
+
+
+@dataclass
+class _Candidates:
+    """What a search evaluated. ``rows``: the best, uniform plans with them, to be predicted; ``bound``: seconds that
+    none of its space beats, 0 where that is not known."""
+
+    best: Best
+    rows: list[Row]
+    rejected: dict[str, int]
+    complete: bool
+    method: str
+    bound: float
+
+
+def _candidates(
+    model: ModelSpec,
+    batch: int,
+    options: SearchOptions,
+    progress: Progress | None,
+    evaluator: Evaluator,
+    watch: Watch,
+    plain: bool,
+    judged: Callable[[list[Row]], list[Choice]],
+) -> _Candidates:
+    """Search; ``judged``: concrete plans of candidates that fit."""
+    space = options.space
+    best = Best(max(options.top, 1) * 2, watch, progress)
+    small = SmallSearch(evaluator, model, batch, space, best.improve, best.late)
+    many = len(evaluator.pool.groups) > MOST_GROUPS
+    enumerate_all = options.exhaustive is not False and not many and small.possible()
+    chosen: SmallSearch | LargeSearch | GraphSearch = small
+    if not enumerate_all:
+        chosen = _by_programs(evaluator, model, batch, space, best, options.seed)
+    complete = True
+    uniform: list[Row] = []
+    with watch.catching():
+        if plain:
+            _seeds(evaluator, model, batch, space, best)
+            uniform = list(best.rows)
+            if enumerate_all and judged(uniform[:1]):
+                small.best = uniform[0][0]
+            complete = _on_chips(chosen, evaluator, options, space, best)
+        if complete and space.offload == "always":
+            complete = _offloaded(evaluator, model, batch, options, space, best)
+    if watch.interrupted and not best.rows:
+        raise KeyboardInterrupt
+    complete = complete and not watch.cut
+    rows = sorted([*best.rows, *(row for row in uniform if row not in best.rows)], key=lambda row: row[:2])
+    method = "enumeration" if enumerate_all else "islands" if many else "programs"
+    proven = enumerate_all and complete and space.offload != "always"
+    return _Candidates(best, rows, dict(chosen.rejected), complete, method, small.bound if proven else 0.0)
 
 
 def _on_chips(
@@ -254,8 +301,8 @@ def _by_programs(
 ) -> LargeSearch | GraphSearch:
     """The search of clusters that cannot be enumerated."""
     if len(evaluator.pool.groups) > MOST_GROUPS:
-        return GraphSearch(evaluator, model, batch, space, best.improve, seed)
-    return LargeSearch(evaluator, model, batch, space, best.improve)
+        return GraphSearch(evaluator, model, batch, space, best, seed)
+    return LargeSearch(evaluator, model, batch, space, best.improve, late=best.late)
 
 
 def _each_type(whole: LargeSearch, best: Best, evaluator: Evaluator) -> bool:
@@ -264,8 +311,8 @@ def _each_type(whole: LargeSearch, best: Best, evaluator: Evaluator) -> bool:
     groups = whole.pool.groups
     for chip in sorted({g.chip for g in groups}) if len({g.chip for g in groups}) > 1 else ():
         counts = tuple(g.chips if g.chip == chip else 0 for g in groups)
-        own = Best(best.keep, best.deadline, None)
-        alone = LargeSearch(whole.evaluator, whole.model, whole.batch, whole.space, own.improve, counts=counts)
+        own = Best(best.keep, best.watch, None, part_of=best)
+        alone = LargeSearch(whole.evaluator, whole.model, whole.batch, whole.space, own.improve, counts, own.late)
         if best.rows and alone.least_seconds() >= best.rows[0][0]:
             continue
         complete = alone.run() and _polish(evaluator, whole.space, own)
@@ -297,7 +344,8 @@ def _offloaded(
 def _polish(evaluator: Evaluator, space: Space, best: Best) -> bool:
     """Improve the best two in small steps."""
     effort = POLISH if evaluator.pool.chips <= 256 else POLISH // 8
-    return all(polish(evaluator, row[2], row[0], space, effort, best.improve) for row in list(best.rows[:2]))
+    rows = list(best.rows[:2])
+    return all(polish(evaluator, row[2], row[0], space, effort, best.improve, best.late) for row in rows)
 
 
 def _seeds(evaluator: Evaluator, model: ModelSpec, batch: int, space: Space, best: Best) -> None:
@@ -310,14 +358,14 @@ def _seeds(evaluator: Evaluator, model: ModelSpec, batch: int, space: Space, bes
             return
 
 
-def few_uniform(evaluator: Evaluator, model: ModelSpec, batch: int, most: int) -> list[tuple[object, Candidate]]:
+def few_uniform(evaluator: Evaluator, model: ModelSpec, batch: int, most: int) -> list[tuple[Uniform, Candidate]]:
     """The uniform plans that come first by closed form, of those that are good by their slowest stage alone."""
-    rough: list[tuple[float, int, object, Candidate]] = []
+    rough: list[tuple[float, int, Uniform, Candidate]] = []
     for i, (uniform, candidate) in enumerate(uniform_plans(evaluator.pool, model, batch)):
         seconds = max(_rough(evaluator, part) for part in candidate.parts[:8])
         rough.append((seconds, i, uniform, candidate))
     rough.sort(key=lambda row: row[:2])
-    rows: list[tuple[float, int, object, Candidate]] = []
+    rows: list[tuple[float, int, Uniform, Candidate]] = []
     for _, i, shape, candidate in rough:
         if len(rows) >= 3 * most:
             break
@@ -360,16 +408,20 @@ def with_context(
     batch: int,
     space: Space,
     evaluator: Evaluator,
-    deadline: float | None,
+    watch: Watch,
 ) -> tuple[list[Choice], str, bool]:
     """(the choices and plans with context groups, best first; what came of trying those; whether any was tried)."""
     why_not = "not supported" if not supports("context") else wanted(space, evaluator.costs.seq_length, bool(choices))
     if why_not:
         return choices, why_not, False
-    from hetero_megatron.planner.context_stages import ContextSearch
+    if choices and watch.over():
+        return choices, "not tried: the search was cut short", False
+    from hetero_megatron.planner.context_stages import ContextSearch, Found
 
     best = choices[0].step_seconds if choices else float("inf")
-    found = ContextSearch(model, cluster, evaluator.pool, evaluator.costs, batch, space).run(best, deadline)
+    found = Found([], "cut short")
+    with watch.catching():
+        found = ContextSearch(model, cluster, evaluator.pool, evaluator.costs, batch, space).run(best, watch)
     new = [
         Choice(
             x.plan, cluster, Candidate(()), x.prediction,

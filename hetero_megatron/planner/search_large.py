@@ -26,6 +26,7 @@ from hetero_megatron.planner.fleet import Fleet
 from hetero_megatron.planner.shape import Candidate, StageShape
 from hetero_megatron.planner.space import Option, Space, batch_sizes, options
 from hetero_megatron.planner.tables import Kind, per_layer
+from hetero_megatron.planner.watch import Late, never
 from hetero_megatron.spec import ModelSpec
 
 Floats = NDArray[np.float64]
@@ -247,7 +248,7 @@ class Program:
 
 
 class LargeSearch:
-    """See the module docstring. ``counts``: chips that may be used, per group; None: all."""
+    """See the module docstring. ``counts``: chips that may be used, per group; None: all. ``late``: whether to stop."""
 
     def __init__(
         self,
@@ -256,13 +257,13 @@ class LargeSearch:
         batch: int,
         space: Space,
         improve: Callable[[Candidate, float], bool],
-        effort: int = 1,
         counts: tuple[int, ...] | None = None,
+        late: Late = never,
     ) -> None:
         self.evaluator, self.pool, self.model = evaluator, evaluator.pool, model
         self.counts = counts or self.pool.counts
         self.everything = sum(1 << g for g, n in enumerate(self.counts) if n)
-        self.batch, self.space, self.improve, self.effort = batch, space, improve, effort
+        self.batch, self.space, self.improve, self.late = batch, space, improve, late
         self.builder = Builder(evaluator, model, batch, space)
         self._options: dict[tuple[int, int], list[Option]] = {}
         self.families: list[Family] = []
@@ -306,12 +307,12 @@ class LargeSearch:
         return max(1, min(self.batch, sum(self.counts), self.space.max_pipelines or sum(self.counts)))
 
     def run(self) -> bool:
-        """True when everything planned was searched; False when ``improve`` asked to stop."""
+        """True when everything planned was searched; False when ``improve`` or ``late`` asked to stop."""
         self.families = self._families()
-        tried = 0
         for skeletons, schedule in self._proposals():
             for candidate in self.builder.candidates(skeletons, schedule):
-                tried += 1
+                if self.late():
+                    return False
                 score = self.evaluator.score(candidate)
                 if score is None or score.over > 0:
                     reason = "memory" if score else "packing"
@@ -372,6 +373,8 @@ class LargeSearch:
         best: dict[int, float] = {}
         programs, everything = self._bounded(), self.everything
         for bound, _, _, nominal, alone, program in programs:
+            if found and self.late():
+                break
             least = best.get(everything, math.inf)
             near = any(t <= CUT * best.get(1 << g, math.inf if bound < FAR * least else 0.0) for g, t in alone.items())
             if bound > CUT * least and not near:
@@ -401,15 +404,14 @@ class LargeSearch:
             seen.add(key)
             return new
 
-        for i, rows in enumerate(self._islands(6 * self.effort)):
+        for i, rows in enumerate(self._islands(6)):
             if fresh(rows):
                 yield rows, "1f1b"
             if i < 2 and "gpipe" in self.space.schedules:
                 yield rows, "gpipe"
         per_mask: dict[int, int] = {}
-        most = 10 * self.effort
         for family in self.families:
-            if per_mask.get(family.mask, 0) >= (most if family.mask == self.everything else 2):
+            if per_mask.get(family.mask, 0) >= (10 if family.mask == self.everything else 2):
                 continue
             per_mask[family.mask] = per_mask.get(family.mask, 0) + 1
             rows = [self._skeleton(family, family.replicas)]

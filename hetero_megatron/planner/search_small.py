@@ -23,6 +23,7 @@ from hetero_megatron.planner.shape import Candidate, Part, PipelineShape
 from hetero_megatron.planner.space import Space, batch_sizes
 from hetero_megatron.planner.split import LISTED, count_splits
 from hetero_megatron.planner.together import least_dropped, ways_together
+from hetero_megatron.planner.watch import Late, never
 from hetero_megatron.spec import ModelSpec
 
 MOST_CHIPS = 24  # above, not even worth counting
@@ -59,9 +60,11 @@ class SmallSearch:
         batch: int,
         space: Space,
         improve: Callable[[Candidate, float], bool],
+        late: Late = never,
     ) -> None:
         self.evaluator, self.tables, self.pool = evaluator, evaluator.tables, evaluator.pool
-        self.model, self.batch, self.space, self.improve = model, batch, space, improve
+        self.model, self.batch, self.space = model, batch, space
+        self.improve, self.late = improve, late
         self.bound = 0.0  # no plan of the space is faster
         self.best = math.inf
         self.exact = False
@@ -100,7 +103,7 @@ class SmallSearch:
         return min(self.batch, self.pool.chips, self.space.max_pipelines or self.pool.chips)
 
     def run(self) -> bool:
-        """True when the whole space was searched; False when ``improve`` asked to stop.
+        """True when the whole space was searched; False when ``improve`` or ``late`` asked to stop.
 
         First with the best layers by closed form only, which gives a good plan; then with all that could beat it.
         """
@@ -127,6 +130,8 @@ class SmallSearch:
         for bound, combination, shares in rows:
             if bound >= self.best:
                 break
+            if self.late():
+                return False
             shelf = shelves[len(combination)]
             rest: float | None
             if self.exact and len(combination) > 1:
@@ -173,6 +178,8 @@ class SmallSearch:
             for least, way in ways:
                 if least >= self.best:
                     break
+                if self.late():
+                    return None
                 if self.fitting.computed - self.fitted >= MOST_FITTED:
                     rest = min(rest, least)
                     break

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from hetero_megatron.cluster import Cluster, format_bytes
+from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import dump_yaml, from_megatron, rank_ranges, to_dict
-from hetero_megatron.planner.bound import ASSUMPTIONS, Bound, price_bound
+from hetero_megatron.plan import from_megatron
+from hetero_megatron.planner.bound import Bound, assumptions, price_bound
 from hetero_megatron.planner.choices import Choice, SearchOptions, concrete
-from hetero_megatron.planner.context_joint_bound import CONTEXT_ASSUMPTIONS, context_bound
+from hetero_megatron.planner.context_joint_bound import context_bound
 from hetero_megatron.planner.evaluate import best_recompute
+from hetero_megatron.planner.objective import Deadline
 from hetero_megatron.planner.place import shrink
 from hetero_megatron.planner.predict import Prediction, predict
 from hetero_megatron.planner.report import format_seconds
 from hetero_megatron.planner.search import Result, few_uniform, search
 from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, describe
-from hetero_megatron.planner.uniform import Uniform
+from hetero_megatron.planner.uniform import Uniform, uniform_plans
+from hetero_megatron.planner.watch import Watch
 from hetero_megatron.spec import ModelSpec
 
 PRICE_CHIPS = 300_000  # chips x layers above which the bound by prices is only computed when asked for
@@ -57,6 +58,10 @@ class Summary:
     variants: list[Variant] = field(default_factory=list)
     unusable: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # chip -> ranks, where it lacks the dtype
     dtype: str = ""
+    assumptions: tuple[str, ...] = ()  # of the bound
+    left_out: tuple[str, ...] = ()  # nodes that are not of the cluster which the plan's ranks count in
+    deadline: Deadline | None = None
+    skipped: str = ""  # why no chip type is compared alone
 
     @property
     def idle(self) -> tuple[int, ...]:
@@ -87,35 +92,57 @@ def summarize(
     *,
     baselines: bool = True,
     bound: bool | None = None,
+    deadline: Deadline | None = None,
+    watch: Watch | None = None,
 ) -> Summary:
-    """Compute the comparisons.
+    """Compute the comparisons. They are all of the cluster that the plan's ranks count in, which an objective beside
+    speed makes a part of ``cluster``: nodes of the rest are idle.
 
     Args:
         baselines: also search each chip type alone and enumerate uniform plans.
         bound: True: however long it takes; None: unless the cluster is large.
+        deadline: that of the objective.
+        watch: that of the search; when it is over, no chip type is searched alone.
     """
-    found: Bound | None = None
-    if result.lower_bound > 0:
-        # What was left out of the enumeration may have made its bound weak; both hold.
-        found = price_bound(result.evaluator, model, batch, options.space, result.best.step_seconds, enumerated=True)
-        if result.lower_bound >= found.seconds:
-            found = Bound(result.lower_bound, "enumeration")
-    elif bound or (
-        bound is None and result.method != "islands" and result.pool.chips * model.num_layers <= PRICE_CHIPS
-    ):
-        space = replace(options.space, offload="always") if result.offload_tried else options.space
-        found = price_bound(result.evaluator, model, batch, space, result.best.step_seconds)
-    if found is not None and (result.context_tried or result.unlike_groups):
-        found = context_bound(found, result.evaluator, model, batch)
+    watch = watch or Watch(options.time_limit)
+    nodes, cluster = dict.fromkeys(rank.node for rank in cluster.ranks), result.best.cluster
+    there = {rank.node for rank in cluster.ranks}
     lacking = {c: [r.rank for r in cluster.ranks if r.chip == c] for c, chip in cluster.chips.items()
                if options.dtype not in chip.dtypes}  # fmt: skip
     unusable = {chip: tuple(ranks) for chip, ranks in lacking.items() if ranks}
-    summary = Summary(result, model.name, found, dtype=options.dtype, unusable=unusable)
+    found, assumed = _bound(result, model, batch, options, bound, watch.interrupted)
+    summary = Summary(
+        result, model.name, found, dtype=options.dtype, unusable=unusable, assumptions=assumed,
+        left_out=tuple(name for name in nodes if name not in there), deadline=deadline,
+    )  # fmt: skip
     summary.variants = variants(result, model, cluster, seq_length, batch, options)
     if baselines:
         summary.uniform = best_uniform(result, model, cluster, seq_length, batch, options)
-        summary.alone = list(each_alone(result, model, cluster, seq_length, batch, options))
+        new = {group.chip for group in result.pool.groups} - set(result.alone)
+        if not (new and watch.over()):
+            summary.alone = each_alone(result, model, cluster, seq_length, batch, options, watch)
+        if new and watch.cut:  # a type that was not searched to its end would look slower than it is
+            summary.alone, summary.skipped = [], "not searched, because the time is up"
     return summary
+
+
+def _bound(
+    result: Result, model: ModelSpec, batch: int, options: SearchOptions, wanted: bool | None, interrupted: bool
+) -> tuple[Bound | None, tuple[str, ...]]:
+    """(the certificate, what it assumes); (None, ()) where it would take long, or the user does not wait."""
+    quick = result.method != "islands" and result.pool.chips * model.num_layers <= PRICE_CHIPS and not interrupted
+    if not (result.lower_bound > 0 or wanted or (wanted is None and quick)):
+        return None, ()
+    space = replace(options.space, offload="always") if result.offload_tried else options.space
+    enumerated = result.method == "enumeration" and not result.offload_tried
+    found = price_bound(result.evaluator, model, batch, space, result.best.step_seconds, enumerated)
+    # What was left out of the enumeration may have made its bound weak; both hold.
+    if 0 < result.lower_bound >= found.seconds:
+        found = Bound(result.lower_bound, "enumeration")
+    everything = result.context_tried or result.unlike_groups
+    if everything:
+        found = context_bound(found, result.evaluator, model, batch)
+    return found, assumptions(found.method, result.evaluator, model, batch, space, enumerated, everything)
 
 
 def best_uniform(
@@ -123,10 +150,13 @@ def best_uniform(
 ) -> Baseline:
     """The best plan that Megatron's flags can describe, over all chips of the cluster."""
     best: tuple[float, Uniform, Prediction] | None = None
-    problem = "no uniform plan fits into memory, or the batch divides by none of their sizes"
-    whole = result.pool.chips == cluster.world_size
+    if result.pool.chips < cluster.world_size:
+        return Baseline("uniform", "", problem="some chips lack the dtype")
+    if next(uniform_plans(result.pool, model, batch), None) is None:
+        problem = f"no equal degrees divide {cluster.world_size} chips, their nodes and a batch of {batch}"
+        return Baseline("uniform", "", problem=problem)
+    problem = "no uniform plan fits into memory"
     for uniform, _ in few_uniform(result.evaluator, model, batch, 4):
-        assert isinstance(uniform, Uniform)
         try:
             plan = from_megatron(uniform.flags(seq_length, batch), model)
             found = predict(plan, model, cluster, options.dtype, result.evaluator.costs)
@@ -136,19 +166,20 @@ def best_uniform(
         if not found.over and (best is None or found.step_seconds < best[0]):
             best = (found.step_seconds, uniform, found)
     if best is None:
-        return Baseline("uniform", "", problem=problem if whole else "some chips lack the dtype")
+        return Baseline("uniform", "", problem=problem)
     return Baseline("uniform", best[1].text(), best[2].tokens_per_second, best[0], cluster.world_size)
 
 
 def each_alone(
-    result: Result, model: ModelSpec, cluster: Cluster, seq_length: int, batch: int, options: SearchOptions
-) -> list[Baseline]:
+    result: Result, model: ModelSpec, cluster: Cluster, seq_length: int, batch: int, options: SearchOptions,
+    watch: Watch | None = None,
+) -> list[Baseline]:  # fmt: skip
     """The best plan of each chip type alone, with the same global batch (which favours the parts: fewer bubbles)."""
     names = list(dict.fromkeys(group.chip for group in result.pool.groups))
     found = []
     for name in names:
         keep = [rank.rank for rank in cluster.ranks if rank.chip == name]
-        own = result.alone.get(name) or _alone(cluster, keep, model, seq_length, batch, options)
+        own = result.alone.get(name) or _alone(cluster, keep, model, seq_length, batch, options, watch)
         if isinstance(own, UserError):
             found.append(Baseline(name, "", chips=len(keep), problem=own.problem))
             continue
@@ -159,11 +190,12 @@ def each_alone(
 
 
 def _alone(
-    cluster: Cluster, keep: list[int], model: ModelSpec, seq_length: int, batch: int, options: SearchOptions
-) -> Result | UserError:
+    cluster: Cluster, keep: list[int], model: ModelSpec, seq_length: int, batch: int, options: SearchOptions,
+    watch: Watch | None,
+) -> Result | UserError:  # fmt: skip
     part = cluster if len(keep) == cluster.world_size else shrink(cluster, keep)
     try:
-        return search(model, part, seq_length, batch, options)
+        return search(model, part, seq_length, batch, options, watch=watch)
     except UserError as error:
         return error
 
@@ -269,137 +301,4 @@ def _even_shares(candidate: Candidate, batch: int) -> Candidate | None:
         return None
     return replace(
         candidate, parts=tuple(replace(p, num_micro_batches=share // p.shape.micro_batch_size) for p in candidate.parts)
-    )
-
-
-def format_summary(summary: Summary) -> str:
-    """The report as text."""
-    result, best = summary.result, summary.result.best
-    found = best.prediction
-    chips = [g.chip for g in result.pool.groups]
-    share = f", {found.mfu:.1%} of the peak of the chips used (aggregate MFU)" if found.mfu is not None else ""
-    lines = [
-        f"best plan: {format_seconds(best.step_seconds)} per step, {found.tokens_per_second:,.0f} tokens/s{share}",
-        f"  {choice_text(best, chips)}",
-        f"  found in {result.seconds:.2f} s, {result.evaluated:,} plans evaluated exactly"
-        + ("" if result.complete else "; cut short, the best so far"),
-    ]
-    if summary.bound is not None:
-        gap = max(0.0, summary.bound.gap(best.step_seconds))
-        tokens = found.tokens_per_second * best.step_seconds / summary.bound.seconds if summary.bound.seconds else 0.0
-        lines.append(
-            f"  no plan of this space does more than {tokens:,.0f} tokens/s under these rates: within {gap:.1%} of the "
-            f"bound (by {summary.bound.method})"
-        )
-    lines.append(f"  context groups: {result.context}")
-    if summary.idle:
-        idle = f"{len(summary.idle)} chips (ranks {rank_ranges(summary.idle)})"
-        lines.append(f"  idle: {idle}; using them would not help")
-    for chip, ranks in summary.unusable.items():
-        plural = "s" if len(ranks) > 1 else ""
-        lines.append(
-            f"  idle: {len(ranks)} chip{plural} (rank{plural} {rank_ranges(ranks)}): {chip} does not compute in "
-            f"{summary.dtype}"
-        )
-    lines += ["", *_memory_lines(best), "", *_comparison_lines(summary)]
-    if summary.variants:
-        lines += ["", "why not"]
-        for v in summary.variants:
-            slower = f"+{v.step_seconds / best.step_seconds - 1:.1%}" if v.step_seconds else "—"
-            lines.append(f"  {slower:>8}  {v.text}: {v.why}")
-    if result.rejected:
-        words = {"memory": "over memory after exact evaluation", "packing": "TP groups that do not pack into nodes"}
-        lines.append("  dropped: " + ", ".join(f"{n} {words.get(k, k)}" for k, n in result.rejected.items()))
-    if found.assumed:
-        lines += ["", f"rates of {', '.join(found.assumed)} are from data sheets, not measured: run calibrate"]
-    return "\n".join(lines)
-
-
-def _memory_lines(best: Choice) -> list[str]:
-    lines = [f"{'stage':<10}{'chip':<18}{'ranks':<20}{'layers':<12}{'recompute':<12}{'memory':>12}{'of':>12}"]
-    seen: dict[object, int] = {}
-    for p, pipeline in enumerate(best.plan.pipelines):
-        key = tuple((s.layers, s.chip, s.recompute, len(s.ranks)) for s in pipeline.stages)
-        seen[key] = seen.get(key, 0) + 1
-        if seen[key] > 1:
-            continue
-        for s, stage in enumerate(pipeline.stages):
-            worst = max(stage.ranks, key=lambda r: best.prediction.memory[r].total)
-            layers = f"{stage.layers[0][0]}-{stage.layers[0][1] - 1}" if stage.layers else "none"
-            lines.append(
-                f"{f'{p}.{s}':<10}{stage.chip or '':<18}{rank_ranges(stage.ranks):<20}{layers:<12}"
-                f"{str(stage.recompute):<12}{format_bytes(best.prediction.memory[worst].total):>12}"
-                f"{format_bytes(best.prediction.limits[worst]):>12}"
-            )
-    more = sum(n - 1 for n in seen.values())
-    return lines + ([f"and {more} more pipelines like these"] if more else [])
-
-
-def _comparison_lines(summary: Summary) -> list[str]:
-    tokens = summary.result.best.prediction.tokens_per_second
-    lines = ["compared with"]
-    for baseline in ([summary.uniform] if summary.uniform else []) + summary.alone:
-        name = (
-            "best uniform plan (Megatron)"
-            if baseline.name == "uniform"
-            else f"{baseline.chips} x {baseline.name} alone"
-        )
-        if baseline.problem:
-            lines.append(f"  {name:<34} none: {baseline.problem}")
-        else:
-            ratio = tokens / baseline.tokens_per_second
-            lines.append(f"  {name:<34}{baseline.tokens_per_second:>14,.0f} tokens/s  {ratio:>6.2f}x  {baseline.text}")
-    if summary.alone:
-        total = summary.hethub_tokens_per_second
-        if total is None:
-            lines.append("  no chip type can train this model alone: HETHUB's bound and H2's ratio are undefined")
-        else:
-            missing = [b.name for b in summary.alone if b.problem]
-            note = f" (without {', '.join(missing)}, which cannot train it alone)" if missing else ""
-            name = "sum of the types alone (HETHUB)"
-            share = f"{tokens / total:>6.1%} of it = hetero speedup ratio (H2){note}"
-            lines.append(f"  {name:<34}{total:>14,.0f} tokens/s  {share}")
-    return lines if len(lines) > 1 else []
-
-
-def summary_json(summary: Summary) -> Mapping[str, Any]:
-    """The report as one JSON object."""
-    result, best = summary.result, summary.result.best
-    found = best.prediction
-    bound = None
-    if summary.bound is not None:
-        bound = {
-            "step_seconds": summary.bound.seconds, "method": summary.bound.method,
-            "assumptions": list(CONTEXT_ASSUMPTIONS if result.context_tried or result.unlike_groups else ASSUMPTIONS),
-            "gap": max(0.0, summary.bound.gap(best.step_seconds)) if summary.bound.seconds else None,
-        }  # fmt: skip
-    return {
-        "model": summary.model,
-        "plan": to_dict(best.plan),
-        "fingerprint": best.plan.fingerprint(),
-        "step_seconds": best.step_seconds,
-        "tokens_per_second": found.tokens_per_second,
-        "mfu": found.mfu,
-        "parts": dict(found.parts),
-        "memory": {str(r): m.total for r, m in found.memory.items()},
-        "memory_limits": {str(r): n for r, n in found.limits.items()},
-        "idle_ranks": sorted({*summary.idle, *(r for ranks in summary.unusable.values() for r in ranks)}),
-        "bound": bound,
-        "hethub_bound_tokens_per_second": summary.hethub_tokens_per_second,
-        "hetero_speedup_ratio": summary.speedup_ratio,
-        "context": result.context,
-        "uniform": vars(summary.uniform) if summary.uniform else None,
-        "alone": [vars(b) for b in summary.alone],
-        "rejected": [vars(v) for v in summary.variants],
-        "search_seconds": result.seconds,
-        "evaluated": result.evaluated,
-        "complete": result.complete,
-        "assumed_rates": list(found.assumed),
-    }
-
-
-def plan_text(choice: Choice, model: str) -> str:
-    """The plan file, with a comment that says what it is for."""
-    return f"# {model}: {choice.step_seconds:.4g} s per step predicted. Written by hetero-megatron plan.\n" + dump_yaml(
-        choice.plan
     )

@@ -21,6 +21,7 @@ from hetero_megatron.planner.predict import Prediction, predict
 from hetero_megatron.planner.shape import StageShape
 from hetero_megatron.planner.space import Space, batch_sizes
 from hetero_megatron.planner.stages import StageCosts
+from hetero_megatron.planner.watch import Late, never
 from hetero_megatron.spec import ModelSpec
 
 MOST_CHIPS = 16
@@ -46,12 +47,14 @@ class UnlikeSearch:
         self.model, self.cluster, self.evaluator, self.batch, self.space = model, cluster, evaluator, batch, space
         self.costs, self.pool = evaluator.costs, evaluator.pool
 
-    def run(self, best: float) -> UnlikePlan | None:
-        """The best plan with such groups that takes less than ``best`` seconds."""
+    def run(self, best: float, late: Late = never) -> UnlikePlan | None:
+        """The best plan with such groups that takes less than ``best`` seconds, of those tried before ``late``."""
         found: UnlikePlan | None = None
         if len({g.chip for g in self.pool.groups}) < 2 or self.pool.chips > MOST_CHIPS:
             return None
         for counts, copies, size in self.structures():
+            if late():
+                break
             for recompute in (self.space.recompute,) if self.space.recompute else ("none", "full"):
                 plans = [self.fitted(counts, copies, size, recompute, w, best) for w in self.weights(counts, size)]
                 tried = [x for x in plans if x is not None]

@@ -52,14 +52,19 @@ def with_more(cluster: Cluster, text: str) -> Cluster:
     Raises:
         UserError: not of that form, or an unknown name.
     """
-    match = re.fullmatch(r"(\d+)x(.+?)(-node)?", text)
+    match = re.fullmatch(r"(\d+)x(.+)", text)
     if not match or int(match[1]) < 1:
         raise UserError("cannot be read", field="--add", value=text, accepted="COUNTxNAME, e.g. 2xH100-node")
-    count, name = int(match[1]), match[2]
-    for i, group in enumerate(cluster.nodes):
-        if name in (group.name, group.chip) or group.chip.lower().startswith(name.lower()):
-            nodes = (*cluster.nodes[:i], replace(group, count=group.count + count), *cluster.nodes[i + 1 :])
-            return replace(cluster, nodes=nodes)
+    count, name = int(match[1]), match[2].removesuffix("-node")
+    for same in (
+        lambda group: match[2] in (group.name, group.chip),  # a name may end in -node
+        lambda group: name in (group.name, group.chip),
+        lambda group: group.chip.lower().startswith(name.lower()),
+    ):
+        for i, group in enumerate(cluster.nodes):
+            if same(group):
+                nodes = (*cluster.nodes[:i], replace(group, count=group.count + count), *cluster.nodes[i + 1 :])
+                return replace(cluster, nodes=nodes)
     chips = [chip for chip in CHIPS if chip.lower().startswith(name.lower())]
     if not chips:
         known = [g.name for g in cluster.nodes] + list(CHIPS)
@@ -129,6 +134,9 @@ def _chip(chip: Chip) -> dict[str, Any]:
 
 def _link(link: Link) -> dict[str, Any]:
     data: dict[str, Any] = {"bandwidth": f"{link.bandwidth:.17g} B/s", "latency": f"{link.latency:.17g} s"}
+    emulate = {}
     if link.emulated is not None:
-        data["emulate"] = {"bandwidth": f"{link.emulated:.17g} B/s"}
-    return data
+        emulate["bandwidth"] = f"{link.emulated:.17g} B/s"
+    if link.emulated_latency is not None:
+        emulate["latency"] = f"{link.emulated_latency:.17g} s"
+    return {**data, "emulate": emulate} if emulate else data

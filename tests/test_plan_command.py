@@ -1,0 +1,308 @@
+"""The plan command: time limits and Ctrl-C of real processes, objectives beside speed, and what the report says."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from hetero_megatron.cli.main import main
+from hetero_megatron.cluster import Cluster, cluster_from_dict, load_cluster
+from hetero_megatron.plan import load_plan, plan_from_dict
+from hetero_megatron.planner import objective
+from hetero_megatron.planner.choices import Choice
+from hetero_megatron.planner.context_joint_bound import most_tokens, work_bound
+from hetero_megatron.planner.objective import Deadline, search_objective, tokens_per_cost
+from hetero_megatron.planner.place import shrink
+from hetero_megatron.planner.predict import predict
+from hetero_megatron.planner.search import SearchOptions, make_evaluator, search
+from hetero_megatron.planner.shape import Candidate
+from hetero_megatron.planner.space import Space
+from hetero_megatron.planner.summary import best_uniform, summarize
+from hetero_megatron.planner.summary_text import _memory_lines, format_summary, summary_json
+from hetero_megatron.planner.watch import Watch
+from hetero_megatron.spec import load_model
+from hetero_megatron.training.exit import INTERRUPTED
+from tests import planner_cases
+from tests.test_end_to_end import ENVIRONMENT, ROOT
+
+CHIPS = ["H100-SXM", "A100-80-SXM", "L40S", "MI300X", "A100-40-SXM", "H200-SXM"]
+MODEL = replace(load_model("llama2-7b"), num_layers=4)
+
+FEW = Space(micro_batch_sizes=(1,), recompute="none", schedules=("1f1b",), inner_dp=False)
+
+
+def there(*rows: tuple[str, int, int], costs: dict[str, float] | None = None) -> dict[str, Any]:
+    """(chip, nodes, chips of a node) of each node group; ``costs`` per hour by chip."""
+    return {
+        "version": 1,
+        "nodes": [
+            {"name": f"n{i}", "chip": chip, "count": count, "chips_per_node": each}
+            for i, (chip, count, each) in enumerate(rows)
+        ],
+        "chips": {chip: {"cost_per_hour": cost} for chip, cost in (costs or {}).items()},
+        "links": {
+            "intra_node": {"bandwidth": "100 GB/s", "latency": "5 us"},
+            "inter_node": {"bandwidth": "25 GB/s", "latency": "10 us"},
+        },
+    }
+
+
+def command(folder: Path, data: dict[str, Any], model: str, *more: str) -> list[str]:
+    (folder / "c.yaml").write_text(yaml.safe_dump(data))
+    words = ["--cluster", str(folder / "c.yaml"), "--seq-length", "2048", "--global-batch-size", "256", *more]
+    return ["plan", "--model", model, *words, "--out", str(folder / "p.yaml")]
+
+
+def start(words: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "hetero_megatron.cli.main", *words], cwd=ROOT, env=ENVIRONMENT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+LARGE = there(*((chip, 16, 8) for chip in CHIPS[:4]))
+
+
+def test_ctrl_c_in_the_search_leaves_the_best_plan_so_far(tmp_path: Path) -> None:
+    process = start(command(tmp_path, LARGE, "llama2-70b", "--no-baselines"))
+    assert process.stderr is not None and process.stderr.readline().startswith("search: ")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0 and "Traceback" not in err, err
+    assert "cut short, the best so far" in out
+    load_plan(tmp_path / "p.yaml", load_model("llama2-70b"), load_cluster(tmp_path / "c.yaml"), "bf16")
+
+
+def test_ctrl_c_in_the_report_leaves_the_plan(tmp_path: Path) -> None:
+    process = start(command(tmp_path, LARGE, "llama2-70b", "--quiet", "--time-limit", "1", "--bound"))
+    assert process.stdout is not None and process.stdout.readline().startswith("# llama2-70b")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == INTERRUPTED and "Traceback" not in err, err
+    assert f"error: interrupted in the report; the plan is in {tmp_path / 'p.yaml'}" in err
+    load_plan(tmp_path / "p.yaml", load_model("llama2-70b"), load_cluster(tmp_path / "c.yaml"), "bf16")
+
+
+def test_a_time_limit_leaves_the_best_plan_so_far(tmp_path: Path) -> None:
+    words = command(tmp_path, there(*((c, 2, 4) for c in CHIPS[:3])), "llama2-7b", "--json", "--time-limit", "0.01")
+    process = start(words)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    report = json.loads(out)
+    assert not report["complete"] and report["alone"] == []
+    plan = load_plan(tmp_path / "p.yaml", load_model("llama2-7b"), load_cluster(tmp_path / "c.yaml"), "bf16")
+    assert plan.fingerprint() == report["fingerprint"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "space", "length"),
+    [
+        ([("A100-80-SXM", 2, 1), ("L40S", 2, 1)], Space(), 1024),  # enumeration
+        ([("A100-80-SXM", 1, 1), ("L40S", 1, 1)], Space(unlike_tp=True), 1024),
+        ([("A100-80-SXM", 2, 4), ("L40S", 2, 4)], Space(), 1024),  # programs
+        ([(chip, 1, 2) for chip in [*CHIPS, "Gaudi2"]], Space(), 1024),  # islands
+        ([("A100-80-SXM", 2, 1), ("L40S", 2, 1)], Space(context="always"), 4096),
+        ([("A100-80-SXM", 2, 4), ("L40S", 2, 4)], Space(offload="always"), 1024),
+    ],
+)
+def test_no_part_of_a_search_goes_on_when_it_is_to_stop(rows: Any, space: Space, length: int) -> None:
+    cluster, options, watch = cluster_from_dict(there(*rows)), SearchOptions(space=space), Watch(0.0)
+    full = search(MODEL, cluster, length, 16, options)
+    result = search(MODEL, cluster, length, 16, options, watch=watch)
+    assert full.complete and not result.complete and watch.cut
+    assert result.evaluated <= 8 < full.evaluated, "uniform plans, of which one is enough"
+    assert not result.context_tried and not result.alone and not result.others
+    assert result.best.step_seconds >= full.best.step_seconds * (1 - 1e-9)
+
+
+def test_ctrl_c_is_caught_once_and_not_in_the_report() -> None:
+    watch, done = Watch(), []
+    with watch.catching():
+        raise KeyboardInterrupt
+    assert watch.over() and watch.cut
+    with pytest.raises(KeyboardInterrupt), watch.catching():
+        raise KeyboardInterrupt
+
+    def once() -> int:
+        done.append(1)
+        if len(done) == 1:
+            raise KeyboardInterrupt
+        return len(done)
+
+    assert Watch().finish(once) == 2
+    with pytest.raises(KeyboardInterrupt), Watch().uncaught().catching():
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        Watch().uncaught().stop()
+
+
+def test_a_limit_holds_for_all_parts_of_the_cluster_together() -> None:
+    data = there(("H100-SXM", 4, 2), ("L40S", 4, 2), costs={"H100-SXM": 8.0, "L40S": 1.0})
+    result = search_objective(MODEL, cluster_from_dict(data), 1024, 8, SearchOptions(), watch=Watch(0.0))
+    assert not result.complete and result.parts.startswith("1 of 15 parts") and "cut short" in result.parts
+
+
+def test_the_bound_for_many_clusters_is_that_of_each() -> None:
+    rng = np.random.default_rng(0)
+    counts = rng.integers(0, 4, (12, 3))
+    counts[counts.sum(axis=1) == 0] = 1
+    whole = cluster_from_dict(there(*((chip, 1, 3) for chip in CHIPS[:3])))
+    costs = make_evaluator(MODEL, whole, 2048, SearchOptions()).costs
+    found = most_tokens(costs, CHIPS[:3], counts.astype(float))
+    for row, most in zip(counts, found):
+        keep = [r.rank for r in whole.ranks if r.local < row[CHIPS.index(r.chip)]]
+        evaluator = make_evaluator(MODEL, shrink(whole, keep), 2048, SearchOptions())
+        assert most == pytest.approx(4 * 2048 / work_bound(evaluator, MODEL, 4), rel=1e-6)
+
+
+def test_small_and_single_type_parts_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six types, the cheapest far from the largest: by size its parts were never among those searched."""
+    monkeypatch.setattr(objective, "MOST_SEARCHED", 5)
+    prices = dict.fromkeys(CHIPS, 40.0) | {"L40S": 0.5}
+    cluster = cluster_from_dict(there(*((chip, 1, 1) for chip in CHIPS), costs=prices))
+    options = SearchOptions(space=FEW)
+    result = search_objective(MODEL, cluster, 1024, 8, options)
+    best = tokens_per_cost(result.best)
+    assert best is not None and result.parts
+    for chip in CHIPS:
+        part = shrink(cluster, [r.rank for r in cluster.ranks if r.chip == chip])
+        alone = tokens_per_cost(search(MODEL, part, 1024, 8, options).best)
+        assert alone is not None and best >= alone * (1 - 1e-9)
+
+
+@pytest.fixture(scope="module")
+def cheap(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A cluster whose cheapest part has other ranks than the whole, and its words."""
+    return tmp_path_factory.mktemp("cheap"), there(
+        ("H100-SXM", 2, 2), ("L40S", 2, 4), costs={"H100-SXM": 50.0, "L40S": 1.0}
+    )
+
+
+def test_the_report_is_of_the_cluster_that_the_plan_uses(
+    cheap: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, data = cheap
+    words = command(folder, data, "llama2-7b", "--objective", "cost", "--quiet")
+    assert main([*words, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    part = load_cluster(folder / "p.yaml.cluster.yaml")
+    assert set(part.chips) == {"L40S"} == {row["name"] for row in report["alone"]}
+    assert report["uniform"]["chips"] == report["alone"][0]["chips"] == part.world_size
+    assert set(report["idle_nodes"]) == {"n0-0", "n0-1", "n1-0", "n1-1"} - {r.node for r in part.ranks}
+    plan = load_plan(folder / "p.yaml", load_model("llama2-7b"), part, "bf16")
+    assert report["cost_per_hour"] == len(plan.ranks) * 1.0
+    assert report["tokens_per_cost"] == pytest.approx(report["tokens_per_second"] * 3600 / len(plan.ranks))
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert f"idle: {len(report['idle_nodes'])} nodes (n0-0, n0-1" in text and "tokens per currency unit" in text
+
+
+def test_costs_are_said_whenever_they_are_known_and_what_a_deadline_leaves() -> None:
+    data = there(("L40S", 1, 2), costs={"L40S": 3.0})
+    cluster = cluster_from_dict(data)
+    result = search(MODEL, cluster, 1024, 8)
+    due = Deadline(result.best.prediction.tokens_per_second * 3600 * 2, 5.0)
+    summary = summarize(result, MODEL, cluster, 1024, 8, SearchOptions(), baselines=False, deadline=due)
+    report = summary_json(summary)
+    cost = 3.0 * len(result.best.plan.ranks)
+    assert report["cost_per_hour"] == cost and report["deadline"]["slack_hours"] == pytest.approx(3.0)
+    assert report["deadline"]["cost"] == pytest.approx(2 * cost)
+    assert f"cost: {cost:.4g} per hour" in format_summary(summary) and "3 of 5 h are left" in format_summary(summary)
+    del data["chips"]
+    free = cluster_from_dict(data)
+    summary = summarize(search(MODEL, free, 1024, 8), MODEL, free, 1024, 8, SearchOptions(), baselines=False)
+    assert "cost" not in format_summary(summary) and "cost_per_hour" not in summary_json(summary)
+
+
+def test_the_report_says_what_the_bound_is_over(capsys: pytest.CaptureFixture[str]) -> None:
+    for rows, said in (
+        ([("L40S", 1, 3)], "equal TP of 1, 2 or 3; micro-batches of 1, 2, 3, 4 or 8"),
+        ([("L40S", 1, 8), ("H100-SXM", 1, 8)], "equal TP of 1, 2, 4 or 8, inner DP up to 8, at most 6 stages"),
+    ):
+        cluster = cluster_from_dict(there(*rows))
+        result = search(MODEL, cluster, 1024, 8)
+        summary = summarize(result, MODEL, cluster, 1024, 8, SearchOptions(), baselines=False)
+        text = " ".join(format_summary(summary).split())
+        assert said in text and "rates as given" in text
+        assert summary_json(summary)["bound"]["assumptions"] == list(summary.assumptions)
+
+
+def test_chips_left_idle_by_a_search_that_was_cut_short_are_not_called_useless() -> None:
+    cluster = cluster_from_dict(there(("H100-SXM", 1, 4), ("L40S", 1, 4)))
+    options = SearchOptions(space=FEW)
+    result = search(MODEL, cluster, 1024, 8, options)
+    result.best = replace(result.best, idle=(7,))
+    summary = summarize(result, MODEL, cluster, 1024, 8, options, baselines=False)
+    for complete, words in ((False, "the search was cut short"), (True, "no plan that was tried is faster with them")):
+        result.complete = complete
+        text = format_summary(summary)
+        assert "would not help" not in text and words in text
+
+
+def test_memory_of_pipelines_that_differ_in_micro_batch_or_tp_is_shown_apart() -> None:
+    layers = planner_cases.stages(11, tp=2)
+    rows = [(1, 2, [{**layers[0], "tp": 2}]), (2, 1, planner_cases.stages(11, tp=2, first_rank=2))]
+    one = [{**planner_cases.stages(11, first_rank=4)[0], "ranks": [4, 5], "dp_split": [1, 1]}]
+    rows.append((2, 1, one))
+    data = {
+        "seq_length": planner_cases.SEQ, "global_batch_size": 6,
+        "pipelines": [{"micro_batch_size": b, "num_micro_batches": m, "stages": s} for b, m, s in rows],
+    }  # fmt: skip
+    plan = plan_from_dict(data, planner_cases.MODEL)
+    cluster = planner_cases.cluster(3, 2)
+    found = predict(plan, planner_cases.MODEL, cluster, "fp32")
+    lines = _memory_lines(Choice(plan, cluster, Candidate(()), found, ()))
+    assert [line.split()[0] for line in lines] == ["stage", "0.0", "1.0", "2.0"]
+
+
+@pytest.mark.parametrize(
+    ("memory", "layers", "chips", "problem"),
+    [("80 GiB", 3, 5, "no equal degrees divide 5 chips"), ("6 GiB", 4, 2, "no uniform plan fits into memory")],
+)
+def test_why_there_is_no_uniform_plan(memory: str, layers: int, chips: int, problem: str) -> None:
+    model = replace(MODEL, num_layers=layers)
+    data = there(("L40S", chips, 1))
+    cluster: Cluster = cluster_from_dict(data)
+    result = search(model, cluster, 1024, 1, SearchOptions(space=Space(offload="never")))
+    if memory != "80 GiB":
+        small = cluster_from_dict({**data, "chips": {"L40S": {"memory": memory}}})
+        evaluator = make_evaluator(model, small, 1024, SearchOptions())
+        result = replace(result, evaluator=evaluator)
+    found = best_uniform(result, model, cluster, 1024, 1, SearchOptions())
+    assert problem in found.problem and math.isclose(found.tokens_per_second, 0.0)
+
+
+@pytest.mark.parametrize(("exhaustive", "calls"), [(False, 1), (None, 2)])
+def test_room_for_the_search_is_not_taken_from_plans(
+    exhaustive: bool | None, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing that was found fits exactly, the search counts with more margin; limits and bound do not."""
+    module, left = importlib.import_module("hetero_megatron.planner.search"), [calls]
+    judge = module.judge
+
+    def nothing_at_first(*words: Any) -> list[Choice]:
+        left[0] -= 1
+        return [] if left[0] >= 0 else judge(*words)
+
+    monkeypatch.setattr(module, "judge", nothing_at_first)
+    cluster = cluster_from_dict(there(("L40S", 2, 1)))
+    options = SearchOptions(space=replace(FEW, context="never"), exhaustive=exhaustive)
+    result = search(MODEL, cluster, 1024, 8, options)
+    assert left[0] < 0 and result.evaluator.costs.options == options.costs
+    limit = int(cluster.chips["L40S"].memory * (1 - options.costs.margin))
+    assert set(result.best.prediction.limits.values()) == {limit}
+    monkeypatch.undo()
+    plain = search(MODEL, cluster, 1024, 8, options)
+    bounds = [summarize(r, MODEL, cluster, 1024, 8, options, baselines=False).bound for r in (result, plain)]
+    assert bounds[0] is not None and bounds[0].seconds <= plain.best.step_seconds and bounds[0].method == "prices"
