@@ -26,7 +26,7 @@ from hetero_megatron.planner.place import Placed, place, to_plan
 from hetero_megatron.planner.predict import predict
 from hetero_megatron.planner.search import SearchOptions, make_evaluator
 from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape
-from hetero_megatron.planner.timing import seconds
+from hetero_megatron.planner.timing import Link, seconds
 from hetero_megatron.schedule import Costs, generate, lower, simulate
 from hetero_megatron.spec import load_model
 
@@ -70,16 +70,17 @@ def random_candidate(rng: random.Random, evaluator: Evaluator) -> tuple[Candidat
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(TIMES, TIMES, st.floats(0, 5)), min_size=2, max_size=5), st.integers(30, 90))
-def test_rounds_that_repeat_are_skipped(rows: list[tuple[float, float, float]], m: int) -> None:
+@given(st.lists(st.tuples(TIMES, TIMES, st.tuples(st.floats(0, 5), st.floats(0, 5))), min_size=2, max_size=5), st.integers(30, 90))
+def test_rounds_that_repeat_are_skipped(rows: list[tuple[float, float, Link]], m: int) -> None:
     f, b, x = (list(column) for column in zip(*rows))
-    exact = simulate(lower(generate("1f1b", len(f), m)), Costs(f, b, x[:-1])).step_seconds
+    there, back = ([link[i] for link in x[:-1]] for i in (0, 1))
+    exact = simulate(lower(generate("1f1b", len(f), m)), Costs(f, b, there, link_back=back)).step_seconds
     assert seconds(f, b, x[:-1], m) == pytest.approx(exact, rel=1e-10)
 
 
 def test_ten_thousand_rounds_take_no_longer_than_a_hundred() -> None:
     """By what a stage that limits takes per micro-batch, counted, not timed."""
-    few, many = (seconds([1.0, 1.5, 1.2], [2.0, 2.5, 2.2], [0.1, 0.3], m) for m in (100, 10_100))
+    few, many = (seconds([1.0, 1.5, 1.2], [2.0, 2.5, 2.2], [(0.1, 0.1), (0.3, 0.3)], m) for m in (100, 10_100))
     assert many - few == pytest.approx(10_000 * 4.0, rel=1e-9)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -62,6 +63,23 @@ def test_the_search_and_the_prediction_agree(per_node: int) -> None:
         exact = predict(concrete, MODEL, there, "fp32", evaluator.costs).step_seconds
         errors.append(abs(evaluator.score_placed(placed).step_seconds / exact - 1))
     assert sum(errors) / len(errors) < 0.005 and max(errors) < 0.02
+
+
+def test_directions_of_a_boundary_are_priced_apart() -> None:
+    """Activations go one way, gradients the other; whether there or back is the slow one makes a difference for both
+    schedules."""
+    for slow in ([0, 1], [1, 0]):
+        there = cluster(speeds=(1.0, 1.0), alpha=0.0)
+        a, b = (f"n{i}" for i in slow)
+        one_way = {"from": a, "to": b, "alpha": 0.0, "beta": 25 / (4 * SEQ * MODEL.hidden_size)}  # of a micro-batch: 25 s
+        there = replace(there, rates={**there.rates, "links": [*there.rates["links"], one_way]})
+        evaluator = make_evaluator(MODEL, there, SEQ, SearchOptions(dtype="fp32"))
+        for schedule in ("1f1b", "gpipe"):
+            shape = PipelineShape(1, (StageShape(0, 1, 1, 6), StageShape(1, 1, 1, 5)))
+            placed = place(Candidate((Part(shape, 1, 6),), schedule, "stage"), evaluator.pool)
+            assert placed is not None
+            exact = predict(to_plan(placed, there, SEQ, MODEL.num_heads), MODEL, there, "fp32", evaluator.costs)
+            assert evaluator.score_placed(placed).step_seconds == pytest.approx(exact.step_seconds, rel=1e-3)
 
 
 def test_what_a_tp_group_alone_adds_up_is_priced() -> None:

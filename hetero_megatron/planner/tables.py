@@ -17,6 +17,7 @@ from hetero_megatron.plan import supports
 from hetero_megatron.planner.costs import CostModel, StageChoice
 from hetero_megatron.planner.pool import Pool
 from hetero_megatron.planner.shape import StageShape
+from hetero_megatron.planner.timing import Link as Transfers
 
 Floats = NDArray[np.float64]
 RECOMPUTES = ("none", "selective", "full")
@@ -107,7 +108,7 @@ class Tables:
         self._shallow: dict[tuple[Kind, int], StageTable] = {}
         self._seconds: dict[tuple[object, ...], _Unit] = {}
         self._rooms: dict[tuple[object, ...], Floats] = {}
-        self._links: dict[tuple[object, ...], float] = {}
+        self._links: dict[tuple[object, ...], Transfers] = {}
         self._kept: dict[tuple[object, ...], Floats] = {}
         self._fastest: dict[tuple[object, ...], StageShape | None] = {}
         self.first = supports("recompute.first")
@@ -248,17 +249,21 @@ class Tables:
         ends, each, work = self._kept[key]
         return ends, each, work
 
-    def boundary(self, a: StageShape, b: StageShape, size: int, same_node: bool, sharing: int = 1) -> float:
-        """Seconds of one transfer from stage ``a`` to stage ``b``; ``sharing``: such transfers at a time over a node's
-        cards."""
+    def boundary(self, a: StageShape, b: StageShape, size: int, same_node: bool, sharing: int = 1) -> Transfers:
+        """Seconds of one transfer from stage ``a`` to stage ``b``, and back; ``sharing``: such transfers at a time over
+        a node's cards."""
         key = (a.group, a.tp, a.dp, b.group, b.tp, b.dp, size, same_node, sharing)
         if key not in self._links:
-            link = self.pool.link(a.group, b.group, same_node) or self.pool.link(a.group, a.group, True)
-            assert link is not None, "two stages with no link between them"
-            first, second = (self.choice(StageShape(s.group, s.tp, s.dp), False, False) for s in (a, b))
-            link = Link(link.bandwidth / sharing, link.latency)
-            self._links[key] = self.costs.boundary_seconds(first, second, size, link, same_node)
+            self._links[key] = (
+                self._one_way(a, b, size, same_node, sharing), self._one_way(b, a, size, same_node, sharing)
+            )  # fmt: skip
         return self._links[key]
+
+    def _one_way(self, a: StageShape, b: StageShape, size: int, same_node: bool, sharing: int) -> float:
+        link = self.pool.link(a.group, b.group, same_node) or self.pool.link(a.group, a.group, True)
+        assert link is not None, "two stages with no link between them"
+        first, second = (self.choice(StageShape(s.group, s.tp, s.dp), False, False) for s in (a, b))
+        return self.costs.boundary_seconds(first, second, size, Link(link.bandwidth / sharing, link.latency), same_node)
 
     def likely_same_node(self, a: StageShape, b: StageShape) -> bool:
         """Whether neighbouring stages can lie in one node."""
