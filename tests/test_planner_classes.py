@@ -31,6 +31,7 @@ from hetero_megatron.schedule import Costs, generate, lower, simulate
 from hetero_megatron.spec import load_model
 
 TIMES = st.floats(0.01, 10)
+LINK = st.tuples(st.floats(0, 5), st.floats(0, 5))  # there and back
 MODEL, SEQ = load_model("tiny"), 64
 
 
@@ -70,7 +71,7 @@ def random_candidate(rng: random.Random, evaluator: Evaluator) -> tuple[Candidat
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(TIMES, TIMES, st.tuples(st.floats(0, 5), st.floats(0, 5))), min_size=2, max_size=5), st.integers(30, 90))
+@given(st.lists(st.tuples(TIMES, TIMES, LINK), min_size=2, max_size=5), st.integers(30, 90))
 def test_rounds_that_repeat_are_skipped(rows: list[tuple[float, float, Link]], m: int) -> None:
     f, b, x = (list(column) for column in zip(*rows))
     there, back = ([link[i] for link in x[:-1]] for i in (0, 1))

@@ -71,7 +71,8 @@ def test_directions_of_a_boundary_are_priced_apart() -> None:
     for slow in ([0, 1], [1, 0]):
         there = cluster(speeds=(1.0, 1.0), alpha=0.0)
         a, b = (f"n{i}" for i in slow)
-        one_way = {"from": a, "to": b, "alpha": 0.0, "beta": 25 / (4 * SEQ * MODEL.hidden_size)}  # of a micro-batch: 25 s
+        beta = 25 / (4 * SEQ * MODEL.hidden_size)  # a micro-batch takes 25 s
+        one_way = {"from": a, "to": b, "alpha": 0.0, "beta": beta}
         there = replace(there, rates={**there.rates, "links": [*there.rates["links"], one_way]})
         evaluator = make_evaluator(MODEL, there, SEQ, SearchOptions(dtype="fp32"))
         for schedule in ("1f1b", "gpipe"):
@@ -80,6 +81,31 @@ def test_directions_of_a_boundary_are_priced_apart() -> None:
             assert placed is not None
             exact = predict(to_plan(placed, there, SEQ, MODEL.num_heads), MODEL, there, "fp32", evaluator.costs)
             assert evaluator.score_placed(placed).step_seconds == pytest.approx(exact.step_seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize("slow", ["small", "large"])
+def test_node_groups_of_one_chip_have_links_and_nodes_of_their_own(slow: str) -> None:
+    """Nodes of two and of four equal chips, with slow links inside one kind of them: TP 4 over two small nodes is not
+    as fast as inside a large one."""
+    model = load_model("llama2-7b")
+    there = cluster_from_dict({
+        "version": 1,
+        "nodes": [{"name": "small", "chip": "A100-80-SXM", "chips_per_node": 2, "count": 4},
+                  {"name": "large", "chip": "A100-80-SXM", "chips_per_node": 4, "count": 2}],
+        "links": {"inter_node": {"bandwidth": "5 GB/s", "latency": "20 us"}},
+        "rates": {"links": [{"within": slow, "alpha": 1e-5, "beta": 1e-10}]},
+    })  # fmt: skip
+    evaluator = make_evaluator(model, there, 2048, SearchOptions())
+    groups = {group.home: g for g, group in enumerate(evaluator.pool.groups)}
+    ways = [((home, tp, 1),) for home in groups for tp in (1, 2, 4)]
+    ways += [(("small", 4, 1), ("large", 4, 1)), (("large", 1, 2), ("small", 1, 2)), (("small", 2, 2), ("small", 2, 2))]
+    for way in ways:
+        layers = model.num_layers // len(way)
+        shape = PipelineShape(2, tuple(StageShape(groups[home], tp, dp, layers, "full") for home, tp, dp in way))
+        placed = place(Candidate((Part(shape, 1, 8),), "1f1b", "stage"), evaluator.pool)
+        assert placed is not None
+        exact = predict(to_plan(placed, there, 2048, model.num_heads), model, there, "bf16", evaluator.costs)
+        assert evaluator.score_placed(placed).step_seconds == pytest.approx(exact.step_seconds, rel=0.01), way
 
 
 def test_what_a_tp_group_alone_adds_up_is_priced() -> None:

@@ -256,7 +256,8 @@ class _Step:
 
     def _update_seconds(self, rank: int) -> float:
         updated = self.sync.owned if self.costs.options.sharded else self.sync.held
-        return self.costs.update_seconds(self.chips[rank], updated.get(rank, 0), self._offloads(rank))
+        home = self.costs.node_groups[self.costs.cluster.ranks[rank].group]
+        return self.costs.update_seconds(home, updated.get(rank, 0), self._offloads(rank))
 
     def _offloads(self, rank: int) -> bool:
         if not hasattr(self, "_offloading"):

@@ -121,9 +121,10 @@ class Tables:
         return self.pool.groups[group].chip in self.offload
 
     def choice(self, stage: StageShape, embed: bool, head: bool) -> StageChoice:
+        group = self.pool.groups[stage.group]
         return StageChoice(
-            self.pool.groups[stage.group].chip, stage.tp, stage.dp, stage.layers, embed, head, stage.recompute,
-            stage.first, stage.offload,
+            group.chip, stage.tp, stage.dp, stage.layers, embed, head, stage.recompute, stage.first, stage.offload,
+            group.home,
         )  # fmt: skip
 
     def table(self, kind: Kind, depth: int | None = None) -> StageTable:
@@ -159,12 +160,8 @@ class Tables:
             chip, b = self.pool.groups[kind.group].chip, kind.micro_batch_size
 
             def line(method: str, recompute: str) -> tuple[float, float]:
-                one, two = (
-                    float(getattr(self.costs, method)(
-                        StageChoice(chip, kind.tp, kind.dp, n, kind.embed, kind.head, recompute), b
-                    ))
-                    for n in (1, 2)
-                )  # fmt: skip
+                stages = (self._stage(kind, recompute, n) for n in (1, 2))
+                one, two = (float(getattr(self.costs, method)(stage, b)) for stage in stages)
                 return 2 * one - two, two - one
 
             # A send or receive costs the rank itself: one of each per neighbour and direction.
@@ -176,9 +173,10 @@ class Tables:
         return self._seconds[key]
 
     def _stage(self, kind: Kind, recompute: str, layers: int) -> StageChoice:
-        chip = self.pool.groups[kind.group].chip
-        offload = kind.offload or self.offloads(kind.group)
-        return StageChoice(chip, kind.tp, kind.dp, layers, kind.embed, kind.head, recompute, 0, offload)
+        group, offload = self.pool.groups[kind.group], kind.offload or self.offloads(kind.group)
+        return StageChoice(
+            group.chip, kind.tp, kind.dp, layers, kind.embed, kind.head, recompute, 0, offload, group.home
+        )
 
     def _states(self, kind: Kind) -> Floats:
         """Bytes of states and overhead, by layers."""
