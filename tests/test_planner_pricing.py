@@ -83,6 +83,21 @@ def test_directions_of_a_boundary_are_priced_apart() -> None:
             assert evaluator.score_placed(placed).step_seconds == pytest.approx(exact.step_seconds, rel=1e-3)
 
 
+def test_pipelines_share_the_cards_of_a_node_not_its_slow_links() -> None:
+    """Two pipelines over the same three nodes: the cards do 1e-2 of a link's time, so each has its link to itself."""
+    beta = 25 / (4 * SEQ * MODEL.hidden_size)  # a micro-batch takes 25 s
+    rows = ((["n0", "n1"], beta), (["n0", "n2"], beta / 100), (["n1", "n2"], beta / 100))
+    links = [{"between": pair, "alpha": 0.0, "beta": seconds} for pair, seconds in rows]
+    there = cluster(speeds=(1.0, 1.0, 1.0), per_node=2, alpha=0.0)
+    there = replace(there, rates={**there.rates, "links": [*there.rates["links"], *links]})
+    evaluator = make_evaluator(MODEL, there, SEQ, SearchOptions(dtype="fp32"))
+    shape = PipelineShape(1, tuple(StageShape(g, 1, 1, n) for g, n in enumerate((4, 4, 3))))
+    placed = place(Candidate((Part(shape, 2, 6),), "1f1b", "stage"), evaluator.pool)
+    assert placed is not None
+    exact = predict(to_plan(placed, there, SEQ, MODEL.num_heads), MODEL, there, "fp32", evaluator.costs)
+    assert evaluator.score_placed(placed).step_seconds == pytest.approx(exact.step_seconds, rel=0.01)
+
+
 @pytest.mark.parametrize("slow", ["small", "large"])
 def test_node_groups_of_one_chip_have_links_and_nodes_of_their_own(slow: str) -> None:
     """Nodes of two and of four equal chips, with slow links inside one kind of them: TP 4 over two small nodes is not

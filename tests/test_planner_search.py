@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from hetero_megatron.cluster import cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import plan_from_dict, to_dict, validate
+from hetero_megatron.planner import graph
 from hetero_megatron.planner.bound import price_bound
 from hetero_megatron.planner.columns import allocate
 from hetero_megatron.planner.place import shrink
+from hetero_megatron.planner.pool import Pool
 from hetero_megatron.planner.search import SearchOptions, judge, make_evaluator, search
 from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape
 from hetero_megatron.planner.space import Space
@@ -27,6 +29,8 @@ from hetero_megatron.planner.timing import Link, closed_form, lower_bound, many,
 from hetero_megatron.planner.whatif import document, with_more, without
 from hetero_megatron.schedule import Costs, generate, lower, simulate
 from hetero_megatron.spec import load_model
+from tests.planner_cases import MODEL, SEQ
+from tests.planner_cases import cluster as rated_cluster
 from tests.planner_reference import Case, Exhaustive, random_case, unequal_directions
 
 SLOW = (0, 26, 5, 7, 9, 11, 12, 16, 17, 19, 23)  # seconds to a minute of exhaustive search each
@@ -471,3 +475,20 @@ def test_many_unlike_groups_are_cut_along_slow_links() -> None:
     for pipeline in result.best.plan.pipelines:
         nodes = {int(result.best.cluster.ranks[r].node[1:]) for r in pipeline.ranks}
         assert max(nodes) < 4 or min(nodes) >= 4
+
+
+def test_islands_are_weighed_by_measured_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chips without a peak on a data sheet, measured 1 to 8 s per layer forward and twice that backward."""
+    pytest.importorskip("pymetis")
+    where = rated_cluster(speeds=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0))
+    evaluator = make_evaluator(MODEL, where, SEQ, SearchOptions(dtype="fp32"))
+    weighed: list[list[float]] = []
+    real = graph.islands
+
+    def islands(pool: Pool, speeds: list[float], count: int, seed: int) -> list[list[int]]:
+        weighed.append(speeds)
+        return real(pool, speeds, count, seed)
+
+    monkeypatch.setattr(graph, "islands", islands)
+    graph.GraphSearch(evaluator, MODEL, 16, Space(), lambda candidate, seconds: True, 0).run()
+    assert weighed and all(speeds == pytest.approx([1 / (3 * s) for s in range(1, 9)]) for speeds in weighed)

@@ -55,6 +55,10 @@ class Pool:
     def link(self, g: int, h: int, same_node: bool = False) -> Link | None:
         return self.intra[g] if same_node else self.inter[g][h]
 
+    def fastest(self, g: int) -> float:
+        """Bytes/s of the fastest link from a node of the group to others: what its cards can do."""
+        return max((link.bandwidth for link in self.inter[g] if link is not None), default=0.0)
+
     def restricted(self, groups: Sequence[int]) -> Pool:
         """The pool of only these groups."""
         return Pool(

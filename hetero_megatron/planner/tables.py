@@ -260,8 +260,11 @@ class Tables:
     def _one_way(self, a: StageShape, b: StageShape, size: int, same_node: bool, sharing: int) -> float:
         link = self.pool.link(a.group, b.group, same_node) or self.pool.link(a.group, a.group, True)
         assert link is not None, "two stages with no link between them"
+        # All share the cards, which do as much as their fastest link; none is faster than its own link.
+        cards = max(link.bandwidth, min(self.pool.fastest(s.group) for s in (a, b)))
+        link = Link(min(link.bandwidth, cards / sharing), link.latency)
         first, second = (self.choice(StageShape(s.group, s.tp, s.dp), False, False) for s in (a, b))
-        return self.costs.boundary_seconds(first, second, size, Link(link.bandwidth / sharing, link.latency), same_node)
+        return self.costs.boundary_seconds(first, second, size, link, same_node)
 
     def likely_same_node(self, a: StageShape, b: StageShape) -> bool:
         """Whether neighbouring stages can lie in one node."""
