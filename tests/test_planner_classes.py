@@ -25,9 +25,10 @@ from hetero_megatron.planner.network import Network
 from hetero_megatron.planner.place import Placed, place, to_plan
 from hetero_megatron.planner.predict import predict
 from hetero_megatron.planner.search import SearchOptions, make_evaluator
-from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape
+from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape, in_flight
 from hetero_megatron.planner.timing import Link, seconds
-from hetero_megatron.schedule import Costs, generate, lower, simulate
+from hetero_megatron.schedule import Costs, generate, lower, schedule_names, simulate
+from hetero_megatron.schedule import in_flight as of_schedule
 from hetero_megatron.spec import load_model
 
 TIMES = st.floats(0.01, 10)
@@ -83,6 +84,13 @@ def test_ten_thousand_rounds_take_no_longer_than_a_hundred() -> None:
     """By what a stage that limits takes per micro-batch, counted, not timed."""
     few, many = (seconds([1.0, 1.5, 1.2], [2.0, 2.5, 2.2], [(0.1, 0.1), (0.3, 0.3)], m) for m in (100, 10_100))
     assert many - few == pytest.approx(10_000 * 4.0, rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", schedule_names())
+def test_micro_batches_in_flight_are_the_schedules(schedule: str) -> None:
+    for stages in range(1, 7):
+        for m in range(1, 30):
+            assert in_flight(schedule, stages, m) == of_schedule(generate(schedule, stages, m))
 
 
 @pytest.mark.parametrize("seed", range(6))

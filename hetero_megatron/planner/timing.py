@@ -15,6 +15,7 @@ Floats = NDArray[np.float64]
 Times = Sequence[float]
 Link = tuple[float, float]  # seconds of a transfer over a boundary: of activations, of gradients back
 Links = Sequence[Link]
+CHECKED = 7  # of so many more rounds than repeat, one is compared with another
 
 
 def _directions(link: Links) -> tuple[Times, Times]:
@@ -80,45 +81,40 @@ def _one_f_one_b(forward: Times, backward: Times, link: Links, m: int) -> float:
     if p == 1:
         return m * (forward[0] + backward[0])
     there, back = _directions(link)
+    there, back = [*there, 0.0], [0.0, *back]  # from stage i on, and back
     free = [0.0] * p
-    came = [0.0] * (p + 1)  # arrival of the last gradient from stage i at stage i - 1
-    down, up = [0.0] * p, [0.0] * p  # when the link after (before) stage i is free again
+    came = [0.0] * (p + 1)  # when the last gradient from stage i arrived at stage i - 1, and its link is free again
+    down = [0.0] * p  # the same for activations to stage i + 1
     last = p - 1
     periods = _periods(forward, backward, link) if m > 2 * p + 8 else ()
-    before: list[list[float]] = []  # clocks after each full round
+    every, before = max(periods, default=0) + CHECKED, None  # rounds between those whose clocks are compared with
     j = 0
     while j < m + p:
-        t0 = j - p
-        lo, hi = max(0, -t0), min(p, m - t0)
-        for i in range(lo, hi):
+        for i in range(max(0, p - j), min(p, m + p - j)):
             start = free[i]
-            if i < last and came[i + 1] > start:
+            if came[i + 1] > start:
                 start = came[i + 1]
-            end = start + backward[i]
-            free[i] = end
-            if i:
-                begin = up[i] if up[i] > end else end
-                came[i] = up[i] = begin + back[i - 1]
+            free[i] = end = start + backward[i]
+            came[i] = (came[i] if came[i] > end else end) + back[i]
         if j < m:
             arrival = 0.0
             for i in range(p):
                 start = free[i] if free[i] > arrival else arrival
-                end = start + forward[i]
-                free[i] = end
-                if i < last:
-                    begin = down[i] if down[i] > end else end
-                    arrival = down[i] = begin + there[i]
+                free[i] = end = start + forward[i]
+                arrival = down[i] = (down[i] if down[i] > end else end) + there[i]
         j += 1
         if periods and p < j < m:
-            clocks = [*free, *came[1:p], *down[:last], *up[1:]]
-            before.append(clocks)
-            period, step = _steady(before, periods)
-            if period:
-                times = (m - j) // period
-                clocks = [t + times * step for t in clocks]
-                free, came[1:p] = clocks[:p], clocks[p : 2 * p - 1]
-                down[:last], up[1:] = clocks[2 * p - 1 : 3 * p - 2], clocks[3 * p - 2 :]
-                j, periods = j + times * period, ()
+            since = j % every
+            if before is not None and since in periods:
+                clocks = [*free, *came[1:p], *down[:last]]
+                step = _steady(before, clocks)
+                if step is not None:
+                    times = (m - j) // since
+                    clocks = [t + times * step for t in clocks]
+                    free, came[1:p], down[:last] = clocks[:p], clocks[p : 2 * p - 1], clocks[2 * p - 1 :]
+                    j, periods = j + times * since, ()
+            elif since == 0:
+                before = [*free, *came[1:p], *down[:last]]
     return max(free)
 
 
@@ -133,17 +129,10 @@ def _periods(forward: Times, backward: Times, link: Links) -> tuple[int, ...]:
     return tuple({1, rounds})
 
 
-def _steady(rows: list[list[float]], periods: Sequence[int]) -> tuple[int, float]:
-    """(rounds, seconds) by which all clocks go on alike; (0, 0) if they do not yet."""
-    now = rows[-1]
-    for period in periods:
-        if len(rows) <= period:
-            continue
-        old = rows[-1 - period]
-        step, near = now[0] - old[0], 1e-13 * now[0]
-        if all(abs(a - b - step) <= near for a, b in zip(now, old)):
-            return period, step
-    return 0, 0.0
+def _steady(before: Sequence[float], now: Sequence[float]) -> float | None:
+    """Seconds by which all clocks went on alike; None if they did not."""
+    step, near = now[0] - before[0], 1e-13 * now[0]
+    return step if all(abs(a - b - step) <= near for a, b in zip(now, before)) else None
 
 
 def _gpipe(forward: Times, backward: Times, link: Links, m: int) -> float:
@@ -183,14 +172,13 @@ def many(forward: Floats, backward: Floats, link: Links, micro_batches: int, sch
 
 def _many_1f1b(forward: list[Floats], backward: list[Floats], link: Links, m: int) -> Floats:
     p, zero = len(forward), np.zeros(len(forward[0]))
-    free, came = [zero] * p, [zero] * (p + 1)
-    down, up = [zero] * p, [zero] * p
+    free, came, down = [zero] * p, [zero] * (p + 1), [zero] * p
     for j in range(m + p):
         for i in range(max(0, p - j), min(p, m + p - j)):
             start = np.maximum(free[i], came[i + 1]) if i < p - 1 else free[i]
             free[i] = start + backward[i]
             if i:
-                came[i] = up[i] = np.maximum(up[i], free[i]) + link[i - 1][1]
+                came[i] = np.maximum(came[i], free[i]) + link[i - 1][1]
         if j < m:
             arrival = zero
             for i in range(p):
