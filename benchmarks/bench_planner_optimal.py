@@ -29,7 +29,7 @@ from hetero_megatron.planner.bound import price_bound
 from hetero_megatron.planner.search import SearchOptions, few_uniform, make_evaluator, search
 from hetero_megatron.planner.shape import Candidate
 from hetero_megatron.planner.space import Space
-from tests.planner_reference import Case, Exhaustive, random_case
+from tests.planner_reference import Case, Exhaustive, random_case, unequal_directions
 
 
 class _Restricted(Exhaustive):
@@ -103,6 +103,7 @@ def main() -> None:
     parser.add_argument("--restricted", action="store_true", help="also the best plans of restricted spaces")
     parser.add_argument("--shares", nargs="+", type=int, default=[1], help="of optimizer states, in the reference")
     parser.add_argument("--offload", action="store_true", help="optimizers may be in host memory")
+    parser.add_argument("--unequal", action="store_true", help="links measured by direction, up to 100 : 1")
     parser.add_argument("--only", nargs="+", metavar="KIND:SEED", help="these clusters alone, such as fixed:4")
     parser.add_argument("--verbose", action="store_true", help="a line for every cluster")
     args = parser.parse_args()
@@ -120,6 +121,8 @@ def main() -> None:
             report(done, nowhere, wrong, below, ratios, gaps, better)
             print(f"{time.process_time() - cpu:.0f} CPU s so far", flush=True)
         case = random_case(seed, kind)
+        if args.unequal:
+            case = unequal_directions(case, seed)
         evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
         sizes = (case.size,) if case.size else None
         space = Space(sizes, case.recompute, offload="always" if args.offload else "never")

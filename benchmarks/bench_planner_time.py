@@ -1,8 +1,9 @@
 """Time and memory of the planner's search on large clusters, and of planning again after a loss.
 
-Each size runs in a process of its own. All but the first column are CPU seconds of one thread: search; exact prediction
-where the search did not wait for it; planning again after two nodes were lost (nothing prepared for that), preparing
-for the loss of any one node, and planning again after that loss.
+Each size runs in a process of its own, with the options that the ``plan`` command has by default (``--top``: another
+number of candidates to predict). All but the first column are CPU seconds of one thread: search; exact prediction where
+the search did not wait for it; the comparisons of the command's report; planning again after two nodes were lost
+(nothing prepared for that), preparing for the loss of any one node, and planning again after that loss.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ SIZES: dict[str, tuple[int, int, str, int, float]] = {
 }
 
 
-def run(name: str) -> dict[str, Any]:
+def run(name: str, top: int | None) -> dict[str, Any]:
     """Search one cluster; seconds without imports."""
     from hetero_megatron.cluster import cluster_from_dict
     from hetero_megatron.planner.replan import Planner
     from hetero_megatron.planner.search import SearchOptions
-    from hetero_megatron.planner.summary import text_of
+    from hetero_megatron.planner.summary import summarize, text_of
     from hetero_megatron.spec import load_model
 
     types, nodes, model, batch, _ = SIZES[name]
@@ -43,8 +44,10 @@ def run(name: str) -> dict[str, Any]:
             "links": {"inter_node": {"bandwidth": "200 GB/s", "latency": "10 us"}},
         }
     )
+    options = SearchOptions() if top is None else SearchOptions(top=top)
+    spec = load_model(model)
     wall, cpu = time.perf_counter(), time.process_time()
-    planner = Planner(load_model(model), cluster, 4096, batch, SearchOptions(top=2))
+    planner = Planner(spec, cluster, 4096, batch, options)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     rss = peak_rss()
     again_cpu = time.process_time()
@@ -60,7 +63,11 @@ def run(name: str) -> dict[str, Any]:
     predict_cpu = time.process_time()
     mfu = best.prediction.mfu  # on very large clusters predicted only now
     predict_cpu = time.process_time() - predict_cpu
+    report_cpu = time.process_time()
+    summarize(planner.result, spec, cluster, 4096, batch, options)
+    report_cpu = time.process_time() - report_cpu
     return {
+        "predicted": 1 + len(planner.result.others), "report_cpu": report_cpu,
         "wall": wall, "cpu": cpu, "rss": rss, "rss_predicted": peak_rss(), "step": best.step_seconds,
         "again_cpu": again_cpu, "prepare_cpu": prepare_cpu, "prepared_cpu": prepared_cpu, "again_step": step,
         "predict_cpu": predict_cpu, "mfu": mfu,
@@ -71,24 +78,27 @@ def run(name: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=SIZES, help="one size")
+    parser.add_argument("--top", type=int, metavar="N", help="candidates predicted at most; default: as the command")
     parser.add_argument("--inside", choices=SIZES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.inside:
-        print(json.dumps(run(args.inside)))
+        print(json.dumps(run(args.inside, args.top)))
         return
     print(machine())
-    heads = ("wall s", "CPU s", "allowed", "peak MB", "predict", "peak MB", "lost 2", "prepare", "lost 1")
+    heads = ("wall s", "CPU s", "allowed", "peak MB", "judged", "predict", "peak MB", "report")
+    heads += ("lost 2", "prepare", "lost 1")
     print(f"{'cluster':<26}" + "".join(f"{head:>9}" for head in heads) + "   plan")
     for name in [args.only] if args.only else SIZES:
-        done = subprocess.run([sys.executable, __file__, "--inside", name], capture_output=True, text=True)
+        words = [sys.executable, __file__, "--inside", name, *(("--top", str(args.top)) if args.top else ())]
+        done = subprocess.run(words, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stderr)
         r = json.loads(done.stdout.strip().splitlines()[-1])
-        row = (r["wall"], r["cpu"], SIZES[name][4], r["rss"] / 1e6, r["predict_cpu"], r["rss_predicted"] / 1e6)
-        row += (r["again_cpu"], r["prepare_cpu"], r["prepared_cpu"])
+        row = (r["wall"], r["cpu"], SIZES[name][4], r["rss"] / 1e6, r["predicted"], r["predict_cpu"])
+        row += (r["rss_predicted"] / 1e6, r["report_cpu"], r["again_cpu"], r["prepare_cpu"], r["prepared_cpu"])
         print(
             f"{name:<26}"
-            + "".join(f"{x:>9.0f}" if x > 99 else f"{x:>9.3f}" for x in row)
+            + "".join(f"{x:>9.0f}" if x > 99 or isinstance(x, int) else f"{x:>9.3f}" for x in row)
             + f"   {r['step']:.3f} s, MFU {r['mfu'] or 0:.1%}: {r['plan']}",
             flush=True,
         )

@@ -110,8 +110,8 @@ class SailorEvaluator(Evaluator):
         exact: bool = True,
     ) -> float:
         pairs = list(zip(shape.stages, shape.stages[1:]))
-        link = [self.tables.boundary(a, b, shape.micro_batch_size, False) for a, b in pairs]
-        back = [self.tables.boundary(b, a, shape.micro_batch_size, False) for a, b in pairs]
+        both = [self.tables.boundary(a, b, shape.micro_batch_size, False) for a, b in pairs]
+        link, back = [there for there, _ in both], [back for _, back in both]
         last = len(shape.stages) - 1
         sending = [(link[s] if s < last else 0.0) + (back[s - 1] if s else 0.0) for s in range(last + 1)]
         if last:

@@ -76,6 +76,16 @@ def random_case(seed: int, kind: str) -> Case:
     return Case(model, cluster, rng.choice([1024, 2048]), batch, *((None, None) if kind == "open" else (1, "none")))
 
 
+def unequal_directions(case: Case, seed: int) -> Case:
+    """The same with measured links between nodes, some of whose directions are many times as fast as the other."""
+    rng, names = random.Random(seed), [g.name for g in case.cluster.nodes]
+    links = [
+        {"from": a, "to": b, "alpha": 1e-5, "beta": rng.choice([0.01, 0.1, 1]) * 1e-9}
+        for a in names for b in names
+    ]  # fmt: skip
+    return replace(case, cluster=replace(case.cluster, rates={**case.cluster.rates, "links": links}))
+
+
 class Exhaustive:
     """The best plan of a case by trying all of them, but none that is not below ``best`` to begin with.
 
@@ -164,7 +174,7 @@ class Exhaustive:
         """Least seconds of what follows a pipeline in a plan of so many; tests check that it is never too much."""
         key = (shape, pipelines)
         if key not in self._afters:
-            links = [0.0] * (len(shape.stages) - 1)
+            links = [(0.0, 0.0)] * (len(shape.stages) - 1)
             self._afters[key] = self.evaluator.least_after(shape.stages, shape.micro_batch_size, links, pipelines)
         return self._afters[key]
 

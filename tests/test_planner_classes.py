@@ -25,12 +25,14 @@ from hetero_megatron.planner.network import Network
 from hetero_megatron.planner.place import Placed, place, to_plan
 from hetero_megatron.planner.predict import predict
 from hetero_megatron.planner.search import SearchOptions, make_evaluator
-from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape
-from hetero_megatron.planner.timing import seconds
-from hetero_megatron.schedule import Costs, generate, lower, simulate
+from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape, in_flight
+from hetero_megatron.planner.timing import Link, seconds
+from hetero_megatron.schedule import Costs, generate, lower, schedule_names, simulate
+from hetero_megatron.schedule import in_flight as of_schedule
 from hetero_megatron.spec import load_model
 
 TIMES = st.floats(0.01, 10)
+LINK = st.tuples(st.floats(0, 5), st.floats(0, 5))  # there and back
 MODEL, SEQ = load_model("tiny"), 64
 
 
@@ -70,17 +72,25 @@ def random_candidate(rng: random.Random, evaluator: Evaluator) -> tuple[Candidat
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(TIMES, TIMES, st.floats(0, 5)), min_size=2, max_size=5), st.integers(30, 90))
-def test_rounds_that_repeat_are_skipped(rows: list[tuple[float, float, float]], m: int) -> None:
+@given(st.lists(st.tuples(TIMES, TIMES, LINK), min_size=2, max_size=5), st.integers(30, 90))
+def test_rounds_that_repeat_are_skipped(rows: list[tuple[float, float, Link]], m: int) -> None:
     f, b, x = (list(column) for column in zip(*rows))
-    exact = simulate(lower(generate("1f1b", len(f), m)), Costs(f, b, x[:-1])).step_seconds
+    there, back = ([link[i] for link in x[:-1]] for i in (0, 1))
+    exact = simulate(lower(generate("1f1b", len(f), m)), Costs(f, b, there, link_back=back)).step_seconds
     assert seconds(f, b, x[:-1], m) == pytest.approx(exact, rel=1e-10)
 
 
 def test_ten_thousand_rounds_take_no_longer_than_a_hundred() -> None:
     """By what a stage that limits takes per micro-batch, counted, not timed."""
-    few, many = (seconds([1.0, 1.5, 1.2], [2.0, 2.5, 2.2], [0.1, 0.3], m) for m in (100, 10_100))
+    few, many = (seconds([1.0, 1.5, 1.2], [2.0, 2.5, 2.2], [(0.1, 0.1), (0.3, 0.3)], m) for m in (100, 10_100))
     assert many - few == pytest.approx(10_000 * 4.0, rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", schedule_names())
+def test_micro_batches_in_flight_are_the_schedules(schedule: str) -> None:
+    for stages in range(1, 7):
+        for m in range(1, 30):
+            assert in_flight(schedule, stages, m) == of_schedule(generate(schedule, stages, m))
 
 
 @pytest.mark.parametrize("seed", range(6))

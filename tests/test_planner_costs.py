@@ -107,8 +107,8 @@ def test_time_grows_with_work() -> None:
     backward = [model.backward_seconds(replace(base, recompute=r), 2) for r in ("none", "selective", "full")]
     assert backward == sorted(backward)
     assert model.backward_seconds(replace(base, recompute="first", first=3), 2) < backward[2]
-    slow = CostModel(LLAMA, dgx(), 2048).tp_link("A100-80-SXM", 16)  # leaves the node
-    assert slow.beta > model.tp_link("A100-80-SXM", 8).beta
+    slow = CostModel(LLAMA, dgx(), 2048).tp_link(replace(base, tp=16))  # leaves the node
+    assert slow.beta > model.tp_link(replace(base, tp=8)).beta
 
 
 def test_measured_layers_win_and_scale() -> None:
@@ -220,7 +220,8 @@ def test_exchanges_of_tensor_parallel_groups_cost_what_was_measured_of_them() ->
         size = 2048 * LLAMA.hidden_size * 2
         for tp in (2, 4):
             expected = seconds[0] + seconds[1] * size * (tp - 1) / tp + 0.5 * (tp - 1 - posted)
-            assert model.tp_exchange_seconds(tp, 1, model.tp_link("A100-80-SXM", tp)) == pytest.approx(expected)
+            link = model.tp_link(StageChoice("A100-80-SXM", tp, 1, 1, False, False))
+            assert model.tp_exchange_seconds(tp, 1, link) == pytest.approx(expected)
             found, posting = Network(model.rates).tp_exchange(tuple(range(tp)), size)
             assert found == pytest.approx(expected) and posting == 0.5 * (tp - 1)
 

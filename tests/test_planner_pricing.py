@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -62,6 +63,64 @@ def test_the_search_and_the_prediction_agree(per_node: int) -> None:
         exact = predict(concrete, MODEL, there, "fp32", evaluator.costs).step_seconds
         errors.append(abs(evaluator.score_placed(placed).step_seconds / exact - 1))
     assert sum(errors) / len(errors) < 0.005 and max(errors) < 0.02
+
+
+def test_directions_of_a_boundary_are_priced_apart() -> None:
+    """Activations go one way, gradients the other; whether there or back is the slow one makes a difference for both
+    schedules."""
+    for slow in ([0, 1], [1, 0]):
+        there = cluster(speeds=(1.0, 1.0), alpha=0.0)
+        a, b = (f"n{i}" for i in slow)
+        beta = 25 / (4 * SEQ * MODEL.hidden_size)  # a micro-batch takes 25 s
+        one_way = {"from": a, "to": b, "alpha": 0.0, "beta": beta}
+        there = replace(there, rates={**there.rates, "links": [*there.rates["links"], one_way]})
+        evaluator = make_evaluator(MODEL, there, SEQ, SearchOptions(dtype="fp32"))
+        for schedule in ("1f1b", "gpipe"):
+            shape = PipelineShape(1, (StageShape(0, 1, 1, 6), StageShape(1, 1, 1, 5)))
+            placed = place(Candidate((Part(shape, 1, 6),), schedule, "stage"), evaluator.pool)
+            assert placed is not None
+            exact = predict(to_plan(placed, there, SEQ, MODEL.num_heads), MODEL, there, "fp32", evaluator.costs)
+            assert evaluator.score_placed(placed).step_seconds == pytest.approx(exact.step_seconds, rel=1e-3)
+
+
+def test_pipelines_share_the_cards_of_a_node_not_its_slow_links() -> None:
+    """Two pipelines over the same three nodes: the cards do 1e-2 of a link's time, so each has its link to itself."""
+    beta = 25 / (4 * SEQ * MODEL.hidden_size)  # a micro-batch takes 25 s
+    rows = ((["n0", "n1"], beta), (["n0", "n2"], beta / 100), (["n1", "n2"], beta / 100))
+    links = [{"between": pair, "alpha": 0.0, "beta": seconds} for pair, seconds in rows]
+    there = cluster(speeds=(1.0, 1.0, 1.0), per_node=2, alpha=0.0)
+    there = replace(there, rates={**there.rates, "links": [*there.rates["links"], *links]})
+    evaluator = make_evaluator(MODEL, there, SEQ, SearchOptions(dtype="fp32"))
+    shape = PipelineShape(1, tuple(StageShape(g, 1, 1, n) for g, n in enumerate((4, 4, 3))))
+    placed = place(Candidate((Part(shape, 2, 6),), "1f1b", "stage"), evaluator.pool)
+    assert placed is not None
+    exact = predict(to_plan(placed, there, SEQ, MODEL.num_heads), MODEL, there, "fp32", evaluator.costs)
+    assert evaluator.score_placed(placed).step_seconds == pytest.approx(exact.step_seconds, rel=0.01)
+
+
+@pytest.mark.parametrize("slow", ["small", "large"])
+def test_node_groups_of_one_chip_have_links_and_nodes_of_their_own(slow: str) -> None:
+    """Nodes of two and of four equal chips, with slow links inside one kind of them: TP 4 over two small nodes is not
+    as fast as inside a large one."""
+    model = load_model("llama2-7b")
+    there = cluster_from_dict({
+        "version": 1,
+        "nodes": [{"name": "small", "chip": "A100-80-SXM", "chips_per_node": 2, "count": 4},
+                  {"name": "large", "chip": "A100-80-SXM", "chips_per_node": 4, "count": 2}],
+        "links": {"inter_node": {"bandwidth": "5 GB/s", "latency": "20 us"}},
+        "rates": {"links": [{"within": slow, "alpha": 1e-5, "beta": 1e-10}]},
+    })  # fmt: skip
+    evaluator = make_evaluator(model, there, 2048, SearchOptions())
+    groups = {group.home: g for g, group in enumerate(evaluator.pool.groups)}
+    ways = [((home, tp, 1),) for home in groups for tp in (1, 2, 4)]
+    ways += [(("small", 4, 1), ("large", 4, 1)), (("large", 1, 2), ("small", 1, 2)), (("small", 2, 2), ("small", 2, 2))]
+    for way in ways:
+        layers = model.num_layers // len(way)
+        shape = PipelineShape(2, tuple(StageShape(groups[home], tp, dp, layers, "full") for home, tp, dp in way))
+        placed = place(Candidate((Part(shape, 1, 8),), "1f1b", "stage"), evaluator.pool)
+        assert placed is not None
+        exact = predict(to_plan(placed, there, 2048, model.num_heads), model, there, "bf16", evaluator.costs)
+        assert evaluator.score_placed(placed).step_seconds == pytest.approx(exact.step_seconds, rel=0.01), way
 
 
 def test_what_a_tp_group_alone_adds_up_is_priced() -> None:

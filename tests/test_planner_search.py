@@ -15,23 +15,28 @@ from hypothesis import strategies as st
 from hetero_megatron.cluster import cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import plan_from_dict, to_dict, validate
+from hetero_megatron.planner import graph
 from hetero_megatron.planner.bound import price_bound
 from hetero_megatron.planner.columns import allocate
 from hetero_megatron.planner.place import shrink
-from hetero_megatron.planner.search import SearchOptions, make_evaluator, search
+from hetero_megatron.planner.pool import Pool
+from hetero_megatron.planner.search import SearchOptions, judge, make_evaluator, search
 from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape
 from hetero_megatron.planner.space import Space
 from hetero_megatron.planner.split import _bisect, best_split, count_splits, splits
 from hetero_megatron.planner.summary import summarize
 from hetero_megatron.planner.summary_text import summary_json
-from hetero_megatron.planner.timing import closed_form, lower_bound, many, seconds
+from hetero_megatron.planner.timing import Link, closed_form, lower_bound, many, seconds
 from hetero_megatron.planner.whatif import document, with_more, without
 from hetero_megatron.schedule import Costs, generate, lower, simulate
 from hetero_megatron.spec import load_model
-from tests.planner_reference import Case, Exhaustive, random_case
+from tests.planner_cases import MODEL, SEQ
+from tests.planner_cases import cluster as rated_cluster
+from tests.planner_reference import Case, Exhaustive, random_case, unequal_directions
 
 SLOW = (0, 26, 5, 7, 9, 11, 12, 16, 17, 19, 23)  # seconds to a minute of exhaustive search each
 TIMES = st.floats(0.01, 10)
+LINK = st.tuples(st.floats(0, 5), st.floats(0, 5))  # there and back
 LINKS = {
     "intra_node": {"bandwidth": "100 GB/s", "latency": "5 us"},
     "inter_node": {"bandwidth": "25 GB/s", "latency": "10 us"},
@@ -40,13 +45,14 @@ LINKS = {
 
 @settings(max_examples=80, deadline=None)
 @given(
-    st.lists(st.tuples(TIMES, TIMES, st.floats(0, 5)), min_size=1, max_size=6), st.integers(1, 14),
+    st.lists(st.tuples(TIMES, TIMES, LINK), min_size=1, max_size=6), st.integers(1, 14),
     st.sampled_from(["1f1b", "gpipe"]),
 )  # fmt: skip
-def test_timing_is_the_simulators(rows: list[tuple[float, float, float]], m: int, schedule: str) -> None:
+def test_timing_is_the_simulators(rows: list[tuple[float, float, Link]], m: int, schedule: str) -> None:
     f, b, x = (list(column) for column in zip(*rows))
     x = x[:-1]
-    exact = simulate(lower(generate(schedule, len(f), m)), Costs(f, b, x)).step_seconds
+    there, back = ([link[i] for link in x] for i in (0, 1))
+    exact = simulate(lower(generate(schedule, len(f), m)), Costs(f, b, there, link_back=back)).step_seconds
     assert seconds(f, b, x, m, schedule) == pytest.approx(exact, rel=1e-12)
     assert many(np.array([f]), np.array([b]), x, m, schedule)[0] == pytest.approx(exact, rel=1e-12)
     assert lower_bound(f, b, x, m) <= closed_form(f, b, x, m, schedule) <= exact * (1 + 1e-12)
@@ -63,7 +69,7 @@ def test_layers_are_split_exactly(stages: int, m: int, seed: int) -> None:
         row = rng.random() * 0.2 + (rng.random() + 0.1) * np.arange(layers + 1)
         row[rng.integers(layers // 2, layers + 2) :] = np.inf
         rows.append(row)
-    links = list(rng.random(stages - 1) * 0.1)
+    links = [(float(a), float(b)) for a, b in rng.random((stages - 1, 2)) * 0.1]
     assert len(splits(layers, stages)) == count_splits(layers, stages)
     listed, found = best_split(rows, links, m, "any"), _bisect(rows, links, m)
     assert (listed is None) == (found is None)
@@ -119,6 +125,23 @@ def test_as_good_as_exhaustive_search(seed: int) -> None:
         assert bound <= best * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("seed", [6, 7, 10, 25, 28, 37, 38])
+def test_links_of_unequal_directions(seed: int) -> None:
+    """As good as exhaustive search, and the bound holds by prediction, which knows nothing of the search's prices."""
+    case = unequal_directions(random_case(100 + seed, "open"), seed)
+    mine, bound = _search(case)
+    evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
+    reference = Exhaustive(case, evaluator, mine * 1.01)
+    best = reference.run()
+    if math.isfinite(mine):
+        assert mine <= 1.01 * best and bound <= best * (1 + 1e-9)
+    if reference.found is not None:
+        row = [(best, 0, reference.found)]
+        (choice,) = judge(row, case.cluster, case.model, case.seq_length, SearchOptions(), evaluator)
+        assert choice.step_seconds == pytest.approx(best, rel=0.01)
+        assert bound <= choice.step_seconds * 1.001
+
+
 @pytest.mark.parametrize("seed", [1, 2, 7])
 def test_least_after_a_pipeline_is_never_too_much(seed: int) -> None:
     """The reference skips plans by it, so it is checked against the evaluation of plans of one and two pipelines."""
@@ -136,7 +159,7 @@ def test_least_after_a_pipeline_is_never_too_much(seed: int) -> None:
             if score is None:
                 continue
             for part, seconds_ in zip(parts, score.pipelines, strict=True):
-                links = [0.0] * (len(part.shape.stages) - 1)
+                links = [(0.0, 0.0)] * (len(part.shape.stages) - 1)
                 after = evaluator.least_after(part.shape.stages, 1, links, len(parts))
                 assert seconds_ + after <= score.step_seconds * (1 + 1e-9)
                 checked += 1
@@ -453,3 +476,20 @@ def test_many_unlike_groups_are_cut_along_slow_links() -> None:
     for pipeline in result.best.plan.pipelines:
         nodes = {int(result.best.cluster.ranks[r].node[1:]) for r in pipeline.ranks}
         assert max(nodes) < 4 or min(nodes) >= 4
+
+
+def test_islands_are_weighed_by_measured_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chips without a peak on a data sheet, measured 1 to 8 s per layer forward and twice that backward."""
+    pytest.importorskip("pymetis")
+    where = rated_cluster(speeds=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0))
+    evaluator = make_evaluator(MODEL, where, SEQ, SearchOptions(dtype="fp32"))
+    weighed: list[list[float]] = []
+    real = graph.islands
+
+    def islands(pool: Pool, speeds: list[float], count: int, seed: int) -> list[list[int]]:
+        weighed.append(speeds)
+        return real(pool, speeds, count, seed)
+
+    monkeypatch.setattr(graph, "islands", islands)
+    graph.GraphSearch(evaluator, MODEL, 16, Space(), lambda candidate, seconds: True, 0).run()
+    assert weighed and all(speeds == pytest.approx([1 / (3 * s) for s in range(1, 9)]) for speeds in weighed)

@@ -107,12 +107,12 @@ class Builder:
 
     def _line(self, skeleton: Skeleton, shape: PipelineShape) -> _Line:
         forward, backward = self.evaluator.stage_seconds(shape)
-        links = [*self.evaluator.links(shape), 0.0]
+        trips = [*map(sum, self.evaluator.links(shape)), 0.0]
         seconds = tuple(f + b for f, b in zip(forward, backward))
         before, total = [], 0.0
-        for t, x in zip(seconds, links):
+        for t, trip in zip(seconds, trips):
             before.append(total)
-            total += t + 2 * x
+            total += t + trip
         return _Line(skeleton, seconds, tuple(before))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.planner.shape import PipelineShape
-from hetero_megatron.planner.timing import closed_form, seconds
+from hetero_megatron.planner.timing import Link, closed_form, seconds
 
 Floats = NDArray[np.float64]
 
@@ -23,7 +23,7 @@ class Column:
     shape: PipelineShape
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    link: tuple[float, ...]
+    link: tuple[Link, ...]
     schedule: str
     after: float = 0.0
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hetero_megatron.cluster import Cluster, Link
+from hetero_megatron.cluster import Cluster, Link, NodeGroup
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.memory import (
     ITEM_BYTES,
@@ -39,6 +39,8 @@ class StageChoice:
         tp: tensor-parallel degree (equal split); dp: inner data-parallel degree, which divides the micro-batch's rows.
         recompute: none | selective | full | first (the first ``first`` layers whole, the rest none).
         offload: optimizer states live in host memory.
+        home: the node group that the ranks are of, whose links and node size count; empty: of those with the chip the
+            first with the largest nodes.
     """
 
     chip: str
@@ -50,6 +52,7 @@ class StageChoice:
     recompute: str = "none"
     first: int = 0
     offload: bool = False
+    home: str = ""
 
 
 @dataclass(frozen=True)
@@ -129,11 +132,13 @@ class CostModel:
         self.item, self.wide = ITEM_BYTES[dtype], max(ITEM_BYTES[dtype], 4)
         self.rates: Rates = rates or load_rates(cluster, dtype)
         self._operators: dict[str, Operators] = {}
-        self._node = {c: max(g.chips_per_node for g in cluster.nodes if g.chip == c) for c in cluster.chips}
-        self._home = {c: next(g.name for g in cluster.nodes if g.chip == c) for c in cluster.chips}
+        self.node_groups = {g.name: g for g in cluster.nodes}
+        self._home = {
+            c: max((g for g in cluster.nodes if g.chip == c), key=lambda g: g.chips_per_node) for c in cluster.chips
+        }
         self._seconds: dict[tuple[StageChoice, int], tuple[float, float]] = {}
         self._activations: dict[tuple[StageChoice, int], tuple[int, int]] = {}
-        self._units: dict[tuple[str, int, int, str], UnitSeconds] = {}
+        self._units: dict[tuple[str, str, int, int, str], UnitSeconds] = {}
         self._buckets: dict[tuple[int, bool, bool], tuple[int, int]] = {}
         self._most: dict[tuple[int, int, bool, bool], int] = {}
 
@@ -168,9 +173,9 @@ class CostModel:
         key = (stage, micro_batch_size)
         if key not in self._seconds:
             rows = -(-micro_batch_size // stage.dp)
-            unit = (stage.chip, stage.tp, rows, stage.recompute)
+            unit = (stage.chip, stage.home, stage.tp, rows, stage.recompute)
             if unit not in self._units:
-                link = self.tp_link(stage.chip, stage.tp) if stage.tp > 1 else None
+                link = self.tp_link(stage) if stage.tp > 1 else None
                 swap = self.tp_exchange_seconds(stage.tp, rows, link)
                 posting = (stage.tp - 1) * (link.message_seconds or 0.0) if link is not None else 0.0
                 self._units[unit] = self.unit_seconds(
@@ -212,13 +217,16 @@ class CostModel:
         # Over a node's shared network cards all ranks of the group send at once.
         return alpha + size * beta + messages * (link.message_seconds or 0.0)
 
-    def tp_link(self, chip: str, tp: int) -> LinkRates:
-        """The slowest link inside a TP group of ``tp`` chips that fills nodes one after the other."""
-        home = self._home[chip]
-        if tp <= self._node[chip]:
-            return self.rates.between(home, home, same_node=True)
-        link = self.rates.between(home, home)
-        local = min(self._node[chip], tp)  # ranks of the group that share a node's network cards
+    def home(self, stage: StageChoice) -> NodeGroup:
+        return self.node_groups[stage.home] if stage.home else self._home[stage.chip]
+
+    def tp_link(self, stage: StageChoice) -> LinkRates:
+        """The slowest link inside a TP group of the stage, which fills nodes one after the other."""
+        home, tp = self.home(stage), stage.tp
+        if tp <= home.chips_per_node:
+            return self.rates.between(home.name, home.name, same_node=True)
+        link = self.rates.between(home.name, home.name)
+        local = home.chips_per_node  # ranks of the group that share a node's network cards
         out = local * (tp - local) / (tp - 1)  # of what the node's ranks send, this leaves the node, per rank's volume
         return LinkRates(link.alpha, link.beta * out, link.message_seconds, None, False, link.calibrated)
 
@@ -231,7 +239,7 @@ class CostModel:
             link: bandwidth of a node's cards together, or with ``same_node`` of each chip.
         """
         size = micro_batch_size * self.seq_length * self.model.hidden_size * self.item
-        wide = [s.tp * s.dp if same_node else math.ceil(s.tp * s.dp / self._node[s.chip]) for s in (a, b)]
+        wide = [s.tp * s.dp if same_node else math.ceil(s.tp * s.dp / self.home(s).chips_per_node) for s in (a, b)]
         return link.latency + size / (link.bandwidth * min(wide))
 
     def message_seconds(self, chip: str) -> float:
@@ -246,16 +254,16 @@ class CostModel:
         return self.held_elements(stage) / (stage.dp * replicas)
 
     def optimizer_seconds(self, stage: StageChoice, replicas: float) -> float:
-        return self.update_seconds(stage.chip, self.owned_elements(stage, replicas), stage.offload)
+        return self.update_seconds(self.home(stage), self.owned_elements(stage, replicas), stage.offload)
 
-    def update_seconds(self, chip: str, owned: float, offload: bool) -> float:
+    def update_seconds(self, home: NodeGroup, owned: float, offload: bool) -> float:
         """Of the optimizer of one rank that owns so many elements; ``offload``: in host memory, which is taken to be no
         faster than the chip's own (a chip may be the host)."""
-        seconds = self.operators(chip).optimizer(owned)
+        seconds = self.operators(home.chip).optimizer(owned)
         if offload:  # gradients out, new weights in
-            host = owned * UPDATE_BYTES * self._node[chip] / self.options.host_memory_bandwidth
+            host = owned * UPDATE_BYTES * home.chips_per_node / self.options.host_memory_bandwidth
             seconds = max(seconds, host) + owned * (4 + self.item) / self.options.host_bandwidth
-        return seconds + self.chip_rates(chip).step_seconds
+        return seconds + self.chip_rates(home.chip).step_seconds
 
     def held_elements(self, stage: StageChoice) -> int:
         """Of the rank of the stage that holds most."""

@@ -21,7 +21,7 @@ from hetero_megatron.planner.place import Placed, place
 from hetero_megatron.planner.pool import Pool
 from hetero_megatron.planner.shape import Candidate, PipelineShape, StageShape, in_flight
 from hetero_megatron.planner.tables import Tables
-from hetero_megatron.planner.timing import closed_form, seconds
+from hetero_megatron.planner.timing import Link, Links, closed_form, seconds
 
 EXACT = 400_000  # micro-batches x stages of one pipeline above which the recurrence is extrapolated
 
@@ -102,14 +102,15 @@ class Evaluator:
         for part in candidate.parts:
             shape, stages = part.shape, part.shape.stages
             forward, backward = self.stage_seconds(shape)
-            link = [
-                min(self.tables.boundary(a, b, shape.micro_batch_size, near)
-                    for near in ((True, False) if self.tables.likely_same_node(a, b) else (False,)))
-                for a, b in zip(stages, stages[1:])
-            ]  # fmt: skip
+            link = [self._least_link(a, b, shape.micro_batch_size) for a, b in zip(stages, stages[1:])]
             compute = closed_form(forward, backward, link, part.num_micro_batches, candidate.schedule)
             worst = max(worst, compute + self.least_after(stages, shape.micro_batch_size, link, candidate.pipelines))
         return worst
+
+    def _least_link(self, a: StageShape, b: StageShape, size: int) -> Link:
+        places = (True, False) if self.tables.likely_same_node(a, b) else (False,)
+        found = [self.tables.boundary(a, b, size, near) for near in places]
+        return min(there for there, _ in found), min(back for _, back in found)
 
     def stage(self, stage: StageShape, size: int, embed: bool, head: bool) -> StageSeconds:
         """Of one micro-batch of ``size`` sequences."""
@@ -142,8 +143,8 @@ class Evaluator:
         found = self._each(shape)
         return [x.forward for x in found], [x.backward for x in found]
 
-    def links(self, shape: PipelineShape, sharing: Sequence[int] | None = None) -> list[float]:
-        """Seconds of a transfer over each boundary; ``sharing``: 0 in one node, else the pipelines at its cards."""
+    def links(self, shape: PipelineShape, sharing: Sequence[int] | None = None) -> list[Link]:
+        """Seconds of the transfers over each boundary; ``sharing``: 0 in one node, else the pipelines at its cards."""
         found = []
         for s, (a, b) in enumerate(zip(shape.stages, shape.stages[1:])):
             count = sharing[s] if sharing is not None else int(not self.tables.likely_same_node(a, b))
@@ -168,7 +169,7 @@ class Evaluator:
         a, b = (seconds(forward, backward, link, n, schedule) for n in (few, 2 * few))
         return b + (b - a) / few * (micro_batches - 2 * few)
 
-    def least_after(self, stages: Sequence[StageShape], size: int, links: Sequence[float], pipelines: int) -> float:
+    def least_after(self, stages: Sequence[StageShape], size: int, links: Links, pipelines: int) -> float:
         """Lower bound on what follows the end of a pipeline with these stages, in any plan of ``pipelines`` pipelines:
         synchronisation over the best link that replicas could have between them, no states to update if others may."""
         after, drain, saved, last = 0.0, 0.0, 0.0, len(stages) - 1
@@ -177,7 +178,7 @@ class Evaluator:
             reduce, latency, rest = self.least_tail(stage, pipelines, s == 0, s == last)
             own = self.stage(stage, size, s == 0, s == last)
             after, update = max(after, exposed(reduce, own.own, stage.layers) + latency - drain), max(update, rest)
-            drain += own.own + (links[s] if s < last else 0.0)
+            drain += own.own + (links[s][1] if s < last else 0.0)
             saved = max(saved, own.saved)
         return after + update - saved
 
@@ -323,7 +324,7 @@ class Evaluator:
                 done = by_part[p] - drain - saved - (x.backward - x.own if s else 0.0)
                 found[p, s] = _LastBackward(done - x.own, done, x.layer, x.plain, stage.layers)
                 if s < last:
-                    drain += x.backward + links[s]
+                    drain += x.backward + links[s][1]
         return found
 
 

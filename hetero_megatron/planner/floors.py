@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from hetero_megatron.planner.evaluate import Evaluator
 from hetero_megatron.planner.shape import StageShape
+from hetero_megatron.planner.timing import Links
 
 Floats = NDArray[np.float64]
 Line = tuple[float, float]  # seconds of a stage without layers, and the least that each layer adds
@@ -25,7 +26,7 @@ def line_under(seconds: Floats) -> Line:
     return float(seconds[0]), max(slope, 1e-300)
 
 
-def floor(lines: Sequence[Line], layers: int, links: Sequence[float], micro_batches: int) -> float:
+def floor(lines: Sequence[Line], layers: int, links: Links, micro_batches: int) -> float:
     """No split of the layers over stages of these lines takes less, in any schedule: one micro-batch goes through all
     stages, and the slowest stage does all of them, in the least time in which all stages together hold all layers."""
     ends = sum(own for own, _ in lines)
@@ -34,7 +35,7 @@ def floor(lines: Sequence[Line], layers: int, links: Sequence[float], micro_batc
         return math.inf
     rate = sum(1 / slope for _, slope in lines)
     slowest = (layers + sum(own / slope for own, slope in lines)) / rate
-    return max(ends + layers * each + 2 * sum(links), micro_batches * slowest)
+    return max(ends + layers * each + sum(map(sum, links)), micro_batches * slowest)
 
 
 class Tails:
@@ -45,7 +46,7 @@ class Tails:
         self._rows: dict[tuple[object, ...], Floats] = {}
 
     def after(
-        self, stages: Sequence[StageShape], ways: NDArray[np.int32], backward: Floats, links: Sequence[float],
+        self, stages: Sequence[StageShape], ways: NDArray[np.int32], backward: Floats, links: Links,
         pipelines: int,
     ) -> Floats:  # fmt: skip
         """[ways]. ``ways`` [ways, stages]: layers; ``backward`` [ways, stages]: seconds, messages of the host
@@ -59,7 +60,7 @@ class Tails:
             own = backward[:, s] - costs.message_seconds(groups[stage.group].chip) * ((s != 0) + (s != last))
             shown = np.maximum(reduce - own, reduce / np.maximum(1, count)) + latency
             after, update = np.maximum(after, shown - drain), np.maximum(update, rest)
-            drain, most = drain + own + (links[s] if s < last else 0.0), np.maximum(most, saved)
+            drain, most = drain + own + (links[s][1] if s < last else 0.0), np.maximum(most, saved)
         return np.asarray(after + update - most)
 
     def _of(self, stage: StageShape, pipelines: int, embed: bool, head: bool) -> Floats:

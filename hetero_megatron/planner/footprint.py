@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,12 +84,8 @@ def plan_activations(plan: Plan, spec: ModelSpec, item: int) -> dict[int, Memory
     """Only the activations of every rank."""
     out: dict[int, MemoryBytes] = {}
     known: dict[tuple[Held, int], MemoryBytes] = {}
-    flying: dict[tuple[int, int], tuple[int, ...]] = {}
     for pipeline in plan.pipelines:
-        size = (len(pipeline.stages), pipeline.num_micro_batches)
-        if size not in flying:
-            flying[size] = tuple(in_flight(generate(plan.schedule, *size)))
-        alive = flying[size]
+        alive = _in_flight(plan.schedule, len(pipeline.stages), pipeline.num_micro_batches)
         for stage, count in zip(pipeline.stages, alive, strict=True):
             for unit in stage.units:
                 tokens = (unit.sequences[1] - unit.sequences[0]) * unit.num_tokens
@@ -103,6 +100,11 @@ def plan_activations(plan: Plan, spec: ModelSpec, item: int) -> dict[int, Memory
                     out[rank] = known[held, count]
             out |= context_activations(plan, spec, stage, count, item)
     return out
+
+
+@lru_cache(maxsize=64)
+def _in_flight(schedule: str, stages: int, micro_batches: int) -> tuple[int, ...]:
+    return in_flight(generate(schedule, stages, micro_batches))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ MOST_GROUPS = 6  # that one search handles: its programs go over all sets of gro
 
 
 def islands(pool: Pool, speeds: list[float], count: int, seed: int) -> list[list[int]]:
-    """``count`` sets of groups; ``speeds``: compute of a chip of each group.
+    """``count`` sets of groups; ``speeds``: layers per second of a chip of each group.
 
     Raises:
         UserError: pymetis is not installed.
@@ -41,10 +41,10 @@ def islands(pool: Pool, speeds: list[float], count: int, seed: int) -> list[list
     neighbours, offsets, weights = [], [0], []
     for g in range(size):
         for h in range(size):
-            link = pool.inter[g][h]
-            if g != h and link is not None:
+            links = [link for link in (pool.inter[g][h], pool.inter[h][g]) if link is not None]
+            if g != h and links:  # METIS' edges have no direction
                 neighbours.append(h)
-                weights.append(max(1, round(1000 * link.bandwidth / fastest)))
+                weights.append(max(1, round(1000 * min(link.bandwidth for link in links) / fastest)))
         offsets.append(len(neighbours))
     vertices = [max(1, round(1000 * s * n / max(speeds))) for s, n in zip(speeds, pool.counts)]
     adjacency = pymetis.CSRAdjacency(offsets, neighbours)
@@ -89,11 +89,10 @@ class GraphSearch:
 
     def _proposals(self) -> Iterator[list[Skeleton]]:
         """For several numbers of islands and cuts: the best pipelines of each island, alone where they can be."""
-        pool, chips = self.evaluator.pool, self.evaluator.costs.cluster.chips
-        dtype = self.evaluator.costs.dtype
-        speeds = [chips[g.chip].flops.get(dtype) or chips[g.chip].speed or 1.0 for g in pool.groups]
+        pool = self.evaluator.pool
+        speeds = [1 / self._layer_seconds(g) for g in range(len(pool.groups))]
         least = math.ceil(len(pool.groups) / MOST_GROUPS)
-        seen: set[tuple[int, ...]] = set()
+        seen: set[frozenset[tuple[object, ...]]] = set()
         for count in range(max(2, least), min(len(pool.groups), least + 3) + 1):
             for turn in range(2):
                 rows: list[Skeleton] = []
@@ -104,10 +103,15 @@ class GraphSearch:
                             s * n for s, n in zip(speeds, pool.counts)
                         )
                         rows += self._island(part, max(1, round(self.batch * share)))
-                key = tuple(sorted(hash((r.stages, r.size, r.copies)) for r in rows))
+                key = frozenset((r.stages, r.size, r.copies) for r in rows)
                 if rows and key not in seen:
                     seen.add(key)
                     yield rows
+
+    def _layer_seconds(self, group: int) -> float:
+        """Of one layer and sequence on one chip."""
+        one, two = (self.evaluator.stage(StageShape(group, 1, 1, n), 1, False, False) for n in (1, 2))
+        return two.forward + two.backward - one.forward - one.backward
 
     def _island(self, groups: list[int], batch: int) -> list[Skeleton]:
         """Pipelines of the best plan of one island for its share of the batch; none when the model does not fit."""

@@ -23,7 +23,7 @@ from hetero_megatron.planner.shape import PipelineShape, StageShape, in_flight
 from hetero_megatron.planner.space import Option, Space, batch_sizes, options, tp_degrees
 from hetero_megatron.planner.split import LISTED, Floats, best_split, count_splits, listed
 from hetero_megatron.planner.tables import NEARLY_NONE, Kind, StageTable
-from hetero_megatron.planner.timing import many
+from hetero_megatron.planner.timing import Link, many
 from hetero_megatron.spec import ModelSpec
 
 Usage = tuple[int, ...]
@@ -66,7 +66,7 @@ class _Line:
 
     stages: list[StageShape]
     tables: list[StageTable]
-    links: list[float]
+    links: list[Link]
     size: int
     schedule: str
     pipelines: int
@@ -128,7 +128,7 @@ class Lines:
         for a, b in zip(stages, stages[1:]):
             link = self.tables.boundary(a, b, size, self.tables.likely_same_node(a, b))
             table = self.tables.table(Kind(a.group, a.tp, a.dp, size, False, False, 1))
-            if link > 0.02 * float(table.forward[1]):
+            if max(link) > 0.02 * float(table.forward[1]):
                 return True
         return False
 

@@ -225,8 +225,12 @@ def back_copies(given: Elements, taken: Elements, dense: bool, ranks: int) -> tu
 
 
 def bounded(ways: Ways, group: int, pool: Pool, near: bool) -> tuple[float, float]:
-    """(least seconds per byte that a port of a node of ``group`` can do, least latency), for lower bounds."""
-    found: Sequence[Way | None]
-    found = [ways.between(group, group, True)] if near else [ways.between(group, h) for h in range(len(pool.groups))]
-    known = [way for way in found if way is not None]
-    return min((w.out for w in known), default=math.inf), min((w.alpha for w in known), default=math.inf)
+    """(least seconds per byte that a port of a node of ``group`` can do in either direction, least latency), for lower
+    bounds."""
+    others: Sequence[int] = [group] if near else range(len(pool.groups))
+    out, into = (
+        [way for way in found if way is not None]
+        for found in ([ways.between(group, h, near) for h in others], [ways.between(h, group, near) for h in others])
+    )
+    rates = [*(way.out for way in out), *(way.into for way in into)]
+    return min(rates, default=math.inf), min((way.alpha for way in (*out, *into)), default=math.inf)

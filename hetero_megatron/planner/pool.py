@@ -17,11 +17,13 @@ LinkOf = Callable[[int, int], Link]  # (rank, rank) -> link
 
 @dataclass(frozen=True)
 class Group:
-    """``nodes`` equal nodes of ``per_node`` chips each. ``ranks``: per node, the ranks of its chips in the cluster."""
+    """``nodes`` equal nodes of ``per_node`` chips each. ``ranks``: per node, the ranks of its chips in the cluster;
+    ``home``: the cluster's node group that these are (or are all like)."""
 
     chip: str
     per_node: int
     ranks: tuple[tuple[int, ...], ...]
+    home: str
 
     @property
     def nodes(self) -> int:
@@ -52,6 +54,10 @@ class Pool:
 
     def link(self, g: int, h: int, same_node: bool = False) -> Link | None:
         return self.intra[g] if same_node else self.inter[g][h]
+
+    def fastest(self, g: int) -> float:
+        """Bytes/s of the fastest link from a node of the group to others: what its cards can do."""
+        return max((link.bandwidth for link in self.inter[g] if link is not None), default=0.0)
 
     def restricted(self, groups: Sequence[int]) -> Pool:
         """The pool of only these groups."""
@@ -97,8 +103,9 @@ def make_pool(cluster: Cluster, link_of: LinkOf, dtype: str | None = None) -> Po
         key = (group.chip, group.chips_per_node) if plain else (group.chip, group.chips_per_node, i)
         merged.setdefault(key, []).append(i)
     groups = tuple(
-        Group(cluster.nodes[m[0]].chip, cluster.nodes[m[0]].chips_per_node, tuple(n for i in m for n in first[i]))
+        Group(home.chip, home.chips_per_node, tuple(n for i in m for n in first[i]), home.name)
         for m in merged.values()
+        for home in [cluster.nodes[m[0]]]
     )
     intra = tuple(link_of(g.ranks[0][0], g.ranks[0][1]) if g.per_node > 1 else None for g in groups)
     inter = tuple(

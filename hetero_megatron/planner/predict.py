@@ -22,7 +22,7 @@ from hetero_megatron.planner.jitter import expected_delay
 from hetero_megatron.planner.memory import MemoryBytes, state_bytes
 from hetero_megatron.planner.stages import PipelineCosts, StageCosts
 from hetero_megatron.planner.sync import Span, Synchronisation
-from hetero_megatron.schedule import Schedule, Timeline, generate, lower, simulate
+from hetero_megatron.schedule import Schedule, Timeline, lowered, simulate
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import sequence_flops
 
@@ -128,7 +128,7 @@ def _timelines(plan: Plan, pipelines: list[PipelineCosts]) -> tuple[Timeline, ..
     for costs, pipeline in zip(pipelines, plan.pipelines, strict=True):
         shape = (len(pipeline.stages), pipeline.num_micro_batches)
         if shape not in schedules:
-            schedules[shape] = lower(generate(plan.schedule, *shape))
+            schedules[shape] = lowered(plan.schedule, *shape)
         key = (id(costs), pipeline.num_micro_batches)
         if key not in known:
             known[key] = simulate(schedules[shape], costs.costs)
@@ -256,7 +256,8 @@ class _Step:
 
     def _update_seconds(self, rank: int) -> float:
         updated = self.sync.owned if self.costs.options.sharded else self.sync.held
-        return self.costs.update_seconds(self.chips[rank], updated.get(rank, 0), self._offloads(rank))
+        home = self.costs.node_groups[self.costs.cluster.ranks[rank].group]
+        return self.costs.update_seconds(home, updated.get(rank, 0), self._offloads(rank))
 
     def _offloads(self, rank: int) -> bool:
         if not hasattr(self, "_offloading"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from hetero_megatron.cluster import Cluster, Link, format_bytes
 from hetero_megatron.errors import UserError
@@ -10,7 +11,7 @@ from hetero_megatron.planner.costs import CostModel
 from hetero_megatron.planner.evaluate import Evaluator
 from hetero_megatron.planner.graph import MOST_GROUPS
 from hetero_megatron.planner.memory import state_bytes
-from hetero_megatron.planner.pool import Group, Pool
+from hetero_megatron.planner.pool import Pool
 from hetero_megatron.planner.search_large import LargeSearch, Program
 from hetero_megatron.planner.space import Space
 from hetero_megatron.spec import ModelSpec
@@ -82,7 +83,7 @@ def _grown(evaluator: Evaluator, g: int, more: int) -> Evaluator:
     start = 1 + max(r for group in pool.groups for node in group.ranks for r in node)
     group = pool.groups[g]
     extra = tuple(tuple(range(start + i * group.per_node, start + (i + 1) * group.per_node)) for i in range(more))
-    groups = tuple(Group(x.chip, x.per_node, x.ranks + extra) if i == g else x for i, x in enumerate(pool.groups))
+    groups = tuple(replace(x, ranks=x.ranks + extra) if i == g else x for i, x in enumerate(pool.groups))
     known = next((x for row in pool.inter for x in row if x is not None), None) or next(
         (x for x in pool.intra if x is not None), Link(math.inf)
     )

@@ -24,7 +24,7 @@ from hetero_megatron.planner.build import Builder, Skeleton
 from hetero_megatron.planner.context_stages import ContextSearch
 from hetero_megatron.planner.evaluate import Evaluator
 from hetero_megatron.planner.place import place, renumbered, shrink, to_plan
-from hetero_megatron.planner.pool import Group, Pool
+from hetero_megatron.planner.pool import Pool
 from hetero_megatron.planner.search import Result, SearchOptions, search
 from hetero_megatron.planner.shape import Candidate, StageShape
 from hetero_megatron.planner.split import bottleneck
@@ -123,9 +123,7 @@ class Planner:
     def _smaller(self, left: set[int]) -> Pool:
         """The pool with only these ranks, whole nodes at a time; no group goes, so tables stay valid."""
         pool = self.result.pool
-        groups = tuple(
-            Group(g.chip, g.per_node, tuple(node for node in g.ranks if node[0] in left)) for g in pool.groups
-        )
+        groups = tuple(replace(g, ranks=tuple(node for node in g.ranks if node[0] in left)) for g in pool.groups)
         inter = tuple(
             tuple(None if g == h and groups[g].nodes < 2 else link for h, link in enumerate(row))
             for g, row in enumerate(pool.inter)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from hetero_megatron.schedule import generate
+from hetero_megatron.schedule import in_flight as alive
 
 
 @dataclass(frozen=True)
@@ -105,11 +109,15 @@ class Candidate:
         return replace(self, parts=tuple(parts))
 
 
+@lru_cache(maxsize=4096)
 def in_flight(schedule: str, stages: int, micro_batches: int) -> tuple[int, ...]:
-    """Per stage, the most micro-batches whose activations are alive at once (as ``schedule.in_flight`` counts them)."""
-    if schedule == "gpipe":
-        return (micro_batches,) * stages
-    return tuple(min(micro_batches, stages - s) for s in range(stages))
+    """Per stage, the most micro-batches whose activations are alive at once, as ``schedule.in_flight`` counts them.
+    From twice as many micro-batches as stages on, every further one is taken to change it as the one before did."""
+    most = 2 * stages
+    if micro_batches <= most:
+        return alive(generate(schedule, stages, micro_batches))
+    rows = zip(*(in_flight(schedule, stages, n) for n in (most - 1, most)))
+    return tuple(b + (b - a) * (micro_batches - most) for a, b in rows)
 
 
 def describe(shape: PipelineShape, chips: Sequence[str]) -> str:

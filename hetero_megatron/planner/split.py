@@ -12,6 +12,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_megatron.planner.timing import Links
+
 Floats = NDArray[np.float64]
 LISTED = 6000  # up to so many splits are simply listed
 
@@ -46,7 +48,7 @@ def count_splits(layers: int, stages: int) -> int:
 
 def best_split(
     seconds: list[Floats],
-    links: list[float],
+    links: Links,
     micro_batches: int,
     schedule: str = "1f1b",
     forward: list[Floats] | None = None,
@@ -69,7 +71,7 @@ def best_split(
 
 def listed(
     seconds: list[Floats],
-    links: list[float],
+    links: Links,
     micro_batches: int,
     schedule: str = "1f1b",
     forward: list[Floats] | None = None,
@@ -81,35 +83,35 @@ def listed(
         return ways, np.zeros(0), np.zeros((0, count))
     times = np.stack([seconds[i][ways[:, i]] for i in range(count)], axis=1)
     worst = closed_forms(times, links, micro_batches)
-    if schedule == "1f1b" and any(links):
+    if schedule == "1f1b" and any(map(any, links)):
         worst = np.maximum(worst, _round_trips(times, links, micro_batches))
     elif schedule == "gpipe" and forward is not None:
         first = np.stack([forward[i][ways[:, i]] for i in range(count)], axis=1)
-        slow = max([*links, 0.0])
-        phases = np.maximum(first.max(axis=1), slow) + np.maximum((times - first).max(axis=1), slow)
+        there, back = (max((link[i] for link in links), default=0.0) for i in (0, 1))
+        phases = np.maximum(first.max(axis=1), there) + np.maximum((times - first).max(axis=1), back)
         worst = np.maximum(worst, micro_batches * phases)
     return ways, worst, times
 
 
-def closed_forms(times: Floats, links: list[float], micro_batches: int) -> Floats:
+def closed_forms(times: Floats, links: Links, micro_batches: int) -> Floats:
     """[ways, stages] -> [ways]."""
     with np.errstate(invalid="ignore"):  # inf - inf: a stage before does not fit
         return _closed_forms(times, links, micro_batches)
 
 
-def _closed_forms(times: Floats, links: list[float], micro_batches: int) -> Floats:
+def _closed_forms(times: Floats, links: Links, micro_batches: int) -> Floats:
     steps = times.copy()
-    steps[:, :-1] += 2 * np.asarray(links)
+    steps[:, :-1] += np.array([sum(link) for link in links])
     before = np.cumsum(steps, axis=1) - steps
     worst: Floats = np.max(before + micro_batches * times, axis=1)
     return np.where(np.isnan(worst), np.inf, worst)
 
 
-def _round_trips(times: Floats, links: list[float], m: int) -> Floats:
+def _round_trips(times: Floats, links: Links, m: int) -> Floats:
     """[ways, stages] -> [ways]: stage i has P - i micro-batches in flight, which go to the end and back."""
     with np.errstate(invalid="ignore"):
         steps = times.copy()
-        steps[:, :-1] += 2 * np.asarray(links)
+        steps[:, :-1] += np.array([sum(link) for link in links])
         before = np.cumsum(steps, axis=1) - steps
         trips = np.cumsum(steps[:, ::-1], axis=1)[:, ::-1]
         rounds = (m - 1) // np.arange(times.shape[1], 0, -1) + 1
@@ -117,13 +119,13 @@ def _round_trips(times: Floats, links: list[float], m: int) -> Floats:
     return np.where(np.isnan(worst), np.inf, worst)
 
 
-def _bisect(seconds: list[Floats], links: list[float], micro_batches: int) -> tuple[float, tuple[int, ...]] | None:
+def _bisect(seconds: list[Floats], links: Links, micro_batches: int) -> tuple[float, tuple[int, ...]] | None:
     """Bisection on the time; for each, a dynamic program over (stage, layers so far) keeps the least time before."""
     layers = len(seconds[0]) - 1
     slowest, best = _evenly(seconds, links, micro_batches)
     low = max(float(sum(np.min(s) for s in seconds)), micro_batches * slowest)
     finite = [float(s[np.isfinite(s)].max()) if np.isfinite(s).any() else np.inf for s in seconds]
-    high, limit = sum(finite) * (micro_batches + len(seconds)) + 2 * sum(links), low
+    high, limit = sum(finite) * (micro_batches + len(seconds)) + sum(map(sum, links)), low
     while best is None and limit < high:
         limit = min(limit * 1.25, high) if limit > 0 else high
         best = _feasible(seconds, links, micro_batches, limit, layers)
@@ -144,7 +146,7 @@ def _bisect(seconds: list[Floats], links: list[float], micro_batches: int) -> tu
 
 
 def _evenly(
-    seconds: list[Floats], links: list[float], m: int
+    seconds: list[Floats], links: Links, m: int
 ) -> tuple[float, tuple[float, tuple[int, ...]] | None]:
     """(no split has a faster slowest stage than this; a split to start from, None where there is none): under that
     limit, with what is too much taken from the slowest stages one by one."""
@@ -184,7 +186,7 @@ def bottleneck(rows: Floats, layers: int) -> float:
 
 
 def _feasible(
-    seconds: list[Floats], links: list[float], m: int, limit: float, layers: int
+    seconds: list[Floats], links: Links, m: int, limit: float, layers: int
 ) -> tuple[float, tuple[int, ...]] | None:
     """States are the layers so far, from what the stages behind can hold at most to what those before can."""
     last = len(seconds) - 1
@@ -212,7 +214,7 @@ def _feasible(
         value = np.where(came + m * own <= limit, came + own, np.inf)
         pick = np.argmin(value, axis=1)
         choices.append((first, take[pick]))
-        before = value[np.arange(len(at)), pick] + (2 * links[i] if i < last else 0.0)
+        before = value[np.arange(len(at)), pick] + (sum(links[i]) if i < last else 0.0)
         start = first
     if not np.isfinite(before[layers - start]):
         return None

@@ -17,6 +17,7 @@ from hetero_megatron.plan import supports
 from hetero_megatron.planner.costs import CostModel, StageChoice
 from hetero_megatron.planner.pool import Pool
 from hetero_megatron.planner.shape import StageShape
+from hetero_megatron.planner.timing import Link as Transfers
 
 Floats = NDArray[np.float64]
 RECOMPUTES = ("none", "selective", "full")
@@ -107,7 +108,7 @@ class Tables:
         self._shallow: dict[tuple[Kind, int], StageTable] = {}
         self._seconds: dict[tuple[object, ...], _Unit] = {}
         self._rooms: dict[tuple[object, ...], Floats] = {}
-        self._links: dict[tuple[object, ...], float] = {}
+        self._links: dict[tuple[object, ...], Transfers] = {}
         self._kept: dict[tuple[object, ...], Floats] = {}
         self._fastest: dict[tuple[object, ...], StageShape | None] = {}
         self.first = supports("recompute.first")
@@ -120,9 +121,10 @@ class Tables:
         return self.pool.groups[group].chip in self.offload
 
     def choice(self, stage: StageShape, embed: bool, head: bool) -> StageChoice:
+        group = self.pool.groups[stage.group]
         return StageChoice(
-            self.pool.groups[stage.group].chip, stage.tp, stage.dp, stage.layers, embed, head, stage.recompute,
-            stage.first, stage.offload,
+            group.chip, stage.tp, stage.dp, stage.layers, embed, head, stage.recompute, stage.first, stage.offload,
+            group.home,
         )  # fmt: skip
 
     def table(self, kind: Kind, depth: int | None = None) -> StageTable:
@@ -158,12 +160,8 @@ class Tables:
             chip, b = self.pool.groups[kind.group].chip, kind.micro_batch_size
 
             def line(method: str, recompute: str) -> tuple[float, float]:
-                one, two = (
-                    float(getattr(self.costs, method)(
-                        StageChoice(chip, kind.tp, kind.dp, n, kind.embed, kind.head, recompute), b
-                    ))
-                    for n in (1, 2)
-                )  # fmt: skip
+                stages = (self._stage(kind, recompute, n) for n in (1, 2))
+                one, two = (float(getattr(self.costs, method)(stage, b)) for stage in stages)
                 return 2 * one - two, two - one
 
             # A send or receive costs the rank itself: one of each per neighbour and direction.
@@ -175,9 +173,10 @@ class Tables:
         return self._seconds[key]
 
     def _stage(self, kind: Kind, recompute: str, layers: int) -> StageChoice:
-        chip = self.pool.groups[kind.group].chip
-        offload = kind.offload or self.offloads(kind.group)
-        return StageChoice(chip, kind.tp, kind.dp, layers, kind.embed, kind.head, recompute, 0, offload)
+        group, offload = self.pool.groups[kind.group], kind.offload or self.offloads(kind.group)
+        return StageChoice(
+            group.chip, kind.tp, kind.dp, layers, kind.embed, kind.head, recompute, 0, offload, group.home
+        )
 
     def _states(self, kind: Kind) -> Floats:
         """Bytes of states and overhead, by layers."""
@@ -248,17 +247,24 @@ class Tables:
         ends, each, work = self._kept[key]
         return ends, each, work
 
-    def boundary(self, a: StageShape, b: StageShape, size: int, same_node: bool, sharing: int = 1) -> float:
-        """Seconds of one transfer from stage ``a`` to stage ``b``; ``sharing``: such transfers at a time over a node's
-        cards."""
+    def boundary(self, a: StageShape, b: StageShape, size: int, same_node: bool, sharing: int = 1) -> Transfers:
+        """Seconds of one transfer from stage ``a`` to stage ``b``, and back; ``sharing``: such transfers at a time over
+        a node's cards."""
         key = (a.group, a.tp, a.dp, b.group, b.tp, b.dp, size, same_node, sharing)
         if key not in self._links:
-            link = self.pool.link(a.group, b.group, same_node) or self.pool.link(a.group, a.group, True)
-            assert link is not None, "two stages with no link between them"
-            first, second = (self.choice(StageShape(s.group, s.tp, s.dp), False, False) for s in (a, b))
-            link = Link(link.bandwidth / sharing, link.latency)
-            self._links[key] = self.costs.boundary_seconds(first, second, size, link, same_node)
+            self._links[key] = (
+                self._one_way(a, b, size, same_node, sharing), self._one_way(b, a, size, same_node, sharing)
+            )  # fmt: skip
         return self._links[key]
+
+    def _one_way(self, a: StageShape, b: StageShape, size: int, same_node: bool, sharing: int) -> float:
+        link = self.pool.link(a.group, b.group, same_node) or self.pool.link(a.group, a.group, True)
+        assert link is not None, "two stages with no link between them"
+        # All share the cards, which do as much as their fastest link; none is faster than its own link.
+        cards = max(link.bandwidth, min(self.pool.fastest(s.group) for s in (a, b)))
+        link = Link(min(link.bandwidth, cards / sharing), link.latency)
+        first, second = (self.choice(StageShape(s.group, s.tp, s.dp), False, False) for s in (a, b))
+        return self.costs.boundary_seconds(first, second, size, link, same_node)
 
     def likely_same_node(self, a: StageShape, b: StageShape) -> bool:
         """Whether neighbouring stages can lie in one node."""

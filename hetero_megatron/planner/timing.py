@@ -13,9 +13,17 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Times = Sequence[float]
+Link = tuple[float, float]  # seconds of a transfer over a boundary: of activations, of gradients back
+Links = Sequence[Link]
+CHECKED = 7  # of so many more rounds than repeat, one is compared with another
 
 
-def lower_bound(forward: Times, backward: Times, link: Times, micro_batches: int) -> float:
+def _directions(link: Links) -> tuple[Times, Times]:
+    """(seconds of activations, of gradients back) over each boundary."""
+    return [there for there, _ in link], [back for _, back in link]
+
+
+def lower_bound(forward: Times, backward: Times, link: Links, micro_batches: int) -> float:
     """No schedule that keeps to the dependencies is faster.
 
     Stage i cannot start before the first micro-batch has come through the stages before it, nor can the last
@@ -27,12 +35,12 @@ def lower_bound(forward: Times, backward: Times, link: Times, micro_batches: int
         total += f + b
         before += f + b
         if i < len(link):
-            before += 2 * link[i]
-            worst = max(worst, micro_batches * link[i])
-    return max(worst, total + 2 * sum(link))
+            before += sum(link[i])
+            worst = max(worst, micro_batches * max(link[i]))
+    return max(worst, total + sum(map(sum, link)))
 
 
-def closed_form(forward: Times, backward: Times, link: Times, micro_batches: int, schedule: str = "1f1b") -> float:
+def closed_form(forward: Times, backward: Times, link: Links, micro_batches: int, schedule: str = "1f1b") -> float:
     """A lower bound for one schedule, to rank by.
 
     Beside :func:`lower_bound`: in 1f1b a stage i keeps P - i micro-batches in flight, so each takes at least the way to
@@ -42,27 +50,28 @@ def closed_form(forward: Times, backward: Times, link: Times, micro_batches: int
     bound = lower_bound(forward, backward, link, micro_batches)
     count, m = len(forward), micro_batches
     if schedule == "gpipe":
-        return max(bound, m * (max(*forward, *link, 0.0) + max(*backward, *link, 0.0)))
-    if schedule != "1f1b" or not any(link):
+        there, back = _directions(link)
+        return max(bound, m * (max(*forward, *there, 0.0) + max(*backward, *back, 0.0)))
+    if schedule != "1f1b" or not any(map(any, link)):
         return bound
     trip = 0.0
     before = [0.0] * count
     for i in range(1, count):
-        before[i] = before[i - 1] + forward[i - 1] + backward[i - 1] + 2 * link[i - 1]
+        before[i] = before[i - 1] + forward[i - 1] + backward[i - 1] + sum(link[i - 1])
     for i in range(count - 1, -1, -1):
-        trip += forward[i] + backward[i] + (2 * link[i] if i < count - 1 else 0.0)
+        trip += forward[i] + backward[i] + (sum(link[i]) if i < count - 1 else 0.0)
         bound = max(bound, before[i] + trip * ((m - 1) // (count - i) + 1))
     return bound
 
 
-def seconds(forward: Times, backward: Times, link: Times, micro_batches: int, schedule: str = "1f1b") -> float:
+def seconds(forward: Times, backward: Times, link: Links, micro_batches: int, schedule: str = "1f1b") -> float:
     """Exact time from the first start to the last end; transfers of one direction of a boundary follow one another."""
     if schedule == "gpipe":
         return _gpipe(forward, backward, link, micro_batches)
     return _one_f_one_b(forward, backward, link, micro_batches)
 
 
-def _one_f_one_b(forward: Times, backward: Times, link: Times, m: int) -> float:
+def _one_f_one_b(forward: Times, backward: Times, link: Links, m: int) -> float:
     """Round j: every stage i does B(i, j - P + i) and then F(i, j); what these wait for is of an earlier round, or of
     an earlier stage in this one.
 
@@ -71,73 +80,62 @@ def _one_f_one_b(forward: Times, backward: Times, link: Times, m: int) -> float:
     p = len(forward)
     if p == 1:
         return m * (forward[0] + backward[0])
+    there, back = _directions(link)
+    there, back = [*there, 0.0], [0.0, *back]  # from stage i on, and back
     free = [0.0] * p
-    came = [0.0] * (p + 1)  # arrival of the last gradient from stage i at stage i - 1
-    down, up = [0.0] * p, [0.0] * p  # when the link after (before) stage i is free again
+    came = [0.0] * (p + 1)  # when the last gradient from stage i arrived at stage i - 1, and its link is free again
+    down = [0.0] * p  # the same for activations to stage i + 1
     last = p - 1
     periods = _periods(forward, backward, link) if m > 2 * p + 8 else ()
-    before: list[list[float]] = []  # clocks after each full round
+    every, before = max(periods, default=0) + CHECKED, None  # rounds between those whose clocks are compared with
     j = 0
     while j < m + p:
-        t0 = j - p
-        lo, hi = max(0, -t0), min(p, m - t0)
-        for i in range(lo, hi):
+        for i in range(max(0, p - j), min(p, m + p - j)):
             start = free[i]
-            if i < last and came[i + 1] > start:
+            if came[i + 1] > start:
                 start = came[i + 1]
-            end = start + backward[i]
-            free[i] = end
-            if i:
-                begin = up[i] if up[i] > end else end
-                came[i] = up[i] = begin + link[i - 1]
+            free[i] = end = start + backward[i]
+            came[i] = (came[i] if came[i] > end else end) + back[i]
         if j < m:
             arrival = 0.0
             for i in range(p):
                 start = free[i] if free[i] > arrival else arrival
-                end = start + forward[i]
-                free[i] = end
-                if i < last:
-                    begin = down[i] if down[i] > end else end
-                    arrival = down[i] = begin + link[i]
+                free[i] = end = start + forward[i]
+                arrival = down[i] = (down[i] if down[i] > end else end) + there[i]
         j += 1
         if periods and p < j < m:
-            clocks = [*free, *came[1:p], *down[:last], *up[1:]]
-            before.append(clocks)
-            period, step = _steady(before, periods)
-            if period:
-                times = (m - j) // period
-                clocks = [t + times * step for t in clocks]
-                free, came[1:p] = clocks[:p], clocks[p : 2 * p - 1]
-                down[:last], up[1:] = clocks[2 * p - 1 : 3 * p - 2], clocks[3 * p - 2 :]
-                j, periods = j + times * period, ()
+            since = j % every
+            if before is not None and since in periods:
+                clocks = [*free, *came[1:p], *down[:last]]
+                step = _steady(before, clocks)
+                if step is not None:
+                    times = (m - j) // since
+                    clocks = [t + times * step for t in clocks]
+                    free, came[1:p], down[:last] = clocks[:p], clocks[p : 2 * p - 1], clocks[2 * p - 1 :]
+                    j, periods = j + times * since, ()
+            elif since == 0:
+                before = [*free, *came[1:p], *down[:last]]
     return max(free)
 
 
-def _periods(forward: Times, backward: Times, link: Times) -> tuple[int, ...]:
+def _periods(forward: Times, backward: Times, link: Links) -> tuple[int, ...]:
     """Rounds after which all clocks may have gone on by the same time: one where a stage or link limits, or the
     micro-batches in flight where the way from a stage to the end and back does."""
     count, trip, slowest, rounds = len(forward), 0.0, 0.0, 1
     for i in range(count - 1, -1, -1):
-        trip += forward[i] + backward[i] + (2 * link[i] if i < count - 1 else 0.0)
+        trip += forward[i] + backward[i] + (sum(link[i]) if i < count - 1 else 0.0)
         if trip / (count - i) > slowest * (1 + 1e-12):
             slowest, rounds = trip / (count - i), count - i
     return tuple({1, rounds})
 
 
-def _steady(rows: list[list[float]], periods: Sequence[int]) -> tuple[int, float]:
-    """(rounds, seconds) by which all clocks go on alike; (0, 0) if they do not yet."""
-    now = rows[-1]
-    for period in periods:
-        if len(rows) <= period:
-            continue
-        old = rows[-1 - period]
-        step, near = now[0] - old[0], 1e-13 * now[0]
-        if all(abs(a - b - step) <= near for a, b in zip(now, old)):
-            return period, step
-    return 0, 0.0
+def _steady(before: Sequence[float], now: Sequence[float]) -> float | None:
+    """Seconds by which all clocks went on alike; None if they did not."""
+    step, near = now[0] - before[0], 1e-13 * now[0]
+    return step if all(abs(a - b - step) <= near for a, b in zip(now, before)) else None
 
 
-def _gpipe(forward: Times, backward: Times, link: Times, m: int) -> float:
+def _gpipe(forward: Times, backward: Times, link: Links, m: int) -> float:
     """All forwards, then all backwards in the same order."""
     p = len(forward)
     arrival = [0.0] * m
@@ -147,7 +145,7 @@ def _gpipe(forward: Times, backward: Times, link: Times, m: int) -> float:
         for j in range(m):
             clock = max(clock, arrival[j]) + forward[i]
             if i < p - 1:
-                busy = max(busy, clock) + link[i]
+                busy = max(busy, clock) + link[i][0]
                 arrival[j] = busy
         ends.append(clock)
     arrival = [0.0] * m
@@ -157,13 +155,13 @@ def _gpipe(forward: Times, backward: Times, link: Times, m: int) -> float:
         for j in range(m):
             clock = max(clock, arrival[j]) + backward[i]
             if i:
-                busy = max(busy, clock) + link[i - 1]
+                busy = max(busy, clock) + link[i - 1][1]
                 arrival[j] = busy
         ends[i] = clock
     return max(ends)
 
 
-def many(forward: Floats, backward: Floats, link: Times, micro_batches: int, schedule: str = "1f1b") -> Floats:
+def many(forward: Floats, backward: Floats, link: Links, micro_batches: int, schedule: str = "1f1b") -> Floats:
     """``seconds`` of many pipelines with the same links at once: [ways, stages] -> [ways]."""
     f = [np.ascontiguousarray(column) for column in forward.T]
     b = [np.ascontiguousarray(column) for column in backward.T]
@@ -172,26 +170,25 @@ def many(forward: Floats, backward: Floats, link: Times, micro_batches: int, sch
     return (_many_gpipe if schedule == "gpipe" else _many_1f1b)(f, b, link, micro_batches)
 
 
-def _many_1f1b(forward: list[Floats], backward: list[Floats], link: Times, m: int) -> Floats:
+def _many_1f1b(forward: list[Floats], backward: list[Floats], link: Links, m: int) -> Floats:
     p, zero = len(forward), np.zeros(len(forward[0]))
-    free, came = [zero] * p, [zero] * (p + 1)
-    down, up = [zero] * p, [zero] * p
+    free, came, down = [zero] * p, [zero] * (p + 1), [zero] * p
     for j in range(m + p):
         for i in range(max(0, p - j), min(p, m + p - j)):
             start = np.maximum(free[i], came[i + 1]) if i < p - 1 else free[i]
             free[i] = start + backward[i]
             if i:
-                came[i] = up[i] = np.maximum(up[i], free[i]) + link[i - 1]
+                came[i] = np.maximum(came[i], free[i]) + link[i - 1][1]
         if j < m:
             arrival = zero
             for i in range(p):
                 free[i] = np.maximum(free[i], arrival) + forward[i]
                 if i < p - 1:
-                    arrival = down[i] = np.maximum(down[i], free[i]) + link[i]
+                    arrival = down[i] = np.maximum(down[i], free[i]) + link[i][0]
     return np.asarray(np.max(free, axis=0))
 
 
-def _many_gpipe(forward: list[Floats], backward: list[Floats], link: Times, m: int) -> Floats:
+def _many_gpipe(forward: list[Floats], backward: list[Floats], link: Links, m: int) -> Floats:
     p, zero = len(forward), np.zeros(len(forward[0]))
     ends = []
     arrival = [zero] * m
@@ -200,7 +197,7 @@ def _many_gpipe(forward: list[Floats], backward: list[Floats], link: Times, m: i
         for j in range(m):
             clock = np.maximum(clock, arrival[j]) + forward[i]
             if i < p - 1:
-                arrival[j] = busy = np.maximum(busy, clock) + link[i]
+                arrival[j] = busy = np.maximum(busy, clock) + link[i][0]
         ends.append(clock)
     arrival = [zero] * m
     for i in range(p - 1, -1, -1):
@@ -208,6 +205,6 @@ def _many_gpipe(forward: list[Floats], backward: list[Floats], link: Times, m: i
         for j in range(m):
             clock = np.maximum(clock, arrival[j]) + backward[i]
             if i:
-                arrival[j] = busy = np.maximum(busy, clock) + link[i - 1]
+                arrival[j] = busy = np.maximum(busy, clock) + link[i - 1][1]
         ends[i] = clock
     return np.asarray(np.max(ends, axis=0))

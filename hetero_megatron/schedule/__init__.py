@@ -3,7 +3,7 @@
 from hetero_megatron.schedule.actions import Action, Schedule
 from hetero_megatron.schedule.collectives import validate_collectives
 from hetero_megatron.schedule.generators import generate, schedule_names
-from hetero_megatron.schedule.lower import lower, with_synchronisation
+from hetero_megatron.schedule.lower import lower, lowered, with_synchronisation
 from hetero_megatron.schedule.show import format_grid, format_rows
 from hetero_megatron.schedule.simulate import Costs, Timed, Timeline, simulate
 from hetero_megatron.schedule.validate import ScheduleError, in_flight, validate
@@ -20,6 +20,7 @@ __all__ = [
     "generate",
     "in_flight",
     "lower",
+    "lowered",
     "schedule_names",
     "simulate",
     "validate",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from hetero_megatron.schedule.actions import Action, Schedule
+from hetero_megatron.schedule.generators import generate
 
 
 def lower(schedule: Schedule) -> Schedule:
@@ -15,6 +17,13 @@ def lower(schedule: Schedule) -> Schedule:
     """
     last = len(schedule.stages) - 1
     return Schedule(schedule.name, tuple(_lower_stage(row, s > 0, s < last) for s, row in enumerate(schedule.stages)))
+
+
+@lru_cache(maxsize=4)
+def lowered(name: str, num_stages: int, num_micro_batches: int) -> Schedule:
+    """A generated schedule with its communication; the last few are kept, as the candidates of a search have much the
+    same."""
+    return lower(generate(name, num_stages, num_micro_batches))
 
 
 def with_synchronisation(
