@@ -19,12 +19,12 @@ from scipy.optimize import nnls
 from hetero_megatron.cli.calibrate import main as calibrate_main
 from hetero_megatron.cluster import cluster_from_dict, load_cluster
 from hetero_megatron.cluster.rates_section import merge_rates, write_rates
-from hetero_megatron.comm import clock
 from hetero_megatron.comm.clock import EmulatedClock, OperatorSeconds
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.costs import CostModel, StageChoice
 from hetero_megatron.planner.rates import load_rates
 from hetero_megatron.spec import ModelSpec, load_model
+from hetero_megatron.testbed import report
 from hetero_megatron.training.calibration import CalibrationOptions, calibrate
 from hetero_megatron.training.calibration.chips import observe
 from hetero_megatron.training.calibration.links import pairs
@@ -357,7 +357,7 @@ def test_rates_of_cores_that_did_not_keep_up_are_not_written(tmp_path: Path, mon
     monkeypatch.delenv("HETERO_TESTBED", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("HETERO_NODE", "slow")
-    monkeypatch.setattr(clock, "OVERRUN_LIMIT", -1.0)
+    monkeypatch.setattr(report, "OVERRUN_LIMIT", -1.0)
     file = tmp_path / "cluster.yaml"
     nodes = [{"name": "slow", "count": 1, "chip": "small"}]
     file.write_text(yaml.safe_dump({"nodes": nodes, "chips": {"small": CLUSTER["chips"]["small"]}}))

@@ -168,10 +168,10 @@ def _measure(
 ) -> tuple[dict[str, Any], str, bool, Rank | None]:
     """(rates, tables, whether this is the rank that writes, a rank whose core could not keep up with its chip)."""
     from hetero_megatron.comm import start_comm, stop_comm
-    from hetero_megatron.comm.clock import OVERRUN_LIMIT
     from hetero_megatron.platform import choose_platform
     from hetero_megatron.platform.plugins import load_plugins
     from hetero_megatron.spec import load_model
+    from hetero_megatron.testbed.report import OVERRUN_LIMIT
     from hetero_megatron.training.calibration import CalibrationOptions, calibrate, degrees, format_calibration
     from hetero_megatron.training.calibration.runs import tp_groups
     from hetero_megatron.training.config import OptimizerConfig

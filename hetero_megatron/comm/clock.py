@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero_megatron.comm.turns import Turns
 from hetero_megatron.comm.yardstick import Yardstick
-from hetero_megatron.testbed.report import OVERRUN_LIMIT as OVERRUN_LIMIT  # calibrate has it from here
+from hetero_megatron.testbed.report import OVERRUN_LIMIT
 
 BLOCKED = 1e-4  # seconds: a wait that took longer really blocked, so the rank's own lateness did not matter
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}

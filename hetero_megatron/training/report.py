@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.comm.clock import OVERRUN_LIMIT, verdict
+from hetero_megatron.comm.clock import verdict
 from hetero_megatron.platform import Platform
 from hetero_megatron.spec.flops import sequence_flops
+from hetero_megatron.testbed.report import OVERRUN_LIMIT
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.console import Progress, format_line, format_validation
 from hetero_megatron.training.metrics import MetricsWriter, StepMetrics, set_aside
