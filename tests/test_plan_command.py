@@ -19,6 +19,7 @@ import yaml
 
 from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import cluster_from_dict, load_cluster
+from hetero_megatron.errors import UserError
 from hetero_megatron.plan import load_plan, plan_from_dict
 from hetero_megatron.planner import objective
 from hetero_megatron.planner.choices import Choice
@@ -126,6 +127,13 @@ def test_no_part_of_a_search_goes_on_when_it_is_to_stop(rows: Any, space: Space,
     assert result.evaluated <= 8 < full.evaluated, "uniform plans, of which one is enough"
     assert not result.context_tried and not result.alone and not result.others
     assert result.best.step_seconds >= full.best.step_seconds * (1 - 1e-9)
+
+
+def test_a_search_without_time_does_not_say_that_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetero_megatron.planner.search.judge", lambda *_: [])
+    options = SearchOptions(space=Space(context="never", offload="never"))
+    with pytest.raises(UserError, match="--time-limit: none of the plans found by then fits"):
+        search(MODEL, cluster_from_dict(there(("L40S", 2, 1))), 1024, 8, options, watch=Watch(0.0))
 
 
 def test_ctrl_c_is_caught_once_and_not_in_the_report() -> None:
