@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import math
 import signal
@@ -17,12 +18,13 @@ import pytest
 import yaml
 
 from hetero_megatron.cli.main import main
-from hetero_megatron.cluster import Cluster, cluster_from_dict, load_cluster
+from hetero_megatron.cluster import cluster_from_dict, load_cluster
+from hetero_megatron.errors import UserError
 from hetero_megatron.plan import load_plan, plan_from_dict
 from hetero_megatron.planner import objective
 from hetero_megatron.planner.choices import Choice
 from hetero_megatron.planner.context_joint_bound import most_tokens, work_bound
-from hetero_megatron.planner.objective import Deadline, search_objective, tokens_per_cost
+from hetero_megatron.planner.objective import Deadline, cost_per_hour, search_objective, tokens_per_cost
 from hetero_megatron.planner.place import shrink
 from hetero_megatron.planner.predict import predict
 from hetero_megatron.planner.search import SearchOptions, make_evaluator, search
@@ -96,6 +98,7 @@ def test_ctrl_c_in_the_report_leaves_the_plan(tmp_path: Path) -> None:
 
 def test_a_time_limit_leaves_the_best_plan_so_far(tmp_path: Path) -> None:
     words = command(tmp_path, there(*((c, 2, 4) for c in CHIPS[:3])), "llama2-7b", "--json", "--time-limit", "0.01")
+    words += ["--micro-batch-size", "1"]
     process = start(words)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
@@ -124,6 +127,13 @@ def test_no_part_of_a_search_goes_on_when_it_is_to_stop(rows: Any, space: Space,
     assert result.evaluated <= 8 < full.evaluated, "uniform plans, of which one is enough"
     assert not result.context_tried and not result.alone and not result.others
     assert result.best.step_seconds >= full.best.step_seconds * (1 - 1e-9)
+
+
+def test_a_search_without_time_does_not_say_that_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetero_megatron.planner.search.judge", lambda *_: [])
+    options = SearchOptions(space=Space(context="never", offload="never"))
+    with pytest.raises(UserError, match="--time-limit: none of the plans found by then fits"):
+        search(MODEL, cluster_from_dict(there(("L40S", 2, 1))), 1024, 8, options, watch=Watch(0.0))
 
 
 def test_ctrl_c_is_caught_once_and_not_in_the_report() -> None:
@@ -181,26 +191,46 @@ def test_small_and_single_type_parts_are_tried(monkeypatch: pytest.MonkeyPatch) 
         assert alone is not None and best >= alone * (1 - 1e-9)
 
 
-@pytest.fixture(scope="module")
-def cheap(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A cluster whose cheapest part has other ranks than the whole, and its words."""
-    return tmp_path_factory.mktemp("cheap"), there(
-        ("H100-SXM", 2, 2), ("L40S", 2, 4), costs={"H100-SXM": 50.0, "L40S": 1.0}
-    )
+@pytest.mark.parametrize("share", [None, 0.9, 0.45])
+def test_no_part_is_better_by_the_objective_than_what_is_found(share: float | None) -> None:
+    """Against searching every part, of plans that use all of its chips; with deadlines that a share of the speed of the
+    whole cluster meets."""
+    prices = {"H100-SXM": 4.0, "L40S": 1.0}
+    cluster = cluster_from_dict(there(("H100-SXM", 2, 1), ("L40S", 2, 1), costs=prices))
+    options, rows = SearchOptions(space=FEW), []
+    for keep in itertools.product(range(3), repeat=2):
+        ranks = [r.rank for r in cluster.ranks if int(r.node[-1]) < keep[int(r.group[-1])]]
+        if ranks:
+            best = search(MODEL, shrink(cluster, ranks), 1024, 8, options).best
+            cost = sum(prices[cluster.ranks[r].chip] for r in ranks)
+            rows.append((best.prediction.tokens_per_second, cost, len(best.plan.ranks) == len(ranks)))
+    fastest = max(speed for speed, _, _ in rows)
+    due = None if share is None else Deadline(fastest * share * 3600, 1.0)
+    found = search_objective(MODEL, cluster, 1024, 8, options, due)
+    assert "no other can be better" in found.parts
+    speed, cost = found.best.prediction.tokens_per_second, cost_per_hour(found.best)
+    assert cost is not None
+    if due is None:
+        assert speed / cost >= max(s / c for s, c, full in rows if full) * (1 - 1e-9)
+    else:
+        assert speed >= due.tokens_per_second
+        assert cost <= min(c for s, c, full in rows if full and s >= due.tokens_per_second)
 
 
 def test_the_report_is_of_the_cluster_that_the_plan_uses(
-    cheap: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, data = cheap
-    words = command(folder, data, "llama2-7b", "--objective", "cost", "--quiet")
+    """Its ranks are others than those of the whole cluster."""
+    data = there(("H100-SXM", 2, 2), ("L40S", 2, 4), costs={"H100-SXM": 50.0, "L40S": 1.0})
+    words = command(tmp_path, data, "llama2-7b", "--objective", "cost", "--quiet")
+    words += ["--micro-batch-size", "1"]
     assert main([*words, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    part = load_cluster(folder / "p.yaml.cluster.yaml")
+    part = load_cluster(tmp_path / "p.yaml.cluster.yaml")
     assert set(part.chips) == {"L40S"} == {row["name"] for row in report["alone"]}
     assert report["uniform"]["chips"] == report["alone"][0]["chips"] == part.world_size
     assert set(report["idle_nodes"]) == {"n0-0", "n0-1", "n1-0", "n1-1"} - {r.node for r in part.ranks}
-    plan = load_plan(folder / "p.yaml", load_model("llama2-7b"), part, "bf16")
+    plan = load_plan(tmp_path / "p.yaml", load_model("llama2-7b"), part, "bf16")
     assert report["cost_per_hour"] == len(plan.ranks) * 1.0
     assert report["tokens_per_cost"] == pytest.approx(report["tokens_per_second"] * 3600 / len(plan.ranks))
     assert main(words) == 0
@@ -273,7 +303,7 @@ def test_memory_of_pipelines_that_differ_in_micro_batch_or_tp_is_shown_apart() -
 def test_why_there_is_no_uniform_plan(memory: str, layers: int, chips: int, problem: str) -> None:
     model = replace(MODEL, num_layers=layers)
     data = there(("L40S", chips, 1))
-    cluster: Cluster = cluster_from_dict(data)
+    cluster = cluster_from_dict(data)
     result = search(model, cluster, 1024, 1, SearchOptions(space=Space(offload="never")))
     if memory != "80 GiB":
         small = cluster_from_dict({**data, "chips": {"L40S": {"memory": memory}}})

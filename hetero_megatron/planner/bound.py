@@ -204,7 +204,10 @@ def assumptions(
     }
     stages = f"equal TP of {_listed(degrees)}"
     if method == "enumeration":
-        taken = "every way to place pipelines on nodes that is stage by stage or one after the other"
+        taken = (
+            f"gpipe up to {evaluator.tables.depth} micro-batches, pipelines placed on nodes stage by stage or one "
+            "after the other"
+        )
     else:
         inner = f"inner DP up to {MOST_INNER}" if space.inner_dp else "no inner DP"
         stages += f", {inner}, at most {_most_stages(evaluator, model)} stages"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -188,7 +189,7 @@ def search_objective(
         UserError: chips without a cost, a deadline that nothing meets, and what ``search`` raises.
         KeyboardInterrupt: Ctrl-C before any plan was found.
     """
-    watch = watch or Watch(options.time_limit)
+    watch, started = watch or Watch(options.time_limit), time.monotonic()
     costs = CostModel(model, cluster, seq_length, options.dtype, options.costs)
     left = parts(cluster, costs, options)
     whole = tuple(group.count for group in cluster.nodes)
@@ -215,7 +216,7 @@ def search_objective(
         left = [p for p in left if p is not part and found.can_be_better(p)]
     if found.best is not None:
         result = found.best[1]
-        result.complete = result.complete and not watch.cut
+        result.complete, result.seconds = result.complete and not watch.cut, time.monotonic() - started
         result.parts = _said(searched, total, len(left), watch)
         return result
     if deadline is not None and found.fastest:

@@ -212,6 +212,8 @@ def _search(
     if not choices and space.offload == "auto" and cannot_offload(options.costs.moments, options.dtype) is None:
         away = replace(options, space=replace(options.space, offload="always"))
         return _search(model, cluster, seq_length, global_batch_size, away, progress, evaluator, watch, plain=False)
+    if not choices and watch.cut:
+        raise UserError("none of the plans found by then fits", field="--time-limit", accepted="a longer one, or none")
     if not choices:
         from hetero_megatron.planner.refuse import refuse
 

@@ -115,6 +115,8 @@ class SmallSearch:
 
     def _pass(self, counts: Sequence[int]) -> bool:
         """All plans of these numbers of pipelines."""
+        if self.late():
+            return False
         shelves = {d: self.lines.shelves(d, self.best, self.exact) for d in counts}
         rows: list[tuple[float, tuple[Usage, ...], tuple[int, ...]]] = []
         usages = sorted({u for s in shelves.values() for u in s})
