@@ -69,7 +69,7 @@ class Accelerator:
         return getattr(torch, self.device_type)
 
     def available(self) -> bool:
-        """Whether this process can use such a device; not if asking for it raises."""
+        """Whether this process can use such a device; not if asking for it raises. Plugins override ``matches``."""
         return not self.absence()
 
     def absence(self) -> str:
