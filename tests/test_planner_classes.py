@@ -177,6 +177,8 @@ def test_the_bound_of_a_candidate_is_not_above_its_score(seed: int) -> None:
         score = evaluator.score(candidate)
         assert score is not None and score == evaluator.score_placed(placed)
         assert evaluator.least(candidate) <= score.step_seconds * (1 + 1e-9)
+        cut, whole = evaluator.score(candidate, 0.0), evaluator.score(candidate, score.step_seconds * (1 + 1e-9))
+        assert cut is not None and cut.step_seconds <= score.step_seconds * (1 + 1e-9) and whole == score
 
 
 def test_memory_is_that_of_the_buckets() -> None:

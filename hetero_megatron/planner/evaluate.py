@@ -19,7 +19,7 @@ from hetero_megatron.planner.loads import Loads, Run, Ways, bounded, own_seconds
 from hetero_megatron.planner.memory import equal_shares, held_elements
 from hetero_megatron.planner.place import Placed, place
 from hetero_megatron.planner.pool import Pool
-from hetero_megatron.planner.shape import Candidate, PipelineShape, StageShape, in_flight
+from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape, in_flight
 from hetero_megatron.planner.tables import Tables
 from hetero_megatron.planner.timing import Link, Links, closed_form, seconds
 
@@ -68,26 +68,36 @@ class Evaluator:
         self._needs: dict[tuple[object, ...], tuple[float, int]] = like._needs if like else {}
         self._barriers: dict[tuple[int, ...], float] = {}
 
-    def score(self, candidate: Candidate) -> Score | None:
-        """None when the TP groups do not pack into the nodes."""
+    def score(self, candidate: Candidate, limit: float = math.inf) -> Score | None:
+        """None when the TP groups do not pack into the nodes. ``limit``: of a step that takes at least so long, a lower
+        bound will do."""
         key = chips_key(candidate)
         if key not in self._grounds:
             placed = place(candidate, self.pool)
             self._grounds[key] = None if placed is None else ground_of(placed, self.node)
         ground = self._grounds[key]
-        return None if ground is None else self._score(candidate, ground)
+        return None if ground is None else self._score(candidate, ground, limit)
 
     def score_placed(self, placed: Placed) -> Score:
         return self._score(placed.candidate, ground_of(placed, self.node))
 
-    def _score(self, candidate: Candidate, ground: Ground) -> Score:
+    def _score(self, candidate: Candidate, ground: Ground, limit: float = math.inf) -> Score:
         self.evaluated += 1
         by_part = [
             max(self._known_seconds(part.shape, part.num_micro_batches, candidate.schedule, near) for near in rows)
             for part, rows in zip(candidate.parts, ground.near, strict=True)
         ]
+        if limit < math.inf:
+            least = max(self._least_end(part, x, candidate.pipelines) for part, x in zip(candidate.parts, by_part))
+            if least >= limit:
+                return Score(least, tuple(by_part))
         end, over = self._ends(candidate, ground, by_part)
         return Score(end, tuple(by_part), over)
+
+    def _least_end(self, part: Part, seconds_: float, pipelines: int) -> float:
+        """Of a step, at least, when the pipelines of a part are known to take so long."""
+        shape = part.shape
+        return seconds_ + self.least_after(shape.stages, shape.micro_batch_size, self.links(shape), pipelines)
 
     def _known_seconds(self, shape: PipelineShape, m: int, schedule: str, near: tuple[int, ...]) -> float:
         key = (shape, m, schedule, near)

@@ -35,7 +35,7 @@ def polish(
                 return False
             if evaluator.least(other) >= seconds * (1 - 1e-9):
                 continue
-            score = evaluator.score(other)
+            score = evaluator.score(other, seconds)
             if score is None or score.over > 0 or score.step_seconds >= seconds * (1 - 1e-9):
                 continue
             candidate, seconds, better = other, score.step_seconds, True
