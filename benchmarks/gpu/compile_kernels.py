@@ -77,9 +77,9 @@ class Compiler:
                     divisible[(index,)] = [["tt.divisibility", 16]]
                 elif isinstance(value, float):
                     kind = "fp32"
-                elif value != 1:
+                elif value != 1 or parameter.do_not_specialize:
                     kind = "i32" if -(2**31) <= value < 2**31 else "i64"
-                    if value % 16 == 0:
+                    if value % 16 == 0 and not parameter.do_not_specialize:
                         divisible[(index,)] = [["tt.divisibility", 16]]
             if kind == "constexpr":
                 constants[(index,)] = value
