@@ -28,7 +28,7 @@ from hetero_megatron.planner.pool import Group, Pool, make_pool
 from hetero_megatron.planner.regroup import regroup
 from hetero_megatron.planner.search_large import LargeSearch
 from hetero_megatron.planner.search_small import SmallSearch
-from hetero_megatron.planner.shape import Candidate, Part
+from hetero_megatron.planner.shape import Candidate, Part, in_flight
 from hetero_megatron.planner.space import Space, wanted
 from hetero_megatron.planner.tables import Tables
 from hetero_megatron.planner.uniform import Uniform, uniform_plans
@@ -394,10 +394,10 @@ def _uniform_fits(evaluator: Evaluator, candidate: Candidate) -> bool:
     costs, tables, pool = evaluator.costs, evaluator.tables, evaluator.pool
     for part in candidate.parts[:4]:
         stages = part.shape.stages
+        alive = in_flight("1f1b", len(stages), part.num_micro_batches)
         for s, stage in enumerate(stages):
             choice = tables.choice(stage, s == 0, s == len(stages) - 1)
-            alive = min(part.num_micro_batches, len(stages) - s)
-            need = costs.memory_bytes(choice, part.shape.micro_batch_size, alive, candidate.pipelines)
+            need = costs.memory_bytes(choice, part.shape.micro_batch_size, alive[s], candidate.pipelines)
             if need.total > costs.memory_limit(pool.groups[stage.group].chip):
                 return False
     return True
