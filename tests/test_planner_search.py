@@ -17,6 +17,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan import plan_from_dict, to_dict, validate
 from hetero_megatron.planner import graph
 from hetero_megatron.planner.bound import price_bound
+from hetero_megatron.planner.choices import Best
 from hetero_megatron.planner.columns import allocate
 from hetero_megatron.planner.place import shrink
 from hetero_megatron.planner.pool import Pool
@@ -491,5 +492,5 @@ def test_islands_are_weighed_by_measured_layers(monkeypatch: pytest.MonkeyPatch)
         return real(pool, speeds, count, seed)
 
     monkeypatch.setattr(graph, "islands", islands)
-    graph.GraphSearch(evaluator, MODEL, 16, Space(), lambda candidate, seconds: True, 0).run()
+    graph.GraphSearch(evaluator, MODEL, 16, Space(), Best(12, None, None), 0).run()
     assert weighed and all(speeds == pytest.approx([1 / (3 * s) for s in range(1, 9)]) for speeds in weighed)
