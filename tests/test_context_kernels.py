@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import hetero_plugins.triton as triton_plugin
 from hetero_megatron.layout.mask import tiles
 from hetero_megatron.ops import Signature, resolve
 from hetero_megatron.ops.attention_op import definition, reference_backward
@@ -82,6 +83,7 @@ def test_documents_are_prepared_once_for_all_layers() -> None:
     """Two layers, forward and backward: one search for the stretches of the key blocks."""
     kernel = load_plugins().registry.kernel("attention", "triton")
     assert kernel.backward is not None
+    triton_plugin._intervals.cache_clear()
     searches: list[Any] = []
 
     class Searches(TorchDispatchMode):

@@ -57,7 +57,7 @@ def seconds(*sizes):
     start = time.perf_counter()
     for work in [pacer.submit({peer: size}, Done) for peer, size in sizes]:
         work.wait()
-    print(time.perf_counter() - start, flush=True)
+    print(start, time.perf_counter(), flush=True)  # which all processes count alike
 seconds((2, 200_000))
 seconds((2, 100_000), (3, 200_000))
 seconds((1 - rank, 400_000))
@@ -77,12 +77,13 @@ def test_chips_of_a_node_share_its_links_and_its_card(tmp_path: Path) -> None:
             assert chip.stdin is not None
             chip.stdin.write("\n")
             chip.stdin.flush()
-        found.append(max(float(chip.stdout.readline()) for chip in chips if chip.stdout is not None))
+        said = [chip.stdout.readline().split() for chip in chips if chip.stdout is not None]
+        found.append(max(float(end) for _, end in said) - min(float(start) for start, _ in said))
     for chip in chips:
         chip.communicate()
     # the link: 2 x 0.2 MB; the card, at 2 MB/s: 2 x 0.3 MB; inside a node everybody has his own way: 0.4 MB at 2 MB/s
     for seconds, wanted in zip(found, (0.4, 0.3, 0.2), strict=True):
-        assert wanted * 0.95 <= seconds < wanted + 0.1
+        assert wanted * 0.95 <= seconds < wanted + 0.5
 
 
 def _paced_all_to_all(comm, rates):  # type: ignore[no-untyped-def]

@@ -15,6 +15,7 @@ from pathlib import Path
 from hetero_megatron.testbed.process import status
 
 PATIENCE = 0.5  # seconds between two looks whether the process that is waited for still runs
+LOOKS = 120  # then it is not waited for any more: who died before he wrote down that he has it is not on record
 
 
 class Turns:
@@ -64,10 +65,16 @@ class _Baton:
             self.give()
 
     def take(self) -> None:
-        while self._poll.poll(1000 * PATIENCE) or self._runs():
-            with suppress(BlockingIOError):  # another one was faster
-                if os.read(self._file, 1):
-                    break
+        looks = 0
+        while True:
+            if self._poll.poll(1000 * PATIENCE):
+                with suppress(BlockingIOError):  # another one was faster
+                    if os.read(self._file, 1):
+                        break
+            elif not self._runs() or looks == LOOKS:
+                break
+            else:
+                looks += 1
         os.pwrite(self._holder, self._mine, 0)
 
     def give(self) -> None:

@@ -195,7 +195,7 @@ def search_objective(
     whole = tuple(group.count for group in cluster.nodes)
     found, failure, total, reached, searched = _Search(deadline), None, len(left), 1.0, 0
     while left and searched < MOST_SEARCHED:
-        if found.fastest and watch.over():
+        if searched and watch.over():
             break
         # The whole cluster first: its plan is the fastest, or about that.
         part = min(left, key=lambda p: (p.counts != whole, found.order(p, reached), p.counts[::-1]))
@@ -208,7 +208,7 @@ def search_objective(
         except UserError as error:
             failure = failure or error
         except KeyboardInterrupt:
-            if found.best is None:
+            if found.best is None or watch.interrupted:
                 raise
             watch.stop()
             break
@@ -220,7 +220,7 @@ def search_objective(
         result.parts = _said(searched, total, len(left), watch)
         return result
     if deadline is not None and found.fastest:
-        raise _too_slow(deadline, found.fastest, searched, total)
+        raise _too_slow(deadline, found.fastest, searched, total, watch)
     if failure is None:  # not even the memory of all chips would do: the search says what is missing
         return search(model, cluster, seq_length, batch, options, watch=watch)
     raise failure
@@ -235,10 +235,11 @@ def _said(searched: int, total: int, open_: int, watch: Watch) -> str:
     return text + f"; {open_} others could be better by the speeds of their chips, but {why}"
 
 
-def _too_slow(deadline: Deadline, fastest: float, searched: int, total: int) -> UserError:
+def _too_slow(deadline: Deadline, fastest: float, searched: int, total: int, watch: Watch) -> UserError:
     hours = deadline.tokens / fastest / 3600
+    cut = " (the search was cut short)" if watch.cut else ""
     return UserError(
-        f"no plan found is that fast: the best of {searched} of {total} parts of the cluster, the whole among them, "
+        f"no plan found is that fast: the best of {searched} of {total} parts of the cluster{cut} "
         f"computes {fastest:.4g} tokens/s, the deadline needs {deadline.tokens_per_second:.4g}",
         field="--deadline-hours", value=deadline.hours, accepted=f"{hours:.4g} or more, or more chips",
     )  # fmt: skip

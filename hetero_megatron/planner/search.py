@@ -151,10 +151,16 @@ def _add_types_alone(
         try:
             own = search(model, part, seq_length, batch, options, watch=watch)
         except UserError as error:
+            if watch.cut:
+                break
             result.alone[chip] = error
             continue
         except KeyboardInterrupt:
+            if watch.interrupted:
+                raise
             watch.stop()
+            break
+        if watch.cut:  # nothing that was cut short is compared with
             break
         result.alone[chip] = own
         groups = [g for g, group in enumerate(result.pool.groups) if group.chip == chip]

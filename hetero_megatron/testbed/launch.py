@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -291,7 +291,8 @@ class Launcher:
             if time.monotonic() - sampled >= LOAD_SECONDS:
                 sampled = time.monotonic()
                 self._load.sample()
-                write_json(self._testbed.directory / LOAD, self._load.facts())
+                with suppress(OSError):  # for people who ask meanwhile
+                    write_json(self._testbed.directory / LOAD, self._load.facts())
         self._note_ready()
         self._load.sample()
         self._clock = read_clocks(self._testbed.directory)

@@ -76,22 +76,23 @@ def unit_of_speed(cores: Sequence[int]) -> tuple[float, str]:
     kept = f"kept in {path}"
     if (found := _known(path).get(key)) is not None:
         return found, kept
+    measured: tuple[float, str] | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path.with_suffix(".lock"), "w", encoding="ascii") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if (found := _known(path).get(key)) is not None:
                 return found, kept
-            found, doubt = _measure(cores)
-            write_json(path, {**_known(path), key: found})
-            return found, kept + doubt
+            measured = _measure(cores)
+            write_json(path, {**_known(path), key: measured[0]})
+            return measured[0], kept + measured[1]
     except OSError:
-        found, doubt = _measure(cores)
-        return found, f"measured now; it cannot be kept, so other runs are not comparable{doubt}"
+        unit, doubt = measured or _measure(cores)
+        return unit, f"measured now; it cannot be kept, so other runs are not comparable{doubt}"
 
 
 def _known(path: Path) -> dict[str, float]:
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, TypeError):
         found = json.loads(path.read_text(encoding="utf-8"))
         return {key: unit for key, unit in dict(found).items() if isinstance(unit, float) and 0.0 < unit < 1.0}
     return {}

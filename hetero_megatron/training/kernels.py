@@ -70,20 +70,23 @@ def agree_on_kernels(runtime: Runtime, reasons: bool = False) -> None:
     text = plan.summary() + ("\n" + plan.format() if reasons else "")
     mine = (place.pipeline, place.stage, plan.providers(), plan.digest(), text)
     everyone: list[Any] = runtime.world.gather_objects(mine)
-    first: dict[tuple[int, int], tuple[int, Any]] = {}
+    first: dict[tuple[int, int], tuple[str, str]] = {}
+    # TP groups of one rank and of several call different operators for the loss, so each has a first rank of its own.
+    by_stage: dict[tuple[int, int], dict[str, tuple[int, str]]] = {}
     for rank, (p, s, providers, digest, summary) in zip(runtime.world.ranks, everyone, strict=True):
-        other, facts = first.setdefault((p, s), (rank, (providers, digest, summary)))
-        # TP groups of one rank and of several call different operators for the loss: that is no disagreement.
-        differ = sorted(op for op in providers.keys() & facts[0].keys() if facts[0][op] != providers[op])
-        if differ:
-            raise UserError(
-                f"ranks {other} and {rank} of one stage resolved {', '.join(differ)} to different providers",
-                field=f"pipelines[{p}].stages[{s}].kernels", accepted="one provider per operator, by name",
-            )  # fmt: skip
+        first.setdefault((p, s), (digest, summary))
+        known = by_stage.setdefault((p, s), {})
+        for op, provider in sorted(providers.items()):
+            other, same = known.setdefault(op, (rank, provider))
+            if provider != same:
+                raise UserError(
+                    f"ranks {other} and {rank} of one stage resolved {op} to different providers",
+                    field=f"pipelines[{p}].stages[{s}].kernels", accepted="one provider per operator, by name",
+                )  # fmt: skip
     if runtime.comm.rank == runtime.world.ranks[0]:
-        called = {op for _, (_, facts) in first.items() for op in facts[0]} | {EVERY}
+        called = {op for known in by_stage.values() for op in known} | {EVERY}
         stages = (stage for pipeline in runtime.plan.pipelines for stage in pipeline.stages)
         for op in sorted({op for stage in stages for op, _ in stage.kernels} - called):
             print(f"notice: kernels.{op} has no effect: this model never calls it", flush=True)
-        for (p, s), (_, (_, digest, summary)) in sorted(first.items()):
+        for (p, s), (digest, summary) in sorted(first.items()):
             print(f"kernels of pipeline {p} stage {s} ({digest}): {summary}", flush=True)

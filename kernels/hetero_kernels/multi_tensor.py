@@ -60,7 +60,9 @@ def tensor_table(columns: Sequence[Sequence[torch.Tensor]], device: torch.device
 
 def _upload(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Without waiting for what the device still has to do, as a copy from pageable memory would."""
-    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
+    if device.type in ("cpu", "meta"):
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
 
 
 @triton.jit

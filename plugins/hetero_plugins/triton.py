@@ -170,7 +170,7 @@ def _bounds(q: torch.Tensor, documents: Any, window: int | None) -> Any:
     return _intervals(tuple(map(tuple, documents)), q.shape[1], window, q.device)
 
 
-@functools.lru_cache(maxsize=4)  # all layers ask for the same, and each upload would make the host wait
+@functools.lru_cache(maxsize=32)  # all layers ask for the same, and each upload would make the host wait
 def _intervals(
     documents: tuple[tuple[int, ...], ...], tokens: int, window: int | None, device: torch.device
 ) -> Any:  # fmt: skip

@@ -261,7 +261,8 @@ def _trained(
     ``retain_graph`` allows, where nothing is used up."""
     spec, kernel = subject.spec, subject.kernel
     forward_cap, cap = spec.bounds.of(subject.dtype)
-    times = 1 if kernel.private or kernel.overwrites else 2
+    # A callable of the vendor's own may use up what it saved: models run each backward once.
+    times = 1 if kernel.private or kernel.overwrites or kernel.apply is not None else 2
     found, problem = _attempt(lambda: call_trained(spec, kernel, args, grads, times))
     if found is not None:
         names = [n for n in spec.gradients if args[spec.args.index(n)] is not None]

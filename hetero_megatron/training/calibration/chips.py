@@ -275,11 +275,11 @@ def _visit(
             attention.forward(q, pair[0], pair[1], mine, out, lse)
         comm.clock.settle()
         at.append(comm.clock.computed)
-        dq = torch.zeros_like(out)
+        dq, delta = torch.zeros_like(out), attention.kernel.delta(grad, out)
         for (a, b), mine in zip(blocks, tiles, strict=True):
             pair = torch.stack((k[:, a:b], v[:, a:b]))
             sums = torch.zeros(pair.shape, dtype=out.dtype, device=out.device)
-            attention.backward(grad, q, pair[0], pair[1], out, lse, mine, (dq, sums[0], sums[1]))
+            attention.backward(grad, q, pair[0], pair[1], out, lse, mine, (dq, sums[0], sums[1]), delta)
             sums += torch.stack((sums[0], sums[1]))  # the sum so far arrives, and leaves
         comm.clock.settle()
         at.append(comm.clock.computed)

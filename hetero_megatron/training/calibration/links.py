@@ -111,7 +111,7 @@ def _one_way(comm: Comm, a: int, b: int, size: int, tag: int) -> float:
 
 def _agree(comm: Comm, a: int, b: int, value: float, tag: int) -> float:
     """a's value, on both."""
-    box = torch.tensor([value], dtype=torch.float64, device=comm.device)
+    box = torch.tensor([value], dtype=torch.float32, device=comm.device)
     if comm.rank == a:
         comm.isend(box, b, tag + 2).wait()
     else:
