@@ -7,6 +7,7 @@ splits and one micro-batch size in all pipelines, degrees and sizes that were pr
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -15,7 +16,6 @@ from sailor_judge import BYTES_PER_PARAMETER, FLOAT, FRAMEWORK_BYTES, Judge, Rep
 from hetero_megatron.cluster import Cluster, Link
 from hetero_megatron.planner.costs import CostModel, CostOptions, StageChoice
 from hetero_megatron.planner.evaluate import Evaluator, Score
-from hetero_megatron.planner.memory import MemoryBytes
 from hetero_megatron.planner.pool import make_pool
 from hetero_megatron.planner.rates import ChipRates, LayerRow, LinkRates, Rates, model_fingerprint
 from hetero_megatron.planner.shape import Candidate, PipelineShape, in_flight
@@ -36,19 +36,29 @@ class SailorCosts(CostModel):
         self.judge = judge
         super().__init__(model, cluster, 2048, "fp32", CostOptions(margin=0.0), profiled_rates(judge, model, cluster))
 
-    def memory_bytes(self, stage: StageChoice, micro_batch_size: int, in_flight: int, replicas: int) -> MemoryBytes:
-        """24 bytes per parameter, unsharded; what was profiled per layer, for all in flight."""
+    def states(self, stage: StageChoice, replicas: float) -> tuple[int, int, int]:
+        """24 bytes per parameter, unsharded."""
+        if str(stage.tp) not in self.judge.info:
+            return NOWHERE, 0, 0
+        return int(BYTES_PER_PARAMETER * self._total(stage, "params_floats")), 0, 0
+
+    def activation_bytes(self, stage: StageChoice, micro_batch_size: int) -> tuple[int, int]:
+        """What was profiled per layer, for each micro-batch in flight."""
         tp, size = str(stage.tp), str(micro_batch_size)
         if tp not in self.judge.profile[GPUS[stage.chip]].get(size, {}):
-            return MemoryBytes(overhead=NOWHERE)
-        info, last = self.judge.info[tp], str(self.model.num_layers + 1)
-        total = {}
-        for key in ("params_floats", "act_mem_floats"):
-            inner = stage.layers * info["1"][key]
-            total[key] = inner + stage.embed * info["0"][key] + stage.head * info[last][key]
-        states = BYTES_PER_PARAMETER * total["params_floats"]
-        kept = total["act_mem_floats"] * FLOAT * micro_batch_size
-        return MemoryBytes(weights=states, activations=kept * in_flight, overhead=int(FRAMEWORK_BYTES))
+            return NOWHERE, 0
+        return int(self._total(stage, "act_mem_floats") * FLOAT * micro_batch_size), 0
+
+    def _total(self, stage: StageChoice, key: str) -> float:
+        info, last = self.judge.info[str(stage.tp)], str(self.model.num_layers + 1)
+        total: float = stage.layers * info["1"][key] + stage.embed * info["0"][key] + stage.head * info[last][key]
+        return total
+
+    def overhead(self, chip: str) -> int:
+        return int(FRAMEWORK_BYTES)
+
+    def buffering(self, stage: StageChoice, replicas: float) -> tuple[float, float, int, int]:
+        return 0.0, 0.0, 0, 0
 
     def memory_limit(self, chip: str) -> int:
         return int(self.judge.gpus[GPUS[chip]]["mem_per_gpu"])
@@ -77,7 +87,7 @@ class SailorEvaluator(Evaluator):
         self._sync: dict[tuple[object, ...], float] = {}
         self._sums: dict[tuple[str, int, int], list[float]] = {}
 
-    def score(self, candidate: Candidate) -> Score | None:
+    def score(self, candidate: Candidate, limit: float = math.inf) -> Score | None:
         """None for what Sailor's format cannot say."""
         self.evaluated += 1
         parts = candidate.parts
