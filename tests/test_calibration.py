@@ -26,7 +26,7 @@ from hetero_megatron.planner.rates import load_rates
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.testbed import report
 from hetero_megatron.training.calibration import CalibrationOptions, calibrate
-from hetero_megatron.training.calibration.chips import observe
+from hetero_megatron.training.calibration.chips import Job, observe
 from hetero_megatron.training.calibration.links import pairs
 from hetero_megatron.training.calibration.runs import (
     Costs,
@@ -314,7 +314,7 @@ def _observe_groups(comm, speeds):  # type: ignore[no-untyped-def]
     run = full_runs(cluster_from_dict({**CLUSTER, **nodes}), SMALL, 32, tp=2, micro_batch_size=2)[1]
     comm.clock = EmulatedClock(lambda: speeds[comm.rank], OperatorSeconds())
     try:
-        found = observe(run, "small", comm, torch.float32, optimizer_factory(OptimizerConfig()), 3)
+        found = observe(run, "small", Job(comm, torch.float32, optimizer_factory(OptimizerConfig())), 3)
         return found and found.observation
     finally:
         comm.clock = comm.emulation.clock

@@ -14,14 +14,17 @@ from hetero_megatron.comm.pacing import Pacer
 from tests.pool import shared_pool
 
 
+class Done:
+    """What was sent at once."""
+
+    def wait(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+
 def test_paced_messages_queue_up_behind_each_other() -> None:
-    class Done:
-        def wait(self) -> None:
-            pass
-
-        def is_completed(self) -> bool:
-            return True
-
     pacer = Pacer(lambda: {1: 1e6, 2: None}, {1: 0.005})  # type: ignore[dict-item]
     assert pacer.submit({2: 100}, Done) is None
     begin = time.perf_counter()
@@ -116,13 +119,6 @@ def test_paced_collectives_keep_their_order() -> None:
 
 
 def test_a_cut_link_carries_nothing_and_keeps_the_order_when_mended() -> None:
-    class Done:
-        def wait(self) -> None:
-            pass
-
-        def is_completed(self) -> bool:
-            return True
-
     rates, begun = {1: 0.0, 2: 1e6}, []  # type: dict[int, float], list[str]
     pacer = Pacer(lambda: rates, {}, timeout=0.5)
 

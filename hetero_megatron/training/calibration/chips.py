@@ -34,6 +34,16 @@ VISITS = 4  # blocks of keys, against one
 
 
 @dataclass(frozen=True)
+class Job:
+    """What all runs of a calibration have in common. ``kernels``: as runs would have them; None: torch's own."""
+
+    comm: Comm
+    dtype: torch.dtype
+    optimizer: OptimizerFactory
+    kernels: Kernels | None = None
+
+
+@dataclass(frozen=True)
 class Observed:
     """What a rank saw of its chip in one run.
 
@@ -51,18 +61,10 @@ class Observed:
     owned: int
 
 
-def observe(
-    run: Run,
-    chip: str,
-    comm: Comm,
-    dtype: torch.dtype,
-    optimizer: OptimizerFactory,
-    steps: int,
-    kernels: Kernels | None = None,
-) -> Observed | None:
+def observe(run: Run, chip: str, job: Job, steps: int) -> Observed | None:
     """Take part in ``run``; every rank of the job calls it, also those that the plan leaves out (None). ``chip``: its
     own."""
-    runtime = _runtime(run, comm, dtype, optimizer, kernels)
+    runtime, comm = _runtime(run, job), job.comm
     if runtime is None:
         return None
     forward: list[float] = []
@@ -98,23 +100,15 @@ def observe(
     return Observed(comm.rank, observation, middle(saved) / held, tuple(computed), min(tails), owned)
 
 
-def observe_exchange(
-    run: Run,
-    chip: str,
-    comm: Comm,
-    dtype: torch.dtype,
-    optimizer: OptimizerFactory,
-    steps: int,
-    kernels: Kernels | None = None,
-) -> list[Phase]:
+def observe_exchange(run: Run, chip: str, job: Job, steps: int) -> list[Phase]:
     """Take part in a run of replicas; every rank of the job calls it. What this rank's chip did, bucket by bucket."""
-    runtime = _runtime(run, comm, dtype, optimizer, kernels)
+    runtime = _runtime(run, job)
     if runtime is None:
         return []
     found: list[Phase] = []
     for hop in (hop for exchange in runtime.sync.exchanges for hop in exchange.hops):
         hop.runs = None  # as between replicas of unlike degrees: replicas of one chip each would copy next to nothing
-        _time_phases(hop, chip, dtype, found)
+        _time_phases(hop, chip, job.dtype, found)
     for step in range(steps + 1):
         if step == 1:  # the first one allocates
             found.clear()
@@ -122,10 +116,9 @@ def observe_exchange(
     return found
 
 
-def _runtime(
-    run: Run, comm: Comm, dtype: torch.dtype, optimizer: OptimizerFactory, kernels: Kernels | None
-) -> Runtime | None:
+def _runtime(run: Run, job: Job) -> Runtime | None:
     """This rank of the run; one that its plan leaves out makes the groups with the others, and gets None."""
+    comm = job.comm
     if comm.rank not in run.plan.ranks:
         comm.create_groups(plan_groups(run.plan, make_buckets(run.plan, run.spec)))
         return None
@@ -133,8 +126,8 @@ def _runtime(
     def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
         return initial_values(tensor, box, run.spec, seed=0)
 
-    chosen = kernels(run.plan, run.spec) if kernels is not None else None
-    return Runtime(run.plan, run.spec, comm, dtype, initialize, optimizer, kernels=chosen)
+    chosen = job.kernels(run.plan, run.spec) if job.kernels is not None else None
+    return Runtime(run.plan, run.spec, comm, job.dtype, initialize, job.optimizer, kernels=chosen)
 
 
 def _time_phases(exchange: HopExchange, chip: str, dtype: torch.dtype, found: list[Phase]) -> None:
@@ -185,16 +178,14 @@ def _repeated(measure: Callable[[], Sequence[float]], steps: int) -> list[float]
     return [middle(column) for column in zip(*found)]
 
 
-def optimizer_seconds(
-    comm: Comm, dtype: torch.dtype, build: OptimizerFactory, steps: int
-) -> list[tuple[int, float]]:
+def optimizer_seconds(job: Job, steps: int) -> list[tuple[int, float]]:
     """(elements, seconds) of norm, scaling and update of so many owned elements."""
-    wide = torch.promote_types(dtype, torch.float32)
+    comm, wide = job.comm, torch.promote_types(job.dtype, torch.float32)
     rows = []
     for elements in OPTIMIZER_ELEMENTS:
         # Pieces of one owner are not many and not small; 16 stand for a layer's.
         masters = [torch.zeros(elements // 16, dtype=wide, device=comm.device) for _ in range(16)]
-        optimizer = build([{"params": masters, "decay": True}])
+        optimizer = job.optimizer([{"params": masters, "decay": True}])
         (seconds,) = _repeated(partial(_update, comm, optimizer, masters), steps)
         rows.append((elements, seconds))
     return rows

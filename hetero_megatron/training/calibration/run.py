@@ -17,6 +17,7 @@ from hetero_megatron.planner.network import Network
 from hetero_megatron.planner.rates import LinkRates, Rates, link_document, model_fingerprint
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.calibration.chips import (
+    Job,
     Kernels,
     Observed,
     attention_seconds,
@@ -114,8 +115,8 @@ def calibrate(
         log("links")
         links = [row for rows in world.gather_objects(measure_links(comm, cluster)) for row in rows]  # type: ignore[attr-defined]
     found = Calibration(links=list(links))
-    job = (comm, dtype, optimizer)
-    seen, rows = _observe_pipelines(cluster, spec, options, job, log, kernels)
+    job = Job(comm, dtype, optimizer, kernels)
+    seen, rows = _observe_pipelines(cluster, spec, options, job, log)
     _solve(found, seen, fixed or {})
     found.slow = stragglers(seen, found.costs, STRAGGLER)
     out = slow_ranks(found.slow, seen)
@@ -126,12 +127,12 @@ def calibrate(
     chips = [rank.chip for rank in cluster.ranks]
     phases: list[Phase] = []
     for run in exchange_runs(cluster, spec, options.seq_length):
-        own = observe_exchange(run, chips[comm.rank], *job, options.steps, kernels)
+        own = observe_exchange(run, chips[comm.rank], job, options.steps)
         phases += [p for rank, theirs in enumerate(world.gather_objects(own)) if rank not in out for p in theirs]  # type: ignore[attr-defined]
     found.exchange = {c: solve_phases([p for p in phases if p.chip == c]) for c in {p.chip for p in phases}}
     log("optimizer and attention")
     arguments = (comm, dtype, spec, options.lengths, options.steps)
-    updates = optimizer_seconds(*job, options.steps)
+    updates = optimizer_seconds(job, options.steps)
     every: Any = world.gather_objects((updates, attention_seconds(*arguments), visit_seconds(*arguments)))
     tables: tuple[dict[str, list[Any]], ...] = (found.optimizer, found.attention, found.visits)
     for rank, measured in enumerate(every):
@@ -151,13 +152,12 @@ def _observe_pipelines(
     cluster: Cluster,
     spec: ModelSpec,
     options: CalibrationOptions,
-    job: tuple[Comm, torch.dtype, OptimizerFactory],
+    job: Job,
     log: Callable[[str], None],
-    kernels: Kernels | None,
 ) -> tuple[list[Observation], list[Observed]]:
     """What all runs of single pipelines and of replicas of one stage showed: of each stage, and, of the former, of
     each rank with layers."""
-    comm, seen, rows = job[0], list[Observation](), list[Observed]()
+    comm, seen, rows = job.comm, list[Observation](), list[Observed]()
     world = comm.group(range(cluster.world_size))
     for tp in options.tp:
         if few := sorted({rank.chip for rank in cluster.ranks} - set(tp_groups(cluster, tp))):
@@ -167,7 +167,7 @@ def _observe_pipelines(
             checks = spot_checks(*kind) if (tp, size) == (options.tp[0], options.micro_batch_sizes[0]) else []
             for run in [*full_runs(*kind), *checks]:
                 log(f"tp {tp}, micro-batch {size}: stages {run.title}")
-                own = observe(run, cluster.ranks[comm.rank].chip, *job, max(1, options.steps // size), kernels)
+                own = observe(run, cluster.ranks[comm.rank].chip, job, max(1, options.steps // size))
                 theirs = [o for o in world.gather_objects(own) if isinstance(o, Observed)]
                 seen += _merge([o.observation for o in theirs])
                 if len(run.plan.pipelines) == 1:  # replicas also exchange gradients outside of their actions
