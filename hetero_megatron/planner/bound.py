@@ -104,7 +104,8 @@ class _Prices:
         """Least price of a pipeline that computes ``counts`` micro-batches within ``limit`` seconds; inf: none below
         ``most``, if any."""
         layers, found, answer = self.model.num_layers, self.options[size], np.full(len(counts), np.inf)
-        fastest = min((self.per_layer(o, size) for o in found), default=math.inf)
+        per = [(self.per_layer(o, size), o.chips * self.prices[o.group]) for o in found]
+        fastest = min((seconds for seconds, _ in per), default=math.inf)
         if math.isinf(fastest):  # not even one layer fits anywhere
             return answer
         behind = np.arange(layers, -1, -1)  # layers that are not covered yet
@@ -112,9 +113,9 @@ class _Prices:
         # this for a micro-batch: [n, covered]; a little more than less, so that rounding only helps.
         time_ = (limit - behind * fastest) / counts[:, None] * (1 + 1e-12)
         tables = self.rising(size)
-        own = np.array([o.chips * self.prices[o.group] for o in found])[:, None, None]
+        own = np.array([price for _, price in per])[:, None, None]
         # By what a layer takes at least, what those that are not covered cost at least.
-        each = min(o.chips * self.prices[o.group] * self.per_layer(o, size) for o in found) * (1 - 1e-9) / limit
+        each = min(seconds * price for seconds, price in per if seconds < math.inf) * (1 - 1e-9) / limit
         best = np.full((len(counts), layers + 1), np.inf)  # by layers covered, never falling
         best[:, 0] = 0.0
         rows = np.arange(len(counts))
