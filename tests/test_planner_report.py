@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from hetero_megatron.cli.main import main
+from hetero_megatron.cli.run import first_that_fits
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.cluster.edit import without_nodes
 from hetero_megatron.plan import from_megatron, load_plan, validate
@@ -26,6 +27,7 @@ from hetero_megatron.planner.summary_text import format_summary, summary_json
 from hetero_megatron.planner.uniform import closed_seconds, uniform_plans
 from hetero_megatron.planner.watch import Watch, never
 from hetero_megatron.spec import load_model
+from hetero_megatron.training.jobs import Seat
 from tests.planner_reference import random_case
 
 MODEL, LENGTH, BATCH = load_model("llama2-7b"), 2048, 32
@@ -166,3 +168,19 @@ def test_prices_of_pipelines_are_those_of_a_plain_program(seed: int) -> None:
             for most in (math.inf, 1.001 * answer, 0.9 * answer):
                 found = prices.price(size, np.array([m], float), limit, np.array([most]))[0]
                 assert found == pytest.approx(answer) or (math.isfinite(most) and answer >= most <= found)
+
+
+def test_the_launcher_takes_a_fallback_plan(tmp_path: Path) -> None:
+    """The one for the loss of a node of three, whichever of the equal ones is gone."""
+    data = yaml.safe_load(Path("examples/clusters/two_nodes.yaml").read_text())
+    data["nodes"][1]["count"] = 2
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(data))
+    words = ["plan", "--model", "tiny", "--cluster", str(tmp_path / "c.yaml"), "--seq-length", "64", "--dtype", "fp32"]
+    words += ["--global-batch-size", "8", "--no-baselines", "--quiet", "--fallbacks", str(tmp_path / "f")]
+    assert main([*words, "--out", str(tmp_path / "p.yaml")]) == 0
+    files = sorted((tmp_path / "f").iterdir())
+    assert [path.name for path in files] == ["without-fast.yaml", "without-slow-0.yaml"]
+    choose = first_that_fits(["--model", "tiny", "--mock-data", "--train-iters", "1", "--lr", "1e-3"], files[1:])
+    for gone in ("slow-0", "slow-1"):
+        (tmp_path / "left.yaml").write_text(yaml.safe_dump(without_nodes(data, {gone})))
+        assert choose([Seat("fast", 0), Seat("slow", 0)], tmp_path / "left.yaml") == files[1]
