@@ -104,8 +104,7 @@ class _Prices:
         """Least price of a pipeline that computes ``counts`` micro-batches within ``limit`` seconds; inf: none below
         ``most``, if any."""
         layers, found, answer = self.model.num_layers, self.options[size], np.full(len(counts), np.inf)
-        per = [(self.per_layer(o, size), o.chips * self.prices[o.group]) for o in found]
-        fastest = min((seconds for seconds, _ in per), default=math.inf)
+        fastest = min((self.per_layer(o, size) for o in found), default=math.inf)
         if math.isinf(fastest):  # not even one layer fits anywhere
             return answer
         behind = np.arange(layers, -1, -1)  # layers that are not covered yet
@@ -113,9 +112,10 @@ class _Prices:
         # this for a micro-batch: [n, covered]; a little more than less, so that rounding only helps.
         time_ = (limit - behind * fastest) / counts[:, None] * (1 + 1e-12)
         tables = self.rising(size)
-        own = np.array([price for _, price in per])[:, None, None]
-        # By what a layer takes at least, what those that are not covered cost at least.
-        each = min(seconds * price for seconds, price in per if seconds < math.inf) * (1 - 1e-9) / limit
+        own = np.array([o.chips * self.prices[o.group] for o in found])[:, None, None]
+        # A stage of c layers has limit / m for them, so for a layer of a micro-batch it costs this at least.
+        shares = [float((table[0, 1:] / np.arange(1, layers + 1)).min()) for table in tables[1]]
+        each = min(s * price for s, price in zip(shares, own[:, 0, 0]) if s < math.inf) * (1 - 1e-9) / limit
         best = np.full((len(counts), layers + 1), np.inf)  # by layers covered, never falling
         best[:, 0] = 0.0
         rows = np.arange(len(counts))

@@ -79,6 +79,7 @@ class Planner:
             self.options = replace(options, space=replace(options.space, unlike_tp=False))
         self.result = result or search(model, cluster, seq_length, batch, self.options)
         self.skeletons = self._skeletons()
+        self._speeds: dict[Skeleton, float] = {}
         self._ready: dict[tuple[int, ...], Known] = {}
         self._context: ContextSearch | None = None
         if self.result.context_tried:
@@ -202,14 +203,15 @@ class Planner:
         for i, (least, _, candidate) in enumerate(sorted(found, key=lambda row: row[:2])):
             if best is not None and (least >= best.seconds or i >= most):
                 break
-            score = evaluator.score(candidate)
+            score = evaluator.score(candidate, best.seconds if best is not None else math.inf)
             if score is not None and score.over == 0 and (best is None or score.step_seconds < best.seconds):
                 best = Known(score.step_seconds, candidate, pool)
         return best
 
     def _combinations(self, pool: Pool) -> Iterator[list[Skeleton]]:
         """As many of one kind as fit, then of others in what is left; those first that should be done first."""
-        speeds = [self._speed(skeleton) for skeleton in self.skeletons]
+        speeds = [self._speeds.get(skeleton) or self._speed(skeleton) for skeleton in self.skeletons]
+        self._speeds = dict(zip(self.skeletons, speeds))
         usages = [
             [sum(s.chips for s in skeleton.stages if s.group == g) for g in range(len(pool.groups))]
             for skeleton in self.skeletons
