@@ -26,9 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests/
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.bound import price_bound
-from hetero_megatron.planner.search import SearchOptions, few_uniform, make_evaluator, search
+from hetero_megatron.planner.search import SearchOptions, make_evaluator, search
 from hetero_megatron.planner.shape import Candidate
 from hetero_megatron.planner.space import Space
+from hetero_megatron.planner.uniform import few_uniform
 from tests.planner_reference import Case, Exhaustive, random_case, unequal_directions
 
 
@@ -151,7 +152,7 @@ def main() -> None:
         ratios.append(mine / best - 1)
         gaps.append(best / bound - 1)
         below += gaps[-1] < -1e-9
-        uniform = [s.step_seconds for _, c in few_uniform(evaluator, case.model, case.batch, 20)
+        uniform = [s.step_seconds for _, c in few_uniform(evaluator, case.model, case.batch, 20)[0]
                    if (s := evaluator.score(c)) and s.over == 0]  # fmt: skip
         if uniform:
             better["uniform plan"].append(min(uniform) / mine)

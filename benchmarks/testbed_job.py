@@ -29,7 +29,8 @@ from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.plan.dump import to_dict
 from hetero_megatron.planner.place import renumbered
 from hetero_megatron.planner.predict import predict
-from hetero_megatron.planner.search import SearchOptions, few_uniform, judge, make_evaluator, search
+from hetero_megatron.planner.search import SearchOptions, judge, make_evaluator, search
+from hetero_megatron.planner.uniform import few_uniform
 from hetero_megatron.planner.whatif import without
 from hetero_megatron.platform import detect_platform
 from hetero_megatron.spec import LogicalTensor, ModelSpec
@@ -108,7 +109,7 @@ def choose(cluster: Cluster, spec: ModelSpec, work: dict[str, Any]) -> list[tupl
     plans.append(("planner", "planner", best.best.plan))
     evaluator = make_evaluator(spec, cluster, seq_length, options)
     uniform = []
-    for shape, candidate in few_uniform(evaluator, spec, batch, 12) if "uniform" in work["kinds"] else ():
+    for shape, candidate in few_uniform(evaluator, spec, batch, 12)[0] if "uniform" in work["kinds"] else ():
         choices = judge([(0.0, 0, candidate)], cluster, spec, seq_length, options, evaluator)
         uniform += [(shape, choice) for choice in choices]
     uniform.sort(key=lambda item: item[1].step_seconds)

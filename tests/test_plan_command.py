@@ -310,7 +310,7 @@ def test_why_there_is_no_uniform_plan(memory: str, layers: int, chips: int, prob
         small = cluster_from_dict({**data, "chips": {"L40S": {"memory": memory}}})
         evaluator = make_evaluator(model, small, 1024, SearchOptions())
         result = replace(result, evaluator=evaluator)
-    found = best_uniform(result, model, cluster, 1024, 1, SearchOptions())
+    found, _ = best_uniform(result, model, cluster, 1024, 1, SearchOptions())
     assert problem in found.problem and math.isclose(found.tokens_per_second, 0.0)
 
 

@@ -44,7 +44,7 @@ def test_no_slower_than_a_type_alone_or_a_uniform_plan(seed: int, kind: str, bat
     assert [row.text for row in rows] == [
         row.text for row in each_alone(result, case.model, case.cluster, case.seq_length, batch, options)
     ]
-    rows.append(best_uniform(result, case.model, case.cluster, case.seq_length, batch, options))
+    rows.append(best_uniform(result, case.model, case.cluster, case.seq_length, batch, options)[0])
     best = min((row.step_seconds for row in rows if row.step_seconds), default=math.inf)
     assert math.isfinite(best)
     assert result.best.step_seconds <= best * (1 + 1e-9)

@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import yaml
 
@@ -15,11 +16,13 @@ from hetero_megatron.cli.companion import Companion
 from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
+from hetero_megatron.plan import dump_yaml
 from hetero_megatron.planner.costs import CostOptions
 from hetero_megatron.planner.export import FORMATS, export
 from hetero_megatron.planner.memory import ITEM_BYTES, moments_of
 from hetero_megatron.planner.objective import Deadline, search_objective
 from hetero_megatron.planner.page import html_page
+from hetero_megatron.planner.replan import Loss, Planner
 from hetero_megatron.planner.search import Result, SearchOptions, search
 from hetero_megatron.planner.space import Space
 from hetero_megatron.planner.summary import Summary, summarize
@@ -64,6 +67,8 @@ def main(argv: Sequence[str]) -> int:
             result, model, cluster, args.seq_length, size, options, baselines=not args.no_baselines, bound=args.bound,
             deadline=deadline, watch=watch.uncaught(),
         )  # fmt: skip
+        if args.fallbacks:
+            summary.losses = _fallbacks(args.fallbacks, result, model, args.seq_length, size, options)
         _write_page(args, summary)
     except KeyboardInterrupt:
         where = f"; the plan is in {args.out}" if args.out else "" if args.json else "; the plan is above"
@@ -124,6 +129,8 @@ def _parser() -> ArgumentParser:
     add("--deadline-hours", type=float, metavar="H", help="for --objective deadline")
     add("--train-tokens", type=float, metavar="T", help="tokens to train in all, for --objective deadline")
     add("--without", action="append", metavar="NODE", help="what if these nodes were gone (NODE or NODE,NODE)")
+    add("--fallbacks", metavar="DIR",
+        help="also write a plan for the loss of any one node, as run --fallback-plan takes them")  # fmt: skip
     add("--add", action="append", metavar="NxNODE", help="what if there were more: 2xH100-node")
     add("--no-baselines", action="store_true", help="no uniform plans and single chip types for comparison")
     add("--bound", action="store_true", default=None, help="compute the bound also where it takes long")
@@ -147,6 +154,8 @@ def _check(args: Namespace) -> None:
         _check_export(args.export)
     check_writable(args.out, "--out")
     check_writable(args.html, "--html")
+    if args.fallbacks and Path(args.fallbacks).exists() and not Path(args.fallbacks).is_dir():
+        raise UserError("is a file", field="--fallbacks", value=args.fallbacks, accepted="a folder, which may be new")
 
 
 def _check_export(text: str) -> None:
@@ -177,6 +186,23 @@ def _write_plan(args: Namespace, result: Result, model: ModelSpec) -> None:
     if args.export:
         kind, _, name = args.export.partition(":")
         write_text(name, "--export", export(kind, result.best.plan, result.best.cluster))
+
+
+def _fallbacks(
+    folder: str, result: Result, model: ModelSpec, seq_length: int, batch: int, options: SearchOptions
+) -> list[Loss]:
+    """Plans for the loss of a node, each written as ``without-NODE.yaml``."""
+    losses = Planner(model, result.best.cluster, seq_length, batch, options, result).losses()
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"cannot be made: {error.strerror}"
+        raise UserError(problem, field="--fallbacks", value=folder, accepted="a folder") from None
+    for loss in losses:
+        if loss.plan is not None:
+            head = f"# {model.name} without {loss.node}: {loss.step_seconds:.4g} s per step predicted.\n"
+            write_text(str(Path(folder) / f"without-{loss.node}.yaml"), "--fallbacks", head + dump_yaml(loss.plan))
+    return losses
 
 
 def _write_page(args: Namespace, summary: Summary) -> None:

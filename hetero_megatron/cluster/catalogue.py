@@ -25,6 +25,7 @@ class Chip:
         flops: dense FLOP/s by dtype; may lack dtypes, or be empty when nothing is known.
         memory_bandwidth: bytes/s; None when unknown.
         link_bandwidth: bytes/s in one direction to a chip of the same node; None when unknown.
+        host_bandwidth: bytes/s in one direction to its host's memory; None when unknown.
         dtypes: dtypes it computes in.
         source: where the values are from.
         speed: emulated speed, 1.0 = one core of this machine; None: not emulated.
@@ -38,6 +39,7 @@ class Chip:
     flops: Mapping[str, float] = field(default_factory=dict)
     memory_bandwidth: float | None = None
     link_bandwidth: float | None = None
+    host_bandwidth: float | None = None
     dtypes: tuple[str, ...] = DTYPES
     source: str = ""
     speed: float | None = None
@@ -58,7 +60,17 @@ def _chip(
     """``half``: dense TFLOP/s in 16 bit; ``tb_s``: memory TB/s; ``link``: GB/s in one direction inside
     the node."""
     flops = {dtype: half * 1e12 for dtype in dtypes if dtype != "fp32"}
-    return Chip(name, int(gib * GIB), flops, tb_s * 1e12, link * 1e9, dtypes, source)
+    host = next((rate for names, rate in HOST_LINKS.items() if name.startswith(names)), PCIE_4)
+    return Chip(name, int(gib * GIB), flops, tb_s * 1e12, link * 1e9, host * 1e9, dtypes, source)
+
+
+# GB/s in one direction of 16 lanes (PCI-SIG: 8, 16 and 32 GT/s per lane, 128 of 130 bits). Which one a chip has is from
+# its data sheet where ``source`` is one, else recalled; 4.0, what most have, where neither says anything.
+PCIE_3, PCIE_4, PCIE_5 = (lane * 16 * 128 / 130 / 8 for lane in (8, 16, 32))
+HOST_LINKS = {
+    ("V100", "T4"): PCIE_3,
+    ("H100", "H800", "H200", "H20", "B200", "MI300X", "MI325X", "Gaudi3", "MTT-S"): PCIE_5,
+}
 
 
 CHIPS: dict[str, Chip] = {

@@ -17,9 +17,11 @@ from hetero_megatron.errors import UserError
 CLUSTER_KEYS = ("version", "nodes", "chips", "links", "rates")
 NODE_KEYS = ("name", "count", "chip", "chips_per_node")
 CHIP_KEYS = (
-    "memory", "tflops", "memory_bandwidth", "link_bandwidth", "dtypes", "emulate", "rates", "source", "cost_per_hour",
+    "memory", "tflops", "memory_bandwidth", "link_bandwidth", "host_bandwidth", "dtypes", "emulate", "rates", "source",
+    "cost_per_hour",
 )  # fmt: skip
-LINK_KEYS = ("bandwidth", "latency", "emulate")
+LINK_KEYS = ("bandwidth", "latency", "transport", "emulate")
+TRANSPORTS = ("direct", "host-staged")
 MAX_RANKS = 1 << 20
 
 
@@ -40,12 +42,13 @@ class NodeGroup:
 @dataclass(frozen=True)
 class Link:
     """One direction of a link: bytes/s and seconds; ``emulated`` bytes/s and ``emulated_latency`` when the testbed
-    is to shape it otherwise."""
+    is to shape it otherwise. ``staged``: messages go through the memory of the hosts at both ends."""
 
     bandwidth: float
     latency: float = 0.0
     emulated: float | None = None
     emulated_latency: float | None = None
+    staged: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,16 @@ class Cluster:
             return self.intra_node or (Link(known) if known is not None else None)
         return self.pairs.get(frozenset((first.group, second.group)), self.inter_node)
 
+    def host_seconds(self, link: Link, a: NodeGroup, b: NodeGroup, shared: bool) -> float:
+        """Seconds per byte that a message from ``a`` to ``b`` is on the host links of sender and receiver, before and
+        after it is on the link itself: 0 where that is direct. ``shared``: by all chips of a node at a time, each with
+        a part of it."""
+        if not link.staged:
+            return 0.0
+        rates = [self.chips[group.chip].host_bandwidth for group in (a, b)]
+        assert rates[0] and rates[1], "refused where the file is read"
+        return 1 / rates[0] / (a.chips_per_node if shared else 1) + 1 / rates[1] / (b.chips_per_node if shared else 1)
+
     def find(self, node: str, local: int) -> Rank:
         """The rank of a chip by node name and local index; UserError when the cluster has no such chip."""
         for rank in self.ranks:
@@ -135,7 +148,7 @@ def _cluster(document: Entry) -> Cluster:
         if name not in used:
             entry.fail("no node has this chip", accepted="chips of the nodes: " + ", ".join(sorted(used)))
     links = keys["links"].mapping(("intra_node", "inter_node", "pairs")) if "links" in keys else {}
-    return Cluster(
+    cluster = Cluster(
         nodes=nodes,
         chips={name: chips.get(name) or CHIPS[name] for name in sorted(used)},
         intra_node=_link(links["intra_node"]) if "intra_node" in links else None,
@@ -144,6 +157,24 @@ def _cluster(document: Entry) -> Cluster:
         rates=read_rates(keys["rates"]) if "rates" in keys else {},
         file=document.file,
     )
+    for name, entry in links.items():
+        for row in entry.items() if name == "pairs" else [entry]:
+            _check_hosts(row, cluster)
+    return cluster
+
+
+def _check_hosts(entry: Entry, cluster: Cluster) -> None:
+    """Refuse a host-staged link of chips about whose host links nothing is known."""
+    keys = entry.any_mapping()
+    if "transport" not in keys or keys["transport"].value == "direct":
+        return
+    ends = keys["between"].plain() if "between" in keys else [group.name for group in cluster.nodes]
+    for group in cluster.nodes:
+        if group.name in ends and cluster.chips[group.chip].host_bandwidth is None:
+            keys["transport"].fail(
+                f"nothing says how fast chip {group.chip} reaches its host",
+                accepted=f"chips: {{{group.chip}: {{host_bandwidth: 25 GB/s}}}} beside it, or transport: direct",
+            )
 
 
 def _nodes(entry: Entry, chips: Mapping[str, Chip]) -> tuple[NodeGroup, ...]:
@@ -193,7 +224,7 @@ def _chip(name: str, entry: Entry) -> Chip:
     changes: dict[str, Any] = {}
     if "memory" in keys:
         changes["memory"] = int(quantity(keys["memory"], "bytes"))
-    for key in ("memory_bandwidth", "link_bandwidth"):
+    for key in ("memory_bandwidth", "link_bandwidth", "host_bandwidth"):
         if key in keys:
             changes[key] = quantity(keys[key], "bytes/s")
     if "dtypes" in keys:
@@ -246,6 +277,7 @@ def _link(entry: Entry, keys: dict[str, Entry] | None = None) -> Link:
         latency=quantity(keys["latency"], "seconds") if "latency" in keys else 0.0,
         emulated=quantity(emulate["bandwidth"], "bytes/s") if "bandwidth" in emulate else None,
         emulated_latency=quantity(emulate["latency"], "seconds") if "latency" in emulate else None,
+        staged="transport" in keys and keys["transport"].choice(TRANSPORTS) == "host-staged",
     )
 
 

@@ -101,7 +101,12 @@ def _ends(ranks: Sequence[int], cluster: Cluster, every: bool = False) -> list[t
 
 def _bandwidth(cluster: Cluster, a: int, b: int) -> float | None:
     link = cluster.link(a, b)
-    return link.bandwidth if link is not None else None
+    if link is None or not link.staged:
+        return link.bandwidth if link is not None else None
+    groups = {group.name: group for group in cluster.nodes}
+    first, second = (groups[cluster.ranks[r].group] for r in (a, b))
+    shared = cluster.ranks[a].node != cluster.ranks[b].node
+    return 1 / (1 / link.bandwidth + cluster.host_seconds(link, first, second, shared))
 
 
 def _link_seconds(buckets: Sequence[Bucket], cluster: Cluster) -> tuple[float, float]:

@@ -26,6 +26,7 @@ from hetero_megatron.planner.evaluate import Evaluator
 from hetero_megatron.planner.shape import StageShape
 from hetero_megatron.planner.space import Option, Space, batch_sizes, options, tp_degrees
 from hetero_megatron.planner.tables import NEARLY_NONE, Kind, per_layer
+from hetero_megatron.planner.watch import Late, never
 from hetero_megatron.spec import ModelSpec
 
 Floats = NDArray[np.float64]
@@ -49,15 +50,16 @@ class _Prices:
     """P(q) for all micro-batch sizes, at given prices."""
 
     def __init__(
-        self, evaluator: Evaluator, model: ModelSpec, batch: int, space: Space, enumerated: bool = False
+        self, evaluator: Evaluator, model: ModelSpec, batch: int, space: Space, enumerated: bool, late: Late
     ) -> None:
         self.evaluator, self.model, self.batch, self.space = evaluator, model, batch, space
-        self.enumerated = enumerated
+        self.enumerated, self.late = enumerated, late
         self.pool, self.tables = evaluator.pool, evaluator.tables
         self.sizes = batch_sizes(space, batch)
         self.depth = _most_stages(evaluator, model)
         self.options = {b: self._options(b) for b in self.sizes}
         self.prices = self._rates()
+        self._rising: dict[int, tuple[list[Floats], list[Floats]]] = {}
 
     def _options(self, size: int) -> list[Option]:
         found = []
@@ -76,6 +78,14 @@ class _Prices:
         )  # fmt: skip
         return self.tables.table(kind).seconds
 
+    def rising(self, size: int) -> tuple[list[Floats], list[Floats]]:
+        """:meth:`seconds` of last and of inner stages for all options, so that more layers never take less."""
+        if size not in self._rising:
+            tables = [[self.seconds(o, size, head)[:, ::-1] for o in self.options[size]] for head in (True, False)]
+            last, inner = ([np.minimum.accumulate(t, axis=1)[:, ::-1] for t in of_kind] for of_kind in tables)
+            self._rising[size] = last, inner
+        return self._rising[size]
+
     def per_layer(self, option: Option, size: int) -> float:
         """Least seconds of one layer and micro-batch."""
         return per_layer(self.seconds(option, size, False)[0])
@@ -90,41 +100,44 @@ class _Prices:
                     rates[o.group] = max(rates[o.group], size / (per * o.chips))
         return rates / max(rates.max(), 1e-300)
 
-    def price(self, size: int, counts: Floats, limit: float) -> Floats:
-        """Least price of a pipeline that computes ``counts`` micro-batches within ``limit`` seconds; inf:
-        impossible."""
-        layers, n = self.model.num_layers, len(counts)
-        fastest = min((self.per_layer(o, size) for o in self.options[size]), default=math.inf)
+    def price(self, size: int, counts: Floats, limit: float, most: Floats) -> Floats:
+        """Least price of a pipeline that computes ``counts`` micro-batches within ``limit`` seconds; inf: none below
+        ``most``, if any."""
+        layers, found, answer = self.model.num_layers, self.options[size], np.full(len(counts), np.inf)
+        fastest = min((self.per_layer(o, size) for o in found), default=math.inf)
         if math.isinf(fastest):  # not even one layer fits anywhere
-            return np.full(n, np.inf)
-        grid = np.arange(layers + 1)
-        # A stage with c layers that has ``after`` layers behind it starts when layers - after - c are done.
-        slack = limit - (layers - grid)[None, :] * fastest  # [1, covered before]
-        best = np.full((n, layers + 1), np.inf)
+            return answer
+        behind = np.arange(layers, -1, -1)  # layers that are not covered yet
+        # A stage that is the first to have t layers covered starts when the others are done at the soonest, and has
+        # this for a micro-batch: [n, covered]; a little more than less, so that rounding only helps.
+        time_ = (limit - behind * fastest) / counts[:, None] * (1 + 1e-12)
+        tables = self.rising(size)
+        own = np.array([o.chips * self.prices[o.group] for o in found])[:, None, None]
+        # A stage of c layers has limit / m for them, so for a layer of a micro-batch it costs this at least.
+        shares = [float((table[0, 1:] / np.arange(1, layers + 1)).min()) for table in tables[1]]
+        each = min(s * price for s, price in zip(shares, own[:, 0, 0]) if s < math.inf) * (1 - 1e-9) / limit
+        best = np.full((len(counts), layers + 1), np.inf)  # by layers covered, never falling
         best[:, 0] = 0.0
-        answer = np.full(n, np.inf)
-        rows = np.arange(n)[:, None]
+        rows = np.arange(len(counts))
         for k in range(1, self.depth + 1):
-            following = np.full((n, layers + 1), np.inf)
-            for option in self.options[size]:
-                table = self.seconds(option, size, k == 1)[min(k, self.tables.depth) - 1]
-                # m x seconds(c) <= limit - (layers - covered - c) x fastest
-                value = counts[:, None] * table[None, :] - grid[None, :] * fastest  # [n, c]
-                value = np.maximum.accumulate(np.where(np.isfinite(value), value, np.inf), axis=1)
-                most = np.empty((n, layers + 1), np.int64)
-                for i in range(n):
-                    most[i] = np.searchsorted(value[i], slack[0], side="right") - 1
-                reach = np.minimum(grid[None, :] + np.maximum(most, 0), layers)
-                cost = np.where(most >= (0 if k == 1 else 1), best + option.chips * self.prices[option.group], np.inf)
-                np.minimum.at(following, (np.broadcast_to(rows, reach.shape), reach), cost)
+            most_layers = np.stack(
+                [of_option[k - 1].searchsorted(time_[rows], "right") - 1 for of_option in tables[k > 1]]
+            )  # [option, n, covered]
+            before = np.clip(layers - behind - most_layers, 0, layers)
+            cost = np.where(most_layers >= (k > 1), best[np.arange(len(rows))[None, :, None], before] + own, np.inf)
             # Covering more layers for the same price is never worse.
-            following = np.minimum.accumulate(following[:, ::-1], axis=1)[:, ::-1]
-            answer = np.minimum(answer, following[:, layers])
-            best = following
+            best = np.minimum.accumulate(cost.min(axis=0)[:, ::-1], axis=1)[:, ::-1]
+            answer[rows] = np.minimum(answer[rows], best[:, layers])
+            enough = np.minimum(answer, most)[rows, None]
+            alive = (best + counts[rows, None] * behind * each < enough).any(axis=1)
+            rows, best = rows[alive], best[alive]
+            if not len(rows):
+                break
         return answer
 
     def rate(self, limit: float, enough: float) -> float:
-        """The most sequences per unit of price that any pipeline computes within ``limit``; stops below ``enough``."""
+        """The most sequences per unit of price that any pipeline computes within ``limit``; stops below ``enough``, and
+        where time is up with what rules nothing out."""
         intervals = [
             (size, float(a), float(b)) for size in self.sizes for a, b in _intervals(max(1, self.batch // size))
         ]
@@ -135,7 +148,11 @@ class _Prices:
                 mine = [(a, b) for s, a, b in intervals if s == size]
                 if not mine:
                     continue
-                prices = self.price(size, np.array([a for a, _ in mine]), limit)
+                if self.late():
+                    return math.inf
+                least = max(worst, enough)
+                caps = np.array([size * b / least for _, b in mine]) * (1 + 1e-9)
+                prices = self.price(size, np.array([a for a, _ in mine]), limit, caps)
                 for (a, b), price in zip(mine, prices.tolist()):
                     if not np.isfinite(price):
                         continue
@@ -230,14 +247,16 @@ def _listed(numbers: Iterable[int]) -> str:
 
 
 def price_bound(
-    evaluator: Evaluator, model: ModelSpec, batch: int, space: Space, step_seconds: float, enumerated: bool = False
-) -> Bound:
+    evaluator: Evaluator, model: ModelSpec, batch: int, space: Space, step_seconds: float, enumerated: bool = False,
+    late: Late = never,
+) -> Bound:  # fmt: skip
     """By prices; ``step_seconds``: of a plan that is known, so the bound is not above it.
 
     Args:
         enumerated: over all that the complete enumeration may choose: any TP degree, unequal shares of the states.
+        late: when to stop; what was ruled out by then still is.
     """
-    prices = _Prices(evaluator, model, batch, space, enumerated)
+    prices = _Prices(evaluator, model, batch, space, enumerated, late)
     low, high = 0.0, step_seconds
     for step in range(STEPS):
         middle = high * 0.9 if step == 0 else (low + high) / 2
@@ -245,6 +264,6 @@ def price_bound(
             high = middle
         else:
             low = middle
-        if high - low < 2e-3 * high:
+        if late() or high - low < 2e-3 * high:
             break
     return Bound(max(0.0, low - prices.most_saved()), "prices")

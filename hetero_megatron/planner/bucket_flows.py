@@ -226,7 +226,7 @@ def price(traffic: PortTraffic, item: float, network: Network) -> Price:
         link = network.rates.between(*kind)
         slowest = max(slowest, size * item * min(link.beta, link.collective("all_to_all")[1]))
     for kind, size in traffic.pairs.items():
-        slowest = max(slowest, size * item * network.rates.between(*kind).collective("all_to_all")[1])
+        slowest = max(slowest, size * item * network.rates.between(*kind).between_chips("all_to_all"))
     ports, place = distinct(traffic.ports)
     busy = np.bincount(place, traffic.size * item * rate[traffic.way], len(ports))
     return Price(ports, busy.astype(np.float64), slowest, latency)

@@ -231,16 +231,19 @@ class CostModel:
         return LinkRates(link.alpha, link.beta * out, link.message_seconds, None, False, link.calibrated)
 
     def boundary_seconds(
-        self, a: StageChoice, b: StageChoice, micro_batch_size: int, link: Link, same_node: bool = False
-    ) -> float:
+        self, a: StageChoice, b: StageChoice, micro_batch_size: int, link: Link, same_node: bool = False,
+        alone: float = 0.0,
+    ) -> float:  # fmt: skip
         """One direction. Each token crosses once; the receivers' gather is part of their layers, as in the runtime.
 
         Args:
             link: bandwidth of a node's cards together, or with ``same_node`` of each chip.
+            alone: seconds per byte of what one chip has for another.
         """
         size = micro_batch_size * self.seq_length * self.model.hidden_size * self.item
         wide = [s.tp * s.dp if same_node else math.ceil(s.tp * s.dp / self.home(s).chips_per_node) for s in (a, b)]
-        return link.latency + size / (link.bandwidth * min(wide))
+        one = size / max(s.tp * s.dp for s in (a, b))
+        return link.latency + max(size / (link.bandwidth * min(wide)), one * alone)
 
     def message_seconds(self, chip: str) -> float:
         """Host seconds that one send or receive costs the rank itself."""

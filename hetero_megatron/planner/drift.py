@@ -70,7 +70,7 @@ def _entry(entry: dict[str, Any], cluster: Cluster, chip: str, factor: float) ->
     entry.setdefault("dtypes", list(known.dtypes))
     if known.flops:
         entry.setdefault("tflops", {dtype: flops / 1e12 for dtype, flops in known.flops.items()})
-    for key in ("memory_bandwidth", "link_bandwidth"):
+    for key in ("memory_bandwidth", "link_bandwidth", "host_bandwidth"):
         if getattr(known, key) is not None:
             entry.setdefault(key, f"{getattr(known, key)} B/s")
     if known.speed is not None:

@@ -138,15 +138,15 @@ def over_limit(
 def refuse(over: tuple[OverLimit, ...], memory: Mapping[int, MemoryBytes], where: str = "") -> UserError:
     """The error for a plan that does not fit: its worst rank, what fills it, and what would help most."""
     worst = over[0]
-    parts = memory[worst.rank].parts()
-    largest = max(parts, key=parts.__getitem__)
+    largest = memory[worst.rank].largest
+    bytes_ = format_bytes(memory[worst.rank].parts()[largest])
     help_by = {
         "activations": "recompute: full on its stage, a smaller micro_batch_size, or fewer layers there",
         "overhead": "a chip with more memory",
     }
     more = f"; {len(over)} ranks do not fit" if len(over) > 1 else ""
     return UserError(
-        f"the plan does not fit: {worst}{more}. Most of it is {largest}, {format_bytes(parts[largest])}",
+        f"the plan does not fit: {worst}{more}. Most of it is {largest}, {bytes_}",
         field="memory", where=where,
         accepted=help_by.get(
             largest, "more tp, fewer layers on its stage, more replicas that share the optimizer, or "

@@ -66,7 +66,8 @@ class Ways:
         rates = self.network.rates.between(first, second, inside)
         alpha, beta = rates.collective("all_to_all")
         out, into = (min(beta, self.network.fastest(name, inside)) for name in (first, second))
-        return Way(alpha, rates.alpha, out, into, min(rates.beta, beta), beta, self.network.message_seconds(a, b))
+        link, pair = min(rates.beta, beta), rates.between_chips("all_to_all")
+        return Way(alpha, rates.alpha, out, into, link, pair, self.network.message_seconds(a, b))
 
 
 @dataclass

@@ -67,6 +67,12 @@ class MemoryBytes:
         """What ``total`` is made of."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "host"}
 
+    @property
+    def largest(self) -> str:
+        """The part that is most of it."""
+        parts = self.parts()
+        return max(parts, key=parts.__getitem__)
+
 
 @dataclass(frozen=True)
 class Held:

@@ -99,7 +99,7 @@ class Network:
             link = self.rates.between(*kind)
             slowest = max(slowest, size * item * min(link.beta, link.collective(collective)[1]))
         for kind, size in traffic.pairs.items():
-            slowest = max(slowest, size * item * self.rates.between(*kind).collective(collective)[1])
+            slowest = max(slowest, size * item * self.rates.between(*kind).between_chips(collective))
         return Exchange(dict(ports), latency, slowest)
 
     def fastest(self, group: str, same_node: bool) -> float:

@@ -113,6 +113,15 @@ def step_seconds(plan: Plan, costs: CostModel) -> float:
     return _Step(plan, costs).times().end
 
 
+def over_memory(plan: Plan, costs: CostModel) -> tuple[tuple[OverLimit, ...], Mapping[int, MemoryBytes]]:
+    """Only the ranks of :func:`predict` that do not fit, worst first, and what every rank needs, for a plan that is
+    known to be valid."""
+    _check(plan, costs)
+    step = _Step(plan, costs)
+    memory, limits = step.memory()
+    return over_limit(memory, limits, step.chips), memory
+
+
 def pipeline_seconds(plan: Plan, costs: CostModel) -> float:
     """Until the last backward has ended, for a plan that is known to be valid."""
     _check(plan, costs)
@@ -185,7 +194,7 @@ class _Step:
 
     def prediction(self) -> Prediction:
         costs, times = self.costs, self.times()
-        memory, limits = self._memory()
+        memory, limits = self.memory()
         tokens = self.plan.global_batch_size * self.plan.seq_length
         return Prediction(
             plan=self.plan,
@@ -266,7 +275,7 @@ class _Step:
             }
         return rank in self._offloading
 
-    def _memory(self) -> tuple[dict[int, MemoryBytes], dict[int, int]]:
+    def memory(self) -> tuple[dict[int, MemoryBytes], dict[int, int]]:
         costs = self.costs
         found = estimate_memory(self.plan, costs.model, costs.dtype, costs.options.moments, self.sync.all_buckets)
         memory = {}

@@ -157,7 +157,8 @@ class LinkRates:
     """One direction of a link: ``alpha`` seconds per message, ``beta`` seconds per byte, ``message_seconds`` on the
     host (None: the chips' own); (alpha, beta) of ``all_to_all`` and of a TP group's ``exchange``, what posting takes
     included, where these were measured. ``same_node``: the bandwidth is each chip's own; otherwise it is that of a
-    node's network cards together, which its chips share."""
+    node's network cards together, which its chips share. ``alone``: seconds per byte that one chip's messages take
+    more than those of all chips of its node together, where they go through hosts."""
 
     alpha: float
     beta: float
@@ -166,12 +167,17 @@ class LinkRates:
     same_node: bool = False
     calibrated: bool = False
     exchange: tuple[float, float] | None = None
+    alone: float = 0.0
 
     def collective(self, name: str | None) -> tuple[float, float]:
         """(alpha, beta) of an ``all_to_all`` or a TP group's ``exchange``, as far as measured; None: of a message."""
         if name == "exchange" and self.exchange is not None:
             return self.exchange
         return self.all_to_all if name and self.all_to_all is not None else (self.alpha, self.beta)
+
+    def between_chips(self, name: str | None) -> float:
+        """Seconds per byte from one chip to another, in such a collective."""
+        return self.collective(name)[1] + self.alone
 
     def as_link(self) -> Link:
         return Link(1 / self.beta if self.beta else float("inf"), self.alpha)
@@ -211,7 +217,8 @@ class Rates:
 
     def _data_sheet(self, group: str, other: str, same_node: bool) -> LinkRates:
         cluster = self.cluster
-        chip = cluster.chips[next(g.chip for g in cluster.nodes if g.name == group)]
+        a, b = (next(g for g in cluster.nodes if g.name == name) for name in (group, other))
+        chip = cluster.chips[a.chip]
         if same_node:
             known = Link(chip.link_bandwidth) if chip.link_bandwidth is not None else None
             link = cluster.intra_node or known
@@ -230,7 +237,10 @@ class Rates:
         rate = link.emulated or link.bandwidth * (1.0 if exact else LINK_BANDWIDTH)
         alpha = link.latency if written and link.latency else LATENCY["intra" if same_node else "inter"]
         alpha = alpha if link.emulated_latency is None else link.emulated_latency
-        return LinkRates(alpha, 1 / rate, same_node=same_node)
+        # Through hosts a message is copied there whole, sent, and copied on; a node's chips copy side by side.
+        share = 1.0 if exact else LINK_BANDWIDTH
+        together, single = (cluster.host_seconds(link, a, b, n) / share for n in (not same_node, False))
+        return LinkRates(alpha, 1 / rate + together, same_node=same_node, alone=single - together)
 
 
 def load_rates(cluster: Cluster, dtype: str) -> Rates:

@@ -9,8 +9,8 @@ last search tried stages of context groups, they are tried again on what is left
 
 from __future__ import annotations
 
-import itertools
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -42,8 +42,27 @@ class Known:
     pool: Pool
 
 
+@dataclass(frozen=True)
+class Loss:
+    """The plan after ``node`` is gone, or any other of the ``alike`` nodes of its group.
+
+    Attributes:
+        plan: on the ranks of ``cluster``, what is left; None where there is none, for which ``problem`` is the reason.
+        seconds: that planning again took; warm: from the pipelines that were known, not by another search.
+    """
+
+    node: str
+    alike: int
+    seconds: float
+    plan: Plan | None = None
+    cluster: Cluster | None = None
+    step_seconds: float = 0.0
+    warm: bool = True
+    problem: str = ""
+
+
 class Planner:
-    """A model on a cluster whose nodes come and go."""
+    """A model on a cluster whose nodes come and go. ``result``: of the search of all of it, where that was done."""
 
     def __init__(
         self,
@@ -52,13 +71,15 @@ class Planner:
         seq_length: int,
         batch: int,
         options: SearchOptions | None = None,
+        result: Result | None = None,
     ) -> None:
         self.model, self.cluster, self.seq_length, self.batch = model, cluster, seq_length, batch
         self.options = options = options or SearchOptions()
         if options.space.unlike_tp:  # what is kept warm has one chip type per stage
             self.options = replace(options, space=replace(options.space, unlike_tp=False))
-        self.result: Result = search(model, cluster, seq_length, batch, self.options)
+        self.result = result or search(model, cluster, seq_length, batch, self.options)
         self.skeletons = self._skeletons()
+        self._speeds: dict[Skeleton, float] = {}
         self._ready: dict[tuple[int, ...], Known] = {}
         self._context: ContextSearch | None = None
         if self.result.context_tried:
@@ -101,6 +122,30 @@ class Planner:
         plan = with_islands_where_quick(plan, self.model, own)
         validate(plan, self.model, own, dtype=self.options.dtype)
         return plan, own, found.seconds
+
+    def losses(self) -> list[Loss]:
+        """Of any one node: the nodes of a group of the cluster file are interchangeable, and so are those that are
+        left, so once per group."""
+        used = {r for group in self.result.pool.groups for node in group.ranks for r in node}
+        groups = {r.group: r.node for r in reversed(self.cluster.ranks) if r.rank in used}
+        alike = {group.name: group.count for group in self.cluster.nodes}
+        return [self._loss(node, alike[group]) for group, node in reversed(groups.items())]
+
+    def _loss(self, node: str, alike: int) -> Loss:
+        """Where no known pipeline fits what is left, it is searched."""
+        started, warm = time.monotonic(), True
+        try:
+            plan, left, step_seconds = self.without([node])
+        except UserError:
+            keep, warm = [r.rank for r in self.cluster.ranks if r.node != node], False
+            try:
+                left = shrink(self.cluster, keep)
+                best = search(self.model, left, self.seq_length, self.batch, self.options).best
+            except UserError as error:
+                problem = error.problem if keep else "no chip is left"
+                return Loss(node, alike, time.monotonic() - started, warm=False, problem=problem)
+            plan, step_seconds = best.plan, best.step_seconds
+        return Loss(node, alike, time.monotonic() - started, plan, left, step_seconds, warm)
 
     def _on_ranks(self, found: Known, pool: Pool, number: Mapping[int, int]) -> Plan:
         """On the ranks of a pool that has as many nodes of each group as that which it was made for, numbered anew."""
@@ -148,7 +193,9 @@ class Planner:
         evaluator = Evaluator(known.tables.over(pool, offload=away) if away else known.tables, pool, like=known)
         builder = Builder(evaluator, self.model, self.batch, self.options.space)
         found: list[tuple[float, int, Candidate]] = []
-        for rows in itertools.islice(self._combinations(pool), MOST_TRIED):
+        for i, rows in enumerate(self._combinations(pool)):
+            if found and i >= MOST_TRIED:
+                break
             for candidate in builder.candidates(rows, self.result.best.candidate.schedule):
                 found.append((evaluator.least(candidate), len(found), candidate))
         best: Known | None = None
@@ -156,14 +203,15 @@ class Planner:
         for i, (least, _, candidate) in enumerate(sorted(found, key=lambda row: row[:2])):
             if best is not None and (least >= best.seconds or i >= most):
                 break
-            score = evaluator.score(candidate)
+            score = evaluator.score(candidate, best.seconds if best is not None else math.inf)
             if score is not None and score.over == 0 and (best is None or score.step_seconds < best.seconds):
                 best = Known(score.step_seconds, candidate, pool)
         return best
 
     def _combinations(self, pool: Pool) -> Iterator[list[Skeleton]]:
         """As many of one kind as fit, then of others in what is left; those first that should be done first."""
-        speeds = [self._speed(skeleton) for skeleton in self.skeletons]
+        speeds = [self._speeds.get(skeleton) or self._speed(skeleton) for skeleton in self.skeletons]
+        self._speeds = dict(zip(self.skeletons, speeds))
         usages = [
             [sum(s.chips for s in skeleton.stages if s.group == g) for g in range(len(pool.groups))]
             for skeleton in self.skeletons

@@ -28,15 +28,15 @@ from hetero_megatron.planner.pool import Group, Pool, make_pool
 from hetero_megatron.planner.regroup import regroup
 from hetero_megatron.planner.search_large import LargeSearch
 from hetero_megatron.planner.search_small import SmallSearch
-from hetero_megatron.planner.shape import Candidate, Part, in_flight
+from hetero_megatron.planner.shape import Candidate
 from hetero_megatron.planner.space import Space, wanted
 from hetero_megatron.planner.tables import Tables
-from hetero_megatron.planner.uniform import Uniform, uniform_plans
+from hetero_megatron.planner.uniform import few_uniform
 from hetero_megatron.planner.watch import Watch
 from hetero_megatron.spec import ModelSpec
 
 __all__ = [
-    "Choice", "Progress", "Result", "SearchOptions", "few_uniform", "judge", "make_evaluator", "search",
+    "Choice", "Progress", "Result", "SearchOptions", "judge", "make_evaluator", "search",
 ]  # fmt: skip
 MARGIN = 0.1  # of memory, up to which the search leaves more and more room when nothing it finds fits exactly
 POLISH = 240  # evaluations of changes to each of the two best plans, on large clusters fewer
@@ -360,53 +360,10 @@ def _seeds(evaluator: Evaluator, model: ModelSpec, batch: int, space: Space, bes
     """Uniform plans that the space allows."""
     if space.micro_batch_sizes is not None or space.recompute is not None or space.max_pipelines is not None:
         return
-    for _, candidate in few_uniform(evaluator, model, batch, 4):
+    for _, candidate in few_uniform(evaluator, model, batch, 4)[0]:
         score = evaluator.score(candidate)
         if score is not None and score.over == 0 and not best.improve(candidate, score.step_seconds):
             return
-
-
-def few_uniform(evaluator: Evaluator, model: ModelSpec, batch: int, most: int) -> list[tuple[Uniform, Candidate]]:
-    """The uniform plans that come first by closed form, of those that are good by their slowest stage alone."""
-    rough: list[tuple[float, int, Uniform, Candidate]] = []
-    for i, (uniform, candidate) in enumerate(uniform_plans(evaluator.pool, model, batch)):
-        seconds = max(_rough(evaluator, part) for part in candidate.parts[:8])
-        rough.append((seconds, i, uniform, candidate))
-    rough.sort(key=lambda row: row[:2])
-    rows: list[tuple[float, int, Uniform, Candidate]] = []
-    for _, i, shape, candidate in rough:
-        if len(rows) >= 3 * most:
-            break
-        if not _uniform_fits(evaluator, candidate):
-            continue
-        time_ = max(
-            evaluator.pipeline_seconds(part.shape, part.num_micro_batches, "1f1b", exact=False)
-            for part in candidate.parts[:8]
-        )
-        rows.append((time_, i, shape, candidate))
-    rows.sort(key=lambda row: row[:2])
-    return [(shape, candidate) for _, _, shape, candidate in rows[:most]]
-
-
-def _rough(evaluator: Evaluator, part: Part) -> float:
-    """Seconds of a uniform pipeline without links and ends: its slowest stage for every micro-batch, and the fill."""
-    size, stages = part.shape.micro_batch_size, part.shape.stages
-    first = {stage.group: stage for stage in reversed(stages)}  # of each group: it has most layers
-    found = [evaluator.stage(stage, size, False, False) for stage in first.values()]
-    return (part.num_micro_batches + len(stages) - 1) * max(x.forward + x.backward for x in found)
-
-
-def _uniform_fits(evaluator: Evaluator, candidate: Candidate) -> bool:
-    costs, tables, pool = evaluator.costs, evaluator.tables, evaluator.pool
-    for part in candidate.parts[:4]:
-        stages = part.shape.stages
-        alive = in_flight("1f1b", len(stages), part.num_micro_batches)
-        for s, stage in enumerate(stages):
-            choice = tables.choice(stage, s == 0, s == len(stages) - 1)
-            need = costs.memory_bytes(choice, part.shape.micro_batch_size, alive[s], candidate.pipelines)
-            if need.total > costs.memory_limit(pool.groups[stage.group].chip):
-                return False
-    return True
 
 
 def with_context(

@@ -15,11 +15,13 @@ from hetero_megatron.planner.evaluate import best_recompute
 from hetero_megatron.planner.objective import Deadline
 from hetero_megatron.planner.place import shrink
 from hetero_megatron.planner.predict import Prediction, predict
+from hetero_megatron.planner.rejected import Rejected, fastest_rejected, nearest_rejected
+from hetero_megatron.planner.replan import Loss
 from hetero_megatron.planner.report import format_seconds
-from hetero_megatron.planner.search import Result, few_uniform, search
+from hetero_megatron.planner.search import Result, make_evaluator, search
 from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, describe
-from hetero_megatron.planner.uniform import Uniform, uniform_plans
-from hetero_megatron.planner.watch import Watch
+from hetero_megatron.planner.uniform import Uniform, few_uniform, uniform_plans
+from hetero_megatron.planner.watch import Watch, never
 from hetero_megatron.spec import ModelSpec
 
 PRICE_CHIPS = 300_000  # chips x layers above which the bound by prices is only computed when asked for
@@ -62,6 +64,9 @@ class Summary:
     left_out: tuple[str, ...] = ()  # nodes that are not of the cluster which the plan's ranks count in
     deadline: Deadline | None = None
     skipped: str = ""  # why no chip type is compared alone
+    rejected: list[Rejected] = field(default_factory=list)  # uniform plans that would be fast, if they fitted
+    no_bound: str = ""  # why there is no bound
+    losses: list[Loss] = field(default_factory=list)  # plans for the loss of a node, where these were asked for
 
     @property
     def idle(self) -> tuple[int, ...]:
@@ -102,7 +107,7 @@ def summarize(
         baselines: also search each chip type alone and enumerate uniform plans.
         bound: True: however long it takes; None: unless the cluster is large.
         deadline: that of the objective.
-        watch: that of the search; when it is over, no chip type is searched alone.
+        watch: that of the search; when it is over, no chip type is searched alone, and the bound is as far as it got.
     """
     watch = watch or Watch(options.time_limit)
     nodes, cluster = dict.fromkeys(rank.node for rank in cluster.ranks), result.best.cluster
@@ -110,71 +115,87 @@ def summarize(
     lacking = {c: [r.rank for r in cluster.ranks if r.chip == c] for c, chip in cluster.chips.items()
                if options.dtype not in chip.dtypes}  # fmt: skip
     unusable = {chip: tuple(ranks) for chip, ranks in lacking.items() if ranks}
-    found, assumed = _bound(result, model, batch, options, bound, watch.interrupted)
+    found, assumed = _bound(result, model, batch, options, bound, watch)
     summary = Summary(
         result, model.name, found, dtype=options.dtype, unusable=unusable, assumptions=assumed,
         left_out=tuple(name for name in nodes if name not in there), deadline=deadline,
     )  # fmt: skip
+    if found is None:
+        summary.no_bound = f"{'the time is up' if _quick(result, model) else 'it takes long'}; --bound computes it"
     summary.variants = variants(result, model, cluster, seq_length, batch, options)
     if baselines:
-        summary.uniform = best_uniform(result, model, cluster, seq_length, batch, options)
+        summary.uniform, summary.rejected = best_uniform(result, model, cluster, seq_length, batch, options)
         new = {group.chip for group in result.pool.groups} - set(result.alone)
         if not (new and watch.over()):
-            summary.alone = each_alone(result, model, cluster, seq_length, batch, options, watch)
+            summary.alone = each_alone(result, model, cluster, seq_length, batch, options, watch, summary.rejected)
         if new and watch.cut:  # a type that was not searched to its end would look slower than it is
             summary.alone, summary.skipped = [], "not searched, because the time is up"
     return summary
 
 
+def _quick(result: Result, model: ModelSpec) -> bool:
+    """Whether the bound by prices is computed without being asked for."""
+    return result.method != "islands" and result.pool.chips * model.num_layers <= PRICE_CHIPS
+
+
 def _bound(
-    result: Result, model: ModelSpec, batch: int, options: SearchOptions, wanted: bool | None, interrupted: bool
+    result: Result, model: ModelSpec, batch: int, options: SearchOptions, wanted: bool | None, watch: Watch
 ) -> tuple[Bound | None, tuple[str, ...]]:
-    """(the certificate, what it assumes); (None, ()) where it would take long, or the user does not wait."""
-    quick = result.method != "islands" and result.pool.chips * model.num_layers <= PRICE_CHIPS and not interrupted
-    if not (result.lower_bound > 0 or wanted or (wanted is None and quick)):
+    """(the certificate, what it assumes); (None, ()) where it would take long, or the user does not wait. ``wanted``:
+    however long it takes."""
+    late = never if wanted else watch.over
+    if not (result.lower_bound > 0 or wanted or (wanted is None and _quick(result, model) and not late())):
         return None, ()
     space = replace(options.space, offload="always") if result.offload_tried else options.space
     enumerated = result.method == "enumeration" and not result.offload_tried
-    found = price_bound(result.evaluator, model, batch, space, result.best.step_seconds, enumerated)
+    found = price_bound(result.evaluator, model, batch, space, result.best.step_seconds, enumerated, late)
     # What was left out of the enumeration may have made its bound weak; both hold.
     if 0 < result.lower_bound >= found.seconds:
         found = Bound(result.lower_bound, "enumeration")
     everything = result.context_tried or result.unlike_groups
     if everything:
         found = context_bound(found, result.evaluator, model, batch)
+    if found.seconds <= 0 and late():
+        return None, ()
     return found, assumptions(found.method, result.evaluator, model, batch, space, enumerated, everything)
 
 
 def best_uniform(
     result: Result, model: ModelSpec, cluster: Cluster, seq_length: int, batch: int, options: SearchOptions
-) -> Baseline:
-    """The best plan that Megatron's flags can describe, over all chips of the cluster."""
+) -> tuple[Baseline, list[Rejected]]:
+    """(the best plan that Megatron's flags can describe, over all chips of the cluster; some that do not fit)."""
     best: tuple[float, Uniform, Prediction] | None = None
     if result.pool.chips < cluster.world_size:
-        return Baseline("uniform", "", problem="some chips lack the dtype")
+        return Baseline("uniform", "", problem="some chips lack the dtype"), []
     if next(uniform_plans(result.pool, model, batch), None) is None:
         problem = f"no equal degrees divide {cluster.world_size} chips, their nodes and a batch of {batch}"
-        return Baseline("uniform", "", problem=problem)
+        return Baseline("uniform", "", problem=problem), []
     problem = "no uniform plan fits into memory"
-    for uniform, _ in few_uniform(result.evaluator, model, batch, 4):
+    few, over = few_uniform(result.evaluator, model, batch, 4)
+    for uniform, candidate in few:
         try:
             plan = from_megatron(uniform.flags(seq_length, batch), model)
             found = predict(plan, model, cluster, options.dtype, result.evaluator.costs)
         except UserError as error:
             problem = error.problem
             continue
-        if not found.over and (best is None or found.step_seconds < best[0]):
+        if found.over:
+            over.append((uniform, candidate))
+        elif best is None or found.step_seconds < best[0]:
             best = (found.step_seconds, uniform, found)
+    rejected = fastest_rejected(over, result.evaluator, model, cluster, options, batch)
     if best is None:
-        return Baseline("uniform", "", problem=problem)
-    return Baseline("uniform", best[1].text(), best[2].tokens_per_second, best[0], cluster.world_size)
+        return Baseline("uniform", "", problem=problem), rejected
+    name, tokens = best[1].text(), best[2].tokens_per_second
+    return Baseline("uniform", name, tokens, best[0], cluster.world_size), rejected
 
 
 def each_alone(
     result: Result, model: ModelSpec, cluster: Cluster, seq_length: int, batch: int, options: SearchOptions,
-    watch: Watch | None = None,
+    watch: Watch | None = None, rejected: list[Rejected] | None = None,
 ) -> list[Baseline]:  # fmt: skip
-    """The best plan of each chip type alone, with the same global batch (which favours the parts: fewer bubbles)."""
+    """The best plan of each chip type alone, with the same global batch (which favours the parts: fewer bubbles); to
+    ``rejected`` goes what comes nearest to fitting where nothing fits."""
     names = list(dict.fromkeys(group.chip for group in result.pool.groups))
     found = []
     for name in names:
@@ -182,6 +203,10 @@ def each_alone(
         own = result.alone.get(name) or _alone(cluster, keep, model, seq_length, batch, options, watch)
         if isinstance(own, UserError):
             found.append(Baseline(name, "", chips=len(keep), problem=own.problem))
+            if rejected is not None:
+                part = shrink(cluster, keep)
+                evaluator = make_evaluator(model, part, seq_length, options)
+                rejected += nearest_rejected(name, evaluator, model, part, options, batch)
             continue
         best = own.best
         text = choice_text(best, [g.chip for g in own.pool.groups])

@@ -10,6 +10,7 @@ from hetero_megatron.cluster import format_bytes
 from hetero_megatron.plan import dump_yaml, rank_ranges, to_dict
 from hetero_megatron.planner.choices import Choice
 from hetero_megatron.planner.objective import cost_per_hour, tokens_per_cost
+from hetero_megatron.planner.replan import Loss
 from hetero_megatron.planner.report import format_seconds
 from hetero_megatron.planner.summary import Summary, choice_text
 
@@ -38,6 +39,8 @@ def format_summary(summary: Summary) -> str:
         lines += textwrap.wrap(
             "it is over: " + "; ".join(summary.assumptions), 118, initial_indent=" " * 4, subsequent_indent=" " * 6
         )
+    elif summary.no_bound:
+        lines.append(f"  no bound: {summary.no_bound}")
     lines += _cost_lines(summary)
     lines.append(f"  context groups: {result.context}")
     if summary.left_out:
@@ -59,12 +62,29 @@ def format_summary(summary: Summary) -> str:
         for v in summary.variants:
             slower = f"+{v.step_seconds / best.step_seconds - 1:.1%}" if v.step_seconds else "—"
             lines.append(f"  {slower:>8}  {v.text}: {v.why}")
+    if summary.losses:
+        lines += ["", "after the loss of one node, planned again from the search's warm state"]
+        lines += [f"  without {loss.node:<20}{_loss_text(loss, best.step_seconds)}" for loss in summary.losses]
+    if summary.rejected:
+        lines += ["", "uniform plans (Megatron) that do not fit, with about the step that they would have"]
+        for r in summary.rejected:
+            alone = f"{r.of} alone: " if r.of else ""
+            lines += [f"  {format_seconds(r.step_seconds):>8}  {alone}{r.text}", f"{'':>12}{r}"]
     if result.rejected:
         words = {"memory": "over memory after exact evaluation", "packing": "TP groups that do not pack into nodes"}
         lines.append("  dropped: " + ", ".join(f"{n} {words.get(k, k)}" for k, n in result.rejected.items()))
     if found.assumed:
         lines += ["", f"rates of {', '.join(found.assumed)} are from data sheets, not measured: run calibrate"]
     return "\n".join(lines)
+
+
+def _loss_text(loss: Loss, before: float) -> str:
+    of = f" (or any of {loss.alike} alike)" if loss.alike > 1 else ""
+    if loss.plan is None:
+        return f"no plan{of}: {loss.problem}"
+    slower = f"{loss.step_seconds / before:.2f} x as long"
+    how = "" if loss.warm else ", searched anew: no pipeline of the search fits"
+    return f"{format_seconds(loss.step_seconds)} per step, {slower}, found in {loss.seconds:.3f} s{how}{of}"
 
 
 def _cost_lines(summary: Summary) -> list[str]:
@@ -192,7 +212,22 @@ def summary_json(summary: Summary) -> Mapping[str, Any]:
         "context": result.context,
         "uniform": vars(summary.uniform) if summary.uniform else None,
         "alone": [vars(b) for b in summary.alone],
+        "losses": [
+            {
+                "node": x.node, "alike": x.alike, "step_seconds": x.step_seconds if x.plan else None,
+                "replan_seconds": x.seconds, "warm": x.warm, "problem": x.problem,
+                "plan": to_dict(x.plan) if x.plan else None,
+            }
+            for x in summary.losses
+        ],
         "rejected": [vars(v) for v in summary.variants],
+        "over_memory": [
+            {
+                "chips": r.of or "all", "text": r.text, "step_seconds": r.step_seconds, "stage": r.stage,
+                "largest": r.largest, **vars(r.worst), "over": r.worst.over,
+            }
+            for r in summary.rejected
+        ],
         "search_seconds": result.seconds,
         "evaluated": result.evaluated,
         "complete": result.complete,

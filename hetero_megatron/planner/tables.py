@@ -258,13 +258,16 @@ class Tables:
         return self._links[key]
 
     def _one_way(self, a: StageShape, b: StageShape, size: int, same_node: bool, sharing: int) -> float:
-        link = self.pool.link(a.group, b.group, same_node) or self.pool.link(a.group, a.group, True)
+        inside = same_node or self.pool.link(a.group, b.group) is None
+        link = self.pool.link(a.group, b.group, inside)
         assert link is not None, "two stages with no link between them"
         # All share the cards, which do as much as their fastest link; none is faster than its own link.
         cards = max(link.bandwidth, min(self.pool.fastest(s.group) for s in (a, b)))
         link = Link(min(link.bandwidth, cards / sharing), link.latency)
         first, second = (self.choice(StageShape(s.group, s.tp, s.dp), False, False) for s in (a, b))
-        return self.costs.boundary_seconds(first, second, size, link, same_node)
+        homes = self.costs.home(first).name, self.costs.home(second).name
+        alone = self.costs.rates.between(homes[0], homes[1], inside).between_chips(None)
+        return self.costs.boundary_seconds(first, second, size, link, same_node, alone)
 
     def likely_same_node(self, a: StageShape, b: StageShape) -> bool:
         """Whether neighbouring stages can lie in one node."""

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hetero_megatron.plan import MegatronParallel
+from hetero_megatron.planner.evaluate import Evaluator
 from hetero_megatron.planner.pool import Pool
-from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape
+from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape, in_flight
 from hetero_megatron.spec import ModelSpec
 
 SIZES = (1, 2, 4, 8)
@@ -83,3 +84,59 @@ def uniform_plans(
                         for key, copies in counts.items()
                     )
                     yield Uniform(tp, pp, dp, size, recompute), Candidate(parts)
+
+
+def few_uniform(
+    evaluator: Evaluator, model: ModelSpec, batch: int, most: int
+) -> tuple[list[tuple[Uniform, Candidate]], list[tuple[Uniform, Candidate]]]:
+    """(the uniform plans that come first by closed form, of those that are good by their slowest stage alone; those
+    that were passed over on the way because they do not fit)."""
+    rough: list[tuple[float, int, Uniform, Candidate]] = []
+    for i, (uniform, candidate) in enumerate(uniform_plans(evaluator.pool, model, batch)):
+        seconds = max(_rough(evaluator, part) for part in candidate.parts[:8])
+        rough.append((seconds, i, uniform, candidate))
+    rough.sort(key=lambda row: row[:2])
+    rows: list[tuple[float, int, Uniform, Candidate]] = []
+    over: list[tuple[Uniform, Candidate]] = []
+    for _, i, shape, candidate in rough:
+        if len(rows) >= 3 * most:
+            break
+        if any(beyond > 0 for beyond in _beyond(evaluator, candidate)):
+            over.append((shape, candidate))
+        else:
+            rows.append((closed_seconds(evaluator, candidate), i, shape, candidate))
+    rows.sort(key=lambda row: row[:2])
+    return [(shape, candidate) for _, _, shape, candidate in rows[:most]], over
+
+
+def closed_seconds(evaluator: Evaluator, candidate: Candidate) -> float:
+    """Of the pipelines of a uniform plan, by closed form."""
+    return max(
+        evaluator.pipeline_seconds(part.shape, part.num_micro_batches, "1f1b", exact=False)
+        for part in candidate.parts[:8]
+    )
+
+
+def bytes_over(evaluator: Evaluator, candidate: Candidate) -> float:
+    """By how much the worst stage of a uniform plan exceeds its chips; not above 0 where it fits."""
+    return max(_beyond(evaluator, candidate))
+
+
+def _rough(evaluator: Evaluator, part: Part) -> float:
+    """Seconds of a uniform pipeline without links and ends: its slowest stage for every micro-batch, and the fill."""
+    size, stages = part.shape.micro_batch_size, part.shape.stages
+    first = {stage.group: stage for stage in reversed(stages)}  # of each group: it has most layers
+    found = [evaluator.stage(stage, size, False, False) for stage in first.values()]
+    return (part.num_micro_batches + len(stages) - 1) * max(x.forward + x.backward for x in found)
+
+
+def _beyond(evaluator: Evaluator, candidate: Candidate) -> Iterator[float]:
+    """Of each stage, the bytes above what its chips have."""
+    costs, tables, pool = evaluator.costs, evaluator.tables, evaluator.pool
+    for part in candidate.parts[:4]:
+        stages = part.shape.stages
+        alive = in_flight("1f1b", len(stages), part.num_micro_batches)
+        for s, stage in enumerate(stages):
+            choice = tables.choice(stage, s == 0, s == len(stages) - 1)
+            need = costs.memory_bytes(choice, part.shape.micro_batch_size, alive[s], candidate.pipelines)
+            yield need.total - costs.memory_limit(pool.groups[stage.group].chip)

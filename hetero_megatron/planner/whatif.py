@@ -113,7 +113,7 @@ def _chip(chip: Chip) -> dict[str, Any]:
     data: dict[str, Any] = {"memory": f"{chip.memory} B", "dtypes": list(chip.dtypes)}
     if chip.flops:
         data["tflops"] = {dtype: flops / 1e12 for dtype, flops in chip.flops.items()}
-    for key in ("memory_bandwidth", "link_bandwidth"):
+    for key in ("memory_bandwidth", "link_bandwidth", "host_bandwidth"):
         if getattr(chip, key) is not None:
             data[key] = f"{getattr(chip, key):.17g} B/s"
     if chip.source:
@@ -134,6 +134,8 @@ def _chip(chip: Chip) -> dict[str, Any]:
 
 def _link(link: Link) -> dict[str, Any]:
     data: dict[str, Any] = {"bandwidth": f"{link.bandwidth:.17g} B/s", "latency": f"{link.latency:.17g} s"}
+    if link.staged:
+        data["transport"] = "host-staged"
     emulate = {}
     if link.emulated is not None:
         emulate["bandwidth"] = f"{link.emulated:.17g} B/s"
