@@ -44,7 +44,7 @@ test-torch211: $(VENV)-2.11/.installed  ## tests under torch 2.11 in a second en
 	$(VENV)-2.11/bin/python -m pytest $(ARGS)
 
 $(VENV)-2.11/.installed: setup.py constraints.txt
-	@tools/make_venv.sh "$(VENV)-2.11" "$(EXTRAS)" "$(PYTHON)" "torch==2.11.0 triton==3.6.0"
+	@tools/make_venv.sh "$(VENV)-2.11" "$(EXTRAS)" "$(PYTHON)" "torch==2.11.0 triton==3.6.0 setuptools==81.0.0 numpy==2.3.5"
 	@touch $@
 
 test-slow: env  ## fresh install, the commands of README and docs, long kills

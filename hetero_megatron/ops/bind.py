@@ -63,7 +63,8 @@ def _first(forward: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
 def make_function(spec: OpSpec, kernel: Kernel, traced: bool = False) -> type[torch.autograd.Function]:
     """The autograd.Function of one kernel."""
     assert kernel.backward is not None, f"{kernel}: no backward"
-    run_forward, run_backward = kernel.forward, kernel.backward
+    run_backward = kernel.backward
+    run_forward = _with_views(kernel.forward, len(spec.results)) if traced else kernel.forward
     tensors, count = len(spec.tensors), len(spec.results)
     fixed = tuple(spec.results.index(name) for name in spec.fixed)
     live = count - len(fixed)
@@ -96,6 +97,17 @@ def make_function(spec: OpSpec, kernel: Kernel, traced: bool = False) -> type[to
 
     Function.__name__ = Function.__qualname__ = f"{spec.name}_{kernel.provider}"
     return Function
+
+
+def _with_views(forward: Callable[..., tuple[Any, ...]], count: int) -> Callable[..., tuple[Any, ...]]:
+    """``forward`` with views of its results: under torch 2.11 a compiled autograd.Function whose result an in-place
+    operation wrote has gradients of zero (pytorch issue 180642). Compilers see through views."""
+
+    def call(*args: Any) -> tuple[Any, ...]:
+        made = forward(*args)
+        return tuple(t.view_as(t) for t in made[:count]) + made[count:]
+
+    return call
 
 
 def _picker(indices: list[int], traced: bool = False) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
