@@ -9,14 +9,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hetero_plugins.triton as triton_plugin
+from hetero_megatron.comm import Comm
 from hetero_megatron.layout.mask import tiles
-from hetero_megatron.ops import Signature, resolve
+from hetero_megatron.ops import Kernel, Signature, resolve, torch_registry
 from hetero_megatron.ops.attention_op import definition, reference_backward
+from hetero_megatron.ops.attn_merge import attn_merge_
 from hetero_megatron.ops.block_attention import BlockAttention, KeyHeads, accumulators
+from hetero_megatron.ops.kernel import VENDOR
 from hetero_megatron.ops.tile_kernels import OperatorKernel, ReferenceKernel, tile_kernel
+from hetero_megatron.plan.kernels import with_kernels
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.spec import from_hf_config
-from tests.test_kernel_training import LENGTH, MODEL, compare, make_plan
+from tests.pool import shared_pool
+from tests.test_kernel_training import LENGTH, MODEL, STEPS, compare, kernels_of, make_plan, train
 
 CONTEXT: dict[str, Any] = {
     "ranks": [0, 1, 2],
@@ -42,8 +47,10 @@ def test_blocks_through_tritons_attention_equal_the_reference(window: int | None
     k, v = torch.randn(1, 24, 1, 16), torch.randn(1, 24, 1, 16)
     queries, blocks = [(4, 12), (20, 36)], [[(0, 12)], [(14, 26)]]
     results = []
-    for used in (ReferenceKernel(), kernel):
-        attention = BlockAttention(used, KeyHeads(2), window)
+    merge = load_plugins().registry.kernel("attn_merge", "triton").forward
+    for attention in (
+        BlockAttention(ReferenceKernel(), KeyHeads(2), window), BlockAttention(kernel, KeyHeads(2), window, merge)
+    ):  # fmt: skip
         out, lse = accumulators(q)
         grads = tuple(torch.zeros_like(x) for x in (q, k, v))
         found = [[(None, tile) for tile in tiles(queries, block, (0,), window)] for block in blocks]
@@ -104,6 +111,31 @@ def test_documents_are_prepared_once_for_all_layers() -> None:
         torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
     assert searches.count(torch.ops.aten.searchsorted.Tensor) == 4
     assert searches.count(torch.ops.aten.maximum.default) == 2  # causal and window
+
+
+def count_merges(comm: Comm) -> tuple[int, str]:
+    """Calls of a vendor's ``attn_merge`` in five steps, and the kernel plan."""
+    calls, registry = list[torch.Size](), torch_registry()
+
+    def forward(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> tuple[()]:
+        calls.append(out.shape)
+        return attn_merge_(out, lse, other, other_lse)
+
+    registry.register(Kernel("attn_merge", "acme", VENDOR, forward, None, version=2))
+    spec = from_hf_config(MODEL)
+    _, _, summary = train(comm, make_plan(spec, CONTEXT), spec, registry=registry)
+    return len(calls), summary
+
+
+def test_context_groups_merge_by_the_operator_of_their_kernel_plan() -> None:
+    for calls, summary in shared_pool().run(count_merges)[: len(CONTEXT["ranks"])]:
+        assert calls >= 2 * 2 * STEPS, "at least once per layer, micro-batch and step"
+        assert "acme: attn_merge" in summary
+    spec = from_hf_config(MODEL)
+    plan = make_plan(spec, CONTEXT)
+    summaries = compare(plan, with_kernels(plan, ["attn_merge=triton"]), spec)
+    assert all("triton: attn_merge" in summary for summary in summaries)
+    assert "attn_merge" not in kernels_of(make_plan(spec, {"ranks": 0, "layers": [0, 2]}), spec, 0).choices
 
 
 @pytest.mark.slow

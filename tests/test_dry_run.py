@@ -21,6 +21,7 @@ from hetero_megatron.plan import Plan, dump_yaml, plan_from_dict
 from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.planner.footprint import estimate_memory, format_memory
 from hetero_megatron.spec import load_model
+from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.training.config import OptimizerConfig, RunConfig
 from hetero_megatron.training.dry_run import _batch, run_rank
 from hetero_megatron.training.kernels import shape_kernels
@@ -119,6 +120,20 @@ def test_a_dry_rank_sends_and_holds_what_a_real_one_does(dtype: str, tmp_path: P
         assert 0.8 * optimizer <= estimate.optimizer <= optimizer  # without the copies of non-contiguous pieces
         # The formula adds up what is rarely alive at the same time: it is right within a factor.
         assert 0.75 * dry.peak <= estimate.total <= 1.6 * dry.peak
+
+
+def test_the_estimate_goes_through_chunks_where_the_run_does(tmp_path: Path) -> None:
+    """A vocabulary that outweighs the model, replicas of seven rows and of one: either both go through chunks or none,
+    also where the logits of one row alone are within the limit."""
+    spelled = plan([pipe(8, 1, stage([0, 1], [0, 6], tp=1, dp_split=[7, 1]))], seq_length=512)
+    run = config("bf16", tmp_path, spelled)
+    run = replace(run, spec=replace(run.spec, vocab_size=200_000))
+    row = 512 * 200_000 * 4
+    for limit in (LOGITS_BYTES, row // 2, 2 * row, 6 * row, 7 * row):
+        estimates = estimate_memory(run.plan, run.spec, run.dtype, logits_bytes=limit)
+        for rank in run.plan.ranks:
+            peak = run_rank(replace(run, logits_bytes=limit), rank).peak
+            assert peak <= estimates[rank].total <= 1.35 * peak, (limit / row, rank)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

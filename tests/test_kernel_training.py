@@ -16,10 +16,11 @@ from hetero_megatron.data.batch import Batch
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
-from hetero_megatron.ops import KernelPlan, Signature, resolve
+from hetero_megatron.ops import KernelPlan, Registry, Signature, resolve
 from hetero_megatron.ops.stage import stage_signatures
 from hetero_megatron.plan import Plan, load_plan, locate, plan_from_dict, stage_at, unit_at
 from hetero_megatron.plan.buckets import make_buckets, plan_groups
+from hetero_megatron.plan.context_plan import stage_contexts
 from hetero_megatron.plan.kernels import with_kernels
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.spec import LogicalTensor, ModelSpec, from_hf_config, shares
@@ -53,17 +54,22 @@ def batch() -> Batch:
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions)
 
 
-def kernels_of(plan: Plan, spec: ModelSpec, rank: int, compiled: bool = False) -> KernelPlan:
+def kernels_of(
+    plan: Plan, spec: ModelSpec, rank: int, compiled: bool = False, registry: Registry | None = None
+) -> KernelPlan:
     place = locate(plan, rank)
     stage, unit = stage_at(plan, place), unit_at(plan, place)
     share = shares(spec, unit.tp_split)[place.tp_rank]
     requests = dict(stage.kernels)
     base = Signature("", "cpu", torch.float32, "cpu", compiled=compiled)
-    signatures = stage_signatures(base, spec, share, stage.head, unit.tp, requests)
-    return resolve(load_plugins().registry, signatures, requests)
+    tiled = bool(stage_contexts(spec, stage, plan.seq_length))
+    signatures = stage_signatures(base, spec, share, stage.head, unit.tp, requests, tiled=tiled)
+    return resolve(registry or load_plugins().registry, signatures, requests)
 
 
-def train(comm: Comm, plan: Plan, spec: ModelSpec, backend: str | None = None) -> tuple[list[float], Any, str]:
+def train(
+    comm: Comm, plan: Plan, spec: ModelSpec, backend: str | None = None, registry: Registry | None = None
+) -> tuple[list[float], Any, str]:
     if comm.rank not in plan.ranks:
         comm.create_groups(plan_groups(plan, make_buckets(plan, spec)))
         return [], {}, ""
@@ -71,7 +77,7 @@ def train(comm: Comm, plan: Plan, spec: ModelSpec, backend: str | None = None) -
     def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
         return initial_values(tensor, box, spec, 7)
 
-    kernels = kernels_of(plan, spec, comm.rank, backend is not None)
+    kernels = kernels_of(plan, spec, comm.rank, backend is not None, registry)
     factory = optimizer_factory(OptimizerConfig(), kernel=kernels.adamw)
     runtime = Runtime(
         plan, spec, comm, torch.float32, initialize, factory, kernels=kernels, compile_backend=backend

@@ -18,6 +18,7 @@ from hetero_megatron.training.runtime import Runtime
 from tests.kernel_cases import BF16, DEVICE, FP32, FP64, inputs_fenced, randn
 from tests.test_kernel_training import MODEL, batch, make_plan
 
+Many = list[torch.Tensor]
 SIZES = [(7, 5), (0,), (1,), (70_001,), (3, 1000)]  # one longer than a chunk
 FEW = hk.Limits(arch="interpreter", processors=2, max_grid=2)
 OPTIONS = {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8}
@@ -110,11 +111,53 @@ def test_scaling_gradients_inside_the_step_changes_no_bit(dtype: torch.dtype) ->
             moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
             if not inside:
                 torch._foreach_mul_(grads, 0.3)
-            step(params, grads, *moments, 1, 3e-3, 0.9, 0.95, 1e-8, 0.1, 0.3 if inside else 1.0)
+            step(params, grads, *moments, [], 1, 3e-3, 0.9, 0.95, 1e-8, 0.1, 0.3 if inside else 1.0)
             results.append([*params, *moments[0], *moments[1]])
             if inside and provider == "triton":
                 assert all(torch.equal(g, same) for g, same in zip(grads, tensors(1, dtype)))
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), provider
+
+
+@pytest.mark.parametrize("provider", ["aten", "reference", "triton"])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_copies_are_torchs_new_parameters_rounded_to_nearest(provider: str, kind: torch.dtype) -> None:
+    step = load_plugins().registry.kernel("adamw", provider).forward
+    params, theirs = tensors(0, FP32), tensors(0, FP32)
+    moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+    copies = [torch.full_like(p, torch.nan, dtype=kind) for p in params]
+    want = torch.optim.AdamW(theirs, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    for count in (1, 2, 3):
+        for p, g in zip(theirs, tensors(count, FP32), strict=True):
+            p.grad = 0.3 * g
+        want.step()
+        step(params, tensors(count, FP32), *moments, copies, count, 3e-3, 0.9, 0.95, 1e-8, 0.1, 0.3)
+    for mine, right, copy in zip(params, theirs, copies, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)
+        assert copy.dtype == kind and torch.equal(copy, mine.to(kind))
+
+
+def test_16_bit_weights_are_what_the_update_wrote() -> None:
+    """The update's kernel is told where the model's weights are, and nobody copies the masters there again."""
+    spec = from_hf_config(MODEL)
+    plan = make_plan(spec, {"ranks": 0, "layers": [0, 2]})
+
+    def kernel(params: Many, grads: Many, first: Many, second: Many, copies: Many, *rest: float) -> None:
+        assert [c.shape for c in copies] == [p.shape for p in params] and {p.dtype for p in params} == {FP32}
+        for p, copy in zip(params, copies, strict=True):
+            p.add_(1.0)
+            copy.copy_(p + 0.5)
+
+    runtime = Runtime(
+        plan, spec, FakeComm(0, torch.device("cpu")), torch.bfloat16, lambda t, box: initial_values(t, box, spec, 7),
+        lambda groups: AdamW(groups, kernel, (0.9, 0.95), 1e-8),
+    )  # fmt: skip
+    assert runtime.optimizer is not None
+    runtime.train_step(lambda rows: batch(), 0, 2, 1e-3)
+    for name, _, master in runtime.optimizer.owned():
+        assert torch.equal(runtime.sync.params[name].detach(), (master + 0.5).bfloat16())
+    runtime.optimizer.spread()  # as after loading a checkpoint: all of them, from the masters
+    for name, _, master in runtime.optimizer.owned():
+        assert torch.equal(runtime.sync.params[name].detach(), master.bfloat16())
 
 
 def test_a_training_step_leaves_scaling_to_the_optimizer() -> None:

@@ -171,7 +171,7 @@ def agreed(comm: Comm, stage: dict[str, Any]) -> set[str]:
 
 
 def test_attention_between_context_groups_is_named_too() -> None:
-    assert shared_pool().run(agreed, CONTEXT)[:3] == [{"adamw", "attention"}] * 3
+    assert shared_pool().run(agreed, CONTEXT)[:3] == [{"adamw", "attention", "attn_merge"}] * 3
 
 
 def test_tp_groups_of_one_rank_and_of_two_agree_though_their_losses_are_different_operators() -> None:

@@ -54,6 +54,15 @@ BROKEN = {
     "raises": ("HETERO_PLUGIN_API = 1\nimport nothing_like_this\n", "ModuleNotFoundError: No module named", True),
     "no_register": ("HETERO_PLUGIN_API = 1\n", "AttributeError", True),
     "not_a_kernel": ("HETERO_PLUGIN_API = 1\ndef register(api): api.kernel(1)\n", "AssertionError: not a Kernel", True),
+    "exits": ("HETERO_PLUGIN_API = 1\nimport sys\nsys.exit('no licence')\n", "SystemExit: no licence", True),
+    "no_driver": (
+        GOOD.replace('"chip"', '"chip"\n\n        def available(self):\n            raise RuntimeError("no driver")'),
+        "RuntimeError: no driver", True,
+    ),
+    "nameless": (
+        "from hetero_megatron.ops import Kernel\nHETERO_PLUGIN_API = 1\n"
+        "def register(api): api.kernel(Kernel('rope', '', 'vendor', print, print))\n", "lacks a provider's name", True,
+    ),
     "taken": (GOOD.replace('"chip"', '"cpu"'), "platform cpu is registered already", True),
 }
 
@@ -71,6 +80,17 @@ def test_a_broken_plugin_is_isolated_and_named(
     assert broken.source.module == modules[0] and says in broken.error, broken.error
     assert "chip" in found.platforms and found.find(modules[1]).ok
     assert (tmp_path / f"{name}.imported").exists() == imported, "a plugin for another version must not run"
+
+
+def test_what_a_plugin_prints_does_not_end_in_what_a_command_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = "HETERO_PLUGIN_API = 1\nprint('hello')\ndef register(api): print('registered')\n"
+    monkeypatch.setenv("HETERO_PLUGINS", write(tmp_path, "chatty", text))
+    assert main(["plugins", "list", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["plugins"] and {"hello", "registered"} <= set(shown.err.splitlines())
 
 
 def test_a_module_that_is_not_there_is_named() -> None:

@@ -151,6 +151,16 @@ def test_an_exception_in_a_kernel_is_no_reason_to_fall_back() -> None:
     assert len(calls) == 1
 
 
+def test_a_predicate_that_raises_is_named_with_its_plugin() -> None:
+    def supports(signature: Signature) -> list[str]:
+        raise KeyError("arch")
+
+    registry = with_kernels(kernel("acme", supports=supports))
+    with pytest.raises(UserError, match=r"supports\(\) of rms_norm:acme raised KeyError: 'arch'"):
+        resolve(registry, [SIGNATURE])
+    assert resolve(registry, [SIGNATURE], {"rms_norm": "aten"}).provider("rms_norm") == "aten"
+
+
 def test_a_plan_is_printed_and_hashed() -> None:
     a, b = (resolve(torch_registry(), [SIGNATURE], r) for r in ({}, {"rms_norm": "reference"}))
     assert a.digest() == resolve(torch_registry(), [SIGNATURE]).digest() != b.digest() and len(a.digest()) == 16

@@ -67,7 +67,8 @@ def dry_run(config: RunConfig, environment: Mapping[str, str]) -> int:
         print(format_islands(config.plan, config.spec))
     for sentence in config.notices:
         print(f"notice: {sentence}")
-    memory = estimate_memory(config.plan, config.spec, config.dtype, moments_of(config.optimizer.name))
+    moments = moments_of(config.optimizer.name)
+    memory = estimate_memory(config.plan, config.spec, config.dtype, moments, logits_bytes=config.logits_bytes)
     print(format_memory(memory))
     if cluster is not None:
         for rank, needs in memory.items():

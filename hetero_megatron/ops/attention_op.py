@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from hetero_megatron.ops.attention import attention as cpu_attention
+from hetero_megatron.ops.attn_merge import attn_merge_
 from hetero_megatron.ops.kernel import ATEN, Kernel, Signature
 from hetero_megatron.ops.spec import Bounds, Case, OpSpec, normal, reference_forward, wide
 
@@ -102,12 +103,22 @@ def attn_delta(dout: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor]:
 def attn_merge(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> Pair:
     """Attention over two disjoint sets of keys, from the two results; rows dead on both sides stay dead.
 
-    out: [b, s, heads, d]; lse: [b, heads, s].
+    out: [b, s, heads, d]; lse: [b, heads, s]. All but ``out_b`` have at least fp32.
     """
     lse = torch.logaddexp(lse_a, lse_b)
     base = torch.where(lse.isfinite(), lse, 0.0)
     wa, wb = ((x - base).exp().transpose(1, 2)[..., None] for x in (lse_a, lse_b))
     return (wa * out_a + wb * out_b).to(out_a.dtype), lse
+
+
+def _merge_reference(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[()]:
+    """In place of ``out_a`` and ``lse_a``, by the definition."""
+    with torch.no_grad():
+        out, lse = attn_merge(out_a, lse_a, out_b, lse_b)
+        out_a.copy_(out), lse_a.copy_(lse)
+    return ()
 
 
 def _cpu_attention(
@@ -187,6 +198,7 @@ def _merge_cases() -> Iterable[Case]:
     mask = first.isfinite().transpose(1, 2)[..., None]
     yield Case("some rows dead", (a * mask, first, b, lb))
     yield Case("no tokens", (a[:, :0], la[..., :0], b[:, :0], lb[..., :0]))
+    yield Case("some tokens of more", (a[:, 2:5], la[..., 2:5], b[:, 2:5], lb[..., 2:5]))
     yield Case("far apart", (a, la + 500, b, lb))
     rows = [x for seed in (3, 4) for x in (normal(1, 65_537, 1, 4, seed=seed), normal(1, 1, 65_537, seed=seed))]
     yield Case("many rows", tuple(rows))
@@ -207,11 +219,10 @@ DELTA_SPEC = OpSpec(
     bounds=Bounds((1e-6, 0), (1e-4, 0), (1e-4, 0)),
 )  # fmt: skip
 MERGE_SPEC = OpSpec(
-    name="attn_merge", tensors=("out_a", "lse_a", "out_b", "lse_b"), options=(), results=("out", "lse"), schema=None,
-    definition=attn_merge, forward=reference_forward(attn_merge), backward=None, wide=("lse_a", "lse_b"),
-    fake=lambda oa, la, ob, lb: (torch.empty_like(oa), torch.empty_like(la)),
-    flops=lambda oa, la, ob, lb: 3 * oa.numel(), cases=_merge_cases,
-    bounds=Bounds((1e-6, 0), (1e-3, 0), (5e-3, 0)),
+    name="attn_merge", version=2, tensors=("out_a", "lse_a", "out_b", "lse_b"), options=(), results=(), schema=None,
+    in_place=("out_a", "lse_a"), definition=attn_merge, forward=_merge_reference, backward=None,
+    wide=("out_a", "lse_a", "lse_b"), fake=lambda *args: (), flops=lambda oa, la, ob, lb: 3 * oa.numel(),
+    cases=_merge_cases, bounds=Bounds((1e-6, 0), (1e-6, 0), (1e-6, 0)),
     speed=lambda: Case("1024 tokens", (*_big(1), *_big(2))),
 )  # fmt: skip
 
@@ -232,5 +243,5 @@ KERNELS = (
         "attention", "aten", ATEN, _cpu_attention, _cpu_backward, supports=_on_cpu, apply=_cpu_attention, traceable=True
     ),
     Kernel("attn_delta", "aten", ATEN, attn_delta, None, traceable=True),
-    Kernel("attn_merge", "aten", ATEN, attn_merge, None, traceable=True),
+    Kernel("attn_merge", "aten", ATEN, attn_merge_, None, version=2),
 )

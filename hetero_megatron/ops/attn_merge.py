@@ -7,7 +7,7 @@ import math
 import torch
 
 
-def attn_merge_(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
+def attn_merge_(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> tuple[()]:
     """Softmax over the union of two disjoint sets of keys, from the results over each, in place of ``out`` and ``lse``,
     which have at least fp32. out, other: [b, s, heads, d]; lse, other_lse: [b, heads, s]; -inf where a row saw no key.
 
@@ -17,3 +17,4 @@ def attn_merge_(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other
     share = torch.sigmoid(other_lse - lse).masked_fill_(other_lse == -math.inf, 0.0)  # -inf - (-inf) is no number
     torch.logaddexp(lse, other_lse, out=lse)
     out.lerp_(other.to(out.dtype), share.transpose(1, 2)[..., None])
+    return ()

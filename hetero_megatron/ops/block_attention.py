@@ -7,8 +7,8 @@ A kernel computes one tile, of which it knows only the shapes and whether it is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -75,10 +75,13 @@ class BlockAttention:
     Args:
         heads: how the query heads find their key-value heads in a block.
         window: a token sees itself and ``window - 1`` tokens before it; None: all.
+        merge: the operator ``attn_merge``, in place.
     """
 
-    def __init__(self, kernel: TileKernel, heads: KeyHeads, window: int | None = None) -> None:
-        self.kernel, self.heads, self.window = kernel, heads, window
+    def __init__(
+        self, kernel: TileKernel, heads: KeyHeads, window: int | None = None, merge: Callable[..., Any] = attn_merge_
+    ) -> None:
+        self.kernel, self.heads, self.window, self.merge = kernel, heads, window, merge
 
     def forward(
         self,
@@ -101,7 +104,7 @@ class BlockAttention:
                 tile.distance,
                 self.window if tile.kind == BAND else None,
             )
-            attn_merge_(out[rows, queries], lse[rows, :, queries], part, part_lse)
+            self.merge(out[rows, queries], lse[rows, :, queries], part, part_lse)
 
     def backward(
         self,

@@ -135,11 +135,22 @@ def resolve(
     return KernelPlan(registry, choices)
 
 
+def _reasons(kernel: Kernel, signature: Signature) -> list[str]:
+    """Why a kernel cannot serve; a predicate that raises is its plugin's mistake, and named."""
+    try:
+        return kernel.reasons(signature)
+    except Exception as error:
+        raise UserError(
+            f"supports() of {kernel} raised {type(error).__name__}: {error}", field="kernels", value=kernel.provider,
+            accepted=f"a plugin that passes `hetero-megatron plugins check`, or {signature.op}=PROVIDER for another",
+        ) from error  # fmt: skip
+
+
 def _requested(registry: Registry, signature: Signature, provider: str, field: str) -> Choice:
     kernel = registry.kernel(signature.op, provider, field)
-    reasons = kernel.reasons(signature)
+    reasons = _reasons(kernel, signature)
     if reasons:
-        able = [k.provider for k in registry.kernels(signature.op) if not k.reasons(signature)]
+        able = [k.provider for k in registry.kernels(signature.op) if not _reasons(k, signature)]
         raise UserError(
             f"it cannot serve {signature}: {'; '.join(reasons)}",
             field=field, value=provider, accepted=", ".join(able) or "no provider can serve it",
@@ -153,7 +164,7 @@ def _first(registry: Registry, signature: Signature, field: str) -> Choice:
     for kernel in registry.kernels(signature.op):
         if able and _rank(kernel) != _rank(able[0]):
             break
-        reasons = kernel.reasons(signature)
+        reasons = _reasons(kernel, signature)
         if not reasons and not kernel.chosen_unasked(signature):
             reasons = [f"on {signature.device} only by request"]
         if reasons:

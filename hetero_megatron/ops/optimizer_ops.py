@@ -13,13 +13,13 @@ Many = Sequence[torch.Tensor]
 
 
 def adamw_definition(
-    params: Many, grads: Many, first: Many, second: Many, step: int, lr: float, beta1: float, beta2: float, eps: float,
-    weight_decay: float, grad_scale: float,
+    params: Many, grads: Many, first: Many, second: Many, copies: Many, step: int, lr: float, beta1: float,
+    beta2: float, eps: float, weight_decay: float, grad_scale: float,
 ) -> tuple[list[torch.Tensor], ...]:  # fmt: skip
-    """One step of AdamW (Loshchilov and Hutter, 2019): new (params, first, second).
+    """One step of AdamW (Loshchilov and Hutter, 2019): new (params, first, second, copies).
 
     All tensors in at least fp32 and, per position, of one shape; ``step`` counts from 1; gradients count times
-    ``grad_scale``.
+    ``grad_scale``. ``copies`` receive the new params in their own dtype; there are as many as params, or none.
     """
     new = ([], [], [])  # type: tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
     for p, g, m, v in zip(params, grads, first, second, strict=True):
@@ -30,24 +30,27 @@ def adamw_definition(
         new[0].append(p * (1 - lr * weight_decay) - lr / (1 - beta1**step) * m / denominator)
         new[1].append(m)
         new[2].append(v)
-    return new
+    return *new, [p.to(c.dtype) for p, c in zip(new[0], copies)]
 
 
-def adamw_reference(params: Many, grads: Many, first: Many, second: Many, *options: float) -> tuple[()]:
+def adamw_reference(
+    params: Many, grads: Many, first: Many, second: Many, copies: Many, *options: float
+) -> tuple[()]:
     """In place, by the definition."""
     with torch.no_grad():
-        for old, new in zip((params, first, second), adamw_definition(params, grads, first, second, *options)):  # type: ignore[arg-type]
+        made = adamw_definition(params, grads, first, second, copies, *options)  # type: ignore[arg-type]
+        for old, new in zip((params, first, second, copies), made, strict=True):
             for a, b in zip(old, new, strict=True):
                 a.copy_(b)
     return ()
 
 
 def adamw_aten(
-    params: Many, grads: Many, first: Many, second: Many, step: int, lr: float, beta1: float, beta2: float, eps: float,
-    weight_decay: float, grad_scale: float,
+    params: Many, grads: Many, first: Many, second: Many, copies: Many, step: int, lr: float, beta1: float,
+    beta2: float, eps: float, weight_decay: float, grad_scale: float,
 ) -> tuple[()]:  # fmt: skip
-    """torch's fused step: one pass over all tensors, and one before it where the gradients are scaled (in place: by
-    itself torch's would divide, and write them too)."""
+    """torch's fused step: one pass over all tensors, one before it where the gradients are scaled (in place: by itself
+    torch's would divide, and write them too), one after it for copies."""
     if len(params):
         if grad_scale != 1.0:
             torch._foreach_mul_(list(grads), grad_scale)
@@ -57,6 +60,8 @@ def adamw_aten(
             list(params), list(grads), list(first), list(second), [], steps, lr=lr, beta1=beta1, beta2=beta2,
             weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
         )  # fmt: skip
+    if len(copies):
+        torch._foreach_copy_(list(copies), list(params))
     return ()
 
 
@@ -89,8 +94,10 @@ def _adamw_cases() -> Iterable[Case]:
         state = (_tensors(3), _tensors(4, True)) if step > 1 else ([torch.zeros_like(x) for x in _tensors(3)],) * 2
         state = tuple([x.clone() for x in part] for part in state)  # type: ignore[assignment]
         options = (step, 1e-2, 0.9, 0.95, 1e-8, decay, scale)
-        yield Case(f"step {step}, decay {decay}, gradients times {scale}", (_tensors(1), _tensors(2), *state, *options))
-    yield Case("no tensors", ([], [], [], [], 1, 1e-2, 0.9, 0.95, 1e-8, 0.0, 0.5))
+        copies = _tensors(5) if step > 1 else []
+        name = f"step {step}, decay {decay}, gradients times {scale}{', copies' * bool(copies)}"
+        yield Case(name, (_tensors(1), _tensors(2), *state, copies, *options))
+    yield Case("no tensors", ([], [], [], [], [], 1, 1e-2, 0.9, 0.95, 1e-8, 0.0, 0.5))
 
 
 def _norm_cases() -> Iterable[Case]:
@@ -112,13 +119,13 @@ _OPTIONS = (10, 1e-3, 0.9, 0.95, 1e-8, 0.1, 0.5)
 
 SPECS = (
     OpSpec(
-        name="adamw", version=2, tensors=("params", "grads", "first", "second"),
-        lists=("params", "grads", "first", "second"),
+        name="adamw", version=3, tensors=("params", "grads", "first", "second", "copies"),
+        lists=("params", "grads", "first", "second", "copies"),
         options=("step", "lr", "beta1", "beta2", "eps", "weight_decay", "grad_scale"), results=(), schema=None,
-        in_place=("params", "first", "second"), definition=adamw_definition, forward=adamw_reference, backward=None,
-        fake=lambda *args: (), flops=lambda params, *rest: 12 * _numel(params), cases=_adamw_cases,
+        in_place=("params", "first", "second", "copies"), definition=adamw_definition, forward=adamw_reference,
+        backward=None, fake=lambda *args: (), flops=lambda params, *rest: 12 * _numel(params), cases=_adamw_cases,
         wide=("params", "grads", "first", "second"), bounds=Bounds((1e-6, 0), (1e-6, 0), (1e-6, 0)),
-        speed=lambda: Case("1M elements", (*map(_large, (1, 2, 3)), [x.square() for x in _large(4)], *_OPTIONS)),
+        speed=lambda: Case("1M elements", (*map(_large, (1, 2, 3)), [x.square() for x in _large(4)], [], *_OPTIONS)),
     ),
     OpSpec(
         name="l2norm", tensors=("tensors",), lists=("tensors",), options=(), results=("norm",), schema=None,
@@ -129,6 +136,6 @@ SPECS = (
     ),
 )  # fmt: skip
 KERNELS = (
-    Kernel("adamw", "aten", ATEN, adamw_aten, None, overwrites=("grads",), version=2),
+    Kernel("adamw", "aten", ATEN, adamw_aten, None, overwrites=("grads",), version=3),
     Kernel("l2norm", "aten", ATEN, l2norm_aten, None),
 )

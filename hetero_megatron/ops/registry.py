@@ -36,6 +36,9 @@ class Registry:
         if kernel.op not in self.specs:
             return unknown("operator", kernel.op, self.specs, field)
         spec = self.specs[kernel.op]
+        if not kernel.provider or not callable(kernel.forward):
+            wrong = "a provider's name" if not kernel.provider else "a forward that can be called"
+            return UserError(f"it lacks {wrong}", field=field, accepted="Kernel(op, provider, kind, forward, backward)")
         if kernel.kind not in ORDER:
             return UserError("is no kind of provider", field=f"{field}: kind", value=kernel.kind,
                              accepted=", ".join(ORDER))  # fmt: skip

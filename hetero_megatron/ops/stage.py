@@ -51,10 +51,11 @@ def default_kernels(
     field: str = "kernels",
     compiled: bool = False,
     chunked: bool = False,
+    tiled: bool = False,
 ) -> KernelPlan:
     """The kernel plan of a stage from torch's own providers, without plugins; see :func:`stage_signatures`."""
     base = Signature("", torch.device(device).type, dtype, compiled=compiled)
-    signatures = stage_signatures(base, spec, share, head, tp, requests or (), chunked)
+    signatures = stage_signatures(base, spec, share, head, tp, requests or (), chunked, tiled)
     return resolve(torch_registry(), signatures, requests, field)
 
 
@@ -64,7 +65,7 @@ _IN_LAYERS = ("gemm", "rms_norm", "add_rms_norm", "layer_norm", "rope", "swiglu"
 
 def stage_signatures(
     base: Signature, spec: ModelSpec, share: Share, head: bool, tp: int, wanted: Iterable[str] = (),
-    chunked: bool = False,
+    chunked: bool = False, tiled: bool = False,
 ) -> list[Signature]:  # fmt: skip
     """A signature per operator of a stage; device, dtype and the like are those of ``base``.
 
@@ -72,11 +73,14 @@ def stage_signatures(
         wanted: operators that somebody asks for: further ones only run then (``linear_cross_entropy``).
         chunked: head and loss go through the tokens in chunks (``parallel/long_loss.py``), whose operator is
             ``vocab_cross_entropy`` also for a whole vocabulary.
+        tiled: attention goes through context groups, which merge partial results.
 
     Raises:
         UserError: an operator is asked for that this stage cannot call.
     """
     operators = dict(stage_operators(spec, share, head, tp))
+    if tiled:
+        operators["attn_merge"] = {key: operators["attention"][key] for key in ("head_dim", "heads")}
     if "linear_cross_entropy" in wanted and head:
         if tp > 1:
             raise UserError(

@@ -8,7 +8,8 @@ and values of other groups pass by, and the result goes back to the tokens' owne
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from torch import nn
 from hetero_megatron.comm import Comm
 from hetero_megatron.layout.mask import tiles, visible
 from hetero_megatron.model.gpt import Context, GPTStage
+from hetero_megatron.ops.attn_merge import attn_merge_
 from hetero_megatron.ops.block_attention import BlockAttention, RowTile, TileKernel, key_heads
 from hetero_megatron.ops.tile_kernels import tile_kernel
 from hetero_megatron.parallel.context_ring import HeadHops, Program, RingAttention
@@ -37,7 +39,10 @@ PROGRAMS = 8  # kept by documents: a micro-batch's layers, its backward, and som
 class StageAttention:
     """What all layers of a context-parallel stage share on one rank: exchanges, and programs by documents."""
 
-    def __init__(self, context: StageContext, comm: Comm, window: int | None, kernel: TileKernel | None = None) -> None:
+    def __init__(
+        self, context: StageContext, comm: Comm, window: int | None, kernel: TileKernel | None = None,
+        merge: Callable[..., Any] = attn_merge_,
+    ) -> None:  # fmt: skip
         self.context, self.comm, self.window = context, comm, window
         self.member = context.member(comm.rank)
         self.group = next(g for g in context.groups if g.index == self.member.group)
@@ -57,7 +62,7 @@ class StageAttention:
         self.leave = HeadExchange(group, [queries.adjoint()], [(q_shapes[1], q_shapes[0])])
         spec = context.spec
         users = [i // spec.queries_per_kv - computed.kv_heads[0] for i in range(*computed.q_heads)]
-        self.attention = BlockAttention(kernel or tile_kernel(comm.device), key_heads(users), window)
+        self.attention = BlockAttention(kernel or tile_kernel(comm.device), key_heads(users), window, merge)
         self.blocks = self._blocks()
         self.hops = HeadHops(context, comm.rank)
         self._programs: OrderedDict[tuple[tuple[int, ...], ...] | None, Program] = OrderedDict()
@@ -118,10 +123,11 @@ class ContextAttention(nn.Module):
 
 
 def apply_context_parallel(
-    stage: GPTStage, context: StageContext, comm: Comm, window: int | None, kernel: TileKernel | None = None
-) -> StageAttention:
-    """Make the layers of ``stage`` attend across the context groups."""
-    shared = StageAttention(context, comm, window, kernel)
+    stage: GPTStage, context: StageContext, comm: Comm, window: int | None, kernel: TileKernel | None = None,
+    merge: Callable[..., Any] = attn_merge_,
+) -> StageAttention:  # fmt: skip
+    """Make the layers of ``stage`` attend across the context groups, by ``kernel`` and the operator ``attn_merge``."""
+    shared = StageAttention(context, comm, window, kernel, merge)
     for layer in stage.layers():
         layer.self_attn.kv_of_query = None  # keys travel as they are; heads are matched where they are computed
         setattr(layer.self_attn, "core_attention", ContextAttention(shared))  # noqa: B010 (its type is another)

@@ -17,7 +17,8 @@ from hetero_megatron.ops.bind import Split
 from hetero_megatron.ops.kernel import Kernel
 from hetero_megatron.parallel.vocab import VOCAB_CROSS_ENTROPY, combine_shares
 from hetero_megatron.plan import Stage
-from hetero_megatron.spec import ModelSpec, shares
+from hetero_megatron.planner.memory import chunk_limit, widest_vocabulary
+from hetero_megatron.spec import ModelSpec
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -70,14 +71,11 @@ def loss_chunk(stage: Stage, unit: int, spec: ModelSpec, dtype: torch.dtype, log
     are at most ``logits_bytes`` on every rank of the stage (whose ranks all call the same operators)."""
     if not stage.head:
         return None
-    per_token = [
-        max(stop - start for start, stop in (s.vocab for s in shares(spec, u.tp_split))) * max(dtype.itemsize, 4)
-        for u in stage.units
-    ]
-    tokens = [(u.sequences[1] - u.sequences[0]) * u.num_tokens for u in stage.units]
-    if all(n * each <= logits_bytes for n, each in zip(tokens, per_token, strict=True)):
+    sizes = [(u.micro_batch_tokens, u.tp_split) for u in stage.units]
+    if chunk_limit(spec, sizes, dtype.itemsize, logits_bytes) is None:
         return None
-    return max(logits_bytes // 4 // per_token[unit], 1)  # a chunk's logits, probabilities and their gradients
+    per_token = widest_vocabulary(spec, stage.units[unit].tp_split) * max(dtype.itemsize, 4)
+    return max(logits_bytes // 4 // per_token, 1)  # a chunk's logits, probabilities and their gradients
 
 
 def chunked_loss(

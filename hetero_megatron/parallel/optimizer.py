@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -31,18 +32,31 @@ class ShardedOptimizer:
     def __init__(self, sync: GradientSync, build: OptimizerFactory, offload: bool = False) -> None:
         self.sync, self.offload = sync, offload
         self.masters = [[self._master(piece) for piece in e.pieces] for e in sync.exchanges]
-        decayed: list[torch.Tensor] = []
-        plain: list[torch.Tensor] = []
-        for exchange, masters in zip(sync.exchanges, self.masters, strict=True):
-            for piece, master in zip(exchange.pieces, masters, strict=True):
-                (decayed if len(piece.box.lo) > 1 else plain).append(master)
-        groups: list[dict[str, object]] = [
-            {"params": params, "decay": decay} for params, decay in ((decayed, True), (plain, False)) if params
-        ]
+        groups = self._groups()
         self.inner = build(groups) if groups else None
 
+    def _groups(self) -> list[dict[str, object]]:
+        """Masters that are decayed and not, with and without a place in the model that the update can write too."""
+        groups: dict[tuple[bool, bool], dict[str, Any]] = {}
+        for exchange, masters in zip(self.sync.exchanges, self.masters, strict=True):
+            for piece, master in zip(exchange.pieces, masters, strict=True):
+                decay, copied = len(piece.box.lo) > 1, self._copied(self._view(piece))
+                group = groups.setdefault((not decay, copied), {"params": [], "decay": decay})
+                group["params"].append(master)
+                if copied:
+                    group.setdefault("copies", []).append(self._view(piece))
+        return [groups[key] for key in sorted(groups)]
+
+    def _view(self, piece: OwnedPiece) -> torch.Tensor:
+        """The piece inside the model's parameter."""
+        return self.sync.params[piece.name].detach()[piece.slices]
+
+    def _copied(self, view: torch.Tensor) -> bool:
+        """Whether the update itself can write the new values there: one piece of memory, beside the master's."""
+        return not self.offload and view.is_contiguous() and not in_place(view)
+
     def _master(self, piece: OwnedPiece) -> torch.Tensor:
-        view = self.sync.params[piece.name].detach()[piece.slices]
+        view = self._view(piece)
         if self.offload:
             return view.to("cpu", torch.float32, copy=True).contiguous()
         return view if in_place(view) else view.to(torch.promote_types(view.dtype, torch.float32), copy=True)
@@ -82,11 +96,11 @@ class ShardedOptimizer:
             for master in masters:
                 master.grad = None
         flat.clear()
-        self.spread()
+        self.spread(isinstance(self.inner, ScalingOptimizer))
 
     @torch.no_grad()
-    def spread(self) -> None:
-        """Make every holder's parameters equal to the owners' masters."""
+    def spread(self, copied: bool = False) -> None:
+        """Make every holder's parameters equal to the owners' masters; ``copied``: the update wrote what it can."""
         params = {name: p.detach() for name, p in self.sync.params.items()}
         masters = {e.bucket.index: m for e, m in zip(self.sync.exchanges, self.masters, strict=True)}
         under_way: deque[Action] = deque()
@@ -97,16 +111,16 @@ class ShardedOptimizer:
             while any(a.micro_batch == bucket for a in under_way) or len(under_way) >= IN_FLIGHT:
                 self._arrive(under_way.popleft(), params)
             if hop + 1 == len(exchange.hops):
-                self._keep_own(exchange, masters[bucket], params)
+                self._keep_own(exchange, masters[bucket], copied)
             exchange.start_spread(hop, masters[bucket], params, self.sync.flat.get(bucket))
             under_way.append(action)
         for action in under_way:
             self._arrive(action, params)
 
-    def _keep_own(self, exchange: BucketExchange, masters: list[torch.Tensor], params: dict[str, torch.Tensor]) -> None:
+    def _keep_own(self, exchange: BucketExchange, masters: list[torch.Tensor], copied: bool) -> None:
         for piece, master in zip(exchange.pieces, masters, strict=True):
-            own = params[piece.name][piece.slices]
-            if self.offload or not in_place(own):
+            own = self._view(piece)
+            if (self.offload or not in_place(own)) and not (copied and self._copied(own)):
                 own.copy_(master)
 
     def _arrive(self, action: Action, params: dict[str, torch.Tensor]) -> None:

@@ -28,7 +28,8 @@ OptimizerFactory = Callable[[list[dict[str, object]]], Optimizer]  # groups: dic
 
 
 class ScalingOptimizer:
-    """An optimizer whose step also scales the gradients: as it reads them, where its kernel can."""
+    """An optimizer whose step also scales the gradients, and writes new values to ``copies`` of a group's parameters
+    where it has some: in one pass, where its kernel can."""
 
     def __init__(self, groups: list[dict[str, object]]) -> None:
         self.param_groups: list[dict[str, Any]] = [{"lr": 0.0, "weight_decay": 0.0, **group} for group in groups]
@@ -38,14 +39,16 @@ class ScalingOptimizer:
     def step(self, grad_scale: float = 1.0) -> None:
         """Update every parameter that has a gradient, which counts times ``grad_scale`` (and may be overwritten)."""
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
+            at = [i for i, p in enumerate(group["params"]) if p.grad is not None]
+            params, copies = ([group[key][i] for i in at] if key in group else [] for key in ("params", "copies"))
             if params:
                 states = [self.state[p] if p in self.state else self.state.setdefault(p, {}) for p in params]
-                self._update(params, [p.grad for p in params], states, group["lr"], group["weight_decay"], grad_scale)
+                rates = group["lr"], group["weight_decay"], grad_scale
+                self._update(params, [p.grad for p in params], states, copies, *rates)
 
     def _update(
-        self, params: list[torch.Tensor], grads: list[Any], states: list[dict[str, Any]], lr: float, decay: float,
-        scale: float,
+        self, params: list[torch.Tensor], grads: list[Any], states: list[dict[str, Any]], copies: list[torch.Tensor],
+        lr: float, decay: float, scale: float,
     ) -> None:  # fmt: skip
         raise NotImplementedError
 
@@ -64,15 +67,15 @@ class AdamW(ScalingOptimizer):
         self.kernel, self.betas, self.eps = kernel, betas, eps
 
     def _update(
-        self, params: list[torch.Tensor], grads: list[Any], states: list[dict[str, Any]], lr: float, decay: float,
-        scale: float,
+        self, params: list[torch.Tensor], grads: list[Any], states: list[dict[str, Any]], copies: list[torch.Tensor],
+        lr: float, decay: float, scale: float,
     ) -> None:  # fmt: skip
         for p, state in zip(params, states, strict=True):
             if not state:
                 state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
             state["step"] += 1
         first, second = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
-        self.kernel(params, grads, first, second, states[0]["step"], lr, *self.betas, self.eps, decay, scale)
+        self.kernel(params, grads, first, second, copies, states[0]["step"], lr, *self.betas, self.eps, decay, scale)
 
 
 class SGD(ScalingOptimizer):
@@ -83,8 +86,8 @@ class SGD(ScalingOptimizer):
         self.momentum = momentum
 
     def _update(
-        self, params: list[torch.Tensor], grads: list[Any], states: list[dict[str, Any]], lr: float, decay: float,
-        scale: float,
+        self, params: list[torch.Tensor], grads: list[Any], states: list[dict[str, Any]], copies: list[torch.Tensor],
+        lr: float, decay: float, scale: float,
     ) -> None:  # fmt: skip
         if scale != 1.0:
             torch._foreach_mul_(grads, scale)
@@ -99,3 +102,5 @@ class SGD(ScalingOptimizer):
             torch._foreach_add_(buffers, grads)
             grads = buffers
         torch._foreach_add_(params, grads, alpha=-lr)
+        if copies:
+            torch._foreach_copy_(copies, params)

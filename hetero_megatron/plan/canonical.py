@@ -48,6 +48,11 @@ class Unit:
         """Tokens of each sequence that this unit owns."""
         return sum(b - a for a, b in self.tokens)
 
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of the nominal micro-batch that this unit owns."""
+        return (self.sequences[1] - self.sequences[0]) * self.num_tokens
+
 
 @dataclass(frozen=True)
 class Recompute:

@@ -17,19 +17,23 @@ from hetero_megatron.spec.flops import head_activation_bytes
 
 
 def context_activations(
-    plan: Plan, spec: ModelSpec, stage: Stage, in_flight: int, item: int
+    plan: Plan, spec: ModelSpec, stage: Stage, in_flight: int, item: int, limit: int | None = None
 ) -> dict[int, MemoryBytes]:
-    """By rank, what micro-batches in flight keep and what one layer's backward works with; empty without context."""
+    """By rank, what micro-batches in flight keep and what one layer's backward works with; empty without context.
+
+    ``limit``: of the logits, as in :class:`~hetero_megatron.planner.memory.Held`.
+    """
     found = {}
     weights = {rank: sum(u.tp_split) / w for u in stage.units for rank, w in zip(u.ranks, u.tp_split, strict=True)}
     contexts = stage_contexts(spec, stage, plan.seq_length)
     for context, rows in zip(contexts, stage.dp_split if contexts else ()):
         for group in context.groups:
             for member in group.members:
-                kept, work = _member(context, group, member, stage, item, weights[member.rank])
+                tp = weights[member.rank]
+                kept, work = _member(context, group, member, stage, item, tp)
                 if stage.head:
                     own = sum(b - a for a, b in member.tokens)
-                    kept += head_activation_bytes(spec, rows * own, item, weights[member.rank]) / rows
+                    kept += head_activation_bytes(spec, rows * own, item, tp, limit=limit) / rows
                 found[member.rank] = MemoryBytes(activations=round(rows * (in_flight * kept + work)))
     return found
 

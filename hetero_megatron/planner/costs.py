@@ -16,6 +16,7 @@ from hetero_megatron.planner.memory import (
     MemoryBytes,
     bucket_elements,
     buffer_bytes,
+    chunk_limit,
     equal_shares,
     held_elements,
     host_bytes,
@@ -320,9 +321,10 @@ class CostModel:
         key = (stage, micro_batch_size)
         if key not in self._activations:
             tokens = -(-micro_batch_size // stage.dp) * self.seq_length
+            limit = chunk_limit(self.model, [(tokens, (1,) * stage.tp)], self.item) if stage.head else None
             held = Held(
                 stage.layers, stage.embed, stage.head, stage.recompute, stage.first, tokens, self.item, stage.tp,
-                stage.tp,
+                stage.tp, limit,
             )  # fmt: skip
             self._activations[key] = kept_bytes(self.model, held), working_bytes(self.model, held)
         return self._activations[key]

@@ -20,26 +20,30 @@ from hetero_megatron.planner.memory import (
     MemoryBytes,
     activation_bytes,
     buffer_bytes,
+    chunk_limit,
     host_bytes,
     state_bytes,
 )
 from hetero_megatron.schedule import generate, in_flight
 from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.flops import LOGITS_BYTES
 
 Ints = NDArray[np.int64]
 
 
 def estimate_memory(
-    plan: Plan, spec: ModelSpec, dtype: str, moments: int = 2, buckets: tuple[Bucket, ...] | None = None
-) -> dict[int, MemoryBytes]:
+    plan: Plan, spec: ModelSpec, dtype: str, moments: int = 2, buckets: tuple[Bucket, ...] | None = None,
+    logits_bytes: int = LOGITS_BYTES,
+) -> dict[int, MemoryBytes]:  # fmt: skip
     """Memory of every rank, without the framework's overhead.
 
     Args:
         moments: per element: 2 for Adam, 1 for SGD.
         buckets: those of the plan, if they were made already.
+        logits_bytes: of a micro-batch on a rank, from which on head and loss go through chunks of tokens.
     """
     item = ITEM_BYTES[dtype]
-    out = plan_activations(plan, spec, item)
+    out = plan_activations(plan, spec, item, logits_bytes)
     index = {rank: i for i, rank in enumerate(plan.ranks)}
     held, owned, buffers = (np.zeros(len(index), np.int64) for _ in range(3))
     # Bytes of each rank's last buckets, in the order of sending: under way, and while what came is added up.
@@ -80,25 +84,30 @@ def _buffers(bucket: Bucket, held: Ints, owned: Ints, item: int) -> Ints:
     return np.array(buffer_bytes(held, owned, held.sum() / owned.sum(), item, bucket.dense)).astype(np.int64)
 
 
-def plan_activations(plan: Plan, spec: ModelSpec, item: int) -> dict[int, MemoryBytes]:
+def plan_activations(
+    plan: Plan, spec: ModelSpec, item: int, logits_bytes: int = LOGITS_BYTES
+) -> dict[int, MemoryBytes]:
     """Only the activations of every rank."""
     out: dict[int, MemoryBytes] = {}
     known: dict[tuple[Held, int], MemoryBytes] = {}
     for pipeline in plan.pipelines:
         alive = _in_flight(plan.schedule, len(pipeline.stages), pipeline.num_micro_batches)
         for stage, count in zip(pipeline.stages, alive, strict=True):
+            kind, limit = stage.recompute, None
+            if stage.head:
+                sizes = [(unit.micro_batch_tokens, unit.tp_split) for unit in stage.units]
+                limit = chunk_limit(spec, sizes, item, logits_bytes)
             for unit in stage.units:
-                tokens = (unit.sequences[1] - unit.sequences[0]) * unit.num_tokens
-                kind = stage.recompute
                 for rank, weight in zip(unit.ranks, unit.tp_split, strict=True):
                     tp = sum(unit.tp_split) / weight
                     held = Held(
-                        stage.num_layers, stage.embed, stage.head, kind.kind, kind.layers, tokens, item, tp, unit.tp
-                    )
+                        stage.num_layers, stage.embed, stage.head, kind.kind, kind.layers, unit.micro_batch_tokens,
+                        item, tp, unit.tp, limit,
+                    )  # fmt: skip
                     if (held, count) not in known:
                         known[held, count] = MemoryBytes(activations=activation_bytes(spec, held, count))
                     out[rank] = known[held, count]
-            out |= context_activations(plan, spec, stage, count, item)
+            out |= context_activations(plan, spec, stage, count, item, limit)
     return out
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -11,6 +11,7 @@ from hetero_megatron.plan.buckets import BUCKET_BYTES, IN_FLIGHT, backward_order
 from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
 from hetero_megatron.spec import ModelSpec, Share, shares, stage_tensors, tensor_box
 from hetero_megatron.spec.flops import (
+    LOGITS_BYTES,
     head_activation_bytes,
     head_backward_bytes,
     layer_activation_bytes,
@@ -83,6 +84,7 @@ class Held:
         recompute: none | selective | full | first; ``first`` layers are recomputed whole where it says so.
         tokens: rows x sequence length on this rank's unit; item: bytes per element.
         tp: the rank has 1/tp of heads and columns; shards: and an equal part of the tokens, of so many.
+        limit: of the bytes of logits, where the stage's head goes through chunks (:func:`chunk_limit`), else None.
     """
 
     layers: int
@@ -94,11 +96,31 @@ class Held:
     item: int
     tp: float
     shards: int
+    limit: int | None = None
 
     @property
     def full(self) -> int:
         """Layers that are recomputed whole."""
         return {"full": self.layers, "first": self.first}.get(self.recompute, 0)
+
+
+def chunk_limit(
+    spec: ModelSpec, units: Iterable[tuple[int, Sequence[int]]], item: int, limit: int = LOGITS_BYTES
+) -> int | None:
+    """``limit``, where head and loss of a stage go through chunks of tokens, because the logits of a micro-batch, in at
+    least fp32, are more bytes on one of its ranks; None: all at once. All ranks of a stage call the same operators.
+
+    Args:
+        units: (tokens, tp_split) of each of the stage's.
+    """
+    over = any(tokens * max(item, 4) * widest_vocabulary(spec, tuple(split)) > limit for tokens, split in units)
+    return limit if over else None
+
+
+@lru_cache(maxsize=1024)
+def widest_vocabulary(spec: ModelSpec, tp_split: tuple[int, ...]) -> int:
+    """Rows of the head on the rank that has most of them."""
+    return max(stop - start for start, stop in (share.vocab for share in shares(spec, tp_split)))
 
 
 def boundary_bytes(spec: ModelSpec, held: Held) -> int:
@@ -116,7 +138,7 @@ def kept_bytes(spec: ModelSpec, held: Held) -> int:
     if spec.position == "rope":
         total += held.tokens * spec.head_dim * max(held.item, 4)
     if held.head:
-        return total + head_activation_bytes(spec, held.tokens, *sizes)
+        return total + head_activation_bytes(spec, held.tokens, *sizes, held.limit)
     return total + boundary_bytes(spec, held)
 
 
@@ -134,8 +156,8 @@ def working_bytes(spec: ModelSpec, held: Held) -> int:
         layer += layer_activation_bytes(spec, tokens, "none", *sizes)
         layer -= layer_activation_bytes(spec, tokens, "full", *sizes)
     if held.head:
-        head = head_activation_bytes(spec, tokens, *sizes)
-        in_head = head_backward_bytes(spec, tokens, held.item, held.tp)
+        head = head_activation_bytes(spec, tokens, *sizes, held.limit)
+        in_head = head_backward_bytes(spec, tokens, held.item, held.tp, held.limit is not None)
     moving = (not (held.embed and held.head)) * LOOKAHEAD + (not held.embed) * SEND_LAG
     return max(in_head, layer - head) + moving * boundary_bytes(spec, held)
 

@@ -146,7 +146,7 @@ class StageCosts:
         if self.model.options.whole_transfers and [u.tp for u in up.units] == [u.tp for u in down.units]:
             rows = {r: u for u in up.units for r in u.ranks}
             return [
-                (a, b, (rows[a].sequences[1] - rows[a].sequences[0]) * rows[a].num_tokens * width)
+                (a, b, rows[a].micro_batch_tokens * width)
                 for a, b in zip(up.ranks, down.ranks)
             ]
         return [(up.ranks[i], down.ranks[j], n * width) for i, j, n in self._pieces[key, same, size]]

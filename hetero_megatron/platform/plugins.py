@@ -9,10 +9,12 @@ dropped as a whole, and ``plugins list`` names it and says why.
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
 import os
+import sys
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -130,11 +132,15 @@ def load(source: Source) -> Plugin:
         problem = version_problem(source.module)
         if problem:
             return Plugin(source, error=problem)
-        module = importlib.import_module(source.module)
-        api = PluginApi(source.name)
-        module.register(api)
+        with contextlib.redirect_stdout(sys.stderr):  # what a command prints may be read by a program
+            module = importlib.import_module(source.module)
+            api = PluginApi(source.name)
+            module.register(api)
+            for accelerator in api.platforms:
+                if type(accelerator).available is not Accelerator.available:  # which lets nothing out
+                    accelerator.available()
         return Plugin(source, api.kernels, api.platforms)
-    except Exception as error:  # whatever a plugin does wrong must not stop the others
+    except (Exception, SystemExit) as error:  # whatever a plugin does wrong must not stop the others
         text = str(error).strip().splitlines()
         return Plugin(source, error=f"{type(error).__name__}: {text[0] if text else ''}", trace=traceback.format_exc())
 

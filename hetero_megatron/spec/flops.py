@@ -116,22 +116,30 @@ def layer_backward_bytes(
 
 
 def head_activation_bytes(
-    spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, shards: int | None = None
-) -> int:
+    spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, shards: int | None = None,
+    limit: int | None = None,
+) -> int:  # fmt: skip
     """Bytes that the head keeps: norm input, head input, and the probabilities in at least fp32.
 
-    Where these would be more than ``LOGITS_BYTES``, the runtime goes through the tokens in chunks and stays below.
+    Args:
+        limit: of the logits, where head and loss go through the tokens in chunks: nothing of them is kept, but in
+            backward there are a chunk's, a quarter of it, their gradients, and 16-bit ones in fp32 too. None: all at
+            once.
     """
     h = spec.hidden_size
-    logits = min(tokens * max(itemsize, 4) * spec.vocab_size / tp, LOGITS_BYTES)
+    logits = tokens * max(itemsize, 4) * spec.vocab_size / tp
+    if limit is not None:
+        logits = min(logits, limit / 4) * (2 if itemsize >= 4 else 2.5)
     return round(tokens * itemsize * (h / (shards or tp) + h) + logits)
 
 
-def head_backward_bytes(spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0) -> int:
+def head_backward_bytes(
+    spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, chunked: bool = False
+) -> int:  # fmt: skip
     """Bytes that head and loss need beside what they keep, at the worst moment: 16-bit logits beside their wide
-    probabilities, or the gradients of the head's input and, before it is added up, of its weight."""
+    probabilities, or the gradients of the head's input and, before it is added up, of its weight, which is wide where
+    chunks of tokens add to it."""
     h, vocab, wide = spec.hidden_size, spec.vocab_size / tp, max(itemsize, 4)
-    chunked = tokens * wide * vocab > LOGITS_BYTES
     gradients = tokens * itemsize * h + vocab * h * (wide if chunked else itemsize)
     logits = tokens * itemsize * vocab if itemsize < wide and not chunked else 0
     if logits:  # the wide probabilities are gone before the products of backward

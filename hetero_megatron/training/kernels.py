@@ -12,6 +12,7 @@ from hetero_megatron.ops.kernel_plan import EVERY
 from hetero_megatron.ops.stage import stage_signatures
 from hetero_megatron.parallel.long_loss import loss_chunk
 from hetero_megatron.plan import Plan, locate, stage_at, unit_at
+from hetero_megatron.plan.context_plan import stage_contexts
 from hetero_megatron.platform import Platform
 from hetero_megatron.spec import ModelSpec, shares
 from hetero_megatron.spec.flops import LOGITS_BYTES
@@ -46,7 +47,8 @@ def rank_kernels(
     share = shares(spec, unit.tp_split)[place.tp_rank]
     requests = dict(stage.kernels)
     chunked = loss_chunk(stage, place.unit, spec, dtype, logits_bytes) is not None
-    signatures = stage_signatures(base, spec, share, stage.head, unit.tp, requests, chunked)
+    tiled = bool(stage_contexts(spec, stage, plan.seq_length))
+    signatures = stage_signatures(base, spec, share, stage.head, unit.tp, requests, chunked, tiled)
     return resolve(registry, signatures, requests, f"pipelines[{place.pipeline}].stages[{place.stage}].kernels")
 
 
@@ -56,7 +58,8 @@ def shape_kernels(config: RunConfig, rank: int, dtype: torch.dtype) -> KernelPla
     stage, unit = stage_at(config.plan, place), unit_at(config.plan, place)
     share = shares(config.spec, unit.tp_split)[place.tp_rank]
     chunked = loss_chunk(stage, place.unit, config.spec, dtype, config.logits_bytes) is not None
-    return default_kernels(config.spec, share, stage.head, dtype, tp=unit.tp, chunked=chunked)
+    tiled = bool(stage_contexts(config.spec, stage, config.plan.seq_length))
+    return default_kernels(config.spec, share, stage.head, dtype, tp=unit.tp, chunked=chunked, tiled=tiled)
 
 
 def agree_on_kernels(runtime: Runtime, reasons: bool = False) -> None:

@@ -107,11 +107,12 @@ class Runtime:
         self.stage, self.unit = stage_at(plan, self.place), unit_at(plan, self.place)
         self.share = shares(spec, self.unit.tp_split)[self.place.tp_rank]
         chunk = loss_chunk(self.stage, self.place.unit, spec, dtype, logits_bytes)
-        self.tiled = False  # attention goes through context groups
+        contexts = stage_contexts(spec, self.stage, plan.seq_length)
+        self.context = next((c for c in contexts if comm.rank in c.ranks), None)
         self.kernels = kernels or default_kernels(
             spec, self.share, self.stage.head, dtype, comm.device, self.unit.tp, dict(self.stage.kernels),
             f"pipelines[{self.place.pipeline}].stages[{self.place.stage}].kernels", compile_backend is not None,
-            chunk is not None,
+            chunk is not None, bool(contexts),
         )  # fmt: skip
         self.buckets = make_buckets(plan, spec, *([bucket_bytes] if bucket_bytes else []))
         comm.create_groups(plan_groups(plan, self.buckets))
@@ -150,11 +151,10 @@ class Runtime:
                 param.copy_(initialize(held[name], boxes[name]))
         shards = tuple(b - a for a, b in cut(self.unit.num_tokens, [1] * self.unit.tp))
         apply_tensor_parallel(model, self.tp_group, shards, self.share.vocab)
-        for context in stage_contexts(spec, stage, self.plan.seq_length):
-            if self.comm.rank in context.ranks:
-                kernel = tile_kernel(self.comm.device, self.kernels.choices["attention"].kernel)
-                apply_context_parallel(model, context, self.comm, spec.sliding_window, kernel)
-                self.tiled = True
+        if self.context is not None:
+            kernel = tile_kernel(self.comm.device, self.kernels.choices["attention"].kernel)
+            merge = self.kernels.choices["attn_merge"].kernel.forward
+            apply_context_parallel(model, self.context, self.comm, spec.sliding_window, kernel, merge)
         apply_recompute(model, stage.recompute)
         return model, boxes
 
@@ -184,8 +184,8 @@ class Runtime:
     def apart(self) -> dict[str, str]:
         """Operators whose kernels cannot be watched by wrapping the kernel plan's callables, and why."""
         found = {"adamw": "it changes its arguments in place"}
-        if self.tiled:
-            found["attention"] = "context groups call its kernel tile by tile"
+        if self.context is not None:
+            found["attention"] = found["attn_merge"] = "context groups call its kernel tile by tile"
         if "vocab_cross_entropy" in self.kernels.choices:
             found["vocab_cross_entropy"] = "its forward and backward are called apart"
         if self.loss_chunk is not None:

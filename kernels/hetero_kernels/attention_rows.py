@@ -118,7 +118,7 @@ def attention_merge(
     """Partial attention of the same queries over two sets of keys -> attention over both.
 
     out [b, s, h, d] (out_b may have another dtype), lse [b, h, s] in at least fp32, -inf for rows that saw nothing.
-    ``inplace``: into out_a and lse_a.
+    ``inplace``: into out_a, and into lse_a where that is contiguous; both are returned.
     """
     limits = limits or limits_of(out_a.device)
     b, s, h, dim = out_a.shape
@@ -126,7 +126,7 @@ def attention_merge(
     out = out_a if inplace else torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device)
     lse = lse_a if inplace else torch.empty(lse_a.shape, dtype=lse_a.dtype, device=lse_a.device)
     if lse.numel() == 0 or dim == 0:
-        return out, lse if inplace else lse.copy_(torch.logaddexp(lse_a, lse_b))
+        return out, lse.copy_(torch.logaddexp(lse_a, lse_b))
     assert out.stride(-1) == 1 or dim == 1, "attention_merge: features must be adjacent"
     out_a, out_b = adjacent(out_a), adjacent(out_b)
     grid, tasks, across, block_s, block_d, warps = _walk(out_a, limits)

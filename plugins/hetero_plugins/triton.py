@@ -213,18 +213,21 @@ def _delta(dout: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _merge(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    return _kernels().attention_merge(out_a, lse_a, out_b, lse_b)  # type: ignore[no-any-return]
+) -> tuple[()]:
+    _, lse = _kernels().attention_merge(out_a, lse_a, out_b, lse_b, inplace=True)
+    if lse is not lse_a:  # rows of a larger one, which the kernel takes side by side
+        lse_a.copy_(lse)
+    return ()
 
 
 def _adamw(
-    params: Many, grads: Many, first: Many, second: Many, step: int, lr: float, beta1: float, beta2: float, eps: float,
-    weight_decay: float, grad_scale: float,
+    params: Many, grads: Many, first: Many, second: Many, copies: Many, step: int, lr: float, beta1: float,
+    beta2: float, eps: float, weight_decay: float, grad_scale: float,
 ) -> tuple[()]:  # fmt: skip
     if len(params):
         _kernels().adamw_step(
             params, grads, first, second, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
-            step=step, grad_scale=grad_scale,
+            step=step, grad_scale=grad_scale, copies=copies or None,
         )  # fmt: skip
     return ()
 
@@ -237,7 +240,7 @@ def _l2norm(tensors: Many) -> tuple[torch.Tensor, ...]:
 _PARTS: dict[str, dict[str, Callable[..., Any]]] = {
     "attention": {"share": _attention_share, "delta": lambda dout, out: _kernels().attention_delta(dout, out)}
 }
-_VERSIONS = {"adamw": 2}  # of the operators' contracts; others: 1
+_VERSIONS = {"adamw": 3, "attn_merge": 2}  # of the operators' contracts; others: 1
 # operator, file of hetero_kernels, forward, backward
 _TABLE: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any] | None], ...] = (
     ("rms_norm", "rms_norm", _rms_norm, _rms_norm_backward),

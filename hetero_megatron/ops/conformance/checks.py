@@ -6,53 +6,22 @@ failure, not a skip.
 
 from __future__ import annotations
 
-import math
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from hetero_megatron.ops.conformance.compare import cast, flatten, judge, oracle
+from hetero_megatron.ops.conformance.parts import tiles, weight_gradient
 from hetero_megatron.ops.conformance.run import Outcome, call_backward, call_forward, call_trained, seeds
+from hetero_megatron.ops.conformance.subject import FAIL, SKIP, Finding, Subject, attempt, judge_all
 from hetero_megatron.ops.kernel import Kernel, Signature
 from hetero_megatron.ops.library import NAMESPACE, define, offered, operator_name
 from hetero_megatron.ops.operators import reference_kernel
-from hetero_megatron.ops.spec import Case, OpSpec, normal, wide
+from hetero_megatron.ops.spec import Case, OpSpec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PASS, FAIL, SKIP = "pass", "FAIL", "skip"
 LARGE = 50_000  # elements; larger cases only run in full, not in --quick
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One check of one kernel."""
-
-    kernel: str
-    check: str
-    dtype: str
-    case: str
-    status: str
-    detail: str = ""
-
-    def to_dict(self) -> dict[str, str]:
-        return asdict(self)
-
-
-@dataclass
-class Subject:
-    """A kernel under test on one device, with one dtype."""
-
-    spec: OpSpec
-    kernel: Kernel
-    device: torch.device
-    dtype: torch.dtype
-
-    def finding(self, check: str, case: str, problem: str | None) -> Finding:
-        name = str(self.dtype).removeprefix("torch.")
-        return Finding(str(self.kernel), check, name, case, FAIL if problem else PASS, problem or "")
 
 
 def check_kernel(
@@ -115,7 +84,7 @@ def _check_dtype(subject: Subject, quick: bool) -> Iterator[Finding]:
 def _check_case(subject: Subject, case: Case, first: bool) -> Iterator[Finding]:
     spec, kernel = subject.spec, subject.kernel
     args = cast(spec, case, subject.dtype, subject.device)
-    outcome, problem = _attempt(lambda: call_forward(spec, kernel, args))
+    outcome, problem = attempt(lambda: call_forward(spec, kernel, args))
     if outcome is None:
         # A dtype that was claimed and cannot even start is a false claim.
         yield subject.finding("dtypes" if first else "forward", case.name, problem)
@@ -124,7 +93,7 @@ def _check_case(subject: Subject, case: Case, first: bool) -> Iterator[Finding]:
     grads = seeds(spec, args) if spec.gradients and not spec.split else None
     wants, want_grads = oracle(spec, args, grads)
     eager = call_forward(spec, reference_kernel(spec), args)
-    yield subject.finding("forward", case.name, _judge_all(outcome.results, wants, eager.results, forward_cap, 2.0))
+    yield subject.finding("forward", case.name, judge_all(outcome.results, wants, eager.results, forward_cap, 2.0))
     yield subject.finding("result dtypes", case.name, _dtypes(subject, args, outcome))
     yield subject.finding("bounds", case.name, "; ".join(outcome.damage))
     if spec.split:
@@ -135,33 +104,11 @@ def _check_case(subject: Subject, case: Case, first: bool) -> Iterator[Finding]:
         if first:
             yield from _expanded(subject, case, args, eager)
         if first or kernel.apply is not None or spec.parts:
-            yield _trained(subject, case, args, grads, eager, (wants, want_grads))
+            yield from _trained(subject, case, args, grads, eager, (wants, want_grads))
         if spec.name == "gemm":
-            yield from _weight_gradient(subject, case, args, grads[0])
-
-
-def _attempt(call: Callable[[], Any]) -> tuple[Any, str]:
-    """(what ``call`` returned, or None and why)."""
-    try:
-        return call(), ""
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        where = f" ({frames[-1].name}, {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
-        text = (str(error).strip().splitlines() or [""])[0]
-        return None, f"raised {type(error).__name__}: {text}{where}"
-
-
-def _judge_all(
-    got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], eager: Sequence[torch.Tensor], cap: float, factor: float,
-    names: Sequence[str] = (),
-) -> str:  # fmt: skip
-    if len(got) != len(want):
-        return f"{len(got)} tensors, not {len(want)}"
-    for i, (g, w, e) in enumerate(zip(got, want, eager, strict=True)):
-        problem = judge(g, w, e, cap, factor)
-        if problem:
-            return f"{names[i]}: {problem}" if names else (f"result {i}: {problem}" if len(got) > 1 else problem)
-    return ""
+            yield from weight_gradient(subject, case, args, grads[0])
+        if spec.name == "attention":
+            yield from tiles(subject, case, args, grads[0], eager, (wants, want_grads))
 
 
 def _dtypes(subject: Subject, args: tuple[Any, ...], outcome: Outcome) -> str:
@@ -183,12 +130,12 @@ def _backward(
     names = [n for n in spec.gradients if args[spec.args.index(n)] is not None]
 
     def run(check: str, by: Kernel, saved: Sequence[Any]) -> Iterator[Finding]:
-        found, problem = _attempt(lambda: call_backward(spec, by, grads, saved, args))
+        found, problem = attempt(lambda: call_backward(spec, by, grads, saved, args))
         if found is None:
             yield subject.finding(check, case.name, problem)
             return
         got, damage = found
-        problem = _judge_all(got, wants, eager.gradients, cap, 3.0, names)
+        problem = judge_all(got, wants, eager.gradients, cap, 3.0, names)
         wrong = [n for n, g in zip(names, got, strict=True) if g.dtype != args[spec.args.index(n)].dtype]
         problem = problem or (f"the gradient of {wrong[0]} has another dtype than it" if wrong else "")
         yield subject.finding(check, case.name, problem)
@@ -222,15 +169,15 @@ def _expanded(subject: Subject, case: Case, args: tuple[Any, ...], eager: Outcom
     spec, kernel = subject.spec, subject.kernel
     made = spec.fake(*args)[: len(spec.results) - len(spec.fixed)]
     grads = [torch.ones((), dtype=r.dtype, device=r.device).expand(r.shape) for r in made]
-    fresh, problem = _attempt(lambda: call_forward(spec, kernel, args))
+    fresh, problem = attempt(lambda: call_forward(spec, kernel, args))
     if fresh is None:
         return
-    found, problem = _attempt(lambda: call_backward(spec, kernel, grads, fresh.saved, args))
+    found, problem = attempt(lambda: call_backward(spec, kernel, grads, fresh.saved, args))
     if found is not None:
         _, wants = oracle(spec, args, grads)
         _, cap = spec.bounds.of(subject.dtype)
         plain, _ = call_backward(spec, reference_kernel(spec), grads, eager.saved, args)
-        problem = _judge_all(found[0], wants, plain, cap, 3.0)
+        problem = judge_all(found[0], wants, plain, cap, 3.0)
     yield subject.finding("backward", f"{case.name}, expanded gradient", problem)
 
 
@@ -246,9 +193,9 @@ def _split_backward(subject: Subject, case: Case, args: tuple[Any, ...], outcome
     wants = spec.backward(grad.double(), logits.double(), labels, peak.double(), normalizer.double(), start)
     plain, _ = call_backward(spec, reference_kernel(spec), [grad], (logits,), args, after)
     _, cap = spec.bounds.of(subject.dtype)
-    found, problem = _attempt(lambda: call_backward(spec, kernel, [grad], outcome.saved, args, after))
+    found, problem = attempt(lambda: call_backward(spec, kernel, [grad], outcome.saved, args, after))
     if found is not None:
-        problem = _judge_all(found[0], [w.cpu() for w in wants], plain, cap, 3.0, spec.gradients)
+        problem = judge_all(found[0], [w.cpu() for w in wants], plain, cap, 3.0, spec.gradients)
         yield subject.finding("bounds", f"{case.name}, backward", "; ".join(found[1]))
     yield subject.finding("backward", case.name, problem)
 
@@ -256,42 +203,23 @@ def _split_backward(subject: Subject, case: Case, args: tuple[Any, ...], outcome
 def _trained(
     subject: Subject, case: Case, args: tuple[Any, ...], grads: list[torch.Tensor], eager: Outcome,
     wants: tuple[list[torch.Tensor], list[torch.Tensor]],
-) -> Finding:  # fmt: skip
+) -> Iterator[Finding]:  # fmt: skip
     """Through autograd, as the model calls it, where ``apply`` and ``parts`` come in; backward twice, as
     ``retain_graph`` allows, where nothing is used up."""
     spec, kernel = subject.spec, subject.kernel
     forward_cap, cap = spec.bounds.of(subject.dtype)
     # A callable of the vendor's own may use up what it saved: models run each backward once.
     times = 1 if kernel.private or kernel.overwrites or kernel.apply is not None else 2
-    found, problem = _attempt(lambda: call_trained(spec, kernel, args, grads, times))
+    found, problem = attempt(lambda: call_trained(spec, kernel, args, grads, times))
     if found is not None:
+        results, gradients, damage = found
         names = [n for n in spec.gradients if args[spec.args.index(n)] is not None]
-        problem = _judge_all(found[0], wants[0], eager.results, forward_cap, 2.0)
-        for count, got in enumerate(found[1]):
-            worse = _judge_all(got, wants[1], eager.gradients, cap, 3.0, names)
+        problem = judge_all(results, wants[0], eager.results, forward_cap, 2.0)
+        for count, got in enumerate(gradients):
+            worse = judge_all(got, wants[1], eager.gradients, cap, 3.0, names)
             problem = problem or (worse and f"backward {count + 1}: {worse}")
-    return subject.finding("training", case.name, problem)
-
-
-def _weight_gradient(subject: Subject, case: Case, args: tuple[Any, ...], dy: torch.Tensor) -> Iterator[Finding]:
-    """``weight`` of gemm adds to a sum of at least fp32, in that precision; with beta 0 nothing is there yet.
-
-    The sum is 16 times the product, so that adding in 16 bits is off by more than the bound.
-    """
-    x, weight, _ = args
-    want = dy.cpu().double().flatten(0, -2).t() @ x.cpu().double().flatten(0, -2)
-    typical = float(want.norm()) / max(want.numel(), 1) ** 0.5
-    _, cap = subject.spec.bounds.of(subject.dtype)
-    for beta in (0.0, 1.0):
-        start = 16 * (typical or 1.0) * normal(*weight.shape, seed=5) if beta else torch.full(weight.shape, math.nan)
-        into = start.to(wide(subject.dtype)).to(subject.device)
-        before = into.cpu().double() if beta else 0.0
-        _, problem = _attempt(lambda: subject.kernel.parts["weight"](dy, x, into, beta))  # noqa: B023
-        error = float((into.cpu().double() - before - want).norm())  # what lies there counts, not what was returned
-        _, sums = subject.spec.bounds.of(into.dtype)
-        if not problem and not error <= cap * float(want.norm()) + sums * float(into.norm()):
-            problem = f"the sum of {into.dtype} is off by {error / (float(want.norm()) or 1.0):.2g} of what was added"
-        yield subject.finding("weight gradient", f"{case.name}, beta {beta:g}", problem)
+        yield subject.finding("bounds", f"{case.name}, training", "; ".join(damage))
+    yield subject.finding("training", case.name, problem)
 
 
 def _repeatable(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -310,7 +238,7 @@ def _repeatable(subject: Subject, case: Case) -> Iterator[Finding]:
             out += call_backward(spec, kernel, seeds(spec, args), outcome.saved, args)[0]
         return out
 
-    runs, problem = _attempt(lambda: [once() for _ in range(3)])
+    runs, problem = attempt(lambda: [once() for _ in range(3)])
     if runs is None:
         yield subject.finding("deterministic", case.name, problem)
         return
@@ -337,5 +265,5 @@ def _compiles(subject: Subject) -> Finding:
         torch.library.opcheck(operator, live, test_utils=tests)
         return True
 
-    _, problem = _attempt(check)
+    _, problem = attempt(check)
     return subject.finding("compile", case.name, problem)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hetero_megatron.ops.bind import bind
-from hetero_megatron.ops.conformance.compare import copy_args, flatten, same_strides
+from hetero_megatron.ops.conformance.compare import copy_args, flatten
 from hetero_megatron.ops.conformance.sandbox import Sandbox
 from hetero_megatron.ops.gemm import WeightGradients, bind_gemm
 from hetero_megatron.ops.kernel import Kernel
@@ -85,19 +85,23 @@ def call_backward(
 
 def call_trained(
     spec: OpSpec, kernel: Kernel, args: Sequence[Any], grads: Sequence[torch.Tensor], times: int
-) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
-    """(results, gradients of each of ``times`` backwards) through autograd, as the model calls the kernel."""
+) -> tuple[list[torch.Tensor], list[list[torch.Tensor]], list[str]]:
+    """(results, gradients of each of ``times`` backwards, illegal writes) through autograd, as the model calls the
+    kernel."""
     call = bind_gemm(kernel, WeightGradients()) if spec.name == "gemm" else bind(spec, kernel)
-    own = list(copy_args(args, lambda x: same_strides(x, x.dtype, x.device)))
+    box = Sandbox()
+    own = list(place(spec, kernel, args, box))
+    incoming = [box.place(g) for g in grads]
     wanted = [own[i].requires_grad_() for i in map(spec.args.index, spec.gradients) if own[i] is not None]
-    made = flatten(call(*own))
-    live = made[: len(spec.results) - len(spec.fixed)]
     found = []
-    for count in range(times):
-        again = count + 1 < times
-        each = torch.autograd.grad(live, wanted, grads, retain_graph=again, allow_unused=True)
-        found.append([torch.zeros_like(x) if g is None else g for g, x in zip(each, wanted, strict=True)])
-    return [x.detach() for x in made], found
+    with box:
+        made = flatten(call(*own))
+        live = made[: len(spec.results) - len(spec.fixed)]
+        for count in range(times):
+            again = count + 1 < times
+            each = torch.autograd.grad(live, wanted, incoming, retain_graph=again, allow_unused=True)
+            found.append([torch.zeros_like(x) if g is None else g for g, x in zip(each, wanted, strict=True)])
+    return [x.detach() for x in made], found, box.damage()
 
 
 def seeds(spec: OpSpec, args: Sequence[Any]) -> list[torch.Tensor]:

@@ -34,6 +34,12 @@ DEFECTS = {
     "gemm:no_parts": ("registration", "it lacks the part input"),
     "gemm:sums_in_16_bits": ("weight gradient", "the sum of torch.float32 is off by"),
     "gemm:forgets_the_sum": ("weight gradient", "the sum of torch.float32 is off by"),
+    "gemm:sums_beyond_the_end": ("bounds", "out of bounds: 1 after an argument"),
+    "gemm:no_last_row": ("training", "were not written"),
+    "attention:rounded_share": ("tiles", "share returned torch.bfloat16"),
+    "attention:share_of_its_own": ("tiles", "error"),
+    "attention:delta_by_token": ("tiles", "delta is (2, 13, 4), not (2, 4, 13)"),
+    "attention:half_a_delta": ("tiles", "error"),
     "swiglu:apply_loses_a_gradient": ("training", "gate: error"),
     "l2norm:nowhere": ("supports", "nothing of it was checked: device cpu, not acme"),
     "linear_cross_entropy:one_value": ("backward", "not a tuple of 2"),
@@ -113,6 +119,49 @@ def _forgets_the_sum(dy: torch.Tensor, x: torch.Tensor, into: Any = None, beta: 
     return _good("gemm").parts["weight"](dy, x, into, 0.0)
 
 
+def _sums_beyond(dy: torch.Tensor, x: torch.Tensor, into: Any = None, beta: float = 1.0) -> Any:
+    """Right, and one element more: harm that only the fence around the buffer shows."""
+    if into is not None:
+        into.as_strided((1,), (1,), into.storage_offset() + into.numel()).fill_(1.0)
+    return _good("gemm").parts["weight"](dy, x, into, beta)
+
+
+def _no_last_row(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    made: Any = _good("gemm").parts["input"](dy, weight)
+    out = torch.empty(made.shape, dtype=made.dtype, device=made.device)
+    out[:-1] = made[:-1]
+    return out
+
+
+def _share(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    delta: torch.Tensor | None, window: int | None, q_start: int, k_start: int,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """A good one: in fp32; where ``delta`` is given, ``out`` is not looked at."""
+    run = _good("attention").backward
+    assert run is not None
+    if delta is not None:  # a vector in place of out that has this product with dout
+        given = delta.transpose(1, 2)[..., None]
+        out = given * dout.float() / dout.float().square().sum(-1, keepdim=True)
+    wide = (x.float() for x in (q, k, v))
+    return run(dout.float(), *wide, out.float(), lse, None, window, q_start, k_start)
+
+
+def _delta(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return (dout.float() * out.float()).sum(-1).transpose(1, 2)
+
+
+def _rounded_share(*args: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(x.to(args[1].dtype) for x in _share(*args))
+
+
+def _share_of_its_own(*args: Any) -> tuple[torch.Tensor, ...]:
+    """Takes the log-sum-exp of the keys that it sees for that of all."""
+    dout, q, k, v, out, _, delta, window, q_start, k_start = args
+    lse = _good("attention").forward(q, k, v, None, window, q_start, k_start)[1]
+    return _share(dout, q, k, v, out, lse, delta, window, q_start, k_start)
+
+
 def _loses_a_gradient(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate.detach()) * up
 
@@ -134,8 +183,17 @@ def register(api: PluginApi) -> None:
         _bad("gemm:half_the_gradient", backward=_then("gemm", lambda g: (g[0], g[1] / 2, g[2]), forward=False))
     )
     api.kernel(_bad("gemm:no_parts", parts={}))
-    for name, weight in {"sums_in_16_bits": _sums_in_16_bits, "forgets_the_sum": _forgets_the_sum}.items():
-        api.kernel(_bad(f"gemm:{name}", parts={"input": _good("gemm").parts["input"], "weight": weight}))
+    for name, part in {
+        "sums_in_16_bits": {"weight": _sums_in_16_bits}, "forgets_the_sum": {"weight": _forgets_the_sum},
+        "sums_beyond_the_end": {"weight": _sums_beyond}, "no_last_row": {"input": _no_last_row},
+    }.items():  # fmt: skip
+        api.kernel(_bad(f"gemm:{name}", parts={**_good("gemm").parts, **part}))
+    for name, parts in {
+        "rounded_share": {"share": _rounded_share, "delta": _delta}, "share_of_its_own": {"share": _share_of_its_own},
+        "delta_by_token": {"share": _share, "delta": lambda dout, out: _delta(dout, out).transpose(1, 2)},
+        "half_a_delta": {"share": _share, "delta": lambda dout, out: _delta(dout, out) / 2},
+    }.items():  # fmt: skip
+        api.kernel(_bad(f"attention:{name}", parts=parts))
     api.kernel(_bad("swiglu:apply_loses_a_gradient", apply=_loses_a_gradient))
     api.kernel(_bad("l2norm:nowhere", capability=Capability(devices=("acme",))))
     api.kernel(

@@ -1,0 +1,115 @@
+"""Checks of what training does with a kernel beside forward and backward: weight gradients that add up in one buffer,
+attention that is composed of tiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from hetero_megatron.layout.mask import BAND, Tile
+from hetero_megatron.ops.block_attention import BlockAttention, KeyHeads, TileKernel, accumulators
+from hetero_megatron.ops.conformance.run import Outcome
+from hetero_megatron.ops.conformance.sandbox import Sandbox
+from hetero_megatron.ops.conformance.subject import Finding, Subject, attempt, judge_all
+from hetero_megatron.ops.spec import Case, normal, wide
+from hetero_megatron.ops.tile_kernels import tile_kernel
+
+
+def weight_gradient(subject: Subject, case: Case, args: tuple[Any, ...], dy: torch.Tensor) -> Iterator[Finding]:
+    """``weight`` of gemm adds to a sum of at least fp32, in that precision; with beta 0 nothing is there yet.
+
+    The sum is 16 times the product, so that adding in 16 bits is off by more than the bound.
+    """
+    x, weight, _ = args
+    want = dy.cpu().double().flatten(0, -2).t() @ x.cpu().double().flatten(0, -2)
+    typical = float(want.norm()) / max(want.numel(), 1) ** 0.5
+    _, cap = subject.spec.bounds.of(subject.dtype)
+    for beta in (0.0, 1.0):
+        start = 16 * (typical or 1.0) * normal(*weight.shape, seed=5) if beta else torch.full(weight.shape, math.nan)
+        box = Sandbox()
+        into = box.place(start.to(wide(subject.dtype)).to(subject.device), may_change=True)
+        placed = box.place(dy), box.place(x), into, beta
+        before = into.cpu().double() if beta else 0.0
+        with box, torch.no_grad():
+            _, problem = attempt(lambda: subject.kernel.parts["weight"](*placed))  # noqa: B023
+        error = float((into.cpu().double() - before - want).norm())  # what lies there counts, not what was returned
+        _, sums = subject.spec.bounds.of(into.dtype)
+        if not problem and not error <= cap * float(want.norm()) + sums * float(into.norm()):
+            problem = f"the sum of {into.dtype} is off by {error / (float(want.norm()) or 1.0):.2g} of what was added"
+        yield subject.finding("weight gradient", f"{case.name}, beta {beta:g}", problem)
+        yield subject.finding("bounds", f"{case.name}, weight gradient, beta {beta:g}", "; ".join(box.damage()))
+
+
+class _Watched:
+    """A tile kernel, and whether its gradients are wide enough to be added up."""
+
+    def __init__(self, kernel: TileKernel) -> None:
+        self.forward, self.delta, self._backward = kernel.forward, kernel.delta, kernel.backward
+        self.narrow: set[torch.dtype] = set()
+
+    def backward(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        found = self._backward(*args)
+        self.narrow |= {x.dtype for x in found if x.dtype.itemsize < 4}
+        return found
+
+
+def tiles(
+    subject: Subject, case: Case, args: tuple[Any, ...], grad: torch.Tensor, eager: Outcome,
+    wants: tuple[list[torch.Tensor], list[torch.Tensor]],
+) -> Iterator[Finding]:  # fmt: skip
+    """Attention in two runs of queries to two of keys, as context groups compose it: partial results merge to the
+    whole, and gradients by the whole's log-sum-exp, with and without what ``delta`` gives, add up to the whole's.
+
+    Queries, gradients and log-sum-exps of a tile are views: their rows are as far apart as the whole's.
+    """
+    kernel, (q, k, v, documents, window, q_start, k_start) = subject.kernel, args
+    if documents is not None or kernel.private or not q.numel() or not k.numel():
+        return  # tiles end where documents do; private state is of one call, which training refuses in groups
+    forward_cap, cap = subject.spec.bounds.of(subject.dtype)
+    watched = _Watched(tile_kernel(subject.device, kernel))
+    attention = BlockAttention(watched, KeyHeads(q.shape[2] // k.shape[2]), window)
+    rows = [
+        (None, Tile(a, b, c, d, BAND, q_start + a - k_start - c))
+        for a, b in _halves(q.shape[1])
+        for c, d in _halves(k.shape[1])
+    ]
+
+    def composed() -> list[torch.Tensor]:
+        made = accumulators(q)
+        attention.forward(q, k, v, rows, *made)
+        return list(made)
+
+    def gradients(delta: torch.Tensor | None) -> list[torch.Tensor]:
+        watched.narrow.clear()
+        dq, dk, dv = (torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in (q, k, v))
+        attention.backward(dout, q, k, v, out, lse, rows, (dq, dk, dv), delta)
+        return [dq, dk, dv]
+
+    box = Sandbox()
+    q, k, v, dout = (box.place(x) for x in (q, k, v, grad))
+    out, lse = (box.place(x.to(q.device, kind)) for x, kind in zip(wants[0], (q.dtype, wide(q.dtype)), strict=True))
+    with box, torch.no_grad():
+        made, problem = attempt(composed)
+        yield subject.finding(
+            "tiles", f"{case.name}, merged", problem or judge_all(made, wants[0], eager.results, forward_cap, 2.0)
+        )
+        delta, problem = attempt(lambda: watched.delta(dout, out))
+        shape = q.shape[0], q.shape[2], q.shape[1]
+        if delta is not None and tuple(delta.shape) != shape:
+            problem = f"delta is {tuple(delta.shape)}, not {shape}: [b, heads, queries]"
+        if problem:
+            yield subject.finding("tiles", f"{case.name}, delta", problem)
+        for given in (None,) if problem or delta is None else (None, delta):
+            found, problem = attempt(lambda: gradients(given))  # noqa: B023
+            problem = problem or judge_all(found, wants[1], eager.gradients, cap, 3.0, subject.spec.gradients)
+            if not problem and "share" in kernel.parts and watched.narrow:
+                problem = f"share returned {', '.join(map(str, watched.narrow))}: its gradients are added up in fp32"
+            yield subject.finding("tiles", f"{case.name}, backward{', delta given' * (given is not None)}", problem)
+    yield subject.finding("bounds", f"{case.name}, tiles", "; ".join(box.damage()))
+
+
+def _halves(n: int) -> list[tuple[int, int]]:
+    return [(a, b) for a, b in ((0, n // 2), (n // 2, n)) if a < b]
