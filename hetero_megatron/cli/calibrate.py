@@ -171,7 +171,6 @@ def _measure(
     from hetero_megatron.platform import choose_platform
     from hetero_megatron.platform.plugins import load_plugins
     from hetero_megatron.spec import load_model
-    from hetero_megatron.testbed.report import OVERRUN_LIMIT
     from hetero_megatron.training.calibration import CalibrationOptions, calibrate, degrees, format_calibration
     from hetero_megatron.training.calibration.runs import tp_groups
     from hetero_megatron.training.config import OptimizerConfig
@@ -222,7 +221,8 @@ def _measure(
             comm.clock.synchronize = platform.synchronize
         build = optimizer_factory(OptimizerConfig())
         rates: dict[str, Any] = {}
-        tables, links, invalid = [], None, None
+        tables, links = [], None
+        invalid: Rank | None = None
         known: dict[str, dict[tuple[str, bool], tuple[float, float]]] = {dtype: {} for dtype in dtypes}
         for one in wanted:
             log(f"{one.dtype}, {one.seq_length} tokens")
@@ -235,7 +235,8 @@ def _measure(
             found = calibrate(comm, cluster, spec, one, kind, build, log, links, kernels, fixed)
             known[one.dtype] = found.fixed()
             rates, links = merge_rates(rates, found.rates), found.links
-            invalid = cluster.ranks[found.worst] if found.clock.get("overrun", 0.0) > OVERRUN_LIMIT else invalid
+            if found.clock is not None and found.clock.invalid:
+                invalid = cluster.ranks[found.clock.worst_rank]
             tables.append(f"{one.dtype}, {one.seq_length} tokens\n{format_calibration(found)}")
     finally:
         stop_comm()
