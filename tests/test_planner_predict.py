@@ -217,7 +217,7 @@ def test_the_data_sheets_give_a_sane_step() -> None:
     }  # fmt: skip
     found = predict(plan_from_dict(spelled, model), model, where).require_fit()
     assert found.mfu is not None and 0.35 < found.mfu < 0.65
-    assert found.assumed == ("A100-80-SXM",)
+    assert found.assumed == {"A100-80-SXM": "ml-engineering; fp32 and fp64 recalled"}
     assert len({id(t) for t in found.timelines}) == 1  # four equal pipelines are simulated once
 
 

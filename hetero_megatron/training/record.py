@@ -48,7 +48,7 @@ def expectation(config: RunConfig) -> tuple[Prediction | None, str]:
     except UserError as error:
         return None, f"no prediction of the step time: {error}"
     if found.assumed:
-        return found, f"the prediction takes {', '.join(found.assumed)} from data sheets: hetero-megatron calibrate"
+        return found, f"the prediction takes {found.describe_assumed()} from data sheets: hetero-megatron calibrate"
     return found, ""
 
 
