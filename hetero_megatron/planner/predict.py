@@ -41,7 +41,7 @@ class Prediction:
         reduces, spreads: when each bucket travels.
         parts: seconds of the step: ``pipelines``, ``jitter`` (what unsteady chips add), ``gradients`` (exposed),
             ``optimizer``, ``parameters``.
-        busy: seconds of compute by rank.
+        busy: seconds of its stage's forwards and backwards by rank, exchanges inside TP groups included.
         assumed: chips whose rates come from data sheets and default efficiencies, and where their sheets' values are
             from.
     """
@@ -117,6 +117,20 @@ def step_seconds(plan: Plan, costs: CostModel) -> float:
     """Only the time of :func:`predict`, for a plan that is known to be valid."""
     _check(plan, costs)
     return _Step(plan, costs).times().end
+
+
+def computing_seconds(plan: Plan, costs: CostModel) -> dict[int, float]:
+    """Seconds of a step by rank that its own forwards and backwards take, without the exchanges of TP groups: what the
+    runtime measures as busy. (:attr:`Prediction.busy` is the stage's, with them.)"""
+    _check(plan, costs)
+    stages = StageCosts(plan, costs)
+    return {
+        rank: pipeline.num_micro_batches * stages.computing(stage, unit, t)
+        for pipeline in plan.pipelines
+        for stage in pipeline.stages
+        for unit in stage.units
+        for t, rank in enumerate(unit.ranks)
+    }
 
 
 def pipeline_seconds(plan: Plan, costs: CostModel) -> float:

@@ -14,7 +14,14 @@ from hetero_megatron.testbed.clocks import Kept, worst_clock
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.console import Progress, format_line, format_validation
 from hetero_megatron.training.metrics import MetricsWriter, StepMetrics, set_aside
-from hetero_megatron.training.record import FILE, add_event, expectation, measured_rows, start_event
+from hetero_megatron.training.record import (
+    FILE,
+    add_event,
+    expectation,
+    expected_busy,
+    measured_rows,
+    start_event,
+)
 from hetero_megatron.training.runtime import Runtime, StepStats
 from hetero_megatron.training.throughput import measured_peak_flops, tokens_per_chip_second, work_shares
 
@@ -66,7 +73,7 @@ class Reporter:
         if found is not None:
             self.predicted = found.step_seconds
             print(f"predicted step: {found.step_seconds:.4g} s", flush=True)
-            self.expected_busy = {} if found.assumed else dict(found.busy)
+            self.expected_busy = {} if found.assumed else expected_busy(self.config)
         directory = self.config.logging.save
         again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         if directory is not None:
