@@ -261,6 +261,9 @@ BAD = [
     (["--cluster", "FILE", "--merge", "/none.json"], "none.json"),
     (["--cluster", "FILE", "--model", "tiny", "--dtype", "fp32,int8", "--tp", "1"], "int8"),
     (["--cluster", "FILE", "--from-runs", "runs.csv", "--dtype", "fp32,bf16"], "the runs had one"),
+    (["--cluster", "FILE", "--model", "tiny", "--tp", "1", "--micro-batch-sizes", "1,2,1"], "= 1,2,1: would be"),
+    (["--cluster", "FILE", "--model", "tiny", "--tp", "1", "--dtype", "fp32,fp32"], "--dtype = fp32,fp32: would be"),
+    (["--cluster", "FILE", "--model", "tiny", "--tp", "1", "--seq-length", "16,4096"], "= 4096: .* at most 2048"),
     (["--nonsense"], "nonsense"),
 ]
 
