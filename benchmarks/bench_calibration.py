@@ -89,7 +89,8 @@ def flat(rates: dict[str, Any]) -> dict[str, dict[tuple[Any, ...], float]]:
 
 def spreads(repeats: list[dict[str, Any]]) -> dict[str, tuple[int, float, float]]:
     """By kind: (how many rates, median spread, largest spread). Embedding and head count against a layer's seconds
-    where they are smaller than that: they are differences of stages that hold layers too."""
+    where they are smaller than that: they are differences of stages that hold layers too. So do visits of a ring's
+    block against attention."""
     every = [flat(rates) for rates in repeats]
     found = {}
     for kind, first in every[0].items():
@@ -99,6 +100,8 @@ def spreads(repeats: list[dict[str, Any]]) -> dict[str, tuple[int, float, float]
             base = median(values)
             if kind.startswith(("embed", "head")):
                 base = max(base, median(one[kind.replace(kind.split(",")[0], "layers")][key] for one in every))
+            if kind == "visits":
+                base = median(one["attention"][key] for one in every)
             widths.append((max(values) - min(values)) / base if base else 0.0)
         found[kind] = (len(widths), median(widths), max(widths))
     return found

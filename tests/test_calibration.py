@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from hetero_megatron.planner.costs import CostModel, StageChoice
 from hetero_megatron.planner.rates import load_rates
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.training.calibration import CalibrationOptions, calibrate
+from hetero_megatron.training.calibration.alone import LEAST, MOST, interleaved
 from hetero_megatron.training.calibration.chips import Job, observe
 from hetero_megatron.training.calibration.links import pairs
 from hetero_megatron.training.calibration.runs import (
@@ -169,6 +171,21 @@ def test_the_middle_half_ignores_outliers_and_nothing_else() -> None:
     assert middle([2.0, 1.0, 900.0, 3.0]) == 2.5
     two_speeds = [1.0] * 9 + [2.0] * 11  # a median would say 2
     assert middle(two_speeds) == pytest.approx(1.6)
+
+
+def test_what_is_timed_alone_takes_turns_without_the_first_call() -> None:
+    calls: list[str] = []
+
+    def measure(name: str, seconds: float) -> list[float]:
+        time.sleep(seconds)
+        calls.append(name)
+        return [1e6 if calls.count(name) == 1 else float(len(name)), 2.0]
+
+    found = interleaved({name: partial(measure, name, s) for name, s in (("short", 0.0), ("longer", 0.3))}, steps=1)
+    assert found == {"short": [5.0, 2.0], "longer": [6.0, 2.0]}  # first calls are no part of it
+    assert (calls.count("short"), calls.count("longer")) == (1 + MOST, 1 + LEAST)
+    turn = ["short"] * (MOST // LEAST) + ["longer"]
+    assert calls == ["short", "longer", *LEAST * turn]
 
 
 def test_waiting_in_tp_groups_is_what_compute_and_exchanges_leave() -> None:

@@ -16,15 +16,13 @@ from hetero_megatron.planner.network import Network
 from hetero_megatron.planner.rates import LinkRates, Rates, link_document, model_fingerprint
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.testbed.clocks import Kept, worst_clock
+from hetero_megatron.training.calibration.alone import AttentionRow, alone_seconds
 from hetero_megatron.training.calibration.chips import (
     Job,
     Kernels,
     Observed,
-    attention_seconds,
     observe,
     observe_exchange,
-    optimizer_seconds,
-    visit_seconds,
 )
 from hetero_megatron.training.calibration.links import LinkRow, measure_links
 from hetero_megatron.training.calibration.runs import (
@@ -76,8 +74,8 @@ class Calibration:
     saved: dict[str, float] = field(default_factory=dict)  # by a first backward, seconds per byte of weights
     jitter: dict[str, float] = field(default_factory=dict)
     optimizer: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    attention: dict[str, list[tuple[int, int, int, float, float]]] = field(default_factory=dict)
-    visits: dict[str, list[tuple[int, int, int, float, float]]] = field(default_factory=dict)
+    attention: dict[str, list[AttentionRow]] = field(default_factory=dict)
+    visits: dict[str, list[AttentionRow]] = field(default_factory=dict)
     links: list[LinkRow] = field(default_factory=list)
     slow: dict[tuple[int, ...], float] = field(default_factory=dict)
     clock: Kept | None = None  # on a testbed
@@ -130,9 +128,7 @@ def calibrate(
         phases += [p for rank, theirs in enumerate(world.gather_objects(own)) if rank not in out for p in theirs]  # type: ignore[attr-defined]
     found.exchange = {c: solve_phases([p for p in phases if p.chip == c]) for c in {p.chip for p in phases}}
     log("optimizer and attention")
-    arguments = (comm, dtype, spec, options.lengths, options.steps)
-    updates = optimizer_seconds(job, options.steps)
-    every: Any = world.gather_objects((updates, attention_seconds(*arguments), visit_seconds(*arguments)))
+    every: Any = world.gather_objects(alone_seconds(job, spec, options.lengths, options.steps))
     tables: tuple[dict[str, list[Any]], ...] = (found.optimizer, found.attention, found.visits)
     for rank, measured in enumerate(every):
         for table, theirs in zip(tables, measured if rank not in out else ()):
@@ -261,7 +257,7 @@ def _medians(rows: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def _attention_medians(
-    rows: Sequence[tuple[int, int, int, float, float]],
+    rows: Sequence[AttentionRow],
 ) -> list[tuple[tuple[int, ...], tuple[float, float]]]:
     keys = sorted({row[:3] for row in rows})
     return [(k, (median(r[3] for r in rows if r[:3] == k), median(r[4] for r in rows if r[:3] == k))) for k in keys]
