@@ -34,6 +34,7 @@ from hetero_megatron.planner.uniform import few_uniform
 from hetero_megatron.planner.whatif import without
 from hetero_megatron.platform import detect_platform
 from hetero_megatron.spec import LogicalTensor, ModelSpec
+from hetero_megatron.testbed.clocks import worst_clock
 from hetero_megatron.training.calibration import CalibrationOptions, calibrate, degrees, format_calibration
 from hetero_megatron.training.calibration.run import Calibration
 from hetero_megatron.training.config import OptimizerConfig
@@ -91,10 +92,10 @@ def begin() -> tuple[dict[str, Any], ModelSpec, Cluster, Comm, Group]:
 
 def end(work: dict[str, Any], comm: Comm, world: Group, rows: list[Any], found: Calibration, took: float) -> None:
     """Rank 0 writes what was measured, and the worst rank's emulated clock."""
-    reports: Any = [r for r in world.gather_objects(comm.clock.report()) if r]
+    clock = worst_clock(dict(enumerate(world.gather_objects(comm.clock.report()))))  # type: ignore[arg-type]
     if comm.rank == 0:
-        worst = {k: max(r[k] for r in reports) for k in ("overrun", "late")} if reports else {}
-        out = {"rows": rows, "clock": worst, "calibration_seconds": took, "rates": found.rates}
+        kept = clock.facts() if clock is not None else {}
+        out = {"rows": rows, "clock": kept, "calibration_seconds": took, "rates": found.rates}
         Path(work["out"]).write_text(json.dumps(out))
     stop_comm()
 

@@ -25,7 +25,6 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.planner.costs import CostModel, StageChoice
 from hetero_megatron.planner.rates import load_rates
 from hetero_megatron.spec import ModelSpec, load_model
-from hetero_megatron.testbed import report
 from hetero_megatron.training.calibration import CalibrationOptions, calibrate
 from hetero_megatron.training.calibration.alone import LEAST, MOST, interleaved
 from hetero_megatron.training.calibration.chips import Job, observe
@@ -279,6 +278,9 @@ BAD = [
     (["--cluster", "FILE", "--merge", "/none.json"], "none.json"),
     (["--cluster", "FILE", "--model", "tiny", "--dtype", "fp32,int8", "--tp", "1"], "int8"),
     (["--cluster", "FILE", "--from-runs", "runs.csv", "--dtype", "fp32,bf16"], "the runs had one"),
+    (["--cluster", "FILE", "--model", "tiny", "--tp", "1", "--micro-batch-sizes", "1,2,1"], "= 1,2,1: would be"),
+    (["--cluster", "FILE", "--model", "tiny", "--tp", "1", "--dtype", "fp32,fp32"], "--dtype = fp32,fp32: would be"),
+    (["--cluster", "FILE", "--model", "tiny", "--tp", "1", "--seq-length", "16,4096"], "= 4096: .* at most 2048"),
     (["--nonsense"], "nonsense"),
 ]
 
@@ -371,10 +373,11 @@ def test_one_call_measures_every_dtype_and_length(tmp_path: Path, monkeypatch: p
 
 
 def test_rates_of_cores_that_did_not_keep_up_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HETERO_TESTBED", raising=False)
+    (tmp_path / "testbed.json").write_text(json.dumps({"chips": "clock", "speeds": [1e3]}))  # no core can keep up
+    monkeypatch.setenv("HETERO_TESTBED", str(tmp_path / "testbed.json"))
+    monkeypatch.delenv("HETERO_TESTBED_DIR", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("HETERO_NODE", "slow")
-    monkeypatch.setattr(report, "OVERRUN_LIMIT", -1.0)
     file = tmp_path / "cluster.yaml"
     nodes = [{"name": "slow", "count": 1, "chip": "small"}]
     file.write_text(yaml.safe_dump({"nodes": nodes, "chips": {"small": CLUSTER["chips"]["small"]}}))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from hetero_megatron.cluster import cluster_from_dict, load_cluster
+from hetero_megatron.cli.main import main
+from hetero_megatron.cluster import CHIPS, Chip, cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import idle_ranks, plan_from_dict
 from tests.test_plan import spelled
@@ -49,6 +52,32 @@ def test_cluster_file(tmp_path: Path) -> None:
     assert cluster.find("fast-1", 1).rank == 3
     with pytest.raises(UserError, match="no such chip"):
         cluster.find("fast-2", 0)
+
+
+def test_the_documented_chips_are_those_of_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--chips"]) == 0
+    table = capsys.readouterr().out
+    written = (Path(__file__).parent.parent / "docs" / "chips.md").read_text(encoding="utf-8")
+    assert written.endswith(f"\n\n{table}"), "the table is what hetero-megatron doctor --chips prints"
+    assert main(["doctor", "--chips", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["H100-SXM"]["flops"]["fp32"] == 67e12
+    for chip in CHIPS.values():
+        assert chip.source and set(chip.flops) <= set(chip.dtypes), chip.name
+        slower = [chip.flops[dtype] for dtype in ("fp64", "fp32", "fp16") if dtype in chip.flops]
+        assert slower == sorted(slower), f"{chip.name}: fp64, fp32 (not TF32), 16 bit"
+
+
+def test_what_a_file_says_of_a_known_chip_replaces_the_catalogue() -> None:
+    def chip(**entry: object) -> Chip:
+        nodes = [{"name": "n", "chip": "H100-SXM"}]
+        return cluster_from_dict({"nodes": nodes, "chips": {"H100-SXM": entry}}).chips["H100-SXM"]
+
+    known = CHIPS["H100-SXM"]
+    assert chip(memory="64 GiB") == replace(known, memory=64 << 30)
+    one = chip(dtypes=["bf16"])
+    assert (one.flops, one.source) == ({"bf16": known.flops["bf16"]}, known.source)
+    assert chip(tflops={"bf16": 900}).source == chip(memory_bandwidth="3 TB/s").source == "cluster file"
+    assert chip(tflops={"bf16": 900}, source="our own").source == "our own"
 
 
 def test_emulated_links() -> None:

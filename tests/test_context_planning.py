@@ -110,7 +110,8 @@ def test_refusals_of_the_adapter() -> None:
     with pytest.raises(UserError, match="node a gives 2 ranks, which TP groups of 4 do not divide"):
         problem_from_cluster(model, cluster, 2048, tp=4)
     with pytest.raises(UserError, match="has no fp64"):
-        problem_from_cluster(model, cluster, 2048, dtype="fp64")
+        chips = {"H100-SXM": {"dtypes": ["bf16"]}}
+        problem_from_cluster(model, cluster_from_dict({**MIXED, "chips": chips}), 2048, dtype="fp64")
     with pytest.raises(UserError, match=r"links\.inter_node"):
         problem_from_cluster(model, cluster_from_dict({"nodes": MIXED["nodes"]}), 2048)
 

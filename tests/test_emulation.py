@@ -19,12 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_megatron.comm import yardstick as yardsticks
-from hetero_megatron.comm.clock import EmulatedClock, NominalChip, OperatorSeconds, RealClock, verdict
+from hetero_megatron.comm.clock import EmulatedClock, NominalChip, OperatorSeconds, RealClock
 from hetero_megatron.comm.emulation import Emulation
 from hetero_megatron.comm.turns import PATIENCE, Turns
 from hetero_megatron.comm.yardstick import WARM_UP, Yardstick
 from hetero_megatron.errors import UserError
 from hetero_megatron.testbed import usual
+from hetero_megatron.testbed.clocks import read_clocks, worst_clock
+from hetero_megatron.testbed.state import CLOCK, CLOCKS
 
 CHIP = NominalChip(1e9, 1e8, 1e8, operator_seconds=1e-5, segment_seconds=0.0)
 
@@ -131,9 +133,19 @@ def test_a_segment_without_an_operator_is_the_hosts() -> None:
     assert took >= computed + 0.02 * 0.9  # not hidden in the sleep before it
 
 
-def test_the_verdict_names_who_was_too_slow() -> None:
-    assert "INVALID" not in verdict(0.009, 0.5)
-    assert "INVALID: rank 3 took 2.0% more" in verdict(0.02, 0.0, "rank 3")
+def test_the_worst_clock_is_the_lowest_rank_of_those_that_overran_most(tmp_path: Path) -> None:
+    """The launcher reads seconds of ranks 0, 1, ...; the runtime and calibration know shares, by rank in any order."""
+    seconds = [(10.0, 0.1, 5.0), (20.0, 0.4, 0.0), (10.0, 0.2, 1.0), (0.0, 0.0, 0.0)]
+    (tmp_path / CLOCKS).write_bytes(b"".join(CLOCK.pack(*row) for row in seconds) + b"half a row")
+    shares = {r: {"overrun": over / (s or 1), "late": late / (s or 1)} for r, (s, over, late) in enumerate(seconds)}
+    launcher, runtime = read_clocks(tmp_path), worst_clock(dict(reversed(shares.items())))
+    assert launcher == runtime and launcher is not None
+    assert launcher.facts() == {"overrun": 0.02, "late": 0.5, "worst_rank": 1, "invalid": True}
+    assert launcher.complaint().startswith("INVALID: rank 1 took 2.0% more") and launcher.complaint() in str(launcher)
+    kept = worst_clock({7: {"overrun": 0.0, "late": 0.5}, 3: {"overrun": 0.0, "late": 0.1}, 5: {}})
+    assert kept is not None and not kept.invalid and kept.worst_rank == 3 and kept.complaint() == ""
+    assert str(kept) == "testbed: ranks were behind their emulated clock by up to 50.00% of their compute"
+    assert worst_clock({0: {}, 1: {}}) is None and read_clocks(tmp_path / "none") is None
 
 
 def _burn(seconds: float) -> None:

@@ -6,9 +6,11 @@ import importlib
 import itertools
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,9 +68,9 @@ def command(folder: Path, data: dict[str, Any], model: str, *more: str) -> list[
     return ["plan", "--model", model, *words, "--out", str(folder / "p.yaml")]
 
 
-def start(words: list[str]) -> subprocess.Popen[str]:
+def start(words: list[str], program: Sequence[str] = ("-m", "hetero_megatron.cli.main")) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "hetero_megatron.cli.main", *words], cwd=ROOT, env=ENVIRONMENT, text=True,
+        [sys.executable, *program, *words], cwd=ROOT, env=ENVIRONMENT, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # background jobs ignore it
     )  # fmt: skip
@@ -87,14 +89,40 @@ def test_ctrl_c_in_the_search_leaves_the_best_plan_so_far(tmp_path: Path) -> Non
     load_plan(tmp_path / "p.yaml", load_model("llama2-70b"), load_cluster(tmp_path / "c.yaml"), "bf16")
 
 
+def test_ctrl_c_at_the_first_sign_of_a_plan_leaves_that_plan() -> None:
+    def tell(text: str) -> None:
+        said.append(text)
+        raise KeyboardInterrupt
+
+    said: list[str] = []
+    cluster, watch = cluster_from_dict(there(("A100-80-SXM", 2, 4), ("L40S", 2, 4))), Watch()
+    found = search(MODEL, cluster, 1024, 16, SearchOptions(space=FEW), progress=tell, watch=watch)
+    assert len(said) == 1 and watch.interrupted and not found.complete
+    assert 0 < found.best.step_seconds <= 1.1 * float(said[0].split()[0])
+
+
 def test_ctrl_c_in_the_report_leaves_the_plan(tmp_path: Path) -> None:
-    process = start(command(tmp_path, LARGE, "llama2-70b", "--quiet", "--time-limit", "1", "--bound"))
+    os.mkfifo(tmp_path / "page")  # nobody reads it, so the report does not end by itself however fast the machine is
+    small = there(("H100-SXM", 1, 8), ("A100-80-SXM", 2, 8))
+    words = command(tmp_path, small, "llama2-70b", "--quiet", "--no-baselines", "--html", str(tmp_path / "page"))
+    process = start([*words, "--micro-batch-size", "1"])
     assert process.stdout is not None and process.stdout.readline().startswith("# llama2-70b")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
     assert process.returncode == INTERRUPTED and "Traceback" not in err, err
     assert f"error: interrupted in the report; the plan is in {tmp_path / 'p.yaml'}" in err
     load_plan(tmp_path / "p.yaml", load_model("llama2-70b"), load_cluster(tmp_path / "c.yaml"), "bf16")
+
+
+def test_ctrl_c_in_the_search_of_a_training_run_starts_nothing(tmp_path: Path) -> None:
+    """Not with the best plan so far, as ``plan`` does: each rank would have another one."""
+    _, _, model, *words = command(tmp_path, LARGE, "llama2-70b")[:-2]
+    words = ["--auto-plan", "--model", model, *words, "--mock-data", "--train-iters", "1", "--lr", "1e-3"]
+    process = start(words, ["pretrain_gpt.py"])
+    assert process.stderr is not None and process.stderr.readline().startswith("searching for a plan on 512 chips")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (INTERRUPTED, "", "error: interrupted\n")
 
 
 def test_a_time_limit_leaves_the_best_plan_so_far(tmp_path: Path) -> None:

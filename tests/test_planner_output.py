@@ -72,7 +72,8 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     page, trace = tmp_path / "o.html", tmp_path / "o.json"
     assert main([*WORDS, "--html", str(page), "--trace", str(trace)]) == 0
     text = capsys.readouterr().out
-    assert "predicted step:" in text and "fits: rank" in text and "assumed: data sheet" in text
+    assert "predicted step:" in text and "fits: rank" in text
+    assert "assumed: data sheet x default efficiencies for big (emulated: a usual core is assumed), small (" in text
     assert json.loads(trace.read_text())["traceEvents"] and page.read_text().startswith("<!doctype html>")
     assert main([*WORDS, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)

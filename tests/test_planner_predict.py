@@ -11,7 +11,7 @@ from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.planner.costs import CostModel
-from hetero_megatron.planner.predict import Prediction, predict
+from hetero_megatron.planner.predict import Prediction, computing_seconds, predict
 from hetero_megatron.schedule import Costs, generate, lower, simulate
 from hetero_megatron.spec import load_model
 from hetero_megatron.spec.flops import parameter_count
@@ -111,6 +111,19 @@ def test_tensor_parallel_exchanges_use_the_slow_link() -> None:
     # 4 per layer and direction, and one each of embedding and head.
     swaps = 2 * (2 * 4 * 11 + 2 * 2)
     assert slow.parts["pipelines"] - free.parts["pipelines"] == pytest.approx(swaps)
+
+
+def test_what_a_rank_computes_is_without_its_exchanges() -> None:
+    """By hand: of 2 layers full recompute runs both again; a rank of a TP group computes half of each, on its own
+    chip; the link, by which the stage's actions take far longer, does not count."""
+    tail = stages(2, tp=2, recompute="full")[0] | {"ranks": [1, 2], "layers": [9, 11]}
+    spelled = plan((3, [*stages(9), tail]))
+    where = cluster(speeds=(1.0, 2.0, 5.0), beta=1.0 / ACTIVATION)
+    canonical = plan_from_dict(spelled, MODEL)
+    computed = computing_seconds(canonical, CostModel(MODEL, where, SEQ, "fp32"))
+    assert computed == pytest.approx({0: 3 * 9 * 3, 1: 3 * 2 * (3 + 1) * 2 / 2, 2: 3 * 2 * (3 + 1) * 5 / 2})
+    busy = run(spelled, where).busy
+    assert busy[0] == pytest.approx(computed[0]) and busy[1] == busy[2] > computed[2] + 3 * 2 * 3 * 4 * 0.5
 
 
 def test_a_nodes_cards_are_shared() -> None:
@@ -217,7 +230,7 @@ def test_the_data_sheets_give_a_sane_step() -> None:
     }  # fmt: skip
     found = predict(plan_from_dict(spelled, model), model, where).require_fit()
     assert found.mfu is not None and 0.35 < found.mfu < 0.65
-    assert found.assumed == ("A100-80-SXM",)
+    assert found.assumed == {"A100-80-SXM": "ml-engineering; fp32 and fp64 recalled"}
     assert len({id(t) for t in found.timelines}) == 1  # four equal pipelines are simulated once
 
 

@@ -253,11 +253,11 @@ def test_equal_nodes_are_interchangeable() -> None:
         ({"model": "llama2-70b", "space": Space(offload="never")}, "weights, gradients and optimizer alone take 1.1"),
         ({"model": "gpt3-175b"}, "the optimizer in host memory, alone take 975.7 GiB"),
         ({"model": "gpt3-175b"}, "more node"),
-        ({"dtype": "fp64"}, "no chip of the cluster computes in fp64"),
+        ({"dtype": "fp64", "chips": {"A100-80-SXM": {"dtypes": ["bf16"]}}}, "no chip of the cluster computes in fp64"),
     ],
 )
 def test_refusals_name_the_smallest_change(change: dict[str, object], words: str) -> None:
-    cluster = cluster_from_dict(_mixed())
+    cluster = cluster_from_dict({**_mixed(), "chips": change.get("chips", {})})
     model = load_model(str(change.get("model", "llama2-7b")))
     options = SearchOptions(space=change.get("space", Space()), dtype=str(change.get("dtype", "bf16")))  # type: ignore[arg-type]
     with pytest.raises(UserError) as caught:

@@ -34,6 +34,8 @@ def run_dir(tmp_path: Path) -> Path:
     run = config(tmp_path)
     found, notice = record.expectation(run)
     assert found is not None and "data sheets" in notice
+    busy = record.expected_busy(run)
+    assert [busy[r] / found.busy[r] < 0.99 for r in run.plan.ranks] == [True, True, False, False], "exchanges of TP"
     chips = {r: run.cluster.chip_of(r).name for r in run.plan.ranks}  # type: ignore[union-attr]
     writer = metrics.MetricsWriter(str(tmp_path))
     record.add_event(tmp_path, "start", "start at step 1", **record.start_event(run, found, chips, 1))

@@ -21,7 +21,7 @@ from hetero_megatron.cli import doctor
 from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import Cluster, cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
-from hetero_megatron.testbed import load, machine, quota, shaping
+from hetero_megatron.testbed import load, machine, quota, shaping, state
 from hetero_megatron.testbed.launch import find_command
 from hetero_megatron.testbed.machine import Machine
 from hetero_megatron.testbed.output import Output
@@ -289,3 +289,26 @@ def test_benchmarks_find_the_errors_that_are_there() -> None:
     found = bench_calibration.spreads([rates(1.9), rates(2.0), rates(2.1)])
     assert found["layers, TP 1"] == (2, pytest.approx(0.05), pytest.approx(0.1))
     assert found["embed, TP 1"][2] == pytest.approx(0.001) and found["optimizer"] == (1, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("home", ["file", "missing/home", "file/home"])
+def test_a_home_of_testbeds_that_cannot_be_is_refused(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setenv("HETERO_TESTBED_HOME", str(tmp_path / home))
+    words = ["run", "--cluster", "examples/clusters/testbed.yaml", "--links", "none", "--", "true"]
+    assert main(["testbed", *words]) == 2
+    found = capsys.readouterr().err
+    assert found.startswith(f"error: HETERO_TESTBED_HOME = {tmp_path / home}: the directory of testbeds "), found
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_home_of_testbeds_goes_with_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HETERO_TESTBED_HOME", str(tmp_path / "home"))
+    one = state.new_testbed()
+    with pytest.raises(UserError, match="already runs a testbed"):
+        state.new_testbed()
+    assert [testbed.id for testbed in state.all_testbeds()] == [one.id] and one.alive
+    state.clean(one)
+    assert not (tmp_path / "home").exists() and state.all_testbeds() == []

@@ -34,6 +34,7 @@ def _numbers(text: str, flag: str) -> tuple[int, ...]:
         values = ()
     if not values or min(values) < 1:
         raise UserError("not a list of numbers", field=flag, value=text, accepted="e.g. 1,2,4")
+    _refuse_repeated(values, text, flag)
     return values
 
 
@@ -41,7 +42,13 @@ def _dtypes(text: str, default: str) -> tuple[str, ...]:
     names = tuple(text.split(",")) if text else (default,)
     if unknown := [name for name in names if name not in DTYPES]:
         raise UserError("no such dtype", field="--dtype", value=unknown[0], accepted=", ".join(DTYPES))
+    _refuse_repeated(names, text, "--dtype")
     return names
+
+
+def _refuse_repeated(values: Sequence[object], text: str, flag: str) -> None:
+    if len(set(values)) < len(values):
+        raise UserError("would be measured twice", field=flag, value=text, accepted="each value once")
 
 
 def _check_dtypes(names: Sequence[str], cluster: Cluster) -> None:
@@ -171,7 +178,6 @@ def _measure(
     from hetero_megatron.platform import choose_platform
     from hetero_megatron.platform.plugins import load_plugins
     from hetero_megatron.spec import load_model
-    from hetero_megatron.testbed.report import OVERRUN_LIMIT
     from hetero_megatron.training.calibration import CalibrationOptions, calibrate, degrees, format_calibration
     from hetero_megatron.training.calibration.runs import tp_groups
     from hetero_megatron.training.config import OptimizerConfig
@@ -197,6 +203,9 @@ def _measure(
     lengths = _numbers(options.attention_lengths, "--attention-lengths") if options.attention_lengths else ()
     sizes = _numbers(options.micro_batch_sizes, "--micro-batch-sizes")
     tokens = _numbers(options.seq_length or str(min(512, spec.max_position_embeddings)), "--seq-length")
+    if max(tokens) > spec.max_position_embeddings:
+        accepted = f"at most {spec.max_position_embeddings}"
+        raise UserError("the model has no such position", field="--seq-length", value=max(tokens), accepted=accepted)
     dtypes = _dtypes(options.dtype, "fp32" if platform.device.type == "cpu" else "bf16")
     _check_dtypes(dtypes, cluster)
     wanted = [
@@ -222,7 +231,8 @@ def _measure(
             comm.clock.synchronize = platform.synchronize
         build = optimizer_factory(OptimizerConfig())
         rates: dict[str, Any] = {}
-        tables, links, invalid = [], None, None
+        tables, links = [], None
+        invalid: Rank | None = None
         known: dict[str, dict[tuple[str, bool], tuple[float, float]]] = {dtype: {} for dtype in dtypes}
         for one in wanted:
             log(f"{one.dtype}, {one.seq_length} tokens")
@@ -235,7 +245,8 @@ def _measure(
             found = calibrate(comm, cluster, spec, one, kind, build, log, links, kernels, fixed)
             known[one.dtype] = found.fixed()
             rates, links = merge_rates(rates, found.rates), found.links
-            invalid = cluster.ranks[found.worst] if found.clock.get("overrun", 0.0) > OVERRUN_LIMIT else invalid
+            if found.clock is not None and found.clock.invalid:
+                invalid = cluster.ranks[found.clock.worst_rank]
             tables.append(f"{one.dtype}, {one.seq_length} tokens\n{format_calibration(found)}")
     finally:
         stop_comm()

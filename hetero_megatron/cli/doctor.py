@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from hetero_megatron.cli.arguments import ArgumentParser
+from hetero_megatron.cluster.catalogue import CHIPS, markdown
 
 OK, OPTIONAL, BROKEN = "ok", "missing (optional)", "MISSING"
 
@@ -149,13 +150,19 @@ def _package(name: str, use: str, needed: bool) -> Finding:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the findings (``--json``: as one object); 1 if something needed is missing."""
+    """Print the findings (``--json``: as one object), or the known chips; 1 if something needed is missing."""
     parser = ArgumentParser("doctor", "What this machine has, what is missing, how to mend it. Nothing is changed.")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    as_json = parser.parse_args(list(argv)).json
+    what = "print the chips that cluster files may name, with data-sheet values and their sources, instead"
+    parser.add_argument("--chips", action="store_true", help=what)
+    options = parser.parse_args(list(argv))
+    if options.chips:
+        known = {name: asdict(chip) for name, chip in CHIPS.items()}
+        print(json.dumps(known) if options.json else markdown())
+        return 0
     findings = examine()
     broken = [f for f in findings if f.status == BROKEN]
-    if as_json:
+    if options.json:
         print(json.dumps({"ok": not broken, "findings": [asdict(f) for f in findings]}))
         return 1 if broken else 0
     for finding in findings:

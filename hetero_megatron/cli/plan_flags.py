@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -113,6 +114,9 @@ def _searched(
     sizes = (args["micro_batch_size"],) if "micro_batch_size" in args.given else None
     costs = CostOptions(moments=moments_of(args["optimizer"]))
     options = SearchOptions(dtype=dtype or "fp32", space=Space(micro_batch_sizes=sizes), costs=costs)
+    if environment.get("RANK", "0") == "0":
+        what = f"searching for a plan on {cluster.world_size} chips; hetero-megatron plan would show how that goes"
+        print(what, file=sys.stderr, flush=True)
     whole = Watch().uncaught()  # of two ranks that Ctrl-C stops each would have its own best so far
     found = search(spec, cluster, args["seq_length"], args["global_batch_size"], options, watch=whole).best
     _ranks(args, environment, found.plan.ranks[-1] + 1)

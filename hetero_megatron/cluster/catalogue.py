@@ -1,8 +1,7 @@
 """Chips that are known by name, with data-sheet values: dense TFLOP/s per dtype, memory, bandwidths.
 
-These are cold-start defaults only; calibration replaces them. ``source`` says where the values are
-from: ``mlcommons`` and ``vendor`` are published data sheets, ``measured`` is a published measurement,
-``recalled`` is not confirmed by a document and should be overridden in the cluster file when it matters.
+These are cold-start defaults only; calibration replaces them. ``source`` says where the values are from, as
+docs/chips.md explains; its table is what ``hetero-megatron doctor --chips`` prints.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from dataclasses import dataclass, field
 
 GIB = 2**30
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
-_MODERN = ("fp32", "bf16", "fp16")
-_NO_BF16 = ("fp32", "fp16")
 
 
 @dataclass(frozen=True)
@@ -50,18 +47,26 @@ class Chip:
 
 def _chip(
     name: str,
-    half: float,
+    half: float | None,
     gib: float,
     tb_s: float,
-    link: float,
+    link: float | None,
     source: str,
-    dtypes: tuple[str, ...] = _MODERN,
+    fp32: float | None = None,
+    fp64: float | None = None,
+    bf16: bool = True,
 ) -> Chip:
-    """``half``: dense TFLOP/s in 16 bit; ``tb_s``: memory TB/s; ``link``: GB/s in one direction inside
-    the node."""
-    flops = {dtype: half * 1e12 for dtype in dtypes if dtype != "fp32"}
+    """``half``, ``fp32``, ``fp64``: dense TFLOP/s in 16 bit (with ``bf16`` or without it), fp32 (not TF32) and fp64;
+    ``tb_s``: memory TB/s; ``link``: GB/s in one direction inside the node."""
+    rates = {"fp64": fp64, "fp32": fp32, "bf16": half if bf16 else None, "fp16": half}
+    flops = {dtype: rate * 1e12 for dtype, rate in rates.items() if rate is not None}
+    known = " and ".join(dtype for dtype in ("fp32", "fp64") if dtype in flops)
+    if known and source != "recalled":
+        source += f"; {known} recalled"
+    dtypes = tuple(d for d in DTYPES if d in flops or d in ("fp32", "fp16") or (d == "bf16" and bf16))
+    own = None if link is None else link * 1e9
     host = next((rate for names, rate in HOST_LINKS.items() if name.startswith(names)), PCIE_4)
-    return Chip(name, int(gib * GIB), flops, tb_s * 1e12, link * 1e9, host * 1e9, dtypes, source)
+    return Chip(name, int(gib * GIB), flops, tb_s * 1e12, own, host * 1e9, dtypes, source)
 
 
 # GB/s in one direction of 16 lanes (PCI-SIG: 8, 16 and 32 GT/s per lane, 128 of 130 bits). Which one a chip has is from
@@ -70,44 +75,66 @@ PCIE_3, PCIE_4, PCIE_5 = (lane * 16 * 128 / 130 / 8 for lane in (8, 16, 32))
 HOST_LINKS = {
     ("V100", "T4"): PCIE_3,
     ("H100", "H800", "H200", "H20", "B200", "MI300X", "MI325X", "Gaudi3", "MTT-S"): PCIE_5,
+    ("GH200",): 450,  # NVLink-C2C
 }
 
 
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
-        _chip("A100-40-SXM", 312, 40, 1.555, 300, "vendor"),
-        _chip("A100-80-SXM", 312, 80, 2.04, 300, "mlcommons"),
-        _chip("A100-80-PCIe", 312, 80, 1.94, 31, "mlcommons"),
-        _chip("A800-80-SXM", 312, 80, 2.0, 200, "recalled"),
-        _chip("H100-SXM", 989, 80, 3.35, 450, "mlcommons"),
-        _chip("H100-PCIe", 756, 80, 2.0, 63, "mlcommons"),
-        _chip("H800-SXM", 989, 80, 3.35, 200, "recalled"),
-        _chip("H200-SXM", 989, 141, 4.8, 450, "mlcommons"),
-        _chip("H20", 148, 96, 4.0, 450, "recalled"),
-        _chip("B200-SXM", 2250, 180, 8.0, 900, "mlcommons"),
-        _chip("L40S", 362, 48, 0.864, 31, "mlcommons"),
-        _chip("L4", 121, 24, 0.3, 31, "recalled"),
-        _chip("A10", 125, 24, 0.6, 31, "recalled"),
-        _chip("RTX3090", 71, 24, 0.936, 31, "recalled"),
-        _chip("RTX4090", 165.2, 24, 1.008, 31, "recalled"),
-        _chip("V100-32-SXM2", 125, 32, 0.9, 150, "mlcommons", _NO_BF16),
-        _chip("T4", 65, 16, 0.32, 16, "recalled", _NO_BF16),
-        _chip("MI210", 181, 64, 1.6, 150, "recalled"),
-        _chip("MI250X", 383, 128, 3.28, 350, "mlcommons"),
-        _chip("MI300X", 1307, 192, 5.3, 448, "mlcommons"),
-        _chip("MI325X", 1300, 256, 6.0, 448, "mlcommons"),
-        _chip("Gaudi2", 432, 96, 2.46, 300, "mlcommons"),
-        _chip("Gaudi3", 1677, 128, 3.7, 600, "mlcommons"),
+        _chip("A100-40-SXM", 312, 40, 1.555, 300, "ml-engineering", 19.5, 19.5),
+        _chip("A100-80-SXM", 312, 80, 2.04, 300, "ml-engineering", 19.5, 19.5),
+        _chip("A100-80-PCIe", 312, 80, 1.94, 31, "ml-engineering", 19.5, 19.5),
+        _chip("A800-80-SXM", 312, 80, 2.0, 200, "recalled", 19.5, 19.5),
+        _chip("H100-SXM", 989, 80, 3.35, 450, "ml-engineering", 67, 67),
+        _chip("H100-PCIe", 756, 80, 2.0, 63, "ml-engineering", 51, 51),
+        _chip("H800-SXM", 989, 80, 3.35, 200, "recalled", 67, 1),
+        _chip("H200-SXM", 989, 141, 4.8, 450, "ml-engineering", 67, 67),
+        _chip("GH200-96", 989, 96, 4.0, 450, "ml-engineering", 67, 67),
+        _chip("GH200-141", 989, 141, 4.8, 450, "ml-engineering", 67, 67),
+        _chip("H20", 148, 96, 4.0, 450, "recalled", 44, 1),
+        _chip("B200-SXM", 2250, 180, 8.0, 900, "ml-engineering", 75, 37),
+        _chip("L40S", 362, 48, 0.864, 31, "ml-engineering", 91.6),
+        _chip("L4", 121, 24, 0.3, 31, "recalled", 30.3),
+        _chip("A10", 125, 24, 0.6, 31, "recalled", 31.2),
+        _chip("A6000", 154.8, 48, 0.768, 31, "recalled", 38.7),
+        _chip("RTX3090", 71, 24, 0.936, 31, "recalled", 35.6),
+        _chip("RTX4090", 165.2, 24, 1.008, 31, "recalled", 82.6),
+        _chip("V100-16-SXM2", 125, 16, 0.9, 150, "recalled", 15.7, 7.8, bf16=False),
+        _chip("V100-32-SXM2", 125, 32, 0.9, 150, "recalled", 15.7, 7.8, bf16=False),
+        _chip("T4", 65, 16, 0.32, 16, "recalled", 8.1, bf16=False),
+        _chip("MI210", 181, 64, 1.6, 150, "recalled", 45.3, 45.3),
+        _chip("MI250X", 383, 128, 3.28, 350, "ml-engineering", 95.7, 95.7),
+        _chip("MI300X", 1307, 192, 5.3, 448, "ml-engineering", 163.4, 163.4),
+        _chip("MI325X", 1300, 256, 6.0, 448, "ml-engineering", 163.4, 163.4),
+        _chip("Gaudi2", 432, 96, 2.46, 300, "ml-engineering"),
+        _chip("Gaudi3", 1677, 128, 3.7, 600, "ml-engineering"),
         _chip("Ascend-910B", 313, 64, 1.6, 196, "recalled"),
-        _chip("MLU370-X8", 96, 48, 0.6144, 100, "vendor"),
+        _chip("MLU370-X8", 96, 48, 0.6144, 100, "press", 24),
         _chip("MLU590", 314, 80, 2.0, 159, "recalled"),
-        _chip("MTT-S4000", 98, 48, 0.768, 120, "vendor"),
+        _chip("MTT-S4000", 98, 48, 0.768, 120, "press", 25),
         _chip("MTT-S5000", 500, 80, 1.6, 392, "recalled"),
+        _chip("Hygon-K100", 100, 64, 0.9, 31, "recalled"),
         _chip("Hygon-K100-AI", 196, 64, 0.9, 31, "recalled"),
-        _chip("Kunlun-R300", 128, 32, 0.512, 100, "recalled", _NO_BF16),
+        _chip("Kunlun-R300", 128, 32, 0.512, 100, "recalled", bf16=False),
         _chip("MetaX-C500", 280, 64, 1.8, 31, "recalled"),
-        _chip("Iluvatar-BI-V100", 147, 32, 1.2, 32, "recalled", _NO_BF16),
-        _chip("Iluvatar-BI-V150", 196.8, 64, 0.59, 92.5, "measured"),
+        _chip("MetaX-C550", None, 64, 1.8, None, "FlagPerf"),
+        _chip("Iluvatar-BI-V100", 147, 32, 1.2, 32, "recalled", bf16=False),
+        _chip("Iluvatar-BI-V150", 196.8, 64, 0.59, 92.5, "FlagPerf"),
     )
 }
+
+
+def markdown() -> str:
+    """The table of docs/chips.md; a dash: not known."""
+    lines = [f"| chip | memory | {' | '.join(DTYPES)} | memory TB/s | link GB/s | host GB/s | source |"]
+    lines.append("|---" * (len(DTYPES) + 6) + "|")
+    for chip in CHIPS.values():
+        cells = [f"{chip.memory / GIB:g}"]
+        for dtype in DTYPES:
+            flops = chip.flops.get(dtype)
+            cells.append(f"{flops / 1e12:g}" if flops else "-" if dtype in chip.dtypes else "")
+        for rate, unit in ((chip.memory_bandwidth, 1e12), (chip.link_bandwidth, 1e9), (chip.host_bandwidth, 1e9)):
+            cells.append(f"{rate / unit:.4g}" if rate else "-")
+        lines.append(f"| {' | '.join([chip.name, *cells, chip.source])} |")
+    return "\n".join(lines)

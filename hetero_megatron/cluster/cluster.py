@@ -229,10 +229,11 @@ def _chip(name: str, entry: Entry) -> Chip:
             changes[key] = quantity(keys[key], "bytes/s")
     if "dtypes" in keys:
         changes["dtypes"] = tuple(item.choice(DTYPES) for item in keys["dtypes"].items())
+        changes["flops"] = {dtype: flops for dtype, flops in chip.flops.items() if dtype in changes["dtypes"]}
     if "tflops" in keys:
         changes["flops"] = _flops(keys["tflops"], changes.get("dtypes", chip.dtypes))
-    if "source" in keys:
-        changes["source"] = keys["source"].text()
+    if {"tflops", "memory_bandwidth", "source"} & set(keys):
+        changes["source"] = keys["source"].text() if "source" in keys else "cluster file"
     if "cost_per_hour" in keys:
         changes["cost_per_hour"] = keys["cost_per_hour"].number()
         if changes["cost_per_hour"] <= 0:

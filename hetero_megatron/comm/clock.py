@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero_megatron.comm.turns import Turns
 from hetero_megatron.comm.yardstick import Yardstick
-from hetero_megatron.testbed.report import OVERRUN_LIMIT
 
 BLOCKED = 1e-4  # seconds: a wait that took longer really blocked, so the rank's own lateness did not matter
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -193,18 +192,6 @@ class EmulatedClock(RealClock):
         total = max(self.computed, 1e-9)
         shares = {"overrun": self.overrun, "late": self.late, "host": self.host}
         return {"emulated": self.computed, **{name: seconds / total for name, seconds in shares.items()}}
-
-
-def verdict(overrun: float, late: float, who: str = "a rank") -> str:
-    """Whether what was measured under emulated clocks can be believed, in one line.
-
-    Args:
-        overrun, late: the largest of all ranks, as :meth:`EmulatedClock.report` gives them; who: had that overrun.
-    """
-    text = f"testbed: ranks were behind their emulated clock by up to {late:.2%} of their compute"
-    if overrun > OVERRUN_LIMIT:
-        text += f"; INVALID: {who} took {overrun:.1%} more CPU time than its emulated chip: lower its emulate.speed"
-    return text
 
 
 @dataclass(frozen=True)

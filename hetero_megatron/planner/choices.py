@@ -100,11 +100,11 @@ class Best:
         candidate = _plainest(candidate)
         known = any(row[2] == candidate for row in self.rows)
         if not known and (len(self.rows) < self.keep or seconds < self.rows[-1][0]):
-            if self.progress is not None and (not self.rows or seconds < self.rows[0][0]):
+            better = not self.rows or seconds < self.rows[0][0]
+            # In one go, and before it is told: who is told of a plan may press Ctrl-C at once, and is to get it.
+            self.rows = sorted([*self.rows, (seconds, self.count, candidate)], key=lambda row: row[:2])[: self.keep]
+            if self.progress is not None and better:
                 self.progress(f"{seconds:.4g} s per step with {candidate.pipelines} pipelines")
-            self.rows.append((seconds, self.count, candidate))
-            self.rows.sort(key=lambda row: row[:2])
-            del self.rows[self.keep :]
         return not self.late()
 
     def late(self) -> bool:

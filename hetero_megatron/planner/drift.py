@@ -68,6 +68,7 @@ def _entry(entry: dict[str, Any], cluster: Cluster, chip: str, factor: float) ->
     entry.pop("rates", None)  # of all dtypes; the measured ones stand under the file's rates
     entry.setdefault("memory", f"{known.memory} B")
     entry.setdefault("dtypes", list(known.dtypes))
+    entry.setdefault("source", known.source)
     if known.flops:
         entry.setdefault("tflops", {dtype: flops / 1e12 for dtype, flops in known.flops.items()})
     for key in ("memory_bandwidth", "link_bandwidth", "host_bandwidth"):

@@ -20,6 +20,7 @@ from hetero_megatron.planner.costs import CostModel, CostOptions, UnitSeconds
 from hetero_megatron.planner.footprint import OverLimit, estimate_memory, over_limit, refuse
 from hetero_megatron.planner.jitter import expected_delay
 from hetero_megatron.planner.memory import MemoryBytes, state_bytes
+from hetero_megatron.planner.rates import source_of
 from hetero_megatron.planner.stages import PipelineCosts, StageCosts
 from hetero_megatron.planner.sync import Span, Synchronisation
 from hetero_megatron.schedule import Schedule, Timeline, lowered, simulate
@@ -40,8 +41,9 @@ class Prediction:
         reduces, spreads: when each bucket travels.
         parts: seconds of the step: ``pipelines``, ``jitter`` (what unsteady chips add), ``gradients`` (exposed),
             ``optimizer``, ``parameters``.
-        busy: seconds of compute by rank.
-        assumed: chips whose rates come from data sheets and default efficiencies.
+        busy: seconds of its stage's forwards and backwards by rank, exchanges inside TP groups included.
+        assumed: chips whose rates come from data sheets and default efficiencies, and where their sheets' values are
+            from.
     """
 
     plan: Plan
@@ -57,7 +59,7 @@ class Prediction:
     parts: Mapping[str, float]
     busy: Mapping[int, float]
     chips: Mapping[int, str]
-    assumed: tuple[str, ...]
+    assumed: Mapping[str, str]
 
     @property
     def pipeline_seconds(self) -> tuple[float, ...]:
@@ -67,6 +69,10 @@ class Prediction:
     def computed_seconds(self) -> float:
         """Until the last backward has ended on every rank."""
         return self.parts["pipelines"] + self.parts["jitter"]
+
+    def describe_assumed(self) -> str:
+        """The chips that are ``assumed``, each with its source."""
+        return ", ".join(f"{chip} ({source})" for chip, source in self.assumed.items())
 
     def require_fit(self) -> Prediction:
         """Itself; UserError for a plan that does not fit, naming the rank and by how many bytes."""
@@ -120,6 +126,20 @@ def over_memory(plan: Plan, costs: CostModel) -> tuple[tuple[OverLimit, ...], Ma
     step = _Step(plan, costs)
     memory, limits = step.memory()
     return over_limit(memory, limits, step.chips), memory
+
+
+def computing_seconds(plan: Plan, costs: CostModel) -> dict[int, float]:
+    """Seconds of a step by rank that its own forwards and backwards take, without the exchanges of TP groups: what the
+    runtime measures as busy. (:attr:`Prediction.busy` is the stage's, with them.)"""
+    _check(plan, costs)
+    stages = StageCosts(plan, costs)
+    return {
+        rank: pipeline.num_micro_batches * stages.computing(stage, unit, t)
+        for pipeline in plan.pipelines
+        for stage in pipeline.stages
+        for unit in stage.units
+        for t, rank in enumerate(unit.ranks)
+    }
 
 
 def pipeline_seconds(plan: Plan, costs: CostModel) -> float:
@@ -215,7 +235,11 @@ class _Step:
                 for rank in stage.ranks
             },
             chips=self.chips,
-            assumed=tuple(sorted(c for c in set(self.chips.values()) if not costs.chip_rates(c).calibrated)),
+            assumed={
+                c: source_of(costs.cluster.chips[c])
+                for c in sorted(set(self.chips.values()))
+                if not costs.chip_rates(c).calibrated
+            },
         )
 
     def _last_backwards(

@@ -44,10 +44,10 @@ recompute, but with what ranks of a TP group wait for each other (none is steady
 takes the nearest rows, scaled by the operator rates.
 
 Cold start: data sheet x default efficiency. Matrix products: achievable share of peak ("MAMF") as tabulated in
-stas00/ml-engineering and FlagPerf, for very large products; half-saturation at 300, as fits of vTrain's A100 runs have
-it (h/tp of 290-455). Fitted to Megatron's four published times
-with full recompute, the plateau is 1.04 x MAMF. Memory: 0.85 of the data sheet (A100 measured 0.854). Links: 0.8 (A100
-NVLink 0.86, 200 Gb NIC 0.77).
+stas00/ml-engineering and FlagPerf, for very large products in 16 bit, and taken for fp32 and fp64 too; half-saturation
+at 300, as fits of vTrain's A100 runs have it (h/tp of 290-455). Fitted to Megatron's four published times with full
+recompute, the plateau is 1.04 x MAMF. Memory: 0.85 of the data sheet (A100 measured 0.854). Links: 0.8 (A100 NVLink
+0.86, 200 Gb NIC 0.77).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from hetero_megatron.spec import ModelSpec
 
 MAMF = {  # measured share of dense 16-bit peak, by the beginning of the chip's name; the longest match counts
     "A100-80-PCIe": 0.811, "A100-40": 0.831, "A100": 0.869, "A800": 0.869, "H100": 0.803, "H800": 0.803, "H200": 0.803,
-    "B200": 0.776, "MI300X": 0.514, "MI325X": 0.604, "Gaudi2": 0.969, "Gaudi3": 0.741, "MetaX": 0.828,
+    "GH200": 0.838, "B200": 0.776, "MI300X": 0.514, "MI325X": 0.604, "Gaudi2": 0.969, "Gaudi3": 0.741, "MetaX": 0.828,
     "Iluvatar-BI-V150": 1.0,  # the catalogue's value is itself measured
 }  # fmt: skip
 OTHER_MAMF = 0.75  # assumed for chips without a published measurement: the lower end of the above but MI3xx
@@ -337,6 +337,11 @@ def _cold_start(chip: Chip, dtype: str, given: Mapping[str, Any], cluster: Clust
         chip.name, dtype, rate, rate * ATTENTION, memory, 0.0 if "gemm_flops" in given else HALF, LAYER_SECONDS,
         ACTION_SECONDS, MESSAGE_SECONDS, STEP_SECONDS, OVERHEAD_BYTES, layer_backward_seconds=2 * LAYER_SECONDS,
     )  # fmt: skip
+
+
+def source_of(chip: Chip) -> str:
+    """Where the values are from that a cold start takes."""
+    return chip.source if chip.speed is None else "emulated: a usual core is assumed"
 
 
 def share_of_peak(chip: str) -> float:

@@ -47,8 +47,8 @@ def format_prediction(found: Prediction) -> str:
     else:
         lines.append(f"fits: rank {free[1]} has least left, {format_bytes(free[0])} below its limit")
     if found.assumed:
-        chips = ", ".join(found.assumed)
-        lines.append(f"assumed: data sheet x default efficiencies for {chips} (no rates in the cluster file)")
+        chips = found.describe_assumed()
+        lines.append(f"assumed: data sheet x default efficiencies for {chips}; no rates in the cluster file")
     return "\n".join(lines)
 
 

@@ -118,13 +118,19 @@ class StageCosts:
         worst = [max(column) for column in zip(*[(*u.layer, *u.embed, *u.head, u.action) for u in found])]
         return UnitSeconds((worst[0], worst[1]), (worst[2], worst[3]), (worst[4], worst[5]), worst[6])
 
-    def _rank_seconds(self, stage: Stage, unit: Unit, t: int) -> UnitSeconds:
+    def computing(self, stage: Stage, unit: Unit, t: int) -> float:
+        """Seconds per micro-batch that TP rank ``t`` computes, without the exchanges of its TP group. Those of context
+        groups, which go on beside compute, are in it."""
+        own = self._rank_seconds(stage, unit, t, exchanges=False)
+        return sum(own.total(stage.num_layers, _full(stage), stage.embed, stage.head))
+
+    def _rank_seconds(self, stage: Stage, unit: Unit, t: int, exchanges: bool = True) -> UnitSeconds:
         model = self.model
         if has_context(stage, self.plan.seq_length):
             return self.context.unit_seconds(stage, unit, t)
         rows = unit.sequences[1] - unit.sequences[0]
         size = rows * self.plan.seq_length * model.model.hidden_size * model.item
-        swap, posting = self.network.tp_exchange(unit.ranks, size)
+        swap, posting = self.network.tp_exchange(unit.ranks, size) if exchanges else (0.0, 0.0)
         chip = self.network.ranks[unit.ranks[t]].chip
         share = work_share(model, unit.tp_split, t)
         return model.unit_seconds(model.operators(chip), share, rows, swap, stage.recompute.kind, posting)

@@ -74,7 +74,7 @@ def format_summary(summary: Summary) -> str:
         words = {"memory": "over memory after exact evaluation", "packing": "TP groups that do not pack into nodes"}
         lines.append("  dropped: " + ", ".join(f"{n} {words.get(k, k)}" for k, n in result.rejected.items()))
     if found.assumed:
-        lines += ["", f"rates of {', '.join(found.assumed)} are from data sheets, not measured: run calibrate"]
+        lines += ["", f"rates of {found.describe_assumed()} are from data sheets, not measured: run calibrate"]
     return "\n".join(lines)
 
 

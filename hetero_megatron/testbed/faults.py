@@ -59,9 +59,7 @@ def slow_chip(testbed: Testbed, rank: int, speed: float) -> str:
 
 def slow_link(testbed: Testbed, a: str, b: str, rate: float) -> str:
     """Give the link between two nodes another rate in bytes/s, both ways."""
-    record = testbed.record()
-    ends = [_node(record, a), _node(record, b)]
-    _need_links(record, ends)
+    record, ends = _link(testbed, a, b)
     if record["links"] == "paced":
         _pace(testbed, record, ends, rate)
     else:
@@ -79,9 +77,7 @@ def slow_link(testbed: Testbed, a: str, b: str, rate: float) -> str:
 
 def cut_link(testbed: Testbed, a: str, b: str) -> str:
     """Nothing comes through between two nodes any more; nobody is told."""
-    record = testbed.record()
-    ends = [_node(record, a), _node(record, b)]
-    _need_links(record, ends)
+    record, ends = _link(testbed, a, b)
     if record["links"] == "paced":
         _pace(testbed, record, ends, 0.0)
     else:
@@ -92,9 +88,7 @@ def cut_link(testbed: Testbed, a: str, b: str) -> str:
 
 def mend_link(testbed: Testbed, a: str, b: str) -> str:
     """What was cut or slowed carries again what the cluster file says."""
-    record = testbed.record()
-    ends = [_node(record, a), _node(record, b)]
-    _need_links(record, ends)
+    record, ends = _link(testbed, a, b)
     if record["links"] == "paced":
         _pace(testbed, record, ends, None)
         return f"the link between {a} and {b} is as before"
@@ -155,12 +149,16 @@ def _ranks_of(record: dict[str, Any], node: Node) -> list[int]:
     return [entry["rank"] for entry in record["ranks"] if entry["node"] == node["name"]]
 
 
-def _need_links(record: dict[str, Any], ends: list[Node]) -> None:
-    if ends[0]["name"] == ends[1]["name"]:
-        raise UserError("a link is between two nodes", field="node", value=ends[0]["name"])
+def _link(testbed: Testbed, a: str, b: str) -> tuple[dict[str, Any], list[Node]]:
+    """(record of the testbed, the two nodes) of a link that it made."""
+    record = testbed.record()
+    ends = [_node(record, a), _node(record, b)]
+    if a == b:
+        raise UserError("a link is between two nodes", field="node", value=a)
     if record["links"] == "none":
         raise UserError("the links of this testbed are those of the machine", field="--links", value="none",
                         accepted="a testbed with --links namespaces or paced")  # fmt: skip
+    return record, ends
 
 
 def _in_node(node: Node, name: str, line: str) -> None:

@@ -24,6 +24,7 @@ import hetero_megatron
 from hetero_megatron.cluster import format_bytes
 from hetero_megatron.errors import UserError
 from hetero_megatron.testbed import namespaces, quota, shaping
+from hetero_megatron.testbed.clocks import Kept, read_clocks
 from hetero_megatron.testbed.load import LoadMonitor
 from hetero_megatron.testbed.output import Output
 from hetero_megatron.testbed.process import (
@@ -35,7 +36,7 @@ from hetero_megatron.testbed.process import (
     signal_all,
     status,
 )  # fmt: skip
-from hetero_megatron.testbed.report import Outcome, describe, read_clocks, report, say
+from hetero_megatron.testbed.report import Outcome, describe, report, say
 from hetero_megatron.testbed.settings import Settings, describe_links
 from hetero_megatron.testbed.state import CONTROL, ENVIRONMENT, LOAD, clean, new_testbed, write_json
 
@@ -96,7 +97,7 @@ class Launcher:
         self._signals: list[int] = []
         self._ready: set[int] = set()
         self._load = LoadMonitor(sessions=[])
-        self._clock: dict[str, Any] = {}
+        self._clock: Kept | None = None
         self._reaper: subprocess.Popen[bytes] | None = None
         self._port = 0  # until the first rank is started
 

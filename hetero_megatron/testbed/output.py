@@ -57,12 +57,10 @@ class Output:
                 data = os.read(key.fd, _CHUNK)
             except BlockingIOError:
                 continue
-            self._pass_on(key.data, data)
-            if not data:
-                self._selector.unregister(key.fileobj)
-                key.fileobj.close()  # type: ignore[union-attr]
-                if key.data.file is not None:
-                    key.data.file.close()
+            if data:
+                self._pass_on(key.data, data)
+            else:
+                self._end(key)
         return bool(self._selector.get_map())
 
     def _pass_on(self, stream: _Stream, data: bytes) -> None:
@@ -89,9 +87,12 @@ class Output:
 
     def close(self) -> None:
         for key in list(self._selector.get_map().values()):
-            self._pass_on(key.data, b"")
-            self._selector.unregister(key.fileobj)
-            key.fileobj.close()  # type: ignore[union-attr]
-            if key.data.file is not None:
-                key.data.file.close()
+            self._end(key)
         self._selector.close()
+
+    def _end(self, key: selectors.SelectorKey) -> None:
+        self._pass_on(key.data, b"")  # the rest of a line
+        self._selector.unregister(key.fileobj)
+        key.fileobj.close()  # type: ignore[union-attr]
+        if key.data.file is not None:
+            key.data.file.close()

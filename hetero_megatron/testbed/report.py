@@ -6,14 +6,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hetero_megatron.cluster import format_bytes, format_rate
+from hetero_megatron.testbed.clocks import Kept
 from hetero_megatron.testbed.load import LoadMonitor
 from hetero_megatron.testbed.settings import Settings, describe_links
-from hetero_megatron.testbed.state import CLOCK, CLOCKS, write_json
+from hetero_megatron.testbed.state import write_json
 
-OVERRUN_LIMIT = 0.01  # share of emulated seconds by which real CPU time may exceed them before a run is invalid
 MEANING = {  # of results, by kind of chips; wherever they are reported
     "clock": "emulated clock: errors are schedule + communication errors",
     "soft": "CPU time stretched", "quota": "CPU quota", "none": "real",
@@ -28,7 +27,7 @@ class Outcome:
         code: the launcher's exit code; codes: those of ranks that ended by themselves.
         latencies: measured seconds one way, by pair of node groups.
         unheard: ranks that should have been slowed and never said that their start-up was over.
-        clock: see :func:`read_clocks`.
+        clock: how far emulated clocks could be kept; None where none was, or no rank has computed yet.
     """
 
     code: int
@@ -36,27 +35,7 @@ class Outcome:
     latencies: Mapping[str, float]
     load: LoadMonitor
     unheard: Sequence[int]
-    clock: Mapping[str, Any]
-
-
-def read_clocks(directory: Path) -> dict[str, Any]:
-    """How far the emulated clocks of a testbed could be kept, as their ranks have written it down so far.
-
-    ``overrun`` and ``late``, the largest of all ranks, as shares of their emulated seconds; ``worst_rank``: with that
-    overrun; ``invalid``: it is too large. Empty where no rank has an emulated clock, or none has computed yet.
-    """
-    try:
-        data = (directory / CLOCKS).read_bytes()
-    except OSError:
-        return {}
-    rows = list(CLOCK.iter_unpack(data[: len(data) // CLOCK.size * CLOCK.size]))
-    shares = [(over / max(seconds, 1e-9), rank, late / max(seconds, 1e-9)) for rank, (seconds, over, late) in
-              enumerate(rows)]  # fmt: skip
-    if not shares:
-        return {}
-    overrun, worst, _ = max(shares)
-    late = max(late for _, _, late in shares)
-    return {"overrun": overrun, "late": late, "worst_rank": worst, "invalid": overrun > OVERRUN_LIMIT}
+    clock: Kept | None
 
 
 def describe(settings: Settings, latencies: Mapping[str, float]) -> list[str]:
@@ -86,9 +65,8 @@ def report(settings: Settings, outcome: Outcome, log_dir: Path | None) -> None:
         ranks = ", ".join(map(str, outcome.unheard))
         say(f"ranks {ranks} never said that their start-up was over: nothing was emulated in them ({what})")
     load, code, clock = outcome.load, outcome.code, outcome.clock
-    if clock.get("invalid"):
-        rank, share = clock["worst_rank"], clock["overrun"]
-        say(f"INVALID: rank {rank} took {share:.1%} more CPU time than its emulated chip: lower its emulate.speed")
+    if clock is not None and clock.invalid:
+        say(clock.complaint())
     chips = f"chips {settings.chips} ({MEANING[settings.chips]})"
     say(f"{load.summary()}; {chips}, links {settings.links}; exit code {code}")
     if log_dir is None:
@@ -97,7 +75,6 @@ def report(settings: Settings, outcome: Outcome, log_dir: Path | None) -> None:
         "chips": settings.chips, "links": settings.links, "reasons": settings.reasons, "notes": list(settings.notes),
         "speeds": list(settings.speeds), "cores": list(settings.cores), "usual": settings.usual,
         "latency_seconds": dict(outcome.latencies), "exit_codes": dict(outcome.codes), "exit_code": code,
-        **load.facts(), "not_emulated": list(outcome.unheard),
-        **clock,
+        **load.facts(), "not_emulated": list(outcome.unheard), **(clock.facts() if clock is not None else {}),
     }  # fmt: skip
     write_json(log_dir / "testbed.json", result)

@@ -34,13 +34,20 @@ def home() -> Path:
     """Where this user's testbeds are recorded (HETERO_TESTBED_HOME overrides it); it is there only while one is.
 
     Raises:
-        UserError: it belongs to somebody else.
+        UserError: it belongs to somebody else, or is no directory.
     """
     path = Path(os.environ.get("HETERO_TESTBED_HOME") or f"/tmp/hetero-testbed-{os.getuid()}").absolute()
     if path.is_symlink() or (path.exists() and path.stat().st_uid != os.getuid()):
-        problem = "the directory of testbeds belongs to somebody else"
-        raise UserError(problem, field="HETERO_TESTBED_HOME", value=str(path))
+        raise _no_home(path, "belongs to somebody else")
+    if path.exists() and not path.is_dir():
+        raise _no_home(path, "is no directory")
     return path
+
+
+def _no_home(path: Path, problem: str) -> UserError:
+    accepted = "a directory of one's own, or one that is not there yet, in a directory that is"
+    problem = f"the directory of testbeds {problem}"
+    return UserError(problem, field="HETERO_TESTBED_HOME", value=str(path), accepted=accepted)
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -82,19 +89,24 @@ class Testbed:
 
 
 def new_testbed() -> Testbed:
-    """A directory for the testbed of this process; one per process."""
+    """A directory for the testbed of this process; one per process.
+
+    Raises:
+        UserError: it cannot be made.
+    """
     mine = process.status(os.getpid())
     name = f"p{os.getpid()}s{mine.start if mine else int(time.time())}"
     directory = home() / name
+    if directory.exists():
+        raise UserError("this process already runs a testbed", field="testbed", value=name)
     while True:
-        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            directory.mkdir(mode=0o700)
-        except FileNotFoundError:  # the last one that was there has just removed the parent
-            continue
-        except FileExistsError:
-            raise UserError("this process already runs a testbed", field="testbed", value=name) from None
-        return Testbed(directory)
+            directory.parent.mkdir(mode=0o700, exist_ok=True)
+            with suppress(FileNotFoundError):  # the last one that was there has just removed the parent
+                directory.mkdir(mode=0o700)
+                return Testbed(directory)
+        except OSError as error:
+            raise _no_home(directory.parent, f"cannot be made or written: {error.strerror}") from None
 
 
 def all_testbeds() -> list[Testbed]:

@@ -15,10 +15,10 @@ from typing import Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan.dump import to_dict
-from hetero_megatron.planner.costs import CostOptions
+from hetero_megatron.planner.costs import CostModel, CostOptions
 from hetero_megatron.planner.memory import moments_of
 from hetero_megatron.planner.page import prediction_charts
-from hetero_megatron.planner.predict import Prediction, predict
+from hetero_megatron.planner.predict import Prediction, computing_seconds, predict
 from hetero_megatron.training.config import RunConfig
 
 FILE = "events.jsonl"
@@ -42,14 +42,25 @@ def expectation(config: RunConfig) -> tuple[Prediction | None, str]:
     """
     if config.cluster is None:
         return None, ""
-    options = CostOptions(moments=moments_of(config.optimizer.name))
     try:
-        found = predict(config.plan, config.spec, config.cluster, config.dtype, options=options)
+        found = predict(config.plan, config.spec, config.cluster, config.dtype, options=_options(config))
     except UserError as error:
         return None, f"no prediction of the step time: {error}"
     if found.assumed:
-        return found, f"the prediction takes {', '.join(found.assumed)} from data sheets: hetero-megatron calibrate"
+        return found, f"the prediction takes {found.describe_assumed()} from data sheets: hetero-megatron calibrate"
     return found, ""
+
+
+def expected_busy(config: RunConfig) -> dict[int, float]:
+    """Predicted seconds of compute in a step by rank, as ``busy_seconds`` measures them, where there is an
+    :func:`expectation`."""
+    assert config.cluster is not None
+    costs = CostModel(config.spec, config.cluster, config.plan.seq_length, config.dtype, _options(config))
+    return computing_seconds(config.plan, costs)
+
+
+def _options(config: RunConfig) -> CostOptions:
+    return CostOptions(moments=moments_of(config.optimizer.name))
 
 
 def start_event(
@@ -60,7 +71,7 @@ def start_event(
     if found is not None:
         prediction = {
             "step_seconds": found.step_seconds, "parts": dict(found.parts), "assumed": list(found.assumed),
-            "busy": {str(r): s for r, s in found.busy.items()}, "charts": prediction_charts(found),
+            "busy": {str(r): s for r, s in expected_busy(config).items()}, "charts": prediction_charts(found),
         }  # fmt: skip
     return {
         "first_step": first_step, "steps": config.steps, "plan": to_dict(config.plan),

@@ -8,14 +8,20 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.comm.clock import verdict
 from hetero_megatron.platform import Platform
 from hetero_megatron.spec.flops import sequence_flops
-from hetero_megatron.testbed.report import OVERRUN_LIMIT
+from hetero_megatron.testbed.clocks import Kept, worst_clock
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.console import Progress, format_line, format_validation
 from hetero_megatron.training.metrics import MetricsWriter, StepMetrics, set_aside
-from hetero_megatron.training.record import FILE, add_event, expectation, measured_rows, start_event
+from hetero_megatron.training.record import (
+    FILE,
+    add_event,
+    expectation,
+    expected_busy,
+    measured_rows,
+    start_event,
+)
 from hetero_megatron.training.runtime import Runtime, StepStats
 from hetero_megatron.training.throughput import measured_peak_flops, tokens_per_chip_second, work_shares
 
@@ -67,7 +73,7 @@ class Reporter:
         if found is not None:
             self.predicted = found.step_seconds
             print(f"predicted step: {found.step_seconds:.4g} s", flush=True)
-            self.expected_busy = {} if found.assumed else dict(found.busy)
+            self.expected_busy = {} if found.assumed else expected_busy(self.config)
         directory = self.config.logging.save
         again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         if directory is not None:
@@ -153,13 +159,14 @@ class Reporter:
         peaks, told = self.runtime.world.gather_vectors(mine).T
         if not reason and told.any():
             reason = f"rank {self.runtime.plan.ranks[int(told.argmax())]} was told to"
-        emulation = self._emulation()
+        facts, clock = self.runtime.comm.emulation.facts(), self._worst_clock()
         if self.writer is None:
             return
-        if emulation:
-            self.writer.emulation(step, emulation)
-        if "overrun" in emulation:
-            print(verdict(emulation["overrun"], emulation["late"], f"rank {emulation['worst_rank']}"), flush=True)
+        if clock is not None:
+            facts |= clock.facts()
+            print(clock, flush=True)
+        if facts:
+            self.writer.emulation(step, facts)
         self.event("end", f"stopped at step {step}: {reason}" if reason else f"done: {step} steps", step=step)
         print(f"peak memory per rank: {peaks.min():.0f} to {peaks.max():.0f} MiB", flush=True)
         self.writer.close()
@@ -170,13 +177,11 @@ class Reporter:
             )
         print(f"stopped at step {step}: {reason}" if reason else f"done: {step} steps", flush=True)
 
-    def _emulation(self) -> dict[str, Any]:
-        """What is emulated, and how far it can be believed; empty on real chips and links. Called on all ranks."""
-        facts, mine = self.runtime.comm.emulation.facts(), self.runtime.comm.clock.report()
+    def _worst_clock(self) -> Kept | None:
+        """How far emulated clocks could be kept; None on real chips. Called on all ranks."""
+        mine = self.runtime.comm.clock.report()
         if not mine:
-            return facts
-        row = torch.tensor([mine["overrun"], mine["late"]], dtype=torch.float64)
-        every = self.runtime.world.gather_vectors(row)
-        overrun, late = every.max(0).values.tolist()
-        worst = self.config.plan.ranks[int(every[:, 0].argmax())]
-        return {**facts, "overrun": overrun, "late": late, "worst_rank": worst, "invalid": overrun > OVERRUN_LIMIT}
+            return None
+        names = ("overrun", "late")
+        every = self.runtime.world.gather_vectors(torch.tensor([mine[n] for n in names], dtype=torch.float64)).tolist()
+        return worst_clock({r: dict(zip(names, row)) for r, row in zip(self.config.plan.ranks, every, strict=True)})

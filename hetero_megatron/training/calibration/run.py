@@ -11,11 +11,11 @@ import torch
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import Comm
-from hetero_megatron.comm.clock import verdict
 from hetero_megatron.parallel.update import OptimizerFactory
 from hetero_megatron.planner.network import Network
 from hetero_megatron.planner.rates import LinkRates, Rates, link_document, model_fingerprint
 from hetero_megatron.spec import ModelSpec
+from hetero_megatron.testbed.clocks import Kept, worst_clock
 from hetero_megatron.training.calibration.alone import AttentionRow, alone_seconds
 from hetero_megatron.training.calibration.chips import (
     Job,
@@ -78,8 +78,7 @@ class Calibration:
     visits: dict[str, list[AttentionRow]] = field(default_factory=dict)
     links: list[LinkRow] = field(default_factory=list)
     slow: dict[tuple[int, ...], float] = field(default_factory=dict)
-    clock: dict[str, float] = field(default_factory=dict)  # the worst rank's, on a testbed
-    worst: int = 0  # whose real compute exceeded its emulated chip's most
+    clock: Kept | None = None  # on a testbed
     rates: dict[str, Any] = field(default_factory=dict)
 
     def fixed(self) -> dict[tuple[str, bool], tuple[float, float]]:
@@ -137,9 +136,7 @@ def calibrate(
     for chip in {chip for chip, _, _ in found.costs}:
         _per_step(found, chip, [o for o in rows if o.observation.chip == chip and o.rank not in out])
     reports: Any = world.gather_objects(comm.clock.report())
-    if any(reports):
-        found.clock = {key: max(r.get(key, 0.0) for r in reports) for key in ("overrun", "late")}
-        found.worst = max(everyone, key=lambda rank: reports[rank].get("overrun", 0.0))
+    found.clock = worst_clock(dict(enumerate(reports)))
     found.rates = _document(found, cluster, spec, options)
     return found
 
@@ -295,6 +292,6 @@ def format_calibration(found: Calibration) -> str:
         lines.append(f"{name:<27}{times}{row.spread:>9.1%}")
     for ranks, slower in found.slow.items():
         lines.append(f"straggler: ranks {', '.join(map(str, ranks))} {slower:.2f} times slower than their chip type")
-    if found.clock:
-        lines.append(verdict(found.clock["overrun"], found.clock["late"], f"rank {found.worst}"))
+    if found.clock is not None:
+        lines.append(str(found.clock))
     return "\n".join(lines)

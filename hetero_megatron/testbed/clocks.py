@@ -1,0 +1,68 @@
+"""How far emulated clocks could be kept: judged once, for the launcher, training and calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero_megatron.testbed.state import CLOCK, CLOCKS
+
+OVERRUN_LIMIT = 0.01  # share of emulated seconds by which real CPU time may exceed them before a run is invalid
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The largest of all ranks, as shares of their emulated seconds.
+
+    Args:
+        overrun: CPU time beyond the emulated chip's; worst_rank: the lowest rank with that overrun.
+        late: seconds behind the clock that were not made up; maybe another rank's.
+    """
+
+    overrun: float
+    late: float
+    worst_rank: int
+
+    @property
+    def invalid(self) -> bool:
+        """Nothing that was measured can be believed."""
+        return self.overrun > OVERRUN_LIMIT
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON data."""
+        return {**asdict(self), "invalid": self.invalid}
+
+    def complaint(self) -> str:
+        """Why it is invalid, and what to do; empty if it is not."""
+        if not self.invalid:
+            return ""
+        took = f"rank {self.worst_rank} took {self.overrun:.1%} more CPU time than its emulated chip"
+        return f"INVALID: {took}: lower its emulate.speed"
+
+    def __str__(self) -> str:
+        text = f"testbed: ranks were behind their emulated clock by up to {self.late:.2%} of their compute"
+        return "; ".join(filter(None, [text, self.complaint()]))
+
+
+def worst_clock(reports: Mapping[int, Mapping[str, float]]) -> Kept | None:
+    """Of all ranks' clocks, by rank as ``RealClock.report`` gives them; None where no chip is emulated."""
+    clocks = {rank: reports[rank] for rank in sorted(reports) if reports[rank]}
+    if not clocks:
+        return None
+    worst = max(clocks, key=lambda rank: clocks[rank]["overrun"])
+    return Kept(clocks[worst]["overrun"], max(clock["late"] for clock in clocks.values()), worst)
+
+
+def read_clocks(directory: Path) -> Kept | None:
+    """Of a testbed, as its ranks have written their clocks down so far; None where none has."""
+    try:
+        data = (directory / CLOCKS).read_bytes()
+    except OSError:
+        return None
+    rows = CLOCK.iter_unpack(data[: len(data) // CLOCK.size * CLOCK.size])
+    return worst_clock({
+        rank: {"overrun": over / max(seconds, 1e-9), "late": late / max(seconds, 1e-9)}
+        for rank, (seconds, over, late) in enumerate(rows)
+    })  # fmt: skip
