@@ -169,6 +169,7 @@ def test_a_plan_is_printed_and_hashed() -> None:
         _ = a.layer_norm
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="its addmm.dtype_out has no meta tensors")
 @pytest.mark.parametrize("beta", [0.0, 1.0])
 def test_the_fp32_sum_takes_products_that_were_never_rounded_where_aten_can(beta: float) -> None:
     ran: list[str] = []
