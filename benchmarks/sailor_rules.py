@@ -64,8 +64,9 @@ class SailorCosts(CostModel):
         return int(self.judge.gpus[GPUS[chip]]["mem_per_gpu"])
 
     def boundary_seconds(
-        self, a: StageChoice, b: StageChoice, micro_batch_size: int, link: Link, same_node: bool = False
-    ) -> float:
+        self, a: StageChoice, b: StageChoice, micro_batch_size: int, link: Link, same_node: bool = False,
+        alone: float = 0.0,
+    ) -> float:  # fmt: skip
         data = self.judge.info["1"]["1"]["act_output_floats"] * FLOAT * micro_batch_size
         first, second = self._replica(a.chip, a.tp), self._replica(b.chip, b.tp)
         return self.judge.seconds(data, first, second, a.tp, b.tp)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -185,6 +187,17 @@ def test_sailors_rules_by_hand(tmp_path: Path) -> None:
         judge.score({**plan, "mbs": 1})
     with pytest.raises(module.CannotJudge, match="all layers"):
         judge.score({**plan, "pipeline_list": [{**pipeline, "layers_per_stage": [[0], [1, 2]]}]})
+
+
+def test_sailors_clusters_are_planned_at_least_as_well_as_published() -> None:
+    """The benchmark itself, which puts Sailor's rules in the place of ours inside the search."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "bench_sailor.py")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    if "not here" in done.stdout:
+        pytest.skip("the folder shared/data is not here")
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if re.match(r"\| \d+ \+ \d+ \|", line)]
+    assert len(rows) == 3 and all(float(row[6]) >= float(row[5]) for row in rows)
 
 
 @given(st.integers(1, 12))
