@@ -38,7 +38,7 @@ def run_dir(tmp_path: Path) -> Path:
     assert [busy[r] / found.busy[r] < 0.99 for r in run.plan.ranks] == [True, True, False, False], "exchanges of TP"
     chips = {r: run.cluster.chip_of(r).name for r in run.plan.ranks}  # type: ignore[union-attr]
     writer = metrics.MetricsWriter(str(tmp_path))
-    record.add_event(tmp_path, "start", "start at step 1", **record.start_event(run, found, chips, 1))
+    record.add_event(tmp_path, "start", "start at step 1", **record.start_event(run, found, busy, chips, 1))
     rows = {str(r): [("F", 0.0, 0.2, 0), ("B", 0.25, 0.4, 0)] for r in run.plan.ranks}
     record.add_event(tmp_path, "timeline", "timeline of step 3", step=3, seconds=1.0, ranks=rows)
     for count, step in enumerate([*range(1, 9), *range(7, STEPS + 1)], 1):  # steps 7 and 8 are run twice
@@ -52,7 +52,7 @@ def run_dir(tmp_path: Path) -> Path:
         )  # fmt: skip
         if count == 8:
             record.add_event(tmp_path, "launcher", "rank 2 <slow-0> ended with SIGKILL")
-            record.add_event(tmp_path, "start", "again", **record.start_event(run, found, chips, 7))
+            record.add_event(tmp_path, "start", "again", **record.start_event(run, found, busy, chips, 7))
     writer.validation(12, 3.5)
     record.add_event(tmp_path, "straggler", "rank 3 (small) falls behind", step=9, rank=3, ratio=2.0)
     record.add_event(tmp_path, "end", "done: 12 steps", step=12)

@@ -64,14 +64,14 @@ def _options(config: RunConfig) -> CostOptions:
 
 
 def start_event(
-    config: RunConfig, found: Prediction | None, chips: Mapping[int, str], first_step: int
+    config: RunConfig, found: Prediction | None, busy: Mapping[int, float], chips: Mapping[int, str], first_step: int
 ) -> dict[str, Any]:
-    """What a report needs to know about this start of the job."""
+    """What a report needs to know about this start of the job; ``busy``: :func:`expected_busy`, with ``found``."""
     prediction = None
     if found is not None:
         prediction = {
             "step_seconds": found.step_seconds, "parts": dict(found.parts), "assumed": list(found.assumed),
-            "busy": {str(r): s for r, s in expected_busy(config).items()}, "charts": prediction_charts(found),
+            "busy": {str(r): s for r, s in busy.items()}, "charts": prediction_charts(found),
         }  # fmt: skip
     return {
         "first_step": first_step, "steps": config.steps, "plan": to_dict(config.plan),

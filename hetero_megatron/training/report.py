@@ -70,17 +70,19 @@ class Reporter:
         found, notice = expectation(self.config)
         if notice:
             print(f"notice: {notice}", flush=True)
+        busy: dict[int, float] = {}
         if found is not None:
+            busy = expected_busy(self.config)
             self.predicted = found.step_seconds
             print(f"predicted step: {found.step_seconds:.4g} s", flush=True)
-            self.expected_busy = {} if found.assumed else expected_busy(self.config)
+            self.expected_busy = {} if found.assumed else busy
         directory = self.config.logging.save
         again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         if directory is not None:
             if self.first_step == 1 and not again:
                 set_aside(directory, FILE)
             text = f"start at step {self.first_step}" + (" after a restart" if again else "")
-            self.event("start", text, **start_event(self.config, found, self.chips, self.first_step))
+            self.event("start", text, **start_event(self.config, found, busy, self.chips, self.first_step))
 
     def event(self, kind: str, text: str, **more: Any) -> None:
         """Add to ``events.jsonl`` in the --save directory, if there is one; from the rank that speaks."""

@@ -73,9 +73,10 @@ def interleaved(measures: Mapping[K, Callable[[], Sequence[float]]], steps: int)
             break
         for key in wanted:
             until = time.perf_counter() + TURN
-            for call in range(steps * MOST // LEAST):
-                if call == 0 or time.perf_counter() < until:
-                    found[key].append(measures[key]())
+            for _ in range(steps * MOST // LEAST):
+                found[key].append(measures[key]())
+                if time.perf_counter() >= until:
+                    break
         turn += 1
     return {key: [middle(column) for column in zip(*calls)] for key, calls in found.items()}
 

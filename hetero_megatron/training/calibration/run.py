@@ -17,13 +17,7 @@ from hetero_megatron.planner.rates import LinkRates, Rates, link_document, model
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.testbed.clocks import Kept, worst_clock
 from hetero_megatron.training.calibration.alone import AttentionRow, alone_seconds
-from hetero_megatron.training.calibration.chips import (
-    Job,
-    Kernels,
-    Observed,
-    observe,
-    observe_exchange,
-)
+from hetero_megatron.training.calibration.chips import Job, Kernels, Observed, observe, observe_exchange
 from hetero_megatron.training.calibration.links import LinkRow, measure_links
 from hetero_megatron.training.calibration.runs import (
     Costs,
@@ -256,9 +250,7 @@ def _medians(rows: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return [(n, median(s for m, s in rows if m == n)) for n in sorted({m for m, _ in rows})]
 
 
-def _attention_medians(
-    rows: Sequence[AttentionRow],
-) -> list[tuple[tuple[int, ...], tuple[float, float]]]:
+def _attention_medians(rows: Sequence[AttentionRow]) -> list[tuple[tuple[int, ...], tuple[float, float]]]:
     keys = sorted({row[:3] for row in rows})
     return [(k, (median(r[3] for r in rows if r[:3] == k), median(r[4] for r in rows if r[:3] == k))) for k in keys]
 
