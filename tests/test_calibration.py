@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from hetero_megatron.planner.costs import CostModel, StageChoice
 from hetero_megatron.planner.rates import load_rates
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.training.calibration import CalibrationOptions, calibrate
-from hetero_megatron.training.calibration.alone import LEAST, MOST, interleaved
+from hetero_megatron.training.calibration.alone import LEAST, MOST, Interleaved
 from hetero_megatron.training.calibration.chips import Job, observe
 from hetero_megatron.training.calibration.links import pairs
 from hetero_megatron.training.calibration.runs import (
@@ -72,6 +73,15 @@ def test_every_chip_is_seen_first_and_last_and_in_between_with_two_depths() -> N
             (True, False, 0), (True, False, 3), (False, False, 1), (False, False, 3), (False, True, 0),
             (False, True, 3), (True, True, 1),
         }  # fmt: skip
+
+
+def test_what_is_seen_less_often_is_measured_for_more_steps() -> None:
+    cluster, spec = cluster_from_dict(CLUSTER), load_model("tiny")
+    few, two = (full_runs(cluster, spec, 64, tp, 2) for tp in (4, 2))  # one group of 4 chips of each type, two of 2
+    assert {run.steps(3) for run in two} == {1} and {run.steps(3) for run in few} == {3} and few[0].steps(1) == 1
+    for run in [*few, *two]:
+        stages = [len(pipeline.stages) for pipeline in run.plan.pipelines]
+        assert run.filling == 2 * sum(stages) <= run.plan.global_batch_size
 
 
 def test_spot_checks_touch_every_other_group() -> None:
@@ -181,11 +191,13 @@ def test_what_is_timed_alone_takes_turns_without_the_first_call() -> None:
         calls.append(name)
         return [1e6 if calls.count(name) == 1 else float(len(name)), 2.0]
 
-    found = interleaved({name: partial(measure, name, s) for name, s in (("short", 0.0), ("longer", 0.3))}, steps=1)
-    assert found == {"short": [5.0, 2.0], "longer": [6.0, 2.0]}  # first calls are no part of it
-    assert (calls.count("short"), calls.count("longer")) == (1 + MOST, 1 + LEAST)
-    turn = ["short"] * (MOST // LEAST) + ["longer"]
-    assert calls == ["short", "longer", *LEAST * turn]
+    timed = Interleaved({name: partial(measure, name, s) for name, s in (("short", 0.0), ("longer", 0.3))}, steps=1)
+    timed.take(0.5)  # in parts, with other work between them
+    assert (calls.count("short"), calls.count("longer")) == (1 + MOST // 2, 1 + ceil(LEAST / 2))
+    timed.take(1.0)
+    assert timed.seconds() == {"short": [5.0, 2.0], "longer": [6.0, 2.0]}  # first calls are no part of it
+    turn, rest = ["short"] * (MOST // LEAST) + ["longer"], ["short"] * (MOST // LEAST // 2) + ["longer"]
+    assert calls == ["short", "longer", *2 * turn, *rest, *2 * turn]
 
 
 def test_waiting_in_tp_groups_is_what_compute_and_exchanges_leave() -> None:

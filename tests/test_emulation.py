@@ -208,6 +208,14 @@ def test_a_core_that_has_become_slower_is_no_slower_chip(monkeypatch: pytest.Mon
     assert slower == sorted(slower, reverse=True) and 0.1 < slower[4] < 0.14  # soon, and not by one odd reading
 
 
+def test_a_reading_that_was_interrupted_counts_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yardsticks, "EVERY", 0.002)
+    odd = Fake(2e-3, [2e-3] * 60 + [40e-3] + [2e-3] * 60)  # one took 20 times as long, as some do
+    assert min(_counted(odd, 0.1, 100)) > 0.1 / 1.06
+    far = Fake(2e-3, [20e-3])  # a core of a tenth of its speed is still found
+    assert _counted(far, 0.1, 300)[-1] == pytest.approx(0.01, rel=0.05)
+
+
 def test_a_yardstick_is_read_in_the_midst_of_work_and_does_not_count_itself() -> None:
     class Slow(Yardstick):
         readings = 0

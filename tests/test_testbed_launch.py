@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from hetero_megatron.testbed import machine, process, quota, state
+from hetero_megatron.testbed import awake, machine, process, quota, state
 
 ROOT = Path(__file__).resolve().parents[1]
 JOB = [sys.executable, str(ROOT / "tests" / "testbed_job.py")]
@@ -181,6 +181,37 @@ def test_nothing_is_left(how: str, start: Callable[..., Running], tmp_path: Path
         assert "rank 1 (fast-1, big) was killed by SIGKILL" in err
     one.assert_clean()
     assert host_links() == before
+
+
+@pytest.mark.skipif(not awake.POSSIBLE, reason="testbed: no idle priority")
+@pytest.mark.parametrize("how", ["exit", "kill"])
+def test_cores_are_kept_awake_under_soft(how: str, start: Callable[..., Running], tmp_path: Path) -> None:
+    """By somebody who computes when nobody else does, is no foreign load, and is gone with the testbed."""
+    one = start("wait", str(tmp_path), "-1", "0", flags=("--chips", "soft", "--links", "none"))
+
+    def idle() -> list[int]:
+        marked = [pid for pid, where in process.marked().items() if where == str(one.testbed.directory)]
+        return [pid for pid in marked if os.sched_getscheduler(pid) == os.SCHED_IDLE]
+
+    cores = sorted({rank["core"] for rank in one.testbed.record()["ranks"]})
+    until(lambda: len(idle()) == len(cores), "somebody on every core")
+    found = idle()
+    assert sorted(core for pid in found for core in os.sched_getaffinity(pid)) == cores
+    born = {pid: status.start for pid in found if (status := process.status(pid))}
+
+    def work() -> int:
+        return sum(status.ticks for pid in found if (status := process.status(pid)))
+
+    before = work()
+    until(lambda: work() > before + 20, "their work")
+    if how == "kill":
+        one.launcher.kill()
+    (tmp_path / "go").touch()
+    _, err = one.launcher.communicate(timeout=60)
+    one.assert_clean()
+    assert not [pid for pid in found if process.alive(pid, born[pid])]
+    if how == "exit":
+        assert one.launcher.returncode == 0 and float(err.partition("foreign load ")[2].split()[0]) < 1.0, err
 
 
 @needs_namespaces

@@ -22,6 +22,8 @@ from hetero_megatron.testbed.usual import WORK
 
 EVERY = 0.02  # CPU seconds of work between two readings
 WEIGHT = 0.05  # of the newest reading, and more of the first ones; older ones fade within 0.4 s of work
+MOST = 2.0  # times the mean, which a reading counts as at most: some are interrupted for 10 ms
+PAUSE = 0.01  # seconds from one reading of the unit to the next
 WARM_UP = 5
 
 
@@ -70,7 +72,8 @@ class Yardstick:
             return
         start = time.thread_time()
         self._readings += 1
-        self._now += max(WEIGHT, 1 / self._readings) * (self.read() - self._now)
+        reading = min(self.read(), MOST * self._now)
+        self._now += max(WEIGHT, 1 / self._readings) * (reading - self._now)
         self._worked, self._mark = 0.0, time.thread_time()
         self._spent += self._mark - start
 
@@ -97,7 +100,8 @@ def usual_reading(seconds: float, cores: Sequence[int]) -> float:
             os.sched_setaffinity(0, {core})
         yardstick.read()  # the caches of this core
         end = time.monotonic() + seconds / len(cores)
-        while time.monotonic() < end:
+        while (started := time.monotonic()) < end:
             readings.append(yardstick.read())
-            time.sleep(0.01)
+            while time.monotonic() - started < PAUSE:  # awake, as cores are kept under ``soft``
+                pass
     return sum(readings) / len(readings)

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ import hetero_megatron
 from hetero_megatron.cluster import format_bytes
 from hetero_megatron.errors import UserError
 from hetero_megatron.testbed import namespaces, quota, shaping
+from hetero_megatron.testbed.awake import keep_awake
 from hetero_megatron.testbed.clocks import Kept, read_clocks
 from hetero_megatron.testbed.load import LoadMonitor
 from hetero_megatron.testbed.output import Output
@@ -92,6 +93,7 @@ class Launcher:
         if MARK in os.environ:
             raise UserError("a testbed inside a testbed", field=MARK, value=os.environ[MARK], accepted="one at a time")
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
+        self._awake: list[subprocess.Popen[bytes]] = []
         self._groups: dict[int, quota.RankGroups] = {}
         self._network: namespaces.Network | None = None
         self._signals: list[int] = []
@@ -109,6 +111,7 @@ class Launcher:
             try:
                 self._reaper = self._start_reaper()
                 self._make()
+                self._keep_awake()
                 self._load.sample()
                 for rank in range(self.settings.cluster.world_size):
                     self._start(rank)
@@ -133,12 +136,10 @@ class Launcher:
                 signal.signal(number, handler)
 
     def _start_reaper(self) -> subprocess.Popen[bytes]:
-        root = str(Path(hetero_megatron.__file__).parent.parent)
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
         return subprocess.Popen(
             [sys.executable, "-m", "hetero_megatron.testbed.reaper", str(self._testbed.directory)],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, cwd="/",
-            env={**os.environ, "PYTHONPATH": path},
+            env=_environment(),
         )  # fmt: skip
 
     def _make(self) -> None:
@@ -168,6 +169,17 @@ class Launcher:
         say(f"testbed {self._testbed.id}: {settings.cluster.world_size} ranks on {len(settings.node_names)} nodes")
         for line in describe(settings, self.latencies):
             say(f"  {line}")
+
+    def _keep_awake(self) -> None:
+        """Where real CPU time counts, no core sleeps."""
+        if self.settings.chips == "soft":
+            self._awake = keep_awake(self.settings.cores, {**_environment(), MARK: str(self._testbed.directory)})
+            self._own(self._awake)
+
+    def _own(self, children: Iterable[subprocess.Popen[bytes]]) -> None:
+        """What their sessions compute is no foreign load."""
+        assert isinstance(self._load.sessions, list)
+        self._load.sessions.extend(child.pid for child in children)
 
     def _make_groups(self) -> None:
         """On v2 one group serves for both controllers: the hierarchy is one."""
@@ -269,8 +281,7 @@ class Launcher:
         assert child.stdout is not None and child.stderr is not None
         self._output.add(rank, "out", child.stdout)  # type: ignore[arg-type]
         self._output.add(rank, "err", child.stderr)  # type: ignore[arg-type]
-        assert isinstance(self._load.sessions, list)
-        self._load.sessions.append(child.pid)
+        self._own([child])
 
     def _watch(self) -> None:
         """Until all ranks have ended, one has failed and the grace time is over, or a signal came."""
@@ -359,7 +370,7 @@ class Launcher:
                 if all(child.poll() is not None for child in self._ranks.values()):
                     break
         kill_marked(str(self._testbed.directory))
-        for child in self._ranks.values():
+        for child in (*self._ranks.values(), *self._awake):
             child.wait()
 
     def _report(self, code: int) -> None:
@@ -367,6 +378,12 @@ class Launcher:
         unheard = sorted(set(self._ranks) - self._ready) if slowed else []
         outcome = Outcome(code, self.codes, self.latencies, self._load, unheard, self._clock)
         report(self.settings, outcome, self.options.log_dir)
+
+
+def _environment() -> dict[str, str]:
+    """Of modules of this package, wherever they are started."""
+    root = str(Path(hetero_megatron.__file__).parent.parent)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))}
 
 
 def _free_port() -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from math import ceil
+from typing import Generic, TypeVar
 
 import torch
 
@@ -30,55 +31,80 @@ AttentionRow = tuple[int, int, int, float, float]  # length, heads, head_dim, fo
 K = TypeVar("K", bound=Hashable)
 
 
-def alone_seconds(
-    job: Job, spec: ModelSpec, lengths: Sequence[int], steps: int
-) -> tuple[list[tuple[int, float]], list[AttentionRow], list[AttentionRow]]:
-    """What a chip takes for updates, attention and visits of a ring's block.
+class Alone:
+    """Times updates, attention and visits of a ring's block on a chip, in parts: between other measurements, so that
+    a machine that is slow for some seconds is so for a little of everything.
 
-    Returns:
-        (elements, seconds) of norm, scaling and update of so many owned elements; rows of causal attention over one
-        sequence of each length; rows of what one more block of keys and values costs in the ring beside its FLOPs
-        (launches, merging, packing).
+    Args:
+        lengths: of the sequences that attention is timed with.
+        steps: ``ENOUGH`` seconds for each thing to time, of each.
     """
-    measures: dict[tuple[str, int], Callable[[], Sequence[float]]] = {}
-    for elements in OPTIMIZER_ELEMENTS:
-        # Pieces of one owner are not many and not small; 16 stand for a layer's.
-        wide = torch.promote_types(job.dtype, torch.float32)
-        masters = [torch.zeros(elements // 16, dtype=wide, device=job.comm.device) for _ in range(16)]
-        optimizer = job.optimizer([{"params": masters, "decay": True}])
-        measures["optimizer", elements] = partial(_update, job.comm, optimizer, masters)
-    for length in lengths:
-        measures["attention", length] = partial(_attention, job.comm, job.dtype, spec, length)
-        if length >= VISITS:
-            measures["visits", length] = partial(_visits, job.comm, *_ring(job, spec, length))
-    found = interleaved(measures, steps)
-    heads = (spec.num_heads, spec.head_dim)
-    return (
-        [(size, seconds[0]) for (kind, size), seconds in found.items() if kind == "optimizer"],
-        [(size, *heads, s[0], s[1]) for (kind, size), s in found.items() if kind == "attention"],
-        [(size, *heads, max(s[0], 1e-9), max(s[1], 1e-9)) for (kind, size), s in found.items() if kind == "visits"],
-    )
+
+    def __init__(self, job: Job, spec: ModelSpec, lengths: Sequence[int], steps: int) -> None:
+        measures: dict[tuple[str, int], Callable[[], Sequence[float]]] = {}
+        for elements in OPTIMIZER_ELEMENTS:
+            # Pieces of one owner are not many and not small; 16 stand for a layer's.
+            wide = torch.promote_types(job.dtype, torch.float32)
+            masters = [torch.zeros(elements // 16, dtype=wide, device=job.comm.device) for _ in range(16)]
+            optimizer = job.optimizer([{"params": masters, "decay": True}])
+            measures["optimizer", elements] = partial(_update, job.comm, optimizer, masters)
+        for length in lengths:
+            measures["attention", length] = partial(_attention, job.comm, job.dtype, spec, length)
+            if length >= VISITS:
+                measures["visits", length] = partial(_visits, job, spec, length)
+        self._heads = (spec.num_heads, spec.head_dim)
+        self._timed = Interleaved(measures, steps)
+
+    def take(self, share: float) -> None:
+        """Go on until this share of the work is done."""
+        self._timed.take(share)
+
+    def seconds(self) -> tuple[list[tuple[int, float]], list[AttentionRow], list[AttentionRow]]:
+        """(elements, seconds) of norm, scaling and update of so many owned elements; rows of causal attention over one
+        sequence of each length; rows of what one more block of keys and values costs in the ring beside its FLOPs
+        (launches, merging, packing)."""
+        found, heads = self._timed.seconds(), self._heads
+        return (
+            [(size, seconds[0]) for (kind, size), seconds in found.items() if kind == "optimizer"],
+            [(size, *heads, s[0], s[1]) for (kind, size), s in found.items() if kind == "attention"],
+            [(size, *heads, max(s[0], 1e-9), max(s[1], 1e-9)) for (kind, size), s in found.items() if kind == "visits"],
+        )
 
 
-def interleaved(measures: Mapping[K, Callable[[], Sequence[float]]], steps: int) -> dict[K, list[float]]:
-    """:func:`middle` of each of the seconds that a measure returns, of all its calls after a first. Measures take
-    turns until the time for all is over: a machine that is slow for a second is slow for all of them."""
-    found: dict[K, list[Sequence[float]]] = {key: [] for key in measures}
-    for measure in measures.values():
-        measure()
-    end, turn = time.perf_counter() + steps * ENOUGH * len(measures), 0
-    while turn < LEAST or time.perf_counter() < end:
-        wanted = [key for key in measures if len(found[key]) < steps * MOST]
-        if not wanted:
-            break
-        for key in wanted:
-            until = time.perf_counter() + TURN
-            for _ in range(steps * MOST // LEAST):
-                found[key].append(measures[key]())
-                if time.perf_counter() >= until:
-                    break
-        turn += 1
-    return {key: [middle(column) for column in zip(*calls)] for key, calls in found.items()}
+class Interleaved(Generic[K]):
+    """Times measures in turns; each returns the seconds that it saw. What its first call saw does not count."""
+
+    def __init__(self, measures: Mapping[K, Callable[[], Sequence[float]]], steps: int) -> None:
+        self._measures, self._steps = measures, steps
+        self._found: dict[K, list[Sequence[float]]] = {}
+        self._turns, self._spent, self._total = 0, 0.0, steps * ENOUGH * len(measures)
+
+    def take(self, share: float) -> None:
+        """Go on until this share of the turns and of the time is over, or of the calls that are enough is done."""
+        if not self._found:
+            for key, measure in self._measures.items():
+                measure()
+                self._found[key] = []
+        start, before, most = time.perf_counter(), self._spent, ceil(self._steps * MOST * share)
+        while self._turns < LEAST * share or self._spent < self._total * share:
+            wanted = [key for key, calls in self._found.items() if len(calls) < most]
+            if not wanted:
+                break
+            for key in wanted:
+                self._turn(key, min(most - len(self._found[key]), self._steps * MOST // LEAST))
+            self._turns += 1
+            self._spent = before + time.perf_counter() - start
+
+    def _turn(self, key: K, most: int) -> None:
+        until = time.perf_counter() + TURN
+        for _ in range(most):
+            self._found[key].append(self._measures[key]())
+            if time.perf_counter() >= until:
+                break
+
+    def seconds(self) -> dict[K, list[float]]:
+        """:func:`middle` of each of the seconds that a measure returned."""
+        return {key: [middle(column) for column in zip(*calls)] for key, calls in self._found.items()}
 
 
 def _update(comm: Comm, optimizer: Optimizer, masters: Sequence[torch.Tensor]) -> list[float]:
@@ -119,11 +145,11 @@ def _ring(job: Job, spec: ModelSpec, length: int) -> tuple[BlockAttention, tuple
     )
 
 
-def _visits(comm: Comm, attention: BlockAttention, tensors: tuple[torch.Tensor, ...]) -> list[float]:
+def _visits(job: Job, spec: ModelSpec, length: int) -> list[float]:
     """Seconds (forward, backward) that a further block costs: the same keys pass in several and in one."""
-    length = tensors[0].shape[1]
+    block, tensors = _ring(job, spec, length)
     several, one = (
-        _visit(comm, attention, tensors, [(i * length // n, (i + 1) * length // n) for i in range(n)])
+        _visit(job.comm, block, tensors, [(i * length // n, (i + 1) * length // n) for i in range(n)])
         for n in (VISITS, 1)
     )
     return [(a - b) / (VISITS - 1) for a, b in zip(several, one)]

@@ -65,7 +65,7 @@ def observe(run: Run, chip: str, job: Job, steps: int) -> Observed | None:
     saved: list[float] = []
     for step in range(steps + 1):
         before = comm.clock.computed
-        stats = runtime.train_step(_fetch(run), 0, run.plan.global_batch_size, lr=1e-6)
+        stats = runtime.train_step(_fetch(run), 0, run.plan.global_batch_size if step else run.filling, lr=1e-6)
         actions = sum(t.computed for t in stats.actions)
         tail = comm.clock.computed - before - actions
         if step == 0:  # allocations, caches, lazy initialisation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from statistics import fmean, median
 from typing import Any
 
@@ -16,13 +17,14 @@ from hetero_megatron.planner.network import Network
 from hetero_megatron.planner.rates import LinkRates, Rates, link_document, model_fingerprint
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.testbed.clocks import Kept, worst_clock
-from hetero_megatron.training.calibration.alone import AttentionRow, alone_seconds
+from hetero_megatron.training.calibration.alone import Alone, AttentionRow
 from hetero_megatron.training.calibration.chips import Job, Kernels, Observed, observe, observe_exchange
 from hetero_megatron.training.calibration.links import LinkRow, measure_links
 from hetero_megatron.training.calibration.runs import (
     Costs,
     Observation,
     Phase,
+    Run,
     exchange_runs,
     full_runs,
     jitter,
@@ -45,7 +47,8 @@ class CalibrationOptions:
     Args:
         lengths: at which to time attention alone.
         steps: measured per pipeline of micro-batches of 1 (a clocked testbed needs one); larger micro-batches take as
-            many fewer, at least one. What is timed alone takes half a second for each.
+            many fewer, at least one; twice as many where a chip type has one TP group. What is timed alone takes half
+            a second for each.
     """
 
     seq_length: int
@@ -107,7 +110,8 @@ def calibrate(
         links = [row for rows in world.gather_objects(measure_links(comm, cluster)) for row in rows]  # type: ignore[attr-defined]
     found = Calibration(links=list(links))
     job = Job(comm, dtype, optimizer, kernels)
-    seen, rows = _observe_pipelines(cluster, spec, options, job, log)
+    alone = Alone(job, spec, options.lengths, options.steps)
+    seen, rows = _observe_pipelines(cluster, spec, options, job, log, alone.take)
     _solve(found, seen, fixed or {})
     found.slow = stragglers(seen, found.costs, STRAGGLER)
     out = slow_ranks(found.slow, seen)
@@ -121,8 +125,7 @@ def calibrate(
         own = observe_exchange(run, chips[comm.rank], job, options.steps)
         phases += [p for rank, theirs in enumerate(world.gather_objects(own)) if rank not in out for p in theirs]  # type: ignore[attr-defined]
     found.exchange = {c: solve_phases([p for p in phases if p.chip == c]) for c in {p.chip for p in phases}}
-    log("optimizer and attention")
-    every: Any = world.gather_objects(alone_seconds(job, spec, options.lengths, options.steps))
+    every: Any = world.gather_objects(alone.seconds())
     tables: tuple[dict[str, list[Any]], ...] = (found.optimizer, found.attention, found.visits)
     for rank, measured in enumerate(every):
         for table, theirs in zip(tables, measured if rank not in out else ()):
@@ -141,25 +144,33 @@ def _observe_pipelines(
     options: CalibrationOptions,
     job: Job,
     log: Callable[[str], None],
+    between: Callable[[float], None],
 ) -> tuple[list[Observation], list[Observed]]:
     """What all runs of single pipelines and of replicas of one stage showed: of each stage, and, of the former, of
-    each rank with layers."""
+    each rank with layers. ``between``: called after each with the share of them that is over."""
     comm, seen, rows = job.comm, list[Observation](), list[Observed]()
     world = comm.group(range(cluster.world_size))
     for tp in options.tp:
         if few := sorted({rank.chip for rank in cluster.ranks} - set(tp_groups(cluster, tp))):
             log(f"tp {tp}: not measured on {', '.join(few)}, of which there are fewer")
-        for size in options.micro_batch_sizes:
-            kind = (cluster, spec, options.seq_length, tp, size)
-            checks = spot_checks(*kind) if (tp, size) == (options.tp[0], options.micro_batch_sizes[0]) else []
-            for run in [*full_runs(*kind), *checks]:
-                log(f"tp {tp}, micro-batch {size}: stages {run.title}")
-                own = observe(run, cluster.ranks[comm.rank].chip, job, max(1, options.steps // size))
-                theirs = [o for o in world.gather_objects(own) if isinstance(o, Observed)]
-                seen += _merge([o.observation for o in theirs])
-                if len(run.plan.pipelines) == 1:  # replicas also exchange gradients outside of their actions
-                    rows += [o for o in theirs if o.observation.layers]
+    runs = _runs(cluster, spec, options)
+    for i, run in enumerate(runs, 1):
+        log(f"{i} of {len(runs)}: tp {run.tp}, micro-batch {run.micro_batch_size}: stages {run.title}")
+        own = observe(run, cluster.ranks[comm.rank].chip, job, run.steps(options.steps))
+        theirs = [o for o in world.gather_objects(own) if isinstance(o, Observed)]
+        seen += _merge([o.observation for o in theirs])
+        if len(run.plan.pipelines) == 1:  # replicas also exchange gradients outside of their actions
+            rows += [o for o in theirs if o.observation.layers]
+        between(i / len(runs))
     return seen, rows
+
+
+def _runs(cluster: Cluster, spec: ModelSpec, options: CalibrationOptions) -> list[Run]:
+    """Those of every TP degree and micro-batch size in turn: what a machine does for a quarter of a minute is in a
+    little of every rate, not in all of one."""
+    kinds = [(cluster, spec, options.seq_length, tp, size) for tp in options.tp for size in options.micro_batch_sizes]
+    full = [[*full_runs(*kind), *(spot_checks(*kind) if kind is kinds[0] else ())] for kind in kinds]
+    return [run for runs in zip_longest(*full) for run in runs if run is not None]
 
 
 def _per_step(found: Calibration, chip: str, rows: Sequence[Observed]) -> None:

@@ -26,13 +26,24 @@ MEASURED_GROUPS = 2  # TP groups per chip type that are measured in full; the ot
 
 @dataclass(frozen=True)
 class Run:
-    """One pipeline, or replicas of one stage each; ``spec`` has as many layers as ``plan``."""
+    """One pipeline, or replicas of one stage each; ``spec`` has as many layers as ``plan``; ``times``: as many steps as
+    are asked for."""
 
     plan: Plan
     spec: ModelSpec
     tp: int
     micro_batch_size: int
     title: str
+    times: int = 1
+
+    @property
+    def filling(self) -> int:
+        """Sequences that fill all pipelines: a step of so many allocates what larger ones need."""
+        return self.micro_batch_size * sum(len(pipeline.stages) for pipeline in self.plan.pipelines)
+
+    def steps(self, asked: int) -> int:
+        """To measure, where ``asked`` are for micro-batches of 1: as many sequences; at least one step."""
+        return max(1, asked * self.times // self.micro_batch_size)
 
 
 @dataclass(frozen=True)
@@ -115,7 +126,9 @@ def full_runs(cluster: Cluster, spec: ModelSpec, seq_length: int, tp: int, micro
     runs = [_run(*kind, [order], layers) for order in orders for layers in _depths(len(order))]
     if max(map(len, orders), default=0) > 1:
         runs.append(_run(*kind, [groups[chip][:1] for chip in chips], [FEW]))
-    return runs
+    # A type with one group is seen half as often, in half the places.
+    alone = any(len(found) < MEASURED_GROUPS for found in groups.values())
+    return [replace(run, times=MEASURED_GROUPS if alone else 1) for run in runs]
 
 
 def _depths(stages: int) -> list[list[int]]:
