@@ -139,7 +139,7 @@ class Launcher:
         return subprocess.Popen(
             [sys.executable, "-m", "hetero_megatron.testbed.reaper", str(self._testbed.directory)],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, cwd="/",
-            env=_environment(),
+            env=_package_environment(),
         )  # fmt: skip
 
     def _make(self) -> None:
@@ -173,7 +173,8 @@ class Launcher:
     def _keep_awake(self) -> None:
         """Where real CPU time counts, no core sleeps."""
         if self.settings.chips == "soft":
-            self._awake = keep_awake(self.settings.cores, {**_environment(), MARK: str(self._testbed.directory)})
+            marked = {**_package_environment(), MARK: str(self._testbed.directory)}
+            self._awake = keep_awake(self.settings.cores, marked)
             self._own(self._awake)
 
     def _own(self, children: Iterable[subprocess.Popen[bytes]]) -> None:
@@ -380,7 +381,7 @@ class Launcher:
         report(self.settings, outcome, self.options.log_dir)
 
 
-def _environment() -> dict[str, str]:
+def _package_environment() -> dict[str, str]:
     """Of modules of this package, wherever they are started."""
     root = str(Path(hetero_megatron.__file__).parent.parent)
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))}

@@ -31,48 +31,46 @@ AttentionRow = tuple[int, int, int, float, float]  # length, heads, head_dim, fo
 K = TypeVar("K", bound=Hashable)
 
 
-class Alone:
-    """Times updates, attention and visits of a ring's block on a chip, in parts: between other measurements, so that
-    a machine that is slow for some seconds is so for a little of everything.
+def measures_alone(
+    job: Job, spec: ModelSpec, lengths: Sequence[int]
+) -> dict[tuple[str, int], Callable[[], Sequence[float]]]:
+    """What a chip is timed with alone, by kind and size: updates of so many owned elements; attention over one sequence
+    of each of ``lengths``; visits of a ring's block of it."""
+    measures: dict[tuple[str, int], Callable[[], Sequence[float]]] = {}
+    for elements in OPTIMIZER_ELEMENTS:
+        # Pieces of one owner are not many and not small; 16 stand for a layer's.
+        wide = torch.promote_types(job.dtype, torch.float32)
+        masters = [torch.zeros(elements // 16, dtype=wide, device=job.comm.device) for _ in range(16)]
+        optimizer = job.optimizer([{"params": masters, "decay": True}])
+        measures["optimizer", elements] = partial(_update, job.comm, optimizer, masters)
+    for length in lengths:
+        measures["attention", length] = partial(_attention, job.comm, job.dtype, spec, length)
+        if length >= VISITS:
+            measures["visits", length] = partial(_visits, job, spec, length)
+    return measures
 
-    Args:
-        lengths: of the sequences that attention is timed with.
-        steps: ``ENOUGH`` seconds for each thing to time, of each.
-    """
 
-    def __init__(self, job: Job, spec: ModelSpec, lengths: Sequence[int], steps: int) -> None:
-        measures: dict[tuple[str, int], Callable[[], Sequence[float]]] = {}
-        for elements in OPTIMIZER_ELEMENTS:
-            # Pieces of one owner are not many and not small; 16 stand for a layer's.
-            wide = torch.promote_types(job.dtype, torch.float32)
-            masters = [torch.zeros(elements // 16, dtype=wide, device=job.comm.device) for _ in range(16)]
-            optimizer = job.optimizer([{"params": masters, "decay": True}])
-            measures["optimizer", elements] = partial(_update, job.comm, optimizer, masters)
-        for length in lengths:
-            measures["attention", length] = partial(_attention, job.comm, job.dtype, spec, length)
-            if length >= VISITS:
-                measures["visits", length] = partial(_visits, job, spec, length)
-        self._heads = (spec.num_heads, spec.head_dim)
-        self._timed = Interleaved(measures, steps)
-
-    def take(self, share: float) -> None:
-        """Go on until this share of the work is done."""
-        self._timed.take(share)
-
-    def seconds(self) -> tuple[list[tuple[int, float]], list[AttentionRow], list[AttentionRow]]:
-        """(elements, seconds) of norm, scaling and update of so many owned elements; rows of causal attention over one
-        sequence of each length; rows of what one more block of keys and values costs in the ring beside its FLOPs
-        (launches, merging, packing)."""
-        found, heads = self._timed.seconds(), self._heads
-        return (
-            [(size, seconds[0]) for (kind, size), seconds in found.items() if kind == "optimizer"],
-            [(size, *heads, s[0], s[1]) for (kind, size), s in found.items() if kind == "attention"],
-            [(size, *heads, max(s[0], 1e-9), max(s[1], 1e-9)) for (kind, size), s in found.items() if kind == "visits"],
-        )
+def rows_alone(
+    found: Mapping[tuple[str, int], Sequence[float]], spec: ModelSpec
+) -> tuple[list[tuple[int, float]], list[AttentionRow], list[AttentionRow]]:
+    """Of the seconds of :func:`measures_alone`: (elements, seconds) of norm, scaling and update; rows of causal
+    attention; rows of what one more block of keys and values costs in the ring beside its FLOPs (launches, merging,
+    packing)."""
+    heads = (spec.num_heads, spec.head_dim)
+    return (
+        [(size, seconds[0]) for (kind, size), seconds in found.items() if kind == "optimizer"],
+        [(size, *heads, s[0], s[1]) for (kind, size), s in found.items() if kind == "attention"],
+        [(size, *heads, max(s[0], 1e-9), max(s[1], 1e-9)) for (kind, size), s in found.items() if kind == "visits"],
+    )
 
 
 class Interleaved(Generic[K]):
-    """Times measures in turns; each returns the seconds that it saw. What its first call saw does not count."""
+    """Times measures in turns and in parts, between other measurements: a machine that is slow for some seconds is so
+    in a little of everything. Each returns the seconds that it saw; what its first call saw does not count.
+
+    Args:
+        steps: ``ENOUGH`` seconds for each measure, of each.
+    """
 
     def __init__(self, measures: Mapping[K, Callable[[], Sequence[float]]], steps: int) -> None:
         self._measures, self._steps = measures, steps
@@ -147,7 +145,7 @@ def _ring(job: Job, spec: ModelSpec, length: int) -> tuple[BlockAttention, tuple
 
 def _visits(job: Job, spec: ModelSpec, length: int) -> list[float]:
     """Seconds (forward, backward) that a further block costs: the same keys pass in several and in one."""
-    block, tensors = _ring(job, spec, length)
+    block, tensors = _ring(job, spec, length)  # not kept: pipelines between two calls need the memory
     several, one = (
         _visit(job.comm, block, tensors, [(i * length // n, (i + 1) * length // n) for i in range(n)])
         for n in (VISITS, 1)

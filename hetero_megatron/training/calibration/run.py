@@ -17,7 +17,7 @@ from hetero_megatron.planner.network import Network
 from hetero_megatron.planner.rates import LinkRates, Rates, link_document, model_fingerprint
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.testbed.clocks import Kept, worst_clock
-from hetero_megatron.training.calibration.alone import Alone, AttentionRow
+from hetero_megatron.training.calibration.alone import AttentionRow, Interleaved, measures_alone, rows_alone
 from hetero_megatron.training.calibration.chips import Job, Kernels, Observed, observe, observe_exchange
 from hetero_megatron.training.calibration.links import LinkRow, measure_links
 from hetero_megatron.training.calibration.runs import (
@@ -110,7 +110,7 @@ def calibrate(
         links = [row for rows in world.gather_objects(measure_links(comm, cluster)) for row in rows]  # type: ignore[attr-defined]
     found = Calibration(links=list(links))
     job = Job(comm, dtype, optimizer, kernels)
-    alone = Alone(job, spec, options.lengths, options.steps)
+    alone = Interleaved(measures_alone(job, spec, options.lengths), options.steps)
     seen, rows = _observe_pipelines(cluster, spec, options, job, log, alone.take)
     _solve(found, seen, fixed or {})
     found.slow = stragglers(seen, found.costs, STRAGGLER)
@@ -125,7 +125,7 @@ def calibrate(
         own = observe_exchange(run, chips[comm.rank], job, options.steps)
         phases += [p for rank, theirs in enumerate(world.gather_objects(own)) if rank not in out for p in theirs]  # type: ignore[attr-defined]
     found.exchange = {c: solve_phases([p for p in phases if p.chip == c]) for c in {p.chip for p in phases}}
-    every: Any = world.gather_objects(alone.seconds())
+    every: Any = world.gather_objects(rows_alone(alone.seconds(), spec))
     tables: tuple[dict[str, list[Any]], ...] = (found.optimizer, found.attention, found.visits)
     for rank, measured in enumerate(every):
         for table, theirs in zip(tables, measured if rank not in out else ()):
