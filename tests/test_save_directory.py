@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from hetero_megatron.checkpoint.directory import CheckpointDirectory
-from tests.test_end_to_end import ENVIRONMENT, ROOT, command
+from tests.test_failures import start
 from tests.test_resume import inside
 
 RUN = ["--model", "tiny", "--mock-data", "--seq-length", "16", "--micro-batch-size", "1", "--lr", "1e-3"]
@@ -68,16 +66,17 @@ def test_it_is_permitted_by_a_flag_or_by_saving_none(trained: Path, tmp_path: Pa
     assert (tmp_path / "latest").read_text().startswith("iter_0000002 ")
 
 
-def test_all_ranks_refuse_and_idle_ones_do_not_wait(trained: Path, tmp_path: Path) -> None:
-    (tmp_path / "plan.yaml").write_text(TWO_OF_THREE)
-    words = [*command(3), "--plan", str(tmp_path / "plan.yaml"), "--model", "tiny", "--mock-data", "--lr", "1e-3"]
-    start = time.monotonic()
-    done = subprocess.run(
-        [*words, "--train-iters", "2", "--save", str(trained)], cwd=ROOT, env=ENVIRONMENT, capture_output=True,
-        text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode and time.monotonic() - start < 60
-    assert done.stderr.count(f"error: --save = {trained}: holds checkpoints already") == 2, done.stderr
+def test_all_ranks_refuse_and_idle_ones_do_not_wait(trained: Path) -> None:
+    """Ranks without a launcher, which would end the others as soon as one has refused."""
+    ranks = start(trained.parent, TWO_OF_THREE, 3, "--mock-data")
+    try:
+        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    refused = [f"error: --save = {trained}: holds checkpoints already" in error for error in errors]
+    assert refused == [True, True, False], errors
+    assert [rank.returncode for rank in ranks] == [2, 2, 0], errors
 
 
 def test_one_that_was_being_replaced_counts(tmp_path: Path) -> None:
