@@ -18,9 +18,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero_megatron.comm import emulation as emulations
+from hetero_megatron.comm import pauses
 from hetero_megatron.comm import yardstick as yardsticks
 from hetero_megatron.comm.clock import EmulatedClock, NominalChip, OperatorSeconds, RealClock
 from hetero_megatron.comm.emulation import Emulation
+from hetero_megatron.comm.pauses import Pauses
 from hetero_megatron.comm.turns import PATIENCE, Turns
 from hetero_megatron.comm.yardstick import WARM_UP, Yardstick
 from hetero_megatron.errors import UserError
@@ -434,4 +437,47 @@ def test_the_control_file_changes_speed_and_rate(tmp_path: Path) -> None:
     assert emulation.clock.speed() == 0.125
     assert emulation.pacer is not None and emulation.pacer.rate() == {0: 5.0}
     emulation.started()
-    assert (tmp_path / "ready-1").exists()
+    assert (tmp_path / "ready-1").exists() and not (tmp_path / "pauses-1").exists()
+
+
+def test_ranks_measure_what_a_quota_costs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other alone on their core, then all at once; a third one never starts."""
+    monkeypatch.setattr(emulations, "MEET_SECONDS", 1.0)
+    for name in ("ALONE", "COOLING", "SLOWED"):
+        monkeypatch.setattr(pauses, name, 0.1)
+    described = {"chips": "quota", "links": "none", "speeds": [0.5, 0.25, 0.25], "cores": [0, 0, 0]}
+    seen: list[tuple[str, int]] = []
+    work_alone, cost = Pauses.work_alone, Pauses.cost
+
+    def watch(function):  # type: ignore[no-untyped-def]
+        def watched(*args: float) -> object:
+            seen.append((f"{function.__name__} begins", threading.get_ident()))
+            result = function(*args)
+            seen.append((f"{function.__name__} ends", threading.get_ident()))
+            return result
+
+        return watched
+
+    monkeypatch.setattr(Pauses, "work_alone", watch(work_alone))
+    monkeypatch.setattr(Pauses, "cost", watch(cost))
+    ranks = [threading.Thread(target=Emulation(rank, described, tmp_path).started) for rank in (0, 1)]
+    start = time.monotonic()
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert time.monotonic() - start < 5
+    alone = [(what, who) for what, who in seen if "alone" in what]
+    assert seen[:4] == alone and alone[0][1] == alone[1][1] != alone[2][1] == alone[3][1]
+    costs = [float((tmp_path / f"pauses-{rank}").read_text()) for rank in (0, 1)]
+    assert all(0 <= cost < 0.025 for cost in costs) and not (tmp_path / "pauses-2").exists()
+
+
+@pytest.mark.parametrize(("unit", "expected"), [(0.015, 0.00125), (0.008, 0.0)])
+def test_what_the_pauses_of_a_quota_cost(unit: float, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten units of work in a second, 40 periods; alone, a unit took 10 ms."""
+    work = iter([(9.9, 1, 9.9), (0.3, 30, 0.3), (9.9, 1, 9.9), (10 * unit, 10, 1.0)])
+    monkeypatch.setattr(Pauses, "_work", lambda *_: next(work))
+    measured = Pauses()
+    measured.work_alone()
+    assert measured.cost(0.025) == pytest.approx(expected)

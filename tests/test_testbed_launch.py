@@ -365,18 +365,25 @@ def test_a_clock_that_could_not_be_kept_is_written_down(tmp_path: Path) -> None:
 
 
 @needs_quota
-def test_quota_holds_after_the_start(start: Callable[..., Running], tmp_path: Path) -> None:
+def test_quotas_hold_after_the_start(start: Callable[..., Running], tmp_path: Path) -> None:
     one = start("burn", flags=("--chips", "quota", "--links", "none"), up=0)
-    groups = until(lambda: [g for g in quota.find_groups(one.testbed.id) if g.name == "rank-3"], "the groups")
-    group = next(path for path in groups if (path / "cpu.stat").exists())
-    until(lambda: (group / "cgroup.procs").read_text(), "the rank in its group")
-    file, before, after = ("cpu.cfs_quota_us", "5000", "1000")
-    if not (group / file).exists():
-        file, before, after = ("cpu.max", "5000 25000", "1000 25000")
-    assert (group / file).read_text().strip() == before
-    assert call("fault", "--testbed", one.testbed.id, "slow-chip", "3", "0.04").returncode == 0
-    assert (group / file).read_text().strip() == after
-    until(lambda: "nr_throttled 0" not in (group / "cpu.stat").read_text(), "throttling")
+    made = until(lambda: {g.name: g for g in quota.find_groups(one.testbed.id) if (g / "cpu.stat").exists()}, "groups")
+    groups = [made["rank-2"], made["rank-3"]]
+    file = "cpu.max" if (groups[0] / "cpu.max").exists() else "cpu.cfs_quota_us"
+
+    def quotas() -> list[int]:
+        return [int((group / file).read_text().split()[0]) for group in groups]
+
+    until(lambda: all((group / "cgroup.procs").read_text() for group in groups), "the ranks in their groups")
+    assert quotas() == [5000, 5000]
+    state.write_json(one.testbed.directory / "pauses-3", 0.0005)  # as the rank says what the quota costs it
+    until(lambda: quotas() == [5000, 5500], "what the pauses cost")
+    for rank in ("2", "3"):
+        assert call("fault", "--testbed", one.testbed.id, "slow-chip", rank, "0.04").returncode == 0
+    assert quotas() == [1000, 1500]
+    state.write_json(one.testbed.directory / "pauses-2", 0.00025)  # the fault stays in force
+    until(lambda: quotas() == [1250, 1500], "what the pauses cost")
+    until(lambda: all("nr_throttled 0" not in (group / "cpu.stat").read_text() for group in groups), "throttling")
 
 
 @needs_memory

@@ -141,7 +141,11 @@ def test_cgroups_v2_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (group / name).touch()
     quota.set_quota(group, 0.2)
     quota.set_memory(group, 1 << 20)
-    assert (group / "cpu.max").read_text() == "5000 25000" and (group / "memory.max").read_text() == "1048576"
+    assert (group / "cpu.max").read_text() == "5000 25000"
+    for speed, expected in ((0.2, "5750 25000"), (0.98, "25000 25000")):
+        quota.set_quota(group, speed, pause_seconds=0.00075)
+        assert (group / "cpu.max").read_text() == expected
+    assert (group / "memory.max").read_text() == "1048576"
     assert quota.testbeds_with_groups() == {"p1s1"} and quota.find_groups("p1s1") == [group, group.parent]
     with pytest.raises(UserError, match="too slow"):
         quota.set_quota(group, 0.01)

@@ -10,17 +10,20 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hetero_megatron.comm.clock import EmulatedClock, OperatorSeconds, RealClock
 from hetero_megatron.comm.pacing import NodeLanes, Pacer
+from hetero_megatron.comm.pauses import Pauses
 from hetero_megatron.comm.turns import Turns
 from hetero_megatron.comm.yardstick import Yardstick
+from hetero_megatron.testbed.quota import PERIOD_US
 from hetero_megatron.testbed.report import MEANING
-from hetero_megatron.testbed.state import CLOCK, CLOCKS, LOAD
+from hetero_megatron.testbed.state import CLOCK, CLOCKS, HERE, LOAD, PAUSES, READY, write_json
 
+MEET_SECONDS = 10.0  # that a rank waits for the others as a quota begins
 FAULTS_EVERY = 1.0  # seconds between two looks at the control file
 
 
@@ -46,6 +49,7 @@ class Emulation:
         self._control = Path(described["control"]) if described.get("control") else None
         self._looked, self._faults = 0.0, {}  # type: float, dict[str, Any]
         self._cores = list(described.get("cores", ()))
+        self._ranks = len(described.get("speeds", ()))
         self._usual = described.get("usual")
         self._node_of = list(described.get("node_of", ()))
         self.clock, self.pacer = self._make_clock(), self._make_pacer(described.get("pace"))
@@ -67,9 +71,32 @@ class Emulation:
         return Emulation(rank, described, Path(directory) if directory else None, timeout)
 
     def started(self) -> None:
-        """Start-up is over: a quota may begin now."""
-        if self.directory is not None:
-            (self.directory / f"ready-{self.rank}").touch()
+        """Start-up is over. A quota begins now; for some seconds all ranks measure what its pauses cost."""
+        if self.directory is None:
+            return
+        if self.chips != "quota":
+            self._file(READY).touch()
+            return
+        pauses, turns = Pauses(), self._make_turns()
+        present = self._meet(HERE, range(self._ranks))
+        with turns or contextlib.nullcontext():
+            pauses.work_alone()
+        self._meet(READY, present)
+        write_json(self._file(PAUSES), pauses.cost(PERIOD_US / 1e6))
+
+    def _meet(self, sign: str, ranks: Sequence[int]) -> list[int]:
+        """Set the sign and wait for the others'; not forever, since some may have no work. Returns those that came."""
+        self._file(sign).touch()
+        end = time.monotonic() + MEET_SECONDS
+        while True:
+            present = [rank for rank in ranks if self._file(sign, rank).exists()]
+            if len(present) == len(ranks) or time.monotonic() > end:
+                return present
+            time.sleep(0.01)
+
+    def _file(self, name: str, rank: int | None = None) -> Path:
+        assert self.directory is not None
+        return self.directory / name.format(self.rank if rank is None else rank)
 
     @contextlib.contextmanager
     def on_any_core(self) -> Iterator[None]:

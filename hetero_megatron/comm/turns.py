@@ -31,6 +31,12 @@ class Turns:
     def __init__(self, path: Path) -> None:
         self._turn, self._door = _Baton(path), _Baton(path.with_name(f"{path.name}-door"))
 
+    def __enter__(self) -> None:
+        self.take()
+
+    def __exit__(self, *_: object) -> None:
+        self.give()
+
     def take(self) -> None:
         """Wait for the turn."""
         self._door.take()

@@ -6,19 +6,15 @@ to the kernel's things from here.
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.testbed import namespaces, quota, shaping
 from hetero_megatron.testbed.process import alive, signal_all
-from hetero_megatron.testbed.state import CONTROL, Testbed, write_json
+from hetero_megatron.testbed.state import Testbed
 
 Node = dict[str, Any]
 
@@ -49,11 +45,10 @@ def slow_chip(testbed: Testbed, rank: int, speed: float) -> str:
     if record["chips"] == "none":
         raise UserError("the chips of this testbed have no emulated speed", field="--chips", value="none",
                         accepted="a testbed with --chips clock, soft or quota")  # fmt: skip
-    if record["chips"] == "quota":
-        quota.set_quota(Path(entry["quota"]), speed)
-    else:
-        with _control(testbed) as control:
-            control["speed"][str(rank)] = speed
+    with testbed.control() as control:
+        control["speed"][str(rank)] = speed
+        if record["chips"] == "quota":
+            quota.set_quota(Path(entry["quota"]), speed, testbed.pause_seconds(rank))
     return f"rank {rank} has speed {speed:g}"
 
 
@@ -108,20 +103,9 @@ def _pace(testbed: Testbed, record: dict[str, Any], ends: list[Node], rate: floa
     """None: what the cluster file says."""
     ranks = [_ranks_of(record, end) for end in ends]
     pairs = [(x, y) for x in ranks[0] for y in ranks[1]] + [(y, x) for x in ranks[0] for y in ranks[1]]
-    with _control(testbed) as control:
+    with testbed.control() as control:
         others = [entry for entry in control["rate"] if (entry[0], entry[1]) not in pairs]
         control["rate"] = others + ([] if rate is None else [[x, y, rate] for x, y in pairs])
-
-
-@contextmanager
-def _control(testbed: Testbed) -> Iterator[dict[str, Any]]:
-    """Read, change and replace control.json; one at a time."""
-    path = testbed.directory / CONTROL
-    with open(testbed.directory / ".lock", "w", encoding="ascii") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        control = json.loads(path.read_text(encoding="utf-8"))
-        yield control
-        write_json(path, control)
 
 
 def _rank(record: dict[str, Any], rank: int) -> dict[str, Any]:

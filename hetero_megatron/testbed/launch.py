@@ -39,7 +39,7 @@ from hetero_megatron.testbed.process import (
 )  # fmt: skip
 from hetero_megatron.testbed.report import Outcome, describe, report, say
 from hetero_megatron.testbed.settings import Settings, describe_links
-from hetero_megatron.testbed.state import CONTROL, ENVIRONMENT, LOAD, clean, new_testbed, write_json
+from hetero_megatron.testbed.state import CONTROL, ENVIRONMENT, LOAD, PAUSES, READY, clean, new_testbed, write_json
 
 POLL_SECONDS = 0.2
 LOAD_SECONDS = 2.0
@@ -98,6 +98,7 @@ class Launcher:
         self._network: namespaces.Network | None = None
         self._signals: list[int] = []
         self._ready: set[int] = set()
+        self._measured: set[int] = set()
         self._load = LoadMonitor(sessions=[])
         self._clock: Kept | None = None
         self._reaper: subprocess.Popen[bytes] | None = None
@@ -155,8 +156,8 @@ class Launcher:
                 raise UserError(problem, field="--links", accepted="--links paced") from None
             for name, a, b, _ in describe_links(settings):
                 self.latencies[name] = self._network.latency(a, b)
-        self._make_groups()
         write_json(directory / CONTROL, {"speed": {}, "rate": []})
+        self._make_groups()
         environment: dict[str, Any] = {
             "testbed": self._testbed.id, "cluster": os.path.abspath(settings.cluster.file), "chips": settings.chips,
             "links": settings.links, "speeds": list(settings.speeds), "cores": list(settings.cores),
@@ -198,9 +199,11 @@ class Launcher:
                 quota.set_memory(groups.memory, settings.memory[rank])
 
     def _set_quota(self, rank: int) -> None:
-        speed, group = self.settings.speeds[rank], self._groups[rank].cpu
-        assert speed is not None and group is not None
-        quota.set_quota(group, speed)
+        group = self._groups[rank].cpu
+        assert group is not None
+        with self._testbed.control() as control:
+            speed = control["speed"].get(str(rank), self.settings.speeds[rank])
+            quota.set_quota(group, speed, self._testbed.pause_seconds(rank))
 
     def _record(self) -> None:
         """Write down what there is, for status, faults and clean-up."""
@@ -327,18 +330,21 @@ class Launcher:
         return f"rank {rank} ({place.node}, {place.chip}) {how}"
 
     def _note_ready(self) -> None:
-        """The ranks that have said that their start-up is over; under quotas they are slowed from now on."""
-        for rank, child in self._ranks.items():
-            if rank in self._ready or not (self._testbed.directory / f"ready-{rank}").exists():
-                continue
-            self._ready.add(rank)
-            if self.settings.chips != "quota" or rank in self.codes:
-                continue
-            if self.settings.memory and self._groups[rank].version == 2:
-                self._set_quota(rank)
-            for entry in all_status():
-                if entry.session == child.pid and entry.state not in "ZX":
-                    self._groups[rank].attach(entry.pid, "cpu")
+        """The ranks that have said that their start-up is over; under quotas they are slowed from now on, and given
+        what that costs them as soon as they know."""
+        for said, seen, act in ((READY, self._ready, self._begin_quota), (PAUSES, self._measured, self._set_quota)):
+            for rank in self._ranks:
+                if rank not in seen and (self._testbed.directory / said.format(rank)).exists():
+                    seen.add(rank)
+                    if self.settings.chips == "quota" and rank not in self.codes:
+                        act(rank)
+
+    def _begin_quota(self, rank: int) -> None:
+        if self.settings.memory and self._groups[rank].version == 2:
+            self._set_quota(rank)
+        for entry in all_status():
+            if entry.session == self._ranks[rank].pid and entry.state not in "ZX":
+                self._groups[rank].attach(entry.pid, "cpu")
 
     def _close(self) -> None:
         """End what still runs, then have the reaper remove the rest; again here in case it cannot."""

@@ -125,8 +125,9 @@ class RankGroups:
         return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
 
 
-def set_quota(group: Path, speed: float) -> None:
-    """Let the group have ``speed`` cores.
+def set_quota(group: Path, speed: float, pause_seconds: float = 0.0) -> None:
+    """Let the group have ``speed`` cores, and in each period the CPU time that its pauses cost it besides; no more
+    than one core.
 
     Raises:
         UserError: less than the kernel can give, or it refuses.
@@ -135,6 +136,7 @@ def set_quota(group: Path, speed: float) -> None:
     if wanted < MIN_QUOTA_US:
         least = MIN_QUOTA_US / PERIOD_US
         raise UserError("too slow for a CPU quota", field="emulate.speed", value=speed, accepted=f"at least {least}")
+    wanted = min(wanted + round(pause_seconds * 1e6), PERIOD_US)
     with _writing(group):
         if (group / "cpu.max").exists():
             (group / "cpu.max").write_text(f"{wanted} {PERIOD_US}")

@@ -8,13 +8,14 @@ have no names outside: the kernel removes them when the last process that is in 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
@@ -25,6 +26,9 @@ from hetero_megatron.testbed import process, quota
 
 RECORD, ENVIRONMENT, CONTROL = "testbed.json", "environment.json", "control.json"
 LOAD = "load.json"  # foreign load so far, for the ranks
+HERE = "here-{}"  # of a rank that is about to be ready
+READY = "ready-{}"  # of a rank whose start-up is over
+PAUSES = "pauses-{}"  # what each period of a rank's quota costs it, in CPU seconds, once it has measured that
 CLOCKS = "clocks"  # of emulated chips, for the launcher: every rank's at its place
 CLOCK = Struct("ddd")  # seconds: emulated, of CPU time beyond that, behind that
 _ID = re.compile(r"p(\d+)s(\d+)")
@@ -83,6 +87,21 @@ class Testbed:
             return dict(json.loads((self.directory / RECORD).read_text(encoding="utf-8")))
         except (OSError, ValueError):
             return {}
+
+    @contextmanager
+    def control(self) -> Iterator[dict[str, Any]]:
+        """Read, change and replace what faults are in force; one at a time."""
+        path = self.directory / CONTROL
+        with open(self.directory / ".lock", "w", encoding="ascii") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            control = json.loads(path.read_text(encoding="utf-8"))
+            yield control
+            write_json(path, control)
+
+    def pause_seconds(self, rank: int) -> float:
+        """CPU seconds that each period of a rank's quota costs it; 0 before it has been measured."""
+        file = self.directory / PAUSES.format(rank)
+        return float(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else 0.0
 
     def write_record(self, data: Mapping[str, Any]) -> None:
         write_json(self.directory / RECORD, dict(data))
