@@ -447,7 +447,7 @@ def test_ranks_measure_what_a_quota_costs_them(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setattr(pauses, name, 0.1)
     described = {"chips": "quota", "links": "none", "speeds": [0.5, 0.25, 0.25], "cores": [0, 0, 0]}
     seen: list[tuple[str, int]] = []
-    work_alone, cost = Pauses.work_alone, Pauses.cost
+    alone, cost = Pauses.alone, Pauses.cost
 
     def watch(function):  # type: ignore[no-untyped-def]
         def watched(*args: float) -> object:
@@ -458,7 +458,7 @@ def test_ranks_measure_what_a_quota_costs_them(tmp_path: Path, monkeypatch: pyte
 
         return watched
 
-    monkeypatch.setattr(Pauses, "work_alone", watch(work_alone))
+    monkeypatch.setattr(Pauses, "alone", watch(alone))
     monkeypatch.setattr(Pauses, "cost", watch(cost))
     ranks = [threading.Thread(target=Emulation(rank, described, tmp_path).started) for rank in (0, 1)]
     start = time.monotonic()
@@ -467,8 +467,8 @@ def test_ranks_measure_what_a_quota_costs_them(tmp_path: Path, monkeypatch: pyte
     for rank in ranks:
         rank.join()
     assert time.monotonic() - start < 5
-    alone = [(what, who) for what, who in seen if "alone" in what]
-    assert seen[:4] == alone and alone[0][1] == alone[1][1] != alone[2][1] == alone[3][1]
+    first = [(what, who) for what, who in seen if "alone" in what]
+    assert seen[:4] == first and first[0][1] == first[1][1] != first[2][1] == first[3][1]
     costs = [float((tmp_path / f"pauses-{rank}").read_text()) for rank in (0, 1)]
     assert all(0 <= cost < 0.025 for cost in costs) and not (tmp_path / "pauses-2").exists()
 
@@ -479,5 +479,4 @@ def test_what_the_pauses_of_a_quota_cost(unit: float, expected: float, monkeypat
     work = iter([(9.9, 1, 9.9), (0.3, 30, 0.3), (9.9, 1, 9.9), (10 * unit, 10, 1.0)])
     monkeypatch.setattr(Pauses, "_work", lambda *_: next(work))
     measured = Pauses()
-    measured.work_alone()
-    assert measured.cost(0.025) == pytest.approx(expected)
+    assert measured.cost(measured.alone(), 0.025) == pytest.approx(expected)

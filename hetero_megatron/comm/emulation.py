@@ -10,8 +10,9 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from hetero_megatron.comm.clock import EmulatedClock, OperatorSeconds, RealClock
@@ -80,18 +81,18 @@ class Emulation:
         pauses, turns = Pauses(), self._make_turns()
         present = self._meet(HERE, range(self._ranks))
         with turns or contextlib.nullcontext():
-            pauses.work_alone()
-        self._meet(READY, present)
-        write_json(self._file(PAUSES), pauses.cost(PERIOD_US / 1e6))
+            alone = pauses.alone()
+        every = self._meet(READY, present, alone)
+        write_json(self._file(PAUSES), pauses.cost(median(every.values()), PERIOD_US / 1e6))
 
-    def _meet(self, sign: str, ranks: Sequence[int]) -> list[int]:
-        """Set the sign and wait for the others'; not forever, since some may have no work. Returns those that came."""
-        self._file(sign).touch()
+    def _meet(self, sign: str, ranks: Collection[int], value: float = 0.0) -> dict[int, float]:
+        """Give a value and wait for the others'; not forever, since some may have no work. Returns those that came."""
+        write_json(self._file(sign), value)
         end = time.monotonic() + MEET_SECONDS
         while True:
             present = [rank for rank in ranks if self._file(sign, rank).exists()]
             if len(present) == len(ranks) or time.monotonic() > end:
-                return present
+                return {rank: float(self._file(sign, rank).read_text(encoding="utf-8")) for rank in present}
             time.sleep(0.01)
 
     def _file(self, name: str, rank: int | None = None) -> Path:

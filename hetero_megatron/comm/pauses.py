@@ -13,28 +13,27 @@ import torch
 import torch.nn.functional as F
 
 TOKENS, HIDDEN, HEADS, FFN = 512, 128, 8, 352  # of small layers like those that testbeds train: some 10 ms each
-ALONE, COOLING, SLOWED = 0.3, 0.7, 1.5  # seconds: without a quota, until one has its full effect, and under it
+ALONE, COOLING, SLOWED = 0.4, 0.7, 1.5  # seconds: without a quota, until one has its full effect, and under it
 
 
 class Pauses:
-    """Measured in two parts: :meth:`work_alone` before the quota begins, :meth:`cost` under it."""
+    """Measured in two parts: :meth:`alone` before the quota begins, :meth:`cost` under it."""
 
     def __init__(self) -> None:
         shapes = (TOKENS, HIDDEN), (HIDDEN, 3 * HIDDEN), (HIDDEN, 2 * FFN), (FFN, HIDDEN)
         self._values = [torch.full(s, 0.01, dtype=torch.float32, device="cpu", requires_grad=True) for s in shapes]
-        self._alone = 0.0
 
-    def work_alone(self) -> None:
-        """Nobody else computes on this core."""
+    def alone(self) -> float:
+        """CPU seconds of a unit of work while nobody else computes on this core."""
         self._work(ALONE / 2)  # allocations
         cpu, units, _ = self._work(ALONE)
-        self._alone = cpu / units
+        return cpu / units
 
-    def cost(self, period: float) -> float:
-        """CPU seconds that work needs more in each period of the quota than it did alone; at least 0."""
+    def cost(self, alone: float, period: float) -> float:
+        """CPU seconds that work needs more in each period of the quota than it does alone; at least 0."""
         self._work(COOLING)
         cpu, units, wall = self._work(SLOWED)
-        return max(0.0, (cpu - units * self._alone) / (wall / period))
+        return max(0.0, (cpu - units * alone) / (wall / period))
 
     def _work(self, seconds: float) -> tuple[float, int, float]:
         """(CPU seconds, units of work, seconds) of the work of about so many seconds."""
