@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -183,35 +184,28 @@ def test_nothing_is_left(how: str, start: Callable[..., Running], tmp_path: Path
     assert host_links() == before
 
 
-@pytest.mark.skipif(not awake.POSSIBLE, reason="testbed: no idle priority")
+@pytest.mark.skipif(bool(MACHINE.cores_sleep), reason=f"testbed: {MACHINE.cores_sleep}")
 @pytest.mark.parametrize("how", ["exit", "kill"])
 def test_cores_are_kept_awake_under_soft(how: str, start: Callable[..., Running], tmp_path: Path) -> None:
-    """By somebody who computes when nobody else does, is no foreign load, and is gone with the testbed."""
+    """By a request to the kernel that ends with the launcher, and that no rank holds."""
     one = start("wait", str(tmp_path), "-1", "0", flags=("--chips", "soft", "--links", "none"))
 
-    def idle() -> list[int]:
-        marked = [pid for pid, where in process.marked().items() if where == str(one.testbed.directory)]
-        return [pid for pid in marked if os.sched_getscheduler(pid) == os.SCHED_IDLE]
+    def holders() -> set[int]:
+        found = set()
+        for pid in [one.launcher.pid, *process.marked()]:
+            with suppress(OSError):
+                names = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+                found |= {pid} if str(awake.LATENCY) in names else set()
+        return found
 
-    cores = sorted({rank["core"] for rank in one.testbed.record()["ranks"]})
-    until(lambda: len(idle()) == len(cores), "somebody on every core")
-    found = idle()
-    assert sorted(core for pid in found for core in os.sched_getaffinity(pid)) == cores
-    born = {pid: status.start for pid in found if (status := process.status(pid))}
-
-    def work() -> int:
-        return sum(status.ticks for pid in found if (status := process.status(pid)))
-
-    before = work()
-    until(lambda: work() > before + 20, "their work")
+    assert holders() == {one.launcher.pid}
     if how == "kill":
         one.launcher.kill()
     (tmp_path / "go").touch()
-    _, err = one.launcher.communicate(timeout=60)
+    one.launcher.communicate(timeout=60)
     one.assert_clean()
-    assert not [pid for pid in found if process.alive(pid, born[pid])]
-    if how == "exit":
-        assert one.launcher.returncode == 0 and float(err.partition("foreign load ")[2].split()[0]) < 1.0, err
+    assert not holders()
+    assert how == "kill" or one.launcher.returncode == 0
 
 
 @needs_namespaces

@@ -131,6 +131,9 @@ def _testbed() -> list[Finding]:
         modules = " ".join(MODULES[name] for name in found.lacks)
         remedy = f"modprobe {modules}, or a kernel that has them" if found.lacks else ""
         lines.append(Finding("testbed kernel", OPTIONAL if found.lacks else OK, missing, remedy))
+    remedy = "run as root; without it --chips soft varies more from run to run" if found.cores_sleep else ""
+    rest = found.cores_sleep or "can be kept from sleeping"
+    lines.append(Finding("testbed awake cores", OPTIONAL if found.cores_sleep else OK, rest, remedy))
     cores = len(found.cores)
     few = "" if cores > 1 else "two cores or more: ranks that share one disturb each other"
     speed = f"{cores} cores: emulated chips may be as fast as {SHARE * cores:g} cores together"

@@ -153,7 +153,7 @@ class Comm:
     def _create(self, key: tuple[int, ...]) -> Group:
         if len(key) == 1:
             return Group(self, key, None)
-        with self.emulation.on_any_core():
+        with self.emulation.on_other_cores():
             made = dist.new_group(list(key), timeout=self.timeout)
         return Group(self, key, made if self.rank in key else None)
 
@@ -174,7 +174,7 @@ class Comm:
         if len(key) == 1 or not dist.is_initialized():
             return Group(self, key, None) if self.rank in key else None
         if key not in self._background:
-            with self.emulation.on_any_core():
+            with self.emulation.on_other_cores():
                 made = dist.new_group(list(key), timeout=timeout or self.timeout, backend="gloo")
             self._background[key] = Group(self, key, made) if self.rank in key else None
         return self._background[key]

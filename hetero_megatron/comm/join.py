@@ -54,7 +54,7 @@ def start_comm(platform: Platform, timeout_seconds: float, position: int | None 
             _claim(stores[0], rank, launched_as)
             stores[0].set(_beacon_key(rank), beacon.address.encode() if beacon else '["", 0, ""]')
             every = stores[0].multi_get([_beacon_key(r) for r in range(total)])  # waits for everybody
-            with emulation.on_any_core():
+            with emulation.on_other_cores():
                 dist.init_process_group(platform.backend, timeout=timeout, store=stores[0], rank=rank, world_size=total)
         except RuntimeError as error:
             raise _not_joined(rank, total, stores, time.perf_counter() - start, error) from error

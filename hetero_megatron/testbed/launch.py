@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,7 +93,7 @@ class Launcher:
         if MARK in os.environ:
             raise UserError("a testbed inside a testbed", field=MARK, value=os.environ[MARK], accepted="one at a time")
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
-        self._awake: list[subprocess.Popen[bytes]] = []
+        self._awake: int | None = None  # open while it keeps cores awake
         self._groups: dict[int, quota.RankGroups] = {}
         self._network: namespaces.Network | None = None
         self._signals: list[int] = []
@@ -112,7 +112,7 @@ class Launcher:
             try:
                 self._reaper = self._start_reaper()
                 self._make()
-                self._keep_awake()
+                self._awake = keep_awake() if self.settings.awake else None
                 self._load.sample()
                 for rank in range(self.settings.cluster.world_size):
                     self._start(rank)
@@ -170,18 +170,6 @@ class Launcher:
         say(f"testbed {self._testbed.id}: {settings.cluster.world_size} ranks on {len(settings.node_names)} nodes")
         for line in describe(settings, self.latencies):
             say(f"  {line}")
-
-    def _keep_awake(self) -> None:
-        """Where real CPU time counts, no core sleeps."""
-        if self.settings.chips == "soft":
-            marked = {**_package_environment(), MARK: str(self._testbed.directory)}
-            self._awake = keep_awake(self.settings.cores, marked)
-            self._own(self._awake)
-
-    def _own(self, children: Iterable[subprocess.Popen[bytes]]) -> None:
-        """What their sessions compute is no foreign load."""
-        assert isinstance(self._load.sessions, list)
-        self._load.sessions.extend(child.pid for child in children)
 
     def _make_groups(self) -> None:
         """On v2 one group serves for both controllers: the hierarchy is one."""
@@ -285,7 +273,8 @@ class Launcher:
         assert child.stdout is not None and child.stderr is not None
         self._output.add(rank, "out", child.stdout)  # type: ignore[arg-type]
         self._output.add(rank, "err", child.stderr)  # type: ignore[arg-type]
-        self._own([child])
+        assert isinstance(self._load.sessions, list)
+        self._load.sessions.append(child.pid)
 
     def _watch(self) -> None:
         """Until all ranks have ended, one has failed and the grace time is over, or a signal came."""
@@ -377,8 +366,10 @@ class Launcher:
                 if all(child.poll() is not None for child in self._ranks.values()):
                     break
         kill_marked(str(self._testbed.directory))
-        for child in (*self._ranks.values(), *self._awake):
+        for child in self._ranks.values():
             child.wait()
+        if self._awake is not None:
+            os.close(self._awake)
 
     def _report(self, code: int) -> None:
         slowed = self.settings.chips != "none" or self.settings.links == "paced"  # by the ranks, or at a sign of theirs

@@ -9,6 +9,7 @@ import subprocess
 from dataclasses import dataclass
 
 from hetero_megatron.testbed import quota
+from hetero_megatron.testbed.awake import cores_sleep
 from hetero_megatron.testbed.process import inside, new_namespace
 
 _PROBE = {  # what a testbed's network needs of the kernel; each line is tried in a namespace that vanishes at once
@@ -31,6 +32,7 @@ class Machine:
         lacks: missing features of the kernel, in words; None: could not be tried.
         cgroups: version by controller (cpu, memory) whose groups can be made here.
         cores: usable ones.
+        cores_sleep: why they cannot be kept awake; empty when they can.
     """
 
     root: bool
@@ -38,6 +40,7 @@ class Machine:
     lacks: tuple[str, ...] | None
     cgroups: dict[str, int]
     cores: tuple[int, ...]
+    cores_sleep: str = ""
 
     def no_namespaces(self) -> str:
         """Why links cannot be namespaces; empty when they can."""
@@ -71,7 +74,7 @@ def examine() -> Machine:
         for name, hierarchy in quota.hierarchies().items()
         if root and os.access(hierarchy.own, os.W_OK) and not _read_only(hierarchy.own)
     }
-    return Machine(root, tools, lacks, groups, tuple(sorted(cores)))
+    return Machine(root, tools, lacks, groups, tuple(sorted(cores)), cores_sleep())
 
 
 def _read_only(path: os.PathLike[str]) -> bool:

@@ -29,6 +29,7 @@ class Settings:
         reasons: one sentence per choice.
         notes: what a reader of the results should know.
         usual: CPU seconds of a yardstick reading on the core of speed 1 (chips: soft).
+        awake: cores are kept from sleeping, as real CPU time counts.
     """
 
     cluster: Cluster
@@ -42,6 +43,7 @@ class Settings:
     reasons: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     usual: float | None = None
+    awake: bool = False
 
     @property
     def node_rates(self) -> dict[tuple[int, int], float]:
@@ -102,11 +104,11 @@ def decide(
         node_names=names,
         node_of=tuple(names.index(rank.node) for rank in cluster.ranks),
         memory=tuple(chip.memory_budget or chip.memory for chip in ranks) if memory_limit else (),
-        reasons=reasons,
+        reasons=reasons, awake=chips == "soft" and not machine.cores_sleep,
     )  # fmt: skip
     if chips != "none":
         _check_cores(settings, machine)
-    return replace(settings, notes=tuple(_notes(settings)))
+    return replace(settings, notes=tuple(_notes(settings, machine)))
 
 
 def _choose_chips(
@@ -221,13 +223,15 @@ def pin(speeds: Sequence[float], cores: Sequence[int]) -> tuple[int, ...]:
     return tuple(result)
 
 
-def _notes(settings: Settings) -> list[str]:
+def _notes(settings: Settings, machine: Machine) -> list[str]:
     notes = []
     if settings.chips == "clock":
         notes.append("chips: an emulated clock; errors of predictions under it are schedule + communication errors")
     if settings.chips == "quota":
         notes.append("chips: CPU quotas, for demonstration and fault tests: 10-20 % jitter")
     if settings.chips == "soft":
+        if machine.cores_sleep:
+            notes.append(f"chips: idle cores sleep, and are slow when they wake: {machine.cores_sleep}")
         for core in sorted(set(settings.cores)):
             load = sum(speed for _, speed in _on_core(settings, core))
             if load > SHARE + 1e-9:

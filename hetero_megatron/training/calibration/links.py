@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -82,9 +83,9 @@ def _measure(comm: Comm, cluster: Cluster, a: int, b: int, tag: int) -> LinkRow:
     alpha = max(0.0, median(small) - median(ping) / 2 - beta * FIRST)
     message = median(_host_seconds(comm, a, b, tag) for _ in range(PINGS))
     group = comm.group((a, b))
-    swap = _line(comm, lambda n: group.all_to_all(*_halves(comm, a, b, n)).wait(), FIRST, large)
+    swap = _line(comm, group.all_to_all, lambda size: _halves(comm, a, b, size), FIRST, large)
     # TP groups exchange less at a time, so its time at nothing matters: it is measured, not extrapolated.
-    exchange = _line(comm, lambda n: group.exchange(*_buffers(comm, n)).wait(), SMALL, large)
+    exchange = _line(comm, group.exchange, lambda size: _buffers(comm, size), SMALL, large)
     source, target = cluster.ranks[a], cluster.ranks[b]
     return LinkRow(
         source.group, target.group, source.node == target.node, max(alpha, median(ping) / 2), beta, message,
@@ -146,18 +147,21 @@ def _buffers(comm: Comm, size: int) -> tuple[list[torch.Tensor], list[torch.Tens
     return [send, send], [receive, receive]
 
 
-def _line(comm: Comm, exchange: Callable[[int], object], small: int, large: int) -> tuple[float, float]:
-    """(seconds at no bytes, per byte) through the medians at two sizes."""
-    low, high = _seconds(comm, exchange, small, PINGS), _seconds(comm, exchange, large, REPEATS)
+def _line(
+    comm: Comm, call: Callable[..., Any], buffers: Callable[[int], tuple[Any, ...]], small: int, large: int
+) -> tuple[float, float]:
+    """(seconds at no bytes, per byte) of ``call`` through the medians at two sizes."""
+    low, high = _seconds(comm, call, buffers(small), PINGS), _seconds(comm, call, buffers(large), REPEATS)
     beta = max(0.0, high - low) / (large - small)
     return max(0.0, low - beta * small), beta
 
 
-def _seconds(comm: Comm, exchange: Callable[[int], object], size: int, repeats: int) -> float:
+def _seconds(comm: Comm, call: Callable[..., Any], buffers: tuple[Any, ...], repeats: int) -> float:
+    """Of a call whose buffers are there already: new ones of some MiB take as long as the message itself."""
     seconds = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
-        exchange(size)
+        call(*buffers).wait()
         comm.clock.synchronize()
         seconds.append(time.perf_counter() - start)
     return median(seconds[1:])
