@@ -22,6 +22,7 @@ from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import Cluster, cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.testbed import load, machine, quota, shaping, state
+from hetero_megatron.testbed.awake import cores_sleep
 from hetero_megatron.testbed.launch import find_command
 from hetero_megatron.testbed.machine import Machine
 from hetero_megatron.testbed.output import Output
@@ -187,14 +188,15 @@ def test_the_demo_has_a_cluster_for_one_core() -> None:
     assert decide(one, replace(ALL, cores=(0,)), "soft").chips == decide(two, ALL, "soft").chips == "soft"
 
 
-def test_cores_that_cannot_be_kept_awake_are_named() -> None:
-    tired = replace(ALL, cores_sleep="not root")
+def test_cores_that_cannot_be_kept_awake_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetero_megatron.testbed.awake.LATENCY", Path("/nowhere/latency"))
+    tired = replace(ALL, cores_sleep=cores_sleep())
     cases = (("soft", ALL, True, False), ("clock", ALL, False, False), ("clock", tired, False, False),
              ("soft", tired, False, True))  # fmt: skip
     for chips, where, awake, named in cases:
         found = decide(cluster(**INTER), where, chips)
-        assert found.awake == awake
-        assert ("chips: idle cores sleep, and are slow when they wake: not root" in found.notes) == named
+        note = "idle cores sleep, and are slow when they wake: /nowhere/latency: No such file or directory"
+        assert found.awake == awake and (f"chips: {note}" in found.notes) == named
 
 
 def test_foreign_load_is_what_is_left_over() -> None:
