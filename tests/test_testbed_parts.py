@@ -186,6 +186,8 @@ def test_the_demo_has_a_cluster_for_one_core() -> None:
     with pytest.raises(UserError, match="at most 0.8 on the 1 cores"):
         decide(two, replace(ALL, cores=(0,)), "soft")
     assert decide(one, replace(ALL, cores=(0,)), "soft").chips == decide(two, ALL, "soft").chips == "soft"
+    assert [one.chip_of(r).speed for r in range(4)] == [(two.chip_of(r).speed or 0) / 2 for r in range(4)]
+    assert [rank.node for rank in one.ranks] == [rank.node for rank in two.ranks]
 
 
 def test_cores_that_cannot_be_kept_awake_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
