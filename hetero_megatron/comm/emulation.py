@@ -50,7 +50,6 @@ class Emulation:
         self._control = Path(described["control"]) if described.get("control") else None
         self._looked, self._faults = 0.0, {}  # type: float, dict[str, Any]
         self._cores = list(described.get("cores", ()))
-        self._ranks = len(described.get("speeds", ()))
         self._usual = described.get("usual")
         self._node_of = list(described.get("node_of", ()))
         self.clock, self.pacer = self._make_clock(), self._make_pacer(described.get("pace"))
@@ -79,7 +78,7 @@ class Emulation:
             self._file(READY).touch()
             return
         pauses, turns = Pauses(), self._make_turns()
-        present = self._meet(HERE, range(self._ranks))
+        present = self._meet(HERE, range(len(self._cores)))
         with turns or contextlib.nullcontext():
             alone = pauses.alone()
         every = self._meet(READY, present, alone)
