@@ -5,8 +5,8 @@
 Each repeat is a testbed of its own, on which ``hetero-megatron calibrate`` runs (micro-batch sizes 1 and 2; sequence
 length and, without ``--steps``, measured steps are ``bench_testbed.py``'s for such chips). Spread: (largest - smallest)
 / median of one rate over the repeats. Layers, embedding, head, attention and the optimizer are what a chip does (goal:
-3 % under ``clock``, 6 % under ``soft``); links and host overheads are real in either case and are listed for
-information, links as the seconds of a message.
+3 % under ``clock``, 6 % under ``soft``); links, what TP groups wait in their exchanges and host overheads are real in
+either case and are listed for information, links as the seconds of a message.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.bench_testbed import MODEL, MODES, PLANS, cluster_of
 from benchmarks.common import machine
 from benchmarks.testbed_run import ROOT
+from hetero_megatron.planner.costs import SWAPS
 
 GOALS = {"clock": 0.03, "soft": 0.06}
 SECONDS_GOAL = 120
-STAGES = ("layers", "embed", "head")  # by TP degree
+STAGES = ("layers", "embed", "head")
 CHIP_RATES = (*STAGES, "optimizer", "attention")
+BY_TP = (*STAGES, "waiting")
 MODEL_CONFIG = {  # a Hugging Face config.json of the benchmark's model
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": MODEL["num_layers"],
     "hidden_size": MODEL["hidden_size"], "intermediate_size": MODEL["ffn_hidden_size"],
@@ -76,7 +78,7 @@ def flat(rates: dict[str, Any]) -> dict[str, dict[tuple[Any, ...], float]]:
                 continue
             width = 1 if kind == "optimizer" else 2
             for row in value:
-                into = found.setdefault(f"{kind}, TP {row[1]}" if kind in STAGES else kind, {})
+                into = found.setdefault(f"{kind}, TP {row[1]}" if kind in BY_TP else kind, {})
                 for way, seconds in enumerate(row[-width:]):
                     into[(chip, *row[:-width], way)] = seconds
     for link in rates["links"]:
@@ -90,7 +92,7 @@ def flat(rates: dict[str, Any]) -> dict[str, dict[tuple[Any, ...], float]]:
 def spreads(repeats: list[dict[str, Any]]) -> dict[str, tuple[int, float, float]]:
     """By kind: (how many rates, median spread, largest spread). Embedding and head count against a layer's seconds
     where they are smaller than that: they are differences of stages that hold layers too. So do visits of a ring's
-    block against attention."""
+    block against attention, and what TP groups wait in a layer's exchanges."""
     every = [flat(rates) for rates in repeats]
     found = {}
     for kind, first in every[0].items():
@@ -100,6 +102,8 @@ def spreads(repeats: list[dict[str, Any]]) -> dict[str, tuple[int, float, float]
             base = median(values)
             if kind.startswith(("embed", "head")):
                 base = max(base, median(one[kind.replace(kind.split(",")[0], "layers")][key] for one in every))
+            if kind.startswith("waiting"):
+                base = median(one[kind.replace("waiting", "layers")][key] for one in every) / SWAPS
             if kind == "visits":
                 base = median(one["attention"][key] for one in every)
             widths.append((max(values) - min(values)) / base if base else 0.0)

@@ -41,6 +41,7 @@ from hetero_megatron.training.calibration.runs import (
     spot_checks,
     stragglers,
     tp_groups,
+    waiting,
 )
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.loop import optimizer_factory
@@ -200,21 +201,18 @@ def test_what_is_timed_alone_takes_turns_without_the_first_call() -> None:
     assert calls == ["short", "longer", *2 * turn, *rest, *2 * turn]
 
 
-def test_waiting_in_tp_groups_is_what_compute_and_exchanges_leave() -> None:
+def test_waiting_in_tp_groups_is_what_exchanges_take_beyond_their_links() -> None:
     costs = Costs((0.1, 0.1), (1.0, 2.0), (0.2, 0.1), (0.5, 1.0))
-    places = [(1, True, False), (3, True, False), (1, False, True), (3, False, True), (3, False, False)]
+    links = (0.01, 0.02)  # of two groups
     found = []
-    for layers, embed, head in places:
+    for i, (layers, embed, head) in enumerate([(1, True, False), (3, False, True), (3, False, False)]):
         one = _observe(costs, "c", (0, 1), layers, embed, head, 1.0)
         swaps = 4 * layers + embed + head  # each way
-        apart = (0.15 * one.forward + swaps * 0.01, 0.25 * one.backward + swaps * 0.01)
+        apart = (swaps * (0.15 + links[i % 2]), swaps * (0.25 + links[i % 2]))
         found.append(replace(one, tp=2, apart=apart))
-    (waited,) = solve([o.with_waiting(0.01) for o in found]).values()
-    assert waited.layer == pytest.approx((1.15, 2.5)) and waited.head == pytest.approx((0.575, 1.25))
-    (least,) = solve([o.with_waiting(10.0) for o in found]).values()
-    assert least.layer == pytest.approx(costs.layer)  # never less than compute
-    alone = replace(found[0], tp=1)
-    assert alone.with_waiting(0.0) == alone
+        assert found[-1].swaps == swaps and one.swaps == 0
+    assert waiting([(o, links[i % 2]) for i, o in enumerate(found)]) == pytest.approx((0.15, 0.25))
+    assert waiting([(o, 0.2) for o in found]) == pytest.approx((0.0, 0.25 + (17 * 0.01 + 13 * 0.02) / 30 - 0.2))
 
 
 def test_a_straggler_is_named() -> None:

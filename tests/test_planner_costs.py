@@ -20,7 +20,7 @@ from hetero_megatron.planner.costs import CostModel, StageChoice
 from hetero_megatron.planner.footprint import estimate_memory
 from hetero_megatron.planner.network import Network
 from hetero_megatron.planner.operators import ATTENTION_BACKWARD, UPDATE_BYTES, Operators
-from hetero_megatron.planner.predict import predict
+from hetero_megatron.planner.predict import computing_seconds, predict
 from hetero_megatron.planner.rates import as_document, load_rates, model_fingerprint, share_of_peak
 from hetero_megatron.planner.whatif import document, with_more
 from hetero_megatron.spec import load_model
@@ -229,6 +229,26 @@ def test_exchanges_of_tensor_parallel_groups_cost_what_was_measured_of_them() ->
             assert model.tp_exchange_seconds(tp, 1, link) == pytest.approx(expected)
             found, posting = Network(model.rates).tp_exchange(tuple(range(tp)), size)
             assert found == pytest.approx(expected) and posting == 0.5 * (tp - 1)
+
+
+def test_ranks_of_a_tensor_parallel_group_wait_for_each_other_at_every_exchange() -> None:
+    """In the closed form, in the prediction of a plan, and with a context group; never without TP or in compute."""
+    mark = model_fingerprint(MODEL)
+    where = cluster(nodes=1, per_node=4, waiting=[[mark, 2, 1, SEQ, 0.25, 0.5]])
+    model, bare = (CostModel(MODEL, c, SEQ, "fp32") for c in (where, cluster(nodes=1, per_node=4)))
+    for tp, waits in ((1, 0), (2, 4 * 11 + 2)):
+        stage = StageChoice("c0", tp, 1, 11, True, True)
+        assert model.forward_seconds(stage, 1) == pytest.approx(bare.forward_seconds(stage, 1) + 0.25 * waits)
+        assert model.backward_seconds(stage, 1) == pytest.approx(bare.backward_seconds(stage, 1) + 0.5 * waits)
+    parts = {"context": [{"ranks": [[0, 1], [2, 3]], "tokens": [32, 32], "heads": [4, 4]}], "ranks": [0, 1, 2, 3]}
+    for written in ({"ranks": [0, 1], "tp": 2}, parts):
+        spelled = plan_from_dict(plan((3, [{"layers": [0, 11], **written}])), MODEL)
+        waited, never = (predict(spelled, MODEL, c.cluster, costs=c) for c in (model, bare))
+        more = waited.timelines[0].busy[0] - never.timelines[0].busy[0]
+        half = 0.5 if "context" in written else 1.0  # for 32 tokens, by the operators
+        assert more == pytest.approx(3 * 46 * 0.75 * half, rel=0.03 if "context" in written else 1e-6)
+        if "context" not in written:
+            assert computing_seconds(spelled, model) == computing_seconds(spelled, bare)
 
 
 def test_actions_of_tensor_parallel_stages_have_fixed_seconds_of_their_own() -> None:

@@ -15,7 +15,9 @@ import yaml
 from hetero_megatron.cluster.document import Entry
 from hetero_megatron.errors import UserError
 
-SECONDS = {"gemm": 1, "optimizer": 1, "attention": 2, "visits": 2, "layers": 2, "embed": 2, "head": 2}  # last columns
+SECONDS = {  # by table: how many columns at the end of a row are seconds
+    "gemm": 1, "optimizer": 1, "attention": 2, "visits": 2, "layers": 2, "embed": 2, "head": 2, "waiting": 2,
+}  # fmt: skip
 
 
 def read_rates(entry: Entry) -> dict[str, Any]:

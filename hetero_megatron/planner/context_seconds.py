@@ -57,17 +57,17 @@ class ContextSeconds:
     def unit_seconds(self, stage: Stage, unit: Unit, t: int) -> UnitSeconds:
         """One rank's parts; its layer is the stage's, because groups wait for each other's keys and values."""
         model, rows = self.model, unit.sequences[1] - unit.sequences[0]
-        swap, _ = self._swap(unit, rows)
         operators = model.operators(self._chip(unit.ranks[t]))
         columns = _share(self.model, unit, t)[1]
+        swap = operators.exchange(columns, rows, unit.num_tokens, self._swap(unit, rows)[0])
         embed, head = (
             f(columns, rows, unit.num_tokens) if unit.num_tokens else (0.0, 0.0)
             for f in (operators.embed, operators.head)
         )
         return UnitSeconds(
             layer=self.layer(stage),
-            embed=(embed[0] + swap, embed[1] + swap),
-            head=(head[0] + swap, head[1] + swap),
+            embed=(embed[0] + swap[0], embed[1] + swap[1]),
+            head=(head[0] + swap[0], head[1] + swap[1]),
             action=operators.rates.action(len(unit.ranks) > 1),
         )
 
@@ -116,8 +116,10 @@ class _Layer:
             for t, rank in enumerate(unit.ranks):
                 operators = model.operators(prices._chip(rank))
                 rates = operators.rates
-                linear, ratio = operators.split(_share(model, unit, t)[1], rows, unit.num_tokens)
-                self.linear[rank] = (linear[0] + SWAPS * swap, linear[1] + SWAPS * swap)
+                columns = _share(model, unit, t)[1]
+                linear, ratio = operators.split(columns, rows, unit.num_tokens)
+                there, back = operators.exchange(columns, rows, unit.num_tokens, swap)
+                self.linear[rank] = (linear[0] + SWAPS * there, linear[1] + SWAPS * back)
                 self.floor = (
                     max(self.floor[0], rates.layer_seconds + SWAPS * posting),
                     max(self.floor[1], rates.layer_backward_seconds + SWAPS * posting),

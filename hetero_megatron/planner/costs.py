@@ -194,16 +194,18 @@ class CostModel:
 
         Args:
             share: its part of heads and columns; rows: sequences of the micro-batch that the group computes.
-            swap: seconds of one gather or scatter of the group's activations; posting: how many of them are the host's.
+            swap: seconds of one gather or scatter of the group's activations by itself; posting: how many of them are
+                the host's.
         """
         length = self.seq_length
-        layer = operators.layer(share, rows, length, SWAPS * swap, SWAPS * posting)
+        forward, backward = operators.exchange(share, rows, length, swap)
+        layer = operators.layer(share, rows, length, (SWAPS * forward, SWAPS * backward), SWAPS * posting)
         embed, head = (f(share, rows, length) for f in (operators.embed, operators.head))
         again = operators.attention(share, rows, length)[0] if recompute == "selective" else 0.0
         return UnitSeconds(
             layer=(layer[0], layer[1] + again),
-            embed=(embed[0] + swap, embed[1] + swap),
-            head=(head[0] + swap, head[1] + swap),
+            embed=(embed[0] + forward, embed[1] + backward),
+            head=(head[0] + forward, head[1] + backward),
             action=operators.rates.action(share < 1) if rows else 0.0,
         )
 

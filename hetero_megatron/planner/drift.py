@@ -8,11 +8,10 @@ from typing import Any
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.edit import with_nodes
-from hetero_megatron.planner.rates import ChipRates, as_document, load_rates
+from hetero_megatron.cluster.rates_section import SECONDS
+from hetero_megatron.planner.rates import ChipRates, LayerRow, Row, as_document, load_rates
 
 PER_SECOND = ("gemm_flops", "attention_flops", "bytes_per_second")
-TIMED = {"gemm": 1, "attention": 2, "visits": 2, "optimizer": 1}  # how many columns at the end of a row are seconds
-LAYERS = ("layers", "embed", "head")
 
 
 def slower(rates: ChipRates, factor: float) -> ChipRates:
@@ -24,12 +23,15 @@ def slower(rates: ChipRates, factor: float) -> ChipRates:
             changes[name] = value / factor
         elif name.endswith(("_seconds", "_beta")):  # per call, per byte
             changes[name] = value * factor
-        elif name in TIMED:
-            n = TIMED[name]
-            changes[name] = tuple((*row[:-n], *(x * factor for x in row[-n:])) for row in value)
-        elif name in LAYERS:
-            changes[name] = tuple(replace(r, forward=r.forward * factor, backward=r.backward * factor) for r in value)
+        elif name in SECONDS:
+            changes[name] = tuple(_slower_row(row, SECONDS[name], factor) for row in value)
     return replace(rates, **changes)
+
+
+def _slower_row(row: Row | LayerRow, columns: int, factor: float) -> Row | LayerRow:
+    if isinstance(row, LayerRow):
+        return replace(row, forward=row.forward * factor, backward=row.backward * factor)
+    return (*row[:-columns], *(x * factor for x in row[-columns:]))
 
 
 def with_slow_nodes(

@@ -39,15 +39,17 @@ class Operators:
         self._cache: dict[tuple[object, ...], Seconds] = {}
         self._rows: dict[str, list[LayerRow]] = {}
 
-    def layer(self, share: float, rows: float, length: int, exchange: float = 0.0, posting: float = 0.0) -> Seconds:
+    def layer(
+        self, share: float, rows: float, length: int, exchange: Seconds = (0.0, 0.0), posting: float = 0.0
+    ) -> Seconds:
         """One decoder layer for ``rows`` sequences of ``length`` tokens.
 
         Args:
-            exchange: seconds of the TP collectives in it, per direction; posting: how many of them are the host's.
+            exchange: seconds of the TP collectives in it; posting: how many of them, each way, are the host's.
         """
         if self._measured("layers"):
             forward, backward = self._cached("layers", share, rows, length, self._layer_by_operators)
-            return forward + exchange, backward + exchange
+            return forward + exchange[0], backward + exchange[1]
         key = ("layer", share, rows, length, exchange, posting)
         if key not in self._cache:
             self._cache[key] = self._layer_by_operators(share, rows, length, exchange, posting) if rows else (0.0, 0.0)
@@ -96,6 +98,14 @@ class Operators:
     def head(self, share: float, rows: float, length: int) -> Seconds:
         """Final norm, output matrix, softmax and loss."""
         return self._cached("head", share, rows, length, self._head_by_operators)
+
+    def exchange(self, share: float, rows: float, length: int, seconds: float) -> Seconds:
+        """One exchange of activations with the TP group, which takes ``seconds`` by itself, in a forward and in a
+        backward: with what the group's ranks wait for each other, as far as that was measured."""
+        if not seconds or not self._measured("waiting"):
+            return seconds, seconds
+        forward, backward = self._cached("waiting", share, rows, length, self._layer_by_operators)
+        return seconds + forward, seconds + backward
 
     def attention(self, share: float, rows: float, length: int) -> Seconds:
         """The attention core: softmax(q k^T) v of this rank's heads."""
@@ -181,7 +191,7 @@ class Operators:
         return forward * _nearest(ratios[0], at), backward * _nearest(ratios[1], at)
 
     def _layer_by_operators(
-        self, share: float, rows: float, length: int, exchange: float = 0.0, posting: float = 0.0
+        self, share: float, rows: float, length: int, exchange: Seconds = (0.0, 0.0), posting: float = 0.0
     ) -> Seconds:
         model, tokens = self.model, rows * length
         h, q, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -200,8 +210,8 @@ class Operators:
         # Kernels are launched ahead of the device, so launching counts only where it takes longer than they do.
         unfused = self.softmax_batches and round(rows * share * model.num_heads) % self.softmax_batches
         launches = 1 + UNFUSED if unfused else 1.0
-        forward = max(products + small + core[0] + exchange, launches * self.rates.layer_seconds + posting)
-        backward = 2 * (products + small) + core[1] + exchange
+        forward = max(products + small + core[0] + exchange[0], launches * self.rates.layer_seconds + posting)
+        backward = 2 * (products + small) + core[1] + exchange[1]
         return forward, max(backward, launches * self.rates.layer_backward_seconds + posting)
 
     def _embed_by_operators(self, share: float, rows: float, length: int) -> Seconds:

@@ -30,6 +30,7 @@ name; not both)::
             overhead_bytes: 0                         # memory that the framework takes before any tensor
             layers: [[fingerprint, tp, micro_batch_size, seq_length, forward s, backward s], …]
             embed: / head:                            # rows like layers; head is final norm, output matrix and loss
+            waiting:                                  # rows like layers, of one exchange of a TP group: see below
             optimizer: [[elements, seconds], …]       # one update of so many owned elements
       links:
         - {within: <node group>, alpha: s, beta: s_per_byte}                   # inside one node of the group
@@ -39,8 +40,9 @@ name; not both)::
         - {from: <group>, to: <group>, alpha: s, beta: s_per_byte}             # one direction, wins over ``between``
 
 All rows of layers, embed and head are compute of one rank (its 1/tp share), without communication and without
-recompute, but with what ranks of a TP group wait for each other (none is steady, and they meet several times a layer);
-``fingerprint`` is :func:`model_fingerprint`. Whole-layer rows win over operator rates; a size that was not measured
+recompute. ``waiting`` is what a TP group's exchange takes in a running pipeline beyond what its links explain: its
+ranks wait for each other (none is steady, and they meet several times a layer). ``fingerprint`` is
+:func:`model_fingerprint`. Whole-layer rows win over operator rates; a size that was not measured
 takes the nearest rows, scaled by the operator rates.
 
 Cold start: data sheet x default efficiency. Matrix products: achievable share of peak ("MAMF") as tabulated in
@@ -77,7 +79,7 @@ OVERHEAD_BYTES = 1 << 30  # context, libraries and communicators of an accelerat
 CORE_OVERHEAD_BYTES = 64 << 20  # the same on a CPU, on top of the process before the model is built
 LATENCY = {"intra": 10e-6, "inter": 20e-6}  # where the cluster file gives none (Calculon's values)
 COLLECTIVES = ("all_to_all", "exchange")
-ROWS = {"gemm": 4, "attention": 5, "layers": 6, "embed": 6, "head": 6, "optimizer": 2, "visits": 5}
+ROWS = {"gemm": 4, "attention": 5, "layers": 6, "embed": 6, "head": 6, "optimizer": 2, "visits": 5, "waiting": 6}
 NUMBERS = (
     "gemm_flops", "gemm_half", "attention_flops", "bytes_per_second", "layer_seconds", "action_seconds",
     "tp_action_seconds", "message_seconds", "step_seconds", "overhead_bytes", "score_seconds",
@@ -90,7 +92,8 @@ Row = tuple[float, ...]
 
 @dataclass(frozen=True)
 class LayerRow:
-    """Measured seconds of one layer (or embedding, or head) on one rank that has 1/tp of it."""
+    """Measured seconds of one layer (or embedding, or head) on one rank that has 1/tp of it; or of what a TP group's
+    ranks wait for each other."""
 
     fingerprint: str
     tp: float
@@ -122,6 +125,7 @@ class ChipRates:
     head: tuple[LayerRow, ...] = ()
     optimizer: tuple[Row, ...] = ()
     visits: tuple[Row, ...] = ()
+    waiting: tuple[LayerRow, ...] = ()
     calibrated: bool = False
     score_seconds: float = 0.0
     layer_backward_seconds: float = 0.0
@@ -305,7 +309,7 @@ def given_rates(chip: str, dtype: str, given: Any, cluster: Cluster) -> dict[str
     }
     for key, width in ROWS.items():
         rows = _rows(entries.get(key, []), width, f"{where}.{key}", cluster)
-        values[key] = tuple(LayerRow(*r) for r in rows) if key in ("layers", "embed", "head") else rows
+        values[key] = tuple(LayerRow(*r) for r in rows) if width == 6 else rows
     return values
 
 

@@ -35,6 +35,7 @@ from hetero_megatron.training.calibration.runs import (
     spread,
     stragglers,
     tp_groups,
+    waiting,
 )
 
 STRAGGLER = 0.1  # slower than its fellows by more than this share
@@ -66,6 +67,7 @@ class Calibration:
 
     costs: dict[tuple[str, int, int], Costs] = field(default_factory=dict)
     spreads: dict[tuple[str, int, int], float] = field(default_factory=dict)
+    waiting: dict[tuple[str, int, int], tuple[float, float]] = field(default_factory=dict)  # by the same, with TP
     step_seconds: dict[str, float] = field(default_factory=dict)
     exchange: dict[str, tuple[float, float, float, float]] = field(default_factory=dict)  # as solve_phases() returns
     saved: dict[str, float] = field(default_factory=dict)  # by a first backward, seconds per byte of weights
@@ -117,7 +119,8 @@ def calibrate(
     out = slow_ranks(found.slow, seen)
     seen = [o for o in seen if not out & set(o.ranks)]
     row_bytes = options.seq_length * spec.hidden_size * dtype.itemsize
-    _solve(found, _with_waiting(seen, cluster, links, options.dtype, row_bytes), fixed or {})
+    _solve(found, seen, fixed or {})
+    found.waiting = _waiting(seen, cluster, links, options.dtype, row_bytes)
     log("exchange of gradients and parameters")
     chips = [rank.chip for rank in cluster.ranks]
     phases: list[Phase] = []
@@ -205,16 +208,21 @@ def _merge(observations: Sequence[Observation]) -> list[Observation]:
     return merged
 
 
-def _with_waiting(
+def _waiting(
     seen: Sequence[Observation], cluster: Cluster, links: Sequence[LinkRow], dtype: str, row_bytes: int
-) -> list[Observation]:
-    """What TP groups took, their ranks' waiting for each other included, without what exchanges take by these links.
+) -> dict[tuple[str, int, int], tuple[float, float]]:
+    """What TP groups waited in one exchange beyond what it takes by these links, by (chip, TP, micro-batch size).
 
     Args:
         row_bytes: of one sequence's activations.
     """
     network = Network(Rates(cluster, dtype, {}, {(r.source, r.target, r.same_node): _link_rates(r) for r in links}))
-    return [o.with_waiting(network.tp_exchange(o.ranks, o.micro_batch_size * row_bytes)[0]) for o in seen]
+    found: dict[tuple[str, int, int], list[tuple[Observation, float]]] = {}
+    for o in seen:
+        if o.swaps:
+            seconds, _ = network.tp_exchange(o.ranks, o.micro_batch_size * row_bytes)
+            found.setdefault((o.chip, o.tp, o.micro_batch_size), []).append((o, seconds))
+    return {key: waiting(observations) for key, observations in found.items()}
 
 
 def _document(found: Calibration, cluster: Cluster, spec: ModelSpec, options: CalibrationOptions) -> dict[str, Any]:
@@ -223,12 +231,18 @@ def _document(found: Calibration, cluster: Cluster, spec: ModelSpec, options: Ca
     name = model_fingerprint(spec)
     for chip in dict.fromkeys(c for c, _, _ in found.costs):
         mine = {(tp, size): costs for (c, tp, size), costs in sorted(found.costs.items()) if c == chip}
+        tables = {
+            table: {key: getattr(costs, part) for key, costs in mine.items()}
+            for table, part in (("layers", "layer"), ("embed", "embed"), ("head", "head"))
+        }
+        tables["waiting"] = {(tp, size): s for (c, tp, size), s in sorted(found.waiting.items()) if c == chip}
         rows: dict[str, Any] = {
             table: [
-                [name, tp, size, options.seq_length, *(_digits(max(s, 1e-7)) for s in getattr(costs, part))]
-                for (tp, size), costs in mine.items()
+                [name, tp, size, options.seq_length, *(_digits(max(s, 1e-7)) for s in seconds)]
+                for (tp, size), seconds in measured.items()
             ]
-            for table, part in (("layers", "layer"), ("embed", "embed"), ("head", "head"))
+            for table, measured in tables.items()
+            if measured
         }
         for parallel, entry in ((False, "action_seconds"), (True, "tp_action_seconds")):
             if fixed := [costs.fixed for (tp, _), costs in mine.items() if (tp > 1) == parallel]:

@@ -63,14 +63,10 @@ class Observation:
     spread: float
     apart: tuple[float, float] = (0.0, 0.0)
 
-    def with_waiting(self, swap_seconds: float) -> Observation:
-        """With what a TP group's ranks waited for each other, as part of the work: all besides compute that is not
-        explained by exchanges of ``swap_seconds`` each."""
-        if self.tp == 1:
-            return self
-        swaps = SWAPS * self.layers + self.embed + self.head
-        forward, backward = (max(0.0, apart - swaps * swap_seconds) for apart in self.apart)
-        return replace(self, forward=self.forward + forward, backward=self.backward + backward)
+    @property
+    def swaps(self) -> int:
+        """Exchanges with the TP group, each way."""
+        return 0 if self.tp == 1 else SWAPS * self.layers + self.embed + self.head
 
 
 @dataclass(frozen=True)
@@ -265,6 +261,14 @@ def _least_squares(rows: np.ndarray, seconds: np.ndarray, first: float | None) -
             break
         used.pop(int(np.argmin(some * rows[:, used].max(axis=0))))
     return [float(x) for x in found]
+
+
+def waiting(observations: Sequence[tuple[Observation, float]]) -> tuple[float, float]:
+    """What TP groups took for one exchange, forward and backward, beyond the seconds that their links explain, which
+    stand beside each observation: mean over all exchanges, at least 0."""
+    swaps = sum(o.swaps for o, _ in observations)
+    forward, backward = (sum(o.apart[i] - o.swaps * seconds for o, seconds in observations) / swaps for i in (0, 1))
+    return max(0.0, forward), max(0.0, backward)
 
 
 def spread(observations: Sequence[Observation]) -> float:
