@@ -37,6 +37,7 @@ from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.testbed.clocks import worst_clock
 from hetero_megatron.training.calibration import CalibrationOptions, calibrate, degrees, format_calibration
 from hetero_megatron.training.calibration.run import Calibration
+from hetero_megatron.training.calibration.runs import tp_groups
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.loop import optimizer_factory, position
 from hetero_megatron.training.runtime import Runtime
@@ -137,23 +138,39 @@ def choose(cluster: Cluster, spec: ModelSpec, work: dict[str, Any]) -> list[tupl
 
 
 def others(cluster: Cluster, spec: ModelSpec, seq_length: int, batch: int) -> list[tuple[str, dict[str, Any]]]:
-    """One pipeline of all ranks with layers by speed; one replica per rank with shares by speed."""
-    speeds = [cluster.chip_of(r).speed or 1.0 for r in range(cluster.world_size)]
-    ends = [round(spec.num_layers * sum(speeds[: i + 1]) / sum(speeds)) for i in range(len(speeds))]
-    cuts = [0, *ends]
-    stages = [
-        {"ranks": [r], "layers": [a, b]} for r, (a, b) in enumerate(zip(cuts, cuts[1:])) if b > a
-    ]
-    stages[0]["embed"], stages[-1]["head"] = True, True
-    head = {"version": 1, "seq_length": seq_length, "global_batch_size": batch, "schedule": "1f1b"}
-    long = {"micro_batch_size": 1, "num_micro_batches": batch, "stages": stages}
+    """One pipeline of all ranks with layers by speed, alone and in TP groups of two of a type; one replica per rank
+    with shares by speed."""
+    everyone = range(cluster.world_size)
+    pairs = [pair for found in tp_groups(cluster, 2).values() for pair in found]
+    alone = set(everyone) - {r for pair in pairs for r in pair}
+    speeds = [cluster.chip_of(r).speed or 1.0 for r in everyone]
     shares = [max(1, round(batch * s / sum(speeds))) for s in speeds]
     shares[0] += batch - sum(shares)
+    whole = [0, spec.num_layers]
     replicas = [
-        {"micro_batch_size": 1, "num_micro_batches": n, "stages": [{"ranks": [r], "layers": [0, spec.num_layers]}]}
+        {"micro_batch_size": 1, "num_micro_batches": n, "stages": [{"ranks": [r], "layers": whole}]}
         for r, n in enumerate(shares)
     ]
-    return [("one pipeline", {**head, "pipelines": [long]}), ("replicas", {**head, "pipelines": replicas})]
+    kinds = {
+        "one pipeline": [_pipeline(cluster, spec, batch, [(r,) for r in everyone])],
+        "one pipeline, TP 2": [_pipeline(cluster, spec, batch, sorted([*pairs, *((r,) for r in alone)]))],
+        "replicas": replicas,
+    }
+    head = {"version": 1, "seq_length": seq_length, "global_batch_size": batch, "schedule": "1f1b"}
+    return [(name, {**head, "pipelines": pipelines}) for name, pipelines in kinds.items()]
+
+
+def _pipeline(cluster: Cluster, spec: ModelSpec, batch: int, groups: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+    """A stage on each TP group, with layers by speed."""
+    speeds = [sum(cluster.chip_of(r).speed or 1.0 for r in group) for group in groups]
+    cuts = [round(spec.num_layers * sum(speeds[:i]) / sum(speeds)) for i in range(len(groups) + 1)]
+    stages: list[dict[str, Any]] = [
+        {"ranks": list(group), "tp": len(group), "layers": [a, b]}
+        for group, a, b in zip(groups, cuts, cuts[1:])
+        if b > a
+    ]
+    stages[0]["embed"], stages[-1]["head"] = True, True
+    return {"micro_batch_size": 1, "num_micro_batches": batch, "stages": stages}
 
 
 @dataclass(frozen=True)
