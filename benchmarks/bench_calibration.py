@@ -89,14 +89,14 @@ def flat(rates: dict[str, Any]) -> dict[str, dict[tuple[Any, ...], float]]:
     return found
 
 
-def spreads(repeats: list[dict[str, Any]]) -> dict[str, tuple[int, float, float]]:
-    """By kind: (how many rates, median spread, largest spread). Embedding and head count against a layer's seconds
-    where they are smaller than that: they are differences of stages that hold layers too. So do visits of a ring's
-    block against attention, and what TP groups wait in a layer's exchanges."""
+def spreads(repeats: list[dict[str, Any]]) -> dict[str, tuple[int, float, float, str]]:
+    """By kind: (how many rates, median spread, largest spread, of which rate). Embedding and head count against a
+    layer's seconds where they are smaller than that: they are differences of stages that hold layers too. So do visits
+    of a ring's block against attention, and what TP groups wait in a layer's exchanges."""
     every = [flat(rates) for rates in repeats]
     found = {}
     for kind, first in every[0].items():
-        widths = []
+        widths: dict[tuple[Any, ...], float] = {}
         for key in first:
             values = [one[kind][key] for one in every]
             base = median(values)
@@ -106,8 +106,9 @@ def spreads(repeats: list[dict[str, Any]]) -> dict[str, tuple[int, float, float]
                 base = median(one[kind.replace("waiting", "layers")][key] for one in every) / SWAPS
             if kind == "visits":
                 base = median(one["attention"][key] for one in every)
-            widths.append((max(values) - min(values)) / base if base else 0.0)
-        found[kind] = (len(widths), median(widths), max(widths))
+            widths[key] = (max(values) - min(values)) / base if base else 0.0
+        worst = max(widths, key=lambda key: widths[key])
+        found[kind] = (len(widths), median(widths.values()), widths[worst], " ".join(map(str, worst)))
     return found
 
 
@@ -121,18 +122,22 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=["3:1, 2+2"], choices=list(PLANS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, help="of calibrate, whose default is 2")
+    parser.add_argument("--out", help="write all rates as JSON")
     args = parser.parse_args()
     print(f"{machine()}; {args.repeats} repeats")
-    print("\n| cluster | chips | kind of rate | rates | median spread | largest spread |\n|---|---|---|---|---|---|")
-    closing = []
+    print("\n| cluster | chips | kind of rate | rates | median spread | largest spread | of |\n" + 7 * "|---" + "|")
+    closing, everything = [], {}
     for name in args.only:
         for chips in args.chips:
             steps = args.steps or MODES[chips]["calibration_steps"]
             runs = [measure(name, chips, steps) for _ in range(args.repeats)]
             found = spreads([rates for rates, _, _ in runs])
-            for kind, (count, middle, most) in found.items():
-                print(f"| {name} | {chips} | {kind} | {count} | {middle:.2%} | {most:.2%} |", flush=True)
-            worst = max(most for kind, (_, _, most) in found.items() if kind.startswith(CHIP_RATES))
+            everything[f"{name}, {chips}"] = [rates for rates, _, _ in runs]
+            if args.out:
+                Path(args.out).write_text(json.dumps(everything, indent=1))
+            for kind, (count, middle, most, where) in found.items():
+                print(f"| {name} | {chips} | {kind} | {count} | {middle:.2%} | {most:.2%} | {where} |", flush=True)
+            worst = max(most for kind, (_, _, most, _) in found.items() if kind.startswith(CHIP_RATES))
             longest = max(seconds for _, seconds, _ in runs)
             disturbed = sum("DISTURBED" in said for _, _, said in runs)
             invalid = sum("INVALID" in said for _, _, said in runs)

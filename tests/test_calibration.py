@@ -332,7 +332,7 @@ def test_a_calibration_gives_what_the_clock_says() -> None:
     cluster = cluster_from_dict({**CLUSTER, "rates": rates})
     costs = CostModel(SMALL, cluster, 32, "fp32")
     stage = StageChoice("big", 1, 1, 3, False, False)
-    expected = 3 * layer["big", 1, 2][0] + costs.action_seconds("big", 1)
+    expected = 3 * layer["big", 1, 2][0] + costs.action_seconds("big")
     assert costs.forward_seconds(stage, 2) == pytest.approx(expected, rel=0.01)
     assert {link.get("within", link.get("from")) for link in rates["links"]} == {"fast", "slow"}
 

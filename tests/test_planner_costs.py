@@ -251,17 +251,6 @@ def test_ranks_of_a_tensor_parallel_group_wait_for_each_other_at_every_exchange(
             assert computing_seconds(spelled, model) == computing_seconds(spelled, bare)
 
 
-def test_actions_of_tensor_parallel_stages_have_fixed_seconds_of_their_own() -> None:
-    for own, more in ((0.0, 0.0), (0.75, 0.5)):
-        where = cluster(nodes=1, per_node=2, action_seconds=0.25, tp_action_seconds=own)
-        model = CostModel(MODEL, where, SEQ, "fp32")
-        bare = CostModel(MODEL, cluster(nodes=1, per_node=2), SEQ, "fp32")
-        for tp in (1, 2):
-            stage = StageChoice("c0", tp, 1, 1, False, False)
-            extra = 0.25 + (more if tp == 2 else 0.0)
-            assert model.forward_seconds(stage, 1) == pytest.approx(bare.forward_seconds(stage, 1) + extra)
-
-
 def test_the_choice_and_the_plan_cost_the_same() -> None:
     """Closed form and prediction: same stage seconds, same memory, for an equal split on one kind of chip."""
     where = dgx(nodes=2)

@@ -300,11 +300,13 @@ def test_benchmarks_find_the_errors_that_are_there() -> None:
 
     def rates(seconds: float) -> dict[str, Any]:
         rows = {"layers": [["m", 1, 2, 64, 1.0, seconds]], "embed": [["m", 1, 2, 64, 0.0, seconds / 100]]}
+        rows["waiting"] = [["m", 1, 2, 64, 0.0, seconds / 100]]  # of one of a layer's four exchanges
         return {"chips": {"c": {"fp32": {**rows, "optimizer": [[8, 1.0]], "step_seconds": 0.5}}}, "links": []}
 
     found = bench_calibration.spreads([rates(1.9), rates(2.0), rates(2.1)])
-    assert found["layers, TP 1"] == (2, pytest.approx(0.05), pytest.approx(0.1))
-    assert found["embed, TP 1"][2] == pytest.approx(0.001) and found["optimizer"] == (1, 0.0, 0.0)
+    assert found["layers, TP 1"] == (2, pytest.approx(0.05), pytest.approx(0.1), "c m 1 2 64 1")
+    assert found["embed, TP 1"][2] == pytest.approx(0.001) and found["optimizer"][:3] == (1, 0.0, 0.0)
+    assert found["waiting, TP 1"][2] == pytest.approx(0.004)
 
 
 @pytest.mark.parametrize("home", ["file", "missing/home", "file/home"])

@@ -157,16 +157,15 @@ def _fit(cluster: Cluster, options: argparse.Namespace, rates: dict[str, Any]) -
     return merge_rates(rates, rates_section(fit))
 
 
-def _known_fixed(cluster: Cluster, dtype: str, length: int) -> dict[tuple[str, bool], tuple[float, float]]:
-    """What earlier calls with shorter sequences found of each chip type, by whether it was with TP."""
+def _known_fixed(cluster: Cluster, dtype: str, length: int) -> dict[str, tuple[float, float]]:
+    """What earlier calls with shorter sequences found of each chip type."""
     from hetero_megatron.planner.rates import given_rates
 
-    found: dict[tuple[str, bool], tuple[float, float]] = {}
+    found: dict[str, tuple[float, float]] = {}
     for name, dtypes in cluster.rates.get("chips", {}).items():
         rates = given_rates(name, dtype, dtypes.get(dtype, {}), cluster)
-        for parallel in {row.tp > 1 for row in rates["layers"] if row.seq_length < length}:
-            seconds = rates.get("tp_action_seconds" if parallel else "action_seconds", 0.0)
-            found[name, parallel] = (seconds, seconds)
+        if any(row.seq_length < length for row in rates["layers"]):
+            found[name] = (rates.get("action_seconds", 0.0),) * 2
     return found
 
 
@@ -233,7 +232,7 @@ def _measure(
         rates: dict[str, Any] = {}
         tables, links = [], None
         invalid: Rank | None = None
-        known: dict[str, dict[tuple[str, bool], tuple[float, float]]] = {dtype: {} for dtype in dtypes}
+        known: dict[str, dict[str, tuple[float, float]]] = {dtype: {} for dtype in dtypes}
         for one in wanted:
             log(f"{one.dtype}, {one.seq_length} tokens")
             kind = TORCH_DTYPES[one.dtype]

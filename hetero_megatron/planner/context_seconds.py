@@ -68,7 +68,7 @@ class ContextSeconds:
             layer=self.layer(stage),
             embed=(embed[0] + swap[0], embed[1] + swap[1]),
             head=(head[0] + swap[0], head[1] + swap[1]),
-            action=operators.rates.action(len(unit.ranks) > 1),
+            action=operators.rates.action_seconds,
         )
 
     def layer(self, stage: Stage) -> Pair:

@@ -206,7 +206,7 @@ class CostModel:
             layer=(layer[0], layer[1] + again),
             embed=(embed[0] + forward, embed[1] + backward),
             head=(head[0] + forward, head[1] + backward),
-            action=operators.rates.action(share < 1) if rows else 0.0,
+            action=operators.rates.action_seconds if rows else 0.0,
         )
 
     def tp_exchange_seconds(self, tp: int, rows: int, link: LinkRates | None) -> float:
@@ -252,8 +252,8 @@ class CostModel:
         """Host seconds that one send or receive costs the rank itself."""
         return self.chip_rates(chip).message_seconds
 
-    def action_seconds(self, chip: str, tp: int) -> float:
-        return self.chip_rates(chip).action(tp > 1)
+    def action_seconds(self, chip: str) -> float:
+        return self.chip_rates(chip).action_seconds
 
     def owned_elements(self, stage: StageChoice, replicas: float) -> float:
         """Elements whose optimizer state one rank keeps, when ``replicas`` pipelines hold the same layers."""

@@ -18,7 +18,6 @@ name; not both)::
             layer_seconds: 0.0                        # least host seconds per layer (launches), forward …
             layer_backward_seconds: 0.0               # … and backward (default: twice)
             action_seconds: 0.0                       # fixed host seconds per F or B of a stage
-            tp_action_seconds: 0.0                    # the same with tensor parallelism; 0: no more than without
             message_seconds: 0.0                      # host seconds that one send or receive costs the rank itself
             step_seconds: 0.0                         # fixed host seconds per optimizer step
             pack_beta: 0.0                            # s per byte packed for an exchange; these four: 0 = from
@@ -82,9 +81,8 @@ COLLECTIVES = ("all_to_all", "exchange")
 ROWS = {"gemm": 4, "attention": 5, "layers": 6, "embed": 6, "head": 6, "optimizer": 2, "visits": 5, "waiting": 6}
 NUMBERS = (
     "gemm_flops", "gemm_half", "attention_flops", "bytes_per_second", "layer_seconds", "action_seconds",
-    "tp_action_seconds", "message_seconds", "step_seconds", "overhead_bytes", "score_seconds",
-    "layer_backward_seconds", "pack_beta", "add_beta", "unpack_beta", "exchange_seconds", "accumulate_beta",
-    "jitter",
+    "message_seconds", "step_seconds", "overhead_bytes", "score_seconds", "layer_backward_seconds", "pack_beta",
+    "add_beta", "unpack_beta", "exchange_seconds", "accumulate_beta", "jitter",
 )  # fmt: skip
 
 Row = tuple[float, ...]
@@ -134,12 +132,7 @@ class ChipRates:
     unpack_beta: float = 0.0
     exchange_seconds: float = 0.0
     accumulate_beta: float = 0.0
-    tp_action_seconds: float = 0.0
     jitter: float = 0.0
-
-    def action(self, parallel: bool) -> float:
-        """Fixed seconds of an F or B; ``parallel``: of a stage with tensor parallelism."""
-        return parallel and self.tp_action_seconds or self.action_seconds
 
     @property
     def pack(self) -> float:

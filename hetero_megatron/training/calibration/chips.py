@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 
@@ -82,7 +83,7 @@ def observe(run: Run, chip: str, job: Job, steps: int) -> Observed | None:
     observation = Observation(
         chip, stage.ranks, run.tp, run.micro_batch_size, stage.num_layers, stage.embed, stage.head,
         middle(forward), middle(backward), width / (middle(forward) + middle(backward)),
-        (middle(apart["F"]), middle(apart["B"])),
+        (fmean(apart["F"]), fmean(apart["B"])),
     )  # fmt: skip
     assert runtime.optimizer is not None
     owned = sum(master.numel() for _, _, master in runtime.optimizer.owned())

@@ -80,9 +80,9 @@ class Calibration:
     clock: Kept | None = None  # on a testbed
     rates: dict[str, Any] = field(default_factory=dict)
 
-    def fixed(self) -> dict[tuple[str, bool], tuple[float, float]]:
-        """Seconds of an action besides its layers, by (chip, whether with TP)."""
-        return {(chip, tp > 1): costs.fixed for (chip, tp, _), costs in self.costs.items()}
+    def fixed(self) -> dict[str, tuple[float, float]]:
+        """Seconds of an action besides its layers, by chip."""
+        return {chip: costs.fixed for (chip, _, _), costs in self.costs.items()}
 
 
 def calibrate(
@@ -95,14 +95,14 @@ def calibrate(
     log: Callable[[str], None],
     links: Sequence[LinkRow] | None = None,
     kernels: Kernels | None = None,
-    fixed: Mapping[tuple[str, bool], tuple[float, float]] | None = None,
+    fixed: Mapping[str, tuple[float, float]] | None = None,
 ) -> Calibration:
     """Measure chips, and links where they are not known yet; every rank of the cluster calls it, and gets the same
     answer. What slow ranks measured counts in nothing.
 
     Args:
         kernels: as runs would have them; None: torch's own.
-        fixed: seconds of an action besides its layers, by (chip, whether with TP), where they are known.
+        fixed: seconds of an action besides its layers, by chip, where they are known.
     """
     everyone = tuple(range(cluster.world_size))
     comm.create_groups([everyone])
@@ -185,12 +185,12 @@ def _per_step(found: Calibration, chip: str, rows: Sequence[Observed]) -> None:
 
 
 def _solve(
-    found: Calibration, observations: Sequence[Observation], fixed: Mapping[tuple[str, bool], tuple[float, float]]
+    found: Calibration, observations: Sequence[Observation], fixed: Mapping[str, tuple[float, float]]
 ) -> None:
     """Costs and spreads of every (chip, TP, micro-batch size) that was observed."""
-    for chip, parallel in {(o.chip, o.tp > 1) for o in observations}:
-        alike = [o for o in observations if (o.chip, o.tp > 1) == (chip, parallel)]
-        for (tp, size), costs in solve(alike, fixed.get((chip, parallel))).items():
+    for chip in {o.chip for o in observations}:
+        alike = [o for o in observations if o.chip == chip]
+        for (tp, size), costs in solve(alike, fixed.get(chip)).items():
             found.costs[chip, tp, size] = costs
             found.spreads[chip, tp, size] = spread([o for o in alike if (o.tp, o.micro_batch_size) == (tp, size)])
 
@@ -244,9 +244,7 @@ def _document(found: Calibration, cluster: Cluster, spec: ModelSpec, options: Ca
             for table, measured in tables.items()
             if measured
         }
-        for parallel, entry in ((False, "action_seconds"), (True, "tp_action_seconds")):
-            if fixed := [costs.fixed for (tp, _), costs in mine.items() if (tp > 1) == parallel]:
-                rows[entry] = _digits(fmean(fixed[0]))  # the same for all
+        rows["action_seconds"] = _digits(fmean(found.fixed()[chip]))
         groups = {g.name for g in cluster.nodes if g.chip == chip}
         messages = [link.message for link in found.links if link.source in groups]
         rows["message_seconds"] = _digits(median(messages) if messages else 0.0)

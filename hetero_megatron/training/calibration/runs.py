@@ -49,7 +49,8 @@ class Run:
 @dataclass(frozen=True)
 class Observation:
     """Compute seconds of one action of one stage (:func:`middle`), and their spread (max - min over micro-batches);
-    ``apart``: what a forward and a backward took besides, in exchanges with the TP group."""
+    ``apart``: what a forward and a backward took besides, in exchanges with the TP group (mean: some exchanges wait long,
+    in every pipeline)."""
 
     chip: str
     ranks: tuple[int, ...]
@@ -224,7 +225,7 @@ def jitter(steps: Sequence[Sequence[float]]) -> float:
 def solve(
     observations: Sequence[Observation], fixed: tuple[float, float] | None = None
 ) -> dict[tuple[int, int], Costs]:
-    """Least squares over all observations of one chip type, either without TP or with it; relative errors count.
+    """Least squares over all observations of one chip type; relative errors count.
 
     Args:
         fixed: the fixed part, where shorter sequences have told it already.
