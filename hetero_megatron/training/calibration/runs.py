@@ -49,8 +49,8 @@ class Run:
 @dataclass(frozen=True)
 class Observation:
     """Compute seconds of one action of one stage (:func:`middle`), and their spread (max - min over micro-batches);
-    ``apart``: what a forward and a backward took besides, in exchanges with the TP group (mean: some exchanges wait long,
-    in every pipeline)."""
+    ``apart``: what a forward and a backward took besides, in exchanges with the TP group (mean: some exchanges wait
+    long, in every pipeline)."""
 
     chip: str
     ranks: tuple[int, ...]
