@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import os
+import platform
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -21,7 +24,7 @@ from hypothesis import strategies as st
 from hetero_megatron.comm import emulation as emulations
 from hetero_megatron.comm import pauses
 from hetero_megatron.comm import yardstick as yardsticks
-from hetero_megatron.comm.clock import EmulatedClock, NominalChip, OperatorSeconds, RealClock
+from hetero_megatron.comm.clock import SLICE_NS, EmulatedClock, NominalChip, OperatorSeconds, RealClock
 from hetero_megatron.comm.emulation import Emulation
 from hetero_megatron.comm.pauses import Pauses
 from hetero_megatron.comm.turns import PATIENCE, Turns
@@ -51,6 +54,25 @@ def test_a_product_costs_its_flops_forward_and_backward(m: int, n: int, k: int) 
     backward = count(lambda: torch.autograd.backward(out, torch.ones_like(out.detach())))
     # Two products and the seed (empty, fill), plus what moving gradients costs: bounded by bytes of all of them.
     assert backward >= 2 * (1e-5 + 2 * m * n * k / 1e9)
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="time slices of a thread: Linux")
+def test_ranks_with_emulated_clocks_have_short_time_slices() -> None:
+    number = {"x86_64": 315, "aarch64": 275}.get(platform.machine())
+    if number is None or tuple(map(int, platform.release().split("-")[0].split(".")[:2])) < (6, 12):
+        pytest.skip("time slices of a thread: Linux 6.12")
+    found = []
+
+    def in_a_thread() -> None:
+        EmulatedClock(lambda: 1.0)
+        attributes = ctypes.create_string_buffer(56)
+        assert ctypes.CDLL(None).syscall(number, 0, attributes, 56, 0) == 0  # sched_getattr
+        found.append(struct.unpack("IIQiIQQQ", attributes.raw[:48]))
+
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join()
+    assert [(policy, nice, ns) for _, policy, _, nice, _, ns, _, _ in found] == [(0, 0, SLICE_NS)]
 
 
 def test_attention_costs_its_pairs_and_views_cost_nothing() -> None:
