@@ -41,8 +41,8 @@ name; not both)::
 All rows of layers, embed and head are compute of one rank (its 1/tp share), without communication and without
 recompute. ``waiting`` is what a TP group's exchange takes in a running pipeline beyond what its links explain: its
 ranks wait for each other (none is steady, and they meet several times a layer). ``fingerprint`` is
-:func:`model_fingerprint`. Whole-layer rows win over operator rates; a size that was not measured
-takes the nearest rows, scaled by the operator rates.
+:func:`model_fingerprint`. Whole-layer rows win over operator rates; a size that was not measured takes the nearest
+rows, scaled by the operator rates.
 
 Cold start: data sheet x default efficiency. Matrix products: achievable share of peak ("MAMF") as tabulated in
 stas00/ml-engineering and FlagPerf, for very large products in 16 bit, and taken for fp32 and fp64 too; half-saturation

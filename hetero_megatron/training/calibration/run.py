@@ -291,13 +291,14 @@ def _digits(value: float, count: int = 4) -> float:
 
 def format_calibration(found: Calibration) -> str:
     """Tables of what was measured."""
-    lines = ["chip            tp  mbs   layer fwd   layer bwd       embed        head   spread"]
+    lines = ["chip            tp  mbs   layer fwd   layer bwd       embed        head   spread   wait/exchange"]
     for (chip, tp, size), costs in sorted(found.costs.items()):
         values = (*costs.layer, sum(costs.embed), sum(costs.head))
         lines.append(
             f"{chip:<14}{tp:>4}{size:>5}"
             + "".join(f"{1e3 * v:>9.3f} ms" for v in values)
             + f"{found.spreads[chip, tp, size]:>9.1%}"
+            + (f"{1e6 * fmean(found.waiting[chip, tp, size]):>13.0f} us" if (chip, tp, size) in found.waiting else "")
         )
     lines.append("link                          latency     bandwidth   host/message   spread")
     for row in found.links:
