@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import json
 import os
-import platform
-import signal
-import struct
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -24,15 +18,15 @@ from hypothesis import strategies as st
 from hetero_megatron.comm import emulation as emulations
 from hetero_megatron.comm import pauses
 from hetero_megatron.comm import yardstick as yardsticks
-from hetero_megatron.comm.clock import SLICE_NS, EmulatedClock, NominalChip, OperatorSeconds, RealClock
+from hetero_megatron.comm.clock import EmulatedClock, NominalChip, OperatorSeconds, RealClock
 from hetero_megatron.comm.emulation import Emulation
 from hetero_megatron.comm.pauses import Pauses
-from hetero_megatron.comm.turns import PATIENCE, Turns
 from hetero_megatron.comm.yardstick import WARM_UP, Yardstick
 from hetero_megatron.errors import UserError
 from hetero_megatron.testbed import usual
 from hetero_megatron.testbed.clocks import read_clocks, worst_clock
 from hetero_megatron.testbed.state import CLOCK, CLOCKS
+from tests.burning import burn
 
 CHIP = NominalChip(1e9, 1e8, 1e8, operator_seconds=1e-5, segment_seconds=0.0)
 
@@ -54,25 +48,6 @@ def test_a_product_costs_its_flops_forward_and_backward(m: int, n: int, k: int) 
     backward = count(lambda: torch.autograd.backward(out, torch.ones_like(out.detach())))
     # Two products and the seed (empty, fill), plus what moving gradients costs: bounded by bytes of all of them.
     assert backward >= 2 * (1e-5 + 2 * m * n * k / 1e9)
-
-
-@pytest.mark.skipif(platform.system() != "Linux", reason="time slices of a thread: Linux")
-def test_ranks_with_emulated_clocks_have_short_time_slices() -> None:
-    number = {"x86_64": 315, "aarch64": 275}.get(platform.machine())
-    if number is None or tuple(map(int, platform.release().split("-")[0].split(".")[:2])) < (6, 12):
-        pytest.skip("time slices of a thread: Linux 6.12")
-    found = []
-
-    def in_a_thread() -> None:
-        EmulatedClock(lambda: 1.0)
-        attributes = ctypes.create_string_buffer(56)
-        assert ctypes.CDLL(None).syscall(number, 0, attributes, 56, 0) == 0  # sched_getattr
-        found.append(struct.unpack("IIQiIQQQ", attributes.raw[:48]))
-
-    thread = threading.Thread(target=in_a_thread)
-    thread.start()
-    thread.join()
-    assert [(policy, nice, ns) for _, policy, _, nice, _, ns, _, _ in found] == [(0, 0, SLICE_NS)]
 
 
 def test_attention_costs_its_pairs_and_views_cost_nothing() -> None:
@@ -118,7 +93,7 @@ def test_what_runs_outside_counting_is_no_compute() -> None:
         clock.pause()
         clock.resume(0.01)  # a message came
         a @ a
-        _burn(0.1)
+        burn(0.1)
     with clock.counting():
         pass
     after = clock.report()
@@ -148,7 +123,7 @@ def test_a_segment_without_an_operator_is_the_hosts() -> None:
         computed = clock.computed
         a.view(400)
         torch.empty(1000)
-        _burn(0.02)
+        burn(0.02)
         clock.settle()
         assert clock.computed == computed
     took = time.perf_counter() - start
@@ -171,12 +146,6 @@ def test_the_worst_clock_is_the_lowest_rank_of_those_that_overran_most(tmp_path:
     assert kept is not None and not kept.invalid and kept.worst_rank == 3 and kept.complaint() == ""
     assert str(kept) == "testbed: ranks were behind their emulated clock by up to 50.00% of their compute"
     assert worst_clock({0: {}, 1: {}}) is None and read_clocks(tmp_path / "none") is None
-
-
-def _burn(seconds: float) -> None:
-    start = time.thread_time()
-    while time.thread_time() - start < seconds:
-        pass
 
 
 def test_a_device_that_queues_its_work_is_waited_for_at_both_ends_of_a_segment() -> None:
@@ -218,7 +187,7 @@ def _counted(yardstick: Yardstick, cpu: float, pieces: int = 40) -> list[float]:
     found = []
     for _ in range(pieces):
         yardstick.start()
-        _burn(0.002)
+        burn(0.002)
         yardstick.stop()
         found.append(yardstick.usual_seconds(cpu))
     return found
@@ -247,18 +216,18 @@ def test_a_yardstick_is_read_in_the_midst_of_work_and_does_not_count_itself() ->
 
         def read(self) -> float:
             self.readings += 1
-            _burn(0.005)
+            burn(0.005)
             return 1e-3
 
     yardstick = Slow(1e-3)
     clock, before = EmulatedClock(lambda: 0.9, yardstick=yardstick), yardstick.readings
     start = time.thread_time()
     with clock.counting():
-        _burn(0.3)
+        burn(0.3)
     took, readings = time.thread_time() - start, yardstick.readings - before
     assert 5 <= readings <= 0.3 / yardsticks.EVERY + 1
     assert clock.computed * 0.9 == pytest.approx(took - readings * 0.005, rel=0.02)
-    _burn(0.1)  # nobody's work
+    burn(0.1)  # nobody's work
     assert yardstick.readings == before + readings
 
 
@@ -266,12 +235,12 @@ def test_a_clock_counts_work_not_cpu_seconds() -> None:
     fast = EmulatedClock(lambda: 0.5, yardstick=_settled(1e-3))  # a core that is twice as fast as it usually is
     start = time.perf_counter()
     with fast.counting():
-        _burn(0.02)
+        burn(0.02)
     took = time.perf_counter() - start
     assert fast.computed == pytest.approx(0.02 * 2 / 0.5, rel=0.1) and took >= 0.08
     slow = EmulatedClock(lambda: 0.9, yardstick=_settled(6e-3))
     with slow.counting():
-        _burn(0.02)
+        burn(0.02)
     assert slow.report()["overrun"] > 1  # too slow by now for the chip that it is to be: said, not hidden
 
 
@@ -280,116 +249,6 @@ def _settled(reading: float) -> Yardstick:
     yardstick = Fake(2e-3, [reading])
     yardstick._now = reading
     return yardstick
-
-
-def test_ranks_of_a_core_compute_one_after_the_other(tmp_path: Path) -> None:
-    computing, most = [], []
-
-    def rank() -> None:
-        clock = EmulatedClock(lambda: 0.5, turns=Turns(tmp_path / "turn"))
-        for _ in range(20):
-            with clock.counting(), clock.work():
-                computing.append(1)
-                most.append(len(computing))
-                _burn(0.001)
-                computing.pop()
-
-    ranks = [threading.Thread(target=rank) for _ in range(3)]
-    for thread in ranks:
-        thread.start()
-    for thread in ranks:
-        thread.join()
-    assert len(most) == 60 and max(most) == 1
-
-
-def test_a_message_does_not_wait_for_another_rank_to_compute(tmp_path: Path) -> None:
-    other = Turns(tmp_path / "turn")
-    other.take()
-    clock = EmulatedClock(lambda: 0.5, turns=Turns(tmp_path / "turn"))
-    start = time.perf_counter()
-    threading.Timer(3 * PATIENCE, other.give).start()  # however long it computes
-    with clock.counting():
-        for _ in range(20):
-            clock.pause()  # a transfer is started
-            clock.resume()
-        assert time.perf_counter() - start < PATIENCE
-        with clock.work():
-            assert time.perf_counter() - start > 3 * PATIENCE * 0.9
-
-
-HOLD = """
-import sys, time, pathlib
-from hetero_megatron.comm.turns import Turns
-turns = Turns(pathlib.Path(sys.argv[1]))
-turns.take()
-print("has it", flush=True)
-sys.stdin.readline()
-turns.give()
-print("gave it", flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="testbed: no /proc")
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_dead_or_frozen_in_its_turn_holds_nobody_up(fault: int, tmp_path: Path) -> None:
-    alive, third = Turns(tmp_path / "turn"), Turns(tmp_path / "turn")
-    pipe = subprocess.PIPE
-    other = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / "turn"], stdin=pipe, stdout=pipe, text=True)
-    assert other.stdin is not None and other.stdout is not None
-    try:
-        assert other.stdout.readline() == "has it\n"
-        other.send_signal(fault)
-        start = time.perf_counter()
-        alive.take()
-        assert time.perf_counter() - start < 5 * PATIENCE
-        if fault == signal.SIGSTOP:  # it goes on, and there are two turns now
-            other.send_signal(signal.SIGCONT)
-            other.stdin.write("\n")
-            other.stdin.flush()
-            assert other.stdout.readline() == "gave it\n"
-        alive.give()
-        third.take()
-        waiter = threading.Thread(target=alive.take)
-        waiter.start()  # there is one again, and the third has it
-        waiter.join(2.5 * PATIENCE)
-        assert waiter.is_alive()
-        third.give()
-        waiter.join(5 * PATIENCE)
-        assert not waiter.is_alive()
-    finally:
-        other.kill()
-        other.communicate()
-
-
-def test_who_waits_is_not_overtaken_by_one_who_has_just_had_a_turn(tmp_path: Path) -> None:
-    greedy, patient = Turns(tmp_path / "turn"), Turns(tmp_path / "turn")
-    had: list[str] = []
-
-    def wait() -> None:
-        patient.take()
-        had.append("patient")
-        patient.give()
-
-    for _ in range(30):
-        greedy.take()
-        waiter = threading.Thread(target=wait)
-        waiter.start()
-        while greedy._door._poll.poll(0):  # until it stands in the door
-            time.sleep(0.001)
-        greedy.give()
-        greedy.take()
-        had.append("greedy")
-        greedy.give()
-        waiter.join()
-    assert had == ["patient", "greedy"] * 30
-
-
-def test_only_ranks_that_share_a_core_take_turns(tmp_path: Path) -> None:
-    described = {"chips": "soft", "speeds": [0.5, 0.3, 0.2], "cores": [0, 1, 1]}
-    turns = [Emulation(rank, described, tmp_path).clock.turns for rank in range(3)]  # type: ignore[attr-defined]
-    assert turns[0] is None and turns[1] is not None and turns[2] is not None
-    assert {path.name.split("-")[1] for path in tmp_path.glob("turn*")} == {"1"}
 
 
 def test_the_unit_of_soft_chips_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
