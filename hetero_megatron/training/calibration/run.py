@@ -81,8 +81,9 @@ class Calibration:
     rates: dict[str, Any] = field(default_factory=dict)
 
     def fixed(self) -> dict[str, tuple[float, float]]:
-        """Seconds of an action besides its layers, by chip."""
-        return {chip: costs.fixed for (chip, _, _), costs in self.costs.items()}
+        """Seconds of an action besides its layers, by chip: those of the lowest TP degree, since slow ranks alone may
+        have measured a higher one."""
+        return {chip: costs.fixed for (chip, _, _), costs in sorted(self.costs.items(), reverse=True)}
 
 
 def calibrate(
