@@ -100,10 +100,10 @@ def spreads(repeats: list[dict[str, Any]]) -> dict[str, tuple[int, float, float,
         for key in first:
             values = [one[kind][key] for one in every]
             base = median(values)
-            if kind.startswith(("embed", "head")):
-                base = max(base, median(one[kind.replace(kind.split(",")[0], "layers")][key] for one in every))
-            if kind.startswith("waiting"):
-                base = median(one[kind.replace("waiting", "layers")][key] for one in every) / SWAPS
+            table, _, degree = kind.partition(",")
+            if table in ("embed", "head", "waiting"):
+                layer = median(one[f"layers,{degree}"][key] for one in every)
+                base = layer / SWAPS if table == "waiting" else max(base, layer)
             if kind == "visits":
                 base = median(one["attention"][key] for one in every)
             widths[key] = (max(values) - min(values)) / base if base else 0.0

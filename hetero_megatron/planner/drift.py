@@ -8,8 +8,7 @@ from typing import Any
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.edit import with_nodes
-from hetero_megatron.cluster.rates_section import SECONDS
-from hetero_megatron.planner.rates import ChipRates, LayerRow, Row, as_document, load_rates
+from hetero_megatron.planner.rates import ROWS, ChipRates, as_document, load_rates, scaled_rows
 
 PER_SECOND = ("gemm_flops", "attention_flops", "bytes_per_second")
 
@@ -23,15 +22,9 @@ def slower(rates: ChipRates, factor: float) -> ChipRates:
             changes[name] = value / factor
         elif name.endswith(("_seconds", "_beta")):  # per call, per byte
             changes[name] = value * factor
-        elif name in SECONDS:
-            changes[name] = tuple(_slower_row(row, SECONDS[name], factor) for row in value)
+        elif name in ROWS:
+            changes[name] = scaled_rows(name, value, factor)
     return replace(rates, **changes)
-
-
-def _slower_row(row: Row | LayerRow, columns: int, factor: float) -> Row | LayerRow:
-    if isinstance(row, LayerRow):
-        return replace(row, forward=row.forward * factor, backward=row.backward * factor)
-    return (*row[:-columns], *(x * factor for x in row[-columns:]))
 
 
 def with_slow_nodes(

@@ -24,7 +24,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, load_plan
 from hetero_megatron.planner.costs import CostModel, CostOptions
 from hetero_megatron.planner.predict import pipeline_seconds, step_seconds
-from hetero_megatron.planner.rates import ChipRates, LinkRates, Rates, as_document, link_document
+from hetero_megatron.planner.rates import ChipRates, LinkRates, Rates, as_document, link_document, scaled_rows
 from hetero_megatron.spec import ModelSpec, load_model
 
 CHIP = (
@@ -323,7 +323,8 @@ def _apply(start: Rates, knobs: Sequence[_Knob], theta: Sequence[float] | np.nda
         if knob.link is not None:
             links.setdefault(knob.link, {})[knob.rate] = factor
         elif knob.rate in ROWS:
-            chips.setdefault(knob.chip, {})[knob.rate] = _scaled(getattr(start.chips[knob.chip], knob.rate), factor)
+            rows = getattr(start.chips[knob.chip], knob.rate)
+            chips.setdefault(knob.chip, {})[knob.rate] = scaled_rows(knob.rate, rows, factor)
         else:
             chips.setdefault(knob.chip, {})[knob.rate] = _first(start, knob) * factor
     new_chips: dict[str, ChipRates] = {
@@ -341,15 +342,6 @@ def _apply(start: Rates, knobs: Sequence[_Knob], theta: Sequence[float] | np.nda
 def _first(start: Rates, knob: _Knob) -> float:
     """The value that factor 1 stands for."""
     return knob.value(start) or LEAST.get(knob.rate, LEAST_SECONDS)
-
-
-def _scaled(rows: Sequence[object], factor: float) -> tuple[object, ...]:
-    return tuple(
-        (*row[:-1], row[-1] * factor)
-        if isinstance(row, tuple)
-        else replace(row, forward=row.forward * factor, backward=row.backward * factor)  # type: ignore[type-var, attr-defined]
-        for row in rows
-    )
 
 
 def read_runs(path: str, cluster: Cluster) -> list[Run]:

@@ -60,6 +60,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from hetero_megatron.cluster import Chip, Cluster, Link
+from hetero_megatron.cluster.rates_section import SECONDS
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import ModelSpec
 
@@ -178,6 +179,17 @@ class LinkRates:
 
     def as_link(self) -> Link:
         return Link(1 / self.beta if self.beta else float("inf"), self.alpha)
+
+
+def scaled_rows(table: str, rows: Sequence[Row | LayerRow], factor: float) -> tuple[Row | LayerRow, ...]:
+    """The rows of one of ``ROWS`` with all their seconds multiplied."""
+    n = SECONDS[table]
+    return tuple(
+        replace(row, forward=row.forward * factor, backward=row.backward * factor)
+        if isinstance(row, LayerRow)
+        else (*row[:-n], *(x * factor for x in row[-n:]))
+        for row in rows
+    )
 
 
 def model_fingerprint(spec: ModelSpec) -> str:
