@@ -29,7 +29,7 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
     from hetero_megatron.platform import Platform
 
     torch.set_num_threads(1)
-    comm = start_comm(Platform(torch.device("cpu"), "cpu:gloo"), COMM_TIMEOUT)
+    comm = start_comm(Platform(torch.device("cpu"), "gloo"), COMM_TIMEOUT)
     while True:
         job, args = pipe.recv()
         try:

@@ -219,7 +219,7 @@ def test_choosing_a_platform(stub: tuple[Accelerator, StubDevice], monkeypatch: 
         patch.setattr(type(stub[0]), "device", lambda self, index=0: torch.device("cpu", index))
         chosen = choose_platform(known, None, None, 1)
         assert chosen.name == "ascend" and chosen.device.index == 1
-    assert choose_platform(known, "cpu", None, 0) == Platform(torch.device("cpu"), "cpu:gloo", chosen_cpu(known))
+    assert choose_platform(known, "cpu", None, 0) == Platform(torch.device("cpu"), "gloo", chosen_cpu(known))
     assert choose_platform(known, None, "gloo", 0).name == "cpu"
     for name, backend, says in (
         ("ascnd", None, "no such platform; did you mean ascend?"), ("mthreads", None, "torch_musa is not installed"),

@@ -81,7 +81,7 @@ def choose_platform(
             accepted=" or ".join(chosen.backends),
         )  # fmt: skip
     device = chosen.device(local_rank)
-    text = "cpu:gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{wanted}"
+    text = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{wanted}"
     return Platform(device, text, chosen)
 
 
@@ -126,7 +126,7 @@ def detect_platform(backend: str | None = None, local_rank: int = 0) -> Platform
                 "this machine has no accelerator that speaks it",
                 field="--distributed-backend", value=backend, accepted="gloo",
             )  # fmt: skip
-        return Platform(torch.device("cpu"), "cpu:gloo")
+        return Platform(torch.device("cpu"), "gloo")
     torch.accelerator.set_device_index(local_rank)
     own = backend if backend not in (None, "auto") else torch.distributed.get_default_backend_for_device(accelerator)
     return Platform(torch.device(accelerator.type, local_rank), f"cpu:gloo,{accelerator.type}:{own}")

@@ -13,6 +13,8 @@ import torch
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import Comm
 from hetero_megatron.parallel.update import OptimizerFactory
+from hetero_megatron.platform.host_memory import reserve
+from hetero_megatron.planner.footprint import estimate_memory
 from hetero_megatron.planner.network import Network
 from hetero_megatron.planner.rates import LinkRates, Rates, link_document, model_fingerprint
 from hetero_megatron.spec import ModelSpec
@@ -39,6 +41,7 @@ from hetero_megatron.training.calibration.runs import (
 )
 
 STRAGGLER = 0.1  # slower than its fellows by more than this share
+HEAP = 1.5  # times what a run's tensors need, which heaps come to anyway: freed pieces do not fit what comes next
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,11 @@ def _observe_pipelines(
         if few := sorted({rank.chip for rank in cluster.ranks} - set(tp_groups(cluster, tp))):
             log(f"tp {tp}: not measured on {', '.join(few)}, of which there are fewer")
     runs = _runs(cluster, spec, options)
+    if comm.device.type == "cpu":
+        # Page faults take as long as operators: what is first to need memory would look up to twice as slow.
+        mine = [run for run in runs if comm.rank in run.plan.ranks]
+        needs = [estimate_memory(run.plan, run.spec, options.dtype)[comm.rank].total for run in mine]
+        reserve(round(HEAP * max(needs, default=0)))
     for i, run in enumerate(runs, 1):
         log(f"{i} of {len(runs)}: tp {run.tp}, micro-batch {run.micro_batch_size}: stages {run.title}")
         own = observe(run, cluster.ranks[comm.rank].chip, job, run.steps(options.steps))
