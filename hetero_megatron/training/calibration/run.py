@@ -13,10 +13,10 @@ import torch
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import Comm
 from hetero_megatron.parallel.update import OptimizerFactory
-from hetero_megatron.platform.host_memory import reserve
 from hetero_megatron.planner.footprint import estimate_memory
 from hetero_megatron.planner.network import Network
 from hetero_megatron.planner.rates import LinkRates, Rates, link_document, model_fingerprint
+from hetero_megatron.platform.host_memory import reserve
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.testbed.clocks import Kept, worst_clock
 from hetero_megatron.training.calibration.alone import AttentionRow, Interleaved, measures_alone, rows_alone
