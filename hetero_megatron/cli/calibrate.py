@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -210,8 +211,7 @@ def _measure(
     _check_dtypes(dtypes, cluster)
     wanted = [
         CalibrationOptions(n, dtype, sizes, tp, lengths or (n,), options.steps)
-        for dtype in dtypes
-        for n in sorted(tokens)
+        for dtype, n in product(dtypes, sorted(tokens))
     ]
     refuse_twice(cluster, {chip: {one.dtype: {} for one in wanted} for chip in cluster.chips})
     rank = position(cluster, world)

@@ -13,7 +13,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -21,8 +23,8 @@ import torch
 from hetero_megatron.testbed.usual import WORK
 
 EVERY = 0.02  # CPU seconds of work between two readings
-WEIGHT = 0.05  # of the newest reading, and more of the first ones; older ones fade within 0.4 s of work
-MOST = 2.0  # times the mean, which a reading counts as at most: some are interrupted for 10 ms
+KEPT = 120  # readings that count, of 2.4 s of work
+ODD = 5  # one in so many of them at either end does not: a tenth take 1.3 to 2 times as long, some 20 times
 PAUSE = 0.01  # seconds from one reading of the unit to the next
 WARM_UP = 5
 
@@ -46,7 +48,7 @@ class Yardstick:
         self._rows, self._squares = self._matrix[: WORK.rows], self._product[: WORK.rows]
         for _ in range(WARM_UP):
             self._now = self.read()
-        self._readings = 1
+        self._kept = deque([self._now], KEPT)
         signal.signal(signal.SIGPROF, self._look)
 
     def start(self) -> None:
@@ -71,9 +73,8 @@ class Yardstick:
         if not self._working:  # the signal came late
             return
         start = time.thread_time()
-        self._readings += 1
-        reading = min(self.read(), MOST * self._now)
-        self._now += max(WEIGHT, 1 / self._readings) * (reading - self._now)
+        self._kept.append(self.read())
+        self._now = middle(self._kept)
         self._worked, self._mark = 0.0, time.thread_time()
         self._spent += self._mark - start
 
@@ -91,8 +92,14 @@ class Yardstick:
             torch.mul(self._rows, self._rows, out=self._squares)
 
 
+def middle(readings: Collection[float]) -> float:
+    """Their mean, without the fastest and the slowest ones."""
+    cut = len(readings) // ODD
+    return fmean(sorted(readings)[cut : len(readings) - cut])
+
+
 def usual_reading(seconds: float, cores: Sequence[int]) -> float:
-    """The mean reading of so many seconds, spent on one core after the other: what may count as usual."""
+    """The middle of the readings of so many seconds, spent on one core after the other: what may count as usual."""
     torch.set_num_threads(1)
     yardstick, readings = Yardstick(1.0), list[float]()
     for core in cores:
@@ -104,4 +111,4 @@ def usual_reading(seconds: float, cores: Sequence[int]) -> float:
             readings.append(yardstick.read())
             while time.monotonic() - started < PAUSE:  # awake, as cores are kept under ``soft``
                 pass
-    return sum(readings) / len(readings)
+    return middle(readings)

@@ -41,7 +41,7 @@ from hetero_megatron.training.calibration.runs import (
 )
 
 STRAGGLER = 0.1  # slower than its fellows by more than this share
-HEAP = 1.5  # times what a run's tensors need, which heaps come to anyway: freed pieces do not fit what comes next
+HEAP = 2  # times what a run's tensors need, which heaps come to anyway: freed pieces do not fit what comes next
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def _observe_pipelines(
         # Page faults take as long as operators: what is first to need memory would look up to twice as slow.
         mine = [run for run in runs if comm.rank in run.plan.ranks]
         needs = [estimate_memory(run.plan, run.spec, options.dtype)[comm.rank].total for run in mine]
-        reserve(round(HEAP * max(needs, default=0)))
+        reserve(HEAP * max(needs, default=0))
     for i, run in enumerate(runs, 1):
         log(f"{i} of {len(runs)}: tp {run.tp}, micro-batch {run.micro_batch_size}: stages {run.title}")
         own = observe(run, cluster.ranks[comm.rank].chip, job, run.steps(options.steps))
