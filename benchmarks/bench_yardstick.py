@@ -4,9 +4,10 @@
 
 On every core at once: forward and backward of transformer layers of two sizes, the yardstick, products of matrices
 alone and small operators alone, in turn. Printed per core: the standard deviation over bins, relative to the mean, of
-the CPU time of each size, divided by that of each unit in the same bin. ``other size`` is the best one could hope for.
-And on the first core: how many times slower each is beside the other cores' work than alone (where the machine's cores
-are threads of one core; a unit should slow down as layers do).
+the CPU time of each size, divided by that of each unit in the same bin (the middle of its readings). ``other size`` is
+the best one could hope for. And on the first core: how many times slower each is beside the other cores' work than
+alone (where the machine's cores are threads of one core). ``exponent``: the power of the yardstick that fits best,
+where anything varies; what counts is the power ``SHARE``, and that is the column.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import machine
-from hetero_megatron.comm.yardstick import Yardstick
+from hetero_megatron.comm.yardstick import SHARE, Yardstick, middle
 
 UNITS = ("CPU time", "yardstick", "products", "small operators", "other size")
 OBSERVED = ("small layers", "large layers", *UNITS[1:4])
@@ -35,7 +36,10 @@ OBSERVED = ("small layers", "large layers", *UNITS[1:4])
 def layers(width: int, count: int) -> Callable[[], None]:
     """Forward and backward of ``count`` layers on ``width`` tokens."""
     shapes = [(width, width)] * 4 + [(width, 11 * width // 4)] * 2 + [(11 * width // 4, width)]
-    q, k, v, o, gate, up, down = (torch.randn(s, requires_grad=True) for s in shapes)
+    # As small as a model's, and always the same: exponentials of large products are denormal, which takes 10 % longer.
+    torch.manual_seed(0)
+    weights = [torch.randn(s) / s[0] ** 0.5 for s in shapes]
+    q, k, v, o, gate, up, down = (w.requires_grad_() for w in weights)
     x = torch.randn(width, width, requires_grad=True)
 
     def layer(y: torch.Tensor) -> torch.Tensor:
@@ -92,14 +96,17 @@ def main() -> None:
     alone = json.loads(subprocess.run([*command, str(cores[0])], check=True, stdout=subprocess.PIPE).stdout)
     running = [subprocess.Popen([*command, str(core)], stdout=subprocess.PIPE) for core in cores]
     print(f"{machine()}; {args.seconds:g} s in bins of {args.bin:g} s\n")
-    print(f"| core | layers | {' | '.join(UNITS)} |\n|---|---|{'---|' * len(UNITS)}")
+    print(f"| core | layers | {' | '.join(UNITS)} | exponent |\n|---|---|{'---|' * (len(UNITS) + 1)}")
     observed = [np.array(json.loads(process.communicate()[0])) for process in running]
     for core, rows in zip(cores, observed):
-        bins = np.array([part.mean(0) for part in np.array_split(rows, max(2, round(args.seconds / args.bin)))])
+        parts = np.array_split(rows, max(2, round(args.seconds / args.bin)))
+        bins = np.array([[*part[:, :2].mean(0), *map(middle, part[:, 2:].T.tolist())] for part in parts])
         for size, name in enumerate(("small", "large")):
-            units = [np.ones(len(bins)), *bins.T[2:], bins.T[1 - size]]
+            units = [np.ones(len(bins)), bins.T[2] ** SHARE, *bins.T[3:], bins.T[1 - size]]
             ratios = [bins.T[size] / unit for unit in units]
-            print(f"| {core} | {name} | {' | '.join(f'{r.std() / r.mean():.1%}' for r in ratios)} |")
+            x, y = (np.log(column) - np.log(column).mean() for column in (bins.T[2], bins.T[size]))
+            fits = (x @ y) / (x @ x)  # of SHARE
+            print(f"| {core} | {name} | {' | '.join(f'{r.std() / r.mean():.1%}' for r in ratios)} | {fits:.2f} |")
     slower = np.median(observed[0], axis=0) / np.median(np.array(alone), axis=0)
     print(f"\n| core {cores[0]} | {' | '.join(OBSERVED)} |\n|---|{'---|' * len(OBSERVED)}")
     print(f"| beside others / alone | {' | '.join(f'{ratio:.2f}x' for ratio in slower)} |")
