@@ -197,8 +197,9 @@ def test_what_is_timed_alone_takes_turns_without_the_first_call() -> None:
     assert (calls.count("short"), calls.count("longer")) == (1 + MOST // 2, 1 + ceil(LEAST / 2))
     timed.take(1.0)
     assert timed.seconds() == {"short": [5.0, 2.0], "longer": [6.0, 2.0]}  # first calls are no part of it
-    turn, rest = ["short"] * (MOST // LEAST) + ["longer"], ["short"] * (MOST // LEAST // 2) + ["longer"]
-    assert calls == ["short", "longer", *2 * turn, *rest, *2 * turn]
+    turn = ["short"] * (MOST // LEAST)
+    part = [*turn, *turn, "longer", *turn[::2], "longer"]  # what is short has one turn more, first
+    assert calls == ["short", "longer", *part, "longer", *part]
 
 
 def test_waiting_in_tp_groups_is_what_exchanges_take_beyond_their_links() -> None:

@@ -75,15 +75,22 @@ class Interleaved(Generic[K]):
     def __init__(self, measures: Mapping[K, Callable[[], Sequence[float]]], steps: int) -> None:
         self._measures, self._steps = measures, steps
         self._found: dict[K, list[Sequence[float]]] = {}
+        self._short: set[K] = set()
         self._turns, self._spent, self._total = 0, 0.0, steps * ENOUGH * len(measures)
 
     def take(self, share: float) -> None:
-        """Go on until this share of the turns and of the time is over, or of the calls that are enough is done."""
+        """Go on until this share of the turns and of the time is over, or of the calls that are enough is done; what
+        takes little time has one turn each time in any case: calls of one turn are alike."""
         if not self._found:
             for key, measure in self._measures.items():
+                start = time.perf_counter()
                 measure()
                 self._found[key] = []
-        start, before, most = time.perf_counter(), self._spent, ceil(self._steps * MOST * share)
+                self._short |= {key} if time.perf_counter() - start < TURN else set()
+        most = ceil(self._steps * MOST * share)
+        for key in self._short:
+            self._turn(key, min(most - len(self._found[key]), self._steps * MOST // LEAST))
+        start, before = time.perf_counter(), self._spent
         while self._turns < LEAST * share or self._spent < self._total * share:
             wanted = [key for key, calls in self._found.items() if len(calls) < most]
             if not wanted:
