@@ -22,7 +22,7 @@ from hetero_megatron.comm import yardstick as yardsticks
 from hetero_megatron.comm.clock import EmulatedClock, NominalChip, OperatorSeconds, RealClock
 from hetero_megatron.comm.emulation import Emulation
 from hetero_megatron.comm.pauses import Pauses
-from hetero_megatron.comm.yardstick import KEPT, WARM_UP, Yardstick
+from hetero_megatron.comm.yardstick import KEPT, SHARE, WARM_UP, Yardstick
 from hetero_megatron.errors import UserError
 from hetero_megatron.testbed import usual
 from hetero_megatron.testbed.clocks import read_clocks, worst_clock
@@ -195,20 +195,20 @@ def _counted(yardstick: Yardstick, cpu: float, pieces: int = 40) -> list[float]:
 
 
 def test_a_core_that_has_become_slower_is_no_slower_chip(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a reading takes 2.25 times as long, CPU seconds grow by the root of that, and what they count does not."""
+    """CPU seconds that grow as they do where readings take 1.5 times as long count no more."""
     monkeypatch.setattr(yardsticks, "EVERY", 0.002)
     assert _counted(Fake(2e-3, [2e-3]), 0.1) == [0.1] * 40
-    slower = _counted(Fake(2e-3, [2e-3] * KEPT + [4.5e-3] * KEPT), 0.15, 2 * KEPT)[KEPT:]
+    slower = _counted(Fake(2e-3, [2e-3] * KEPT + [3e-3] * KEPT), 0.1 * 1.5**SHARE, 2 * KEPT)[KEPT:]
     assert slower[-1] == pytest.approx(0.1, rel=1e-2)
     assert slower == sorted(slower, reverse=True)  # not by odd readings, but then soon
-    assert slower[KEPT // 6] == pytest.approx(0.15) and slower[KEPT // 2] < 0.13
+    assert slower[KEPT // 6] == pytest.approx(0.1 * 1.5**SHARE) and slower[KEPT // 2] < 0.12
 
 
 def test_a_reading_that_was_interrupted_counts_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(yardsticks, "EVERY", 0.002)
     odd = Fake(2e-3, ([2e-3] * 6 + [40e-3]) * 20)  # one in seven took 20 times as long, as some do
     assert _counted(odd, 0.1, 120)[5:] == pytest.approx([0.1] * 115)
-    far = Fake(2e-3, [200e-3])  # a core of a tenth of its speed is still found
+    far = Fake(2e-3, [2e-3 * 10 ** (1 / SHARE)])  # a core of a tenth of its speed is still found
     assert _counted(far, 0.1, KEPT)[-1] == pytest.approx(0.01, rel=0.05)
 
 
@@ -234,7 +234,7 @@ def test_a_yardstick_is_read_in_the_midst_of_work_and_does_not_count_itself() ->
 
 
 def test_a_clock_counts_work_not_cpu_seconds() -> None:
-    fast = EmulatedClock(lambda: 0.5, yardstick=_settled(0.5e-3))  # a core that is twice as fast as it usually is
+    fast = EmulatedClock(lambda: 0.5, yardstick=_settled(2e-3 / 2 ** (1 / SHARE)))  # a core that is twice as fast as it usually is
     start = time.perf_counter()
     with fast.counting():
         burn(0.02)
