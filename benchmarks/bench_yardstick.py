@@ -7,7 +7,7 @@ alone and small operators alone, in turn. Printed per core: the standard deviati
 the CPU time of each size, divided by that of each unit in the same bin (the middle of its readings). ``other size`` is
 the best one could hope for. And on the first core: how many times slower each is beside the other cores' work than
 alone (where the machine's cores are threads of one core). ``exponent``: the power of the yardstick that fits best,
-where anything varies; what counts is the power ``SHARE``, and that is the column.
+where anything varies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import machine
-from hetero_megatron.comm.yardstick import SHARE, Yardstick, middle
+from hetero_megatron.comm.yardstick import Yardstick, middle
 
 UNITS = ("CPU time", "yardstick", "products", "small operators", "other size")
 OBSERVED = ("small layers", "large layers", *UNITS[1:4])
@@ -102,10 +102,10 @@ def main() -> None:
         parts = np.array_split(rows, max(2, round(args.seconds / args.bin)))
         bins = np.array([[*part[:, :2].mean(0), *map(middle, part[:, 2:].T.tolist())] for part in parts])
         for size, name in enumerate(("small", "large")):
-            units = [np.ones(len(bins)), bins.T[2] ** SHARE, *bins.T[3:], bins.T[1 - size]]
+            units = [np.ones(len(bins)), *bins.T[2:], bins.T[1 - size]]
             ratios = [bins.T[size] / unit for unit in units]
             x, y = (np.log(column) - np.log(column).mean() for column in (bins.T[2], bins.T[size]))
-            fits = (x @ y) / (x @ x)  # of SHARE
+            fits = (x @ y) / (x @ x)
             print(f"| {core} | {name} | {' | '.join(f'{r.std() / r.mean():.1%}' for r in ratios)} | {fits:.2f} |")
     slower = np.median(observed[0], axis=0) / np.median(np.array(alone), axis=0)
     print(f"\n| core {cores[0]} | {' | '.join(OBSERVED)} |\n|---|{'---|' * len(OBSERVED)}")

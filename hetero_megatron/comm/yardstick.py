@@ -3,9 +3,9 @@
 The cores of a shared machine change their speed by a tenth and more, from one second to the next and apart from each
 other; two that are threads of one core slow each other while both compute. A chip that is a share of such a core would
 change with it, so that the same plan took other times tomorrow, and neither its prediction nor the ratio to another
-chip could be checked. So CPU time is corrected by that of a fixed piece of work: products of matrices, and small
-operators. It depends on the core alone, a model's layers also on the memory that all cores share, so they follow it in
-part only (how well: ``benchmarks/bench_yardstick.py``).
+chip could be checked. So CPU time is counted in units of a fixed piece of work: products of matrices, and small
+operators, in about the proportion that makes it as sensitive as the layers of a model (how much less they vary in these
+units: ``benchmarks/bench_yardstick.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from hetero_megatron.testbed.usual import WORK
 
 EVERY = 0.02  # CPU seconds of work between two readings
 KEPT = 120  # readings that count, of 2.4 s of work
-SHARE = 0.65  # power of the readings that work follows: of two fits to stages in pipelines 0.55 and 0.76
 ODD = 5  # one in so many of them at either end does not: a tenth take 1.3 to 2 times as long, some 20 times
 PAUSE = 0.01  # seconds from one reading of the unit to the next
 WARM_UP = 5
@@ -68,7 +67,7 @@ class Yardstick:
 
     def usual_seconds(self, cpu: float) -> float:
         """What ``cpu`` seconds of work that has just been done would usually have been."""
-        return cpu * (self._usual / self._now) ** SHARE
+        return cpu * self._usual / self._now
 
     def _look(self, *_: Any) -> None:
         if not self._working:  # the signal came late
