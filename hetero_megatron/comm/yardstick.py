@@ -23,7 +23,7 @@ import torch
 from hetero_megatron.testbed.usual import WORK
 
 EVERY = 0.02  # CPU seconds of work between two readings
-KEPT = 120  # readings that count, of 2.4 s of work
+KEPT = 40  # readings that count, of 0.8 s of work: more vary less, but still show what neighbours did before
 ODD = 5  # one in so many of them at either end does not: a tenth take 1.3 to 2 times as long, some 20 times
 PAUSE = 0.01  # seconds from one reading of the unit to the next
 WARM_UP = 5
