@@ -55,6 +55,7 @@ def train(directory: Path, plan: str, ranks: int) -> list[dict[str, Any]]:
     words += [*MODEL_AND_DATA, *PACKING, *LENGTH, *RATES]
     done = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "Warning" not in done.stderr, done.stderr
     return [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
