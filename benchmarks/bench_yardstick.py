@@ -4,7 +4,7 @@
 
 On every core at once: forward and backward of transformer layers of two sizes, the yardstick, products of matrices
 alone and small operators alone, in turn. Printed per core: the standard deviation over bins, relative to the mean, of
-the CPU time of each size, divided by that of each unit in the same bin (the middle of its readings). ``other size`` is
+the CPU time of each size, divided by that of each unit in the same bin. ``other size`` is
 the best one could hope for. And on the first core: how many times slower each is beside the other cores' work than
 alone (where the machine's cores are threads of one core). ``exponent``: the power of the yardstick that fits best,
 where anything varies.
@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import machine
-from hetero_megatron.comm.yardstick import Yardstick, middle
+from hetero_megatron.comm.yardstick import Yardstick
 
 UNITS = ("CPU time", "yardstick", "products", "small operators", "other size")
 OBSERVED = ("small layers", "large layers", *UNITS[1:4])
@@ -99,8 +99,7 @@ def main() -> None:
     print(f"| core | layers | {' | '.join(UNITS)} | exponent |\n|---|---|{'---|' * (len(UNITS) + 1)}")
     observed = [np.array(json.loads(process.communicate()[0])) for process in running]
     for core, rows in zip(cores, observed):
-        parts = np.array_split(rows, max(2, round(args.seconds / args.bin)))
-        bins = np.array([[*part[:, :2].mean(0), *map(middle, part[:, 2:].T.tolist())] for part in parts])
+        bins = np.array([part.mean(0) for part in np.array_split(rows, max(2, round(args.seconds / args.bin)))])
         for size, name in enumerate(("small", "large")):
             units = [np.ones(len(bins)), *bins.T[2:], bins.T[1 - size]]
             ratios = [bins.T[size] / unit for unit in units]

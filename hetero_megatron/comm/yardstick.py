@@ -13,9 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections import deque
-from collections.abc import Collection, Sequence
-from statistics import fmean
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,8 +21,8 @@ import torch
 from hetero_megatron.testbed.usual import WORK
 
 EVERY = 0.02  # CPU seconds of work between two readings
-KEPT = 40  # readings that count, of 0.8 s of work: more vary less, but still show what neighbours did before
-ODD = 5  # one in so many of them at either end does not: a tenth take 1.3 to 2 times as long, some 20 times
+WEIGHT = 0.05  # of the newest reading, and more of the first ones; older ones fade within 0.4 s of work
+MOST = 2.0  # times the mean, which a reading counts as at most: some are interrupted for 10 ms
 PAUSE = 0.01  # seconds from one reading of the unit to the next
 WARM_UP = 5
 
@@ -48,7 +46,7 @@ class Yardstick:
         self._rows, self._squares = self._matrix[: WORK.rows], self._product[: WORK.rows]
         for _ in range(WARM_UP):
             self._now = self.read()
-        self._kept = deque([self._now], KEPT)
+        self._readings = 1
         signal.signal(signal.SIGPROF, self._look)
 
     def start(self) -> None:
@@ -73,8 +71,9 @@ class Yardstick:
         if not self._working:  # the signal came late
             return
         start = time.thread_time()
-        self._kept.append(self.read())
-        self._now = middle(self._kept)
+        self._readings += 1
+        reading = min(self.read(), MOST * self._now)
+        self._now += max(WEIGHT, 1 / self._readings) * (reading - self._now)
         self._worked, self._mark = 0.0, time.thread_time()
         self._spent += self._mark - start
 
@@ -92,14 +91,8 @@ class Yardstick:
             torch.mul(self._rows, self._rows, out=self._squares)
 
 
-def middle(readings: Collection[float]) -> float:
-    """Their mean, without the fastest and the slowest ones."""
-    cut = len(readings) // ODD
-    return fmean(sorted(readings)[cut : len(readings) - cut])
-
-
 def usual_reading(seconds: float, cores: Sequence[int]) -> float:
-    """The middle of the readings of so many seconds, spent on one core after the other: what may count as usual."""
+    """The mean reading of so many seconds, spent on one core after the other: what may count as usual."""
     torch.set_num_threads(1)
     yardstick, readings = Yardstick(1.0), list[float]()
     for core in cores:
@@ -111,4 +104,4 @@ def usual_reading(seconds: float, cores: Sequence[int]) -> float:
             readings.append(yardstick.read())
             while time.monotonic() - started < PAUSE:  # awake, as cores are kept under ``soft``
                 pass
-    return middle(readings)
+    return sum(readings) / len(readings)

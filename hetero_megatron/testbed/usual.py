@@ -113,10 +113,9 @@ def _measure(cores: Sequence[int]) -> tuple[float, str]:
 
 
 def _key() -> str:
-    """Of this processor, as a home may be shared by unlike machines, of the piece of work on a core kept awake, and of
-    what is taken of its readings."""
+    """Of this processor, as a home may be shared by unlike machines, and of the piece of work on a core kept awake."""
     name = platform.processor() or platform.machine()
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
-    return f"{name}, {WORK}, awake, middle"
+    return f"{name}, {WORK}, awake"
