@@ -75,7 +75,7 @@ class Interleaved(Generic[K]):
     def __init__(self, measures: Mapping[K, Callable[[], Sequence[float]]], steps: int) -> None:
         self._measures, self._steps = measures, steps
         self._found: dict[K, list[Sequence[float]]] = {}
-        self._short: set[K] = set()
+        self._short: list[K] = []
         self._turns, self._spent, self._total = 0, 0.0, steps * ENOUGH * len(measures)
 
     def take(self, share: float) -> None:
@@ -86,7 +86,8 @@ class Interleaved(Generic[K]):
                 start = time.perf_counter()
                 measure()
                 self._found[key] = []
-                self._short |= {key} if time.perf_counter() - start < TURN else set()
+                if time.perf_counter() - start < TURN:
+                    self._short.append(key)
         most = ceil(self._steps * MOST * share)
         for key in self._short:
             self._turn(key, min(most - len(self._found[key]), self._steps * MOST // LEAST))
