@@ -90,20 +90,21 @@ class Interleaved(Generic[K]):
                     self._short.append(key)
         most = ceil(self._steps * MOST * share)
         for key in self._short:
-            self._turn(key, min(most - len(self._found[key]), self._steps * MOST // LEAST))
+            self._turn(key, most)
         start, before = time.perf_counter(), self._spent
         while self._turns < LEAST * share or self._spent < self._total * share:
             wanted = [key for key, calls in self._found.items() if len(calls) < most]
             if not wanted:
                 break
             for key in wanted:
-                self._turn(key, min(most - len(self._found[key]), self._steps * MOST // LEAST))
+                self._turn(key, most)
             self._turns += 1
             self._spent = before + time.perf_counter() - start
 
     def _turn(self, key: K, most: int) -> None:
+        """Calls in a row, until the turn is over or there are ``most`` in all turns so far."""
         until = time.perf_counter() + TURN
-        for _ in range(most):
+        for _ in range(min(most - len(self._found[key]), self._steps * MOST // LEAST)):
             self._found[key].append(self._measures[key]())
             if time.perf_counter() >= until:
                 break
