@@ -51,8 +51,7 @@ class CalibrationOptions:
     Args:
         lengths: at which to time attention alone.
         steps: measured per pipeline of micro-batches of 1 (a clocked testbed needs one); larger micro-batches take as
-            many fewer, at least one; twice as many where a chip type has one TP group. What is timed alone takes half
-            a second for each.
+            many fewer, at least one. What is timed alone takes half a second for each.
     """
 
     seq_length: int

@@ -26,15 +26,13 @@ MEASURED_GROUPS = 2  # TP groups per chip type that are measured in full; the ot
 
 @dataclass(frozen=True)
 class Run:
-    """One pipeline, or replicas of one stage each; ``spec`` has as many layers as ``plan``; ``times``: as many steps as
-    are asked for."""
+    """One pipeline, or replicas of one stage each; ``spec`` has as many layers as ``plan``."""
 
     plan: Plan
     spec: ModelSpec
     tp: int
     micro_batch_size: int
     title: str
-    times: int = 1
 
     @property
     def filling(self) -> int:
@@ -43,7 +41,7 @@ class Run:
 
     def steps(self, asked: int) -> int:
         """To measure, where ``asked`` are for micro-batches of 1: as many sequences; at least one step."""
-        return max(1, asked * self.times // self.micro_batch_size)
+        return max(1, asked // self.micro_batch_size)
 
 
 @dataclass(frozen=True)
@@ -118,14 +116,15 @@ def full_runs(cluster: Cluster, spec: ModelSpec, seq_length: int, tp: int, micro
     """The runs that determine every chip type's costs at this TP degree and micro-batch size."""
     groups = {chip: found[:MEASURED_GROUPS] for chip, found in tp_groups(cluster, tp).items()}
     chips = list(groups)
-    kind = (cluster, spec, seq_length, tp, micro_batch_size)
-    orders = [[g for chip in chips[i:] + chips[:i] for g in groups[chip]] for i in range(len(chips))]
-    runs = [_run(*kind, [order], layers) for order in orders for layers in _depths(len(order))]
-    if max(map(len, orders), default=0) > 1:
-        runs.append(_run(*kind, [groups[chip][:1] for chip in chips], [FEW]))
     # A type with one group is seen half as often, in half the places.
     alone = any(len(found) < MEASURED_GROUPS for found in groups.values())
-    return [replace(run, times=MEASURED_GROUPS if alone else 1) for run in runs]
+    times = MEASURED_GROUPS if alone else 1
+    kind = (cluster, spec, seq_length, tp, micro_batch_size)
+    orders = [[g for chip in chips[i:] + chips[:i] for g in groups[chip]] for i in range(len(chips))]
+    runs = [_run(*kind, [order], layers, times=times) for order in orders for layers in _depths(len(order))]
+    if max(map(len, orders), default=0) > 1:
+        runs.append(_run(*kind, [groups[chip][:1] for chip in chips], [FEW], times=times))
+    return runs
 
 
 def _depths(stages: int) -> list[list[int]]:
@@ -187,9 +186,11 @@ def _run(
     pipelines: Sequence[Sequence[tuple[int, ...]]],
     layers: Sequence[int],
     count: int | None = None,
+    times: int = 1,
 ) -> Run:
-    """Pipelines alike with ``layers`` in their stages, ``count`` micro-batches (None: enough to fill them) in each."""
-    count = count or max(4, len(layers) + 1)
+    """Pipelines alike with ``layers`` in their stages and ``count`` micro-batches in each (None: ``times`` as many as
+    fill them)."""
+    count = count or times * max(4, len(layers) + 1)
     small = replace(spec, num_layers=sum(layers))
     ends = list(accumulate(layers))
     spans = [[end - n, end] if n else [] for n, end in zip(layers, ends)]
