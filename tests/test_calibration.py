@@ -11,6 +11,8 @@ from dataclasses import replace
 from functools import partial
 from math import ceil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,13 +23,13 @@ from scipy.optimize import nnls
 from hetero_megatron.cli.calibrate import main as calibrate_main
 from hetero_megatron.cluster import cluster_from_dict, load_cluster
 from hetero_megatron.cluster.rates_section import merge_rates, write_rates
-from hetero_megatron.comm.clock import EmulatedClock, OperatorSeconds
+from hetero_megatron.comm.clock import EmulatedClock, OperatorSeconds, RealClock
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.costs import CostModel, StageChoice
 from hetero_megatron.planner.rates import load_rates
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.training.calibration import CalibrationOptions, calibrate
-from hetero_megatron.training.calibration.alone import LEAST, MOST, Interleaved
+from hetero_megatron.training.calibration.alone import LEAST, MOST, Interleaved, measures_alone
 from hetero_megatron.training.calibration.chips import Job, observe
 from hetero_megatron.training.calibration.links import pairs
 from hetero_megatron.training.calibration.runs import (
@@ -202,6 +204,24 @@ def test_what_is_timed_alone_takes_turns_without_the_first_call() -> None:
     turn = ["short"] * (MOST // LEAST)
     part = [*turn, *turn, "longer", *turn[::2], "longer"]  # what is short has one turn more, first
     assert calls == ["short", "longer", *part, "longer", *part]
+
+
+def test_updates_of_all_sizes_go_through_as_much_memory_before_they_come_back() -> None:
+    updated: list[tuple[int, ...]] = []  # addresses
+
+    class Noted(torch.optim.SGD):
+        def step(self, *_: Any) -> None:  # type: ignore[override]
+            updated.append(tuple(p.data_ptr() for p in self.param_groups[0]["params"]))
+
+    one: Any = SimpleNamespace(device=torch.device("cpu"), clock=RealClock())  # all of a Comm that is used
+    job = Job(one, torch.float32, lambda groups: Noted([{"params": groups[0]["params"]}], lr=0.1))
+    for (_, elements), measure in measures_alone(job, SMALL, ()).items():
+        updated.clear()
+        for _ in range(32):
+            (seconds,) = measure()
+            assert seconds > 0
+        sets = (1 << 21) // elements
+        assert len(set(updated)) == sets and updated[sets:] == updated[:-sets]
 
 
 def test_waiting_in_tp_groups_is_what_exchanges_take_beyond_their_links() -> None:
