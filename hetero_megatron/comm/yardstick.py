@@ -21,7 +21,7 @@ import torch
 from hetero_megatron.testbed.usual import WORK
 
 EVERY = 0.01  # CPU seconds of work between two readings
-WEIGHT = 0.025  # of the newest reading, and more of the first ones; older ones fade within 0.4 s of work
+WEIGHT = EVERY / 0.4  # of the newest reading, and more of the first ones; older ones fade within 0.4 s of work
 MOST = 2.0  # times the mean, which a reading counts as at most: some are interrupted for 10 ms
 PAUSE = 0.01  # seconds from one reading of the unit to the next
 WARM_UP = 5

@@ -117,8 +117,7 @@ def full_runs(cluster: Cluster, spec: ModelSpec, seq_length: int, tp: int, micro
     groups = {chip: found[:MEASURED_GROUPS] for chip, found in tp_groups(cluster, tp).items()}
     chips = list(groups)
     # A type with one group is seen half as often, in half the places.
-    alone = any(len(found) < MEASURED_GROUPS for found in groups.values())
-    times = MEASURED_GROUPS if alone else 1
+    times = MEASURED_GROUPS if any(len(found) < MEASURED_GROUPS for found in groups.values()) else 1
     kind = (cluster, spec, seq_length, tp, micro_batch_size)
     orders = [[g for chip in chips[i:] + chips[:i] for g in groups[chip]] for i in range(len(chips))]
     runs = [_run(*kind, [order], layers, times=times) for order in orders for layers in _depths(len(order))]
