@@ -35,6 +35,7 @@ from hetero_megatron.training.calibration.links import pairs
 from hetero_megatron.training.calibration.runs import (
     Costs,
     Observation,
+    all_runs,
     degrees,
     full_runs,
     middle,
@@ -78,15 +79,25 @@ def test_every_chip_is_seen_first_and_last_and_in_between_with_two_depths() -> N
         }  # fmt: skip
 
 
-def test_what_is_seen_less_often_is_measured_for_longer_steps() -> None:
+def test_what_is_seen_less_often_is_measured_again_later() -> None:
     cluster, spec = cluster_from_dict(CLUSTER), load_model("tiny")
     few, two = (full_runs(cluster, spec, 64, tp, 2) for tp in (4, 2))  # one group of 4 chips of each type, two of 2
     assert {run.steps(3) for run in few + two} == {1} and few[0].steps(1) == 1
-    counts = [{p.num_micro_batches for run in runs for p in run.plan.pipelines} for runs in (few, two)]
-    assert counts == [{8}, {4, 5}]  # pipelines of 2 stages, and of 4
+    titles = [[run.title for run in runs] for runs in (few, two)]
+    assert titles[0] == 2 * titles[0][: len(few) // 2] and len(set(titles[1])) == len(two) == len(few) // 2
     for run in [*few, *two]:
         stages = [len(pipeline.stages) for pipeline in run.plan.pipelines]
-        assert run.filling == 2 * sum(stages) <= run.plan.global_batch_size
+        assert run.warm_up(reserved=False) == 2 * sum(stages) < run.plan.global_batch_size
+        assert run.warm_up(reserved=True) == 2 * len(stages)
+
+
+def test_what_is_measured_is_spread_evenly_over_the_time() -> None:
+    """So that each rate is a mean over all of it."""
+    runs = all_runs(cluster_from_dict(CLUSTER), load_model("tiny"), 64, (1, 4), (1, 2))
+    for kind in {(run.tp, run.micro_batch_size) for run in runs}:
+        places = [(i + 0.5) / len(runs) for i, run in enumerate(runs) if (run.tp, run.micro_batch_size) == kind]
+        even = [(i + 0.5) / len(places) for i in range(len(places))]
+        assert places == pytest.approx(even, abs=0.1)
 
 
 def test_spot_checks_touch_every_other_group() -> None:
@@ -366,7 +377,7 @@ def _observe_groups(comm, speeds):  # type: ignore[no-untyped-def]
     run = full_runs(cluster_from_dict({**CLUSTER, **nodes}), SMALL, 32, tp=2, micro_batch_size=2)[1]
     comm.clock = EmulatedClock(lambda: speeds[comm.rank], OperatorSeconds())
     try:
-        found = observe(run, "small", Job(comm, torch.float32, optimizer_factory(OptimizerConfig())), 3)
+        found = observe(run, "small", Job(comm, torch.float32, optimizer_factory(OptimizerConfig())), 3, True)
         return found and found.observation
     finally:
         comm.clock = comm.emulation.clock

@@ -52,9 +52,13 @@ class Observed:
     owned: int
 
 
-def observe(run: Run, chip: str, job: Job, steps: int) -> Observed | None:
-    """Take part in ``run``; every rank of the job calls it, also those that the plan leaves out (None). ``chip``: its
-    own."""
+def observe(run: Run, chip: str, job: Job, steps: int, reserved: bool) -> Observed | None:
+    """Take part in ``run``; every rank of the job calls it, also those that the plan leaves out (None).
+
+    Args:
+        chip: its own.
+        reserved: memory for the run is there.
+    """
     runtime, comm = _runtime(run, job), job.comm
     if runtime is None:
         return None
@@ -64,9 +68,10 @@ def observe(run: Run, chip: str, job: Job, steps: int) -> Observed | None:
     computed: list[float] = []
     tails: list[float] = []
     saved: list[float] = []
+    warm_up = run.warm_up(reserved)
     for step in range(steps + 1):
         before = comm.clock.computed
-        stats = runtime.train_step(_fetch(run), 0, run.plan.global_batch_size if step else run.filling, lr=1e-6)
+        stats = runtime.train_step(_fetch(run), 0, run.plan.global_batch_size if step else warm_up, lr=1e-6)
         actions = sum(t.computed for t in stats.actions)
         tail = comm.clock.computed - before - actions
         if step == 0:  # allocations, caches, lazy initialisation

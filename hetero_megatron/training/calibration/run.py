@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from statistics import fmean, median
 from typing import Any
 
@@ -26,14 +25,12 @@ from hetero_megatron.training.calibration.runs import (
     Costs,
     Observation,
     Phase,
-    Run,
+    all_runs,
     exchange_runs,
-    full_runs,
     jitter,
     slow_ranks,
     solve,
     solve_phases,
-    spot_checks,
     spread,
     stragglers,
     tp_groups,
@@ -159,29 +156,21 @@ def _observe_pipelines(
     for tp in options.tp:
         if few := sorted({rank.chip for rank in cluster.ranks} - set(tp_groups(cluster, tp))):
             log(f"tp {tp}: not measured on {', '.join(few)}, of which there are fewer")
-    runs = _runs(cluster, spec, options)
-    if comm.device.type == "cpu":
+    runs = all_runs(cluster, spec, options.seq_length, options.tp, options.micro_batch_sizes)
+    if reserved := comm.device.type == "cpu":
         # Page faults take as long as operators: what is first to need memory would look up to twice as slow.
         mine = [run for run in runs if comm.rank in run.plan.ranks]
         needs = [estimate_memory(run.plan, run.spec, options.dtype)[comm.rank].total for run in mine]
         reserve(HEAP * max(needs, default=0))
     for i, run in enumerate(runs, 1):
         log(f"{i} of {len(runs)}: tp {run.tp}, micro-batch {run.micro_batch_size}: stages {run.title}")
-        own = observe(run, cluster.ranks[comm.rank].chip, job, run.steps(options.steps))
+        own = observe(run, cluster.ranks[comm.rank].chip, job, run.steps(options.steps), reserved)
         theirs = [o for o in world.gather_objects(own) if isinstance(o, Observed)]
         seen += _merge([o.observation for o in theirs])
         if len(run.plan.pipelines) == 1:  # replicas also exchange gradients outside of their actions
             rows += [o for o in theirs if o.observation.layers]
         between(i / len(runs))
     return seen, rows
-
-
-def _runs(cluster: Cluster, spec: ModelSpec, options: CalibrationOptions) -> list[Run]:
-    """Those of every TP degree and micro-batch size in turn: what a machine does for a quarter of a minute is in a
-    little of every rate, not in all of one."""
-    kinds = [(cluster, spec, options.seq_length, tp, size) for tp in options.tp for size in options.micro_batch_sizes]
-    full = [[*full_runs(*kind), *(spot_checks(*kind) if kind is kinds[0] else ())] for kind in kinds]
-    return [run for runs in zip_longest(*full) for run in runs if run is not None]
 
 
 def _per_step(found: Calibration, chip: str, rows: Sequence[Observed]) -> None:

@@ -21,6 +21,7 @@ from hetero_megatron.planner.costs import SWAPS
 from hetero_megatron.spec import ModelSpec
 
 FEW, MANY = 1, 3  # layers of a stage
+LEAST = 5  # micro-batches of a pipeline
 MEASURED_GROUPS = 2  # TP groups per chip type that are measured in full; the others are spot-checked
 
 
@@ -34,10 +35,11 @@ class Run:
     micro_batch_size: int
     title: str
 
-    @property
-    def filling(self) -> int:
-        """Sequences that fill all pipelines: a step of so many allocates what larger ones need."""
-        return self.micro_batch_size * sum(len(pipeline.stages) for pipeline in self.plan.pipelines)
+    def warm_up(self, reserved: bool) -> int:
+        """Sequences of a first step that does not count: a micro-batch for each pipeline, which initialises what is
+        lazy; as many as fill them, if memory is not ``reserved``, which allocate what larger steps need."""
+        pipelines = self.plan.pipelines
+        return self.micro_batch_size * (len(pipelines) if reserved else sum(len(p.stages) for p in pipelines))
 
     def steps(self, asked: int) -> int:
         """To measure, where ``asked`` are for micro-batches of 1: as many sequences; at least one step."""
@@ -112,18 +114,29 @@ def degrees(cluster: Cluster, spec: ModelSpec) -> tuple[int, ...]:
     return tuple(2**i for i in range(most.bit_length()))
 
 
+def all_runs(
+    cluster: Cluster, spec: ModelSpec, seq_length: int, tp_degrees: Sequence[int], micro_batch_sizes: Sequence[int]
+) -> list[Run]:
+    """Those of each TP degree and micro-batch size evenly among all: what a machine does for a quarter of a minute is
+    in a little of every rate, not in all of one."""
+    kinds = [(cluster, spec, seq_length, tp, size) for tp in tp_degrees for size in micro_batch_sizes]
+    each = [[*full_runs(*kind), *(spot_checks(*kind) if kind is kinds[0] else ())] for kind in kinds]
+    placed = [((i + 0.5) / len(runs), run) for runs in each for i, run in enumerate(runs)]
+    return [run for _, run in sorted(placed, key=lambda place: place[0])]
+
+
 def full_runs(cluster: Cluster, spec: ModelSpec, seq_length: int, tp: int, micro_batch_size: int) -> list[Run]:
     """The runs that determine every chip type's costs at this TP degree and micro-batch size."""
     groups = {chip: found[:MEASURED_GROUPS] for chip, found in tp_groups(cluster, tp).items()}
     chips = list(groups)
-    # A type with one group is seen half as often, in half the places.
-    times = MEASURED_GROUPS if any(len(found) < MEASURED_GROUPS for found in groups.values()) else 1
     kind = (cluster, spec, seq_length, tp, micro_batch_size)
     orders = [[g for chip in chips[i:] + chips[:i] for g in groups[chip]] for i in range(len(chips))]
-    runs = [_run(*kind, [order], layers, times=times) for order in orders for layers in _depths(len(order))]
+    runs = [_run(*kind, [order], layers) for order in orders for layers in _depths(len(order))]
     if max(map(len, orders), default=0) > 1:
-        runs.append(_run(*kind, [groups[chip][:1] for chip in chips], [FEW], times=times))
-    return runs
+        runs.append(_run(*kind, [groups[chip][:1] for chip in chips], [FEW]))
+    # A type with one group is seen half as often, in half the places. Again, not longer: all actions of one run on all
+    # ranks can be a twentieth off together.
+    return runs * (MEASURED_GROUPS if any(len(found) < MEASURED_GROUPS for found in groups.values()) else 1)
 
 
 def _depths(stages: int) -> list[list[int]]:
@@ -185,11 +198,10 @@ def _run(
     pipelines: Sequence[Sequence[tuple[int, ...]]],
     layers: Sequence[int],
     count: int | None = None,
-    times: int = 1,
 ) -> Run:
-    """Pipelines alike with ``layers`` in their stages and ``count`` micro-batches in each (None: ``times`` as many as
-    fill them)."""
-    count = count or times * max(4, len(layers) + 1)
+    """Pipelines alike with ``layers`` in their stages and ``count`` micro-batches in each (None: more than fill
+    them)."""
+    count = count or max(LEAST, len(layers) + 1)
     small = replace(spec, num_layers=sum(layers))
     ends = list(accumulate(layers))
     spans = [[end - n, end] if n else [] for n, end in zip(layers, ends)]
