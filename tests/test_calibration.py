@@ -37,6 +37,7 @@ from hetero_megatron.training.calibration.runs import (
     Observation,
     all_runs,
     degrees,
+    depths,
     full_runs,
     middle,
     slow_ranks,
@@ -67,42 +68,49 @@ SMALL = ModelSpec("small", "llama", 2, 32, 64, 2, 2, 16, 64, 64)
 def test_every_chip_is_seen_first_and_last_and_in_between_with_two_depths() -> None:
     cluster, spec = cluster_from_dict(CLUSTER), load_model("tiny")
     seen: dict[str, set[tuple[bool, bool, int]]] = {}
-    for run in full_runs(cluster, spec, 64, tp=1, micro_batch_size=2):
+    for run in full_runs(cluster, spec, 64, tp=1, micro_batch_size=2, many={"big": 3, "small": 2}):
         for stage in (stage for pipeline in run.plan.pipelines for stage in pipeline.stages):
             (chip,) = {cluster.ranks[r].chip for r in stage.ranks}
             seen.setdefault(chip, set()).add((stage.embed, stage.head, stage.num_layers))
     assert set(seen) == {"big", "small"}
-    for places in seen.values():
-        assert places == {
-            (True, False, 0), (True, False, 3), (False, False, 1), (False, False, 3), (False, True, 0),
-            (False, True, 3), (True, True, 1),
+    for chip, many in (("big", 3), ("small", 2)):
+        assert seen[chip] == {
+            (True, False, 0), (True, False, many), (False, False, 1), (False, False, many), (False, True, 0),
+            (False, True, many), (True, True, 1),
         }  # fmt: skip
 
 
-def test_what_is_seen_less_often_is_measured_again_later() -> None:
-    cluster, spec = cluster_from_dict(CLUSTER), load_model("tiny")
-    few, two = (full_runs(cluster, spec, 64, tp, 2) for tp in (4, 2))  # one group of 4 chips of each type, two of 2
-    assert {run.steps(3) for run in few + two} == {1} and few[0].steps(1) == 1
-    titles = [[run.title for run in runs] for runs in (few, two)]
-    assert titles[0] == 2 * titles[0][: len(few) // 2] and len(set(titles[1])) == len(two) == len(few) // 2
-    for run in [*few, *two]:
-        stages = [len(pipeline.stages) for pipeline in run.plan.pipelines]
-        assert run.warm_up(reserved=False) == 2 * sum(stages) < run.plan.global_batch_size
-        assert run.warm_up(reserved=True) == 2 * len(stages)
+def test_slower_chips_hold_fewer_layers_so_that_nobody_waits_for_them() -> None:
+    def seen(chip: str, seconds: float) -> Observation:
+        return Observation(chip, (0,), 1, 1, 1, True, True, seconds / 3, seconds * 2 / 3, 0.0)
+
+    cluster = cluster_from_dict(CLUSTER)
+    assert depths(cluster, []) == {"big": 3, "small": 3}
+    for times, layers in ((1.1, 3), (1.5, 2), (3.0, 1), (100.0, 1)):
+        assert depths(cluster, [seen("big", 0.1), seen("small", 0.1 * times)]) == {"big": 3, "small": layers}
+    assert depths(cluster, [seen("big", 0.1)]) == {"big": 3, "small": 3}  # no group of those at this degree
 
 
-def test_what_is_measured_is_spread_evenly_over_the_time() -> None:
-    """So that each rate is a mean over all of it."""
-    runs = all_runs(cluster_from_dict(CLUSTER), load_model("tiny"), 64, (1, 4), (1, 2))
+def test_every_run_comes_again_and_all_are_spread_evenly_over_the_time() -> None:
+    """So that each rate is a mean over all of it; once more with one group of 4 chips of each type instead of two."""
+    cluster, spec, many = cluster_from_dict(CLUSTER), load_model("tiny"), {"big": 3, "small": 1}
+    runs = all_runs(cluster, spec, 64, (2, 4), (1, 2), many)
     for kind in {(run.tp, run.micro_batch_size) for run in runs}:
+        titles = [run.title for run in runs if (run.tp, run.micro_batch_size) == kind]
+        assert set(map(titles.count, titles)) == {2 if kind[0] == 2 else 3}
+        assert len(set(titles)) == 5 and titles[:5] == titles[5:10]
         places = [(i + 0.5) / len(runs) for i, run in enumerate(runs) if (run.tp, run.micro_batch_size) == kind]
-        even = [(i + 0.5) / len(places) for i in range(len(places))]
-        assert places == pytest.approx(even, abs=0.1)
+        assert places == pytest.approx([(i + 0.5) / len(places) for i in range(len(places))], abs=0.1)
+    for run in runs:
+        stages = [len(pipeline.stages) for pipeline in run.plan.pipelines]
+        assert run.warm_up(reserved=False) == run.micro_batch_size * sum(stages) < run.plan.global_batch_size
+        assert run.warm_up(reserved=True) == run.micro_batch_size * len(stages)
+        assert (run.steps(3), run.steps(1)) == ((3, 1) if run.micro_batch_size == 1 else (1, 1))
 
 
 def test_spot_checks_touch_every_other_group() -> None:
     cluster, spec = cluster_from_dict(CLUSTER), load_model("tiny")
-    full = {r for run in full_runs(cluster, spec, 64, 1, 1) for r in run.plan.ranks}
+    full = {r for run in full_runs(cluster, spec, 64, 1, 1, depths(cluster, [])) for r in run.plan.ranks}
     spots = {r for run in spot_checks(cluster, spec, 64, 1, 1) for r in run.plan.ranks}
     assert full | spots == set(range(cluster.world_size)) and not full & spots
 
@@ -157,14 +165,15 @@ def test_costs_are_recovered(seed: int) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("counts", [(2,), (3,), (1, 1), (1, 3), (2, 2), (1, 1, 1), (1, 2, 5)])
-def test_the_runs_tell_every_cost_apart(counts: tuple[int, ...], tp: int) -> None:
+@pytest.mark.parametrize("many", [1, 3])  # layers of slow chips and of fast ones
+def test_the_runs_tell_every_cost_apart(counts: tuple[int, ...], tp: int, many: int) -> None:
     """However few chips a type has; groups of two chips are two nodes of one."""
     names = [f"chip-{i}" for i in range(len(counts))]
     nodes = [{"name": n, "count": tp * count, "chip": n} for n, count in zip(names, counts)]
     cluster = cluster_from_dict({**CLUSTER, "nodes": nodes, "chips": dict.fromkeys(names, CLUSTER["chips"]["small"])})
     truth = Costs((0.1, 0.2), (1.0, 2.0), (0.2, 0.1), (0.5, 1.0))
     seen: dict[str, list[Observation]] = {}
-    for run in full_runs(cluster, load_model("tiny"), 64, tp, 1):
+    for run in full_runs(cluster, load_model("tiny"), 64, tp, 1, dict.fromkeys(names, many)):
         for stage in (stage for pipeline in run.plan.pipelines for stage in pipeline.stages):
             assert stage.ranks and len(stage.ranks) == tp
             (chip,) = {cluster.ranks[r].chip for r in stage.ranks}
@@ -374,7 +383,7 @@ def test_a_calibration_gives_what_the_clock_says() -> None:
 def _observe_groups(comm, speeds):  # type: ignore[no-untyped-def]
     """What each rank of TP groups over nodes sees in one run of calibration."""
     nodes = {"nodes": [{"name": "slow", "count": 8, "chip": "small"}], "chips": {"small": CLUSTER["chips"]["small"]}}
-    run = full_runs(cluster_from_dict({**CLUSTER, **nodes}), SMALL, 32, tp=2, micro_batch_size=2)[1]
+    run = full_runs(cluster_from_dict({**CLUSTER, **nodes}), SMALL, 32, 2, 2, {"small": 3})[1]
     comm.clock = EmulatedClock(lambda: speeds[comm.rank], OperatorSeconds())
     try:
         found = observe(run, "small", Job(comm, torch.float32, optimizer_factory(OptimizerConfig())), 3, True)

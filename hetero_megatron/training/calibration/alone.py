@@ -24,7 +24,7 @@ from hetero_megatron.training.calibration.chips import Job
 from hetero_megatron.training.calibration.runs import middle
 
 OPTIMIZER_ELEMENTS = (1 << 18, 1 << 21)
-TURN, ENOUGH = 0.05, 0.5  # seconds: of calls in a row; for each thing to time, of each step
+TURN, ENOUGH = 0.01, 0.5  # seconds: of calls in a row; for each thing to time, of each step
 LEAST, MOST = 5, 150  # turns of each, also where calls take long; calls of each step, also where they are short
 VISITS = 4  # blocks of keys, against one
 

@@ -26,8 +26,10 @@ from hetero_megatron.training.calibration.runs import (
     Observation,
     Phase,
     all_runs,
+    depths,
     exchange_runs,
     jitter,
+    one_layer_runs,
     slow_ranks,
     solve,
     solve_phases,
@@ -156,7 +158,10 @@ def _observe_pipelines(
     for tp in options.tp:
         if few := sorted({rank.chip for rank in cluster.ranks} - set(tp_groups(cluster, tp))):
             log(f"tp {tp}: not measured on {', '.join(few)}, of which there are fewer")
-    runs = all_runs(cluster, spec, options.seq_length, options.tp, options.micro_batch_sizes)
+    many = _depths(cluster, spec, options, job)
+    named = ", ".join(f"{n} on {chip}" for chip, n in many.items())
+    log(f"layers of a stage, so that all chip types take about as long: {named}")
+    runs = all_runs(cluster, spec, options.seq_length, options.tp, options.micro_batch_sizes, many)
     if reserved := comm.device.type == "cpu":
         # Page faults take as long as operators: what is first to need memory would look up to twice as slow.
         mine = [run for run in runs if comm.rank in run.plan.ranks]
@@ -171,6 +176,16 @@ def _observe_pipelines(
             rows += [o for o in theirs if o.observation.layers]
         between(i / len(runs))
     return seen, rows
+
+
+def _depths(cluster: Cluster, spec: ModelSpec, options: CalibrationOptions, job: Job) -> dict[str, int]:
+    """As :func:`depths` returns it."""
+    comm, found = job.comm, list[Observation]()
+    for run in one_layer_runs(cluster, spec, options.seq_length, options.tp[0], options.micro_batch_sizes[0]):
+        own = observe(run, cluster.ranks[comm.rank].chip, job, steps=1, reserved=False)
+        every = comm.group(range(cluster.world_size)).gather_objects(own)
+        found += [o.observation for o in every if isinstance(o, Observed)]
+    return depths(cluster, found)
 
 
 def _per_step(found: Calibration, chip: str, rows: Sequence[Observed]) -> None:

@@ -1,9 +1,12 @@
 """Which small pipelines to run so that every chip type's costs can be told apart. No torch.
 
 A stage's action takes ``fixed + layers x layer (+ embed) (+ head)`` seconds. Every chip type runs at the front of the
-pipeline and at its end, with no layers and with three; in between, where there are chips enough, with one and with
-three; and with a model of one layer alone, which tells "fixed" from embedding and head. Their own seconds are seen
+pipeline and at its end, with no layers and with many; in between, where there are chips enough, with one and with
+many; and with a model of one layer alone, which tells "fixed" from embedding and head. Their own seconds are seen
 where there are no layers beside them: as differences of stages with layers they would carry those stages' noise.
+
+All actions of one run on all ranks can be a twentieth off together, whether the run is long or short. So runs are short
+and many: slow chips have fewer layers, so that nobody waits for them, and all runs are repeated, at other times.
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.planner.costs import SWAPS
 from hetero_megatron.spec import ModelSpec
 
-FEW, MANY = 1, 3  # layers of a stage
+FEW, MANY = 1, 3  # layers of a stage; of slower chips fewer than many, see :func:`depths`
 LEAST = 5  # micro-batches of a pipeline
+PASSES = 2  # of all runs; one more where a chip type has one TP group, which is seen half as often, in half the places
 MEASURED_GROUPS = 2  # TP groups per chip type that are measured in full; the others are spot-checked
 
 
@@ -115,36 +119,61 @@ def degrees(cluster: Cluster, spec: ModelSpec) -> tuple[int, ...]:
 
 
 def all_runs(
-    cluster: Cluster, spec: ModelSpec, seq_length: int, tp_degrees: Sequence[int], micro_batch_sizes: Sequence[int]
+    cluster: Cluster,
+    spec: ModelSpec,
+    seq_length: int,
+    tp_degrees: Sequence[int],
+    micro_batch_sizes: Sequence[int],
+    many: Mapping[str, int],
 ) -> list[Run]:
     """Those of each TP degree and micro-batch size evenly among all: what a machine does for a quarter of a minute is
-    in a little of every rate, not in all of one."""
-    kinds = [(cluster, spec, seq_length, tp, size) for tp in tp_degrees for size in micro_batch_sizes]
-    each = [[*full_runs(*kind), *(spot_checks(*kind) if kind is kinds[0] else ())] for kind in kinds]
-    placed = [((i + 0.5) / len(runs), run) for runs in each for i, run in enumerate(runs)]
+    in a little of every rate, not in all of one. ``many``: as :func:`depths` returns it."""
+    placed: list[tuple[float, Run]] = []
+    for tp in tp_degrees:
+        single = any(len(found) < MEASURED_GROUPS for found in tp_groups(cluster, tp).values())
+        for size in micro_batch_sizes:
+            kind = (cluster, spec, seq_length, tp, size)
+            runs = full_runs(*kind, many) * (PASSES + single)
+            runs += [] if placed else spot_checks(*kind)
+            placed += [((i + 0.5) / len(runs), run) for i, run in enumerate(runs)]
     return [run for _, run in sorted(placed, key=lambda place: place[0])]
 
 
-def full_runs(cluster: Cluster, spec: ModelSpec, seq_length: int, tp: int, micro_batch_size: int) -> list[Run]:
+def full_runs(
+    cluster: Cluster, spec: ModelSpec, seq_length: int, tp: int, micro_batch_size: int, many: Mapping[str, int]
+) -> list[Run]:
     """The runs that determine every chip type's costs at this TP degree and micro-batch size."""
     groups = {chip: found[:MEASURED_GROUPS] for chip, found in tp_groups(cluster, tp).items()}
     chips = list(groups)
     kind = (cluster, spec, seq_length, tp, micro_batch_size)
-    orders = [[g for chip in chips[i:] + chips[:i] for g in groups[chip]] for i in range(len(chips))]
-    runs = [_run(*kind, [order], layers) for order in orders for layers in _depths(len(order))]
-    if max(map(len, orders), default=0) > 1:
-        runs.append(_run(*kind, [groups[chip][:1] for chip in chips], [FEW]))
-    # A type with one group is seen half as often, in half the places. Again, not longer: all actions of one run on all
-    # ranks can be a twentieth off together.
-    return runs * (MEASURED_GROUPS if any(len(found) < MEASURED_GROUPS for found in groups.values()) else 1)
+    orders = [[(g, many[chip]) for chip in chips[i:] + chips[:i] for g in groups[chip]] for i in range(len(chips))]
+    runs = [
+        _run(*kind, [[g for g, _ in order]], layers) for order in orders for layers in _layers([n for _, n in order])
+    ]
+    return runs + (one_layer_runs(*kind) if max(map(len, orders), default=0) > 1 else [])
 
 
-def _depths(stages: int) -> list[list[int]]:
-    """Layers of each stage in the two runs of one order of groups."""
-    if stages == 1:
+def one_layer_runs(cluster: Cluster, spec: ModelSpec, seq_length: int, tp: int, micro_batch_size: int) -> list[Run]:
+    """A model of few layers on one group of each chip type alone, all at once; nothing where there are no groups."""
+    groups = [found[:1] for found in tp_groups(cluster, tp).values()]
+    return [_run(cluster, spec, seq_length, tp, micro_batch_size, groups, [FEW])] if groups else []
+
+
+def depths(cluster: Cluster, observations: Sequence[Observation]) -> dict[str, int]:
+    """Layers of each chip type where they are to be many: as long as ``MANY`` take the fastest, by what was observed of
+    models of one layer; ``MANY`` of what was not observed."""
+    seconds = {o.chip: o.forward + o.backward for o in observations}
+    fastest = min(seconds.values(), default=0.0)
+    found = {chip: max(FEW, round(MANY * fastest / own)) for chip, own in seconds.items()}
+    return {rank.chip: found.get(rank.chip, MANY) for rank in cluster.ranks}
+
+
+def _layers(many: Sequence[int]) -> list[list[int]]:
+    """Of each stage in the two runs of one order of groups: none at one end, and many or few elsewhere."""
+    if len(many) == 1:
         return [[FEW], [MANY]]
-    inner = [(MANY, FEW)[i % 2] for i in range(stages - 1)]
-    return [[0, *inner[:-1], MANY], [MANY, *inner[1:], 0]]
+    inner = [(n, FEW) if i % 2 else (FEW, n) for i, n in enumerate(many)][1:-1]
+    return [[0, *(a for a, _ in inner), many[-1]], [many[0], *(b for _, b in inner), 0]]
 
 
 def spot_checks(cluster: Cluster, spec: ModelSpec, seq_length: int, tp: int, micro_batch_size: int) -> list[Run]:
@@ -295,13 +324,14 @@ def stragglers(
     """Groups that are slower than their chip type by more than ``tolerance``: ranks -> times slower (median)."""
     slower: dict[tuple[int, ...], list[float]] = {}
     for o in observations:
-        fellows = [
-            p.forward + p.backward
+        alike = [
+            p
             for p in observations
             if (p.chip, p.tp, p.micro_batch_size, p.layers, p.embed, p.head)
             == (o.chip, o.tp, o.micro_batch_size, o.layers, o.embed, o.head)
         ]
-        expected = median_low(fellows) if len(fellows) > 1 else sum(_expected(o, costs))
+        several = len({p.ranks for p in alike}) > 1
+        expected = median_low(p.forward + p.backward for p in alike) if several else sum(_expected(o, costs))
         slower.setdefault(o.ranks, []).append((o.forward + o.backward) / expected)
     return {ranks: median(values) for ranks, values in slower.items() if median(values) > 1 + tolerance}
 
