@@ -179,7 +179,7 @@ def _observe_pipelines(
 
 
 def _depths(cluster: Cluster, spec: ModelSpec, options: CalibrationOptions, job: Job) -> dict[str, int]:
-    """As :func:`depths` returns it."""
+    """Layers of each chip type where they are to be many, by a first run; see :func:`depths`."""
     comm, found = job.comm, list[Observation]()
     for run in one_layer_runs(cluster, spec, options.seq_length, options.tp[0], options.micro_batch_sizes[0]):
         own = observe(run, cluster.ranks[comm.rank].chip, job, steps=1, reserved=False)
