@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from hetero_megatron.errors import UserError
@@ -18,6 +19,7 @@ from hetero_megatron.schedule import (
     lower,
     schedule_names,
     simulate,
+    simulate_many,
     validate,
 )
 
@@ -162,6 +164,30 @@ def test_links_take_time_and_the_slowest_sets_the_pace() -> None:
     assert slow.step_seconds == 164  # both directions drain one after another
     arrivals = [t for t in slow.stages[1] if t.action.kind == "RECV_F"]
     assert [t.end for t in arrivals] == [11.0 + 10 * m for m in range(8)]
+
+
+@pytest.mark.parametrize("name", schedule_names())
+@pytest.mark.parametrize("seed", range(10))
+def test_many_steps_at_once_take_what_each_takes(name: str, seed: int) -> None:
+    rng = random.Random(seed)
+    stages, steps = rng.randint(1, 5), 3
+    schedule = lower(generate(name, stages, rng.randint(1, 9)))
+
+    def some(count: int) -> list[float]:
+        return [rng.choice([0.0, rng.random()]) for _ in range(count)]
+
+    forward, backward = some(stages), some(stages)
+    between = {key: some(stages - 1) for key in ("link", "link_back", "latency")}
+    host = [{kind: rng.random() for kind in ("SEND_F", "RECV_F", "SEND_B")} for _ in range(stages)]
+    factors = np.array([[rng.random() for _ in range(steps)] for _ in range(stages)])
+    each = [
+        simulate(schedule, Costs([f * k for f, k in zip(forward, ks)], [b * k for b, k in zip(backward, ks)],
+                                 **between, host=host)).step_seconds
+        for ks in factors.T.tolist()
+    ]  # fmt: skip
+    vary = [lambda seconds, own=own: seconds * own for own in factors]
+    together = simulate_many(schedule, Costs(forward, backward, **between, host=host), vary)
+    assert together == pytest.approx(each)
 
 
 def test_wrong_numbers_of_costs_are_refused() -> None:

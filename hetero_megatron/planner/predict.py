@@ -18,7 +18,7 @@ from hetero_megatron.plan import Plan, validate
 from hetero_megatron.plan.buckets import Bucket
 from hetero_megatron.planner.costs import CostModel, CostOptions, UnitSeconds
 from hetero_megatron.planner.footprint import OverLimit, estimate_memory, over_limit, refuse
-from hetero_megatron.planner.jitter import expected_delay
+from hetero_megatron.planner.jitter import late_seconds
 from hetero_megatron.planner.memory import MemoryBytes, state_bytes
 from hetero_megatron.planner.rates import source_of
 from hetero_megatron.planner.stages import PipelineCosts, StageCosts
@@ -187,7 +187,7 @@ class _Step:
         costs = self.costs
         pipelines = [self.stages.of(p) for p in self.plan.pipelines]
         timelines = _timelines(self.plan, pipelines)
-        late = self._late_seconds(timelines)
+        late = late_seconds(self.plan, self.stages, timelines)
         computed, begin, parts = self._last_backwards(pipelines, timelines, late)
 
         ready = self.sync.last_backwards(begin, parts) if costs.options.overlap else self._all_at(computed)
@@ -262,17 +262,6 @@ class _Step:
                     begin[rank] = timeline.starts[s][at] - saved + late
                     parts[rank] = costs.parts[s]
         return ended, begin, parts
-
-    def _late_seconds(self, timelines: tuple[Timeline, ...]) -> float:
-        """What the chips' jitter adds: any rank may become the one that the step waits for, and those of a stage that
-        is less busy than its pipeline's busiest one have the difference to spare. One second's luck is not the next
-        one's, so deviations grow with the root of time."""
-        return expected_delay(
-            (timeline.step_seconds - max(timeline.busy) + busy, self.costs.chip_rates(self.chips[r]).jitter * busy**0.5)
-            for timeline, pipeline in zip(timelines, self.plan.pipelines, strict=True)
-            for stage, busy in zip(pipeline.stages, timeline.busy, strict=True)
-            for r in stage.ranks
-        )
 
     def _saved_seconds(self, rank: int) -> float:
         held = self.sync.held.get(rank, 0)

@@ -124,6 +124,10 @@ class StageCosts:
         own = self._rank_seconds(stage, unit, t, exchanges=False)
         return sum(own.total(stage.num_layers, _full(stage), stage.embed, stage.head))
 
+    def jitter(self, rank: int) -> float:
+        """Standard deviation of a second that the rank computes."""
+        return self.model.chip_rates(self.network.ranks[rank].chip).jitter
+
     def _rank_seconds(self, stage: Stage, unit: Unit, t: int, exchanges: bool = True) -> UnitSeconds:
         model = self.model
         if has_context(stage, self.plan.seq_length):

@@ -5,7 +5,7 @@ from hetero_megatron.schedule.collectives import validate_collectives
 from hetero_megatron.schedule.generators import generate, schedule_names
 from hetero_megatron.schedule.lower import lower, lowered, with_synchronisation
 from hetero_megatron.schedule.show import format_grid, format_rows
-from hetero_megatron.schedule.simulate import Costs, Timed, Timeline, simulate
+from hetero_megatron.schedule.simulate import Costs, Timed, Timeline, simulate, simulate_many
 from hetero_megatron.schedule.validate import ScheduleError, in_flight, validate
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "lowered",
     "schedule_names",
     "simulate",
+    "simulate_many",
     "validate",
     "validate_collectives",
     "with_synchronisation",

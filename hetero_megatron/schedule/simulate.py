@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.schedule.actions import COMMUNICATION, Action, Schedule
 
+Floats = NDArray[np.float64]
 _RECEIVES = ("RECV_F", "RECV_B")
 
 
@@ -80,42 +85,83 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     Raises:
         UserError: a number of costs that does not match the stages, or a schedule that deadlocks.
     """
-    run = _Run(schedule, costs)
-    stages = [run.stage(s) for s in range(len(schedule.stages))]
-    while run.ready:
-        next(stages[run.ready.pop()], None)
-    if any(len(ends) < len(row) for ends, row in zip(run.ends, schedule.stages)):
-        raise UserError("deadlocks; validate() says where", field="schedule", value=schedule.name)
-    last = max((max(row) for row in run.ends if row), default=0.0)
-    return Timeline(last, tuple(run.busy), schedule, run.starts, run.ends)
+    starts: list[list[float]] = [[] for _ in schedule.stages]
+    ends: list[list[float]] = [[] for _ in schedule.stages]
+    run = _Run(schedule, costs, starts, ends)
+    run.all_stages()
+    last = max((max(row) for row in ends if row), default=0.0)
+    return Timeline(last, tuple(run.busy), schedule, starts, ends)
+
+
+def simulate_many(schedule: Schedule, costs: Costs, vary: Sequence[Callable[[float], Floats]]) -> Floats:
+    """:func:`simulate` for many steps at once, in each of which actions take other times.
+
+    Args:
+        vary: of each stage; called for every compute action with its planned seconds, returns those of each step.
+
+    Returns:
+        Seconds of each step, float64 of shape [steps].
+    """
+    last: list[deque[Any]] = [deque(maxlen=1) for _ in schedule.stages]  # what arrives later is received, so ends there
+    run = _Run(schedule, costs, last, last, np.maximum)
+    run.compute = [_Varied(seconds, stage) for seconds, stage in zip(run.compute, vary, strict=True)]
+    run.all_stages()
+    return np.max(np.broadcast_arrays(*(end for ends in last for end in ends)), axis=0)
+
+
+class _Varied(dict[str, Any]):
+    """Seconds by kind of action; every look is another action."""
+
+    def __init__(self, seconds: Mapping[str, float], vary: Callable[[float], Floats]) -> None:
+        super().__init__(seconds)
+        self.vary = vary
+
+    def __getitem__(self, kind: str) -> Floats:
+        return self.vary(super().__getitem__(kind))
 
 
 class _Run:
-    """One simulation: what has arrived where, and which stages can go on."""
+    """One simulation: what has arrived where, and which stages can go on. Seconds are floats or, with ``later`` instead
+    of max, arrays of those of several steps."""
 
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: Costs,
+        starts: Sequence[MutableSequence[Any]],
+        ends: Sequence[MutableSequence[Any]],
+        later: Callable[[Any, Any], Any] = max,
+    ) -> None:
         count = len(schedule.stages)
-        self.rows = schedule.stages
+        self.schedule, self.rows = schedule, schedule.stages
         self.compute, self.host, self.link, self.latency = _seconds(count, costs)
-        self.busy = [0.0] * count
-        self.starts: list[list[float]] = [[] for _ in range(count)]
-        self.ends: list[list[float]] = [[] for _ in range(count)]
+        self.busy: list[Any] = [0.0] * count
+        self.starts, self.ends, self.later = starts, ends, later
         # By direction and receiving stage: micro-batch and chunk -> arrival; when the incoming link is free.
-        self.arrivals = [[dict[int, float]() for _ in range(count)] for _ in range(2)]
-        self.free = [[0.0] * (count + 1) for _ in range(2)]
+        self.arrivals = [[dict[int, Any]() for _ in range(count)] for _ in range(2)]
+        self.free: list[list[Any]] = [[0.0] * (count + 1) for _ in range(2)]
         self.waits: list[tuple[bool, int] | None] = [None] * count
         self.ready = list(range(count))
+
+    def all_stages(self) -> None:
+        """To their ends; UserError where they wait for one another."""
+        stages = [self.stage(s) for s in range(len(self.rows))]
+        while self.ready:
+            next(stages[self.ready.pop()], None)
+        if any(self.waits):
+            raise UserError("deadlocks; validate() says where", field="schedule", value=self.schedule.name)
 
     def stage(self, stage: int) -> Iterator[None]:
         """Runs ``stage``; yields whenever it has to wait. A generator keeps its state at no cost, which matters: a
         stage waits about once per micro-batch."""
         compute, host, waits, ready = self.compute[stage], self.host[stage], self.waits, self.ready
-        start, end, clock = self.starts[stage].append, self.ends[stage].append, 0.0
+        start, end, later, clock = self.starts[stage].append, self.ends[stage].append, self.later, 0.0
         for kind, micro_batch, chunk in self.rows[stage]:
             if kind in compute:
+                seconds = compute[kind]
                 start(clock)
-                clock += compute[kind]
-                self.busy[stage] += compute[kind]
+                clock = clock + seconds  # arrays are not changed in place
+                self.busy[stage] = self.busy[stage] + seconds
                 end(clock)
                 continue
             backward = kind == "RECV_B" or kind == "SEND_B"
@@ -126,12 +172,12 @@ class _Run:
                     waits[stage] = (backward, key)
                     yield
                 start(clock)
-                clock = max(clock, mine.pop(key)) + host[kind]
+                clock = later(clock, mine.pop(key)) + host[kind]
                 end(clock)
                 continue
-            clock += host[kind]
+            clock = clock + host[kind]
             peer = stage - 1 if backward else stage + 1
-            begin = max(clock, self.free[backward][peer])
+            begin = later(clock, self.free[backward][peer])
             self.free[backward][peer] = done = begin + self.link[backward][stage]
             self.arrivals[backward][peer][key] = arrival = done + self.latency[backward][stage]
             if waits[peer] == (backward, key):
