@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--chips", nargs="*", default=["clock", "soft"], choices=("clock", "soft"))
     parser.add_argument("--only", nargs="*", default=["3:1, 2+2"], choices=list(PLANS))
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="of calibrate, whose default is 2")
+    parser.add_argument("--steps", type=int, help="of calibrate, whose default is 1")
     parser.add_argument("--out", help="write all rates as JSON")
     args = parser.parse_args()
     print(f"{machine()}; {args.repeats} repeats")

@@ -101,7 +101,7 @@ BOUNDS = {
 # operators, and such a millisecond repeats within 10 %. Chips are slower, so that a core which is slower than usual can
 # keep up. And what real work takes does not grow with the micro-batch as a clock's nominal seconds do.
 REAL = {
-    "seq_length": 512, "speed": 0.75, "batch_divisor": 2, "steps": 5, "long_steps": 2, "calibration_steps": 6,
+    "seq_length": 512, "speed": 0.75, "batch_divisor": 2, "steps": 5, "long_steps": 2, "calibration_steps": 3,
     "sizes": [1, 3], "warm_up": 1,
 }  # fmt: skip
 MODES: dict[str, dict[str, Any]] = {

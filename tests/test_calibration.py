@@ -27,12 +27,15 @@ from hetero_megatron.comm.clock import EmulatedClock, OperatorSeconds, RealClock
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.costs import CostModel, StageChoice
 from hetero_megatron.planner.rates import load_rates
+from hetero_megatron.schedule import Costs as StageSeconds
+from hetero_megatron.schedule import generate, lower, simulate
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.training.calibration import CalibrationOptions, calibrate
 from hetero_megatron.training.calibration.alone import LEAST, MOST, Interleaved, measures_alone
 from hetero_megatron.training.calibration.chips import Job, observe
 from hetero_megatron.training.calibration.links import pairs
 from hetero_megatron.training.calibration.runs import (
+    MICRO_BATCHES,
     Costs,
     Observation,
     all_runs,
@@ -43,6 +46,7 @@ from hetero_megatron.training.calibration.runs import (
     slow_ranks,
     solve,
     spot_checks,
+    steady,
     stragglers,
     tp_groups,
     waiting,
@@ -65,7 +69,7 @@ CLUSTER = {
 SMALL = ModelSpec("small", "llama", 2, 32, 64, 2, 2, 16, 64, 64)
 
 
-def test_every_chip_is_seen_first_and_last_and_in_between_with_two_depths() -> None:
+def test_every_chip_is_seen_first_and_last_and_in_between() -> None:
     cluster, spec = cluster_from_dict(CLUSTER), load_model("tiny")
     seen: dict[str, set[tuple[bool, bool, int]]] = {}
     for run in full_runs(cluster, spec, 64, tp=1, micro_batch_size=2, many={"big": 3, "small": 2}):
@@ -75,8 +79,8 @@ def test_every_chip_is_seen_first_and_last_and_in_between_with_two_depths() -> N
     assert set(seen) == {"big", "small"}
     for chip, many in (("big", 3), ("small", 2)):
         assert seen[chip] == {
-            (True, False, 0), (True, False, many), (False, False, 1), (False, False, many), (False, True, 0),
-            (False, True, many), (True, True, 1),
+            (True, False, 0), (True, False, many), (False, False, many), (False, True, 0), (False, True, many),
+            (True, True, 1),
         }  # fmt: skip
 
 
@@ -106,6 +110,24 @@ def test_every_run_comes_again_and_all_are_spread_evenly_over_the_time() -> None
         assert run.warm_up(reserved=False) == run.micro_batch_size * sum(stages) < run.plan.global_batch_size
         assert run.warm_up(reserved=True) == run.micro_batch_size * len(stages)
         assert (run.steps(3), run.steps(1)) == ((3, 1) if run.micro_batch_size == 1 else (1, 1))
+
+
+def test_actions_count_where_all_stages_are_busy() -> None:
+    for stages in range(1, 9):
+        count = max(MICRO_BATCHES, stages + 1)
+        timeline = simulate(lower(generate("1f1b", stages, count)), StageSeconds([1.0] * stages, [2.0] * stages))
+        last = [t for t in timeline.stages[-1] if t.action.kind in "FB"]
+        for s, row in enumerate(timeline.stages):
+            for kind in "FB":
+                found = [t for t in row if t.action.kind == kind]
+                at = [int(i) for i in steady(kind, list(range(count)), stages - 1 - s)]
+                assert at and 0 not in at and at == list(range(at[0], at[-1] + 1))
+                assert last[0].start <= found[at[0]].start and found[at[-1]].end <= last[-1].end
+    cluster, spec = cluster_from_dict(CLUSTER), load_model("tiny")
+    for run in full_runs(cluster, spec, 64, 2, 1, {"big": 3, "small": 1}):
+        for pipeline in run.plan.pipelines:
+            later = [{run.later_stages(rank) for rank in stage.ranks} for stage in pipeline.stages]
+            assert later == [{n} for n in reversed(range(len(pipeline.stages)))]
 
 
 def test_spot_checks_touch_every_other_group() -> None:

@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--attention-lengths", default="", help="where to time attention alone (default: --seq-length)")
     p.add_argument("--dtype", default="", help="fp64, fp32, bf16, fp16, comma-separated (default fp32 on the CPU,\n"
                    "else bf16)")  # fmt: skip
-    p.add_argument("--steps", type=int, default=2, help="measured steps per pipeline of micro-batches of 1 (default 2)")
+    p.add_argument("--steps", type=int, default=1, help="measured steps per pipeline of micro-batches of 1 (default 1)")
     p.add_argument("--from-runs", metavar="FILE", help="fit the rates to measured runs: CSV with the columns\n"
                    "plan, model, and seconds or metrics (a metrics.jsonl); paths relative to it")  # fmt: skip
     p.add_argument("--merge", action="append", default=[], metavar="FILE", help="add rates of a file (JSON or YAML)")

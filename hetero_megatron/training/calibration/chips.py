@@ -18,7 +18,7 @@ from hetero_megatron.parallel.update import OptimizerFactory
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.spec import LogicalTensor, ModelSpec
-from hetero_megatron.training.calibration.runs import Observation, Phase, Run, middle
+from hetero_megatron.training.calibration.runs import Observation, Phase, Run, middle, steady
 from hetero_megatron.training.runtime import Runtime
 
 Kernels = Callable[[Plan, ModelSpec], KernelPlan]  # of this rank's stage
@@ -40,8 +40,8 @@ class Observed:
 
     Attributes:
         saved: what a step's first backward takes less than the others, in seconds per byte of weights.
-        computed: the chip's seconds in the actions of each step.
-        tail: those outside of them; owned: the elements that are updated then.
+        computed: the chip's seconds in parts of steps that hold the same actions.
+        tail: those outside of actions; owned: the elements that are updated then.
     """
 
     rank: int
@@ -53,7 +53,8 @@ class Observed:
 
 
 def observe(run: Run, chip: str, job: Job, steps: int, reserved: bool) -> Observed | None:
-    """Take part in ``run``; every rank of the job calls it, also those that the plan leaves out (None).
+    """Take part in ``run``; every rank of the job calls it, also those that the plan leaves out (None). Actions count
+    where all stages are busy: those that share a core or its caches take a tenth longer then, as in a step.
 
     Args:
         chip: its own.
@@ -68,7 +69,7 @@ def observe(run: Run, chip: str, job: Job, steps: int, reserved: bool) -> Observ
     computed: list[float] = []
     tails: list[float] = []
     saved: list[float] = []
-    warm_up = run.warm_up(reserved)
+    warm_up, later = run.warm_up(reserved), run.later_stages(comm.rank)
     for step in range(steps + 1):
         before = comm.clock.computed
         stats = runtime.train_step(_fetch(run), 0, run.plan.global_batch_size if step else warm_up, lr=1e-6)
@@ -76,12 +77,15 @@ def observe(run: Run, chip: str, job: Job, steps: int, reserved: bool) -> Observ
         tail = comm.clock.computed - before - actions
         if step == 0:  # allocations, caches, lazy initialisation
             continue
+        parts = []
         for kind, into in (("F", forward), ("B", backward)):
-            alone, *others = [t.computed for t in stats.actions if t.action.kind == kind]
-            into += others
+            every = [t.computed for t in stats.actions if t.action.kind == kind]
+            parts.append(steady(kind, every, later))
+            into += parts[-1]
             apart[kind] += [t.end - t.start - t.computed for t in stats.actions if t.action.kind == kind]
-            saved += [middle(others) - alone] if kind == "B" else []
-        computed.append(actions)
+        saved.append(middle(parts[-1]) - every[0])
+        half = min(map(len, parts)) // 2
+        computed += [sum(sum(part[i : i + half]) for part in parts) for i in (0, half)] if half else []
         tails.append(tail)
     stage = runtime.stage
     width = max(forward) - min(forward) + max(backward) - min(backward)

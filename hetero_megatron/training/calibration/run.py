@@ -58,7 +58,7 @@ class CalibrationOptions:
     micro_batch_sizes: tuple[int, ...] = (1, 2)
     tp: tuple[int, ...] = (1,)
     lengths: tuple[int, ...] = ()
-    steps: int = 2
+    steps: int = 1
 
 
 @dataclass
@@ -114,7 +114,7 @@ def calibrate(
         links = [row for rows in world.gather_objects(measure_links(comm, cluster)) for row in rows]  # type: ignore[attr-defined]
     found = Calibration(links=list(links))
     job = Job(comm, dtype, optimizer, kernels)
-    alone = Interleaved(measures_alone(job, spec, options.lengths), options.steps)
+    alone = Interleaved(measures_alone(job, spec, options.lengths), 2 * options.steps)
     seen, rows = _observe_pipelines(cluster, spec, options, job, log, alone.take)
     _solve(found, seen, fixed or {})
     found.slow = stragglers(seen, found.costs, STRAGGLER)
@@ -127,7 +127,7 @@ def calibrate(
     chips = [rank.chip for rank in cluster.ranks]
     phases: list[Phase] = []
     for run in exchange_runs(cluster, spec, options.seq_length):
-        own = observe_exchange(run, chips[comm.rank], job, options.steps)
+        own = observe_exchange(run, chips[comm.rank], job, 2 * options.steps)
         phases += [p for rank, theirs in enumerate(world.gather_objects(own)) if rank not in out for p in theirs]  # type: ignore[attr-defined]
     found.exchange = {c: solve_phases([p for p in phases if p.chip == c]) for c in {p.chip for p in phases}}
     every: Any = world.gather_objects(rows_alone(alone.seconds(), spec))

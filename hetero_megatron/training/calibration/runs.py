@@ -1,12 +1,13 @@
 """Which small pipelines to run so that every chip type's costs can be told apart. No torch.
 
 A stage's action takes ``fixed + layers x layer (+ embed) (+ head)`` seconds. Every chip type runs at the front of the
-pipeline and at its end, with no layers and with many; in between, where there are chips enough, with one and with
-many; and with a model of one layer alone, which tells "fixed" from embedding and head. Their own seconds are seen
-where there are no layers beside them: as differences of stages with layers they would carry those stages' noise.
+pipeline and at its end, with no layers and with many; in between, where there are chips enough, with many; and with a
+model of one layer alone, which tells "fixed" from embedding and head. Their own seconds are seen where there are no
+layers beside them: as differences of stages with layers they would carry those stages' noise.
 
 All actions of one run on all ranks can be a twentieth off together, whether the run is long or short. So runs are short
-and many: slow chips have fewer layers, so that nobody waits for them, and all runs are repeated, at other times.
+and many: slow chips have fewer layers, so that nobody waits for them, a run is one step, which counts where all stages
+are busy, and all runs are repeated, at other times.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hetero_megatron.planner.costs import SWAPS
 from hetero_megatron.spec import ModelSpec
 
 FEW, MANY = 1, 3  # layers of a stage; of slower chips fewer than many, see :func:`depths`
-LEAST = 5  # micro-batches of a pipeline
+MICRO_BATCHES = 7  # of a pipeline, at least
 PASSES = 2  # of all runs; one more where a chip type has one TP group, which is seen half as often, in half the places
 MEASURED_GROUPS = 2  # TP groups per chip type that are measured in full; the others are spot-checked
 
@@ -44,6 +45,14 @@ class Run:
         lazy; as many as fill them, if memory is not ``reserved``, which allocate what larger steps need."""
         pipelines = self.plan.pipelines
         return self.micro_batch_size * (len(pipelines) if reserved else sum(len(p.stages) for p in pipelines))
+
+    def later_stages(self, rank: int) -> int:
+        """Stages after that of ``rank``."""
+        for pipeline in self.plan.pipelines:
+            for s, stage in enumerate(pipeline.stages):
+                if rank in stage.ranks:
+                    return len(pipeline.stages) - 1 - s
+        raise AssertionError(f"rank {rank} has no stage")
 
     def steps(self, asked: int) -> int:
         """To measure, where ``asked`` are for micro-batches of 1: as many sequences; at least one step."""
@@ -95,6 +104,12 @@ def middle(values: Sequence[float]) -> float:
     together, where a chip's speed goes up and down."""
     cut = len(values) // 4
     return fmean(sorted(values)[cut : len(values) - cut])
+
+
+def steady(kind: str, seconds: Sequence[float], later: int) -> list[float]:
+    """Of a stage's forwards or backwards (``kind`` F or B) in a step of 1F1B, in order, those during which every stage
+    has something to do, without the first one; ``later``: how many stages follow."""
+    return list(seconds[max(1, later) :] if kind == "F" else seconds[1 : len(seconds) - later])
 
 
 def tp_groups(cluster: Cluster, tp: int) -> dict[str, list[tuple[int, ...]]]:
@@ -169,11 +184,10 @@ def depths(cluster: Cluster, observations: Sequence[Observation]) -> dict[str, i
 
 
 def _layers(many: Sequence[int]) -> list[list[int]]:
-    """Of each stage in the two runs of one order of groups: none at one end, and many or few elsewhere."""
+    """Of each stage in the two runs of one order of groups: none at one end, and many elsewhere."""
     if len(many) == 1:
         return [[FEW], [MANY]]
-    inner = [(n, FEW) if i % 2 else (FEW, n) for i, n in enumerate(many)][1:-1]
-    return [[0, *(a for a, _ in inner), many[-1]], [many[0], *(b for _, b in inner), 0]]
+    return [[0, *many[1:]], [*many[:-1], 0]]
 
 
 def spot_checks(cluster: Cluster, spec: ModelSpec, seq_length: int, tp: int, micro_batch_size: int) -> list[Run]:
@@ -230,7 +244,7 @@ def _run(
 ) -> Run:
     """Pipelines alike with ``layers`` in their stages and ``count`` micro-batches in each (None: more than fill
     them)."""
-    count = count or max(LEAST, len(layers) + 1)
+    count = count or max(MICRO_BATCHES, len(layers) + 1)
     small = replace(spec, num_layers=sum(layers))
     ends = list(accumulate(layers))
     spans = [[end - n, end] if n else [] for n, end in zip(layers, ends)]
@@ -252,8 +266,9 @@ def _run(
 
 
 def jitter(steps: Sequence[Sequence[float]]) -> float:
-    """Standard deviation of a second of compute, if it grows with the root of the seconds; ``steps``: those of each
-    rank's steps in each run. The one that 68 of 100 deviations do not exceed, so that a single outlier does not count.
+    """Standard deviation of a second of compute, if it grows with the root of the seconds; ``steps``: those of like
+    parts of steps, of each rank in each run. The one that 68 of 100 deviations do not exceed, so that a single outlier
+    does not count.
     """
     found: list[float] = []
     for seconds in steps:
