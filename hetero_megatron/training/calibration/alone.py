@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import cycle
+from itertools import cycle, islice
 from math import ceil
 from typing import Generic, TypeVar
 
@@ -21,9 +21,11 @@ from hetero_megatron.parallel.optimizer import squared_norm
 from hetero_megatron.parallel.update import Optimizer
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.calibration.chips import Job
-from hetero_megatron.training.calibration.runs import middle
+from hetero_megatron.training.calibration.runs import middle, quiet
 
-OPTIMIZER_ELEMENTS = (1 << 18, 1 << 21)
+UPDATED = 1 << 23  # elements, of all sets of weights of a size together: more than caches hold of them
+OPTIMIZER_SETS = {1 << 18: 8, 1 << 21: 2}  # elements of an update: updates in a row that are timed, as in a step
+SHORT = 0.05  # seconds: a call that takes less has a turn every time
 TURN, ENOUGH = 0.01, 0.5  # seconds: of calls in a row; for each thing to time, of each step
 LEAST, MOST = 5, 150  # turns of each, also where calls take long; calls of each step, also where they are short
 VISITS = 4  # blocks of keys, against one
@@ -38,17 +40,22 @@ def measures_alone(
     """What a chip is timed with alone, by kind and size: updates of so many owned elements; attention over one sequence
     of each of ``lengths``; visits of a ring's block of it."""
     measures: dict[tuple[str, int], Callable[[], Sequence[float]]] = {}
-    for elements in OPTIMIZER_ELEMENTS:
-        # In turns, as many as the largest update has: a step's other work leaves nothing of a chip's state in caches.
-        sets = [_weights(job, elements) for _ in range(max(OPTIMIZER_ELEMENTS) // elements)]
-        measures["optimizer", elements] = update = partial(_update, job.comm, cycle(sets))
-        for _ in sets[1:]:
-            update()  # allocates; the last set's first call is the measure's own, which does not count
+    for elements, count in OPTIMIZER_SETS.items():
+        # In turns: a step's other work leaves nothing of a chip's state in caches.
+        sets = [_weights(job, elements) for _ in range(UPDATED // elements)]
+        measures["optimizer", elements] = update = partial(_update, job.comm, cycle(sets), count)
+        for _ in sets[count::count]:
+            update()  # allocates; the last sets' first call is the measure's own, which does not count
     for length in lengths:
         measures["attention", length] = partial(_attention, job.comm, job.dtype, spec, length)
         if length >= VISITS:
             measures["visits", length] = partial(_visits, job, spec, length)
     return measures
+
+
+def summary(key: tuple[str, int]) -> Callable[[Sequence[float]], float]:
+    """What many calls of one of :func:`measures_alone` say."""
+    return quiet if key[0] == "optimizer" else middle
 
 
 def rows_alone(
@@ -71,10 +78,16 @@ class Interleaved(Generic[K]):
 
     Args:
         steps: ``ENOUGH`` seconds for each measure, of each.
+        summary: of a measure, what many of its seconds say.
     """
 
-    def __init__(self, measures: Mapping[K, Callable[[], Sequence[float]]], steps: int) -> None:
-        self._measures, self._steps = measures, steps
+    def __init__(
+        self,
+        measures: Mapping[K, Callable[[], Sequence[float]]],
+        steps: int,
+        summary: Callable[[K], Callable[[Sequence[float]], float]] = lambda _: middle,
+    ) -> None:
+        self._measures, self._steps, self._summary = measures, steps, summary
         self._found: dict[K, list[Sequence[float]]] = {}
         self._short: list[K] = []
         self._turns, self._spent, self._total = 0, 0.0, steps * ENOUGH * len(measures)
@@ -87,7 +100,7 @@ class Interleaved(Generic[K]):
                 start = time.perf_counter()
                 measure()
                 self._found[key] = []
-                if time.perf_counter() - start < TURN:
+                if time.perf_counter() - start < SHORT:
                     self._short.append(key)
         most = ceil(self._steps * MOST * share)
         for key in self._short:
@@ -111,8 +124,8 @@ class Interleaved(Generic[K]):
                 break
 
     def seconds(self) -> dict[K, list[float]]:
-        """:func:`middle` of each of the seconds that a measure returned."""
-        return {key: [middle(column) for column in zip(*calls)] for key, calls in self._found.items()}
+        """Of each measure, what it returned, summed up."""
+        return {key: [self._summary(key)(column) for column in zip(*calls)] for key, calls in self._found.items()}
 
 
 def _weights(job: Job, elements: int) -> tuple[Optimizer, list[torch.Tensor]]:
@@ -122,18 +135,18 @@ def _weights(job: Job, elements: int) -> tuple[Optimizer, list[torch.Tensor]]:
     return job.optimizer([{"params": masters, "decay": True}]), masters
 
 
-def _update(comm: Comm, sets: Iterator[tuple[Optimizer, list[torch.Tensor]]]) -> list[float]:
-    """Seconds of norm, scaling and update of the next one's weights."""
-    optimizer, masters = next(sets)
-    grads = [torch.ones_like(m) for m in masters]
+def _update(comm: Comm, sets: Iterator[tuple[Optimizer, list[torch.Tensor]]], count: int) -> list[float]:
+    """Seconds of norm, scaling and update of one's weights: mean of the next ``count``, one after the other."""
+    mine = [(*one, [torch.ones_like(master) for master in one[1]]) for one in islice(sets, count)]
     before = comm.clock.computed
     with comm.clock.counting(), comm.clock.work():
-        squared_norm([grads], lambda tensors: l2norm_aten(tensors)[0])
-        torch._foreach_mul_(grads, 0.5)
-        for master, grad in zip(masters, grads):
-            master.grad = grad
-        optimizer.step()
-    return [comm.clock.computed - before]
+        for optimizer, masters, grads in mine:
+            squared_norm([grads], lambda tensors: l2norm_aten(tensors)[0])
+            torch._foreach_mul_(grads, 0.5)
+            for master, grad in zip(masters, grads):
+                master.grad = grad
+            optimizer.step()
+    return [(comm.clock.computed - before) / count]
 
 
 def _attention(comm: Comm, dtype: torch.dtype, spec: ModelSpec, length: int) -> list[float]:

@@ -52,13 +52,15 @@ class Observed:
     owned: int
 
 
-def observe(run: Run, chip: str, job: Job, steps: int, reserved: bool) -> Observed | None:
+def observe(run: Run, chip: str, job: Job, steps: int, reserved: bool, warm: bool = True) -> Observed | None:
     """Take part in ``run``; every rank of the job calls it, also those that the plan leaves out (None). Actions count
     where all stages are busy: those that share a core or its caches take a tenth longer then, as in a step.
 
     Args:
         chip: its own.
         reserved: memory for the run is there.
+        warm: a step comes before that does not count. Without it the first action of a stage initialises what is lazy,
+            which then counts in nothing, but ``saved`` and ``tail`` say nothing.
     """
     runtime, comm = _runtime(run, job), job.comm
     if runtime is None:
@@ -70,7 +72,7 @@ def observe(run: Run, chip: str, job: Job, steps: int, reserved: bool) -> Observ
     tails: list[float] = []
     saved: list[float] = []
     warm_up, later = run.warm_up(reserved), run.later_stages(comm.rank)
-    for step in range(steps + 1):
+    for step in range(0 if warm else 1, steps + 1):
         before = comm.clock.computed
         stats = runtime.train_step(_fetch(run), 0, run.plan.global_batch_size if step else warm_up, lr=1e-6)
         actions = sum(t.computed for t in stats.actions)
@@ -82,7 +84,7 @@ def observe(run: Run, chip: str, job: Job, steps: int, reserved: bool) -> Observ
             every = [t.computed for t in stats.actions if t.action.kind == kind]
             parts.append(steady(kind, every, later))
             into += parts[-1]
-            apart[kind] += [t.end - t.start - t.computed for t in stats.actions if t.action.kind == kind]
+            apart[kind] += [t.end - t.start - t.computed for t in stats.actions if t.action.kind == kind][not warm :]
         saved.append(middle(parts[-1]) - every[0])
         half = min(map(len, parts)) // 2
         computed += [sum(sum(part[i : i + half]) for part in parts) for i in (0, half)] if half else []

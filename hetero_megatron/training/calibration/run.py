@@ -18,7 +18,7 @@ from hetero_megatron.planner.rates import LinkRates, Rates, link_document, model
 from hetero_megatron.platform.host_memory import reserve
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.testbed.clocks import Kept, worst_clock
-from hetero_megatron.training.calibration.alone import AttentionRow, Interleaved, measures_alone, rows_alone
+from hetero_megatron.training.calibration.alone import AttentionRow, Interleaved, measures_alone, rows_alone, summary
 from hetero_megatron.training.calibration.chips import Job, Kernels, Observed, observe, observe_exchange
 from hetero_megatron.training.calibration.links import LinkRow, measure_links
 from hetero_megatron.training.calibration.runs import (
@@ -114,7 +114,7 @@ def calibrate(
         links = [row for rows in world.gather_objects(measure_links(comm, cluster)) for row in rows]  # type: ignore[attr-defined]
     found = Calibration(links=list(links))
     job = Job(comm, dtype, optimizer, kernels)
-    alone = Interleaved(measures_alone(job, spec, options.lengths), 2 * options.steps)
+    alone = Interleaved(measures_alone(job, spec, options.lengths), 2 * options.steps, summary)
     seen, rows = _observe_pipelines(cluster, spec, options, job, log, alone.take)
     _solve(found, seen, fixed or {})
     found.slow = stragglers(seen, found.costs, STRAGGLER)
@@ -151,8 +151,8 @@ def _observe_pipelines(
     log: Callable[[str], None],
     between: Callable[[float], None],
 ) -> tuple[list[Observation], list[Observed]]:
-    """What all runs of single pipelines and of replicas of one stage showed: of each stage, and, of the former, of
-    each rank with layers. ``between``: called after each with the share of them that is over."""
+    """What all runs of single pipelines and of replicas of one stage showed: of each stage, and, of the former, as
+    far as they warmed up, of each rank with layers. ``between``: called after each with the share that is over."""
     comm, seen, rows = job.comm, list[Observation](), list[Observed]()
     world = comm.group(range(cluster.world_size))
     for tp in options.tp:
@@ -168,11 +168,14 @@ def _observe_pipelines(
         needs = [estimate_memory(run.plan, run.spec, options.dtype)[comm.rank].total for run in mine]
         reserve(HEAP * max(needs, default=0))
     for i, run in enumerate(runs, 1):
+        first = run.micro_batch_size == min(options.micro_batch_sizes) and all(run is not one for one in runs[: i - 1])
+        warm = first or not reserved
         log(f"{i} of {len(runs)}: tp {run.tp}, micro-batch {run.micro_batch_size}: stages {run.title}")
-        own = observe(run, cluster.ranks[comm.rank].chip, job, run.steps(options.steps), reserved)
+        own = observe(run, cluster.ranks[comm.rank].chip, job, run.steps(options.steps), reserved, warm)
         theirs = [o for o in world.gather_objects(own) if isinstance(o, Observed)]
         seen += _merge([o.observation for o in theirs])
-        if len(run.plan.pipelines) == 1:  # replicas also exchange gradients outside of their actions
+        # Replicas also exchange gradients outside of their actions, and a step that nothing precedes initialises.
+        if len(run.plan.pipelines) == 1 and warm:
             rows += [o for o in theirs if o.observation.layers]
         between(i / len(runs))
     return seen, rows

@@ -25,8 +25,10 @@ from hetero_megatron.planner.costs import SWAPS
 from hetero_megatron.spec import ModelSpec
 
 FEW, MANY = 1, 3  # layers of a stage; of slower chips fewer than many, see :func:`depths`
-MICRO_BATCHES = 7  # of a pipeline, at least
-PASSES = 2  # of all runs; one more where a chip type has one TP group, which is seen half as often, in half the places
+MICRO_BATCHES = 7  # of a pipeline, at least; one less of larger ones, which take longer
+PASSES = 2  # of all runs
+ROUNDS = 10  # of fitting and weighing
+FAR = 1.5  # standard deviations, beyond which an observation counts less
 MEASURED_GROUPS = 2  # TP groups per chip type that are measured in full; the others are spot-checked
 
 
@@ -106,6 +108,11 @@ def middle(values: Sequence[float]) -> float:
     return fmean(sorted(values)[cut : len(values) - cut])
 
 
+def quiet(values: Sequence[float]) -> float:
+    """Mean of the lowest quarter: of what is bound by memory, which others on the machine only make slower."""
+    return fmean(sorted(values)[: max(1, len(values) // 4)])
+
+
 def steady(kind: str, seconds: Sequence[float], later: int) -> list[float]:
     """Of a stage's forwards or backwards (``kind`` F or B) in a step of 1F1B, in order, those during which every stage
     has something to do, without the first one; ``later``: how many stages follow."""
@@ -145,10 +152,9 @@ def all_runs(
     in a little of every rate, not in all of one. ``many``: as :func:`depths` returns it."""
     placed: list[tuple[float, Run]] = []
     for tp in tp_degrees:
-        single = any(len(found) < MEASURED_GROUPS for found in tp_groups(cluster, tp).values())
         for size in micro_batch_sizes:
             kind = (cluster, spec, seq_length, tp, size)
-            runs = full_runs(*kind, many) * (PASSES + single)
+            runs = full_runs(*kind, many) * PASSES
             runs += [] if placed else spot_checks(*kind)
             placed += [((i + 0.5) / len(runs), run) for i, run in enumerate(runs)]
     return [run for _, run in sorted(placed, key=lambda place: place[0])]
@@ -244,7 +250,7 @@ def _run(
 ) -> Run:
     """Pipelines alike with ``layers`` in their stages and ``count`` micro-batches in each (None: more than fill
     them)."""
-    count = count or max(MICRO_BATCHES, len(layers) + 1)
+    count = count or max(MICRO_BATCHES - (micro_batch_size > 1), len(layers) + 1)
     small = replace(spec, num_layers=sum(layers))
     ends = list(accumulate(layers))
     spans = [[end - n, end] if n else [] for n, end in zip(layers, ends)]
@@ -303,21 +309,35 @@ def solve(
 
 
 def _least_squares(rows: np.ndarray, seconds: np.ndarray, first: float | None) -> list[float]:
-    """``x >= 0`` for which ``rows @ x`` is next to ``seconds``, relatively: what would be negative is 0, and the others
-    are solved again. ``first``: x[0], if known."""
+    """``x >= 0`` for which ``rows @ x`` is next to most ``seconds``, relatively: what would be negative is 0, and the
+    others are solved again. ``first``: x[0], if known."""
     rows = rows / seconds[:, None]
     found = np.zeros(rows.shape[1])
     found[0] = first or 0.0
     wanted = 1.0 - rows[:, 0] * found[0]
     used = list(range(first is not None, rows.shape[1]))
     while used:
-        # What a single chip alone does not tell apart: the smallest solution.
-        some, *_ = np.linalg.lstsq(rows[:, used], wanted, rcond=1e-9)
+        some = _most_agree(rows[:, used], wanted)
         if (some >= 0).all():
             found[used] = some
             break
         used.pop(int(np.argmin(some * rows[:, used].max(axis=0))))
     return [float(x) for x in found]
+
+
+def _most_agree(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Least squares in which what is far off counts as far as its distance, not as its square (Huber): a run during
+    which the machine had other things to do."""
+    weights = np.ones(len(wanted))
+    for _ in range(ROUNDS):
+        # What a single chip alone does not tell apart: the smallest solution.
+        found, *_ = np.linalg.lstsq(rows * weights[:, None], wanted * weights, rcond=1e-9)
+        off = np.abs(rows @ found - wanted)
+        deviation = 1.48 * np.median(off)
+        if deviation < 1e-12:
+            break
+        weights = np.sqrt(np.minimum(1.0, FAR * deviation / np.maximum(off, 1e-12)))
+    return found
 
 
 def waiting(observations: Sequence[tuple[Observation, float]]) -> tuple[float, float]:
