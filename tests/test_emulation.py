@@ -248,7 +248,7 @@ def test_a_yardstick_is_read_in_the_midst_of_work_and_does_not_count_itself() ->
     with clock.counting():
         burn(0.3)
     took, count = time.thread_time() - start, len(readings)
-    assert 5 <= count <= 0.3 / yardsticks.EVERY + 1
+    assert 10 <= count <= 2 * (0.3 / yardsticks.EVERY + 1)  # each after one that warms up
     assert clock.computed * 0.9 == pytest.approx(took - sum(readings), rel=0.02)
     burn(0.1)  # nobody's work
     assert len(readings) == count

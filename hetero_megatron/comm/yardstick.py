@@ -24,10 +24,10 @@ import torch
 from hetero_megatron.comm.small_layers import SmallLayers
 from hetero_megatron.testbed.usual import AFTER, WITHIN, Unit, Work
 
-EVERY = 0.005  # CPU seconds of work between two readings in its midst
+EVERY = 0.01  # CPU seconds of work between two readings in its midst
 REST = 2e-4  # seconds without work after which caches may be cold
 COLD = 0.003  # CPU seconds of work after that which count in units of their own, and between two readings of these
-FADE_WITHIN, FADE_AFTER = 40, 20  # readings; older ones fade: 0.2 s of work or more
+FADE_WITHIN, FADE_AFTER = 40, 20  # readings that count, about: of 0.4 s of work, and of 0.06 s or more
 MOST = 2.0  # times the mean, which a reading counts as at most: some are interrupted for 10 ms
 WARM_UP = 5
 OTHERS, PAUSE = 1 << 22, 0.005  # elements read, and seconds, between two stretches of work where the unit is measured
@@ -71,7 +71,7 @@ class Yardstick:
         self._product = torch.empty_like(self._matrix)
         self._rows, self._squares = self._matrix[: WITHIN.rows], self._product[: WITHIN.rows]
         for _ in range(WARM_UP):
-            within, after = self.read(WITHIN), self.read(AFTER)
+            after, within = self.read(AFTER), self.read(WITHIN)
         self.within, self.after = _Mean(within, FADE_WITHIN), _Mean(after, FADE_AFTER)
         signal.signal(signal.SIGPROF, self._look)
 
@@ -107,6 +107,7 @@ class Yardstick:
         if not self._counting:  # the signal came late
             return
         start = time.thread_time()
+        self.read(AFTER)  # finds caches as that moment's work has left them; how cold is not what this is about
         self.within.add(self.read(WITHIN))
         self._worked, self._since = 0.0, self._since + start - self._mark
         self._skip(start)
@@ -117,7 +118,7 @@ class Yardstick:
         self._spent += self._mark - start
 
     def read(self, work: Work) -> float:
-        """CPU seconds of a piece of work, now, which finds its data in whatever caches other work has left it."""
+        """CPU seconds of a piece of work, now."""
         start = time.thread_time()
         for _ in range(work.products):
             torch.mm(self._matrix, self._matrix, out=self._product)

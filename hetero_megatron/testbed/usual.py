@@ -43,7 +43,7 @@ class Work:
     rows: int = 64
 
 
-WITHIN, AFTER = Work(4, 30), Work(2, 12)  # in the midst of other work (0.3 ms), and after a pause (0.2 ms)
+WITHIN, AFTER = Work(8, 60), Work(2, 12)  # in the midst of other work (0.5 ms), and after a pause (0.2 ms)
 
 
 class Unit(NamedTuple):
