@@ -21,12 +21,11 @@ from hetero_megatron.comm import yardstick as yardsticks
 from hetero_megatron.comm.clock import EmulatedClock, NominalChip, OperatorSeconds, RealClock
 from hetero_megatron.comm.emulation import Emulation
 from hetero_megatron.comm.pauses import Pauses
-from hetero_megatron.comm.yardstick import COLD, WARM_UP, Yardstick
+from hetero_megatron.comm.yardstick import WARM_UP, Yardstick
 from hetero_megatron.errors import UserError
 from hetero_megatron.testbed import usual
 from hetero_megatron.testbed.clocks import read_clocks, worst_clock
 from hetero_megatron.testbed.state import CLOCK, CLOCKS
-from hetero_megatron.testbed.usual import AFTER, WITHIN, Unit, Work
 from tests.burning import burn
 
 CHIP = NominalChip(1e9, 1e8, 1e8, operator_seconds=1e-5, segment_seconds=0.0)
@@ -175,23 +174,18 @@ def test_soft_stretches_cpu_time() -> None:
 class Fake(Yardstick):
     """Readings as given, then the last one for ever."""
 
-    def __init__(self, usual: float, readings: list[float], after: float = 1e-3) -> None:
-        self._given = {WITHIN: [usual] * WARM_UP + readings, AFTER: [1e-3] * WARM_UP + [after]}
-        super().__init__(Unit(usual, 1e-3))
+    def __init__(self, usual: float, readings: list[float]) -> None:
+        self._given = [usual] * WARM_UP + readings
+        super().__init__(usual)
 
-    def read(self, work: Work) -> float:
-        given = self._given[work]
-        return given.pop(0) if len(given) > 1 else given[0]
+    def read(self) -> float:
+        return self._given.pop(0) if len(self._given) > 1 else self._given[0]
 
 
-def _counted(yardstick: Yardstick, cpu: float, pieces: int = 40, pause: float = 0.0) -> list[float]:
-    """What pieces of work count that are said to take ``cpu`` seconds; each is time for one reading, and no pause comes
-    before it unless one is asked for."""
+def _counted(yardstick: Yardstick, cpu: float, pieces: int = 40) -> list[float]:
+    """What pieces of work count that are said to take ``cpu`` seconds; each is time for one reading."""
     found = []
     for _ in range(pieces):
-        time.sleep(pause)
-        if not pause:
-            yardstick._stopped = time.perf_counter()
         yardstick.start()
         burn(0.002)
         yardstick.stop()
@@ -216,39 +210,23 @@ def test_a_reading_that_was_interrupted_counts_little(monkeypatch: pytest.Monkey
     assert _counted(far, 0.1, 300)[-1] == pytest.approx(0.01, rel=0.05)
 
 
-def test_what_pauses_cost_is_counted_in_units_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a pause everything takes three times as long for ``COLD`` seconds; what follows takes as long as usual."""
-    monkeypatch.setattr(yardsticks, "EVERY", 0.002)
-    cold = Fake(2e-3, [2e-3], after=3e-3)
-    found = _counted(cold, 0.1, 300, pause=0.001)
-    assert found[-1] == pytest.approx(COLD / 3 + 0.1 - COLD, rel=1e-2)
-    assert _counted(cold, 0.1) == [0.1] * 40  # without pauses
-    pieces = Fake(2e-3, [2e-3], after=2e-3)
-    _counted(pieces, 0.0, 300, pause=0.001)
-    time.sleep(0.001)
-    pieces.start()
-    pieces.stop()
-    short = [pieces.usual_seconds(COLD / 2) for _ in range(4)]  # of one stretch of work: the first two are cold
-    assert short == pytest.approx([COLD / 4, COLD / 4, COLD / 2, COLD / 2], rel=1e-2)
-
-
 def test_a_yardstick_is_read_in_the_midst_of_work_and_does_not_count_itself() -> None:
     readings = list[float]()  # CPU seconds; a host that is busy makes some of them much longer than asked
 
     class Slow(Yardstick):
-        def read(self, work: Work) -> float:
+        def read(self) -> float:
             start = time.thread_time()
             burn(0.005)
             readings.append(time.thread_time() - start)
             return 1e-3
 
-    clock = EmulatedClock(lambda: 0.9, yardstick=Slow(Unit(1e-3, 1e-3)))
+    clock = EmulatedClock(lambda: 0.9, yardstick=Slow(1e-3))
     readings.clear()
     start = time.thread_time()
     with clock.counting():
         burn(0.3)
     took, count = time.thread_time() - start, len(readings)
-    assert 10 <= count <= 2 * (0.3 / yardsticks.EVERY + 1)  # each after one that warms up
+    assert 5 <= count <= 0.3 / yardsticks.EVERY + 1
     assert clock.computed * 0.9 == pytest.approx(took - sum(readings), rel=0.02)
     burn(0.1)  # nobody's work
     assert len(readings) == count
@@ -269,8 +247,8 @@ def test_a_clock_counts_work_not_cpu_seconds() -> None:
 
 def _settled(reading: float) -> Yardstick:
     """One that usually takes 2 ms and has taken ``reading`` for long."""
-    yardstick = Fake(2e-3, [reading], after=reading / 2)
-    yardstick.within.now, yardstick.after.now = reading, reading / 2
+    yardstick = Fake(2e-3, [reading])
+    yardstick._now = reading
     return yardstick
 
 
@@ -280,19 +258,18 @@ def test_the_unit_of_soft_chips_is_measured_once(tmp_path: Path, monkeypatch: py
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
     first, kept = usual.unit_of_speed(cores)
     path = usual.unit_file()
-    assert path.is_relative_to(tmp_path) and kept.startswith(f"kept in {path}")
-    assert all(1e-5 < seconds < 0.5 for seconds in first)
+    assert path.is_relative_to(tmp_path) and kept.startswith(f"kept in {path}") and 1e-5 < first < 0.5
     assert usual.unit_of_speed(cores) == (first, f"kept in {path}")
-    monkeypatch.setattr(usual, "_measure", lambda cores: (Unit(0.25, 0.1), ""))
+    monkeypatch.setattr(usual, "_measure", lambda cores: (0.25, ""))
     path.write_text("{")  # spoilt: measured again
-    assert usual.unit_of_speed(cores)[0] == (0.25, 0.1)
-    monkeypatch.setattr(usual, "AFTER", replace(usual.AFTER, products=9))  # another piece of work has another unit
-    monkeypatch.setattr(usual, "_measure", lambda cores: (Unit(0.5, 0.1), ""))
-    assert usual.unit_of_speed(cores)[0] == (0.5, 0.1)
-    assert sorted(json.loads(path.read_text()).values()) == [[0.25, 0.1], [0.5, 0.1]]
+    assert usual.unit_of_speed(cores)[0] == 0.25
+    monkeypatch.setattr(usual, "WORK", replace(usual.WORK, products=9))  # another piece of work has another unit
+    monkeypatch.setattr(usual, "_measure", lambda cores: (0.5, ""))
+    assert usual.unit_of_speed(cores)[0] == 0.5
+    assert sorted(json.loads(path.read_text()).values()) == [0.25, 0.5]
     monkeypatch.setenv("XDG_CACHE_HOME", str(path))  # a file, no folder
     assert "cannot be kept" in usual.unit_of_speed(cores)[1]
-    clocks = [Emulation(0, {"chips": "soft", "speeds": [0.5], "usual": u}).clock for u in ([0.25, 0.1], None)]
+    clocks = [Emulation(0, {"chips": "soft", "speeds": [0.5], "usual": u}).clock for u in (0.25, None)]
     assert [clock.yardstick is not None for clock in clocks] == [True, False]  # type: ignore[attr-defined]
 
 
@@ -300,18 +277,18 @@ def test_of_several_first_runs_at_once_one_measures(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured = itertools.count(1)
 
-    def measure(cores: object) -> tuple[Unit, str]:
+    def measure(cores: object) -> tuple[float, str]:
         time.sleep(0.1)
-        return Unit(next(measured) / 10, 0.1), ""
+        return next(measured) / 10, ""
 
     monkeypatch.setattr(usual, "_measure", measure)
-    found: list[Unit] = []
+    found: list[float] = []
     threads = [threading.Thread(target=lambda: found.append(usual.unit_of_speed([0])[0])) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [(0.1, 0.1)] * 4 and list(json.loads(usual.unit_file().read_text()).values()) == [[0.1, 0.1]]
+    assert found == [0.1] * 4 and list(json.loads(usual.unit_file().read_text()).values()) == [0.1]
 
 
 def test_a_unit_that_cannot_be_measured_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
