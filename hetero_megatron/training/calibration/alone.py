@@ -137,7 +137,7 @@ def _weights(job: Job, elements: int) -> tuple[Optimizer, list[torch.Tensor]]:
 
 def _update(comm: Comm, sets: Iterator[tuple[Optimizer, list[torch.Tensor]]], count: int) -> list[float]:
     """Seconds of norm, scaling and update of one's weights: mean of the next ``count``, one after the other."""
-    mine = [(*one, [torch.ones_like(master) for master in one[1]]) for one in islice(sets, count)]
+    mine = [(optimizer, masters, [torch.ones_like(m) for m in masters]) for optimizer, masters in islice(sets, count)]
     before = comm.clock.computed
     with comm.clock.counting(), comm.clock.work():
         for optimizer, masters, grads in mine:
