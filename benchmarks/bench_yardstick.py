@@ -28,7 +28,9 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import machine
 from hetero_megatron.comm.yardstick import Yardstick
+from hetero_megatron.testbed.usual import Unit
 
+PAUSE = 0.004  # seconds, before each round and each reading
 UNITS = ("CPU time", "yardstick", "products", "small operators", "other size")
 OBSERVED = ("small layers", "large layers", *UNITS[1:4])
 
@@ -63,11 +65,11 @@ def observe(core: int, seconds: float) -> np.ndarray:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
-    yardstick = Yardstick(1.0)
+    yardstick = Yardstick(Unit(1.0, 1.0))
     a, b = torch.full((192, 192), 1 / 192), torch.full((64, 192), 0.5)
     out, small = torch.empty_like(a), torch.empty_like(b)
-    work = [
-        layers(128, 4), layers(256, 2), yardstick.read,
+    work: list[Callable[[], object]] = [
+        layers(128, 4), layers(256, 2), lambda: (time.sleep(PAUSE), yardstick.read_cold(), yardstick.read_warm()),
         lambda: [torch.mm(a, a, out=out) for _ in range(8)], lambda: [torch.mul(b, b, out=small) for _ in range(500)],
     ]  # fmt: skip
     rows, end = [], time.monotonic() + seconds
@@ -78,7 +80,7 @@ def observe(core: int, seconds: float) -> np.ndarray:
             each()
             row.append(time.thread_time() - start)
         rows.append(row)
-        time.sleep(0.004)
+        time.sleep(PAUSE)
     return np.array(rows[5:])
 
 

@@ -26,6 +26,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.testbed import usual
 from hetero_megatron.testbed.clocks import read_clocks, worst_clock
 from hetero_megatron.testbed.state import CLOCK, CLOCKS
+from hetero_megatron.testbed.usual import Unit
 from tests.burning import burn
 
 CHIP = NominalChip(1e9, 1e8, 1e8, operator_seconds=1e-5, segment_seconds=0.0)
@@ -171,21 +172,34 @@ def test_soft_stretches_cpu_time() -> None:
     assert clock.computed == pytest.approx(0.2, rel=0.1)
 
 
+USUAL = Unit(cold=1e-3, warm=2e-3)
+
+
 class Fake(Yardstick):
-    """Readings as given, then the last one for ever."""
+    """Readings as given, then the last ones for ever."""
 
-    def __init__(self, usual: float, readings: list[float]) -> None:
-        self._given = [usual] * WARM_UP + readings
-        super().__init__(usual)
+    def __init__(self, cold: list[float], warm: list[float]) -> None:
+        self._given = [USUAL.cold] * WARM_UP + cold, [USUAL.warm] * WARM_UP + warm
+        super().__init__(USUAL)
 
-    def read(self) -> float:
-        return self._given.pop(0) if len(self._given) > 1 else self._given[0]
+    def read_cold(self) -> float:
+        return self._next(self._given[0])
+
+    def read_warm(self) -> float:
+        return self._next(self._given[1])
+
+    def _next(self, given: list[float]) -> float:
+        return given.pop(0) if len(given) > 1 else given[0]
 
 
-def _counted(yardstick: Yardstick, cpu: float, pieces: int = 40) -> list[float]:
-    """What pieces of work count that are said to take ``cpu`` seconds; each is time for one reading."""
+def _counted(yardstick: Yardstick, cpu: float, pieces: int = 40, pause: float = 0.001) -> list[float]:
+    """What pieces of work count that are said to take ``cpu`` seconds; each is time for one reading in its midst, and
+    for one before it after a pause."""
     found = []
     for _ in range(pieces):
+        time.sleep(pause)
+        if not pause:
+            yardstick._stopped = time.perf_counter()
         yardstick.start()
         burn(0.002)
         yardstick.stop()
@@ -196,31 +210,51 @@ def _counted(yardstick: Yardstick, cpu: float, pieces: int = 40) -> list[float]:
 def test_a_core_that_has_become_slower_is_no_slower_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a core that does everything 1.5 times as slowly CPU seconds grow by that, and what they count does not."""
     monkeypatch.setattr(yardsticks, "EVERY", 0.002)
-    assert _counted(Fake(2e-3, [2e-3]), 0.1) == [0.1] * 40
-    slower = _counted(Fake(2e-3, [3e-3] * 200), 0.15, 150)
+    assert _counted(Fake([1e-3], [2e-3]), 0.1) == pytest.approx([0.1] * 40)
+    slower = _counted(Fake([1.5e-3], [3e-3]), 0.15, 300)
     assert slower[-1] == pytest.approx(0.1, rel=1e-2)
     assert slower == sorted(slower, reverse=True) and 0.1 < slower[4] < 0.14  # soon, and not by one odd reading
 
 
 def test_a_reading_that_was_interrupted_counts_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(yardsticks, "EVERY", 0.002)
-    odd = Fake(2e-3, [2e-3] * 60 + [40e-3] + [2e-3] * 60)  # one took 20 times as long, as some do
-    assert min(_counted(odd, 0.1, 100)) > 0.1 / 1.06
-    far = Fake(2e-3, [20e-3])  # a core of a tenth of its speed is still found
-    assert _counted(far, 0.1, 300)[-1] == pytest.approx(0.01, rel=0.05)
+    amid = _counted(Fake([1e-3], [2e-3] * 60 + [40e-3, 2e-3]), 0.1, 100)  # one took 20 times as long, as some do
+    assert 0.1 / 1.04 < min(amid) < 0.1 / 1.01
+    after = _counted(Fake([1e-3] * 60 + [20e-3, 1e-3], [2e-3]), 0.003, 100)
+    assert 0.003 / 1.06 < min(after) < 0.003 / 1.01
+    far = Fake([10e-3], [20e-3])  # a core of a tenth of its speed is still found
+    assert _counted(far, 0.1, 400)[-1] == pytest.approx(0.01, rel=0.05)
+
+
+def test_work_after_a_pause_counts_in_units_of_the_reading_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After pauses everything takes three times as long, in the midst of work as long as usual: the first 3 ms count a
+    third."""
+    monkeypatch.setattr(yardsticks, "EVERY", 0.002)
+    assert _counted(Fake([3e-3], [2e-3]), 0.1, 200)[-1] == pytest.approx(0.003 / 3 + 0.097, rel=1e-3)
+    assert _counted(Fake([3e-3], [2e-3]), 0.1, pause=0.0) == pytest.approx([0.1] * 40)  # without pauses
+    pieces = Fake([2e-3], [2e-3])
+    _counted(pieces, 0.0, 200)
+    time.sleep(0.001)
+    pieces.start()
+    pieces.stop()
+    short = [pieces.usual_seconds(0.0015) for _ in range(4)]  # of one stretch of work: the first two follow the pause
+    assert short == pytest.approx([0.00075, 0.00075, 0.0015, 0.0015], rel=1e-3)
 
 
 def test_a_yardstick_is_read_in_the_midst_of_work_and_does_not_count_itself() -> None:
     readings = list[float]()  # CPU seconds; a host that is busy makes some of them much longer than asked
 
     class Slow(Yardstick):
-        def read(self) -> float:
+        def read_cold(self) -> float:
+            return 1e-3
+
+        def read_warm(self) -> float:
             start = time.thread_time()
             burn(0.005)
             readings.append(time.thread_time() - start)
-            return 1e-3
+            return 2e-3
 
-    clock = EmulatedClock(lambda: 0.9, yardstick=Slow(1e-3))
+    clock = EmulatedClock(lambda: 0.9, yardstick=Slow(USUAL))
     readings.clear()
     start = time.thread_time()
     with clock.counting():
@@ -233,22 +267,22 @@ def test_a_yardstick_is_read_in_the_midst_of_work_and_does_not_count_itself() ->
 
 
 def test_a_clock_counts_work_not_cpu_seconds() -> None:
-    fast = EmulatedClock(lambda: 0.5, yardstick=_settled(1e-3))  # a core that is twice as fast as it usually is
+    fast = EmulatedClock(lambda: 0.5, yardstick=_settled(0.5))  # a core that is twice as fast as it usually is
     start = time.perf_counter()
     with fast.counting():
         burn(0.02)
     took = time.perf_counter() - start
     assert fast.computed == pytest.approx(0.02 * 2 / 0.5, rel=0.1) and took >= 0.08
-    slow = EmulatedClock(lambda: 0.9, yardstick=_settled(6e-3))
+    slow = EmulatedClock(lambda: 0.9, yardstick=_settled(3))
     with slow.counting():
         burn(0.02)
     assert slow.report()["overrun"] > 1  # too slow by now for the chip that it is to be: said, not hidden
 
 
-def _settled(reading: float) -> Yardstick:
-    """One that usually takes 2 ms and has taken ``reading`` for long."""
-    yardstick = Fake(2e-3, [reading])
-    yardstick._now = reading
+def _settled(times: float) -> Yardstick:
+    """One of whose readings all have taken so many times as long as usual for long."""
+    yardstick = Fake([times * USUAL.cold], [times * USUAL.warm])
+    yardstick.cold.now, yardstick.warm.now = times * USUAL.cold, times * USUAL.warm
     return yardstick
 
 
@@ -258,18 +292,19 @@ def test_the_unit_of_soft_chips_is_measured_once(tmp_path: Path, monkeypatch: py
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
     first, kept = usual.unit_of_speed(cores)
     path = usual.unit_file()
-    assert path.is_relative_to(tmp_path) and kept.startswith(f"kept in {path}") and 1e-5 < first < 0.5
+    assert path.is_relative_to(tmp_path) and kept.startswith(f"kept in {path}")
+    assert all(1e-5 < seconds < 0.5 for seconds in first)
     assert usual.unit_of_speed(cores) == (first, f"kept in {path}")
-    monkeypatch.setattr(usual, "_measure", lambda cores: (0.25, ""))
+    monkeypatch.setattr(usual, "_measure", lambda cores: (Unit(0.1, 0.25), ""))
     path.write_text("{")  # spoilt: measured again
-    assert usual.unit_of_speed(cores)[0] == 0.25
-    monkeypatch.setattr(usual, "WORK", replace(usual.WORK, products=9))  # another piece of work has another unit
-    monkeypatch.setattr(usual, "_measure", lambda cores: (0.5, ""))
-    assert usual.unit_of_speed(cores)[0] == 0.5
-    assert sorted(json.loads(path.read_text()).values()) == [0.25, 0.5]
+    assert usual.unit_of_speed(cores)[0] == (0.1, 0.25)
+    monkeypatch.setattr(usual, "WORK", replace(usual.WORK, cold_products=9))  # another piece of work has another unit
+    monkeypatch.setattr(usual, "_measure", lambda cores: (Unit(0.1, 0.5), ""))
+    assert usual.unit_of_speed(cores)[0] == (0.1, 0.5)
+    assert sorted(json.loads(path.read_text()).values()) == [[0.1, 0.25], [0.1, 0.5]]
     monkeypatch.setenv("XDG_CACHE_HOME", str(path))  # a file, no folder
     assert "cannot be kept" in usual.unit_of_speed(cores)[1]
-    clocks = [Emulation(0, {"chips": "soft", "speeds": [0.5], "usual": u}).clock for u in (0.25, None)]
+    clocks = [Emulation(0, {"chips": "soft", "speeds": [0.5], "usual": u}).clock for u in ([0.1, 0.25], None)]
     assert [clock.yardstick is not None for clock in clocks] == [True, False]  # type: ignore[attr-defined]
 
 
@@ -277,18 +312,18 @@ def test_of_several_first_runs_at_once_one_measures(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured = itertools.count(1)
 
-    def measure(cores: object) -> tuple[float, str]:
+    def measure(cores: object) -> tuple[Unit, str]:
         time.sleep(0.1)
-        return next(measured) / 10, ""
+        return Unit(0.1, next(measured) / 5), ""
 
     monkeypatch.setattr(usual, "_measure", measure)
-    found: list[float] = []
+    found: list[Unit] = []
     threads = [threading.Thread(target=lambda: found.append(usual.unit_of_speed([0])[0])) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [0.1] * 4 and list(json.loads(usual.unit_file().read_text()).values()) == [0.1]
+    assert found == [(0.1, 0.2)] * 4 and list(json.loads(usual.unit_file().read_text()).values()) == [[0.1, 0.2]]
 
 
 def test_a_unit_that_cannot_be_measured_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from hetero_megatron.comm.yardstick import Yardstick
 from hetero_megatron.testbed.quota import PERIOD_US
 from hetero_megatron.testbed.report import MEANING
 from hetero_megatron.testbed.state import CLOCK, CLOCKS, HERE, LOAD, PAUSES, READY, write_json
+from hetero_megatron.testbed.usual import Unit
 
 MEET_SECONDS = 10.0  # that a rank waits for the others as a quota begins
 FAULTS_EVERY = 1.0  # seconds between two looks at the control file
@@ -134,7 +135,7 @@ class Emulation:
         tell = self._make_tell()
         if self.chips == "clock":
             return EmulatedClock(self._speed_now, OperatorSeconds(), tell=tell)
-        yardstick = Yardstick(float(self._usual)) if self._usual else None
+        yardstick = Yardstick(Unit(*self._usual)) if self._usual else None
         return EmulatedClock(self._speed_now, turns=self._make_turns(), yardstick=yardstick, tell=tell)
 
     def _make_tell(self) -> Callable[[float, float, float], object]:

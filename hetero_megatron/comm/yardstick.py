@@ -1,11 +1,14 @@
-"""How fast the core at hand is just now, by a fixed piece of work.
+"""How fast the core at hand is just now, by two fixed pieces of work.
 
 The cores of a shared machine change their speed by a tenth and more, from one second to the next and apart from each
-other; two that are threads of one core slow each other while both compute. A chip that is a share of such a core would
-change with it, so that the same plan took other times tomorrow, and neither its prediction nor the ratio to another
-chip could be checked. So CPU time is counted in units of a fixed piece of work: products of matrices, and small
-operators, in about the proportion that makes it as sensitive as the layers of a model (how much less they vary in these
-units: ``benchmarks/bench_yardstick.py``).
+other, and so do their caches, which others on the host use too. A chip that is a share of such a core would change with
+it, so that the same plan took other times tomorrow, and neither its prediction nor the ratio to another chip could be
+checked. So CPU time is counted in units of fixed pieces of work: products of matrices, and small operators.
+
+One piece is done in the midst of a rank's work. What is in a core's caches hardly changes, though; most of what changes
+is how long data and code take that are not, above all after a pause, which has driven them out. So another piece comes
+first after pauses, and the first milliseconds of work there count in units of it. It finds nothing in the near caches,
+whatever the pause has left there: where a chip has its core alone more is left of so small a piece, but not of layers.
 """
 
 from __future__ import annotations
@@ -18,40 +21,67 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.testbed.usual import WORK
+from hetero_megatron.comm.small_layers import SmallLayers
+from hetero_megatron.testbed.usual import WORK, Unit
 
-EVERY = 0.01  # CPU seconds of work between two readings
-WEIGHT = EVERY / 0.4  # of the newest reading, and more of the first ones; older ones fade within 0.4 s of work
+EVERY = 0.01  # CPU seconds of work between two readings in its midst
+REST, BETWEEN = 2e-4, 2e-3  # seconds of a pause that a reading follows; CPU seconds of work between two such readings
+COLD = 3e-3  # CPU seconds of work after a pause that count in units of the reading there
+FADE_WARM, FADE_COLD = 40, 20  # readings that count, about
 MOST = 2.0  # times the mean, which a reading counts as at most: some are interrupted for 10 ms
-PAUSE = 0.01  # seconds from one reading of the unit to the next
 WARM_UP = 5
+OTHERS = 1 << 22  # elements read before each reading where the unit is measured
+
+
+class _Mean:
+    """Of readings, of which older ones fade.
+
+    Args:
+        first: the first one.
+        fade: about how many count.
+    """
+
+    def __init__(self, first: float, fade: int) -> None:
+        self.now, self._seen, self._fade = first, 1, fade
+
+    def add(self, reading: float) -> None:
+        self._seen += 1
+        self.now += (min(reading, MOST * self.now) - self.now) / min(self._fade, self._seen)
 
 
 class Yardstick:
     """Turns CPU seconds of this core as it is now into those of the core as it usually is.
 
-    It is read in the midst of the work that is counted, as a profiler looks: a chip's pauses would show other
-    neighbours (ranks that compute at the same time also pause at the same time). In the main thread only, by SIGPROF.
+    It is read in the midst of the work that is counted, as a profiler looks, because a chip's pauses would show other
+    neighbours (ranks that compute at the same time also pause at the same time), and when work begins after a pause. In
+    the main thread only, by SIGPROF.
 
     Args:
-        usual: CPU seconds that a reading usually takes; whatever it is, it only has to be the same for everything that
-            is to be compared.
+        usual: CPU seconds that its readings usually take; whatever it is, it only has to be the same for everything
+            that is to be compared.
     """
 
-    def __init__(self, usual: float) -> None:
+    def __init__(self, usual: Unit) -> None:
         self._usual, self._working = usual, False
-        self._worked = self._mark = self._spent = 0.0
+        self._worked = self._since = self._mark = self._spent = self._stopped = self._cold = 0.0
         self._matrix = torch.full((WORK.size, WORK.size), 1 / WORK.size, dtype=torch.float32, device="cpu")
         self._product = torch.empty_like(self._matrix)
         self._rows, self._squares = self._matrix[: WORK.rows], self._product[: WORK.rows]
+        self._far = torch.zeros(WORK.far, device="cpu")
         for _ in range(WARM_UP):
-            self._now = self.read()
-        self._readings = 1
+            cold, warm = self.read_cold(), self.read_warm()
+        self.cold, self.warm = _Mean(cold, FADE_COLD), _Mean(warm, FADE_WARM)
         signal.signal(signal.SIGPROF, self._look)
 
     def start(self) -> None:
         """Work begins that is to be counted."""
         self._working, self._spent, self._mark = True, 0.0, time.thread_time()
+        if time.perf_counter() - self._stopped >= REST:
+            self._cold = COLD
+            if self._since >= BETWEEN:
+                self.cold.add(self.read_cold())
+                self._since = 0.0
+                self._skip(self._mark)
         if self._worked >= EVERY:  # where work comes in pieces that are too short for a timer
             self._look()
         signal.setitimer(signal.ITIMER_PROF, EVERY - self._worked, EVERY)
@@ -60,48 +90,66 @@ class Yardstick:
         """It ends; the CPU seconds since :meth:`start` that were readings."""
         self._working = False
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        self._worked += time.thread_time() - self._mark
+        self._count(time.thread_time())
+        self._stopped = time.perf_counter()
         return self._spent
 
     def usual_seconds(self, cpu: float) -> float:
         """What ``cpu`` seconds of work that has just been done would usually have been."""
-        return cpu * self._usual / self._now
+        cold = min(cpu, self._cold)
+        self._cold -= cold
+        return cold * self._usual.cold / self.cold.now + (cpu - cold) * self._usual.warm / self.warm.now
 
     def _look(self, *_: Any) -> None:
         if not self._working:  # the signal came late
             return
         start = time.thread_time()
-        self._readings += 1
-        reading = min(self.read(), MOST * self._now)
-        self._now += max(WEIGHT, 1 / self._readings) * (reading - self._now)
-        self._worked, self._mark = 0.0, time.thread_time()
+        self._count(start)
+        self.warm.add(self.read_warm())
+        self._worked = 0.0
+        self._skip(start)
+
+    def _count(self, now: float) -> None:
+        """Work until ``now``."""
+        self._worked, self._since = self._worked + now - self._mark, self._since + now - self._mark
+
+    def _skip(self, start: float) -> None:
+        """What was done since ``start`` is no work."""
+        self._mark = time.thread_time()
         self._spent += self._mark - start
 
-    def read(self) -> float:
-        """CPU seconds of the fixed work, now; of work that finds its data in the caches, whatever was done before."""
-        self._work(WORK.warm_products, WORK.warm_operators)
-        start = time.thread_time()
-        self._work(WORK.products, WORK.small_operators)
-        return time.thread_time() - start
+    def read_cold(self) -> float:
+        """CPU seconds of a fixed piece of work, now; it finds nothing in the near caches, whatever was done before."""
+        self._far.sum()  # takes them
+        return self._timed(WORK.cold_products, WORK.cold_operators)
 
-    def _work(self, products: int, small_operators: int) -> None:
+    def read_warm(self) -> float:
+        """CPU seconds of another one; it finds all that it needs in the caches, whatever was done before."""
+        self._timed(WORK.first_products, WORK.first_operators)
+        return self._timed(WORK.warm_products, WORK.warm_operators)
+
+    def _timed(self, products: int, small_operators: int) -> float:
+        start = time.thread_time()
         for _ in range(products):
             torch.mm(self._matrix, self._matrix, out=self._product)
         for _ in range(small_operators):
             torch.mul(self._rows, self._rows, out=self._squares)
+        return time.thread_time() - start
 
 
-def usual_reading(seconds: float, cores: Sequence[int]) -> float:
-    """The mean reading of so many seconds, spent on one core after the other: what may count as usual."""
+def usual_readings(seconds: float, cores: Sequence[int]) -> Unit:
+    """The mean readings of so many seconds, spent on one core after the other between work like that of ranks and what
+    takes their caches: what may count as usual."""
     torch.set_num_threads(1)
-    yardstick, readings = Yardstick(1.0), list[float]()
+    yardstick, layers, others = Yardstick(Unit(1.0, 1.0)), SmallLayers(), torch.zeros(OTHERS, device="cpu")
+    readings = list[Unit]()
     for core in cores:
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, {core})
-        yardstick.read()  # the caches of this core
+        layers()
         end = time.monotonic() + seconds / len(cores)
-        while (started := time.monotonic()) < end:
-            readings.append(yardstick.read())
-            while time.monotonic() - started < PAUSE:  # awake, as cores are kept under ``soft``
-                pass
-    return sum(readings) / len(readings)
+        while time.monotonic() < end:
+            layers()
+            others.sum()
+            readings.append(Unit(yardstick.read_cold(), yardstick.read_warm()))
+    return Unit(*(sum(kind) / len(readings) for kind in zip(*readings, strict=True)))

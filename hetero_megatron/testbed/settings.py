@@ -28,7 +28,7 @@ class Settings:
         node_names: names of the nodes in rank order; node_of: node index of each rank.
         reasons: one sentence per choice.
         notes: what a reader of the results should know.
-        usual: CPU seconds of a yardstick reading on the core of speed 1 (chips: soft).
+        usual: CPU seconds of a yardstick's readings on the core of speed 1 (chips: soft): after a pause, amid work.
         awake: cores are kept from sleeping, as real CPU time counts.
     """
 
@@ -42,7 +42,7 @@ class Settings:
     memory: tuple[int, ...] = ()
     reasons: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    usual: float | None = None
+    usual: tuple[float, float] | None = None
     awake: bool = False
 
     @property

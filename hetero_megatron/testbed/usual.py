@@ -17,35 +17,48 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.testbed.load import watch_load
 from hetero_megatron.testbed.settings import Settings
 from hetero_megatron.testbed.state import write_json
 
-SECONDS = 2.0  # of reading
+SECONDS = 4.0  # of reading
 
 
 @dataclass(frozen=True)
 class Work:
-    """The piece of work that a reading is; here because the launcher, which does not import torch, keeps its unit.
+    """The pieces of work that readings are; here because the launcher, which does not import torch, keeps their unit.
 
     Attributes:
-        size, products: of square matrices; 0.4 ms.
-        rows, small_operators: on so many rows of them; 0.1 ms: where another thread of the core computes they slow down
-            most, layers little.
-        warm_products, warm_operators: not timed, before it.
+        size: of square matrices. rows: so many of them a small operator works on: where another thread of the core
+            computes these slow down most, layers little.
+        far: elements that are read first, not timed, after a pause: more than the near caches hold.
+        cold_products, cold_operators: what comes then, 0.2 ms.
+        first_products, first_operators: first, not timed, in the midst of other work.
+        warm_products, warm_operators: what comes then, 0.5 ms.
     """
 
     size: int = 128
-    products: int = 8
     rows: int = 64
-    small_operators: int = 60
-    warm_products: int = 2
-    warm_operators: int = 12
+    far: int = 3 << 17
+    cold_products: int = 2
+    cold_operators: int = 12
+    first_products: int = 2
+    first_operators: int = 12
+    warm_products: int = 8
+    warm_operators: int = 60
 
 
 WORK = Work()
+
+
+class Unit(NamedTuple):
+    """What a core usually takes: CPU seconds of a reading right after a pause, and of one in the midst of work."""
+
+    cold: float
+    warm: float
 
 
 def with_unit(settings: Settings) -> Settings:
@@ -57,7 +70,7 @@ def with_unit(settings: Settings) -> Settings:
     if settings.chips != "soft":
         return settings
     usual, kept = unit_of_speed(sorted(set(settings.cores)))
-    note = f"chips: speed 1 is a core whose yardstick takes {usual * 1e3:.3g} ms ({kept})"
+    note = f"chips: speed 1 is a core whose yardstick takes {usual.warm * 1e3:.3g} ms ({kept})"
     return replace(settings, usual=usual, notes=(*settings.notes, note))
 
 
@@ -67,8 +80,8 @@ def unit_file() -> Path:
     return Path(base) / "hetero_megatron" / "yardstick.json"
 
 
-def unit_of_speed(cores: Sequence[int]) -> tuple[float, str]:
-    """CPU seconds that a yardstick reading usually takes on ``cores``, and where that comes from, in words.
+def unit_of_speed(cores: Sequence[int]) -> tuple[Unit, str]:
+    """CPU seconds that a yardstick's readings usually take on ``cores``, and where that comes from, in words.
 
     Of several who want to know at the same time one measures; the others wait, and take what it found.
     """
@@ -76,7 +89,7 @@ def unit_of_speed(cores: Sequence[int]) -> tuple[float, str]:
     kept = f"kept in {path}"
     if (found := _known(path).get(key)) is not None:
         return found, kept
-    measured: tuple[float, str] | None = None
+    measured: tuple[Unit, str] | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path.with_suffix(".lock"), "w", encoding="ascii") as lock:
@@ -91,17 +104,18 @@ def unit_of_speed(cores: Sequence[int]) -> tuple[float, str]:
         return unit, f"measured now; it cannot be kept, so other runs are not comparable{doubt}"
 
 
-def _known(path: Path) -> dict[str, float]:
+def _known(path: Path) -> dict[str, Unit]:
     with suppress(OSError, ValueError, TypeError):
         found = json.loads(path.read_text(encoding="utf-8"))
-        return {key: unit for key, unit in dict(found).items() if isinstance(unit, float) and 0.0 < unit < 1.0}
+        units = {key: Unit(*map(float, kept)) for key, kept in dict(found).items() if isinstance(kept, list)}
+        return {key: unit for key, unit in units.items() if all(0.0 < seconds < 1.0 for seconds in unit)}
     return {}
 
 
-def _measure(cores: Sequence[int]) -> tuple[float, str]:
+def _measure(cores: Sequence[int]) -> tuple[Unit, str]:
     """And a doubt about it, in words, if there is one. By a process of its own: the launcher does not import torch."""
     words = f"{SECONDS}, {list(cores)}"
-    script = f"from hetero_megatron.comm.yardstick import usual_reading; print(usual_reading({words}))"
+    script = f"from hetero_megatron.comm.yardstick import usual_readings; print(*usual_readings({words}))"
     with watch_load() as load:
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     if done.returncode:
@@ -109,11 +123,11 @@ def _measure(cores: Sequence[int]) -> tuple[float, str]:
         raise UserError(f"the speed of a core cannot be measured: {why}", field="--chips", value="soft",
                         accepted="--chips clock, which needs no measurement")  # fmt: skip
     doubt = f"; measured while others used {load.foreign:.2f} cores: remove it when they do not"
-    return float(done.stdout), doubt if load.disturbed else ""
+    return Unit(*map(float, done.stdout.split())), doubt if load.disturbed else ""
 
 
 def _key() -> str:
-    """Of this processor, as a home may be shared by unlike machines, and of the piece of work on a core kept awake."""
+    """Of this processor, as a home may be shared by unlike machines, and of the pieces of work on a core kept awake."""
     name = platform.processor() or platform.machine()
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -24,10 +24,11 @@ from hetero_megatron.training.calibration.chips import Job
 from hetero_megatron.training.calibration.runs import middle, quiet
 
 UPDATED = 1 << 23  # elements, of all sets of weights of a size together: more than caches hold of them
-OPTIMIZER_SETS = {1 << 18: 8, 1 << 21: 2}  # elements of an update: updates in a row that are timed, as in a step
-SHORT = 0.05  # seconds: a call that takes less has a turn every time
+OPTIMIZER_SETS = {1 << 18: 8, 1 << 21: 3}  # elements of an update: updates in a row that are timed, as in a step
+SHORT = 0.1  # seconds: a call that takes less has a turn every time
 TURN, ENOUGH = 0.01, 0.5  # seconds: of calls in a row; for each thing to time, of each step
 LEAST, MOST = 5, 150  # turns of each, also where calls take long; calls of each step, also where they are short
+TOKENS = 2048  # of attentions in a row, at least one: in the midst of a step's work, not after a pause
 VISITS = 4  # blocks of keys, against one
 
 AttentionRow = tuple[int, int, int, float, float]  # length, heads, head_dim, forward, backward
@@ -150,19 +151,22 @@ def _update(comm: Comm, sets: Iterator[tuple[Optimizer, list[torch.Tensor]]], co
 
 
 def _attention(comm: Comm, dtype: torch.dtype, spec: ModelSpec, length: int) -> list[float]:
+    """Seconds (forward, backward) of attention over one sequence: means of some in a row."""
+    count = max(1, TOKENS // length)
     q, k, v = (
         torch.randn(1, length, n, spec.head_dim, dtype=dtype, device=comm.device, requires_grad=True)
         for n in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
     )
     with comm.clock.counting(), comm.clock.work():
         at = [comm.clock.computed]
-        out, _ = attention(q, k, v)
+        outs = [attention(q, k, v)[0] for _ in range(count)]
         comm.clock.settle()
         at.append(comm.clock.computed)
-        torch.autograd.backward(out, torch.ones_like(out))
+        for out in outs:
+            torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
         comm.clock.settle()
         at.append(comm.clock.computed)
-    return [at[1] - at[0], at[2] - at[1]]
+    return [(at[1] - at[0]) / count, (at[2] - at[1]) / count]
 
 
 def _ring(job: Job, spec: ModelSpec, length: int) -> tuple[BlockAttention, tuple[torch.Tensor, ...]]:
