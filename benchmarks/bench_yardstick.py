@@ -2,12 +2,12 @@
 
     python benchmarks/bench_yardstick.py [--seconds 60] [--bin 6]
 
-On every core at once: forward and backward of transformer layers of two sizes, the yardstick, products of matrices
-alone and small operators alone, in turn. Printed per core: the standard deviation over bins, relative to the mean, of
-the CPU time of each size, divided by that of each unit in the same bin; ``other size`` is the best one could hope for,
-``exponent`` the power of the yardstick that fits best, where anything varies. And on the first core: how many times
-slower each is beside the other cores' work than alone (where the machine's cores are threads of one core; a unit should
-slow down as layers do).
+On every core at once: forward and backward of transformer layers of two sizes, the yardstick (both readings, after a
+pause), products of matrices alone and small operators alone, in turn. Printed per core: the standard deviation over
+bins, relative to the mean, of the CPU time of each size, divided by that of each unit in the same bin; ``other size``
+is the best one could hope for, ``exponent`` the power of the yardstick that fits best, where anything varies. And on
+the first core: how many times slower each is beside the other cores' work than alone (where the machine's cores are
+threads of one core; a unit should slow down as layers do).
 """
 
 from __future__ import annotations
