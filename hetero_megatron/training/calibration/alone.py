@@ -24,7 +24,7 @@ from hetero_megatron.training.calibration.chips import Job
 from hetero_megatron.training.calibration.runs import middle, quiet
 
 UPDATED = 1 << 23  # elements, of all sets of weights of a size together: more than caches hold of them
-OPTIMIZER_SETS = {1 << 18: 8, 1 << 21: 3}  # elements of an update: updates in a row that are timed, as in a step
+OPTIMIZER_SETS = {1 << 18: 24, 1 << 21: 3}  # elements of an update: updates in a row that are timed, as in a step
 SHORT = 0.1  # seconds: a call that takes less has a turn every time
 TURN, ENOUGH = 0.01, 0.5  # seconds: of calls in a row; for each thing to time, of each step
 LEAST, MOST = 5, 150  # turns of each, also where calls take long; calls of each step, also where they are short

@@ -14,9 +14,9 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import Comm
 
 SMALL, FIRST = 8, 256 << 10  # bytes: of a ping, and of the message that says how large the next ones should be
-LARGE_SECONDS = 0.05  # how long the large message is to take
+LARGE_SECONDS = 0.06  # how long the large message is to take
 MAX_LARGE = 8 << 20
-PINGS, REPEATS = 20, 7
+PINGS, REPEATS = 20, 9
 
 
 @dataclass(frozen=True)

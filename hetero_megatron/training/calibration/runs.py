@@ -26,7 +26,7 @@ from hetero_megatron.spec import ModelSpec
 
 FEW, MANY = 1, 3  # layers of a stage; of slower chips fewer than many, see :func:`depths`
 MICRO_BATCHES = 7  # of a pipeline, at least; one less of larger ones, which take longer
-PASSES, TP_PASSES = 2, 3  # of all runs; of those of TP groups, whose many short pieces of work vary most
+PASSES = 2  # of all runs
 ROUNDS = 10  # of fitting and weighing
 FAR = 1.5  # standard deviations, beyond which an observation counts less
 MEASURED_GROUPS = 2  # TP groups per chip type that are measured in full; the others are spot-checked
@@ -154,7 +154,7 @@ def all_runs(
     for tp in tp_degrees:
         for size in micro_batch_sizes:
             kind = (cluster, spec, seq_length, tp, size)
-            runs = full_runs(*kind, many) * (PASSES if tp == 1 else TP_PASSES)
+            runs = full_runs(*kind, many) * PASSES
             runs += [] if placed else spot_checks(*kind)
             placed += [((i + 0.5) / len(runs), run) for i, run in enumerate(runs)]
     return [run for _, run in sorted(placed, key=lambda place: place[0])]
