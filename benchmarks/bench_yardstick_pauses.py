@@ -75,11 +75,11 @@ def main() -> None:
         observed = [np.array(json.loads(process.communicate()[0])) for process in running]
     for (core, share), rounds in zip(ranks, observed):
         bins = np.array([part.mean(0) for part in np.array_split(rounds, max(2, round(args.seconds / args.bin)))])
-        for size, name in enumerate(SIZES):
+        for size, (tokens, count) in enumerate(SIZES):
             mean, sd = bins[:, size].mean(0), bins[:, size].std(0)
             power = np.polyfit(np.log(bins[:, size, 3]), np.log(bins[:, size, 0]), 1)[0]
             cells = f"{1e3 * np.median(rounds[:, size, 0]):.1f} ms | " + " | ".join(f"{r:.1%}" for r in (sd / mean)[:3])
-            print(f"| {core} | {share} | {name[0]}, {name[1]} | {cells} | {power:.2f} |")
+            print(f"| {core} | {share} | {tokens}, {count} | {cells} | {power:.2f} |")
 
 
 if __name__ == "__main__":

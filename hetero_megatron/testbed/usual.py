@@ -35,9 +35,8 @@ class Work:
         size: of square matrices. rows: so many of them a small operator works on: where another thread of the core
             computes these slow down most, layers little.
         far: elements that are read first, not timed, after a pause: more than the near caches hold.
-        cold_products, cold_operators: what comes then, 0.2 ms.
-        first_products, first_operators: first, not timed, in the midst of other work.
-        warm_products, warm_operators: what comes then, 0.5 ms.
+        cold_products, cold_operators: what comes then, 0.2 ms; also first, not timed, in the midst of other work.
+        warm_products, warm_operators: what comes there, 0.5 ms.
     """
 
     size: int = 128
@@ -45,8 +44,6 @@ class Work:
     far: int = 3 << 17
     cold_products: int = 2
     cold_operators: int = 12
-    first_products: int = 2
-    first_operators: int = 12
     warm_products: int = 8
     warm_operators: int = 60
 
