@@ -261,14 +261,15 @@ def test_what_is_timed_alone_takes_turns_without_the_first_call() -> None:
         calls.append(name)
         return [1e6 if calls.count(name) == 1 else float(len(name)), 2.0]
 
-    timed = Interleaved({name: partial(measure, name, s) for name, s in (("short", 0.0), ("longer", 0.3))}, steps=1)
+    measures = {name: partial(measure, name, s) for name, s in (("short", 0.0), ("longer", 0.3))}
+    timed = Interleaved(measures, steps=1, often=lambda name: name == "short")
     timed.take(0.5)  # in parts, with other work between them
     assert (calls.count("short"), calls.count("longer")) == (1 + MOST // 2, 1 + ceil(LEAST / 2))
     timed.take(1.0)
     assert timed.seconds() == {"short": [5.0, 2.0], "longer": [6.0, 2.0]}  # first calls are no part of it
     turn = ["short"] * (MOST // LEAST)
-    part = [*turn, *turn, "longer", *turn[::2], "longer"]  # what is short has one turn more, first
-    assert calls == ["short", "longer", *part, "longer", *part]
+    part = [*turn, *turn, "longer", *turn, "longer", "longer"]  # what is timed often has one turn more, first
+    assert calls == ["short", "longer", *part, *part]
 
 
 def test_updates_of_all_sizes_go_through_as_much_memory_before_they_come_back() -> None:

@@ -135,7 +135,8 @@ class Emulation:
         tell = self._make_tell()
         if self.chips == "clock":
             return EmulatedClock(self._speed_now, OperatorSeconds(), tell=tell)
-        yardstick = Yardstick(Unit(*self._usual)) if self._usual else None
+        shared = self.directory / f"yardstick-{self._cores[self.rank]}" if self.directory and self._cores else None
+        yardstick = Yardstick(Unit(*self._usual), shared) if self._usual else None
         return EmulatedClock(self._speed_now, turns=self._make_turns(), yardstick=yardstick, tell=tell)
 
     def _make_tell(self) -> Callable[[float, float, float], object]:

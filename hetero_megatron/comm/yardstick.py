@@ -13,10 +13,12 @@ whatever the pause has left there: where a chip has its core alone more is left 
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +29,10 @@ from hetero_megatron.testbed.usual import WORK, Unit
 EVERY = 0.01  # CPU seconds of work between two readings in its midst
 REST, BETWEEN = 2e-4, 2e-3  # seconds of a pause that a reading follows; CPU seconds of work between two such readings
 COLD = 3e-3  # CPU seconds of work after a pause that count in units of the reading there
-FADE_WARM, FADE_COLD = 40, 20  # readings that count, about
+FADE = 5  # readings that count, about: what a core does is another in the next action
 MOST = 2.0  # times the mean, which a reading counts as at most: some are interrupted for 10 ms
 WARM_UP = 5
+SLOTS = 4 * 8  # bytes: a mean and a count of each kind of reading
 OTHERS = 1 << 22  # elements read before each reading where the unit is measured
 
 
@@ -37,16 +40,22 @@ class _Mean:
     """Of readings, of which older ones fade.
 
     Args:
-        first: the first one.
-        fade: about how many count.
+        kept: its value, and how many readings it has seen, 0 at first.
     """
 
-    def __init__(self, first: float, fade: int) -> None:
-        self.now, self._seen, self._fade = first, 1, fade
+    def __init__(self, kept: memoryview[float]) -> None:
+        self._kept = kept
+
+    @property
+    def now(self) -> float:
+        """Seconds."""
+        return float(self._kept[0])
 
     def add(self, reading: float) -> None:
-        self._seen += 1
-        self.now += (min(reading, MOST * self.now) - self.now) / min(self._fade, self._seen)
+        """``reading``: seconds."""
+        mean, seen = self._kept
+        self._kept[1] = seen + 1
+        self._kept[0] = mean + (min(reading, MOST * mean) - mean) / min(FADE, seen + 1) if seen else reading
 
 
 class Yardstick:
@@ -59,18 +68,23 @@ class Yardstick:
     Args:
         usual: CPU seconds that its readings usually take; whatever it is, it only has to be the same for everything
             that is to be compared.
+        shared: a file that is the same for all ranks of the core, whose readings then count for all of them. They read
+            one after the other, where they compute in turns.
     """
 
-    def __init__(self, usual: Unit) -> None:
+    def __init__(self, usual: Unit, shared: Path | None = None) -> None:
         self._usual, self._working = usual, False
         self._worked = self._since = self._mark = self._spent = self._stopped = self._cold = 0.0
         self._matrix = torch.full((WORK.size, WORK.size), 1 / WORK.size, dtype=torch.float32, device="cpu")
         self._product = torch.empty_like(self._matrix)
         self._rows, self._squares = self._matrix[: WORK.rows], self._product[: WORK.rows]
         self._far = torch.zeros(WORK.far, device="cpu")
+        kept = memoryview(bytearray(SLOTS) if shared is None else _mapped(shared)).cast("d")
+        self.cold, self.warm = _Mean(kept[:2]), _Mean(kept[2:])
         for _ in range(WARM_UP):
             cold, warm = self.read_cold(), self.read_warm()
-        self.cold, self.warm = _Mean(cold, FADE_COLD), _Mean(warm, FADE_WARM)
+        self.cold.add(cold)
+        self.warm.add(warm)
         signal.signal(signal.SIGPROF, self._look)
 
     def start(self) -> None:
@@ -138,6 +152,16 @@ class Yardstick:
         for _ in range(small_operators):
             torch.mul(self._rows, self._rows, out=self._squares)
         return time.thread_time() - start
+
+
+def _mapped(file: Path) -> mmap.mmap:
+    """``SLOTS`` bytes of a file, zero where it is new."""
+    opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(opened, SLOTS)
+        return mmap.mmap(opened, SLOTS)
+    finally:
+        os.close(opened)
 
 
 def usual_readings(seconds: float, cores: Sequence[int]) -> Unit:

@@ -25,9 +25,8 @@ from hetero_megatron.training.calibration.runs import middle, quiet
 
 UPDATED = 1 << 23  # elements, of all sets of weights of a size together: more than caches hold of them
 OPTIMIZER_SETS = {1 << 18: 24, 1 << 21: 3}  # elements of an update: updates in a row that are timed, as in a step
-SHORT = 0.1  # seconds: a call that takes less has a turn every time
 TURN, ENOUGH = 0.01, 0.5  # seconds: of calls in a row; for each thing to time, of each step
-LEAST, MOST = 5, 150  # turns of each, also where calls take long; calls of each step, also where they are short
+LEAST, MOST = 6, 150  # turns of each, also where calls take long; calls of each step, also where they are short
 TOKENS = 2048  # of attentions in a row, at least one: in the midst of a step's work, not after a pause
 VISITS = 4  # blocks of keys, against one
 
@@ -52,6 +51,11 @@ def measures_alone(
         if length >= VISITS:
             measures["visits", length] = partial(_visits, job, spec, length)
     return measures
+
+
+def often(key: tuple[str, int]) -> bool:
+    """Whether one of :func:`measures_alone` has a turn every time: what is short, and changes with others' memory."""
+    return key[0] == "optimizer"
 
 
 def summary(key: tuple[str, int]) -> Callable[[Sequence[float]], float]:
@@ -80,6 +84,7 @@ class Interleaved(Generic[K]):
     Args:
         steps: ``ENOUGH`` seconds for each measure, of each.
         summary: of a measure, what many of its seconds say.
+        often: of a measure, whether it has a turn every time, however long the others take.
     """
 
     def __init__(
@@ -87,24 +92,22 @@ class Interleaved(Generic[K]):
         measures: Mapping[K, Callable[[], Sequence[float]]],
         steps: int,
         summary: Callable[[K], Callable[[Sequence[float]], float]] = lambda _: middle,
+        often: Callable[[K], bool] = lambda _: False,
     ) -> None:
         self._measures, self._steps, self._summary = measures, steps, summary
         self._found: dict[K, list[Sequence[float]]] = {}
-        self._short: list[K] = []
+        self._often = [key for key in measures if often(key)]
         self._turns, self._spent, self._total = 0, 0.0, steps * ENOUGH * len(measures)
 
     def take(self, share: float) -> None:
-        """Go on until this share of the turns and of the time is over, or of the calls that are enough is done; what
-        takes little time has one turn each time in any case: calls of one turn are alike."""
+        """Go on until this share of the turns and of the time is over, or of the calls that are enough is done; what is
+        timed often has one turn each time in any case: calls of one turn are alike."""
         if not self._found:
             for key, measure in self._measures.items():
-                start = time.perf_counter()
                 measure()
                 self._found[key] = []
-                if time.perf_counter() - start < SHORT:
-                    self._short.append(key)
         most = ceil(self._steps * MOST * share)
-        for key in self._short:
+        for key in self._often:
             self._turn(key, most)
         start, before = time.perf_counter(), self._spent
         while self._turns < LEAST * share or self._spent < self._total * share:

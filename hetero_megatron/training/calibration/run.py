@@ -18,7 +18,14 @@ from hetero_megatron.planner.rates import LinkRates, Rates, link_document, model
 from hetero_megatron.platform.host_memory import reserve
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.testbed.clocks import Kept, worst_clock
-from hetero_megatron.training.calibration.alone import AttentionRow, Interleaved, measures_alone, rows_alone, summary
+from hetero_megatron.training.calibration.alone import (
+    AttentionRow,
+    Interleaved,
+    measures_alone,
+    often,
+    rows_alone,
+    summary,
+)
 from hetero_megatron.training.calibration.chips import Job, Kernels, Observed, observe, observe_exchange
 from hetero_megatron.training.calibration.links import LinkRow, measure_links
 from hetero_megatron.training.calibration.runs import (
@@ -41,6 +48,7 @@ from hetero_megatron.training.calibration.runs import (
 
 STRAGGLER = 0.1  # slower than its fellows by more than this share
 HEAP = 2  # times what a run's tensors need, which heaps come to anyway: freed pieces do not fit what comes next
+BETWEEN = 192 << 20  # bytes: of what is timed alone between two runs, and holes that it leaves
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,7 @@ def calibrate(
         links = [row for rows in world.gather_objects(measure_links(comm, cluster)) for row in rows]  # type: ignore[attr-defined]
     found = Calibration(links=list(links))
     job = Job(comm, dtype, optimizer, kernels)
-    alone = Interleaved(measures_alone(job, spec, options.lengths), 2 * options.steps, summary)
+    alone = Interleaved(measures_alone(job, spec, options.lengths), 2 * options.steps, summary, often)
     seen, rows = _observe_pipelines(cluster, spec, options, job, log, alone.take)
     _solve(found, seen, fixed or {})
     found.slow = stragglers(seen, found.costs, STRAGGLER)
@@ -166,7 +174,7 @@ def _observe_pipelines(
         # Page faults take as long as operators: what is first to need memory would look up to twice as slow.
         mine = [run for run in runs if comm.rank in run.plan.ranks]
         needs = [estimate_memory(run.plan, run.spec, options.dtype)[comm.rank].total for run in mine]
-        reserve(HEAP * max(needs, default=0))
+        reserve(HEAP * max(needs, default=0) + BETWEEN)
     for i, run in enumerate(runs, 1):
         first = run.micro_batch_size == min(options.micro_batch_sizes) and all(run is not one for one in runs[: i - 1])
         warm = first or not reserved
