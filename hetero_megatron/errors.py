@@ -29,10 +29,25 @@ class UserError(ValueError):
         message = ": ".join([*parts, problem])
         if accepted:
             message += f"{'' if message.endswith(('.', '?')) else '.'} Accepted: {accepted}"
-        super().__init__(message)
+        super().__init__(printable(message))
+
+
+def printable(text: str) -> str:
+    """``text`` with every character that a terminal would obey instead of showing (escape sequences, changes of
+    direction, lone surrogates) written as an escape; line breaks stay."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _short(value: Any, limit: int = 120) -> str:
-    text = value if isinstance(value, str) else repr(value)
+    text = value if isinstance(value, str) else _repr(value)
     text = " ".join(text.split())
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _repr(value: Any) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # an integer with more digits than Python converts
+        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else type(value).__name__

@@ -10,7 +10,7 @@ from typing import Any
 
 from hetero_megatron.cluster.catalogue import CHIPS, DTYPES, Chip
 from hetero_megatron.cluster.document import Entry, from_data, read_document
-from hetero_megatron.cluster.rates_section import read_rates
+from hetero_megatron.cluster.rates_section import check_numbers, read_rates
 from hetero_megatron.cluster.units import quantity
 from hetero_megatron.errors import UserError
 
@@ -22,7 +22,7 @@ CHIP_KEYS = (
 )  # fmt: skip
 LINK_KEYS = ("bandwidth", "latency", "transport", "emulate")
 TRANSPORTS = ("direct", "host-staged")
-MAX_RANKS = 1 << 20
+MAX_RANKS = 1 << 17  # of a cluster or a plan
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def _nodes(entry: Entry, chips: Mapping[str, Chip]) -> tuple[NodeGroup, ...]:
         count = keys["count"].integer(1) if "count" in keys else 1
         per_node = keys["chips_per_node"].integer(1) if "chips_per_node" in keys else 1
         if count * per_node + sum(g.count * g.chips_per_node for g in groups) > MAX_RANKS:
-            item.fail("absurdly many chips", accepted=f"at most {MAX_RANKS} in all")
+            item.fail("too many chips", accepted=f"at most {MAX_RANKS:,} in all")
         groups.append(NodeGroup(name, count, chip, per_node))
         clash = _same_node_name(groups)
         if clash:
@@ -235,20 +235,15 @@ def _chip(name: str, entry: Entry) -> Chip:
     if {"tflops", "memory_bandwidth", "source"} & set(keys):
         changes["source"] = keys["source"].text() if "source" in keys else "cluster file"
     if "cost_per_hour" in keys:
-        changes["cost_per_hour"] = keys["cost_per_hour"].number()
-        if changes["cost_per_hour"] <= 0:
-            keys["cost_per_hour"].fail("out of range", accepted="a number above 0, in any currency")
+        changes["cost_per_hour"] = keys["cost_per_hour"].number(1e-9, 1e9)
     if "rates" in keys:
         keys["rates"].any_mapping()
+        check_numbers(keys["rates"])
         changes["rates"] = keys["rates"].plain()
     if "emulate" in keys:
         emulate = keys["emulate"].mapping(("speed", "memory"))
         if "speed" in emulate:
-            changes["speed"] = emulate["speed"].number()
-            if not 0 < changes["speed"] <= 1000:
-                emulate["speed"].fail(
-                    "out of range", accepted="a number above 0; 1.0 = one core of this machine"
-                )
+            changes["speed"] = emulate["speed"].number(1e-6, 1000)  # 1.0 = one core of this machine
         if "memory" in emulate:
             changes["memory_budget"] = int(quantity(emulate["memory"], "bytes"))
             if changes["memory_budget"] > changes.get("memory", chip.memory):
@@ -260,9 +255,7 @@ def _flops(entry: Entry, dtypes: tuple[str, ...]) -> dict[str, float]:
     """Dense TFLOP/s by dtype, as plain numbers; FLOP/s in the result. ``dtypes``: those that the chip has."""
     result = {}
     for dtype, value in entry.mapping(DTYPES).items():
-        result[dtype] = value.number() * 1e12
-        if result[dtype] <= 0:
-            value.fail("out of range", accepted="dense TFLOP/s, above 0")
+        result[dtype] = value.number(1e-9, 1e9) * 1e12
         if dtype not in dtypes:
             value.fail(f"the chip does not compute in {dtype}", accepted="one of " + ", ".join(dtypes))
     return result

@@ -9,23 +9,18 @@ and its line. The readers of plans and cluster files ask it for what they expect
 from __future__ import annotations
 
 import difflib
-import json
 import os
-import re
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
-
+from hetero_megatron.cluster.yaml_nodes import Node, NotYAML, compose
 from hetero_megatron.errors import UserError
+from hetero_megatron.files import parse_json, read_text
 
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_MAX_DEPTH = 24
-_SCALARS = yaml.constructor.SafeConstructor()
-# YAML 1.1 wants a sign in an exponent, so 1e9 and 1.5e9 would be text; every other language reads a number.
-_EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
+MAX_INTEGER = 2**63 - 1
+LONGEST_NAME = 200
 
 
 @dataclass(frozen=True)
@@ -75,10 +70,10 @@ class Entry:
         entries = self.any_mapping()
         for key, entry in entries.items():
             if key not in keys:
-                near = difflib.get_close_matches(key, keys, n=1)
+                near = difflib.get_close_matches(key[:LONGEST_NAME], keys, n=1)
                 hint = f" (did you mean {near[0]!r}?)" if near else ""
                 raise UserError(
-                    f"unknown key {key!r}{hint}",
+                    f"unknown key {key[:LONGEST_NAME]!r}{hint}",
                     field=entry.path,
                     accepted="one of " + ", ".join(keys),
                     where=entry.where,
@@ -99,26 +94,34 @@ class Entry:
             self.fail(f"a list was expected, not {_kind(self.value)}")
         return list(self.value)
 
-    def integer(self, minimum: int = 0) -> int:
+    def integer(self, minimum: int = 0, maximum: int = MAX_INTEGER) -> int:
         if isinstance(self.value, bool) or not isinstance(self.value, int):
             self.fail(
                 f"an integer was expected, not {_kind(self.value)}", accepted=f"an integer >= {minimum}"
             )
         if self.value < minimum:
             self.fail("too small", accepted=f"an integer >= {minimum}")
+        if self.value > maximum:
+            self.fail("too large", accepted=f"an integer from {minimum} to {maximum}")
         return self.value
 
     def integers(self, minimum: int = 0) -> tuple[int, ...]:
         return tuple(item.integer(minimum) for item in self.items())
 
-    def number(self) -> float:
+    def number(self, minimum: float, maximum: float) -> float:
+        """A number from ``minimum`` to ``maximum``, both included and neither NaN nor infinite."""
         if isinstance(self.value, bool) or not isinstance(self.value, int | float):
             self.fail(f"a number was expected, not {_kind(self.value)}")
+        if not minimum <= self.value <= maximum:
+            self.fail("out of range", accepted=f"a number from {minimum:g} to {maximum:g}")
         return float(self.value)
 
     def text(self) -> str:
+        """A name: not empty, on one line, without characters that a terminal obeys instead of showing."""
         if not isinstance(self.value, str) or not self.value:
             self.fail(f"a word was expected, not {_kind(self.value)}")
+        if not self.value.isprintable() or len(self.value) > LONGEST_NAME:
+            self.fail("not a name", accepted=f"at most {LONGEST_NAME} printable characters")
         return self.value
 
     def flag(self) -> bool:
@@ -127,40 +130,37 @@ class Entry:
         return self.value
 
     def choice(self, options: Collection[str]) -> str:
-        if self.value not in options:
+        if not isinstance(self.value, str) or self.value not in options:
             self.fail("unknown choice", accepted="one of " + ", ".join(options))
         return str(self.value)
 
 
 def read_document(path: str | os.PathLike[str]) -> Entry:
     """Read a YAML or JSON file (JSON by its suffix); UserError when it cannot be read or parsed."""
-    name = os.fspath(path)
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise UserError(f"cannot read the file: {reason}", where=name) from None
-    return parse_document(text, name)
+    return parse_document(read_text(path), os.fspath(path))
 
 
 def parse_document(text: str, file: str) -> Entry:
     """Parse the text of a YAML document, or of a JSON one when ``file`` ends in ``.json``."""
     if file.endswith(".json"):
-        try:
-            json.loads(text)
-        except json.JSONDecodeError as error:
-            raise UserError(f"not valid JSON: {error.msg}", where=f"{file}:{error.lineno}") from None
-        text = text.replace("\t", " ")  # legal between JSON tokens, not in YAML
-    try:
-        node = yaml.compose(text, Loader=_LOADER)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{file}:{mark.line + 1}" if mark is not None else file
-        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "unreadable text"
-        raise UserError(f"not valid YAML: {problem}", where=where) from None
-    if node is None:
+        return _parse_json(text, file)
+    root = compose(text, file)
+    if root is None or (root.value is None and not text.strip()):
         raise UserError("the file is empty", where=file)
-    return _entry(node, "", file, 0)
+    return _entry(root, "", file, root.line)
+
+
+def _parse_json(text: str, file: str) -> Entry:
+    """Most JSON is YAML, whose reader knows the lines; where it is not (surrogate pairs, some control characters), the
+    entries have none."""
+    value = parse_json(text, file)
+    with suppress(NotYAML):
+        root = compose(text.replace("\t", " "), file)  # tabs are legal between JSON's tokens, not in YAML
+        assert root is not None
+        entry = _entry(root, "", file, root.line)
+        if entry.plain() == value:
+            return entry
+    return from_data(value, "", file)
 
 
 def from_data(data: Any, path: str = "", file: str = "") -> Entry:
@@ -176,36 +176,14 @@ def join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-def _entry(node: yaml.Node, path: str, file: str, depth: int) -> Entry:
-    line = node.start_mark.line + 1
-    if depth > _MAX_DEPTH:  # also ends an alias that contains itself
-        raise UserError("nested too deeply", field=path.split("[")[0], where=f"{file}:{line}")
-    if isinstance(node, yaml.SequenceNode):
-        items = [_entry(child, f"{path}[{i}]", file, depth + 1) for i, child in enumerate(node.value)]
-        return Entry(items, path, file, line)
-    if isinstance(node, yaml.MappingNode):
-        entries: dict[str, Entry] = {}
-        for key_node, child in node.value:
-            key, key_line = str(key_node.value), key_node.start_mark.line + 1
-            where = join(path, key)
-            if key in entries:
-                raise UserError("the key is written twice", field=where, where=f"{file}:{key_line}")
-            entry = _entry(child, where, file, depth + 1)
-            # Complain about a nested value on the line of its key, which is where a reader looks for it.
-            entries[key] = Entry(entry.value, entry.path, file, key_line)
-        return Entry(entries, path, file, line)
-    return Entry(_scalar(node), path, file, line)
-
-
-def _scalar(node: yaml.Node) -> Any:
-    kind = node.tag.rpartition(":")[2]
-    if kind in ("int", "float", "bool", "null"):
-        try:
-            return getattr(_SCALARS, f"construct_yaml_{kind}")(node)
-        except (ValueError, IndexError):
-            return node.value
-    plain = isinstance(node, yaml.ScalarNode) and node.style in (None, "")
-    return float(node.value) if plain and _EXPONENT.fullmatch(node.value) else node.value
+def _entry(node: Node, path: str, file: str, line: int) -> Entry:
+    """``line``: of a value in a mapping that of its key, which is where a reader looks for it."""
+    value = node.value
+    if isinstance(value, list):
+        value = [_entry(child, f"{path}[{i}]", file, child.line) for i, child in enumerate(value)]
+    elif isinstance(value, dict):
+        value = {key: _entry(child, join(path, key), file, at) for key, (at, child) in value.items()}
+    return Entry(value, path, file, line)
 
 
 def _kind(value: Any) -> str:

@@ -14,7 +14,9 @@ import yaml
 
 from hetero_megatron.cluster.document import Entry
 from hetero_megatron.errors import UserError
+from hetero_megatron.files import parse_json, read_text
 
+LEAST, MOST = 1e-30, 1e30
 SECONDS = {  # by table: how many columns at the end of a row are seconds
     "gemm": 1, "optimizer": 1, "attention": 2, "visits": 2, "layers": 2, "embed": 2, "head": 2, "waiting": 2,
 }  # fmt: skip
@@ -32,7 +34,19 @@ def read_rates(entry: Entry) -> dict[str, Any]:
             rows.any_mapping()
     for link in keys["links"].items() if "links" in keys else ():
         link.any_mapping()
+    check_numbers(entry)
     return dict(entry.plain())
+
+
+def check_numbers(entry: Entry) -> None:
+    """Refuse numbers of measured rates that no hardware has and that would overflow where they are multiplied."""
+    if isinstance(entry.value, list | dict):
+        for child in entry.value if isinstance(entry.value, list) else entry.value.values():
+            check_numbers(child)
+    elif isinstance(entry.value, int | float) and not isinstance(entry.value, bool):
+        size = abs(entry.value)
+        if not (size == 0 or LEAST <= size <= MOST):
+            entry.fail("out of range", accepted=f"0, or a number between {LEAST:g} and {MOST:g}")
 
 
 def merge_rates(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,9 +79,9 @@ def write_rates(cluster_file: str | os.PathLike[str], rates: Mapping[str, Any], 
     Raises:
         UserError: ``out`` cannot be written.
     """
-    text = Path(cluster_file).read_text(encoding="utf-8")
+    text = read_text(cluster_file)
     if str(cluster_file).endswith(".json"):
-        result = json.dumps({**json.loads(text), "rates": rates}, indent=2) + "\n"
+        result = json.dumps({**parse_json(text, str(cluster_file)), "rates": rates}, indent=2) + "\n"
     else:
         result = _without_section(text, "rates") + _dump(rates)
     target = Path(out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,8 @@ UNITS: dict[str, dict[str, float]] = {
     "seconds": {"s": 1, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
     "flop/s": {f"{p}{unit}": f for p, f in _DECIMAL.items() for unit in ("FLOP/s", "FLOPS", "FLOPs")},
 }
+# Base units, both ends included: far beyond any hardware, and far from where arithmetic in fp64 overflows.
+RANGES = {"bytes": (1.0, 1e18), "bytes/s": (1.0, 1e18), "seconds": (0.0, 1e6), "flop/s": (1.0, 1e24)}
 EXAMPLES = {
     "bytes": "80 GiB or 512 MB",
     "bytes/s": "25 GB/s, 50 MB/s or 100 Gbit/s",
@@ -30,18 +31,17 @@ EXAMPLES = {
 }
 
 
-def quantity(entry: Entry, kind: str, minimum: float = 0.0) -> float:
-    """The value in base units of ``kind`` (bytes, bytes/s, seconds, flop/s); only zero may lack a unit.
+def quantity(entry: Entry, kind: str) -> float:
+    """The value in base units of ``kind`` (bytes, bytes/s, seconds, flop/s).
 
     Raises:
-        UserError: no unit, an unknown one, not a finite number, or not above ``minimum`` (0 is allowed
-            for seconds).
+        UserError: no unit, an unknown one, not a number, or not in ``RANGES``.
     """
     accepted = EXAMPLES[kind]
     value = entry.value
     if isinstance(value, int | float) and not isinstance(value, bool):
         entry.fail("a unit is missing", accepted)
-    if not isinstance(value, str):
+    if not isinstance(value, str) or len(value) > 60:
         entry.fail("a quantity with its unit was expected", accepted)
     match = re.fullmatch(r"\s*([-+]?[0-9.]+(?:[eE][-+]?\d+)?)\s*([^\d\s].*?)?\s*", value)
     if not match:
@@ -57,7 +57,8 @@ def quantity(entry: Entry, kind: str, minimum: float = 0.0) -> float:
     if factor is None:
         entry.fail(f"{unit!r} is not a unit of {kind}", accepted)
     result = number * factor
-    if not math.isfinite(result) or result < minimum or (result == 0 and kind != "seconds"):
+    least, most = RANGES[kind]
+    if not least <= result <= most:
         entry.fail("out of range", f"a positive quantity such as {accepted}")
     return result
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from math import gcd
 
+from hetero_megatron.cluster.cluster import MAX_RANKS
 from hetero_megatron.cluster.document import Entry
 from hetero_megatron.plan.canonical import Interval, Recompute
 
@@ -52,7 +53,11 @@ def parse_ranks(entry: Entry) -> tuple[int, ...]:
     """``"0-3"``, ``"0-3,8"``, ``5``, or a list of these -> ranks in the order written."""
     accepted = 'ranks such as 3, [0, 1, 2], "0-3" or "0-3,8"'
     if isinstance(entry.value, list):
-        ranks = tuple(rank for item in entry.items() for rank in parse_ranks(item))
+        found: list[int] = []
+        for item in entry.items():
+            found += parse_ranks(item)
+            require_few_ranks(entry, len(found))
+        ranks = tuple(found)
     elif isinstance(entry.value, str):
         ranks = ()
         for part in entry.value.split(","):
@@ -60,16 +65,21 @@ def parse_ranks(entry: Entry) -> tuple[int, ...]:
             if not match:
                 entry.fail("not a range of ranks", accepted=accepted)
             first, last = int(match[1]), int(match[2] or match[1])
-            if last < first or last - first >= 1 << 20:
-                entry.fail(
-                    "not a range of ranks: its end comes before its start, or it is absurdly long", accepted
-                )
+            if last < first:
+                entry.fail("not a range of ranks: its end comes before its start", accepted=accepted)
+            require_few_ranks(entry, len(ranks) + last + 1 - first)
             ranks += tuple(range(first, last + 1))
     else:
         ranks = (entry.integer(0),)
     if not ranks:
         entry.fail("no ranks", accepted=accepted)
     return ranks
+
+
+def require_few_ranks(entry: Entry, count: int) -> None:
+    """Refuse more ranks than any cluster has, before anything is built for each of them."""
+    if count > MAX_RANKS:
+        entry.fail("too many ranks", accepted=f"at most {MAX_RANKS:,} in a plan")
 
 
 def nested_ranks(entry: Entry) -> list[tuple[int, ...]] | None:

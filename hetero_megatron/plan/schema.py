@@ -42,6 +42,7 @@ from hetero_megatron.plan.fields import (
     nested_ranks,
     parse_layers,
     parse_ranks,
+    require_few_ranks,
     tp_splits,
 )
 from hetero_megatron.plan.kernels import EVERY, OPERATORS, operator_problem
@@ -141,9 +142,12 @@ def expand(document: Entry, num_heads: int) -> tuple[Plan, Source]:
         keys["pipelines"].fail("a plan has at least one pipeline")
     pipelines: list[Pipeline] = []
     origin: list[int] = []
+    ranks = 0
     for index, entry in enumerate(entries):
         copies = _pipelines(entry, seq_length, num_heads)
         pipelines += copies
+        ranks += sum(len(pipeline.ranks) for pipeline in copies)
+        require_few_ranks(entry, ranks)
         origin += [index] * len(copies)
     plan = Plan(
         seq_length=seq_length,
@@ -176,6 +180,7 @@ def _pipelines(entry: Entry, seq_length: int, num_heads: int) -> list[Pipeline]:
     if repeat == 1:
         return [first]
     ranks = sorted(first.ranks)
+    require_few_ranks(keys["repeat"], repeat * len(ranks))
     if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
         keys["repeat"].fail(
             "only a pipeline on one block of consecutive ranks can be repeated",

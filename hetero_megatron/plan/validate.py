@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.canonical import Interval, Pipeline, Plan, Stage
+from hetero_megatron.plan.canonical import Interval, Pipeline, Plan, Stage, Unit
 from hetero_megatron.plan.capabilities import TABLE, used_features
 from hetero_megatron.plan.schema import SCHEDULES, Source
 
 if TYPE_CHECKING:
     from hetero_megatron.cluster import Cluster
     from hetero_megatron.spec import ModelSpec
+
+MAX_ACTIONS = 1 << 22  # of a pipeline's step; 4,096 micro-batches through 128 stages have 2 million
 
 
 def validate(
@@ -52,6 +54,7 @@ def validate(
         recompute_fits(stage, path, source)
         tokens_suffice_for_tp(stage, path, source)
     batch_adds_up(plan, source)
+    step_is_short_enough(plan, source)
     sequence_fits_the_model(plan, spec, source)
     weights_can_be_split(plan, spec, source)
     features_are_supported(plan, source)
@@ -190,8 +193,10 @@ def tokens_and_heads_are_divided(
     stage: Stage, path: str, seq_length: int, num_heads: int, source: Source
 ) -> None:
     """In each inner replica, units tile the sequence; in each context group, they tile the query heads."""
-    for rows in stage.replicas:
-        units = [unit for unit in stage.units if unit.sequences == rows]
+    replicas: dict[Interval, list[Unit]] = {}
+    for unit in stage.units:
+        replicas.setdefault(unit.sequences, []).append(unit)
+    for units in replicas.values():
         if not _tiles(sorted(i for unit in units for i in unit.tokens), seq_length):
             owned = [list(map(list, unit.tokens)) for unit in units]
             raise source.error(
@@ -243,6 +248,19 @@ def batch_adds_up(plan: Plan, source: Source) -> None:
             plan.global_batch_size,
             str(total),
         )
+
+
+def step_is_short_enough(plan: Plan, source: Source) -> None:
+    """A step is a list of actions, about four for each micro-batch and stage."""
+    for p, pipeline in enumerate(plan.pipelines):
+        most = MAX_ACTIONS // 4 // len(pipeline.stages)
+        if pipeline.num_micro_batches > most:
+            raise source.error(
+                f"too many micro-batches for a step of {len(pipeline.stages)} stages",
+                f"pipelines[{p}].num_micro_batches",
+                pipeline.num_micro_batches,
+                f"at most {most:,}; a larger micro_batch_size, or more pipelines",
+            )
 
 
 def sequence_fits_the_model(plan: Plan, spec: ModelSpec, source: Source) -> None:
