@@ -158,7 +158,7 @@ def _heads(read: _Reader, family: str) -> tuple[int, int, int]:
     defaults = _LLAMA_LIKE[family]
     heads, hidden = read.integer("num_attention_heads"), read.integer("hidden_size")
     absent = heads if "num_key_value_heads" in read.config else defaults["kv_heads"] or heads
-    kv_heads = read.integer("num_key_value_heads", absent, nullable=True)
+    kv_heads = read.integer("num_key_value_heads", absent, nullable=family != "mistral")
     if heads % kv_heads:
         raise read.refuse(
             f"{heads} query heads cannot share them evenly", "num_key_value_heads", f"a divisor of {heads}"
@@ -190,19 +190,21 @@ def _window(read: _Reader, family: str) -> int | None:
 
 def _qwen_window(read: _Reader, layers: int) -> int | None:
     window, kinds = None, read.value("layer_types", None, nullable=True)
-    if read.flag("use_sliding_window") and read.value("sliding_window", 0) is not None:
-        window = read.integer("sliding_window", 4096)
+    used = read.flag("use_sliding_window")
+    if read.value("sliding_window", 0) is not None:
+        given = read.integer("sliding_window", 4096, least=1 if used else 0)
+        window = given if used else None
+    full, sliding = ["full_attention"] * layers, ["sliding_attention"] * layers
     if kinds is None:
-        first = read.integer("max_window_layers", 28, least=0) if window is not None else layers
-        same = first == 0 or first >= layers
-        kinds = ["sliding_attention" if first == 0 else "full_attention"] * layers if same else ["mixed"]
-    if kinds == ["full_attention"] * layers:
+        first = layers if window is None else read.integer("max_window_layers", 28, least=0)
+        kinds = full[:first] + sliding[first:]
+    if kinds == full:
         return None
-    if kinds == ["sliding_attention"] * layers and window is not None:
+    if kinds == sliding and window is not None:
         return window
-    if window is None or not isinstance(kinds, list) or len(kinds) != layers and kinds != ["mixed"]:
+    if window is None or not isinstance(kinds, list) or len(kinds) != layers:
         raise read.refuse(
-            f"does not name the attention of {layers} layers without a window", "layer_types",
+            f"does not name the attention of {layers} layers, all without a window", "layer_types",
             'null, or "full_attention" for every layer',
         )  # fmt: skip
     raise read.refuse(
@@ -220,7 +222,9 @@ def _rope(read: _Reader, positions: int) -> tuple[float, RopeScaling | None, tup
     """
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(read.value(key, {}, nullable=True), dict):
-            raise read.refuse("must be an object", key, 'null, or an object such as {"rope_type": "linear", "factor": 2}')
+            raise read.refuse(
+                "must be an object", key, 'null, or an object such as {"rope_type": "linear", "factor": 2}'
+            )
     key = "rope_scaling" if read.config.get("rope_scaling") else "rope_parameters"
     rope = read.value(key, {}, nullable=True)
     inner = _Reader(rope, read.where, f"{key}.")

@@ -142,9 +142,7 @@ def _llama_config(spec: ModelSpec) -> dict[str, Any]:
         config["mlp_bias"] = spec.mlp_bias
     if spec.rope_scaling is not None:
         scaling = spec.rope_scaling
-        config["rope_scaling"] = {"rope_type": scaling.kind} | {
-            k: getattr(scaling, k) for k in ROPE_KEYS[scaling.kind]
-        }
+        config["rope_scaling"] = {"rope_type": scaling.kind} | {k: getattr(scaling, k) for k in ROPE_KEYS[scaling.kind]}
     if family == "mistral":
         config["sliding_window"] = spec.sliding_window
     elif family != "llama" and spec.sliding_window is not None:

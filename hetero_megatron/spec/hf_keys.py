@@ -18,16 +18,21 @@ GPT2_ALIASES = {  # transformers' attribute_map of GPT-2: other name -> own name
     "max_position_embeddings": "n_positions",
 }  # fmt: skip
 
-_LLAMA = frozenset(
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_LLAMA = _words(
     "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size vocab_size"
     " max_position_embeddings rms_norm_eps hidden_act initializer_range tie_word_embeddings attention_bias mlp_bias"
     " attention_dropout rope_theta rope_scaling rope_parameters original_max_position_embeddings"
-    " partial_rotary_factor sliding_window use_sliding_window max_window_layers layer_types".split()
+    " partial_rotary_factor sliding_window use_sliding_window max_window_layers layer_types"
 )
-_GPT2 = frozenset(
+_GPT2 = _words(
     "n_embd n_layer n_head n_positions n_inner vocab_size activation_function layer_norm_epsilon initializer_range"
     " tie_word_embeddings scale_attn_weights scale_attn_by_inverse_layer_idx reorder_and_upcast_attn"
-    " add_cross_attention".split()
+    " add_cross_attention"
 )
 HONOURED: dict[str, frozenset[str]] = {
     **dict.fromkeys(FAMILIES, _LLAMA | {"architectures"}),
