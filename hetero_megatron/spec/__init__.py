@@ -3,7 +3,7 @@
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.hf_export import export_config, to_hf_config
 from hetero_megatron.spec.model_spec import ModelSpec, RopeScaling
-from hetero_megatron.spec.presets import load_model, preset_names
+from hetero_megatron.spec.presets import load_model, model_folder, preset_names
 from hetero_megatron.spec.sharing import Share, shares, tensor_box, whole_share
 from hetero_megatron.spec.tensors import Axis, LogicalTensor, logical_tensors, stage_tensors
 
@@ -17,6 +17,7 @@ __all__ = [
     "from_hf_config",
     "load_model",
     "logical_tensors",
+    "model_folder",
     "preset_names",
     "shares",
     "stage_tensors",

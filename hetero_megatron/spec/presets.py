@@ -69,6 +69,11 @@ def preset_names() -> tuple[str, ...]:
     return tuple(_PRESETS)
 
 
+def model_folder(name: str | None) -> str | None:
+    """The directory that --model names; None for a preset or a file."""
+    return name if name is not None and name not in _PRESETS and os.path.isdir(name) else None
+
+
 def load_model(name: str, field: str = "--model") -> ModelSpec:
     """A preset, a Hugging Face model directory, or a config.json; for another ``field`` than --model, no preset: what
     brings weights is a directory, also where it is called ``gpt2``.
