@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from hetero_megatron import __version__
+from hetero_megatron.checkpoint.companions import from_directory
 from hetero_megatron.checkpoint.directory import CheckpointDirectory, write_synced
 from hetero_megatron.checkpoint.hf_files import SHARD_BYTES
 from hetero_megatron.checkpoint.hf_load import HFWeights
-from hetero_megatron.checkpoint.hf_save import FLAG, save_hf, travel_along
+from hetero_megatron.checkpoint.hf_save import FLAG, save_hf
 from hetero_megatron.checkpoint.manifest import METADATA, SUMS, Place, encode_metadata, format_sums, sha256
 from hetero_megatron.checkpoint.native import Checkpoint, open_checkpoint
 from hetero_megatron.checkpoint.safefile import Files, write_file
@@ -65,14 +66,16 @@ def from_native(source: str, target: str, dtype: str | None = None, step: int | 
     spec = spec_of(checkpoint)
     check_model(checkpoint, spec)
     dtype = dtype or str(checkpoint.state["dtype"])
+    along = checkpoint.companions()
     alone = Group(Comm(0, torch.device("cpu"), timedelta(0)), (0,), None)
     try:
-        save_hf(target, spec, _chunks(checkpoint, spec), DTYPES[dtype], alone, str(checkpoint.path))
+        save_hf(target, spec, _chunks(checkpoint, spec), DTYPES[dtype], alone, along)
     except UserError as error:
         if error.field != FLAG:
             raise
         raise UserError(error.problem, field="TARGET", value=target, accepted=error.accepted) from error
-    return {"direction": "native to hf", "step": checkpoint.step, "model": spec.name, "dtype": dtype, "target": target}
+    done = {"direction": "native to hf", "step": checkpoint.step, "model": spec.name, "dtype": dtype, "target": target}
+    return done | {"notices": along.notices}
 
 
 def _chunks(checkpoint: Checkpoint, spec: ModelSpec) -> Iterator[tuple[str, Box, torch.Tensor]]:
@@ -101,13 +104,15 @@ def to_native(source: str, target: str, dtype: str | None = None) -> dict[str, A
     tensors = logical_tensors(spec)
     dtypes = {t.name: DTYPES[dtype] if dtype else weights.dtype(t) for t in tensors}
     kind = dtype or _NAMES[max(dtypes.values(), key=list(dtypes.values()).count)]
+    along = from_directory(source)
     try:
-        _write(directory, weights, tensors, dtypes, _state(spec, kind), travel_along(source))
+        _write(directory, weights, tensors, dtypes, _state(spec, kind), along.native())
     except OSError as error:
         with suppress(OSError):
             shutil.rmtree(directory.work(0))
         raise UserError(f"cannot be written: {error.strerror}", field="TARGET", value=target) from error
-    return {"direction": "hf to native", "step": 0, "model": spec.name, "dtype": kind, "target": target}
+    done = {"direction": "hf to native", "step": 0, "model": spec.name, "dtype": kind, "target": target}
+    return done | {"notices": along.notices}
 
 
 def _state(spec: ModelSpec, dtype: str) -> dict[str, Any]:

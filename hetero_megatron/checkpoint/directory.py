@@ -12,6 +12,7 @@ import re
 import shutil
 from pathlib import Path
 
+from hetero_megatron.checkpoint.companions import Private
 from hetero_megatron.checkpoint.manifest import SUMS, Damaged, sha256
 
 LATEST = "latest"
@@ -118,7 +119,8 @@ class CheckpointDirectory:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
+    mode = 0o600 if isinstance(content, Private) else 0o666
+    with open(path, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -13,8 +13,6 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from hetero_megatron.checkpoint.companions import CONFIG, Companions, from_directory, is_tokenizer
 from hetero_megatron.checkpoint.hf_files import (
     DTYPES,
     SHARD_BYTES,
@@ -35,14 +34,12 @@ from hetero_megatron.checkpoint.names import HFSource, name_table
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
-from hetero_megatron.spec import ModelSpec, from_hf_config, to_hf_config
+from hetero_megatron.spec import ModelSpec, export_config, to_hf_config
 
 Owned = tuple[str, Box, torch.Tensor]  # logical name, box, its values
 T = TypeVar("T")
 
 FLAG = "--save-hf"
-HF_CONFIG = "hf_config.json"  # a Hugging Face directory's config.json inside a native checkpoint
-TRAVEL_ALONG = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json")
 
 
 def save_hf(
@@ -51,16 +48,19 @@ def save_hf(
     owned: Iterable[Owned],
     dtype: torch.dtype,
     world: Group,
-    source: str | None = None,
+    source: str | Companions | None = None,
     shard_bytes: int = SHARD_BYTES,
-) -> None:
+) -> str:
     """Write a directory that ``AutoModelForCausalLM.from_pretrained`` loads. Called on all ranks of ``world``.
 
     Args:
         directory: on the first rank's node; a directory that others see by this name may be another one.
         owned: (logical name, box, values) of everything this rank owns; all ranks together own every element once.
         dtype: of the files.
-        source: a Hugging Face directory whose tokenizer and generation config are copied along.
+        source: what travels along, as the first rank knows it; or a Hugging Face directory to take it from.
+
+    Returns:
+        what was written, in one line; on all ranks.
 
     Raises:
         UserError: the directory exists and is not empty, or cannot be written (raised on all ranks).
@@ -69,15 +69,25 @@ def save_hf(
     work = final.with_name(final.name + ".incomplete")
     plan, table = plan_files(spec, dtype, shard_bytes), name_table(spec)
     world.comm.activity = f"writing {FLAG}"
-    _together(world, lambda: _create(final, work, spec, dtype, plan, source) if first else None)
+    along = (from_directory(source) if isinstance(source, str) else source) if first else None
+    together(world, lambda: _create(final, work, spec, dtype, plan, along or Companions()) if first else None)
     if _all_see(work, world):
-        _together(world, lambda: _write(work, table, owned, dtype, plan))
+        together(world, lambda: _write(work, table, owned, dtype, plan))
     else:
         _write_on_first(work, table, owned, dtype, plan, world)
-    _together(world, lambda: work.rename(final) if first else None)
+    return together(world, lambda: _publish(work, final) if first else "")[0]
 
 
-def _together(world: Group, action: Callable[[], T]) -> list[T]:
+def _publish(work: Path, final: Path) -> str:
+    work.rename(final)
+    files = [path for path in final.rglob("*") if path.is_file()]
+    total, config = sum(path.stat().st_size for path in files), json.loads((final / CONFIG).read_text())
+    tokenizer = "its tokenizer" if any(is_tokenizer(p.relative_to(final).as_posix()) for p in files) else "no tokenizer"
+    counted = f"{len(files)} files, {total:,} bytes"
+    return f"saved a Hugging Face {config['model_type']} model with {tokenizer} to {final}: {counted}"
+
+
+def together(world: Group, action: Callable[[], T]) -> list[T]:
     """Do ``action`` here; its results on all ranks, or the first failure raised on all ranks."""
     problem = result = None
     try:
@@ -106,7 +116,7 @@ def _all_see(work: Path, world: Group) -> bool:
             mark.write_text(word)
         return word
 
-    left = _together(world, leave)[0]
+    left = together(world, leave)[0]
 
     def look() -> bool:
         try:
@@ -115,14 +125,14 @@ def _all_see(work: Path, world: Group) -> bool:
         except OSError:  # not there, not ours, read-only
             return False
 
-    seen = all(_together(world, look))
-    _together(world, lambda: mark.unlink() if world.index == 0 else None)
+    seen = all(together(world, look))
+    together(world, lambda: mark.unlink() if world.index == 0 else None)
     return seen
 
 
 def check_target(directory: str, spec: ModelSpec, world: Group) -> None:
     """Refuse, before training rather than after it, what ``save_hf`` would refuse on the first rank. On all ranks."""
-    _together(world, lambda: _check_target(Path(directory), spec) if world.index == 0 else None)
+    together(world, lambda: _check_target(Path(directory), spec) if world.index == 0 else None)
 
 
 def _check_target(path: Path, spec: ModelSpec) -> None:
@@ -137,18 +147,16 @@ def _check_target(path: Path, spec: ModelSpec) -> None:
 
 
 def _create(
-    final: Path, work: Path, spec: ModelSpec, dtype: torch.dtype, plan: dict[str, StoredTensor], source: str | None
+    final: Path, work: Path, spec: ModelSpec, dtype: torch.dtype, plan: dict[str, StoredTensor], along: Companions
 ) -> None:
     """Headers, full-size files, config, index and what travels along."""
     _check_target(final, spec)
-    config = _base_config(spec, source) | to_hf_config(spec) | {"dtype": str(dtype).removeprefix("torch.")}
+    config = export_config(spec, along.config, str(dtype).removeprefix("torch."))
     if work.exists():
         shutil.rmtree(work)
     work.mkdir(parents=True)
-    for pattern in TRAVEL_ALONG if source is not None else ():
-        for along in Path(str(source)).glob(pattern):
-            shutil.copy(along, work / along.name)
-    (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    along.write(work)
+    (work / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     itemsize, total = DTYPES[dtype][1].itemsize, 0
     for file in dict.fromkeys(t.file for t in plan.values()):
         entries = [(name, t.shape) for name, t in plan.items() if t.file == file]
@@ -165,25 +173,6 @@ def _create(
     final.parent.mkdir(parents=True, exist_ok=True)
     if final.exists():
         final.rmdir()
-
-
-def _base_config(spec: ModelSpec, source: str | None) -> dict[str, Any]:
-    """What the source's config says beyond our model (token ids, …), if it describes the same model."""
-    for name in (HF_CONFIG, "config.json") if source is not None else ():
-        with suppress(OSError, ValueError):  # UserError is a ValueError: a config that we cannot read says nothing
-            found = json.loads((Path(str(source)) / name).read_text())
-            if replace(from_hf_config(found), name=spec.name) == spec:
-                return {k: v for k, v in found.items() if k not in ("dtype", "torch_dtype")}
-    return {}
-
-
-def travel_along(source: str | None) -> dict[str, bytes]:
-    """Tokenizer and generation config of a Hugging Face directory."""
-    if source is None:
-        return {}
-    files = {p.name: p.read_bytes() for pattern in TRAVEL_ALONG for p in sorted(Path(source).glob(pattern))}
-    config = Path(source) / "config.json"
-    return files | ({HF_CONFIG: config.read_bytes()} if config.is_file() else {})
 
 
 def _write(
@@ -209,7 +198,7 @@ def _write_on_first(
     """
     mine: list[Owned] = []
     arrived: list[tuple[str, Box, np.ndarray]] = []
-    _together(world, lambda: mine.extend(owned))
+    together(world, lambda: mine.extend(owned))
 
     def turn(pieces: list[Owned]) -> list[tuple[str, Box]]:
         while arrived:
@@ -219,14 +208,14 @@ def _write_on_first(
 
     for tensor in plan:
         pieces = [piece for piece in mine if table[piece[0]].name == tensor and piece[1].size]
-        offers = _together(world, partial(turn, pieces))
+        offers = together(world, partial(turn, pieces))
         here = [(name, box, stored_bits(values, table[name], dtype)) for name, box, values in pieces]
         if world.index == 0:
             arrived += here + _receive(offers, table, dtype, world)
         else:
             _send([bits for _, _, bits in here], world)
         del here
-    _together(world, partial(turn, []))
+    together(world, partial(turn, []))
 
 
 def _send(parts: list[np.ndarray], world: Group) -> None:

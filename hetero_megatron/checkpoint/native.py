@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from hetero_megatron.checkpoint.boxes import BoxedTensor, BoxLoadPlanner, BoxSavePlanner
+from hetero_megatron.checkpoint.companions import Companions, from_checkpoint
 from hetero_megatron.checkpoint.directory import CheckpointDirectory
-from hetero_megatron.checkpoint.manifest import METADATA, SUMS, Damaged, read_metadata, read_sums, verify
+from hetero_megatron.checkpoint.manifest import Damaged, read_metadata, read_sums, verify
 from hetero_megatron.checkpoint.storage import BoxReader, BoxWriter, empty_like_box
 from hetero_megatron.comm import CommError, Group
 from hetero_megatron.errors import UserError
@@ -204,10 +205,9 @@ class Checkpoint:
         entry = self.metadata.state_dict_metadata.get(name)
         return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
 
-    def extra(self) -> dict[str, bytes]:
-        """The small files that travel along."""
-        own = {METADATA, SUMS, *(place.file for place in self.metadata.storage_data.values())}
-        return {p.name: p.read_bytes() for p in sorted(self.path.iterdir()) if p.name not in own}
+    def companions(self) -> Companions:
+        """What travels along: of the files that the checksums cover, those of known names."""
+        return from_checkpoint(self.path, read_sums(self.path))
 
     def read_into(self, tensors: Mapping[str, BoxedTensor], group: Group) -> None:
         """Overwrite the values of all boxes, converting dtypes. Called on all ranks of ``group``."""

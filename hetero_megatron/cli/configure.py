@@ -17,6 +17,7 @@ from hetero_megatron.data import DataConfig, reads_text
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.kernels import with_kernels
+from hetero_megatron.spec import model_folder
 from hetero_megatron.training.config import RunConfig
 
 TOKENIZER = ("tokenizer.*", "tokenizer_config.json", "vocab.*", "spiece.model")  # files that hold one, or name it
@@ -71,6 +72,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
         compile=_compile(args),
         skip_train=args["skip_train"],
         load_hf=args["load_hf"],
+        model_directory=model_folder(args["model"]),
         save_hf=args["save_hf"],
         save_hf_dtype=args["save_hf_dtype"] or dtype,
         dry_run=args["dry_run"],

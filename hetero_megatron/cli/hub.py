@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
+from hetero_megatron.checkpoint.companions import HUB_PATTERNS
 from hetero_megatron.errors import UserError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_WITHOUT_WEIGHTS = ("*.json", "tokenizer*", "vocab.*", "merges.txt")
+
+_REASONS = {  # huggingface_hub's exceptions, the special ones first
+    "GatedRepoError": "its authors ask for permission: accept their terms there, and log in with `hf auth login`",
+    "RepositoryNotFoundError": "there is no such model, or it is private",
+    "HFValidationError": "that is no name of a model",
+    "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, and it was not downloaded before",
+    "LocalEntryNotFoundError": "there is no connection to the hub, and it was not downloaded before",
+    "HfHubHTTPError": "the hub answered with an error",
+}
 
 
 def model_directory(name: str, field: str) -> str:
@@ -17,18 +27,26 @@ def model_directory(name: str, field: str) -> str:
     Raises:
         UserError: there is neither a directory nor a model of that name, or the hub cannot be reached.
     """
-    if Path(name).exists() or not _NAME.fullmatch(name):
+    if os.path.exists(name) or not _NAME.fullmatch(name):
         return name
     from huggingface_hub import snapshot_download
 
     try:
-        path = snapshot_download(name, allow_patterns=[*_WITHOUT_WEIGHTS, "*.safetensors"])
+        path = snapshot_download(name, allow_patterns=[*HUB_PATTERNS, "*.safetensors"])
         if not any(Path(path).glob("*.safetensors")):
-            path = snapshot_download(name, allow_patterns=[*_WITHOUT_WEIGHTS, "*.bin"])
+            path = snapshot_download(name, allow_patterns=[*HUB_PATTERNS, "*.bin"])
         return path
-    except (OSError, ValueError, RuntimeError) as error:  # not there, no access, no network, no such name
-        why = " ".join(str(error).split())[:200]
+    except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"is no directory, and cannot be had from the Hugging Face hub ({type(error).__name__}: {why})",
+            f"is no directory, and cannot be had from the Hugging Face hub ({_why(error)})",
             field=field, value=name, accepted="a directory that save_pretrained wrote, or a name on the hub",
         ) from error  # fmt: skip
+
+
+def _why(error: Exception) -> str:
+    """In our words: huggingface_hub's own run over many lines, and advise on its Python interface."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    for kind, words in _REASONS.items():
+        if kind in kinds:
+            return words
+    return getattr(error, "strerror", None) or "the download failed"

@@ -8,8 +8,7 @@ from hetero_megatron.cli.parse import Arguments, flag_error, flag_name
 from hetero_megatron.data import DataConfig, config_tokenizer
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import ModelSpec, RopeScaling, load_model
-
-MAX_LAYERS = 100_000
+from hetero_megatron.spec.model_spec import MAX_LAYERS
 
 
 def build_spec(args: Arguments, data: DataConfig | None) -> ModelSpec:

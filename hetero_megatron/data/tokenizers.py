@@ -136,6 +136,14 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return str(self._inner.decode([int(i) for i in ids]))
 
+    def special_ids(self) -> dict[str, int | None]:
+        """Ids of the tokens that config.json names."""
+        return {f"{token}_token_id": getattr(self._inner, f"{token}_token_id") for token in ("bos", "eos", "pad")}
+
+    def save(self, directory: str | Path) -> None:
+        """Its files, as transformers writes them."""
+        self._inner.save_pretrained(directory)
+
 
 class GPT2BPETokenizer:
     """GPT-2's byte-level BPE from its vocab.json and merges.txt; documents end with ``<|endoftext|>``."""

@@ -1,8 +1,9 @@
 """What a model is, without torch: configuration, logical tensors, how they are shared, what they cost."""
 
-from hetero_megatron.spec.hf_config import from_hf_config, to_hf_config
+from hetero_megatron.spec.hf_config import from_hf_config
+from hetero_megatron.spec.hf_export import export_config, to_hf_config
 from hetero_megatron.spec.model_spec import ModelSpec, RopeScaling
-from hetero_megatron.spec.presets import load_model, preset_names
+from hetero_megatron.spec.presets import load_model, model_folder, preset_names
 from hetero_megatron.spec.sharing import Share, shares, tensor_box, whole_share
 from hetero_megatron.spec.tensors import Axis, LogicalTensor, logical_tensors, stage_tensors
 
@@ -12,9 +13,11 @@ __all__ = [
     "ModelSpec",
     "RopeScaling",
     "Share",
+    "export_config",
     "from_hf_config",
     "load_model",
     "logical_tensors",
+    "model_folder",
     "preset_names",
     "shares",
     "stage_tensors",

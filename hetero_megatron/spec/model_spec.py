@@ -6,6 +6,11 @@ from dataclasses import dataclass, field
 
 from hetero_megatron.errors import UserError
 
+# Beyond these, sizes overflow (int64 bytes) or exhaust memory before anything can be said about them.
+MAX_SIZE = 2**31 - 1
+MAX_LAYERS = 100_000
+MAX_ELEMENTS = 2**48  # of one matrix
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -68,6 +73,7 @@ class ModelSpec:
                 raise UserError(
                     "must be a positive integer", field=name, value=getattr(self, name), accepted="1 or more"
                 )
+        self._check_bounds()
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads evenly",
@@ -87,6 +93,19 @@ class ModelSpec:
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise UserError("unknown value", field=name, value=getattr(self, name), accepted=" | ".join(known))
+
+    def _check_bounds(self) -> None:
+        wide = {"ffn_hidden_size": 1, "vocab_size": 1, "num_heads": self.head_dim, "max_position_embeddings": 1}
+        for name in (*wide, "num_layers", "hidden_size", "head_dim"):
+            value, most = getattr(self, name), MAX_LAYERS if name == "num_layers" else MAX_SIZE
+            if value > most:
+                raise UserError("too large", field=name, value=value, accepted=f"at most {most}")
+        for name, factor in wide.items():
+            if getattr(self, name) * factor * self.hidden_size > MAX_ELEMENTS:
+                raise UserError(
+                    f"makes a matrix of more than 2^48 elements with hidden_size {self.hidden_size}", field=name,
+                    value=getattr(self, name), accepted="sizes that fit some memory",
+                )  # fmt: skip
 
     @property
     def queries_per_kv(self) -> int:

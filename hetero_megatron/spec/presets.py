@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.files import member, read_json_object
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.model_spec import ModelSpec, RopeScaling
 from hetero_megatron.spec.paper_models import PAPER_MODELS
@@ -68,6 +69,11 @@ def preset_names() -> tuple[str, ...]:
     return tuple(_PRESETS)
 
 
+def model_folder(name: str | None) -> str | None:
+    """The directory that --model names; None for a preset or a file."""
+    return name if name is not None and name not in _PRESETS and os.path.isdir(name) else None
+
+
 def load_model(name: str, field: str = "--model") -> ModelSpec:
     """A preset, a Hugging Face model directory, or a config.json; for another ``field`` than --model, no preset: what
     brings weights is a directory, also where it is called ``gpt2``.
@@ -77,23 +83,20 @@ def load_model(name: str, field: str = "--model") -> ModelSpec:
     """
     if name in _PRESETS and field == "--model":
         return _PRESETS[name]
-    path, folder = Path(name), Path(name).is_dir()
+    path, folder = Path(name), os.path.isdir(name)
     if folder:
-        path = path / "config.json"
-    if not path.is_file() and (folder or field != "--model"):
+        path = member(name, "config.json", where=name, field=field)
+    if not os.path.lexists(path) and (folder or field != "--model"):
         problem = "holds no config.json" if folder else "is no file or directory"
         raise UserError(problem, field=field, value=name, accepted="a directory that save_pretrained wrote")
-    if not path.is_file():
+    if not os.path.lexists(path):
         close = difflib.get_close_matches(name, _PRESETS, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise UserError(
             f"is neither a preset nor a directory with a config.json nor a file{hint}", field=field,
             value=name, accepted=f"{', '.join(_PRESETS)}, or a path",
         )  # fmt: skip
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"is not readable JSON: {error}", field=field, value=name, where=str(path)) from error
-    if not isinstance(config, dict):
-        raise UserError("holds no JSON object", field=field, value=name, where=str(path))
-    return from_hf_config(config, where=str(path), name=path.resolve().parent.name)
+    config = read_json_object(path, field)
+    # A name that is not UTF-8 could neither be printed nor written into a checkpoint.
+    own = path.resolve().parent.name.encode("utf-8", "backslashreplace").decode()
+    return from_hf_config(config, where=str(path), name=own)

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 
 from hetero_megatron import __version__
-from hetero_megatron.checkpoint.hf_save import travel_along
+from hetero_megatron.checkpoint.companions import Companions
+from hetero_megatron.checkpoint.hf_save import together
 from hetero_megatron.checkpoint.lock import DirectoryLock
 from hetero_megatron.checkpoint.native import Checkpoint, CheckpointSaver, open_checkpoint
 from hetero_megatron.checkpoint.state import load_tensors, merge_numbers, moments, owned_tensors
 from hetero_megatron.data import Datasets
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan.dump import to_dict
+from hetero_megatron.training.companions import run_companions
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.loss_scale import LossScale
 from hetero_megatron.training.lr_schedule import LearningRate, WeightDecay
@@ -47,6 +49,7 @@ class Checkpointing:
     Attributes:
         active: checkpoints are written.
         last_saved: the step of the newest one that this run wrote or began with.
+        companions: what travels along with the weights; on the first rank, which writes it, once ``load`` is done.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Checkpointing:
         options = config.checkpoint
         self.active, self._lock = writes_checkpoints(config), lock
         self.last_saved = -1
+        self.companions = Companions()
         group = runtime.comm.background_group(config.plan.ranks, WRITE_TIMEOUT)
         self.saver: CheckpointSaver | None = None
         if self.active:
@@ -63,7 +67,6 @@ class Checkpointing:
             self.saver = CheckpointSaver(
                 options.save, group, options.keep, options.retain_interval, options.asynchronous, synchronize
             )
-            self.saver.extra.update(travel_along(config.load_hf))
             runtime.before_update = self.saver.staged
 
     @property
@@ -141,11 +144,10 @@ class Checkpointing:
             found, finetune = open_checkpoint(options.pretrained, self.runtime.world, log=self._log), True
             if found is None:
                 raise _none_in("--pretrained-checkpoint", options.pretrained)
+        together(self.runtime.world, lambda: self._take_along(found))
         if found is None:
             return fresh
         state = found.state
-        if self.saver is not None:
-            self.saver.extra.update(found.extra())
         check_spec(state["model"], config, found.path, finetune)
         with_optimizer = not (finetune or config.skip_train) and options.load_optim
         if with_optimizer:
@@ -170,6 +172,12 @@ class Checkpointing:
         known = state["loss_scale"] if state["dtype"] == "fp16" else None  # older ones wrote 1 for other dtypes
         scale = config.loss_scale if known is None else config.loss_scale.with_state(known)
         return config, progress, scale
+
+    def _take_along(self, found: Checkpoint | None) -> None:
+        if self.runtime.world.index == 0 and (self.saver is not None or self.config.save_hf is not None):
+            self.companions = run_companions(self.config, self.data, found, self._log)
+            if self.saver is not None:
+                self.saver.extra.update(self.companions.native())
 
     def _say_newer(self, step: int) -> None:
         """--ckpt-step, or a damaged checkpoint, took the run back: what it replaces from here on."""

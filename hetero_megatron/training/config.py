@@ -181,6 +181,7 @@ class RunConfig:
         logits_bytes: where the logits of a micro-batch on a rank would be more, head and loss go through it in chunks.
         as_rank: with ``dry_run``: the rank of the plan to run alone, with fake tensors; None: only print the plan.
         load_hf: directory whose safetensors are the initial weights; None: drawn from ``seed``.
+        model_directory: the Hugging Face directory that --model names; what is in it besides weights travels along.
         save_hf: where the weights go at the end, as a Hugging Face directory in ``save_hf_dtype``; None: nowhere.
         skip_train: evaluate once, and nothing else.
         notices: what was accepted without effect, and why; rank 0 prints them.
@@ -209,6 +210,7 @@ class RunConfig:
     compile: str | None = None
     skip_train: bool = False
     load_hf: str | None = None
+    model_directory: str | None = None
     save_hf: str | None = None
     save_hf_dtype: str = "fp32"
     dry_run: bool = False

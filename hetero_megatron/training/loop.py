@@ -271,7 +271,8 @@ class Training:
         elif config.save_hf is not None:
             assert self.runtime.optimizer is not None
             owned, dtype = self.runtime.optimizer.owned(), DTYPES[config.save_hf_dtype]
-            save_hf(config.save_hf, config.spec, owned, dtype, self.runtime.world, config.load_hf)
+            along = self.checkpoints.companions
+            self.say(save_hf(config.save_hf, config.spec, owned, dtype, self.runtime.world, along))
         self.checkpoints.wait()
         self.reporter.finish(self.step, self.exit.reason)
         if self.drift and self.exit.reason == self.drift_reason and self.step < config.steps:

@@ -1,0 +1,186 @@
+"""What belongs to a model beside its weights: configuration, tokenizer, chat templates, generation settings, licence.
+
+It travels along every way that weights go. Only regular files travel, under names that are known here, and only such
+as really are in their directory (or, in a snapshot of the hub's cache, among the blobs of the same repository): a
+link in a downloaded directory must not copy a private file into a model that is then given away. From a native
+checkpoint only what its SHA256SUMS lists travels.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.files import allowed_roots, is_within, parse_json, read_bytes
+
+CONFIG = "config.json"
+HF_CONFIG = "hf_config.json"  # its name in a native checkpoint, where it is not the checkpoint's own configuration
+MAX_BYTES = 256 << 20  # of one file; the largest tokenizers have some 35 MB
+GENERATION = "generation_config.json"
+
+_TOKENIZER = frozenset(
+    {
+        "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+        "vocab.json", "vocab.txt", "vocab.bpe", "merges.txt", "encoder.json", "spiece.model", "sentencepiece.model",
+        "sentencepiece.bpe.model", "spm.model", "source.spm", "target.spm", "bpe.codes", "dict.txt", "normalizer.json",
+        "tekken.json", "chat_template.jinja", "chat_template.json",
+    }
+)  # fmt: skip
+_OTHER = frozenset(
+    {
+        CONFIG, GENERATION, "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+        "audio_tokenizer_config.json", "modelcard.json",
+    }
+)  # fmt: skip
+_TEMPLATE_FOLDERS = ("additional_chat_templates", "chat_templates")
+_TOKENIZER_PATTERN = re.compile(
+    rf"tokenizer\.model\.v\d+(m\d+)?|[\w-]+\.tiktoken|({'|'.join(_TEMPLATE_FOLDERS)})/[\w-][\w.-]*\.jinja", re.ASCII
+)
+_TEXTS = re.compile(
+    r"(readme|licen[cs]e|notice|use_policy|acceptable_use_policy|copying)(\.(md|txt))?", re.IGNORECASE | re.ASCII
+)
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|index\.json)")
+# For a download from the hub: all of the above, and nothing large besides.
+HUB_PATTERNS = (
+    "*.json", "*.jinja", "*.txt", "*.model", "*.model.v*", "*.spm", "*.tiktoken", "*.codes", "tokenizer*", "vocab.*",
+    "README*", "LICEN*", "NOTICE*", "USE_POLICY*", "ACCEPTABLE_USE_POLICY*", "COPYING*",
+)  # fmt: skip
+_FLAT = "+"  # in place of the slash, in a native checkpoint, which has no folders
+
+
+class Private(bytes):
+    """The content of a file that others could not read: its copies are for their owner alone too."""
+
+
+def is_tokenizer(name: str) -> bool:
+    """Whether this is the name of a file of a tokenizer, chat templates included."""
+    return name in _TOKENIZER or bool(_TOKENIZER_PATTERN.fullmatch(name))
+
+
+def is_known(name: str) -> bool:
+    """Whether a file of this name travels."""
+    return name in _OTHER or is_tokenizer(name) or bool(_TEXTS.fullmatch(name))
+
+
+@dataclass(frozen=True)
+class Companions:
+    """Files by their names in a Hugging Face directory; ``notices``: what was left out, and why."""
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+
+    @cached_property
+    def config(self) -> dict[str, Any] | None:
+        """What config.json says; None where there is none.
+
+        Raises:
+            UserError: it is no JSON object.
+        """
+        if CONFIG not in self.files:
+            return None
+        found = parse_json(self.files[CONFIG], CONFIG)
+        if not isinstance(found, dict):
+            raise UserError("not a JSON object", where=CONFIG, accepted='{"model_type": ...}')
+        return found
+
+    def over(self, base: Companions) -> Companions:
+        """These, and of ``base`` what these lack; tokenizers are not mixed."""
+        mine = any(map(is_tokenizer, self.files))
+        kept = {name: content for name, content in base.files.items() if not (mine and is_tokenizer(name))}
+        return Companions({**kept, **self.files}, (*base.notices, *self.notices))
+
+    def tokenizer(self) -> Companions:
+        """Only the files of the tokenizer."""
+        return Companions({n: c for n, c in self.files.items() if is_tokenizer(n)}, self.notices)
+
+    def native(self) -> dict[str, bytes]:
+        """By their names in a native checkpoint."""
+        return {_native_name(name): content for name, content in self.files.items()}
+
+    def write(self, directory: Path) -> None:
+        """Make the files, config.json aside, in a directory that holds none of them."""
+        for name, content in self.files.items():
+            if name != CONFIG:
+                (directory / name).parent.mkdir(exist_ok=True)
+                write_new(directory / name, content)
+
+
+def write_new(path: Path, content: bytes) -> None:
+    """Make a file, which must not exist; :class:`Private` content is for its owner alone."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if isinstance(content, Private) else 0o666)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
+
+
+def from_directory(directory: str | Path) -> Companions:
+    """What travels from a Hugging Face directory. Whatever else has a known name is left out, with a notice."""
+    root = Path(directory)
+    try:
+        names = sorted(os.listdir(root))
+        for folder in _TEMPLATE_FOLDERS:
+            if os.path.isdir(root / folder) and is_within(root / folder, allowed_roots(root)):
+                names += sorted(f"{folder}/{name}" for name in os.listdir(root / folder))
+    except OSError as error:
+        raise UserError(f"cannot be listed: {error.strerror}", where=str(root)) from None
+    found, notices = _collect(root, [name for name in names if is_known(name)], allowed_roots(root))
+    others = [_shown(name) for name in names if _is_left_out(root, name)]
+    if others:
+        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
+        notices.append(f"{root}: not copied, as their names are not known: {', '.join(others[:5])}{more}")
+    return Companions(found, tuple(notices))
+
+
+def from_checkpoint(directory: Path, listed: Iterable[str]) -> Companions:
+    """What travels from a native checkpoint: files of known names among those that its SHA256SUMS ``listed``."""
+    names = {_native_name(name): name for name in map(_own_name, listed) if is_known(name)}
+    found, notices = _collect(directory, sorted(set(listed) & names.keys()), (directory.resolve(),))
+    return Companions({names[name]: content for name, content in found.items()}, tuple(notices))
+
+
+def _collect(root: Path, names: Iterable[str], roots: Iterable[Path]) -> tuple[dict[str, bytes], list[str]]:
+    """(content by name, notices of what is left out)."""
+    found: dict[str, bytes] = {}
+    notices = []
+    for name in names:
+        path, problem = root / name, ""
+        if not is_within(path, roots):
+            problem = "it is a link to a file outside the directory"
+        else:
+            try:
+                content = read_bytes(path, limit=MAX_BYTES)
+                found[name] = content if os.stat(path).st_mode & stat.S_IROTH else Private(content)
+            except UserError as error:
+                problem = error.problem
+            except OSError as error:
+                problem = error.strerror
+        if problem:
+            notices.append(f"{path} is not copied: {problem}")
+    return found, notices
+
+
+def _is_left_out(root: Path, name: str) -> bool:
+    """Whether a user may miss the file: neither known, nor weights, nor hidden, nor a folder."""
+    known = is_known(name) or _WEIGHTS.fullmatch(name) or name.startswith(".")
+    return not known and not (root / name).is_dir()
+
+
+def _shown(name: str) -> str:
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def _native_name(name: str) -> str:
+    return HF_CONFIG if name == CONFIG else name.replace("/", _FLAT)
+
+
+def _own_name(native: str) -> str:
+    """The inverse; a native checkpoint's own files have no known name."""
+    if native == CONFIG:
+        return ""
+    return CONFIG if native == HF_CONFIG else native.replace(_FLAT, "/")

@@ -1,0 +1,144 @@
+"""Every key of a Hugging Face config.json that transformers obeys or writes for our families, in one of three tables.
+
+HONOURED is read by ``hf_config``; FIXED may only say what our model is anyway; HARMLESS changes no loss and no
+gradient of a causal language model, and says why. Any other key is refused by name: transformers may obey it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hetero_megatron.errors import UserError
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+GPT2_ALIASES = {  # transformers' attribute_map of GPT-2: other name -> own name
+    "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
+    "max_position_embeddings": "n_positions",
+}  # fmt: skip
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_LLAMA = _words(
+    "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size vocab_size"
+    " max_position_embeddings rms_norm_eps hidden_act initializer_range tie_word_embeddings attention_bias mlp_bias"
+    " attention_dropout rope_theta rope_scaling rope_parameters original_max_position_embeddings"
+    " partial_rotary_factor sliding_window use_sliding_window max_window_layers layer_types"
+)
+_GPT2 = _words(
+    "n_embd n_layer n_head n_positions n_inner vocab_size activation_function layer_norm_epsilon initializer_range"
+    " tie_word_embeddings scale_attn_weights scale_attn_by_inverse_layer_idx reorder_and_upcast_attn"
+    " add_cross_attention"
+)
+HONOURED: dict[str, frozenset[str]] = {
+    **dict.fromkeys(FAMILIES, _LLAMA | {"architectures"}),
+    "gpt2": _GPT2 | {"architectures", *DROPOUTS, *GPT2_ALIASES},
+}
+
+# Key -> the values that it may have; all of them mean the model that is built here.
+FIXED: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "compression_config": (None,),
+    "auto_map": (None, {}),  # the model is code of its own in the directory
+    "per_layer_config": (None, {}),
+    "pruned_heads": (None, {}),
+    "transformers_weights": (None,),  # names another file of weights
+    "fusion_config": (None, {}),
+    "distributed_config": (None,),
+    "is_causal": (True,),
+    "is_encoder_decoder": (False, None),
+    "is_decoder": (False, True, None),
+    "tie_encoder_decoder": (False, None),
+    "add_cross_attention": (False, None),
+    "cross_attention_hidden_size": (None,),
+    "text_config": (None,),
+    "hidden_activation": ("silu", "swish", None),
+    "attn_implementation": ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", None),
+    "_attn_implementation": ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", None),
+    "rope_interleaved": (False, None),
+    "use_mrope": (False, None),
+    "rope_ratio": (1, 1.0, None),
+    "use_dynamic_ntk": (False, None),
+    "use_logn_attn": (False, None),
+    "attention_chunk_size": (None,),
+    "num_experts": (0, None),
+    "num_local_experts": (0, None),
+}
+
+_REASONS: dict[str, str] = {
+    "says who wrote the file, and of which model": (
+        "model_type transformers_version _name_or_path name_or_path _commit_hash unsloth_version unsloth_fixed"
+        " is_llama_config export_model_type transformers.js_config license language model_name base_model"
+        " _diffusers_version custom_pipelines"
+    ),
+    "storage: the dtypes of the files count": "dtype torch_dtype use_bfloat16 torchscript tf_legacy_loss",
+    "ids and texts of special tokens: they travel with the model, training reads the tokenizer": (
+        "bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id mask_token_id unk_token_id"
+        " decoder_start_token_id bos_token eos_token pad_token unk_token prefix tokenizer_class model_max_length"
+        " tokenizer_model_max_length tokenizer_padding_side max_sequence_length n_ctx"
+    ),
+    "settings of generation": (
+        "assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty"
+        " do_sample early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff"
+        " exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length"
+        " min_length no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups"
+        " num_beams num_return_sequences output_scores remove_invalid_values repetition_penalty"
+        " return_dict_in_generate suppress_tokens target_lookbehind temperature top_k top_p typical_p use_cache"
+        " max_new_tokens cache_implementation task_specific_params"
+    ),
+    "of classifiers, which `architectures` refuses": (
+        "num_labels id2label label2id problem_type finetuning_task classifier_dropout summary_type summary_use_proj"
+        " summary_activation summary_proj_to_labels summary_first_dropout"
+    ),
+    "what a call returns, or how it spares memory": (
+        "output_hidden_states output_attentions return_dict use_return_dict chunk_size_feed_forward"
+        " gradient_checkpointing experts_implementation"
+    ),
+    "splits the same products; transformers 5 reads it no more": "pretraining_tp",
+}
+HARMLESS: dict[str, str] = {key: reason for reason, keys in _REASONS.items() for key in keys.split()}
+
+
+def check_keys(config: Mapping[str, Any], family: str, where: str) -> None:
+    """Refuse, all at once, keys that are in no table; and values that FIXED does not allow.
+
+    A key that nobody knows is accepted with the value ``null``: it says nothing.
+    """
+    honoured = HONOURED[family]
+    for key in config.keys() & FIXED.keys() - honoured:
+        require_one_of(config[key], FIXED[key], key, where)
+    known = honoured | FIXED.keys() | HARMLESS.keys()
+    unknown = sorted(key for key, value in config.items() if key not in known and value is not None)
+    if unknown:
+        raise UserError(
+            f"not known to be without effect on a {family} model" + also(unknown[1:]), field=unknown[0],
+            value=config[unknown[0]], where=where,
+            accepted="the keys that docs/checkpoints.md lists; remove others if they say nothing about the model",
+        )  # fmt: skip
+
+
+def also(names: list[str], limit: int = 8) -> str:
+    """`` (nor are x, y)`` for the refusal of several keys at once."""
+    shown = [*names[:limit], *(["..."] if len(names) > limit else [])]
+    return f" (nor {'is' if len(shown) == 1 else 'are'} {', '.join(shown)})" if shown else ""
+
+
+def require_one_of(value: Any, accepted: tuple[Any, ...], key: str, where: str) -> None:
+    """Refuse a value that is none of ``accepted``, of the same type (``true`` is not 1, 1 and 1.0 are)."""
+    if not any(_same(value, one) for one in accepted):
+        words = ", ".join(dict.fromkeys(_word(one) for one in accepted))
+        raise UserError(
+            "this setting changes the model and is not supported", field=key, value=value, accepted=words, where=where
+        )
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(a == b) and isinstance(a, bool) == isinstance(b, bool)
+
+
+def _word(value: Any) -> str:
+    return "null" if value is None else str(value).lower()

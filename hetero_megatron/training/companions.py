@@ -1,0 +1,90 @@
+"""What travels along with the weights of a run: from where they came, and the tokenizer it trains with."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from hetero_megatron.checkpoint.companions import CONFIG, GENERATION, Companions, from_directory
+from hetero_megatron.checkpoint.native import Checkpoint
+from hetero_megatron.data import DataConfig, Datasets, reads_text
+from hetero_megatron.data.tokenizers import GPT2BPETokenizer, HuggingFaceTokenizer
+from hetero_megatron.errors import UserError
+from hetero_megatron.files import read_bytes
+from hetero_megatron.spec import ModelSpec, export_config
+from hetero_megatron.training.config import RunConfig
+
+_END = "<|endoftext|>"
+
+
+def run_companions(
+    config: RunConfig, data: Datasets, found: Checkpoint | None, log: Callable[[str], None]
+) -> Companions:
+    """For --save and --save-hf; on the rank that writes them, which sees all directories that are named.
+
+    Later ones of these replace earlier ones: the directory of --model, that of --load-hf, the checkpoint, and the
+    tokenizer that flags name. Where none of them brought weights with a config.json, token ids are the tokenizer's.
+
+    Args:
+        found: the checkpoint that the weights are from.
+    """
+    along = Companions()
+    for directory in dict.fromkeys((config.model_directory, config.load_hf)):
+        if directory is not None:
+            along = from_directory(directory).over(along)
+    carried = found.companions() if found is not None else Companions()
+    along = carried.over(along)
+    flags = config.data
+    named = Companions() if flags is None or flags.tokenizer_model == config.load_hf else _tokenizer(flags, data)
+    along = named.over(along)
+    if config.load_hf is None and CONFIG not in carried.files:
+        along = _from_scratch(along, config.spec, special_ids(config, data), replaced=bool(named.files))
+    for notice in along.notices:
+        log(f"notice: {notice}")
+    return along
+
+
+def special_ids(config: RunConfig, data: Datasets) -> dict[str, int | None]:
+    """Of the tokenizer that the data are read with; empty where nobody said which one that is."""
+    flags, tokenizer = config.data, data.tokenizer
+    if flags is None or (flags.tokenizer_type is None and not reads_text(flags)):
+        return {}
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        ids = tokenizer.special_ids()
+    else:
+        begin = tokenizer.eod if isinstance(tokenizer, GPT2BPETokenizer) else None
+        ids = {"bos_token_id": begin, "eos_token_id": tokenizer.eod, "pad_token_id": None}
+    rows = config.spec.vocab_size
+    return {key: value if value is not None and 0 <= value < rows else None for key, value in ids.items()}
+
+
+def _from_scratch(along: Companions, spec: ModelSpec, ids: dict[str, int | None], replaced: bool) -> Companions:
+    """A config.json that says what the tokenizer's special tokens are; ``replaced``: it is not the source's."""
+    files = dict(along.files)
+    if replaced:
+        files.pop(GENERATION, None)  # it names ids of the other tokenizer
+    with suppress(UserError):  # no Hugging Face family has this model: it can be saved, not exported
+        content = json.dumps(export_config(spec, along.config) | ids, indent=2) + "\n"
+        files[CONFIG] = content.encode()
+    return Companions(files, along.notices)
+
+
+def _tokenizer(flags: DataConfig, data: Datasets) -> Companions:
+    """The files of the tokenizer that flags name."""
+    if isinstance(data.tokenizer, GPT2BPETokenizer):
+        files = {"vocab.json": flags.vocab_file, "merges.txt": flags.merge_file}
+        tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token"), _END)
+        described = json.dumps({"tokenizer_class": "GPT2Tokenizer", **tokens}, indent=2) + "\n"
+        contents = {name: read_bytes(path) for name, path in files.items() if path is not None}
+        return Companions({**contents, "tokenizer_config.json": described.encode()})
+    if not isinstance(data.tokenizer, HuggingFaceTokenizer) or flags.tokenizer_model is None:
+        return Companions()
+    directory = Path(flags.tokenizer_model).expanduser()
+    if directory.is_dir():
+        return from_directory(directory).tokenizer()
+    with tempfile.TemporaryDirectory() as folder:  # by its name on the hub: as transformers has it
+        data.tokenizer.save(folder)
+        return from_directory(folder).tokenizer()
