@@ -108,8 +108,10 @@ def damage(directory: Path, kind: str) -> None:
     elif kind == "pickle only":
         file.rename(directory / "pytorch_model.bin")
     elif kind == "bad index":
+        file.unlink()
         index.write_text("[]")
     elif kind == "missing shard":
+        file.unlink()
         index.write_text(json.dumps({"weight_map": {"lm_head.weight": "gone.safetensors"}}))
     elif kind == "empty":
         shutil.rmtree(directory)
@@ -122,8 +124,8 @@ def damage(directory: Path, kind: str) -> None:
         ("truncated", "cannot be read"),
         ("not safetensors", "cannot be read"),
         ("pickle only", "cannot be read: not a file of tensors"),
-        ("bad index", "is not an index"),
-        ("missing shard", "cannot be read"),
+        ("bad index", "not a JSON object"),
+        ("missing shard", "cannot be read, which model.safetensors.index.json names: No such file"),
         ("empty", "holds none of"),
     ],
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields
 from datetime import timedelta
@@ -21,13 +22,15 @@ from torch.distributed.checkpoint.metadata import (
 from hetero_megatron import __version__
 from hetero_megatron.checkpoint.companions import from_directory
 from hetero_megatron.checkpoint.directory import CheckpointDirectory, write_synced
+from hetero_megatron.checkpoint.finite import is_finite, listed
 from hetero_megatron.checkpoint.hf_files import SHARD_BYTES
 from hetero_megatron.checkpoint.hf_load import HFWeights
 from hetero_megatron.checkpoint.hf_save import FLAG, save_hf
-from hetero_megatron.checkpoint.manifest import METADATA, SUMS, Place, encode_metadata, format_sums, sha256
-from hetero_megatron.checkpoint.native import Checkpoint, open_checkpoint
+from hetero_megatron.checkpoint.manifest import METADATA, SUMS, Damaged, Place, encode_metadata, format_sums, sha256
+from hetero_megatron.checkpoint.names import name_table
+from hetero_megatron.checkpoint.native import Checkpoint, damaged_error, open_checkpoint
 from hetero_megatron.checkpoint.safefile import Files, write_file
-from hetero_megatron.checkpoint.state import MODEL, check_model
+from hetero_megatron.checkpoint.state import MODEL, check_model, weight_dtypes
 from hetero_megatron.comm import Comm, Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
@@ -54,28 +57,40 @@ def spec_of(checkpoint: Checkpoint) -> ModelSpec:
     return ModelSpec(**saved)
 
 
-def from_native(source: str, target: str, dtype: str | None = None, step: int | None = None) -> dict[str, Any]:
+def from_native(
+    source: str, target: str, dtype: str | None = None, step: int | None = None, check_finite: bool = False
+) -> dict[str, Any]:
     """Write the weights of a checkpoint as a Hugging Face directory; returns what was done, for --json.
 
     Args:
-        dtype: of the files; None: that of the training (or import) that made the checkpoint.
+        dtype: of the files; None: of each tensor that which it had where it came from (``weight_dtypes``).
+        check_finite: refuse NaN and Inf, which are otherwise listed as ``nonfinite``.
     """
     checkpoint = open_checkpoint(source, None, step)
     if checkpoint is None:
         raise UserError("holds no checkpoint", field="SOURCE", value=source, accepted="a directory that --save wrote")
     spec = spec_of(checkpoint)
     check_model(checkpoint, spec)
-    dtype = dtype or str(checkpoint.state["dtype"])
-    along = checkpoint.companions()
+    dtypes = dict.fromkeys(name_table(spec), DTYPES[dtype]) if dtype else weight_dtypes(checkpoint, spec)
+    along, chunks = checkpoint.companions(), _chunks(checkpoint, spec)
     alone = Group(Comm(0, torch.device("cpu"), timedelta(0)), (0,), None)
     try:
-        save_hf(target, spec, _chunks(checkpoint, spec), DTYPES[dtype], alone, along)
+        saved = save_hf(target, spec, chunks, dtypes, alone, along, check_finite=check_finite)
+    except Damaged as error:
+        raise damaged_error(error, "SOURCE") from error
     except UserError as error:
         if error.field != FLAG:
             raise
-        raise UserError(error.problem, field="TARGET", value=target, accepted=error.accepted) from error
-    done = {"direction": "native to hf", "step": checkpoint.step, "model": spec.name, "dtype": dtype, "target": target}
-    return done | {"notices": along.notices}
+        accepted = error.accepted.replace("--save-hf-dtype", "--dtype")
+        raise UserError(error.problem, field="TARGET", value=target, accepted=accepted) from error
+    done = {"direction": "native to hf", "step": checkpoint.step, "model": spec.name, "dtype": _names(dtypes)}
+    return done | {"nonfinite": saved.nonfinite, "notices": along.notices, "target": target}
+
+
+def _names(dtypes: Mapping[str, torch.dtype]) -> str:
+    """``bf16``, or ``bf16 and fp32``: the one that most tensors have first."""
+    counts = Counter(dtypes.values())
+    return " and ".join(_NAMES[dtype] for dtype, _ in counts.most_common())
 
 
 def _chunks(checkpoint: Checkpoint, spec: ModelSpec) -> Iterator[tuple[str, Box, torch.Tensor]]:
@@ -91,28 +106,35 @@ def _chunks(checkpoint: Checkpoint, spec: ModelSpec) -> Iterator[tuple[str, Box,
             yield tensor.name, box, files.read(place.file, place.key, Box.whole(box.shape).slices())
 
 
-def to_native(source: str, target: str, dtype: str | None = None) -> dict[str, Any]:
+def to_native(source: str, target: str, dtype: str | None = None, check_finite: bool = False) -> dict[str, Any]:
     """Write Hugging Face weights as the checkpoint of step 0, for any plan; returns what was done, for --json.
 
     Args:
         dtype: of the stored weights; None: each as it is in the files, bit for bit.
+        check_finite: refuse NaN and Inf, which are otherwise listed as ``nonfinite``.
     """
     spec = load_model(source, "SOURCE")
     weights, directory = HFWeights(source, spec, "SOURCE"), CheckpointDirectory(target)
     if directory.held():
         raise UserError("holds checkpoints", field="TARGET", value=target, accepted="a new directory")
     tensors = logical_tensors(spec)
-    dtypes = {t.name: DTYPES[dtype] if dtype else weights.dtype(t) for t in tensors}
-    kind = dtype or _NAMES[max(dtypes.values(), key=list(dtypes.values()).count)]
-    along = from_directory(source)
+    dtypes = dict.fromkeys((t.name for t in tensors), DTYPES[dtype]) if dtype else weights.dtypes()
+    state = _state(spec, _NAMES[Counter(dtypes.values()).most_common(1)[0][0]])
+    along, nonfinite = from_directory(source), dict[str, None]()
     try:
-        _write(directory, weights, tensors, dtypes, _state(spec, kind), along.native())
-    except OSError as error:
+        _write(directory, weights, dtypes, state, along.native(), nonfinite)
+        if nonfinite and check_finite:
+            problem = f"is not written: NaN or Inf in {listed(nonfinite)}"
+            raise UserError(problem, field="TARGET", value=target, accepted="a source whose weights are finite")
+        directory.publish(0)
+    except (OSError, UserError) as error:
         with suppress(OSError):
             shutil.rmtree(directory.work(0))
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"cannot be written: {error.strerror}", field="TARGET", value=target) from error
-    done = {"direction": "hf to native", "step": 0, "model": spec.name, "dtype": kind, "target": target}
-    return done | {"notices": along.notices}
+    done = {"direction": "hf to native", "step": 0, "model": spec.name, "dtype": _names(dtypes)}
+    return done | {"nonfinite": list(nonfinite), "notices": (*weights.notices, *along.notices), "target": target}
 
 
 def _state(spec: ModelSpec, dtype: str) -> dict[str, Any]:
@@ -136,17 +158,21 @@ def _state(spec: ModelSpec, dtype: str) -> dict[str, Any]:
 def _write(
     directory: CheckpointDirectory,
     weights: HFWeights,
-    tensors: tuple[LogicalTensor, ...],
     dtypes: dict[str, torch.dtype],
     state: dict[str, Any],
     extra: dict[str, bytes],
+    nonfinite: dict[str, None],
 ) -> None:
+    """All files of the checkpoint, not yet published; tensors that are not finite in them are noted."""
     work, sums, places = directory.begin(0), {}, {}
-    known = {f"{MODEL}.{t.name}": t for t in tensors}
+    known = {f"{MODEL}.{t.name}": t for t in logical_tensors(weights.spec)}
 
     def get(key: str) -> torch.Tensor:
         tensor = known[key]
-        return weights.read(tensor, Box.whole(tensor.shape)).to(dtypes[tensor.name])
+        values = weights.read(tensor, Box.whole(tensor.shape)).to(dtypes[tensor.name])
+        if not is_finite(values):
+            nonfinite[weights.name(tensor)] = None
+        return values
 
     for number, names in enumerate(_deal(known, dtypes)):
         file = f"rank_{number:05d}.safetensors"
@@ -158,7 +184,6 @@ def _write(
         write_synced(work / name, content)
         sums[name] = sha256(work / name)
     write_synced(work / SUMS, format_sums(sums).encode())
-    directory.publish(0)
 
 
 def _whole(tensor: LogicalTensor, dtype: torch.dtype) -> TensorStorageMetadata:
@@ -168,10 +193,10 @@ def _whole(tensor: LogicalTensor, dtype: torch.dtype) -> TensorStorageMetadata:
 
 
 def _deal(known: dict[str, LogicalTensor], dtypes: dict[str, torch.dtype]) -> list[list[str]]:
-    """Names by file, each of at most SHARD_BYTES (one larger tensor makes a larger file)."""
+    """Names by file, each of at most SHARD_BYTES (one larger tensor makes a larger file); wide numbers first."""
     files: list[list[str]] = [[]]
     used = 0
-    for name, tensor in known.items():
+    for name, tensor in sorted(known.items(), key=lambda entry: -dtypes[entry[1].name].itemsize):
         size = tensor.size * dtypes[tensor.name].itemsize
         if files[-1] and used + size > SHARD_BYTES:
             files.append([])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,50 +28,72 @@ DTYPES: dict[torch.dtype, tuple[str, np.dtype[Any]]] = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One Hugging Face tensor: file, byte offset of its values, shape."""
+    """One Hugging Face tensor: file, byte offset of its values, shape, dtype."""
 
     file: str
     offset: int
     shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
-def _stored(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Shapes of the Hugging Face tensors, in model order."""
+def _stored(spec: ModelSpec, dtypes: Mapping[str, torch.dtype]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of the Hugging Face tensors, in model order; parts of a fused one have a common dtype."""
     table = name_table(spec)
-    return {table[t.name].name: table[t.name].shape(t.shape) for t in logical_tensors(spec)}
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for tensor in logical_tensors(spec):
+        source, dtype = table[tensor.name], dtypes[tensor.name]
+        before = found.get(source.name, (None, dtype))[1]
+        found[source.name] = source.shape(tensor.shape), torch.promote_types(before, dtype)
+    return found
 
 
-def plan_files(spec: ModelSpec, dtype: torch.dtype, shard_bytes: int) -> dict[str, StoredTensor]:
-    """Tensors dealt to files of at most ``shard_bytes`` (one larger tensor makes a larger file), in model order."""
-    itemsize = DTYPES[dtype][1].itemsize
-    files: list[list[tuple[str, tuple[int, ...]]]] = [[]]
+def plan_files(spec: ModelSpec, dtypes: Mapping[str, torch.dtype], shard_bytes: int) -> dict[str, StoredTensor]:
+    """Tensors dealt to files of at most ``shard_bytes`` (one larger tensor makes a larger file), in model order.
+
+    Args:
+        dtypes: of every logical tensor.
+    """
+    files: list[dict[str, StoredTensor]] = [{}]
     used = 0
-    for name, shape in _stored(spec).items():
-        size = math.prod(shape) * itemsize
-        if files[-1] and used + size > shard_bytes:
-            files.append([])
+    for name, (shape, dtype) in _stored(spec, dtypes).items():
+        tensor = StoredTensor("", 0, shape, dtype)
+        if files[-1] and used + tensor.nbytes > shard_bytes:
+            files.append({})
             used = 0
-        files[-1].append((name, shape))
-        used += size
+        files[-1][name] = tensor
+        used += tensor.nbytes
     many = len(files) > 1
     out = {}
-    for i, entries in enumerate(files):
+    for i, tensors in enumerate(files):
         file = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" if many else "model.safetensors"
-        offset = len(file_header(entries, dtype))
-        for name, shape in entries:
-            out[name] = StoredTensor(file, offset, shape)
-            offset += math.prod(shape) * itemsize
+        # Wide numbers first, as safetensors itself writes them: every tensor begins at a multiple of its item size.
+        ordered = dict(sorted(tensors.items(), key=lambda entry: -entry[1].dtype.itemsize))
+        offset = len(file_header(ordered))
+        for name, tensor in ordered.items():
+            out[name] = replace(tensor, file=file, offset=offset)
+            offset += tensor.nbytes
     return out
 
 
-def file_header(entries: list[tuple[str, tuple[int, ...]]], dtype: torch.dtype) -> bytes:
-    """The safetensors header: its length as u64, then JSON padded to 8 bytes."""
-    label, stored = DTYPES[dtype]
+def main_dtype(plan: Mapping[str, StoredTensor]) -> str:
+    """Name of the dtype that most elements have, as config.json has it."""
+    elements: dict[torch.dtype, int] = {}
+    for tensor in plan.values():
+        elements[tensor.dtype] = elements.get(tensor.dtype, 0) + math.prod(tensor.shape)
+    return str(max(elements, key=lambda dtype: elements[dtype])).removeprefix("torch.")
+
+
+def file_header(entries: Mapping[str, StoredTensor]) -> bytes:
+    """The safetensors header of one file's tensors: its length as u64, then JSON padded to 8 bytes."""
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
-    for name, shape in entries:
-        stop = start + math.prod(shape) * stored.itemsize
-        table[name] = {"dtype": label, "shape": list(shape), "data_offsets": [start, stop]}
+    for name, tensor in entries.items():
+        stop = start + tensor.nbytes
+        table[name] = {"dtype": DTYPES[tensor.dtype][0], "shape": list(tensor.shape), "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -78,7 +101,7 @@ def file_header(entries: list[tuple[str, tuple[int, ...]]], dtype: torch.dtype) 
 
 
 def put_box(work: Path, where: StoredTensor, slices: tuple[slice, ...], stored: np.ndarray) -> None:
-    """Write one box of a tensor, as ``stored_bits`` gives it, into its file.
+    """Write one box of a tensor, as ``bits`` gives it, into its file.
 
     Raises:
         OSError: the file is not there or cannot be written.
@@ -88,8 +111,12 @@ def put_box(work: Path, where: StoredTensor, slices: tuple[slice, ...], stored: 
     array.flush()
 
 
-def stored_bits(values: torch.Tensor, source: HFSource, dtype: torch.dtype) -> np.ndarray:
-    """Values as they are stored: orientation, dtype and byte order of the file."""
-    cast = (values.T if source.transpose else values).detach().to(dtype).cpu().contiguous()
-    found = cast.view(torch.uint16).numpy() if dtype == torch.bfloat16 else cast.numpy()
-    return found.astype(DTYPES[dtype][1], copy=False)
+def as_stored(values: torch.Tensor, source: HFSource, dtype: torch.dtype) -> torch.Tensor:
+    """Values as they are stored: orientation and dtype of the file, contiguous in host memory."""
+    return (values.T if source.transpose else values).detach().to(dtype).cpu().contiguous()
+
+
+def bits(stored: torch.Tensor) -> np.ndarray:
+    """What :func:`as_stored` gave, in NumPy's type and the byte order of the file; bf16 as its 16 bits."""
+    found = stored.view(torch.uint16).numpy() if stored.dtype == torch.bfloat16 else stored.numpy()
+    return found.astype(DTYPES[stored.dtype][1], copy=False)

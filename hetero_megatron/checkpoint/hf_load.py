@@ -2,135 +2,153 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hetero_megatron.checkpoint.hf_bin import BinFile
+from hetero_megatron.checkpoint.finite import is_finite
+from hetero_megatron.checkpoint.hf_directory import WeightFiles, shown
+from hetero_megatron.checkpoint.hf_files import DTYPES
 from hetero_megatron.checkpoint.names import HFSource, hf_source
-from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-BIN_INDEX = "pytorch_model.bin.index.json"
-BIN = "pytorch_model.bin"
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_DTYPE_OF = {label: dtype for dtype, (label, _) in DTYPES.items()}
 # Buffers that old exports contain and that hold no weights.
-_BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)$")
+_BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
+_COMPARED = 1 << 20  # elements at a time
 
 
 class HFWeights:
     """The tensors of a Hugging Face directory, checked against a model before anything is read.
 
     Args:
-        directory: holds ``model.safetensors``, or several files and ``model.safetensors.index.json``; where
-            there are none, the same with ``pytorch_model.bin``.
+        directory: whose weights ``AutoModelForCausalLM.from_pretrained`` reads; ``WeightFiles`` tells which.
         field: where the directory was named, for refusals.
 
+    Attributes:
+        notices: what a user should know about the files, beside that they were read.
+        nonfinite: tensors with NaN or Inf among the values that were read so far.
+
     Raises:
-        UserError: no weights, an unreadable file, or tensors that are missing, unexpected or misshapen (all of
-            them are listed at once).
+        UserError: no weights, an unreadable file, tensors that are missing, unexpected, misshapen or no floating-point
+            numbers (all of them are listed at once), or tensors that are there twice with different values.
     """
 
     def __init__(self, directory: str, spec: ModelSpec, field: str = "--load-hf") -> None:
-        from safetensors import SafetensorError, safe_open
-
-        self.directory, self.spec, self._field = Path(directory), spec, field
-        self._open: Any = safe_open
-        self._error = SafetensorError
-        self._handles: dict[str, Any] = {}
-        self._file_of = self._read_index()
-        self._shapes = dict(self._all_shapes())
+        self.directory, self.spec = Path(directory), spec
+        self._files = WeightFiles(self.directory, field)
+        self.notices = self._files.notices
+        self.nonfinite: dict[str, None] = {}
+        self._shapes = self._files.shapes()
         # GPT-2 on the hub has no "transformer." prefix; what transformers itself writes has it.
         self._prefix = "transformer." if any(n.startswith("transformer.") for n in self._shapes) else ""
+        self._sources = {t.name: self._source(t.name) for t in logical_tensors(spec)}
         self._check()
-
-    def _read_index(self) -> dict[str, str]:
-        """Tensor name -> file name."""
-        for index, single in ((INDEX, SINGLE), (BIN_INDEX, BIN)):
-            if (self.directory / index).is_file():
-                return self._files_of(self.directory / index)
-            if (self.directory / single).is_file():
-                return dict.fromkeys(self._handle(single).keys(), single)
-        raise self._refuse(f"holds none of {SINGLE}, {INDEX}, {BIN} and {BIN_INDEX}", self.directory)
-
-    def _files_of(self, index: Path) -> dict[str, str]:
-        with suppress(json.JSONDecodeError, UnicodeDecodeError, KeyError, AttributeError, TypeError):
-            found = json.loads(index.read_text())["weight_map"]
-            return {str(name): str(file) for name, file in found.items()}
-        raise self._refuse("is not an index: a JSON object with a weight_map", index)
-
-    def _handle(self, file: str) -> Any:
-        if file not in self._handles:
-            path = self.directory / file
-            try:
-                binary = path.suffix == ".bin"
-                self._handles[file] = BinFile(path) if binary else self._open(path, framework="pt", device="cpu")
-            except (OSError, self._error) as error:
-                raise self._refuse(f"cannot be read: {error}", path) from error
-        return self._handles[file]
-
-    def _all_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        for file in sorted(set(self._file_of.values())):
-            handle = self._handle(file)
-            for name in handle.keys():  # noqa: SIM118  not a dict
-                yield name, tuple(handle.get_slice(name).get_shape())
+        self._check_copies()
 
     def _source(self, name: str) -> HFSource:
         """Where a logical tensor is in these files."""
         source = hf_source(self.spec, name)
         if self.spec.naming == "gpt2" and not self._prefix:
-            return HFSource(source.name.removeprefix("transformer."), source.start, source.stop, source.transpose)
+            source = HFSource(source.name.removeprefix("transformer."), source.start, source.stop, source.transpose)
+        if self.spec.tied and name == EMBEDDING and source.name not in self._shapes and HEAD in self._shapes:
+            return HFSource(HEAD)  # of a tied pair, either may be in the files
         return source
 
     def _check(self) -> None:
         problems, used = [], set()
         for tensor in logical_tensors(self.spec):
-            source = self._source(tensor.name)
+            source = self._sources[tensor.name]
             used.add(source.name)
-            expected = source.shape(tensor.shape)
-            got = self._shapes.get(source.name)
+            expected, got = source.shape(tensor.shape), self._shapes.get(source.name)
             if got is None:
-                problems.append(f"missing {source.name} {list(expected)}")
+                problems.append(f"missing {source.name} {list(expected)}{self._why_missing(source.name)}")
             elif got != expected:
                 problems.append(f"{source.name} is {list(got)}, not {list(expected)}")
-        tied = {"lm_head.weight"} if self.spec.tied else set()
-        spare = sorted(n for n in self._shapes if n not in used | tied and not _BUFFERS.match(n))
-        problems += [f"unexpected {name}" for name in spare]
+            elif (label := self._label(source.name)) not in _DTYPE_OF:
+                problems.append(f"{source.name} has dtype {label}, not one of {', '.join(_DTYPE_OF)}")
+        tied = {HEAD} if self.spec.tied else set()
+        spare = sorted(n for n in self._shapes if n not in used | tied and not _BUFFERS.fullmatch(n))
+        problems += [f"unexpected {shown(name)}" for name in spare]
         if problems:
-            shown = "; ".join(dict.fromkeys(problems[:12])) + (
-                f"; and {len(problems) - 12} more" if len(problems) > 12 else ""
-            )
-            raise self._refuse(f"does not fit the model {self.spec.name}: {shown}", self.directory)
+            found = list(dict.fromkeys(problems))
+            more = f"; and {len(found) - 12} more" if len(found) > 12 else ""
+            fit = f"does not fit the model {self.spec.name}: {'; '.join(found[:12])}{more}"
+            raise self._files.refuse(fit, self.directory)
+
+    def _why_missing(self, name: str) -> str:
+        if name in self._files.indexed:
+            return f" ({self._files.form} says it is in {shown(self._files.indexed[name])})"
+        return " (config.json says that it is not tied to the embedding)" if name == HEAD else ""
+
+    def _check_copies(self) -> None:
+        """Tensors that are in the files more than once: equal, or nobody knows which one is meant."""
+        for name in dict.fromkeys(source.name for source in self._sources.values()):
+            files = self._files.files_of[name]
+            for file in files[:-1]:
+                if not _equal(self._files.handle(file).get_slice(name), self._files.tensor(name)):
+                    both = f"holds two different tensors {name}, in {shown(file)} and in {shown(files[-1])}"
+                    raise self._files.refuse(both, self.directory)
+        embedding = self._sources[EMBEDDING].name
+        twice = self.spec.tied and HEAD in self._shapes and embedding != HEAD
+        if twice and not _equal(self._files.tensor(embedding), self._files.tensor(HEAD)):
+            both = f"holds {HEAD} beside {embedding} with other values, and config.json says that they are tied"
+            raise self._files.refuse(f'{both} (untied: "tie_word_embeddings": false)', self.directory)
+
+    def _label(self, name: str) -> str:
+        return str(self._files.tensor(name).get_dtype())
+
+    def name(self, tensor: LogicalTensor) -> str:
+        """The Hugging Face tensor that holds it."""
+        return self._sources[tensor.name].name
 
     def dtype(self, tensor: LogicalTensor) -> torch.dtype:
         """Of a tensor in the files."""
-        source = self._source(tensor.name)
-        label = str(self._handle(self._file_of[source.name]).get_slice(source.name).get_dtype())
-        if label not in _DTYPES:
-            raise self._refuse(f"{source.name} has dtype {label}", self.directory / self._file_of[source.name])
-        return _DTYPES[label]
+        return _DTYPE_OF[self._label(self.name(tensor))]
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Of all tensors, by logical name."""
+        return {tensor.name: self.dtype(tensor) for tensor in logical_tensors(self.spec)}
 
     def read(self, tensor: LogicalTensor, box: Box) -> torch.Tensor:
         """The values of one box, in the file's dtype; only these bytes are read."""
         if math.prod(box.shape) == 0:
             return torch.empty(box.shape)
-        source = self._source(tensor.name)
-        handle, slices = self._handle(self._file_of[source.name]), source.slices(box)
+        source = self._sources[tensor.name]
+        slices = source.slices(box)
         values: torch.Tensor
         if tuple(s.stop - s.start for s in slices) == self._shapes[source.name]:
-            values = handle.get_tensor(source.name)  # mapped, not copied
+            values = self._files.whole(source.name)  # mapped, not copied
         else:
-            values = handle.get_slice(source.name)[slices]
+            values = self._files.tensor(source.name)[slices]
+        if not is_finite(values):
+            self.nonfinite[source.name] = None
         return values.T if source.transpose else values
 
-    def _refuse(self, problem: str, path: Path) -> UserError:
-        return UserError(problem, field=self._field, value=str(path), accepted="a directory that save_pretrained wrote")
+    def read_masters(self, owned: Iterable[tuple[str, Box, torch.Tensor]], dtype: torch.dtype) -> None:
+        """Overwrite master weights whose values the run's ``dtype`` would have rounded.
+
+        Args:
+            owned: (logical name, box, master values), as ``ShardedOptimizer.owned`` yields them.
+        """
+        known = {t.name: t for t in logical_tensors(self.spec)}
+        for name, box, master in owned:
+            rounded = torch.promote_types(self.dtype(known[name]), dtype) != dtype
+            if rounded and master.dtype != dtype:
+                master.copy_(self.read(known[name], box))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two tensors in files have one shape and the same numbers, whatever their dtypes."""
+    shape: list[int] = a.get_shape()
+    if shape != b.get_shape() or not {a.get_dtype(), b.get_dtype()} <= _DTYPE_OF.keys():
+        return False
+    step = max(1, _COMPARED * shape[0] // max(math.prod(shape), 1))
+    blocks = ((slice(start, start + step),) for start in range(0, shape[0], step))
+    return all(torch.equal(a[rows].double(), b[rows].double()) for rows in blocks)

@@ -8,11 +8,11 @@ whole, when everything is written: until then the files are in ``DIRECTORY.incom
 from __future__ import annotations
 
 import json
-import math
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,14 +21,17 @@ import numpy as np
 import torch
 
 from hetero_megatron.checkpoint.companions import CONFIG, Companions, from_directory, is_tokenizer
+from hetero_megatron.checkpoint.finite import is_finite, listed
 from hetero_megatron.checkpoint.hf_files import (
     DTYPES,
     SHARD_BYTES,
     StoredTensor,
+    as_stored,
+    bits,
     file_header,
+    main_dtype,
     plan_files,
     put_box,
-    stored_bits,
 )
 from hetero_megatron.checkpoint.names import HFSource, name_table
 from hetero_megatron.comm import Group
@@ -42,40 +45,66 @@ T = TypeVar("T")
 FLAG = "--save-hf"
 
 
+@dataclass(frozen=True)
+class Saved:
+    """What was written: ``summary`` in one line, on all ranks; ``nonfinite``: the Hugging Face tensors with NaN or Inf
+    among what this rank owns."""
+
+    summary: str
+    nonfinite: list[str]
+
+
 def save_hf(
     directory: str,
     spec: ModelSpec,
     owned: Iterable[Owned],
-    dtype: torch.dtype,
+    dtypes: torch.dtype | Mapping[str, torch.dtype],
     world: Group,
     source: str | Companions | None = None,
     shard_bytes: int = SHARD_BYTES,
-) -> str:
+    check_finite: bool = True,
+) -> Saved:
     """Write a directory that ``AutoModelForCausalLM.from_pretrained`` loads. Called on all ranks of ``world``.
 
     Args:
         directory: on the first rank's node; a directory that others see by this name may be another one.
         owned: (logical name, box, values) of everything this rank owns; all ranks together own every element once.
-        dtype: of the files.
+        dtypes: in the files, of all tensors or of each by logical name.
         source: what travels along, as the first rank knows it; or a Hugging Face directory to take it from.
-
-    Returns:
-        what was written, in one line; on all ranks.
+        check_finite: refuse NaN and Inf, in the dtype of the files; else they are written.
 
     Raises:
-        UserError: the directory exists and is not empty, or cannot be written (raised on all ranks).
+        UserError: the directory exists and is not empty, or cannot be written, or weights are not finite (raised on
+            all ranks, and nothing is left of it).
     """
     first, final = world.index == 0, Path(directory)
     work = final.with_name(final.name + ".incomplete")
-    plan, table = plan_files(spec, dtype, shard_bytes), name_table(spec)
+    table = name_table(spec)
+    by_name = dtypes if isinstance(dtypes, Mapping) else dict.fromkeys(table, dtypes)
+    plan, nonfinite = plan_files(spec, by_name, shard_bytes), dict[str, None]()
     world.comm.activity = f"writing {FLAG}"
     along = (from_directory(source) if isinstance(source, str) else source) if first else None
-    together(world, lambda: _create(final, work, spec, dtype, plan, along or Companions()) if first else None)
+    together(world, lambda: _create(final, work, spec, plan, along or Companions()) if first else None)
     if _all_see(work, world):
-        together(world, lambda: _write(work, table, owned, dtype, plan))
+        together(world, lambda: _write(work, table, owned, plan, nonfinite))
     else:
-        _write_on_first(work, table, owned, dtype, plan, world)
-    return together(world, lambda: _publish(work, final) if first else "")[0]
+        _write_on_first(work, table, owned, plan, nonfinite, world)
+    if check_finite:
+        try:
+            together(world, lambda: _require_finite(directory, nonfinite))
+        except UserError:
+            if first:
+                shutil.rmtree(work, ignore_errors=True)
+            raise
+    return Saved(together(world, lambda: _publish(work, final) if first else "")[0], list(nonfinite))
+
+
+def _require_finite(directory: str, nonfinite: Iterable[str]) -> None:
+    if nonfinite:
+        raise UserError(
+            f"is not written: NaN or Inf in {listed(nonfinite)}", field=FLAG, value=directory,
+            accepted="weights that are finite in the dtype of the files (--save-hf-dtype)",
+        )  # fmt: skip
 
 
 def _publish(work: Path, final: Path) -> str:
@@ -146,28 +175,24 @@ def _check_target(path: Path, spec: ModelSpec) -> None:
         raise UserError(problem, field=FLAG, value=str(path), accepted="a new directory where the first rank may write")
 
 
-def _create(
-    final: Path, work: Path, spec: ModelSpec, dtype: torch.dtype, plan: dict[str, StoredTensor], along: Companions
-) -> None:
+def _create(final: Path, work: Path, spec: ModelSpec, plan: dict[str, StoredTensor], along: Companions) -> None:
     """Headers, full-size files, config, index and what travels along."""
     _check_target(final, spec)
-    config = export_config(spec, along.config, str(dtype).removeprefix("torch."))
+    config = export_config(spec, along.config, main_dtype(plan))
     if work.exists():
         shutil.rmtree(work)
     work.mkdir(parents=True)
     along.write(work)
     (work / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    itemsize, total = DTYPES[dtype][1].itemsize, 0
     for file in dict.fromkeys(t.file for t in plan.values()):
-        entries = [(name, t.shape) for name, t in plan.items() if t.file == file]
-        header = file_header(entries, dtype)
-        size = sum(math.prod(shape) * itemsize for _, shape in entries)
-        total += size
+        entries = {name: t for name, t in plan.items() if t.file == file}
+        header, size = file_header(entries), sum(t.nbytes for t in entries.values())
         with (work / file).open("wb") as out:
             out.write(header)
             if size:
                 os.posix_fallocate(out.fileno(), len(header), size)  # a full disk is noticed here, not half-way
     if len({t.file for t in plan.values()}) > 1:
+        total = sum(t.nbytes for t in plan.values())
         index = {"metadata": {"total_size": total}, "weight_map": {name: t.file for name, t in plan.items()}}
         (work / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -176,19 +201,34 @@ def _create(
 
 
 def _write(
-    work: Path, table: dict[str, HFSource], owned: Iterable[Owned], dtype: torch.dtype, plan: dict[str, StoredTensor]
+    work: Path,
+    table: dict[str, HFSource],
+    owned: Iterable[Owned],
+    plan: dict[str, StoredTensor],
+    nonfinite: dict[str, None],
 ) -> None:
     """This rank's boxes, each straight into its place."""
     for name, box, values in owned:
-        put_box(work, plan[table[name].name], table[name].slices(box), stored_bits(values, table[name], dtype))
+        stored = _stored(values, table[name], plan, nonfinite)
+        put_box(work, plan[table[name].name], table[name].slices(box), stored)
+
+
+def _stored(
+    values: torch.Tensor, source: HFSource, plan: dict[str, StoredTensor], nonfinite: dict[str, None]
+) -> np.ndarray:
+    """Values as the files have them; a tensor that is not finite there is noted."""
+    stored = as_stored(values, source, plan[source.name].dtype)
+    if not is_finite(stored):
+        nonfinite[source.name] = None
+    return bits(stored)
 
 
 def _write_on_first(
     work: Path,
     table: dict[str, HFSource],
     owned: Iterable[Owned],
-    dtype: torch.dtype,
     plan: dict[str, StoredTensor],
+    nonfinite: dict[str, None],
     world: Group,
 ) -> None:
     """The first rank writes everything and holds one tensor at a time beside what it owns.
@@ -202,18 +242,18 @@ def _write_on_first(
 
     def turn(pieces: list[Owned]) -> list[tuple[str, Box]]:
         while arrived:
-            name, box, bits = arrived.pop()
-            put_box(work, plan[table[name].name], table[name].slices(box), bits)
+            name, box, stored = arrived.pop()
+            put_box(work, plan[table[name].name], table[name].slices(box), stored)
         return [(name, box) for name, box, _ in pieces]
 
     for tensor in plan:
         pieces = [piece for piece in mine if table[piece[0]].name == tensor and piece[1].size]
         offers = together(world, partial(turn, pieces))
-        here = [(name, box, stored_bits(values, table[name], dtype)) for name, box, values in pieces]
+        here = [(name, box, _stored(values, table[name], plan, nonfinite)) for name, box, values in pieces]
         if world.index == 0:
-            arrived += here + _receive(offers, table, dtype, world)
+            arrived += here + _receive(offers, table, plan[tensor].dtype, world)
         else:
-            _send([bits for _, _, bits in here], world)
+            _send([stored for _, _, stored in here], world)
         del here
     together(world, partial(turn, []))
 
@@ -221,8 +261,8 @@ def _write_on_first(
 def _send(parts: list[np.ndarray], world: Group) -> None:
     """To the first rank, as bytes: not every device or backend knows every dtype."""
     comm = world.comm
-    for bits in parts:
-        flat = torch.from_numpy(bits.reshape(-1).view(np.uint8)).to(comm.device)
+    for stored in parts:
+        flat = torch.from_numpy(stored.reshape(-1).view(np.uint8)).to(comm.device)
         comm.isend(flat, world.ranks[0], tag=0).wait()
 
 

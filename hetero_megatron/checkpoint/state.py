@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hetero_megatron.checkpoint.boxes import BoxedTensor
 from hetero_megatron.checkpoint.native import Checkpoint
@@ -21,6 +22,11 @@ from hetero_megatron.parallel.optimizer import ShardedOptimizer
 from hetero_megatron.spec import ModelSpec, logical_tensors
 
 MODEL, OPTIMIZER = "model", "optimizer"
+WEIGHT_DTYPES = "weight_dtypes"  # key of the state
+_DTYPES = {
+    "float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
+    "fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
+}  # fmt: skip
 
 
 def owned_tensors(
@@ -119,3 +125,40 @@ def check_model(checkpoint: Checkpoint, spec: ModelSpec) -> None:
             f"is a checkpoint of another model than {spec.name}: {'; '.join(problems[:8])}{more}",
             field="--load", value=str(checkpoint.path), accepted=f"a checkpoint of {spec.name}",
         )  # fmt: skip
+
+
+def weight_dtypes(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, torch.dtype]:
+    """The dtype of every tensor (by logical name) where the weights came from, in which they are exported.
+
+    A checkpoint holds the masters of its run, at least fp32; so a run that began with imported weights writes down
+    what they were. One that began at random has the dtype of the run, a converted one that of its own tensors.
+
+    Raises:
+        UserError: the checkpoint says something else than dtypes of the model's tensors.
+    """
+    names = [t.name for t in logical_tensors(spec)]
+    if checkpoint.state.get(WEIGHT_DTYPES) is not None:
+        said = checkpoint.state[WEIGHT_DTYPES]
+    elif checkpoint.state.get("plan") is None:  # converted
+        known = {name: checkpoint.metadata.state_dict_metadata[f"{MODEL}.{name}"] for name in names}
+        said = {n: _name(e.properties.dtype) for n, e in known.items() if isinstance(e, TensorStorageMetadata)}
+    else:
+        said = dict.fromkeys(names, checkpoint.state["dtype"])
+    if not isinstance(said, Mapping) or not all(isinstance(d, str) for d in said.values()):
+        said = {}
+    found = {name: _DTYPES[said[name]] for name in names if said.get(name) in _DTYPES}
+    if len(found) < len(names):
+        raise UserError(
+            "does not say in which dtypes its weights are exported", field="checkpoint", value=str(checkpoint.path),
+            accepted=f"{', '.join(_DTYPES)} for every tensor",
+        )  # fmt: skip
+    return found
+
+
+def encode_dtypes(dtypes: Mapping[str, torch.dtype] | None) -> dict[str, str] | None:
+    """As the state has them, and :func:`weight_dtypes` reads them."""
+    return None if dtypes is None else {name: _name(dtype) for name, dtype in dtypes.items()}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

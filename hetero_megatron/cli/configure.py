@@ -74,7 +74,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
         load_hf=args["load_hf"],
         model_directory=model_folder(args["model"]),
         save_hf=args["save_hf"],
-        save_hf_dtype=args["save_hf_dtype"] or dtype,
+        save_hf_dtype=args["save_hf_dtype"],
         dry_run=args["dry_run"],
         as_rank=_as_rank(args, plan),
         notices=tuple(dict.fromkeys(args.notices)),

@@ -13,16 +13,20 @@ from hetero_megatron.cli.hub import model_directory
 from hetero_megatron.errors import UserError
 
 USAGE = """\
-usage: hetero-megatron convert SOURCE TARGET [--dtype fp32|bf16|fp16|fp64] [--ckpt-step N] [--json]
+usage: hetero-megatron convert SOURCE TARGET [--dtype fp32|bf16|fp16|fp64] [--ckpt-step N]
+                                [--check-finite] [--json]
 
   SOURCE is a Hugging Face directory, or a name on the hub: TARGET becomes a directory for --load (step 0,
   for any plan).
   SOURCE is a directory that --save wrote: TARGET becomes a Hugging Face directory.
 
-  --dtype       of the written weights; otherwise that of SOURCE (of the training, for a checkpoint)
-  --ckpt-step   which checkpoint; otherwise the latest
-  --json        print one JSON object"""
+  --dtype         of the written weights; otherwise each tensor's own, bit for bit (what it was before the training,
+                  for a checkpoint; of a training from random weights, the training's)
+  --ckpt-step     which checkpoint; otherwise the latest
+  --check-finite  refuse weights with NaN or Inf, which are otherwise told and written
+  --json          print one JSON object"""
 _VALUES = ("--dtype", "--ckpt-step")
+_SWITCHES = ("--json", "--check-finite")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,15 +50,16 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("no step of SOURCE", field="--ckpt-step", value=step, accepted="a step, for a native SOURCE")
     # Only now: importing torch takes seconds, and a refusal should not.
     from hetero_megatron.checkpoint.convert import DTYPES, from_native, to_native
+    from hetero_megatron.checkpoint.finite import listed
 
     dtype = options.get("--dtype")
     if dtype is not None and dtype not in DTYPES:
         raise UserError("unknown value", field="--dtype", value=dtype, accepted=", ".join(DTYPES))
-    start = time.perf_counter()
+    start, finite = time.perf_counter(), "--check-finite" in options
     if native:
-        done = from_native(source, target, dtype, None if step is None else int(step))
+        done = from_native(source, target, dtype, None if step is None else int(step), finite)
     else:
-        done = to_native(source, target, dtype)
+        done = to_native(source, target, dtype, finite)
     done["bytes"] = sum(p.stat().st_size for p in Path(target).rglob("*") if p.is_file())
     for notice in done["notices"]:
         print(f"notice: {notice}", file=sys.stderr)
@@ -62,6 +67,10 @@ def main(argv: Sequence[str]) -> int:
     if "--json" in options:
         print(json.dumps(done))
     else:
+        for notice in done["notices"]:
+            print(f"notice: {notice}")
+        if done["nonfinite"]:
+            print(f"notice: NaN or Inf in {listed(done['nonfinite'])}")
         print(f"{done['direction']}: {done['model']}, {done['dtype']}, {done['bytes']:,} bytes in {target}")
     return 0
 
@@ -75,7 +84,7 @@ def _parse(argv: Sequence[str]) -> tuple[tuple[str, str], dict[str, str]]:
             if found is None:
                 raise UserError("has no value", field=name, accepted=USAGE.splitlines()[0])
             options[name] = found
-        elif word == "--json":
+        elif word in _SWITCHES:
             options[word] = ""
         elif word.startswith("-"):
             raise UserError("unknown flag", field=word, accepted=USAGE.splitlines()[0])

@@ -15,7 +15,15 @@ from hetero_megatron.checkpoint.companions import Companions
 from hetero_megatron.checkpoint.hf_save import together
 from hetero_megatron.checkpoint.lock import DirectoryLock
 from hetero_megatron.checkpoint.native import Checkpoint, CheckpointSaver, open_checkpoint
-from hetero_megatron.checkpoint.state import load_tensors, merge_numbers, moments, owned_tensors
+from hetero_megatron.checkpoint.state import (
+    WEIGHT_DTYPES,
+    encode_dtypes,
+    load_tensors,
+    merge_numbers,
+    moments,
+    owned_tensors,
+    weight_dtypes,
+)
 from hetero_megatron.data import Datasets
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan.dump import to_dict
@@ -50,12 +58,19 @@ class Checkpointing:
         active: checkpoints are written.
         last_saved: the step of the newest one that this run wrote or began with.
         companions: what travels along with the weights; on the first rank, which writes it, once ``load`` is done.
+        source_dtypes: of every tensor where the weights came from; None: they were drawn at random.
     """
 
     def __init__(
-        self, config: RunConfig, runtime: Runtime, data: Datasets, synchronize: Any, lock: DirectoryLock | None
+        self,
+        config: RunConfig,
+        runtime: Runtime,
+        data: Datasets,
+        synchronize: Any,
+        lock: DirectoryLock | None,
+        source_dtypes: dict[str, torch.dtype] | None,
     ) -> None:
-        self.config, self.runtime, self.data = config, runtime, data
+        self.config, self.runtime, self.data, self.source_dtypes = config, runtime, data, source_dtypes
         options = config.checkpoint
         self.active, self._lock = writes_checkpoints(config), lock
         self.last_saved = -1
@@ -109,6 +124,7 @@ class Checkpointing:
             "seed": config.seed,
             "data_fingerprint": self.data.fingerprints["train"],
             "dtype": config.dtype,
+            WEIGHT_DTYPES: encode_dtypes(self.source_dtypes),
             "loss_scale": loss_scale.state_dict() if loss_scale.dynamic else None,
             "learning_rate": asdict(config.learning_rate),
             "weight_decay": asdict(config.weight_decay),
@@ -155,6 +171,7 @@ class Checkpointing:
         assert self.runtime.optimizer is not None
         self.runtime.comm.activity = "loading a checkpoint"
         load_tensors(found, self.runtime.optimizer, config.spec, self.runtime.world, with_optimizer)
+        self.source_dtypes = weight_dtypes(found, config.spec)
         if finetune:
             self._log(f"loaded the weights of {found.path}; training starts at step 0")
             return fresh

@@ -182,7 +182,8 @@ class RunConfig:
         as_rank: with ``dry_run``: the rank of the plan to run alone, with fake tensors; None: only print the plan.
         load_hf: directory whose safetensors are the initial weights; None: drawn from ``seed``.
         model_directory: the Hugging Face directory that --model names; what is in it besides weights travels along.
-        save_hf: where the weights go at the end, as a Hugging Face directory in ``save_hf_dtype``; None: nowhere.
+        save_hf: where the weights go at the end, as a Hugging Face directory; None: nowhere.
+        save_hf_dtype: of its tensors; None: of each that which it had where it came from, of new ones ``dtype``.
         skip_train: evaluate once, and nothing else.
         notices: what was accepted without effect, and why; rank 0 prints them.
     """
@@ -212,7 +213,7 @@ class RunConfig:
     load_hf: str | None = None
     model_directory: str | None = None
     save_hf: str | None = None
-    save_hf_dtype: str = "fp32"
+    save_hf_dtype: str | None = None
     dry_run: bool = False
     as_rank: int | None = None
     notices: tuple[str, ...] = ()

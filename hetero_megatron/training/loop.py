@@ -7,11 +7,14 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 
+from hetero_megatron.checkpoint.finite import listed
 from hetero_megatron.checkpoint.hf_load import HFWeights
 from hetero_megatron.checkpoint.hf_save import check_target, save_hf
+from hetero_megatron.checkpoint.names import name_table
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import Comm, CommError, start_comm, stop_comm
 from hetero_megatron.data import Datasets, build_datasets, unigram_entropy
@@ -184,6 +187,7 @@ class Training:
             config.plan, config.spec, comm, dtype, self._initialize, factory, kernels=kernels,
             compile_backend=config.compile, logits_bytes=config.logits_bytes,
         )  # fmt: skip
+        self._complete_import()
         self.alignment.follow(self.runtime)
         agree_on_kernels(self.runtime, config.logging.kernel_plan)
         self.data = self._datasets()
@@ -192,7 +196,8 @@ class Training:
         assert flags is not None, "the command line refuses training without data"
         options = BatchOptions(flags.reset_position_ids, flags.reset_attention_mask, flags.eod_mask_loss, self.data.eod)
         self._loader: Callable[[Dataset], BatchLoader] = lambda d: BatchLoader(d, options, flags.num_workers)
-        self.checkpoints = Checkpointing(config, self.runtime, self.data, platform.synchronize, lock)
+        source_dtypes = self.weights.dtypes() if self.weights is not None else None
+        self.checkpoints = Checkpointing(config, self.runtime, self.data, platform.synchronize, lock, source_dtypes)
         config, start, self.loss_scale = self.checkpoints.load()
         self.config = config
         self.step, self.consumed = start.step, start.consumed
@@ -243,6 +248,24 @@ class Training:
             return self.weights.read(tensor, box)
         return initial_values(tensor, box, self.config.spec, self.config.seed)
 
+    def _complete_import(self) -> None:
+        """Master weights as exact as the files are, and what a user should know about these."""
+        if self.weights is None:
+            return
+        assert self.runtime.optimizer is not None
+        self.weights.read_masters(self.runtime.optimizer.owned(), self.runtime.dtype)
+        world = self.runtime.world
+        ranks: list[Any] = world.gather_objects(list(self.weights.nonfinite))
+        nonfinite = [name for names in ranks for name in names]
+        found = [f"NaN or Inf in {listed(nonfinite)}"] if nonfinite else []
+        masters = torch.promote_types(self.runtime.dtype, torch.float32)
+        wide = [name for name, dtype in self.weights.dtypes().items() if torch.promote_types(dtype, masters) != masters]
+        if wide:
+            found.append(f"float64 is rounded to the float32 of this run (--fp64 keeps it) in {listed(wide)}")
+        if world.index == 0:
+            for notice in [*self.weights.notices, *found]:
+                print(f"notice: --load-hf {self.config.load_hf}: {notice}", flush=True)
+
     def _datasets(self) -> Datasets:
         config = self.config
         assert config.data is not None
@@ -270,9 +293,11 @@ class Training:
             self.say(f"notice: --save-hf {config.save_hf} is written at the end of training, step {config.steps}")
         elif config.save_hf is not None:
             assert self.runtime.optimizer is not None
-            owned, dtype = self.runtime.optimizer.owned(), DTYPES[config.save_hf_dtype]
+            owned, dtypes = self.runtime.optimizer.owned(), self.checkpoints.source_dtypes
+            if config.save_hf_dtype is not None or dtypes is None:
+                dtypes = dict.fromkeys(name_table(config.spec), DTYPES[config.save_hf_dtype or config.dtype])
             along = self.checkpoints.companions
-            self.say(save_hf(config.save_hf, config.spec, owned, dtype, self.runtime.world, along))
+            self.say(save_hf(config.save_hf, config.spec, owned, dtypes, self.runtime.world, along).summary)
         self.checkpoints.wait()
         self.reporter.finish(self.step, self.exit.reason)
         if self.drift and self.exit.reason == self.drift_reason and self.step < config.steps:

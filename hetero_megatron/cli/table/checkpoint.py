@@ -21,7 +21,11 @@ FLAGS = (
         "directory of a Hugging Face model, or its name on the hub: its weights, and its config without --model",
     ),
     value("--save-hf", str, None, "new directory: the trained weights as a Hugging Face model, at the end"),
-    value("--save-hf-dtype", str, None, "dtype of its files; that of training if left out", choices=DTYPES),
+    value(
+        "--save-hf-dtype", str, None,
+        "dtype of its files; if left out each tensor's where it came from (--load-hf, --load), else that of training",
+        choices=DTYPES,
+    ),
     value(
         "--save-interval", int, None,
         "steps between checkpoints; at the end of a run, or when it is stopped, one is written anyway; 0: none at all",

@@ -1,0 +1,21 @@
+"""NaN and Inf in weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite. Takes no memory, and one pass over the values."""
+    if not values.numel():
+        return True
+    low, high = torch.aminmax(values.detach())  # NaN is the smallest and the largest
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def listed(names: Iterable[str], most: int = 8) -> str:
+    """Names for a message, in order and each once."""
+    found = list(dict.fromkeys(names))
+    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")

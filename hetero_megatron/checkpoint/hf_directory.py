@@ -1,0 +1,181 @@
+"""Which files of a Hugging Face directory hold its weights, and where each tensor is: as transformers chooses them.
+
+``from_pretrained`` takes the first of ``model.safetensors``, ``model.safetensors.index.json``, ``pytorch_model.bin``
+and ``pytorch_model.bin.index.json``. Of an index it takes the names of the files only: a tensor is read from the last
+of these files that holds it, wherever the index says it is. What is chosen otherwise by a key of ``config.json`` or
+by more files beside (an adapter, shards of a distributed save) is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero_megatron.checkpoint.finite import listed
+from hetero_megatron.checkpoint.hf_bin import BinFile
+from hetero_megatron.errors import UserError
+from hetero_megatron.files import (
+    MAX_TEXT_BYTES,
+    is_regular,
+    member,
+    open_file,
+    parse_json,
+    read_json_object,
+    require_regular,
+)
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+BIN = "pytorch_model.bin"
+BIN_INDEX = "pytorch_model.bin.index.json"
+FORMS = (SINGLE, INDEX, BIN, BIN_INDEX)
+_SHARD = re.compile(r"(model|pytorch_model)[-.].*\.(safetensors|bin)")  # a shard or a variant; told if it is not read
+_DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+_POINTER = b"version https://git-lfs.github.com/spec/v1"
+
+
+class WeightFiles:
+    """The files that hold the weights of a directory, open, and the tensors in them.
+
+    Attributes:
+        files_of: tensor name -> names of the files that hold it; the last one counts.
+        indexed: what the index says, tensor name -> file name; empty for a single file.
+        form: the file that was chosen, one of ``FORMS``.
+        notices: what a user should know about the choice.
+
+    Raises:
+        UserError: no weights, weights in a form that is not supported beside them, or a file that cannot be read.
+    """
+
+    def __init__(self, directory: Path, field: str) -> None:
+        self.directory, self._field = directory, field
+        self._handles: dict[str, Any] = {}
+        self.notices: list[str] = []
+        names = self._names()
+        self.form = self._choose(names)
+        self.indexed = self._read_index() if self.form in (INDEX, BIN_INDEX) else {}
+        self.files = sorted(set(self.indexed.values())) or [self.form]
+        self.files_of: dict[str, list[str]] = {}
+        for file in self.files:
+            for name in self.handle(file).keys():  # noqa: SIM118  not a dict
+                self.files_of.setdefault(name, []).append(file)
+        self._tell_what_is_left(names)
+        self._tell_where_the_index_errs()
+
+    def _names(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self.directory))
+        except OSError as error:
+            raise self.refuse(f"cannot be read: {error.strerror}", self.directory) from error
+
+    def _choose(self, names: list[str]) -> str:
+        beside = next((n for n in names if n == "adapter_config.json" or _DISTRIBUTED.fullmatch(n)), None)
+        form = next((f for f in FORMS if f in names), None)
+        if beside is not None:
+            what = "an adapter" if beside == "adapter_config.json" else "shards of a distributed save"
+            whole = f" beside {form}" if form else ""
+            raise self.refuse(f"holds {what} ({beside}){whole}, which is not read", self.directory)
+        if form is None:
+            others = [n for n in names if n.endswith((".safetensors", ".bin"))]
+            held = f" (it holds {listed(map(shown, others))})" if others else ""
+            raise self.refuse(f"holds none of {SINGLE}, {INDEX}, {BIN} and {BIN_INDEX}{held}", self.directory)
+        if is_regular(config := self.directory / "config.json"):
+            named = read_json_object(config, self._field).get("transformers_weights")
+            if named not in (None, form):
+                problem = f"holds {form}, and config.json names {shown(str(named))} (transformers_weights)"
+                raise self.refuse(problem, self.directory)
+        return form
+
+    def _read_index(self) -> dict[str, str]:
+        path = member(self.directory, self.form, field=self._field)
+        found = read_json_object(path, self._field).get("weight_map")
+        if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
+            raise self.refuse("is not an index: a JSON object with a weight_map of tensors' files", path)
+        return found
+
+    def handle(self, file: str) -> Any:
+        """An open safetensors file, or a ``BinFile``."""
+        if file not in self._handles:
+            index = self.directory / self.form if self.indexed else None
+            path = member(self.directory, file, where=str(index or ""), field=self._field)
+            try:
+                require_regular(path)
+                self._handles[file] = _open_safetensors(path) if path.suffix == ".safetensors" else BinFile(path)
+            except UserError as error:
+                named = f", which {self.form} names" if index else ""
+                problem = error.problem.removeprefix("cannot read the file: ")
+                raise self.refuse(f"cannot be read{named}: {problem}", path) from error
+        return self._handles[file]
+
+    def _tell_what_is_left(self, names: list[str]) -> None:
+        used = {self.form, *self.files}
+        left = [n for n in names if n not in used and (n in FORMS or _SHARD.fullmatch(n))]
+        if left:
+            self.notices.append(f"{self.directory / self.form} is read, and not {listed(map(shown, left))}")
+
+    def _tell_where_the_index_errs(self) -> None:
+        wrong = [n for n, file in self.indexed.items() if n in self.files_of and file not in self.files_of[n]]
+        omitted = [n for n in self.files_of if self.indexed and n not in self.indexed]
+        for what, tensors in (("names other files for", wrong), ("does not name", omitted)):
+            if tensors:
+                where = f"they are read from {listed(self.files_of[n][-1] for n in tensors)}"
+                self.notices.append(f"{self.directory / self.form} {what} {listed(map(shown, tensors))}: {where}")
+
+    def tensor(self, name: str) -> Any:
+        """A slice object of safetensors or a ``BinSlice``: shape, dtype, and any part of the values."""
+        return self.handle(self.files_of[name][-1]).get_slice(name)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """All values of a tensor, mapped and not copied."""
+        values: torch.Tensor = self.handle(self.files_of[name][-1]).get_tensor(name)
+        return values
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors, by name."""
+        return {name: tuple(self.tensor(name).get_shape()) for name in self.files_of}
+
+    def refuse(self, problem: str, path: Path) -> UserError:
+        return UserError(problem, field=self._field, value=str(path), accepted="a directory that save_pretrained wrote")
+
+
+def _open_safetensors(path: Path) -> Any:
+    """safetensors checks the whole header; why it refuses a file is told in our words.
+
+    Raises:
+        UserError: not a safetensors file, or not a whole one.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (OSError, SafetensorError) as error:
+        raise UserError(_damage(path)) from error
+
+
+def _damage(path: Path) -> str:
+    """What is wrong with a file that safetensors refused."""
+    size = path.stat().st_size
+    with open_file(path) as file:
+        start = file.read(8)
+        if start == _POINTER[:8]:
+            return "it is a pointer of Git LFS, not the file itself"
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or length > size - 8:
+            return "not a safetensors file, or not a whole one (it ends inside its header)"
+        with suppress(ValueError, TypeError, KeyError, IndexError, AttributeError):  # no header that we can read
+            header = parse_json(file.read(min(length, MAX_TEXT_BYTES)), str(path))
+            end = 8 + length + max(e["data_offsets"][1] for name, e in header.items() if name != "__metadata__")
+            if end > size:
+                return f"not a whole safetensors file ({size:,} of {end:,} bytes)"
+    return "not a safetensors file (its header is damaged)"
+
+
+def shown(name: str) -> str:
+    """A name from a file as a message can show it: without control characters, and not at any length."""
+    text = name if name.isprintable() else ascii(name)[1:-1]
+    return text if len(text) <= 120 else text[:117] + "..."
