@@ -1,8 +1,12 @@
 """The directory that checkpoints are saved to.
 
 SAVE/iter_0000010/            a complete checkpoint: rank_*.safetensors, metadata.json, SHA256SUMS
-SAVE/iter_0000020.incomplete/ one that is being written, or was when the job ended: never read
+SAVE/iter_0000010.old/        what the one above replaces, until ``latest`` names the new one
+SAVE/iter_0000020.incomplete/ one that is being written or removed, or was when the job ended: never read
 SAVE/latest                   "iter_0000010 <sha256 of its SHA256SUMS>"; moved last
+
+A job may end between any two operations. Readers change nothing: ``place`` and ``latest`` know what is left at each
+point of a save. ``begin``, the start of the next save, puts the names right and removes what is left over.
 """
 
 from __future__ import annotations
@@ -10,15 +14,20 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 from hetero_megatron.checkpoint.companions import Private
 from hetero_megatron.checkpoint.manifest import SUMS, Damaged, sha256
+from hetero_megatron.errors import UserError
+from hetero_megatron.files import read_bytes
 
 LATEST = "latest"
 INCOMPLETE, OLD = ".incomplete", ".old"
-_NAME = re.compile(r"iter_(\d{7,})")
-_LATEST = re.compile(r"iter_(\d{7,}) ([0-9a-f]{64})\n")
+_NAME = re.compile(r"iter_(\d{7,18})")
+_LATEST = re.compile(r"iter_(\d{7,18}) ([0-9a-f]{64})\n")
 
 
 def name_of(step: int) -> str:
@@ -26,101 +35,208 @@ def name_of(step: int) -> str:
 
 
 class CheckpointDirectory:
-    """Finds, publishes and removes checkpoints; one rank does the writing."""
+    """Finds, publishes and removes checkpoints; one rank does the writing.
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    Args:
+        log: for notices.
+        check: raises UserError where the directory is no longer the one that the run began with (it was moved,
+            removed or unmounted), which must not be made anew. None: nobody holds it, and ``begin`` makes it.
+    """
+
+    def __init__(
+        self, path: str | Path, log: Callable[[str], None] = print, check: Callable[[], None] | None = None
+    ) -> None:
+        self.path, self.log, self.check = Path(path), log, check
+        self._said: set[str | None] = set()
 
     def at(self, step: int) -> Path:
         return self.path / name_of(step)
 
-    def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, ascending (complete by name; their content is not looked at)."""
-        if not self.path.is_dir():
-            return []
-        found = (_NAME.fullmatch(p.name) for p in self.path.iterdir() if p.is_dir())
-        return sorted(int(match[1]) for match in found if match)
-
-    def held(self) -> list[int]:
-        """Steps of which there is a complete checkpoint, also under the name that ``_mend`` knows."""
-        old = (_NAME.fullmatch(p.name.removesuffix(OLD)) for p in self.path.glob(f"iter_*{OLD}") if p.is_dir())
-        return sorted({*self.steps(), *(int(match[1]) for match in old if match)})
-
-    def latest(self) -> int | None:
-        """The step that ``latest`` names; None when there are no checkpoints at all.
-
-        Raises:
-            Damaged: ``latest`` is missing beside checkpoints, altered, or names one that is gone or altered.
-        """
-        path = self.path / LATEST
-        if not path.exists():
-            if self.steps():
-                raise Damaged(path, "is missing beside checkpoints")
-            return None
-        try:
-            match = _LATEST.fullmatch(path.read_bytes().decode("ascii"))
-        except (OSError, UnicodeDecodeError):
-            match = None
-        if match is None:
-            raise Damaged(path, "does not name a checkpoint")
-        step = int(match[1])
-        self._mend(step)
-        if not self.at(step).is_dir():
-            raise Damaged(path, f"names {name_of(step)}, which does not exist")
-        if sha256(self.at(step) / SUMS) != match[2]:
-            raise Damaged(self.at(step) / SUMS, f"its checksum is not the one in {LATEST}")
-        return step
-
-    def _mend(self, step: int) -> None:
-        """A job that died between the two renames of a replacement left the old one under another name."""
-        old = self.at(step).with_name(name_of(step) + OLD)
-        if not self.at(step).exists() and old.is_dir():
-            old.rename(self.at(step))
-
-    def begin(self, step: int) -> Path:
-        """An empty directory to write into; what earlier jobs left incomplete is removed."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        for leftover in [*self.path.glob(f"iter_*{INCOMPLETE}"), *self.path.glob(f"iter_*{OLD}")]:
-            if leftover.name.endswith(OLD) and not leftover.with_name(leftover.name.removesuffix(OLD)).exists():
-                continue  # the only copy
-            shutil.rmtree(leftover)
-        work = self.work(step)
-        work.mkdir()
-        return work
-
     def work(self, step: int) -> Path:
         return self.path / (name_of(step) + INCOMPLETE)
 
+    # Reading
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, ascending (complete by name; their content is not looked at)."""
+        return sorted(self._listed(""))
+
+    def held(self) -> list[int]:
+        """Steps of which there is a complete checkpoint, also one that was being replaced."""
+        return sorted({*self._listed(""), *self._listed(OLD)})
+
+    def _listed(self, ending: str) -> Iterator[int]:
+        if not self.path.is_dir():
+            return
+        for path in self.path.iterdir():
+            match = _NAME.fullmatch(path.name.removesuffix(ending))
+            if match and path.name == name_of(int(match[1])) + ending and path.is_dir():
+                yield int(match[1])
+
+    def place(self, step: int) -> Path:
+        """Where the checkpoint of a step is: under its name, or still under the other one, if the job ended while it
+        was being replaced and ``latest`` does not name the new one yet."""
+        final, old = self.at(step), self._old(step)
+        if not old.is_dir():
+            return final
+        if not final.is_dir():
+            return old
+        with suppress(Damaged):
+            if self._named() == (step, sha256(old / SUMS)) and sha256(final / SUMS) != sha256(old / SUMS):
+                return old
+        return final
+
+    def latest(self) -> int | None:
+        """The step that ``latest`` names; None when there are no checkpoints at all. What a job that ended in the
+        middle of a save has left is told by a notice.
+
+        Raises:
+            Damaged: ``latest`` is missing beside several checkpoints, altered, or names one that is gone or altered.
+        """
+        path, named = self.path / LATEST, self._named()
+        if named is None:
+            held = self.held()
+            if len(held) > 1:
+                raise Damaged(path, "is missing beside checkpoints")
+            if held:
+                left = f"{LATEST} is missing, as after a save that was cut off; the only checkpoint"
+                self.log(f"notice: {self.path}: {left}, {self.place(held[0]).name}, is taken")
+            return held[0] if held else None
+        step, digest = named
+        place = self.place(step)
+        if not place.is_dir():
+            raise Damaged(path, f"names {name_of(step)}, which does not exist")
+        if sha256(place / SUMS) != digest:
+            raise Damaged(place / SUMS, f"its checksum is not the one in {LATEST}")
+        if place != self.at(step):
+            left = f"{name_of(step)} was being replaced when a save was cut off; the one that {LATEST} names"
+            self.log(f"notice: {self.path}: {left}, {place.name}, is taken")
+        return step
+
+    def _named(self) -> tuple[int, str] | None:
+        """(step, checksum of its list of checksums) from ``latest``; None if there is none. Damaged: it says no such
+        thing."""
+        path = self.path / LATEST
+        if not os.path.lexists(path):
+            return None
+        try:
+            match = _LATEST.fullmatch(read_bytes(path, limit=4096).decode("ascii"))
+        except (UserError, UnicodeDecodeError):
+            match = None
+        if match is None:
+            raise Damaged(path, "does not name a checkpoint")
+        return int(match[1]), match[2]
+
+    def _old(self, step: int) -> Path:
+        return self.path / (name_of(step) + OLD)
+
+    # Writing
+
+    def begin(self, step: int) -> Path:
+        """An empty directory to write into; what earlier jobs left incomplete is removed."""
+        if self.check is not None:
+            self.check()
+        else:
+            self.path.mkdir(parents=True, exist_ok=True)
+        self._restore()
+        for replaced in self.path.glob(f"iter_*{OLD}"):
+            self._retire(replaced)
+        for leftover in self.path.glob(f"iter_*{INCOMPLETE}"):
+            self._remove(leftover)
+        work = self.work(step)
+        if os.path.lexists(work):  # it could not be removed
+            work.rename(self._free_name(work))
+        work.mkdir()
+        return work
+
     def publish(self, step: int) -> None:
         """The complete directory gets its name, then ``latest`` moves to it. Every rename follows an fsync."""
-        final, old = self.at(step), self.at(step).with_name(name_of(step) + OLD)
-        sync_directory(self.work(step))
-        if final.exists():
+        final, old, work = self.at(step), self._old(step), self.work(step)
+        sync_directory(work)
+        if self.check is not None:
+            self.check()
+        if os.path.lexists(final):
             final.rename(old)
-        self.work(step).rename(final)
-        sync_directory(self.path)
-        text = f"{name_of(step)} {sha256(final / SUMS)}\n"
-        fresh = self.path / (LATEST + ".new")
-        write_synced(fresh, text.encode())
-        fresh.replace(self.path / LATEST)
-        sync_directory(self.path)
-        if old.exists():
-            shutil.rmtree(old)
+        work.rename(final)
+        self._point(step)
+        if os.path.lexists(old):
+            self._retire(old)
+
+    def abandon(self, step: int) -> None:
+        """Remove what was written of a save that failed, if it can be removed."""
+        with suppress(OSError, UserError):
+            if self.check is not None:
+                self.check()  # otherwise it is another run's
+            shutil.rmtree(self.work(step))
 
     def prune(self, keep: int, retain_interval: int | None, newest: int) -> None:
-        """Remove all but the ``keep`` newest up to ``newest`` (0: all stay) and multiples of ``retain_interval``."""
+        """Remove all but the ``keep`` newest up to ``newest`` (0: all stay) and multiples of ``retain_interval``; what
+        cannot be removed stays, with a notice."""
         old = [s for s in self.steps() if s <= newest]
         for step in old[:-keep] if keep else []:
-            if retain_interval and step % retain_interval == 0:
-                continue
-            doomed = self.at(step).with_name(name_of(step) + INCOMPLETE)  # never seen half-removed
-            self.at(step).rename(doomed)
-            shutil.rmtree(doomed)
+            if not (retain_interval and step % retain_interval == 0):
+                self._retire(self.at(step))
+
+    def _restore(self) -> None:
+        """After a job that ended in the middle of a save: every checkpoint that counts has its name, and one that is
+        alone is ``latest``. From then on no other moment of a save can be mistaken for that one."""
+        for step in list(self._listed(OLD)):
+            if self.place(step) == self._old(step):
+                if os.path.lexists(self.at(step)):
+                    self._retire(self.at(step))
+                self._old(step).rename(self.at(step))
+        held = self.held()
+        if len(held) == 1 and not os.path.lexists(self.path / LATEST):
+            with suppress(Damaged):
+                self._point(held[0])
+
+    def _point(self, step: int) -> None:
+        """Move ``latest``; links, and whatever else has the names of these files, are not written through."""
+        text = f"{name_of(step)} {sha256(self.at(step) / SUMS)}\n"
+        sync_directory(self.path)
+        fresh, latest = self.path / (LATEST + ".new"), self.path / LATEST
+        for path in (fresh, latest):
+            if path.is_dir() and not path.is_symlink():
+                path.rename(self._free_name(path))
+        write_synced(fresh, text.encode())
+        fresh.replace(latest)
+        sync_directory(self.path)
+
+    def _retire(self, path: Path) -> None:
+        """Remove a checkpoint, which is never seen half-removed under its name."""
+        try:
+            doomed = path.rename(self._free_name(path))
+        except OSError as error:
+            self._say(path, error)
+        else:
+            self._remove(doomed)
+
+    def _remove(self, path: Path) -> None:
+        """A link goes, not what it leads to. What cannot be removed is told, once for each cause."""
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            self._say(path, error)
+
+    def _free_name(self, path: Path) -> Path:
+        names = (path.with_name(f"{path.name}.{number}{INCOMPLETE}") for number in count(1))
+        return next(name for name in names if not os.path.lexists(name))
+
+    def _say(self, path: Path, error: OSError) -> None:
+        if error.strerror not in self._said:
+            self._said.add(error.strerror)
+            where = error.filename or path
+            self.log(f"notice: {path} cannot be removed ({error.strerror}: {where}); it is left, and training goes on")
 
 
 def write_synced(path: Path, content: bytes) -> None:
+    """A new file in place of whatever file or link has this name, on disk when this returns."""
+    path.unlink(missing_ok=True)
     mode = 0o600 if isinstance(content, Private) else 0o666
-    with open(path, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:  # follows no link
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -16,34 +16,62 @@ _held: set[str] = set()  # directories of this process: a run that failed may no
 
 
 class DirectoryLock:
-    """A lock of the kernel, which ends with the process, however that ends."""
+    """A lock of the kernel, which ends with the process, however that ends. It is on the directory itself, and goes
+    with it where it is moved to; so ``lost`` tells whether the name still leads there."""
 
     def __init__(self, path: str | Path) -> None:
-        self._name = os.path.realpath(path)
-        self._handle: int | None = None
+        self._path, self._name = os.fspath(path), os.path.realpath(path)
+        self._handle: int | None = None  # while it is open, no other directory has its number
+        self._locked = False
 
     def take(self, seconds: float = WAIT_SECONDS) -> bool:
         """Whether no other process has it; true as well where the file system has no such locks."""
-        handle = os.open(self._name, os.O_RDONLY)
+        handle = os.open(self._name, os.O_RDONLY | os.O_DIRECTORY)
         deadline = time.monotonic() + seconds
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._locked = True
+                _held.add(self._name)
                 break
             except OSError as error:
                 taken = error.errno == errno.EWOULDBLOCK and self._name not in _held
-                if not taken or time.monotonic() >= deadline:
+                if not taken:
+                    break
+                if time.monotonic() >= deadline:
                     os.close(handle)
-                    return not taken
+                    return False
             time.sleep(0.1)
         self._handle = handle
-        _held.add(self._name)
         return True
+
+    def lost(self) -> str:
+        """Why the name does not lead to the directory that was taken any more; empty while it does, or where this
+        rank has not taken it."""
+        if self._handle is None:
+            return ""
+        try:
+            here, held = os.stat(self._path), os.fstat(self._handle)
+        except OSError as error:
+            return error.strerror or "it cannot be read"
+        return "" if (here.st_dev, here.st_ino) == (held.st_dev, held.st_ino) else "another directory has its name"
+
+    def check(self) -> None:
+        """Raises UserError where the directory is lost."""
+        if reason := self.lost():
+            raise UserError(
+                f"is no longer the directory that this run began with ({reason}): it was moved, removed or unmounted, "
+                "and is not made anew",
+                field="--save", value=self._path,
+                accepted="the directory back in its place; then --load goes on from the latest checkpoint in it",
+            )  # fmt: skip
 
     def release(self) -> None:
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
+        if self._locked:
+            self._locked = False
             _held.discard(self._name)
 
     def __del__(self) -> None:

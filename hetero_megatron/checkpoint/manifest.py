@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.files import member, open_file, read_text
 
 FORMAT = 1
 METADATA = "metadata.json"
@@ -50,15 +46,22 @@ class Place:
 
 def sha256(path: Path) -> str:
     """Of a file's content; Damaged if it cannot be read."""
-    digest, block = hashlib.sha256(), bytearray(_BLOCK)
-    view = memoryview(block)
+    digest = hashlib.sha256()
     try:
-        with path.open("rb", buffering=0) as file:
-            while n := file.readinto(block):
-                digest.update(view[:n])
+        with open_file(path) as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+    except UserError as error:
+        raise unusable(path, error) from None
     except OSError as error:
         raise Damaged(path, f"cannot be read: {error.strerror}") from error
     return digest.hexdigest()
+
+
+def unusable(path: Path, error: UserError) -> Damaged:
+    """What a reader says of a file, as damage to the checkpoint."""
+    said = UserError(error.problem, field=error.field, accepted=error.accepted) if error.where else error
+    return Damaged(path, f"is not what was written: {str(said)[:400]}")
 
 
 def format_sums(sums: Mapping[str, str]) -> str:
@@ -69,18 +72,22 @@ def read_sums(directory: Path) -> dict[str, str]:
     """File name -> checksum. Only the exact text that we write is accepted."""
     path = directory / SUMS
     try:
-        text = path.read_bytes().decode("ascii")
-    except (OSError, UnicodeDecodeError) as error:
-        raise Damaged(path, f"cannot be read: {getattr(error, 'strerror', None) or 'not text'}") from error
+        text = read_text(path)
+    except UserError as error:
+        raise unusable(path, error) from None
     sums = {}
-    for line in text.splitlines():
+    for line in text.split("\n")[:-1]:
         digest, _, name = line.partition("  ")
-        if len(digest) != 64 or set(digest) - set("0123456789abcdef") or not name or Path(name).name != name:
+        if len(digest) != 64 or set(digest) - set("0123456789abcdef") or not _is_plain(name):
             raise Damaged(path, "is not a list of checksums")
         sums[name] = digest
     if METADATA not in sums or format_sums(sums) != text:
         raise Damaged(path, "is not a list of checksums")
     return sums
+
+
+def _is_plain(name: str) -> bool:
+    return name not in ("", ".", "..") and name.isprintable() and "/" not in name
 
 
 def encode_metadata(metadata: Metadata, state: Mapping[str, Any]) -> str:
@@ -95,31 +102,7 @@ def encode_metadata(metadata: Metadata, state: Mapping[str, Any]) -> str:
             chunks.append(entry)
         dtype = str(tensor.properties.dtype).removeprefix("torch.")
         tensors[fqn] = {"dtype": dtype, "shape": list(tensor.size), "chunks": chunks}
-    return json.dumps({"format": FORMAT, "state": state, "tensors": tensors}, indent=1) + "\n"
-
-
-def read_metadata(directory: Path, sums: Mapping[str, str]) -> tuple[Metadata, dict[str, Any]]:
-    """(DCP's metadata with a ``Place`` per chunk as storage data, our state), after the checksum was right."""
-    path = directory / METADATA
-    if sha256(path) != sums[METADATA]:
-        raise Damaged(path, "its checksum is wrong")
-    try:
-        document = json.loads(path.read_text())
-        if document["format"] != FORMAT:
-            raise Damaged(path, f"has format {document['format']}; this version reads format {FORMAT}")
-        tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        places = {}
-        for fqn, entry in document["tensors"].items():
-            chunks = []
-            for chunk in entry["chunks"]:
-                offsets = torch.Size(chunk["offsets"])
-                chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk["sizes"])))
-                places[MetadataIndex(fqn, offsets)] = Place(chunk["file"], chunk["key"])
-            properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
-            tensors[fqn] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
-        return Metadata(tensors, storage_data=places), document["state"]
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise Damaged(path, f"is not the metadata of a checkpoint ({type(error).__name__}: {error})") from error
+    return json.dumps({"format": FORMAT, "state": state, "tensors": tensors}, indent=1, allow_nan=False) + "\n"
 
 
 def verify(directory: Path, sums: Mapping[str, str], part: int = 0, parts: int = 1) -> None:
@@ -130,7 +113,11 @@ def verify(directory: Path, sums: Mapping[str, str], part: int = 0, parts: int =
     """
     for name in sorted(sums)[part::parts]:
         path = directory / name
-        if not path.is_file():
+        if not os.path.lexists(path):
             raise Damaged(path, "is missing")
+        try:
+            member(directory, name)
+        except UserError as error:
+            raise unusable(path, error) from None
         if sha256(path) != sums[name]:
             raise Damaged(path, "its checksum is wrong")

@@ -5,11 +5,11 @@ DCP plans (which chunks, which reads), ``storage`` writes and reads. All ranks m
 
 from __future__ import annotations
 
-import shutil
+import hashlib
+import secrets
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from hetero_megatron.checkpoint.boxes import BoxedTensor, BoxLoadPlanner, BoxSavePlanner
 from hetero_megatron.checkpoint.companions import Companions, from_checkpoint
 from hetero_megatron.checkpoint.directory import CheckpointDirectory
-from hetero_megatron.checkpoint.manifest import Damaged, read_metadata, read_sums, verify
+from hetero_megatron.checkpoint.manifest import Damaged, read_sums, unusable, verify
+from hetero_megatron.checkpoint.metadata import check_files, read_metadata
 from hetero_megatron.checkpoint.storage import BoxReader, BoxWriter, empty_like_box
 from hetero_megatron.comm import CommError, Group
 from hetero_megatron.errors import UserError
@@ -42,6 +43,7 @@ class CheckpointSaver:
         asynchronous: False: ``save`` returns when the checkpoint is complete.
         synchronize: waits for the device, so that staged copies are whole.
         extra: small files that travel along.
+        check: raises UserError where the directory is no longer the one that the run began with; None: not looked at.
     """
 
     def __init__(
@@ -53,8 +55,9 @@ class CheckpointSaver:
         asynchronous: bool = True,
         synchronize: Callable[[], None] = lambda: None,
         extra: Mapping[str, bytes] | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
-        self.directory, self.group = CheckpointDirectory(path), group
+        self.directory, self.group = CheckpointDirectory(path, check=check), group
         self.keep, self.retain_interval = keep, retain_interval
         self.asynchronous, self.synchronize, self.extra = asynchronous, synchronize, dict(extra or {})
         self._staged: dict[tuple[str, torch.Size], torch.Tensor] = {}
@@ -140,8 +143,7 @@ class CheckpointSaver:
                 )  # fmt: skip
         except (Exception, CheckpointException) as error:  # DCP's is no Exception
             if self.group.index == 0:
-                with suppress(OSError):
-                    shutil.rmtree(self.directory.work(step))
+                self.directory.abandon(step)
             self._error = _cause(error, "--save", str(self.directory.path), self.group)
 
 
@@ -155,6 +157,8 @@ def _cause(error: BaseException, field: str, value: str, group: Group) -> BaseEx
             return UserError(problem, field=field, value=value, accepted="a directory with room, writable by all ranks")
         if isinstance(inner, Damaged):
             return damaged_error(inner, field)
+        if isinstance(inner, UserError):
+            return inner
         return RuntimeError(f"checkpoint: rank {where_rank} of the plan failed: {type(inner).__name__}: {inner}")
     if isinstance(error, RuntimeError) and not isinstance(error, CommError):
         doing = "saving" if field == "--save" else "loading"
@@ -171,24 +175,27 @@ def damaged_error(damage: Damaged, field: str = "--load") -> UserError:
 
 
 def check_writable(path: str, group: Group) -> None:
-    """Refuse at the start what would otherwise fail at the first save: unwritable, or not shared by all ranks."""
-    probe = Path(path) / ".shared"
-    problem = None
+    """Refuse at the start what would otherwise fail at the first save: unwritable, or not shared by all ranks.
+
+    They look for a file of a new name: nothing that is there already, or was seen before, can be taken for it.
+    """
+    directory, problem, name = Path(path), "", f".shared-{secrets.token_hex(8)}"
     try:
         if group.index == 0:
-            probe.parent.mkdir(parents=True, exist_ok=True)
-            probe.write_text("")
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / name).touch(exist_ok=False)
     except OSError as error:
         problem = f"cannot be written: {error.strerror}"
-    problems = group.gather_objects(problem)
-    if problems[0] is None:
+    problem = str(group.gather_objects(problem)[0])
+    if not problem:
+        probe = directory / str(group.gather_objects(name)[0])
         unseen = [r for r, seen in zip(group.ranks, group.gather_objects(probe.exists()), strict=True) if not seen]
         if group.index == 0:
-            probe.unlink()
+            probe.unlink(missing_ok=True)
         if unseen:
-            problems = [f"rank {unseen[0]} does not see what rank {group.ranks[0]} writes there"]
-    if problems[0] is not None:
-        raise UserError(str(problems[0]), field="--save", value=path, accepted="a directory that all ranks can write")
+            problem = f"rank {unseen[0]} does not see what rank {group.ranks[0]} writes there"
+    if problem:
+        raise UserError(problem, field="--save", value=path, accepted="a directory that all ranks can write")
 
 
 @dataclass(frozen=True)
@@ -207,7 +214,10 @@ class Checkpoint:
 
     def companions(self) -> Companions:
         """What travels along: of the files that the checksums cover, those of known names."""
-        return from_checkpoint(self.path, read_sums(self.path))
+        try:
+            return from_checkpoint(self.path, read_sums(self.path))
+        except Damaged as error:
+            raise damaged_error(error) from None
 
     def read_into(self, tensors: Mapping[str, BoxedTensor], group: Group) -> None:
         """Overwrite the values of all boxes, converting dtypes. Called on all ranks of ``group``."""
@@ -235,16 +245,16 @@ def open_checkpoint(
     Raises:
         UserError: damaged, or ``step`` does not exist.
     """
-    directory = CheckpointDirectory(path)
+    directory = CheckpointDirectory(path, log)
     damage: Damaged | None = None
     steps = _candidates(directory, group, step, previous)
     if isinstance(steps, Damaged):
         if not previous:
             raise damaged_error(steps)
-        damage, steps = steps, _agree(group, directory.steps())[::-1]
+        damage, steps = steps, _agree(group, directory.held())[::-1]
         log(f"notice: --load {damage.path}: {damage.problem}")
     for candidate in steps:
-        found = _open(directory.at(candidate), candidate, group)
+        found = _open(directory.place(candidate), candidate, group)
         if isinstance(found, Checkpoint):
             return found
         damage = found
@@ -262,7 +272,7 @@ def _candidates(
     """Steps to try, best first: decided by the first rank."""
 
     def decide() -> list[int] | Damaged | UserError:
-        steps = directory.steps()
+        steps = directory.held()
         if step is not None:
             if step not in steps:
                 have = ", ".join(map(str, steps[-8:])) or "no checkpoints"
@@ -294,8 +304,9 @@ def _open(path: Path, step: int, group: Group | None) -> Checkpoint | Damaged:
     part, parts = (group.index, group.size) if group is not None else (0, 1)
     try:
         sums = read_sums(path)
+        metadata, state = read_metadata(path, sums, step)
         verify(path, sums, part, parts)
-        metadata, state = read_metadata(path, sums)
+        check_files(path, metadata, part, parts)
         found = Checkpoint(path, step, metadata, state)
     except Damaged as error:
         damage = error

@@ -13,13 +13,16 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.checkpoint.manifest import Damaged
+from hetero_megatron.checkpoint.manifest import METADATA, Damaged, unusable
+from hetero_megatron.errors import UserError
+from hetero_megatron.files import open_file, parse_json
 
 LABELS: dict[torch.dtype, str] = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8",
 }  # fmt: skip
 _BLOCK = 16 << 20
+_MAX_HEADER = 100_000_000  # of safetensors itself
 
 
 def header(entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
@@ -42,7 +45,7 @@ def write_file(
     head = header(entries)
     size = len(head) + sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in entries.values())
     digest = hashlib.sha256()
-    with path.open("wb", buffering=0) as file:
+    with path.open("xb", buffering=0) as file:  # which follows no link
         os.posix_fallocate(file.fileno(), 0, size)  # a full disk is noticed before anything is written
         for block in itertools.chain([head], _blocks(map(get, entries))):
             digest.update(block)
@@ -60,6 +63,43 @@ def _blocks(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
             data = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
             for start in range(0, len(data), _BLOCK):
                 yield data[start : start + _BLOCK]
+
+
+def check_file(path: Path, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    """Check that a file has exactly these tensors, one after another, and nothing after them.
+
+    Raises:
+        Damaged: it has not, or is no safetensors file.
+    """
+    try:
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length <= min(_MAX_HEADER, size - 8):
+                raise UserError("not a safetensors file")
+            table = parse_json(file.read(length), os.fspath(path))
+    except UserError as error:
+        raise unusable(path, error) from None
+    except OSError as error:
+        raise Damaged(path, f"cannot be read: {error.strerror}") from error
+    found = {k: v for k, v in table.items() if k != "__metadata__"} if isinstance(table, dict) else {}
+    if missing := sorted(entries.keys() ^ found.keys()):
+        raise Damaged(path, f"does not hold the tensors that {METADATA} says: {missing[0][:200]}")
+    start = 0
+    for key in sorted(found, key=lambda k: _offsets(found[k])):
+        dtype, shape = entries[key]
+        stop = start + torch.Size(shape).numel() * dtype.itemsize
+        if found[key] != {"dtype": LABELS[dtype], "shape": list(shape), "data_offsets": [start, stop]}:
+            raise Damaged(path, f"holds {key[:200]} with another dtype or shape than {METADATA} says")
+        start = stop
+    if start != size - 8 - length:
+        raise Damaged(path, "is of another length than its tensors")
+
+
+def _offsets(entry: Any) -> tuple[int, ...]:
+    """To sort by; of an entry that is not one, anything."""
+    found = entry.get("data_offsets") if isinstance(entry, dict) else None
+    return tuple(found) if isinstance(found, list) and all(isinstance(n, int) for n in found) else ()
 
 
 class Files:
@@ -87,4 +127,4 @@ class Files:
             part: torch.Tensor = whole[slices]
             return part
         except (OSError, SafetensorError) as error:
-            raise Damaged(path, f"cannot be read: {error}") from error
+            raise Damaged(path, "cannot be read, though it was when it was verified") from error

@@ -9,6 +9,7 @@ from hetero_megatron.layout.cut import cut, largest_remainder
 from hetero_megatron.layout.layout import Layout
 from hetero_megatron.layout.owners import assign_owners, representatives
 from hetero_megatron.layout.refine import Cell, refine
+from hetero_megatron.layout.tiling import tiles
 from hetero_megatron.layout.transfer import Piece, Transfer, reduction, transfer
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "reduction",
     "refine",
     "representatives",
+    "tiles",
     "transfer",
 ]

@@ -80,13 +80,17 @@ class Checkpointing:
         if self.active:
             assert options.save is not None and group is not None
             self.saver = CheckpointSaver(
-                options.save, group, options.keep, options.retain_interval, options.asynchronous, synchronize
-            )
+                options.save, group, options.keep, options.retain_interval, options.asynchronous, synchronize,
+                check=lock.check if lock is not None else None,
+            )  # fmt: skip
             runtime.before_update = self.saver.staged
 
     @property
     def failed(self) -> bool:
-        return self.saver is not None and self.saver.failed
+        """No save can succeed: one has failed, or the directory is gone (perhaps seen by one rank before the others);
+        the next one, or ``wait``, raises it."""
+        lost = self._lock is not None and bool(self._lock.lost())
+        return self.saver is not None and (self.saver.failed or lost)
 
     def _log(self, text: str) -> None:
         if self.runtime.world.index == 0:

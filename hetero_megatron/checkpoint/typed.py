@@ -1,0 +1,82 @@
+"""Parsed JSON as typed values: a checkpoint's metadata may have been altered, its checksums made anew."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from typing import Any
+
+from hetero_megatron.errors import UserError
+
+MAX_INTEGER = 1 << 62  # beyond it sizes and counts do not fit int64
+
+
+def typed(value: Any, kind: Any, field: str) -> Any:
+    """``value`` as ``kind``: ``Any``, ``None``, bool, int, float (finite), str, ``list[K]``, ``tuple[K, ...]``,
+    ``dict[str, K]``, ``K | L``, or a dataclass, whose keys are its fields (those with a default may be missing).
+
+    Raises:
+        UserError: naming the place below ``field``.
+    """
+    if dataclasses.is_dataclass(kind):
+        return _record(value, typing.cast(type, kind), field)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        others = [k for k in arguments if k is not type(None)]
+        assert len(others) == 1, f"{kind}: one kind or None"
+        return typed(value, others[0], field)
+    if origin in (list, tuple) and isinstance(value, list):
+        return origin(typed(item, arguments[0], f"{field}[{i}]") for i, item in enumerate(value))
+    if origin is dict and isinstance(value, dict):
+        return {key: typed(item, arguments[1], f"{field}.{key}") for key, item in value.items()}
+    if kind is Any:
+        return _finite(value, field)
+    if kind is float and type(value) is int and abs(value) < MAX_INTEGER:
+        return float(value)
+    if kind in (bool, int, float, str) and type(value) is kind:
+        if kind is int and abs(value) >= MAX_INTEGER:
+            raise UserError("is too large", field=field, value=value)
+        return _finite(value, field)
+    raise UserError("has another type", field=field, value=value, accepted=_name(origin or kind))
+
+
+def _record(value: Any, kind: type, field: str) -> Any:
+    if not isinstance(value, dict):
+        raise UserError("has another type", field=field, value=value, accepted="an object")
+    hints, known = _hints(kind), dataclasses.fields(kind)
+    if unknown := sorted(value.keys() - hints.keys()):
+        raise UserError("is not known to this version", field=f"{field}.{unknown[0]}", accepted="the one that wrote it")
+    given = {f.name: typed(value[f.name], hints[f.name], f"{field}.{f.name}") for f in known if f.name in value}
+    for f in known:
+        if f.name not in given and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            raise UserError("is missing", field=f"{field}.{f.name}")
+    return kind(**given)
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
+
+
+def _finite(value: Any, field: str) -> Any:
+    """JSON as it is; NaN and infinities, which no file of ours holds, are refused wherever they are."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError("is not finite", field=field, value=value)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _finite(item, f"{field}.{key}")
+    elif isinstance(value, list):
+        for item in value:
+            _finite(item, field)
+    return value
+
+
+def _name(kind: Any) -> str:
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "text", dict: "an object"}
+    return names.get(kind, "a list" if kind in (list, tuple) else "null")
