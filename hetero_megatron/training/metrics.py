@@ -72,6 +72,11 @@ class StepMetrics:
         return out | dict.fromkeys(broken) | ({"not_finite": broken} if broken else {})
 
 
+def perplexity_of(loss: float) -> float:
+    """As Megatron: of at most 20 nats; NaN where the loss is."""
+    return math.exp(min(loss, 20.0))  # in this order, so that NaN stays
+
+
 class MetricsWriter:
     """Writes to every place that was asked for; each line is on disk when ``step`` returns.
 
@@ -120,9 +125,9 @@ class MetricsWriter:
 
     def validation(self, step: int, loss: float, name: str = "validation", perplexity: bool = False) -> None:
         """Record an evaluation after ``step``; ``perplexity`` adds it to TensorBoard and W&B."""
-        ppl = math.exp(min(20.0, loss))
-        finite = loss if math.isfinite(loss) else None
-        self._line({"step": step, f"{name}_loss": finite, f"{name}_perplexity": ppl if finite is not None else None})
+        ppl = perplexity_of(loss)
+        known = math.isfinite(loss)
+        self._line({"step": step, f"{name}_loss": loss if known else None, f"{name}_perplexity": ppl if known else None})
         scalars = {f"lm loss {name}": loss}
         self._scalars(scalars | ({f"lm loss {name} ppl": ppl} if perplexity else {}), step)
 

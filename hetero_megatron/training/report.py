@@ -13,7 +13,7 @@ from hetero_megatron.spec.flops import sequence_flops
 from hetero_megatron.testbed.clocks import Kept, worst_clock
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.console import Progress, format_line, format_validation
-from hetero_megatron.training.metrics import MetricsWriter, StepMetrics, set_aside
+from hetero_megatron.training.metrics import MetricsWriter, StepMetrics, perplexity_of, set_aside
 from hetero_megatron.training.record import (
     FILE,
     add_event,
@@ -148,7 +148,7 @@ class Reporter:
     def validation(self, step: int, loss: float) -> None:
         if self.writer is not None:
             self.writer.validation(step, loss, perplexity=self.config.logging.validation_perplexity)
-            print(format_validation(step, loss, math.exp(min(20.0, loss))), flush=True)
+            print(format_validation(step, loss, perplexity_of(loss)), flush=True)
 
     def flush(self) -> None:
         """Whatever ends the run: what was reported is on disk."""
