@@ -14,7 +14,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.training.batch_size import BatchSize
 from hetero_megatron.training.console import Progress, format_duration, format_line, format_validation
 from hetero_megatron.training.loss_scale import LossScale
-from hetero_megatron.training.metrics import MetricsWriter, StepMetrics
+from hetero_megatron.training.metrics import MetricsWriter, Resumed, StepMetrics
 
 
 def test_constant_batch() -> None:
@@ -164,8 +164,8 @@ def test_tensorboard_is_on_disk_after_a_flush(tmp_path: Path) -> None:
 
 
 def test_a_fresh_run_keeps_older_metrics_and_a_resumed_one_appends(tmp_path: Path) -> None:
-    for step, resume in ((1, False), (2, True), (1, False)):
-        writer = MetricsWriter(str(tmp_path), resume=resume)
+    for step, resumed in ((1, None), (2, Resumed(1)), (1, None)):
+        writer = MetricsWriter(str(tmp_path), resumed=resumed)
         writer.step(_metrics(step))
         writer.close()
     assert len((tmp_path / "metrics.1.jsonl").read_text().splitlines()) == 2

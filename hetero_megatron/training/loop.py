@@ -306,6 +306,7 @@ class Training:
                 self.loss_scale.check(self.step, (stop or self.step == config.steps) and not self.trained)
             every = config.evaluation
             if self.checkpoints.due(self.step):
+                self.reporter.flush()  # a run that is killed goes on from here, and its logs with it
                 self.checkpoints.save(Progress(self.step, self.consumed), self.loss_scale)
             if every.iterations and self.step % every.interval == 0 and self.step < config.steps and not stop:
                 self._evaluate()
