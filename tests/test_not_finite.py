@@ -35,7 +35,11 @@ def spoilt(good: Path, to: Path, name: str, value: float) -> list[str]:
 @pytest.mark.parametrize("dtype", ["--fp16", "--fp16 --loss-scale 8", "--bf16", "", "--fp64"])
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("model.layers.1.mlp.up_proj.weight", math.nan), ("model.norm.weight", math.inf), ("model.layers.0.self_attn.v_proj.weight", -math.inf)],
+    [
+        ("model.layers.1.mlp.up_proj.weight", math.nan),
+        ("model.norm.weight", math.inf),
+        ("model.layers.0.self_attn.v_proj.weight", -math.inf),
+    ],
 )
 def test_weights_that_are_not_finite_end_the_run(
     dtype: str, name: str, value: float, good: Path, tmp_path: Path

@@ -125,8 +125,8 @@ def _remedy(found: str, differ: bool) -> str:
     if differ:
         return "other hardware for that rank, then --load of the latest checkpoint"
     if found.startswith(f"not finite: {_WEIGHT}"):
-        return "weights without NaN or Inf (an earlier checkpoint, another --load-hf), and a smaller --lr if training made it"
-    return "a smaller learning rate (--lr), other data, or more range than fp16 has (--bf16), from a checkpoint before it"
+        return "weights without NaN or Inf (an earlier checkpoint, another --load-hf), and a smaller --lr"
+    return "a smaller --lr, other data, or more range than fp16 has (--bf16), from a checkpoint before it"
 
 
 def is_spike(loss: float, history: Sequence[float] | deque[float]) -> bool:

@@ -200,11 +200,12 @@ class Training:
         self.trained = start.step >= config.steps  # whether there was nothing to do, or a step of this run was taken
         # Where there is something to save, being told to stop means saving first.
         asked = config.exit.signal or ("SIGTERM" if self.checkpoints.active else "SIGINT")
-        signals = {asked, "SIGINT"}
+        signals = {asked, "SIGINT", *(("SIGHUP",) if asked == "SIGTERM" else ())}
         self.exit = ExitConditions(config.exit.minutes, config.exit.interval, signals)
         self.reporter = Reporter(config, self.runtime, platform, self.step + 1)
         check_grad = config.check_nan and config.dtype != "fp16"  # there it is the loss scale's affair
-        self.guard = StepGuard(config.check_nan, check_grad, config.failure.check_spikes, config.failure.rerun, self.say)
+        failure = config.failure
+        self.guard = StepGuard(config.check_nan, check_grad, failure.check_spikes, failure.rerun, self.say)
         self.stragglers = self._watch()
         self.drift: list[Behind] = []
         self.drift_reason = ""

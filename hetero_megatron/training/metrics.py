@@ -122,8 +122,11 @@ class MetricsWriter:
         tensorboard_interval: int = 1,
         purge_step: int | None = None,
     ) -> None:
-        self._file, logged = _open(Path(directory), resumed) if directory is not None else (None, False)
-        self._evaluated = resumed.step if resumed is not None and logged else None
+        self._file: BinaryIO | None = None
+        self._evaluated: int | None = None  # the step whose evaluation is logged already
+        if directory is not None:
+            self._file, logged = _open(Path(directory), resumed)
+            self._evaluated = resumed.step if resumed is not None and logged else None
         self._interval = tensorboard_interval
         self._tensorboard = self._wandb = None
         if tensorboard_dir is not None:
@@ -153,8 +156,8 @@ class MetricsWriter:
     def validation(self, step: int, loss: float, name: str = "validation", perplexity: bool = False) -> None:
         """Record an evaluation after ``step``; ``perplexity`` adds it to TensorBoard and W&B."""
         ppl = perplexity_of(loss)
-        known = math.isfinite(loss)
-        self._line({"step": step, f"{name}_loss": loss if known else None, f"{name}_perplexity": ppl if known else None})
+        values = {f"{name}_loss": loss, f"{name}_perplexity": ppl}
+        self._line({"step": step, **(values if math.isfinite(loss) else dict.fromkeys(values))})
         if step != self._evaluated:
             scalars = {f"lm loss {name}": loss}
             self._scalars(scalars | ({f"lm loss {name} ppl": ppl} if perplexity else {}), step)

@@ -1,11 +1,10 @@
-"""``metrics.jsonl`` of a run that goes on: what an earlier part of it recorded of later steps is taken out of it, so that
+"""``metrics.jsonl`` of a run that goes on: what an earlier part of it recorded of later steps is taken out, so that
 each step stands in it once. No torch."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import open_append, parse_json, text_lines
@@ -31,16 +30,19 @@ def rewind(path: Path, step: int | None = None, evaluated: int | None = None) ->
     keys = [_key(line, f"{path}:{number}") for number, line in text_lines(path, "--save")]
     last = {key: index for index, key in enumerate(keys)}
     again = ("validation", evaluated)
-    keep = [
-        key is not None and (key[0] == "emulation" or (last[key] == i and key != again and (step is None or key[1] <= step)))
-        for i, key in enumerate(keys)
-    ]  # fmt: skip
+
+    def stays(index: int, key: tuple[str, int] | None) -> bool:
+        if key is None or key[0] == "emulation":
+            return key is not None
+        return last[key] == index and key != again and (step is None or key[1] <= step)
+
+    keep = [stays(index, key) for index, key in enumerate(keys)]
     if not all(keep):
         _rewrite(path, keep)
     return again in last
 
 
-def _key(line: bytes, where: str) -> tuple[str, Any] | None:
+def _key(line: bytes, where: str) -> tuple[str, int] | None:
     """(what it records, step) of a line; None if it is not a record."""
     try:
         record = parse_json(line, where)
