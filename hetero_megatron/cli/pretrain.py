@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.training.exit import INTERRUPTED, at_once
+from hetero_megatron.training.exit import INTERRUPTED, at_once, import_torch
 from hetero_megatron.training.out_of_memory import out_of_memory
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def dry_run(config: RunConfig, environment: Mapping[str, str]) -> int:
                 over = format_bytes(needs.total - has)
                 print(f"notice: rank {rank} is {over} over the memory of {cluster.chip_of(rank).name}")
     if config.as_rank is not None:
+        import_torch()
         from hetero_megatron.training.dry_run import format_dry_run, run_rank
 
         print(format_dry_run(run_rank(config, config.as_rank), config), flush=True)

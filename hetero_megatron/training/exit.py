@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from types import FrameType
 from typing import Any
 
@@ -32,6 +33,12 @@ def at_once() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def import_torch() -> None:
+    """Where a command needs it: an exception in the middle of it can end the process with a signal."""
+    with at_once():
+        import_module("torch")
 
 
 def _end(number: int, frame: FrameType | None) -> None:
