@@ -4,15 +4,12 @@ python pretrain_gpt.py --model tiny --mock-data --seq-length 128 --micro-batch-s
 torchrun --nproc-per-node 4 pretrain_gpt.py --plan plan.yaml --model tiny --data-path stdlib ...
 """
 
-import os
 import sys
 
-from hetero_megatron.cli.pretrain import main
+try:
+    from hetero_megatron.cli.start import pretrain
+except KeyboardInterrupt:
+    sys.exit(130)
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not sys.exit: gloo's threads may still be dropping tensors, and one that asks for the interpreter's lock while it
-    # shuts down aborts the process ("terminate called without an active exception").
-    os._exit(code)
+    pretrain()

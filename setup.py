@@ -75,5 +75,5 @@ setup(
     package_data={"": ["*.yaml", "*.json", "*.html", "py.typed"]},
     install_requires=REQUIRED,
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["hetero-megatron = hetero_megatron.cli.main:main"]},
+    entry_points={"console_scripts": ["hetero-megatron = hetero_megatron.cli.start:console"]},
 )

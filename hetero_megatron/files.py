@@ -8,17 +8,20 @@ surrogates, which cannot be printed).
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NoReturn
 
 from hetero_megatron.errors import UserError
 
 MAX_TEXT_BYTES = 64 << 20  # a plan of 10,240 ranks with every unit written out has 4 MB
+MAX_LINE_BYTES = 16 << 20  # the record of a step of 10,240 ranks has 0.7 MB
 MAX_DEPTH = 64
 MAX_DIGITS = 32  # of an integer; readers bound the value itself
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -140,6 +143,82 @@ def _check_json(value: Any, where: str, field: str) -> None:
             return
         level = inner
     raise UserError("nested too deeply", field=field, where=where, accepted=f"at most {MAX_DEPTH} levels")
+
+
+def text_lines(path: Name, field: str = "") -> Iterator[tuple[int, bytes]]:
+    """(number from 1, line with its end) of a file of any size, whose lines have at most ``MAX_LINE_BYTES``.
+
+    Raises:
+        UserError: it cannot be read, or a line is longer.
+    """
+    with open_file(path, field) as file:
+        for number in itertools.count(1):
+            try:
+                line = file.readline(MAX_LINE_BYTES + 1)
+            except OSError as error:
+                _unreadable(path, field, error.strerror or "input/output error")
+            if len(line) > MAX_LINE_BYTES:
+                _unreadable(path, field, f"line {number} is longer than {MAX_LINE_BYTES >> 20} MiB")
+            if not line:
+                return
+            yield number, line
+
+
+def json_lines(path: Name, field: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file:line, object) of a file with a JSON object per line; empty lines are left out.
+
+    So is the last line if it was cut off, as when a process died while writing it.
+
+    Raises:
+        UserError: it cannot be read, or another line is not a JSON object.
+    """
+    for number, line in text_lines(path, field):
+        where = f"{os.fspath(path)}:{number}"
+        if not line.strip():
+            continue
+        try:
+            value = parse_json(line, where, field)
+        except UserError:
+            if not line.endswith(b"\n"):
+                return
+            raise
+        if not isinstance(value, dict):
+            raise UserError("not a JSON object", field=field, where=where)
+        yield where, value
+
+
+def open_append(path: Name, field: str = "") -> BinaryIO:
+    """Open a regular file for appending, or make it. A last line that was cut off is removed; links are not followed.
+
+    Raises:
+        UserError: it cannot be written, or is not a regular file.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        handle = os.open(path, flags, 0o666)
+    except OSError as error:
+        reason = "it is a link" if error.errno == errno.ELOOP else error.strerror
+        raise UserError(f"cannot be written: {reason}", field=field, value=os.fspath(path)) from None
+    kind = _kind(os.fstat(handle).st_mode)
+    if kind:
+        os.close(handle)
+        raise UserError(f"cannot be written: it is {kind}", field=field, value=os.fspath(path))
+    _cut_off(handle)
+    return os.fdopen(handle, "ab")
+
+
+def _cut_off(handle: int) -> None:
+    """Remove what follows the last line end."""
+    end = os.fstat(handle).st_size
+    while end:
+        start = max(0, end - (1 << 16))
+        found = os.pread(handle, end - start, start).rfind(b"\n")
+        if found >= 0:
+            end = start + found + 1
+            break
+        end = start
+    if end < os.fstat(handle).st_size:
+        os.ftruncate(handle, end)
 
 
 def require_text(text: str, where: str = "", field: str = "") -> str:

@@ -57,7 +57,7 @@ def faulty(
     except UserError as error:
         same = all((a[2] == b[2]).all() for a, b in zip(before, weights(runtime), strict=True))
         return {"error": str(error), "same": same, "said": said}
-    return {"loss": stats.loss, "said": said}
+    return {"loss": stats.loss, "said": said, "skipped": stats.skipped}
 
 
 def run(where: str, times: int, guard: StepGuard) -> list[dict[str, Any]]:
@@ -75,6 +75,17 @@ def test_what_is_not_finite_is_named(where: str, what: str) -> None:
         assert f"at step 3; first not finite: {what}" in seen["error"], seen["error"]
         assert "on rank 2 (pipeline 0 stage 1)" in seen["error"] or where == "backward"
         assert "not the hardware" in seen["error"] and seen["same"]
+
+
+def test_with_a_loss_scale_a_loss_that_is_not_finite_still_ends_the_run_and_a_gradient_does_not() -> None:
+    for seen in run("forward", 99, StepGuard(check_grad=False)):
+        assert "at step 3; first not finite: output of layer 2" in seen["error"] and seen["same"]
+    for seen in run("backward", 99, StepGuard(check_grad=False)):
+        assert "error" not in seen and math.isfinite(seen["loss"]) and seen["skipped"]
+    undisturbed = run("forward", 0, StepGuard())
+    guard = StepGuard(check_grad=False, rerun=True)
+    for one, seen in zip(undisturbed, run("forward", 1, guard), strict=True):
+        assert seen["loss"] == one["loss"] and "suspect its hardware" in seen["said"][0]
 
 
 def test_a_transient_fault_is_named_and_ends_the_run_unless_steps_may_run_again() -> None:
@@ -110,7 +121,7 @@ def test_losses_that_are_not_finite_hide_no_spike() -> None:
             loss = losses[arguments[1]]  # first sample: the number of the step here
             return StepStats(loss, 1, 1.0, not math.isfinite(loss), False, [], [], [])
 
-    guard = StepGuard(check_finite=False, check_spikes=True)
+    guard = StepGuard(check_loss=False, check_grad=False, check_spikes=True)
     for number in range(len(losses)):
         guard.step(Steps(), None, number, number, 1, 1e-3)  # type: ignore[arg-type]
     assert is_spike(4.0, guard.history) and len(guard.history) == 50

@@ -52,6 +52,8 @@ def run_dir(tmp_path: Path) -> Path:
         )  # fmt: skip
         if count == 8:
             record.add_event(tmp_path, "launcher", "rank 2 <slow-0> ended with SIGKILL")
+            writer.close()
+            writer = metrics.MetricsWriter(str(tmp_path), resumed=metrics.Resumed(6))
             record.add_event(tmp_path, "start", "again", **record.start_event(run, found, busy, chips, 7))
     writer.validation(12, 3.5)
     record.add_event(tmp_path, "straggler", "rank 3 (small) falls behind", step=9, rank=3, ratio=2.0)
@@ -119,7 +121,7 @@ def test_what_was_emulated_is_named_and_its_flags_stay(run_dir: Path, capsys: py
         (0, start), (6, {**start, **load, "overrun": 0.034, "late": 0.2, "worst_rank": 1, "invalid": True}),
         (6, start), (12, {**start, "disturbed": False, "overrun": 0.0, "late": 0.1, "worst_rank": 0, "invalid": False}),
     ):  # fmt: skip
-        metrics.MetricsWriter(str(run_dir), resume=True).emulation(step, facts)
+        metrics.MetricsWriter(str(run_dir), resumed=metrics.Resumed(12)).emulation(step, facts)
     assert main(["report", str(run_dir), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["steps"] == 12 and found["emulation"]["chips"] == "clock"

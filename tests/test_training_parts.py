@@ -14,7 +14,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.training.batch_size import BatchSize
 from hetero_megatron.training.console import Progress, format_duration, format_line, format_validation
 from hetero_megatron.training.loss_scale import LossScale
-from hetero_megatron.training.metrics import MetricsWriter, StepMetrics
+from hetero_megatron.training.metrics import MetricsWriter, Resumed, StepMetrics
 
 
 def test_constant_batch() -> None:
@@ -80,6 +80,29 @@ def test_dynamic_loss_scale() -> None:
     assert scale.scale == 16.0
 
 
+@pytest.mark.parametrize(("scale", "most"), [
+    (LossScale(64.0, True, minimum=16.0, window=3, hysteresis=2), 2 + 1 + 2),  # falls at the 2nd and 3rd, then 2 more
+    (LossScale(16.0, True, minimum=16.0, hysteresis=3), 3),
+    (LossScale(1e30), 20),
+])  # fmt: skip
+def test_a_scale_that_cannot_fall_and_overflows_again_and_again_is_refused(scale: LossScale, most: int) -> None:
+    lucky = scale
+    for step in range(1, most):
+        scale, lucky = scale.update(True), lucky.update(True)
+        scale.check(step)
+    lucky.update(False).update(True).check(most)  # not in a row
+    field = "--min-loss-scale" if scale.dynamic else "--loss-scale"
+    with pytest.raises(UserError, match=f"{field} = .* step {most} and those after it"):
+        scale.update(True).check(most)
+
+
+def test_a_run_that_took_no_step_is_refused_only_where_the_scale_cannot_fall() -> None:
+    with pytest.raises(UserError, match="the last step was skipped"):
+        LossScale(1e30).update(True).check(1, finished=True)
+    LossScale(2.0**32, True).update(True).check(1, finished=True)  # it looks for its scale
+    LossScale(1e30).update(False).check(1, finished=True)
+
+
 def test_loss_scale_grows_after_a_smaller_window() -> None:
     scale = LossScale(8.0, True, window=3).with_state({"scale": 8.0, "good_steps": 500, "patience": 2})
     assert scale.update(False).scale == 16.0
@@ -141,8 +164,8 @@ def test_tensorboard_is_on_disk_after_a_flush(tmp_path: Path) -> None:
 
 
 def test_a_fresh_run_keeps_older_metrics_and_a_resumed_one_appends(tmp_path: Path) -> None:
-    for step, resume in ((1, False), (2, True), (1, False)):
-        writer = MetricsWriter(str(tmp_path), resume=resume)
+    for step, resumed in ((1, None), (2, Resumed(1)), (1, None)):
+        writer = MetricsWriter(str(tmp_path), resumed=resumed)
         writer.step(_metrics(step))
         writer.close()
     assert len((tmp_path / "metrics.1.jsonl").read_text().splitlines()) == 2

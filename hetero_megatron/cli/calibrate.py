@@ -27,6 +27,7 @@ from hetero_megatron.cluster.cluster import Rank
 from hetero_megatron.cluster.rates_section import merge_rates, read_rates, write_rates
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.rates import refuse_twice
+from hetero_megatron.training.exit import import_torch
 
 
 def _numbers(text: str, flag: str) -> tuple[int, ...]:
@@ -175,6 +176,7 @@ def _measure(
     cluster: Cluster, options: argparse.Namespace, out: str
 ) -> tuple[dict[str, Any], str, bool, Rank | None]:
     """(rates, tables, whether this is the rank that writes, a rank whose core could not keep up with its chip)."""
+    import_torch()
     from hetero_megatron.comm import start_comm, stop_comm
     from hetero_megatron.platform import choose_platform
     from hetero_megatron.platform.plugins import load_plugins

@@ -11,6 +11,7 @@ from pathlib import Path
 from hetero_megatron.cli.arguments import refuse_empty
 from hetero_megatron.cli.hub import model_directory
 from hetero_megatron.errors import UserError
+from hetero_megatron.training.exit import import_torch
 
 USAGE = """\
 usage: hetero-megatron convert SOURCE TARGET [--dtype fp32|bf16|fp16|fp64] [--ckpt-step N]
@@ -49,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
     if step is not None and (foreign or not step.isdigit()):
         raise UserError("no step of SOURCE", field="--ckpt-step", value=step, accepted="a step, for a native SOURCE")
     # Only now: importing torch takes seconds, and a refusal should not.
+    import_torch()
     from hetero_megatron.checkpoint.convert import DTYPES, from_native, to_native
     from hetero_megatron.checkpoint.finite import listed
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 
 from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cluster.catalogue import CHIPS, markdown
+from hetero_megatron.training.exit import import_torch
 
 OK, OPTIONAL, BROKEN = "ok", "missing (optional)", "MISSING"
 
@@ -56,6 +57,7 @@ def _torch() -> Finding:
     major, minor = (int(part) for part in version.split(".")[:2])
     if (major, minor) < (2, 11):
         return Finding("torch", BROKEN, version, "2.11 or later: make env")
+    import_torch()
     import torch
 
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

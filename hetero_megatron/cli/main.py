@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.training.exit import INTERRUPTED
+from hetero_megatron.training.exit import INTERRUPTED, at_once
+from hetero_megatron.training.out_of_memory import out_of_memory
 
 # Each is a module of this package with a function main(arguments) -> exit code, imported when it is called.
 _COMMANDS = {
@@ -38,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError, OSError, ImportError) as error:
+        if text := out_of_memory(error):
+            print(f"error: {text}", file=sys.stderr)
+            return 2
         if type(error).__name__ != "CommError":  # by name: importing it would import torch
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -47,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
     if name in _COMMANDS:
-        command: Callable[[Sequence[str]], int] = import_module(f"hetero_megatron.cli.{name}").main
+        with at_once():
+            command: Callable[[Sequence[str]], int] = import_module(f"hetero_megatron.cli.{name}").main
         return command
     near = difflib.get_close_matches(name, _COMMANDS, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
@@ -62,4 +67,6 @@ def _usage() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from hetero_megatron.cli.start import console
+
+    sys.exit(console())

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hetero_megatron.cli.arguments import refuse_empty
 from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.errors import UserError
+from hetero_megatron.training.exit import import_torch
 
 if TYPE_CHECKING:
     from hetero_megatron.platform.plugins import Plugin, Plugins
@@ -63,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
+    import_torch()
     from hetero_megatron.platform.plugins import load_plugins
 
     found = load_plugins()
@@ -124,6 +126,7 @@ def _new(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
+    import_torch()
     from hetero_megatron.cli.check_plugin import check_plugin, print_report
 
     check_writable(args.profile, "--profile")
@@ -143,6 +146,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
+    import_torch()
     from hetero_megatron.training.alignment.dump import compare_dumps
 
     result = compare_dumps(args.one, args.other, args.tolerance)

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.training.exit import INTERRUPTED
+from hetero_megatron.training.exit import INTERRUPTED, at_once, import_torch
+from hetero_megatron.training.out_of_memory import out_of_memory
 
 if TYPE_CHECKING:
     from hetero_megatron.training.config import RunConfig
@@ -25,22 +26,27 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
         print(help_text())
         return 0
     try:
-        from hetero_megatron.cli.configure import configure
+        with at_once():
+            from hetero_megatron.cli.configure import configure
 
         config = configure(argv, environment)
         if config.dry_run:
             return dry_run(config, environment)
         # Only now: importing torch takes seconds, and a refusal should not.
-        from hetero_megatron.training.loop import train
+        with at_once():  # until training catches it: nothing is written before
+            from hetero_megatron.training.loop import train
 
-        return train(config)
+            return train(config)
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return USER_ERROR
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr, flush=True)
         return INTERRUPTED
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError, OSError, ImportError) as error:
+        if text := out_of_memory(error, environment):
+            print(f"error: {text}", file=sys.stderr, flush=True)
+            return USER_ERROR
         from hetero_megatron.comm.errors import CommError
         from hetero_megatron.training.diagnosis import leave_diagnosis
 
@@ -77,6 +83,7 @@ def dry_run(config: RunConfig, environment: Mapping[str, str]) -> int:
                 over = format_bytes(needs.total - has)
                 print(f"notice: rank {rank} is {over} over the memory of {cluster.chip_of(rank).name}")
     if config.as_rank is not None:
+        import_torch()
         from hetero_megatron.training.dry_run import format_dry_run, run_rank
 
         print(format_dry_run(run_rank(config, config.as_rank), config), flush=True)

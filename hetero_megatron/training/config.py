@@ -174,7 +174,8 @@ class RunConfig:
         data: None in a dry run without data flags, never in training.
         dtype: of weights and activations: fp32, bf16, fp16 or fp64.
         loss_scale: constant 1 except for fp16.
-        check_nan: end the run at the first step whose loss or gradient is not finite, instead of skipping it.
+        check_nan: end the run at the first loss or gradient that is not finite, instead of skipping the step; what a
+            gradient of fp16 does is the loss scale's affair.
         deterministic: refuse operators that do not give the same bits every time.
         platform: name of the platform to run on; None: the one that is here.
         compile: backend of torch.compile; None: layers run as they are.

@@ -2,14 +2,104 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import signal
+import sys
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from types import FrameType
+from typing import Any
 
 INTERRUPTED = 130  # exit code of a process that Ctrl-C ended
 ECHO_SECONDS = 1.0  # torchrun sends on to its ranks the Ctrl-C that the terminal has sent them already
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Here Ctrl-C ends the process without an exception, which libraries that are being imported may swallow, or show
+    with a traceback. For work that leaves nothing half written."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # not where it is ignored, as in a background job of a shell
+        signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def import_torch() -> None:
+    """Where a command needs it: an exception in the middle of it can end the process with a signal."""
+    with at_once():
+        import_module("torch")
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    if _first():
+        os.write(2, b"error: interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def _first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def end_with_parent() -> None:
+    """Linux: SIGKILL to this process when the one that started it ends, however it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+
+
+class LastingStream:
+    """A text stream that outlives its terminal: what cannot be written there any more is dropped.
+
+    Attributes:
+        hung_up: SIGHUP came; then a pipe that nobody reads is no error either (``| tee log`` ends by it, too).
+    """
+
+    hung_up = False
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return int(self._stream.write(text))
+        except OSError as error:
+            self._drop(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._drop(error)
+
+    def _drop(self, error: OSError) -> None:
+        if error.errno != errno.EIO and not (error.errno == errno.EPIPE and self.hung_up):
+            raise error
+
+
+def handled(names: Iterable[str]) -> set[signal.Signals]:
+    """The signals with these names but SIGHUP where it is ignored (``nohup``)."""
+    numbers = {signal.Signals[name] for name in names}
+    return {n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN}
+
+
+def note_hang_up(number: int) -> None:
+    """To be called by whoever handles SIGHUP."""
+    if number == signal.SIGHUP:
+        LastingStream.hung_up = True
 
 
 class ExitConditions:
@@ -22,16 +112,17 @@ class ExitConditions:
         self._minutes, self._interval = minutes, interval
         self.reason = ""
         self._interrupted: float | None = None
-        for name in signals:
-            signal.signal(signal.Signals[name], self._received)
+        for number in handled(signals):
+            signal.signal(number, self._received)
 
     def _received(self, number: int, _: FrameType | None) -> None:
         self.reason = f"received {signal.Signals(number).name}"
+        note_hang_up(number)
         if number == signal.SIGINT:
             now, first = time.monotonic(), self._interrupted
             if first is None:
                 self._interrupted = now
-                if os.environ.get("RANK", "0") == "0":
+                if _first():
                     os.write(2, b"interrupted: stopping after this step; Ctrl-C again ends the run at once\n")
             elif now - first > ECHO_SECONDS:
                 os._exit(INTERRUPTED)

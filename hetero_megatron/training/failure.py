@@ -22,6 +22,7 @@ from hetero_megatron.pipeline.executor import StageWork
 from hetero_megatron.training.runtime import Fetch, Runtime, StepStats
 
 SPIKE_SIGMAS, SPIKE_HISTORY, SPIKE_LEAST = 6.0, 100, 20
+_WEIGHT = "weight"  # how the description of a weight begins
 _LAYER = re.compile(r"model\.layers\.(\d+)$")
 
 
@@ -39,13 +40,15 @@ class StepGuard:
     """Takes steps through :meth:`step` and stops what is not to be trusted.
 
     Args:
-        check_finite: a step that is not finite ends the run (off: it is skipped, as with fp16 loss scaling).
+        check_loss: a loss that is not finite ends the run, in any dtype (off: the step is skipped).
+        check_grad: so does a gradient (off: the step is skipped; with a loss scale, overflow is what it looks for).
         check_spikes: a loss of 6 standard deviations above the mean of the last 100 is run again before it counts.
         rerun: a step that comes out right at the second time counts, with a notice, instead of ending the run.
         log: for rank 0's notices.
     """
 
-    check_finite: bool = True
+    check_loss: bool = True
+    check_grad: bool = True
     check_spikes: bool = False
     rerun: bool = False
     log: Callable[[str], None] = print
@@ -86,9 +89,10 @@ class StepGuard:
         return bool(self._verdict(loss, norm))
 
     def _verdict(self, loss: float, norm: float) -> str:
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            what = f"the loss is {loss}" if not math.isfinite(loss) else "the gradient norm is not finite"
-            return what if self.check_finite else ""
+        if not math.isfinite(loss):
+            return f"the loss is {loss}" if self.check_loss else ""
+        if not math.isfinite(norm):
+            return "the gradient norm is not finite" if self.check_grad else ""
         if self.check_spikes and is_spike(loss, self.history):
             return f"the loss jumps to {loss:.4f} (mean of the last {len(self.history)}: {_mean(self.history):.4f})"
         return ""
@@ -100,8 +104,8 @@ class StepGuard:
         what = self._verdict(stats.loss, stats.grad_norm)
         ranks = runtime.world.ranks
         differ = [r for r, a, b in zip(ranks, rows, again, strict=True) if not _same(a, b)]
-        finite = math.isfinite(stats.loss) and math.isfinite(stats.grad_norm)
-        good = bool(torch.isfinite(again).all())
+        finite = math.isfinite(stats.loss) and (math.isfinite(stats.grad_norm) or not self.check_grad)
+        good = bool(torch.isfinite(again if self.check_grad else again[:, :2]).all())
         if differ:
             blame = f"run again, rank {', '.join(map(str, differ))} gives other numbers: suspect its hardware"
         else:
@@ -111,9 +115,18 @@ class StepGuard:
             return
         place = f"; first {found}" if found else ""
         raise UserError(
-            f"{what} at step {number}{place}; {blame}; the step was not taken", field="--lr",
-            accepted="a smaller learning rate or other data, or --no-check-for-nan-in-loss-and-grad",
+            f"{what} at step {number}{place}; {blame}; the step was not taken, and nothing is saved or exported after "
+            "it", accepted=_remedy(found, bool(differ)),
         )  # fmt: skip
+
+
+def _remedy(found: str, differ: bool) -> str:
+    """What can be done; ``found``: by :func:`first_place`."""
+    if differ:
+        return "other hardware for that rank, then --load of the latest checkpoint"
+    if found.startswith(f"not finite: {_WEIGHT}"):
+        return "weights without NaN or Inf (an earlier checkpoint, another --load-hf), and a smaller --lr"
+    return "a smaller --lr, other data, or more range than fp16 has (--bf16), from a checkpoint before it"
 
 
 def is_spike(loss: float, history: Sequence[float] | deque[float]) -> bool:
@@ -142,7 +155,7 @@ def watched_run(runtime: Runtime, fetch: Fetch, first: int, size: int, scale: fl
     found: list[Finding] = []
     for name, param in runtime.sync.params.items():
         if not torch.isfinite(param.detach()).all():
-            found.append(Finding(0, 0.0, f"weight {name}"))
+            found.append(Finding(0, 0.0, f"{_WEIGHT} {name}"))
     with _watch(runtime, found):
         work = runtime.work(fetch, first, size)
         work = StageWork(work.actions, work.batches, work.sizes, seed=scale / (size * runtime.plan.seq_length))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -15,10 +14,10 @@ from typing import Protocol
 
 from hetero_megatron.testbed.process import all_status
 from hetero_megatron.training.diagnosis import DIRECTORY as DIAGNOSES
+from hetero_megatron.training.exit import end_with_parent
 
 LAUNCHER = "HETERO_LAUNCHER"  # in the environment of ranks whose launcher plans again when told to
-_PROGRAM = "import os, sys; from hetero_megatron.cli.pretrain import main; c = main(sys.argv[1:]); "
-_PROGRAM += "sys.stdout.flush(); sys.stderr.flush(); os._exit(c)"
+_PROGRAM = "from hetero_megatron.cli.start import pretrain; pretrain()"
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class LocalJob:
             for rank, seat in enumerate(setup.seats):
                 environment = {**os.environ, **_environment(setup, rank, seat, host, port, number)}
                 environment[DIAGNOSES] = str(diagnoses.absolute())
-                self._processes[rank] = subprocess.Popen(command, env=environment, preexec_fn=_die_with_parent)
+                self._processes[rank] = subprocess.Popen(command, env=environment, preexec_fn=end_with_parent)
         except BaseException:
             self.kill()
             raise
@@ -134,7 +133,7 @@ class TestbedJob:
         command += ["--grace", str(grace), "--log-dir", str(logs), *options, "--", *_command(setup, words)]
         environment = {**os.environ, LAUNCHER: "1", "TORCHELASTIC_RESTART_COUNT": str(number)}
         environment[DIAGNOSES] = str(diagnoses.absolute())
-        self._process = subprocess.Popen(command, env=environment, preexec_fn=_die_with_parent)
+        self._process = subprocess.Popen(command, env=environment, preexec_fn=end_with_parent)
 
     def poll(self) -> dict[int, int]:
         code = self._process.poll()
@@ -182,9 +181,3 @@ def _environment(setup: Setup, rank: int, seat: Seat, host: str, port: int, numb
     return {key: str(value) for key, value in values.items()} | {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")
     }
-
-
-def _die_with_parent() -> None:
-    """Linux: SIGKILL to this process when the launcher dies, however it dies."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)

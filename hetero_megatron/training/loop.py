@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -201,13 +202,15 @@ class Training:
         config, start, self.loss_scale = self.checkpoints.load()
         self.config = config
         self.step, self.consumed = start.step, start.consumed
+        self.trained = start.step >= config.steps  # whether there was nothing to do, or a step of this run was taken
         # Where there is something to save, being told to stop means saving first.
         asked = config.exit.signal or ("SIGTERM" if self.checkpoints.active else "SIGINT")
-        signals = {asked, "SIGINT"}
+        signals = {asked, "SIGINT", *(("SIGHUP",) if asked == "SIGTERM" else ())}
         self.exit = ExitConditions(config.exit.minutes, config.exit.interval, signals)
         self.reporter = Reporter(config, self.runtime, platform, self.step + 1)
-        finite = config.check_nan and config.dtype != "fp16"
-        self.guard = StepGuard(finite, config.failure.check_spikes, config.failure.rerun, self.say)
+        check_grad = config.check_nan and config.dtype != "fp16"  # there it is the loss scale's affair
+        failure = config.failure
+        self.guard = StepGuard(config.check_nan, check_grad, failure.check_spikes, failure.rerun, self.say)
         self.stragglers = self._watch()
         self.drift: list[Behind] = []
         self.drift_reason = ""
@@ -285,6 +288,8 @@ class Training:
             self.runtime.comm.emulation.started()
             with self._loader(self.data.train) as loader:
                 self._train(loader)
+            if not self.trained:
+                self.say("notice: every step of this run was skipped: the weights are those that it began with")
             self.checkpoints.save(Progress(self.step, self.consumed), self.loss_scale)
         if config.evaluation.iterations:
             self._evaluate()
@@ -323,8 +328,12 @@ class Training:
             if self.stragglers is not None:
                 self._look_for_stragglers(stats.busy, size)
             self.reporter.step(self.step, self.consumed, size, lr, scale.scale, stats, time.perf_counter() - start)
+            self.trained |= not stats.skipped
+            if config.dtype == "fp16":
+                self.loss_scale.check(self.step, (stop or self.step == config.steps) and not self.trained)
             every = config.evaluation
             if self.checkpoints.due(self.step):
+                self.reporter.flush()  # a run that is killed goes on from here, and its logs with it
                 self.checkpoints.save(Progress(self.step, self.consumed), self.loss_scale)
             if every.iterations and self.step % every.interval == 0 and self.step < config.steps and not stop:
                 self._evaluate()
@@ -338,4 +347,10 @@ class Training:
                 loss_sum, count = self.runtime.evaluate(loader, i * size, size)
                 loader.advance(size)
                 total, tokens = total + loss_sum, tokens + count
-        self.reporter.validation(self.step, total / max(tokens, 1))
+        loss = total / max(tokens, 1)
+        if self.config.check_nan and not math.isfinite(loss):
+            raise UserError(
+                f"the validation loss is {loss} after step {self.step}: nothing is saved or exported after it",
+                accepted="weights without NaN or Inf (an earlier checkpoint), other data, or more range than fp16 has",
+            )
+        self.reporter.validation(self.step, loss)

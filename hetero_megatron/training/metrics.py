@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.files import is_regular, open_append, read_json_object
+from hetero_megatron.training.rewind import rewind
 
-FILE = "metrics.jsonl"
+FILE, WANDB_FILE = "metrics.jsonl", "wandb.json"
 
 
 @dataclass(frozen=True)
@@ -72,15 +77,36 @@ class StepMetrics:
         return out | dict.fromkeys(broken) | ({"not_finite": broken} if broken else {})
 
 
+def perplexity_of(loss: float) -> float:
+    """As Megatron: of at most 20 nats; NaN where the loss is."""
+    return math.exp(min(loss, 20.0))  # in this order, so that NaN stays
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run that goes on in the logs of an earlier part of it.
+
+    Attributes:
+        step: the last one that counts; what the logs hold of later ones is run again, and replaced.
+        trains: whether there are steps left; False: it only evaluates, after ``step``, and what is logged stays.
+    """
+
+    step: int
+    trains: bool = True
+
+
 class MetricsWriter:
-    """Writes to every place that was asked for; each line is on disk when ``step`` returns.
+    """Writes to every place that was asked for; each line is on disk when ``step`` returns. Each step stands in each of
+    them once, however often a run starts again.
 
     Args:
-        directory: where ``metrics.jsonl`` goes; None: nowhere. A fresh run moves an older file aside
-            (``metrics.1.jsonl``, …), a resumed one appends: for a step that stands there twice the later
-            line counts.
+        directory: where ``metrics.jsonl`` goes; None: nowhere. A run that does not go on moves an older file aside
+            (``metrics.1.jsonl``, …).
         tensorboard_dir: writes TensorBoard events there.
-        wandb: keyword arguments of ``wandb.init`` (project, …); None: off.
+        wandb: keyword arguments of ``wandb.init`` (project, …); None: off. A run that goes on in ``directory`` goes on
+            in its W&B run, which takes no step twice: of steps that are run again the first values stay.
+        resumed: None: what ``directory`` holds is of another run.
+        purge_step: what the TensorBoard directory holds of this step and later ones is hidden; None: nothing is.
 
     Raises:
         UserError: TensorBoard or W&B was asked for and is not installed, or the directory cannot be written.
@@ -91,14 +117,23 @@ class MetricsWriter:
         directory: str | None,
         tensorboard_dir: str | None = None,
         wandb: Mapping[str, Any] | None = None,
-        resume: bool = False,
+        resumed: Resumed | None = None,
         tensorboard_queue_size: int = 1000,
         tensorboard_interval: int = 1,
+        purge_step: int | None = None,
     ) -> None:
-        self._file = _open(Path(directory), resume) if directory is not None else None
+        self._file: BinaryIO | None = None
+        self._evaluated: int | None = None  # the step whose evaluation is logged already
+        if directory is not None:
+            self._file, logged = _open(Path(directory), resumed)
+            self._evaluated = resumed.step if resumed is not None and logged else None
         self._interval = tensorboard_interval
-        self._tensorboard = _tensorboard(tensorboard_dir, tensorboard_queue_size) if tensorboard_dir else None
-        self._wandb = _wandb(wandb) if wandb is not None else None
+        self._tensorboard = self._wandb = None
+        if tensorboard_dir is not None:
+            self._tensorboard = _tensorboard(tensorboard_dir, tensorboard_queue_size, purge_step)
+        if wandb is not None:
+            known = _run_id(Path(directory), resumed is not None) if directory is not None else {}
+            self._wandb = _wandb({**wandb, **known})
 
     def step(self, metrics: StepMetrics) -> None:
         """Record one optimizer step."""
@@ -120,11 +155,12 @@ class MetricsWriter:
 
     def validation(self, step: int, loss: float, name: str = "validation", perplexity: bool = False) -> None:
         """Record an evaluation after ``step``; ``perplexity`` adds it to TensorBoard and W&B."""
-        ppl = math.exp(min(20.0, loss))
-        finite = loss if math.isfinite(loss) else None
-        self._line({"step": step, f"{name}_loss": finite, f"{name}_perplexity": ppl if finite is not None else None})
-        scalars = {f"lm loss {name}": loss}
-        self._scalars(scalars | ({f"lm loss {name} ppl": ppl} if perplexity else {}), step)
+        ppl = perplexity_of(loss)
+        values = {f"{name}_loss": loss, f"{name}_perplexity": ppl}
+        self._line({"step": step, **(values if math.isfinite(loss) else dict.fromkeys(values))})
+        if step != self._evaluated:
+            scalars = {f"lm loss {name}": loss}
+            self._scalars(scalars | ({f"lm loss {name} ppl": ppl} if perplexity else {}), step)
 
     def emulation(self, step: int, facts: Mapping[str, Any]) -> None:
         """Record after ``step`` what a testbed emulates, and how far that can be believed."""
@@ -137,7 +173,7 @@ class MetricsWriter:
     def _line(self, record: Mapping[str, Any]) -> None:
         if self._file is not None:
             try:
-                self._file.write(json.dumps(record, allow_nan=False) + "\n")
+                self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
                 self._file.flush()
             except OSError as error:
                 raise UserError(f"{FILE} cannot be written: {error.strerror}", field="--save") from error
@@ -146,7 +182,7 @@ class MetricsWriter:
         if self._tensorboard is not None:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, step)
-        if self._wandb is not None:
+        if self._wandb is not None and step >= self._wandb.step:
             self._wandb.log(dict(values), step=step)
 
     def flush(self) -> None:
@@ -163,26 +199,48 @@ class MetricsWriter:
             self._wandb.finish()
 
 
-def _open(directory: Path, resume: bool) -> IO[str]:
+def _open(directory: Path, resumed: Resumed | None) -> tuple[BinaryIO, bool]:
+    """(metrics.jsonl for appending, whether it held an evaluation after the step from which the run goes on)."""
+    path, logged = directory / FILE, False
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        if not resume:
+        if resumed is None:
             set_aside(directory, FILE)
-        return (directory / FILE).open("a", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot be written: {error.strerror}", field="--save", value=str(directory)) from error
+    if os.path.lexists(path):
+        assert resumed is not None
+        logged = rewind(path, resumed.step) if resumed.trains else rewind(path, evaluated=resumed.step)
+    return open_append(path, "--save"), logged
+
+
+def _run_id(directory: Path, resumed: bool) -> dict[str, str]:
+    """Arguments of ``wandb.init`` by which a run that goes on is the same W&B run; none where the environment says."""
+    path = directory / WANDB_FILE
+    if "WANDB_RUN_ID" in os.environ:
+        return {}
+    if resumed and is_regular(path):
+        known = read_json_object(path, "--save").get("id")
+        if not isinstance(known, str) or not re.fullmatch("[A-Za-z0-9_-]{1,64}", known):
+            raise UserError("is not the name of a W&B run", field="id", value=known, where=str(path))
+    else:
+        known = secrets.token_hex(4)
+        path.unlink(missing_ok=True)
+        with open_append(path, "--save") as file:
+            file.write(json.dumps({"id": known}).encode() + b"\n")
+    return {"id": known, "resume": "allow"}
 
 
 def set_aside(directory: str | Path, name: str) -> None:
     """Give a file of an earlier run the next free number: ``metrics.jsonl`` -> ``metrics.1.jsonl``."""
     path, number = Path(directory) / name, 1
-    if path.exists():
-        while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+    if os.path.lexists(path):
+        while os.path.lexists(aside := path.with_name(f"{path.stem}.{number}{path.suffix}")):
             number += 1
         path.rename(aside)
 
 
-def _tensorboard(directory: str, queue_size: int) -> Any:
+def _tensorboard(directory: str, queue_size: int, purge_step: int | None) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -192,7 +250,7 @@ def _tensorboard(directory: str, queue_size: int) -> Any:
             value=directory,
             accepted="pip install tensorboard, or leave the flag out",
         ) from error
-    return SummaryWriter(log_dir=directory, max_queue=queue_size)  # type: ignore[no-untyped-call]
+    return SummaryWriter(directory, max_queue=queue_size, purge_step=purge_step)  # type: ignore[no-untyped-call]
 
 
 def _wandb(options: Mapping[str, Any]) -> Any:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.files import open_append
 from hetero_megatron.plan.dump import to_dict
 from hetero_megatron.planner.costs import CostModel, CostOptions
 from hetero_megatron.planner.memory import moments_of
@@ -27,10 +28,9 @@ FILE = "events.jsonl"
 def add_event(directory: str | Path, kind: str, text: str, **more: Any) -> None:
     """Append one event; UserError if the file cannot be written."""
     line = json.dumps({"time": time.time(), "kind": kind, "text": text, **more}, separators=(",", ":"))
-    path = Path(directory) / FILE
     try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        with open_append(Path(directory) / FILE, "--save") as file:
+            file.write(line.encode() + b"\n")
     except OSError as error:
         raise UserError(f"{FILE} cannot be written: {error.strerror}", field="--save", value=str(directory)) from error
 

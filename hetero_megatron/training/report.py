@@ -13,7 +13,7 @@ from hetero_megatron.spec.flops import sequence_flops
 from hetero_megatron.testbed.clocks import Kept, worst_clock
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.console import Progress, format_line, format_validation
-from hetero_megatron.training.metrics import MetricsWriter, StepMetrics, set_aside
+from hetero_megatron.training.metrics import MetricsWriter, Resumed, StepMetrics, perplexity_of, set_aside
 from hetero_megatron.training.record import (
     FILE,
     add_event,
@@ -56,14 +56,21 @@ class Reporter:
 
     def _writer(self) -> MetricsWriter:
         logging = self.config.logging
+        trains = not self.config.skip_train and self.first_step <= self.config.steps
+        begins = 0 if self.first_step == 1 else self.first_step  # a run may evaluate before its first step
         return MetricsWriter(
             logging.save,
             logging.tensorboard_dir,
             logging.wandb,
-            resume=self.first_step > 1,
+            Resumed(self.first_step - 1, trains) if self._goes_on() else None,
             tensorboard_queue_size=logging.tensorboard_queue_size,
             tensorboard_interval=logging.tensorboard_interval,
+            purge_step=begins if trains else None,
         )
+
+    def _goes_on(self) -> bool:
+        """Whether what --save holds is of an earlier part of this run."""
+        return self.first_step > 1 and self.config.checkpoint.goes_on
 
     def _begin(self) -> None:
         """Predict a step, and write down what starts here."""
@@ -79,7 +86,7 @@ class Reporter:
         directory = self.config.logging.save
         again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         if directory is not None:
-            if self.first_step == 1 and not again:
+            if not self._goes_on() and not again:
                 set_aside(directory, FILE)
             text = f"start at step {self.first_step}" + (" after a restart" if again else "")
             self.event("start", text, **start_event(self.config, found, busy, self.chips, self.first_step))
@@ -148,7 +155,7 @@ class Reporter:
     def validation(self, step: int, loss: float) -> None:
         if self.writer is not None:
             self.writer.validation(step, loss, perplexity=self.config.logging.validation_perplexity)
-            print(format_validation(step, loss, math.exp(min(20.0, loss))), flush=True)
+            print(format_validation(step, loss, perplexity_of(loss)), flush=True)
 
     def flush(self) -> None:
         """Whatever ends the run: what was reported is on disk."""

@@ -21,6 +21,7 @@ from hetero_megatron.cluster.document import read_document
 from hetero_megatron.cluster.edit import without_nodes
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.diagnosis import cut_pairs, diagnoses_at, read_diagnoses, take_joined, to_drop
+from hetero_megatron.training.exit import ECHO_SECONDS, handled, note_hang_up
 from hetero_megatron.training.jobs import Job, LocalJob, Seat, Setup
 from hetero_megatron.training.record import add_event
 from hetero_megatron.training.stragglers import DRIFT, read_drift
@@ -87,7 +88,8 @@ class Supervisor:
         self.setup, self.words, self.policy, self.planner = setup, list(words), policy, planner
         self.max_restarts, self.grace, self.scratch, self._print = max_restarts, grace, scratch, log
         self.replanner, self.max_replans, self.launch = replanner, max_replans, launch
-        self._signalled: int | None = None
+        self._signalled: int | None = None  # the first signal, and when it came; whether there was another
+        self._since, self._again = 0.0, False
 
     def log(self, text: str) -> None:
         self._print(f"launcher: {text}")
@@ -95,7 +97,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Exit code of the job: 0, or that of the round that could not be mended."""
-        before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
+        before = {s: signal.signal(s, self._on_signal) for s in handled(("SIGTERM", "SIGINT", "SIGHUP"))}
         try:
             return self._rounds(self.launch or _local(self.scratch))
         finally:
@@ -107,7 +109,12 @@ class Supervisor:
         while True:
             read_drift(self.scratch)  # of an earlier job
             shutil.rmtree(diagnoses_at(self.scratch, number), ignore_errors=True)
+            if self._signalled is not None:  # it came between two rounds
+                return 128 + self._signalled
             ended = self._round(launch(self.setup, self.words, number), diagnoses_at(self.scratch, number))
+            if self._again:
+                assert self._signalled is not None
+                return 128 + self._signalled
             code, number = _code(ended), number + 1
             if ended.stopped or code == 0:
                 return 0 if code == DRIFT else code
@@ -128,7 +135,11 @@ class Supervisor:
             self._mend(ended, number)
 
     def _on_signal(self, number: int, _: object) -> None:
-        self._signalled = number
+        note_hang_up(number)
+        if self._signalled is None:
+            self._signalled, self._since = number, time.monotonic()
+        elif time.monotonic() - self._since > ECHO_SECONDS:  # `timeout` and terminals send one signal twice
+            self._again = True
 
     def _round(self, job: Job, diagnoses: Path) -> Round:
         ended, passed = Round(), False
@@ -138,6 +149,11 @@ class Supervisor:
                 if self._signalled is not None and not passed:  # the ranks save, and end with 0
                     job.signal(self._signalled)
                     ended.stopped = passed = True
+                    name = signal.Signals(self._signalled).name
+                    self.log(f"{name}: the ranks stop after this step, and save; a second signal kills them")
+                if self._again:
+                    self.log("a second signal: all ranks are killed")
+                    return ended
                 for rank, code in job.poll().items():
                     ended.codes[rank] = code
                     if code and first_failure is None:

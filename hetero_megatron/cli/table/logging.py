@@ -77,7 +77,8 @@ FLAGS = (
     ),
     switch(
         "--no-check-for-nan-in-loss-and-grad",
-        "skip and count a step whose gradient is not finite, instead of ending the run (fp16 always skips)",
+        "skip and count a step whose loss or gradient is not finite, instead of ending the run (fp16 skips a gradient "
+        "that overflows without it, too)",
     ),
     switch("--check-for-spiky-loss", "run a step again before it counts where the loss jumps: does hardware err?"),
     refused("--check-for-large-grads", "this check is not built", "--clip-grad, --check-for-spiky-loss"),

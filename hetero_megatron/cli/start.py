@@ -1,0 +1,43 @@
+"""Where the programs begin: what holds from their first moment on, before anything that takes long is imported."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from typing import NoReturn
+
+from hetero_megatron.training.exit import INTERRUPTED, LastingStream, at_once, end_with_parent
+
+
+def console() -> int:
+    """``hetero-megatron``. Returns the exit code."""
+    try:
+        _outlive_terminal()
+        with at_once():
+            from hetero_megatron.cli.main import main
+        return main()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def pretrain() -> NoReturn:
+    """``pretrain_gpt.py``, by whatever it is started."""
+    code = INTERRUPTED
+    with suppress(KeyboardInterrupt):
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent
+            end_with_parent()
+        _outlive_terminal()
+        with at_once():
+            from hetero_megatron.cli.pretrain import main
+        code = main(sys.argv[1:])
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads it any more
+            stream.flush()
+    # Not sys.exit: gloo's threads may still be dropping tensors, and one that asks for the interpreter's lock while it
+    # shuts down aborts the process ("terminate called without an active exception").
+    os._exit(code)
+
+
+def _outlive_terminal() -> None:
+    sys.stdout, sys.stderr = LastingStream(sys.stdout), LastingStream(sys.stderr)
