@@ -48,9 +48,9 @@ def main() -> None:
         rated = cluster_from_dict({**work["cluster"], "rates": found.rates})
         chosen = choose(rated, spec, work["seq_length"], work["batch"], work["each"])
     rows, plans = [], world.gather_objects(chosen)[0]
-    for row, data in plans:  # type: ignore[attr-defined]
+    for row, data in plans:
         mine = run(plan_from_dict(data, spec, cluster), spec, comm, build, work["steps"])
-        every: Any = [s for s in world.gather_objects(mine) if s is not None]
+        every = [s for s in world.gather_objects(mine, Steps | None) if s is not None]
         seconds = [max(s) for s in zip(*(one.seconds for one in every))]
         computed = [median(one.computed) for one in every]
         rows.append(

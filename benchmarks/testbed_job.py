@@ -68,7 +68,7 @@ def main() -> None:
         predicted = predict(plan, spec, rated, DTYPE)
         count = work["long_steps" if predicted.step_seconds > LONG else "steps"]
         seconds = run(plan, spec, comm, build, count, work.get("warm_up", WARM_UP))
-        every: Any = [s for s in world.gather_objects(seconds) if s]
+        every = [s for s in world.gather_objects(seconds, Steps | None) if s]
         if comm.rank == 0:
             steps = [max(s) for s in zip(*(s.seconds for s in every))]
             rows.append(
@@ -93,7 +93,7 @@ def begin() -> tuple[dict[str, Any], ModelSpec, Cluster, Comm, Group]:
 
 def end(work: dict[str, Any], comm: Comm, world: Group, rows: list[Any], found: Calibration, took: float) -> None:
     """Rank 0 writes what was measured, and the worst rank's emulated clock."""
-    clock = worst_clock(dict(enumerate(world.gather_objects(comm.clock.report()))))  # type: ignore[arg-type]
+    clock = worst_clock(dict(enumerate(world.gather_objects(comm.clock.report(), dict[str, float]))))
     if comm.rank == 0:
         kept = clock.facts() if clock is not None else {}
         out = {"rows": rows, "clock": kept, "calibration_seconds": took, "rates": found.rates}

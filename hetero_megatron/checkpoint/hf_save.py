@@ -17,7 +17,8 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,12 +34,12 @@ from hetero_megatron.checkpoint.hf_files import (
 )
 from hetero_megatron.checkpoint.names import HFSource, name_table
 from hetero_megatron.comm import Group
+from hetero_megatron.comm.refusals import together
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import ModelSpec, from_hf_config, to_hf_config
 
 Owned = tuple[str, Box, torch.Tensor]  # logical name, box, its values
-T = TypeVar("T")
 
 FLAG = "--save-hf"
 HF_CONFIG = "hf_config.json"  # a Hugging Face directory's config.json inside a native checkpoint
@@ -74,24 +75,20 @@ def save_hf(
         _together(world, lambda: _write(work, table, owned, dtype, plan))
     else:
         _write_on_first(work, table, owned, dtype, plan, world)
-    _together(world, lambda: work.rename(final) if first else None)
+    _together(world, lambda: os.rename(work, final) if first else None)
 
 
-def _together(world: Group, action: Callable[[], T]) -> list[T]:
-    """Do ``action`` here; its results on all ranks, or the first failure raised on all ranks."""
-    problem = result = None
-    try:
-        result = action()
-    except UserError as error:
-        problem = error
-    except OSError as error:
-        text = f"cannot be written on rank {world.comm.rank}: {error.strerror}"
-        problem = UserError(text, field=FLAG, value=str(error.filename or ""))
-    found: list[Any] = world.gather_objects((problem, result))
-    for failed, _ in found:
-        if failed is not None:
-            raise failed
-    return [done for _, done in found]
+def _together(world: Group, action: Callable[[], Any], kind: Any = NoneType) -> list[Any]:
+    """As :func:`~hetero_megatron.comm.refusals.together`, for actions that write."""
+
+    def attempt() -> Any:
+        try:
+            return action()
+        except OSError as error:
+            text = f"cannot be written on rank {world.comm.rank}: {error.strerror}"
+            raise UserError(text, field=FLAG, value=str(error.filename or "")) from None
+
+    return together(world, attempt, kind)
 
 
 def _all_see(work: Path, world: Group) -> bool:
@@ -106,7 +103,7 @@ def _all_see(work: Path, world: Group) -> bool:
             mark.write_text(word)
         return word
 
-    left = _together(world, leave)[0]
+    left = _together(world, leave, str)[0]
 
     def look() -> bool:
         try:
@@ -115,7 +112,7 @@ def _all_see(work: Path, world: Group) -> bool:
         except OSError:  # not there, not ours, read-only
             return False
 
-    seen = all(_together(world, look))
+    seen = all(_together(world, look, bool))
     _together(world, lambda: mark.unlink() if world.index == 0 else None)
     return seen
 
@@ -219,14 +216,14 @@ def _write_on_first(
 
     for tensor in plan:
         pieces = [piece for piece in mine if table[piece[0]].name == tensor and piece[1].size]
-        offers = _together(world, partial(turn, pieces))
+        offers = _together(world, partial(turn, pieces), list[tuple[str, Box]])
         here = [(name, box, stored_bits(values, table[name], dtype)) for name, box, values in pieces]
         if world.index == 0:
             arrived += here + _receive(offers, table, dtype, world)
         else:
             _send([bits for _, _, bits in here], world)
         del here
-    _together(world, partial(turn, []))
+    _together(world, partial(turn, []), list[tuple[str, Box]])
 
 
 def _send(parts: list[np.ndarray], world: Group) -> None:

@@ -116,7 +116,7 @@ class Checkpointing:
         saved = self.config.checkpoint.save_optim
         mine, numbers = self.config.optimizer, merge_numbers([r["numbers"] for r in ranks])
         optimizer = {"name": mine.name, "momentum": mine.momentum, "numbers": numbers}
-        kernels = dict(sorted({r["kernels"] for r in ranks}))
+        kernels = dict(sorted({tuple(r["kernels"]) for r in ranks}))
         return {
             "optimizer": optimizer if saved else None,
             "data": furthest([r["data"] for r in ranks]),

@@ -93,7 +93,7 @@ class Reporter:
         """What every rank did in one of the first steps. Called on all ranks."""
         if self.config.logging.save is None or step != min(self.first_step + TIMELINE_AFTER, self.config.steps):
             return
-        everyone = self.runtime.world.gather_objects(measured_rows(stats.actions))
+        everyone = self.runtime.world.gather_objects(measured_rows(stats.actions), list[tuple[str, float, float, int]])
         rows = {str(r): row for r, row in zip(self.config.plan.ranks, everyone, strict=True)}
         self.event("timeline", f"timeline of step {step}", step=step, seconds=seconds, ranks=rows)
 
