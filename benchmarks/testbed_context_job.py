@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.testbed_job import DTYPE, begin, end, run
+from benchmarks.testbed_job import DTYPE, Steps, begin, end, run
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.dump import to_dict

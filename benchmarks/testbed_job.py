@@ -22,6 +22,7 @@ from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.comm import Comm, Group, start_comm, stop_comm
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.errors import UserError
+from hetero_megatron.launcher import read_launcher
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
 from hetero_megatron.plan import Plan, plan_from_dict
@@ -85,7 +86,7 @@ def begin() -> tuple[dict[str, Any], ModelSpec, Cluster, Comm, Group]:
     """(work from the file named on the command line, model, cluster, communication, all ranks)."""
     work = json.loads(Path(sys.argv[1]).read_text())
     spec, cluster = ModelSpec(**work["model"]), cluster_from_dict(work["cluster"])
-    comm = start_comm(detect_platform("gloo"), 300, position(cluster, cluster.world_size))
+    comm = start_comm(detect_platform("gloo"), 300, position(cluster, read_launcher()))
     everyone = tuple(range(cluster.world_size))
     comm.create_groups([everyone])
     return work, spec, cluster, comm, comm.group(everyone)

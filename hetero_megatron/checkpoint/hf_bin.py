@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import pickle  # lint: allow pickle (the name of an exception)
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+from hetero_megatron.cli.say import say_error
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.exit import INTERRUPTED
 
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _command(words[0])(words[1:])
     except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        say_error(str(error))
         return 2
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         if type(error).__name__ != "CommError":  # by name: importing it would import torch
             raise
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        say_error(str(error))
         return 3
 
 

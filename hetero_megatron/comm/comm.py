@@ -22,6 +22,7 @@ from hetero_megatron.comm.pacing import PacedWork
 from hetero_megatron.comm.reach import Reach, explain
 from hetero_megatron.comm.values import MAX_BYTES, decode, encode
 from hetero_megatron.errors import UserError
+from hetero_megatron.launcher import LauncherEnvironment
 
 
 class Works:
@@ -98,6 +99,7 @@ class Comm:
         seconds: time spent blocked in transfers so far.
         emulation, clock: the testbed's, which do nothing on real chips and links.
         reach: asked what became of peers that do not answer.
+        launcher: what it said of this process.
     """
 
     def __init__(
@@ -107,10 +109,11 @@ class Comm:
         timeout: timedelta,
         emulation: Emulation | None = None,
         reach: Reach | None = None,
+        launcher: LauncherEnvironment | None = None,
     ) -> None:
         self.rank, self.device, self.timeout = rank, device, timeout
         self.emulation, self.reach = emulation or Emulation(rank), reach or Reach(rank)
-        self.clock = self.emulation.clock
+        self.clock, self.launcher = self.emulation.clock, launcher or LauncherEnvironment(rank)
         self.activity = "start-up"
         self.sent_bytes: dict[int, int] = defaultdict(int)
         self.seconds = WaitSeconds()

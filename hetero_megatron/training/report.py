@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import torch
@@ -77,7 +76,7 @@ class Reporter:
             print(f"predicted step: {found.step_seconds:.4g} s", flush=True)
             self.expected_busy = {} if found.assumed else busy
         directory = self.config.logging.save
-        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        again = self.runtime.comm.launcher.restarts > 0
         if directory is not None:
             if self.first_step == 1 and not again:
                 set_aside(directory, FILE)
