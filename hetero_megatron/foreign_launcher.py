@@ -27,7 +27,9 @@ class Task:
     @property
     def complete(self) -> bool:
         """Whether it could be a rank of a job."""
-        return self.rank is not None and self.size is not None and self.local_rank is not None and self.rank < self.size
+        if self.rank is None or self.size is None or self.local_rank is None:
+            return False
+        return self.rank < self.size and self.local_rank < (self.local_size or self.size) <= self.size
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from hetero_megatron.comm.store import Records, open_listener, serve
 from hetero_megatron.errors import UserError
 from hetero_megatron.launcher import LauncherEnvironment
 
-LOOK_EVERY = timedelta(seconds=1)  # at what others may have said meanwhile
+LOOK_SECONDS = 0.5  # at most, between two looks at who has come
 REFUSED = "hetero_megatron/refused"
 T = TypeVar("T")
 
@@ -136,15 +136,13 @@ class Meeting:
 
     def _wait(self, records: Records, me: Member) -> list[Member]:
         keys = [_key(rank) for rank in range(me.world_size)]
-        while True:
-            left = self.timeout - timedelta(seconds=time.monotonic() - self.started)
-            try:
-                records.store.wait(keys, max(min(LOOK_EVERY, left), timedelta(milliseconds=10)))
-                break
-            except dist.DistStoreError:  # not all are there yet
-                self._look(records, me)
-                if left < timedelta(0):
-                    raise
+        pause = 0.01  # asked again and again: torch's own waiting cannot be interrupted, and warns when it is over
+        while not records.store.check(keys):
+            self._look(records, me)
+            if time.monotonic() - self.started > self.timeout.total_seconds():
+                raise RuntimeError("not all ranks came")
+            time.sleep(pause)
+            pause = min(1.5 * pause, LOOK_SECONDS)
         self._look(records, me)
         members = records.get(keys, Member)
         for member in members:

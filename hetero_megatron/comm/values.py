@@ -87,7 +87,7 @@ def _typed(value: Any, kind: Any) -> Any:
             return tuple(_typed(item, inner) for item, inner in zip(value, arguments, strict=True))
     if origin is dict and isinstance(value, dict) and (arguments[0] is str or not value):
         return {key: _typed(item, arguments[1]) for key, item in value.items()}
-    if origin is dict and isinstance(value, list):
+    if origin is dict and isinstance(value, list) and arguments[0] is not str:
         return dict(_typed(value, list[tuple[arguments]]))  # type: ignore[valid-type]
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         kinds = _field_kinds(typing.cast(type, kind))
