@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.testbed_job import DTYPE, begin, end, run
+from benchmarks.testbed_job import DTYPE, Steps, begin, end, run
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.dump import to_dict
@@ -48,9 +48,9 @@ def main() -> None:
         rated = cluster_from_dict({**work["cluster"], "rates": found.rates})
         chosen = choose(rated, spec, work["seq_length"], work["batch"], work["each"])
     rows, plans = [], world.gather_objects(chosen)[0]
-    for row, data in plans:  # type: ignore[attr-defined]
+    for row, data in plans:
         mine = run(plan_from_dict(data, spec, cluster), spec, comm, build, work["steps"])
-        every: Any = [s for s in world.gather_objects(mine) if s is not None]
+        every = [s for s in world.gather_objects(mine, Steps | None) if s is not None]
         seconds = [max(s) for s in zip(*(one.seconds for one in every))]
         computed = [median(one.computed) for one in every]
         rows.append(

@@ -22,6 +22,7 @@ from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.comm import Comm, Group, start_comm, stop_comm
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.errors import UserError
+from hetero_megatron.launcher import read_launcher
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
 from hetero_megatron.plan import Plan, plan_from_dict
@@ -68,7 +69,7 @@ def main() -> None:
         predicted = predict(plan, spec, rated, DTYPE)
         count = work["long_steps" if predicted.step_seconds > LONG else "steps"]
         seconds = run(plan, spec, comm, build, count, work.get("warm_up", WARM_UP))
-        every: Any = [s for s in world.gather_objects(seconds) if s]
+        every = [s for s in world.gather_objects(seconds, Steps | None) if s]
         if comm.rank == 0:
             steps = [max(s) for s in zip(*(s.seconds for s in every))]
             rows.append(
@@ -85,7 +86,7 @@ def begin() -> tuple[dict[str, Any], ModelSpec, Cluster, Comm, Group]:
     """(work from the file named on the command line, model, cluster, communication, all ranks)."""
     work = json.loads(Path(sys.argv[1]).read_text())
     spec, cluster = ModelSpec(**work["model"]), cluster_from_dict(work["cluster"])
-    comm = start_comm(detect_platform("gloo"), 300, position(cluster, cluster.world_size))
+    comm = start_comm(detect_platform("gloo"), 300, position(cluster, read_launcher()))
     everyone = tuple(range(cluster.world_size))
     comm.create_groups([everyone])
     return work, spec, cluster, comm, comm.group(everyone)
@@ -93,7 +94,7 @@ def begin() -> tuple[dict[str, Any], ModelSpec, Cluster, Comm, Group]:
 
 def end(work: dict[str, Any], comm: Comm, world: Group, rows: list[Any], found: Calibration, took: float) -> None:
     """Rank 0 writes what was measured, and the worst rank's emulated clock."""
-    clock = worst_clock(dict(enumerate(world.gather_objects(comm.clock.report()))))  # type: ignore[arg-type]
+    clock = worst_clock(dict(enumerate(world.gather_objects(comm.clock.report(), dict[str, float]))))
     if comm.rank == 0:
         kept = clock.facts() if clock is not None else {}
         out = {"rows": rows, "clock": kept, "calibration_seconds": took, "rates": found.rates}

@@ -22,7 +22,6 @@ JOB_TIMEOUT = float(os.environ.get("POOL_TIMEOUT", "60"))  # a busy machine take
 
 def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
     import torch
 
     from hetero_megatron.comm import start_comm

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import multiprocessing as mp
 import os
 import signal
@@ -218,8 +217,3 @@ def test_a_rank_that_never_comes_is_named() -> None:
     assert done.returncode == 3, done.stderr
     assert "rank 0, joining the job, waited" in done.stderr and "rank 1 never came" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_addresses_are_json() -> None:
-    assert json.loads(Address("h", 1, "g").encode()) == ["h", 1, "g"]
-    assert Address.decode(b'["", 0, ""]') is None

@@ -1,4 +1,4 @@
-"""What ruff cannot check: no vendor's names in the core, torch.distributed only in comm, short files.
+"""What ruff cannot check: no vendor's names in the core, torch.distributed only in comm, no pickle, short files.
 
     python tools/lint_vendor_neutral.py [FILE or FOLDER ...]        # without arguments: the whole repository
 
@@ -32,6 +32,7 @@ DISTRIBUTED_FREE_OF_RULE = (
     "tests/",
     "benchmarks/",
 )
+PICKLE_FREE_OF_RULE = ("tests/", "benchmarks/", "tools/lint_vendor_neutral.py")
 FUNCTION_FREE_OF_RULE = ("tests/",)
 # Parts of torch.distributed that are not communication, and where they may be used.
 DISTRIBUTED_PARTS = {"torch.distributed.checkpoint": ("hetero_megatron/checkpoint/",)}
@@ -42,6 +43,14 @@ _BACKENDS = "nccl|rccl|hccl|cncl|mccl|xccl|eccl"
 VENDOR_STRING = re.compile(rf"(cpu:\w+,)?({_DEVICES}|{_BACKENDS})(:(\d*|\w+))?", re.IGNORECASE)
 VENDOR_ATTRIBUTE = re.compile(rf"torch\.((backends|version)\.)?({_DEVICES}|cudnn)(\..+)?")
 VENDOR_METHOD = re.compile(rf"(is_)?({_DEVICES})")
+# What runs code of whoever wrote the bytes: between ranks, and from files. Functions of torch that pickle inside too.
+PICKLES = re.compile(r"(pickle|cPickle|_pickle|marshal|shelve|dill|cloudpickle|joblib)(\..+)?")
+PICKLING = re.compile(
+    r"((all_gather|gather|scatter|broadcast|send|recv)_object(_list)?"
+    r"|torch\.distributed\.checkpoint(\.state_dict_(saver|loader))?\.(async_)?(save|load)(_state_dict)?"
+    r"|torch\.distributed\.checkpoint\.(utils\._DistWrapper|FileSystemReader|FileSystemWriter)"
+    r"|.*\.(_object_to_tensor|_tensor_to_object))"
+)
 EXCUSE = re.compile(r"#\s*lint: allow ([a-z, ]+?)\s*\(([^)]+)\)")
 
 
@@ -49,7 +58,7 @@ EXCUSE = re.compile(r"#\s*lint: allow ([a-z, ]+?)\s*\(([^)]+)\)")
 class Finding:
     path: str
     line: int
-    rule: str  # "vendor" | "distributed" | "size" | "syntax"
+    rule: str  # "vendor" | "distributed" | "pickle" | "size" | "syntax"
     message: str
 
     def __str__(self) -> str:
@@ -69,6 +78,8 @@ def check_source(source: str, path: str) -> list[Finding]:
         findings += _vendor(tree, names, path)
     if not path.startswith(DISTRIBUTED_FREE_OF_RULE):
         findings += _distributed(tree, names, path)
+    if not path.startswith(PICKLE_FREE_OF_RULE):
+        findings += _pickle(tree, names, path)
     kept = {(f.line, f.rule): f for f in findings if not _excused(f, lines)}  # one per line and rule
     return sorted(kept.values(), key=lambda f: (f.line, f.rule))
 
@@ -157,6 +168,26 @@ def _distributed(tree: ast.Module, names: dict[str, str], path: str) -> Iterator
             # The inner parts of `torch.distributed.checkpoint.save` are attributes too: judge whole chains.
             if full_name is not None and refused(full_name) and not _prefix_of_allowed(full_name, allowed):
                 yield Finding(path, node.lineno, "distributed", f"{full_name}: {hint}")
+
+
+def _pickle(tree: ast.Module, names: dict[str, str], path: str) -> Iterator[Finding]:
+    hint = "it runs what others wrote; ranks exchange typed JSON (Group.gather_objects) and tensors"
+
+    def refused(full: str) -> bool:
+        return any(PICKLING.fullmatch(name) for name in (full, full.split(".")[-1]))
+
+    for line, _, full in _imports(tree):
+        if PICKLES.fullmatch(full) or refused(full):
+            yield Finding(path, line, "pickle", f"import of {full}: {hint}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            full = _dotted(node, names) or node.attr
+            if refused(full):
+                yield Finding(path, node.lineno, "pickle", f"{full}: {hint}")
+        elif isinstance(node, ast.Call) and _dotted(node.func, names) == "torch.load":
+            safe = [k for k in node.keywords if k.arg == "weights_only" and getattr(k.value, "value", None) is True]
+            if not safe:
+                yield Finding(path, node.lineno, "pickle", f"torch.load without weights_only=True: {hint}")
 
 
 def _prefix_of_allowed(full: str, allowed: tuple[str, ...]) -> bool:

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,12 +36,12 @@ from hetero_megatron.checkpoint.hf_files import (
 )
 from hetero_megatron.checkpoint.names import HFSource, name_table
 from hetero_megatron.comm import Group
+from hetero_megatron.comm.refusals import together
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import ModelSpec, export_config, to_hf_config
 
 Owned = tuple[str, Box, torch.Tensor]  # logical name, box, its values
-T = TypeVar("T")
 
 FLAG = "--save-hf"
 
@@ -84,19 +85,19 @@ def save_hf(
     plan, nonfinite = plan_files(spec, by_name, shard_bytes), dict[str, None]()
     world.comm.activity = f"writing {FLAG}"
     along = (from_directory(source) if isinstance(source, str) else source) if first else None
-    together(world, lambda: _create(final, work, spec, plan, along or Companions()) if first else None)
+    _together(world, lambda: _create(final, work, spec, plan, along or Companions()) if first else None)
     if _all_see(work, world):
-        together(world, lambda: _write(work, table, owned, plan, nonfinite))
+        _together(world, lambda: _write(work, table, owned, plan, nonfinite))
     else:
         _write_on_first(work, table, owned, plan, nonfinite, world)
     if check_finite:
         try:
-            together(world, lambda: _require_finite(directory, nonfinite))
+            _together(world, lambda: _require_finite(directory, nonfinite))
         except UserError:
             if first:
                 shutil.rmtree(work, ignore_errors=True)
             raise
-    return Saved(together(world, lambda: _publish(work, final) if first else "")[0], list(nonfinite))
+    return Saved(_together(world, lambda: _publish(work, final) if first else "", str)[0], list(nonfinite))
 
 
 def _require_finite(directory: str, nonfinite: Iterable[str]) -> None:
@@ -116,21 +117,17 @@ def _publish(work: Path, final: Path) -> str:
     return f"saved a Hugging Face {config['model_type']} model with {tokenizer} to {final}: {counted}"
 
 
-def together(world: Group, action: Callable[[], T]) -> list[T]:
-    """Do ``action`` here; its results on all ranks, or the first failure raised on all ranks."""
-    problem = result = None
-    try:
-        result = action()
-    except UserError as error:
-        problem = error
-    except OSError as error:
-        text = f"cannot be written on rank {world.comm.rank}: {error.strerror}"
-        problem = UserError(text, field=FLAG, value=str(error.filename or ""))
-    found: list[Any] = world.gather_objects((problem, result))
-    for failed, _ in found:
-        if failed is not None:
-            raise failed
-    return [done for _, done in found]
+def _together(world: Group, action: Callable[[], Any], kind: Any = NoneType) -> list[Any]:
+    """As :func:`~hetero_megatron.comm.refusals.together`, for actions that write."""
+
+    def attempt() -> Any:
+        try:
+            return action()
+        except OSError as error:
+            text = f"cannot be written on rank {world.comm.rank}: {error.strerror}"
+            raise UserError(text, field=FLAG, value=str(error.filename or "")) from None
+
+    return together(world, attempt, kind)
 
 
 def _all_see(work: Path, world: Group) -> bool:
@@ -145,7 +142,7 @@ def _all_see(work: Path, world: Group) -> bool:
             mark.write_text(word)
         return word
 
-    left = together(world, leave)[0]
+    left = _together(world, leave, str)[0]
 
     def look() -> bool:
         try:
@@ -154,8 +151,8 @@ def _all_see(work: Path, world: Group) -> bool:
         except OSError:  # not there, not ours, read-only
             return False
 
-    seen = all(together(world, look))
-    together(world, lambda: mark.unlink() if world.index == 0 else None)
+    seen = all(_together(world, look, bool))
+    _together(world, lambda: mark.unlink() if world.index == 0 else None)
     return seen
 
 
@@ -248,14 +245,14 @@ def _write_on_first(
 
     for tensor in plan:
         pieces = [piece for piece in mine if table[piece[0]].name == tensor and piece[1].size]
-        offers = together(world, partial(turn, pieces))
+        offers = _together(world, partial(turn, pieces), list[tuple[str, Box]])
         here = [(name, box, _stored(values, table[name], plan, nonfinite)) for name, box, values in pieces]
         if world.index == 0:
             arrived += here + _receive(offers, table, plan[tensor].dtype, world)
         else:
             _send([stored for _, _, stored in here], world)
         del here
-    together(world, partial(turn, []))
+    _together(world, partial(turn, []), list[tuple[str, Box]])
 
 
 def _send(parts: list[np.ndarray], world: Group) -> None:

@@ -88,7 +88,7 @@ def lock_directory(path: str, group: Group) -> DirectoryLock:
                 problem = "another run is writing there"
         except OSError as error:
             problem = f"cannot be opened: {error.strerror}"
-    first = group.gather_objects(problem)[0]
+    first = group.gather_objects(problem, str)[0]
     if first:
-        raise UserError(str(first), field="--save", value=path, accepted="a directory of its own for each run")
+        raise UserError(first, field="--save", value=path, accepted="a directory of its own for each run")
     return lock

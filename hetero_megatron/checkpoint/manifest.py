@@ -32,9 +32,6 @@ class Damaged(Exception):
         self.path, self.problem = path, problem
         super().__init__(f"{path}: {problem}")
 
-    def __reduce__(self) -> tuple[Any, ...]:  # travels between ranks
-        return (Damaged, (self.path, self.problem))
-
 
 @dataclass(frozen=True)
 class Place:

@@ -1,28 +1,26 @@
 """Saving and loading distributed checkpoints: staged copies, a writing thread, agreement between ranks.
 
-DCP plans (which chunks, which reads), ``storage`` writes and reads. All ranks must see one file system.
+DCP's planners decide (which chunks, which reads), ``storage`` writes and reads, ``exchange`` has all ranks do it
+together. All ranks must see one file system.
 """
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from hetero_megatron.checkpoint.boxes import BoxedTensor, BoxLoadPlanner, BoxSavePlanner
+from hetero_megatron.checkpoint.boxes import BoxedTensor
 from hetero_megatron.checkpoint.companions import Companions, from_checkpoint
 from hetero_megatron.checkpoint.directory import CheckpointDirectory
-from hetero_megatron.checkpoint.manifest import Damaged, read_sums, unusable, verify
+from hetero_megatron.checkpoint.exchange import RankFailed, Trouble, load_boxes, save_boxes
+from hetero_megatron.checkpoint.manifest import Damaged, read_sums, verify
 from hetero_megatron.checkpoint.metadata import check_files, read_metadata
 from hetero_megatron.checkpoint.storage import BoxReader, BoxWriter, empty_like_box
 from hetero_megatron.comm import CommError, Group
@@ -135,22 +133,17 @@ class CheckpointSaver:
             rank = self.group.ranks[self.group.index]
             prune = lambda: self.directory.prune(self.keep, self.retain_interval, step)  # noqa: E731
             writer = BoxWriter(self.directory, step, rank, known, self.extra, prune)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # DCP warns that one process is one process
-                dcp.save(
-                    dict(staged), storage_writer=writer, planner=BoxSavePlanner(),
-                    process_group=self.group.process_group, no_dist=self.group.size == 1,
-                )  # fmt: skip
-        except (Exception, CheckpointException) as error:  # DCP's is no Exception
+            save_boxes(staged, writer, self.group)
+        except Exception as error:
             if self.group.index == 0:
                 self.directory.abandon(step)
             self._error = _cause(error, "--save", str(self.directory.path), self.group)
 
 
 def _cause(error: BaseException, field: str, value: str, group: Group) -> BaseException:
-    """What to tell the user: the first rank's failure behind DCP's exception, or a lost peer."""
-    if isinstance(error, CheckpointException):
-        where_rank, (inner, _) = min(error.failures.items())
+    """What to tell the user: the first rank's failure, or a lost peer."""
+    if isinstance(error, RankFailed):
+        inner = error.cause
         if isinstance(inner, OSError):
             where = inner.filename or value
             problem = f"the checkpoint cannot be written ({inner.strerror}: {where}); older ones are untouched"
@@ -159,7 +152,7 @@ def _cause(error: BaseException, field: str, value: str, group: Group) -> BaseEx
             return damaged_error(inner, field)
         if isinstance(inner, UserError):
             return inner
-        return RuntimeError(f"checkpoint: rank {where_rank} of the plan failed: {type(inner).__name__}: {inner}")
+        return RuntimeError(f"checkpoint: rank {error.rank} failed: {inner}")
     if isinstance(error, RuntimeError) and not isinstance(error, CommError):
         doing = "saving" if field == "--save" else "loading"
         peers = tuple(r for r in group.ranks if r != group.comm.rank)
@@ -186,10 +179,11 @@ def check_writable(path: str, group: Group) -> None:
             (directory / name).touch(exist_ok=False)
     except OSError as error:
         problem = f"cannot be written: {error.strerror}"
-    problem = str(group.gather_objects(problem)[0])
+    problem = group.gather_objects(problem, str)[0]
     if not problem:
-        probe = directory / str(group.gather_objects(name)[0])
-        unseen = [r for r, seen in zip(group.ranks, group.gather_objects(probe.exists()), strict=True) if not seen]
+        probe = directory / group.gather_objects(name, str)[0]
+        every = group.gather_objects(probe.exists(), bool)
+        unseen = [rank for rank, seen in zip(group.ranks, every, strict=True) if not seen]
         if group.index == 0:
             probe.unlink(missing_ok=True)
         if unseen:
@@ -222,13 +216,8 @@ class Checkpoint:
     def read_into(self, tensors: Mapping[str, BoxedTensor], group: Group) -> None:
         """Overwrite the values of all boxes, converting dtypes. Called on all ranks of ``group``."""
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                dcp.load(
-                    dict(tensors), storage_reader=BoxReader(self.path, self.metadata), planner=BoxLoadPlanner(),
-                    process_group=group.process_group, no_dist=group.size == 1,
-                )  # fmt: skip
-        except (Exception, CheckpointException) as error:
+            load_boxes(tensors, BoxReader(self.path, self.metadata), group)
+        except Exception as error:
             raise _cause(error, "--load", str(self.path), group) from error
 
 
@@ -251,7 +240,7 @@ def open_checkpoint(
     if isinstance(steps, Damaged):
         if not previous:
             raise damaged_error(steps)
-        damage, steps = steps, _agree(group, directory.held())[::-1]
+        damage, steps = steps, _agree(group, directory.held(), list[int])[::-1]
         log(f"notice: --load {damage.path}: {damage.problem}")
     for candidate in steps:
         found = _open(directory.place(candidate), candidate, group)
@@ -286,21 +275,29 @@ def _candidates(
             return []
         return [latest, *(s for s in steps[::-1] if s < latest)] if previous else [latest]
 
-    found = _agree(group, decide() if group is None or group.index == 0 else None)
-    if isinstance(found, UserError):
-        raise found
-    assert isinstance(found, list | Damaged)
-    return found
+    found: list[int] | Trouble | None = None
+    if group is None or group.index == 0:
+        decided = decide()
+        found = decided if isinstance(decided, list) else Trouble.of(decided)
+    found = _agree(group, found, list[int] | Trouble | None)
+    if isinstance(found, list):
+        return found
+    assert found is not None
+    problem = found.error()
+    if isinstance(problem, Damaged):
+        return problem
+    raise problem
 
 
-def _agree(group: Group | None, value: Any) -> Any:
+def _agree(group: Group | None, value: Any, kind: Any) -> Any:
     """The first rank's value, on all ranks."""
-    return value if group is None else group.gather_objects(value)[0]
+    return value if group is None else group.gather_objects(value, kind)[0]
 
 
 def _open(path: Path, step: int, group: Group | None) -> Checkpoint | Damaged:
     """Verify, every rank some of the files; all ranks return the same verdict."""
-    damage, found = None, None
+    damage: Trouble | None = None
+    found = None
     part, parts = (group.index, group.size) if group is not None else (0, 1)
     try:
         sums = read_sums(path)
@@ -309,9 +306,9 @@ def _open(path: Path, step: int, group: Group | None) -> Checkpoint | Damaged:
         check_files(path, metadata, part, parts)
         found = Checkpoint(path, step, metadata, state)
     except Damaged as error:
-        damage = error
-    for problem in group.gather_objects(damage) if group is not None else [damage]:
-        if isinstance(problem, Damaged):
+        damage = Trouble.of(error)
+    for trouble in group.gather_objects(damage, Trouble | None) if group is not None else [damage]:
+        if trouble is not None and isinstance(problem := trouble.error(), Damaged):
             return problem
     assert found is not None
     return found

@@ -26,6 +26,7 @@ from hetero_megatron.cluster.catalogue import DTYPES
 from hetero_megatron.cluster.cluster import Rank
 from hetero_megatron.cluster.rates_section import merge_rates, read_rates, write_rates
 from hetero_megatron.errors import UserError
+from hetero_megatron.launcher import read_launcher
 from hetero_megatron.planner.rates import refuse_twice
 from hetero_megatron.training.exit import import_torch
 
@@ -191,15 +192,15 @@ def _measure(
     if options.steps < 1:
         raise UserError("too small", field="--steps", value=options.steps, accepted="an integer >= 1")
     spec = load_model(options.model)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    launcher = read_launcher()
+    world = launcher.world_size
     if world != cluster.world_size:
         raise UserError(
             f"the cluster has {cluster.world_size} chips, and each is measured by its rank", field="WORLD_SIZE",
             value=world, accepted=f"{cluster.world_size} ranks (torchrun, or hetero-megatron testbed run)",
         )  # fmt: skip
     plugins = load_plugins()
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    platform = choose_platform(plugins.platforms.values(), None, None, local_rank)
+    platform = choose_platform(plugins.platforms.values(), None, None, launcher.device_index)
     tp = _numbers(options.tp, "--tp") if options.tp else degrees(cluster, spec)
     if options.tp and (large := [n for n in tp if not tp_groups(cluster, n)]):
         raise UserError("no chip type has so many chips", field="--tp", value=large[0], accepted="smaller degrees")
@@ -216,10 +217,10 @@ def _measure(
         for dtype, n in product(dtypes, sorted(tokens))
     ]
     refuse_twice(cluster, {chip: {one.dtype: {} for one in wanted} for chip in cluster.chips})
-    rank = position(cluster, world)
+    rank = position(cluster, launcher)
     if rank == 0:
         check_writable(out, "--out")
-    comm = start_comm(platform, 600, rank)
+    comm = start_comm(platform, 600, rank, launcher)
     first = comm.rank == 0
     start = time.perf_counter()
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from hetero_megatron.cli.parse import Arguments, flag_error, flag_name
 from hetero_megatron.training.config import CheckpointConfig, FailureConfig
-from hetero_megatron.training.jobs import LAUNCHER
 
 _LEAST = {"save_interval": 0, "keep_checkpoints": 0, "save_retain_interval": 1, "ckpt_step": 0}
 _OVERRIDE, _USE = "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"
@@ -54,12 +51,13 @@ def build_checkpoint(args: Arguments) -> CheckpointConfig:
     )
 
 
-def build_failure(args: Arguments, environment: Mapping[str, str]) -> FailureConfig:
+def build_failure(args: Arguments, supervised: bool) -> FailureConfig:
+    """``supervised``: ``hetero-megatron run`` started this process, or is about to."""
     drift, key = args["replan_on_drift"], "replan_on_drift"
     if drift is not None:
         if not 1.05 <= drift < float("inf"):
             raise flag_error(key, drift, "out of range", "a factor of 1.05 or more, e.g. 1.5")
-        if LAUNCHER not in environment:
+        if not supervised:
             raise flag_error(key, drift, "nobody is here to plan again", "hetero-megatron run ... -- these flags")
         missing = [flag_name(k) for k in ("cluster", "save", "load") if args[k] is None]
         if missing or args["save_interval"] == 0:

@@ -15,6 +15,7 @@ from hetero_megatron.cli.plan_flags import build_plan
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.data import DataConfig, reads_text
 from hetero_megatron.errors import UserError
+from hetero_megatron.launcher import read_launcher
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.kernels import with_kernels
 from hetero_megatron.spec import model_folder
@@ -28,12 +29,12 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
     """Parse, build and check everything that can be known before the ranks start.
 
     Args:
-        environment: WORLD_SIZE is read from it.
+        environment: a launcher's; what it says of ranks is read from it.
 
     Raises:
         UserError: the first thing that cannot be honoured.
     """
-    args = parse(argv)
+    args, launcher = parse(argv), read_launcher(environment, joins=False)
     # What the command line alone decides comes before what needs files.
     optimizer, evaluation = training.build_optimizer(args), training.build_evaluation(args)
     dtype, loss_scale = training.build_precision(args)
@@ -45,7 +46,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
         data = _own_tokenizer(args, data)
     spec = build_spec(args, data)
     cluster = _cluster(args)
-    plan = build_plan(args, spec, environment, cluster, dtype)
+    plan = build_plan(args, spec, launcher, cluster, dtype)
     if args["kernels"] is not None:
         plan = with_kernels(plan, args["kernels"])
     return RunConfig(
@@ -61,7 +62,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
         evaluation=evaluation,
         exit=stop,
         checkpoint=build_checkpoint(args),
-        failure=build_failure(args, environment),
+        failure=build_failure(args, launcher.supervised),
         logging=logging,
         distributed=distributed,
         check_nan=not args["no_check_for_nan_in_loss_and_grad"],

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+from hetero_megatron.cli.say import say_error
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.exit import INTERRUPTED, at_once
 from hetero_megatron.training.out_of_memory import out_of_memory
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _command(words[0])(words[1:])
     except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        say_error(str(error))
         return 2
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         if type(error).__name__ != "CommError":  # by name: importing it would import torch
             raise
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        say_error(str(error))
         return 3
 
 

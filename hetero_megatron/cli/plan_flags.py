@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
-from typing import Any
 
 from hetero_megatron.cli.parse import WHERE, Arguments, flag_error
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
+from hetero_megatron.launcher import LauncherEnvironment
 from hetero_megatron.plan import FlagScaleParallel, MegatronParallel, Plan, from_flagscale, from_megatron, load_plan
 from hetero_megatron.spec import ModelSpec
 
@@ -42,33 +41,33 @@ MAX_RANKS = 1 << 16
 def build_plan(
     args: Arguments,
     spec: ModelSpec,
-    environment: Mapping[str, str],
+    launcher: LauncherEnvironment,
     cluster: Cluster | None = None,
     dtype: str | None = None,
 ) -> Plan:
     """The plan that the flags ask for, valid for the model and for the ranks that were started.
 
     Args:
-        environment: torchrun's WORLD_SIZE; absent: one rank.
+        launcher: says how many ranks there are.
         cluster: a plan file is also checked against it, with the ``dtype`` that its chips must have.
 
     Raises:
         UserError: contradictory flags, a plan that breaks a law, or one for another number of ranks.
     """
     if args["auto_plan"]:
-        return _searched(args, spec, environment, cluster, dtype)
+        return _searched(args, spec, launcher, cluster, dtype)
     if args["plan"] is not None:
-        return _from_file(args, spec, environment, cluster, dtype)
+        return _from_file(args, spec, launcher, cluster, dtype)
     for key in ("seq_length", "micro_batch_size"):
         if args[key] is None:
             raise flag_error(key, None, "missing, and there is no --plan", "an integer >= 1, or --plan FILE")
     if args.has(*_MESHES):
-        plan = _from_meshes(args, spec, environment)
+        plan = _from_meshes(args, spec, launcher)
     else:
         chosen = {key: args[key] for key in _UNIFORM if args[key] is not None}
         plan = from_megatron(
             MegatronParallel(
-                world_size=_ranks(args, environment, 0),
+                world_size=_ranks(args, launcher, 0),
                 seq_length=args["seq_length"],
                 micro_batch_size=args["micro_batch_size"],
                 global_batch_size=args["global_batch_size"],
@@ -80,7 +79,7 @@ def build_plan(
 
 
 def _from_file(
-    args: Arguments, spec: ModelSpec, environment: Mapping[str, str], cluster: Cluster | None, dtype: str | None
+    args: Arguments, spec: ModelSpec, launcher: LauncherEnvironment, cluster: Cluster | None, dtype: str | None
 ) -> Plan:
     for key in (*_UNIFORM, *_MESHES, "micro_batch_size"):
         if key in args.given:
@@ -89,12 +88,12 @@ def _from_file(
     for key, mine in (("seq_length", plan.seq_length), ("global_batch_size", plan.global_batch_size)):
         if key in args.given and args[key] != mine:
             raise flag_error(key, args[key], f"the plan file says {mine}", f"{mine}, or leave the flag out")
-    _ranks(args, environment, plan.ranks[-1] + 1)
+    _ranks(args, launcher, plan.ranks[-1] + 1)
     return plan
 
 
 def _searched(
-    args: Arguments, spec: ModelSpec, environment: Mapping[str, str], cluster: Cluster | None, dtype: str | None
+    args: Arguments, spec: ModelSpec, launcher: LauncherEnvironment, cluster: Cluster | None, dtype: str | None
 ) -> Plan:
     """--auto-plan: every rank searches by itself and finds the same plan, because the search has no randomness."""
     from hetero_megatron.planner.costs import CostOptions
@@ -114,12 +113,12 @@ def _searched(
     sizes = (args["micro_batch_size"],) if "micro_batch_size" in args.given else None
     costs = CostOptions(moments=moments_of(args["optimizer"]))
     options = SearchOptions(dtype=dtype or "fp32", space=Space(micro_batch_sizes=sizes), costs=costs)
-    if environment.get("RANK", "0") == "0":
+    if launcher.rank == 0:
         what = f"searching for a plan on {cluster.world_size} chips; hetero-megatron plan would show how that goes"
         print(what, file=sys.stderr, flush=True)
     whole = Watch().uncaught()  # of two ranks that Ctrl-C stops each would have its own best so far
     found = search(spec, cluster, args["seq_length"], args["global_batch_size"], options, watch=whole).best
-    _ranks(args, environment, found.plan.ranks[-1] + 1)
+    _ranks(args, launcher, found.plan.ranks[-1] + 1)
     args.notices.append(
         f"plan {found.plan.fingerprint()} searched: {found.step_seconds:.4g} s per step predicted, "
         f"{found.prediction.tokens_per_second:,.0f} tokens/s"
@@ -127,7 +126,7 @@ def _searched(
     return found.plan
 
 
-def _from_meshes(args: Arguments, spec: ModelSpec, environment: Mapping[str, str]) -> Plan:
+def _from_meshes(args: Arguments, spec: ModelSpec, launcher: LauncherEnvironment) -> Plan:
     for key in _WITH_MESHES:
         if key in args.given:
             raise flag_error(key, args[key], "it contradicts --hetero-process-meshes", "one of the two")
@@ -144,7 +143,7 @@ def _from_meshes(args: Arguments, spec: ModelSpec, environment: Mapping[str, str
             hetero_device_types=args["hetero_device_types"] or (),
             micro_batch_size=args["micro_batch_size"],
             global_batch_size=args["global_batch_size"],
-            world_size=_ranks(args, environment, total) if total > 0 and len(numbers) % 5 == 0 else None,
+            world_size=_ranks(args, launcher, total) if total > 0 and len(numbers) % 5 == 0 else None,
             schedule=args["schedule"],
             cp_comm_type=args["cp_comm_type"] or ("p2p",),
             **{key: args[key] for key in _LISTS},
@@ -164,26 +163,26 @@ def _from_meshes(args: Arguments, spec: ModelSpec, environment: Mapping[str, str
     if args.has("pipeline_model_parallel_size") and args["pipeline_model_parallel_size"] != stages:
         value = args["pipeline_model_parallel_size"]
         raise flag_error("pipeline_model_parallel_size", value, f"the meshes have {stages} stages", str(stages))
-    _check_chip(args, plan, environment)
+    _check_chip(args, plan, launcher)
     return plan
 
 
-def _check_chip(args: Arguments, plan: Plan, environment: Mapping[str, str]) -> None:
+def _check_chip(args: Arguments, plan: Plan, launcher: LauncherEnvironment) -> None:
     """--hetero-current-device-type: the chip of the mesh that this rank is in."""
     mine, types = args["hetero_current_device_type"], args["hetero_device_types"]
     if mine is None:
         return
     if not types:
         raise flag_error("hetero_current_device_type", mine, "it needs --hetero-device-types")
-    rank = environment.get("RANK", "")
+    rank = launcher.rank if launcher.numbered else None
     stages = (stage for pipeline in plan.pipelines for stage in pipeline.stages)
-    wanted = next((stage.chip for stage in stages if rank in map(str, stage.ranks)), None)
+    wanted = next((stage.chip for stage in stages if rank in stage.ranks), None)
     if mine not in types or (wanted is not None and mine != wanted):
         problem = f"rank {rank} is in a mesh of {wanted}" if mine in types and wanted else "no mesh has this chip"
         raise flag_error("hetero_current_device_type", mine, problem, wanted or ", ".join(types))
 
 
-def _ranks(args: Arguments, environment: Mapping[str, str], needed: int) -> int:
+def _ranks(args: Arguments, launcher: LauncherEnvironment, needed: int) -> int:
     """Number of ranks: torchrun's, or in a dry run --world-size, else what is needed.
 
     ``needed`` is by the plan, at least; 0: any number will do.
@@ -193,10 +192,10 @@ def _ranks(args: Arguments, environment: Mapping[str, str], needed: int) -> int:
             raise flag_error("world_size", args["world_size"], "torchrun says how many ranks there are", "--dry-run")
         count, source = int(args["world_size"]), "--world-size"
     else:
-        count, source = _environment_size(environment), "WORLD_SIZE"
+        count, source = launcher.world_size, "WORLD_SIZE"
         if args["dry_run"] and needed:
             return needed
-        if args["dry_run"] and "WORLD_SIZE" not in environment:
+        if args["dry_run"] and not launcher.counted:
             sizes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
             return math.prod(int(args[size]) for size in sizes)
     if not 1 <= count <= MAX_RANKS:
@@ -209,17 +208,4 @@ def _ranks(args: Arguments, environment: Mapping[str, str], needed: int) -> int:
             problem, field=field, value=args["plan"] or args["hetero_process_meshes"],
             accepted=f"torchrun --nproc-per-node with {needed} ranks in all", where="command line",
         )  # fmt: skip
-    return count
-
-
-def _environment_size(environment: Mapping[str, str]) -> int:
-    text: Any = environment.get("WORLD_SIZE", "1")
-    try:
-        count = int(text)
-    except ValueError:
-        count = 0
-    if count < 1:
-        raise UserError(
-            "is no number of ranks", field="WORLD_SIZE", value=text, accepted="1 or more", where="environment"
-        )
     return count

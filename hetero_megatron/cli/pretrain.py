@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
+from hetero_megatron.cli.say import record_error, say_error
 from hetero_megatron.errors import UserError
+from hetero_megatron.launcher import LauncherEnvironment, read_launcher
 from hetero_megatron.training.exit import INTERRUPTED, at_once, import_torch
 from hetero_megatron.training.out_of_memory import out_of_memory
 
 if TYPE_CHECKING:
+    from hetero_megatron.comm import CommError
     from hetero_megatron.training.config import RunConfig
 
 USER_ERROR = 2  # exit code of every refusal, on every rank
@@ -26,38 +30,47 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
         print(help_text())
         return 0
     try:
+        launcher = read_launcher(environment, joins="--dry-run" not in argv)
         with at_once():
             from hetero_megatron.cli.configure import configure
 
         config = configure(argv, environment)
         if config.dry_run:
-            return dry_run(config, environment)
+            return dry_run(config, launcher)
         # Only now: importing torch takes seconds, and a refusal should not.
         with at_once():  # until training catches it: nothing is written before
             from hetero_megatron.training.loop import train
 
-            return train(config)
+            return train(config, launcher)
     except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        say_error(str(error), environment)
         return USER_ERROR
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr, flush=True)
         return INTERRUPTED
-    except (RuntimeError, MemoryError, OSError, ImportError) as error:
+    except Exception as error:
         if text := out_of_memory(error, environment):
-            print(f"error: {text}", file=sys.stderr, flush=True)
+            say_error(text, environment)
             return USER_ERROR
-        from hetero_megatron.comm.errors import CommError
+        if not _is_lost_peer(error):
+            record_error(traceback.format_exc(), environment)
+            raise
         from hetero_megatron.training.diagnosis import leave_diagnosis
 
-        if not isinstance(error, CommError):
-            raise
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        say_error(str(error), environment)
         leave_diagnosis(error, environment)
         return PEER_ERROR
 
 
-def dry_run(config: RunConfig, environment: Mapping[str, str]) -> int:
+def _is_lost_peer(error: Exception) -> TypeGuard[CommError]:
+    if not isinstance(error, RuntimeError):
+        return False
+    from hetero_megatron.comm.errors import CommError
+
+    return isinstance(error, CommError)
+
+
+def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
     """Print the plan, memory per rank and the notices; with --as-rank run that rank with fake tensors (rank 0 only)."""
     from hetero_megatron.cluster import format_bytes
     from hetero_megatron.plan import format_plan
@@ -65,7 +78,7 @@ def dry_run(config: RunConfig, environment: Mapping[str, str]) -> int:
     from hetero_megatron.planner.footprint import estimate_memory, format_memory
     from hetero_megatron.planner.memory import moments_of
 
-    if environment.get("RANK", "0") != "0":
+    if launcher.rank != 0:
         return 0
     cluster = config.cluster
     print(format_plan(config.plan, config.spec, None if cluster is None else [r.chip for r in cluster.ranks]))

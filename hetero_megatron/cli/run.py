@@ -14,12 +14,13 @@ from hetero_megatron.cli.arguments import refuse_empty
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.cluster.document import read_document
 from hetero_megatron.errors import UserError
+from hetero_megatron.launcher import SUPERVISED, refuse_copies
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.dump import dump_yaml
 from hetero_megatron.planner.drift import with_slow_nodes, worst_by_node
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.diagnosis import diagnoses_at
-from hetero_megatron.training.jobs import LAUNCHER, Job, Seat, Setup, TestbedJob
+from hetero_megatron.training.jobs import Job, Seat, Setup, TestbedJob
 from hetero_megatron.training.record import expectation
 from hetero_megatron.training.supervise import DRIFT_FLAG, Planner, Replanner, Supervisor
 
@@ -53,6 +54,7 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if argv else 2
+    refuse_copies("hetero-megatron run", "starts all ranks by itself")
     options, fallbacks, words = _parse(argv)
     refuse_empty(argv[: argv.index("--")])
     policy = options.get("--on-failure", "restart")
@@ -133,7 +135,7 @@ def searched(words: Sequence[str], config: RunConfig, scratch: Path) -> Planner:
         same = ["--seq-length", str(config.plan.seq_length), "--global-batch-size", str(config.plan.global_batch_size)]
         flags = ["--auto-plan", "--cluster", str(cluster), *same, *words]
         try:
-            plan = configure(flags, {"WORLD_SIZE": str(len(seats)), LAUNCHER: "1"}).plan
+            plan = configure(flags, {"WORLD_SIZE": str(len(seats)), SUPERVISED: "1"}).plan
         except UserError as error:
             print(f"launcher: no plan found: {error}", file=sys.stderr, flush=True)
             return None
@@ -185,7 +187,7 @@ def _configure(words: Sequence[str], plan: Path, cluster: Path | None, world: in
     from hetero_megatron.cli.configure import configure
 
     more = ["--cluster", str(cluster)] if cluster is not None else []
-    environment = {"WORLD_SIZE": str(_ENOUGH if world is None else world), LAUNCHER: "1"}
+    environment = {"WORLD_SIZE": str(_ENOUGH if world is None else world), SUPERVISED: "1"}
     return configure(["--plan", str(plan), *more, *words], environment)
 
 

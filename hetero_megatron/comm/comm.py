@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from hetero_megatron.comm.emulation import Emulation
 from hetero_megatron.comm.errors import CommError
 from hetero_megatron.comm.pacing import PacedWork
 from hetero_megatron.comm.reach import Reach, explain
+from hetero_megatron.comm.values import MAX_BYTES, decode, encode
+from hetero_megatron.errors import UserError
+from hetero_megatron.launcher import LauncherEnvironment
 
 
 class Works:
@@ -95,6 +99,7 @@ class Comm:
         seconds: time spent blocked in transfers so far.
         emulation, clock: the testbed's, which do nothing on real chips and links.
         reach: asked what became of peers that do not answer.
+        launcher: what it said of this process.
     """
 
     def __init__(
@@ -104,10 +109,11 @@ class Comm:
         timeout: timedelta,
         emulation: Emulation | None = None,
         reach: Reach | None = None,
+        launcher: LauncherEnvironment | None = None,
     ) -> None:
         self.rank, self.device, self.timeout = rank, device, timeout
         self.emulation, self.reach = emulation or Emulation(rank), reach or Reach(rank)
-        self.clock = self.emulation.clock
+        self.clock, self.launcher = self.emulation.clock, launcher or LauncherEnvironment(rank)
         self.activity = "start-up"
         self.sent_bytes: dict[int, int] = defaultdict(int)
         self.seconds = WaitSeconds()
@@ -239,11 +245,6 @@ class Group:
     def index(self) -> int:
         return self.ranks.index(self.comm.rank)
 
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """For torch.distributed.checkpoint, which does its own collectives; None when alone."""
-        return self._handle
-
     def all_to_all(
         self,
         send: torch.Tensor,
@@ -320,17 +321,42 @@ class Group:
         Handle(self.comm, work, None, self._others(), collective=True).wait()
         return torch.stack(out)
 
-    def gather_objects(self, value: object) -> list[object]:
-        """Any picklable value from every member, in group order; for start-up agreement and reports only."""
-        if self._handle is None:
-            return [value]
-        out: list[object] = [None] * self.size
+    def gather_objects(self, value: object, kind: Any = Any) -> list[Any]:
+        """A value from every member, in group order; for agreement at start-up and reports only.
+
+        Args:
+            kind: of the value; see :mod:`~hetero_megatron.comm.values`.
+
+        Raises:
+            UserError: a member sent something else.
+        """
+        data = encode(value)
+        every = [data] if self._handle is None else self._gather_bytes(data)
+        return [decode(text, kind, f"rank {rank}") for rank, text in zip(self.ranks, every, strict=True)]
+
+    def _gather_bytes(self, data: bytes) -> list[bytes]:
+        """First the lengths, then the bytes, padded to the longest. Not paced: this is no part of a step."""
+        on_host = "cpu:" in dist.get_backend_config(self._handle)
+        device = torch.device("cpu") if on_host else self.comm.device
+        length = torch.tensor([len(data)], dtype=torch.int64, device=device)
+        lengths = self._gather_now(length).flatten().tolist()
+        for rank, size in zip(self.ranks, lengths, strict=True):
+            if not 0 <= size <= MAX_BYTES:
+                raise UserError(f"rank {rank} announced a value of {size:,} bytes", accepted=f"at most {MAX_BYTES:,}")
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = self._gather_now(padded).cpu().numpy()
+        return [row[:size].tobytes() for row, size in zip(rows, lengths, strict=True)]
+
+    def _gather_now(self, mine: torch.Tensor) -> torch.Tensor:
+        """[n] from every member -> [members, n]."""
+        out = [torch.empty_like(mine) for _ in self.ranks]
         start = time.perf_counter()
         try:
-            dist.all_gather_object(out, value, group=self._handle)
+            dist.all_gather(out, mine, group=self._handle)
         except RuntimeError as error:
             raise self.comm.failure(self._others(), time.perf_counter() - start, error) from error
-        return out
+        return torch.stack(out)
 
     def _others(self) -> tuple[int, ...]:
         return tuple(r for r in self.ranks if r != self.comm.rank)

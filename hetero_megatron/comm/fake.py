@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 
 from hetero_megatron.comm.comm import Comm, Group, Handle
+from hetero_megatron.comm.values import decode, encode
 
 
 class FakeGroup(Group):
@@ -38,8 +40,8 @@ class FakeGroup(Group):
     def gather_vectors(self, vector: torch.Tensor) -> torch.Tensor:
         return torch.stack([vector] * self.size)
 
-    def gather_objects(self, value: object) -> list[object]:
-        return [value] * self.size
+    def gather_objects(self, value: object, kind: Any = Any) -> list[Any]:
+        return [decode(encode(value), kind, f"rank {rank}") for rank in self.ranks]
 
 
 class FakeComm(Comm):

@@ -8,7 +8,7 @@ connection at all, so the node or the way to it is down.
 from __future__ import annotations
 
 import errno
-import json
+import hmac
 import secrets
 import socket
 import threading
@@ -36,18 +36,9 @@ class Address:
     port: int
     greeting: str
 
-    def encode(self) -> str:
-        return json.dumps([self.host, self.port, self.greeting])
-
-    @staticmethod
-    def decode(text: str | bytes) -> Address | None:
-        """None: that rank does not listen."""
-        host, port, greeting = json.loads(text)
-        return Address(host, port, greeting) if port else None
-
 
 class Beacon:
-    """Greets everybody who connects, in a thread that lives as long as the process.
+    """Greets everybody who connects, in a thread that lives as long as the process. It never reads what they say.
 
     Raises:
         OSError: it cannot listen at ``host``.
@@ -107,7 +98,7 @@ def dial(address: Address, patience: float = PATIENCE) -> str | None:
             return HANGS
         except OSError:  # it ended while we spoke
             return GONE
-    return ANSWERS if said == expected else GONE  # another program has its port now
+    return ANSWERS if hmac.compare_digest(said, expected) else GONE  # another program has its port now
 
 
 class Reach:
@@ -146,10 +137,14 @@ class Reach:
         return list(dict.fromkeys([*peers, *hosts.values(), *known]))[:AT_MOST]
 
 
-def listen(towards: str) -> Beacon | None:
-    """A beacon where peers can reach it; None: not possible here, which must not keep anybody from training."""
+def listen(towards: str, one_host: bool = False) -> Beacon | None:
+    """A beacon where peers can reach it; None: not possible here, which must not keep anybody from training.
+
+    Args:
+        towards: the host where the ranks meet; one_host: all of them are on this one.
+    """
     try:
-        return Beacon(own_address(towards))
+        return Beacon("127.0.0.1" if one_host else own_address(towards))
     except OSError:
         return None
 

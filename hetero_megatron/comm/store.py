@@ -1,15 +1,99 @@
-"""The rendezvous store of a launcher: it outlives the ranks, whatever nodes are lost."""
+"""The rendezvous store: where it listens, and records in it that only ranks of the job can have written.
+
+Whoever reaches the store can read and write it. So on one host it listens on the loopback interface only; what this
+package keeps in it is typed JSON, with a code that needs the job's secret (``HETERO_JOB_SECRET``) where there is one.
+What torch's backends keep there themselves has no such code: networks across hosts must be closed to others.
+"""
 
 from __future__ import annotations
 
+import errno
+import hmac
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+
+from hetero_megatron.comm.values import decode, encode
+from hetero_megatron.errors import UserError
+from hetero_megatron.launcher import SECRET, LauncherEnvironment, is_loopback
 
 
 class JobStore:
     """A TCP store on this host; ranks of round r use keys under ``round/r`` (see ``start_comm``)."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-        self.host, self.port = host, self._store.port
+        listener = socket.create_server((host, 0), backlog=4096)
+        self.host, self.port = host, int(listener.getsockname()[1])
+        self._store = serve(listener, host, timedelta(seconds=30))
+
+
+def serve(listener: socket.socket, host: str, timeout: timedelta) -> dist.TCPStore:
+    """A store in this process that listens with ``listener``, which it takes over: torch's own would listen on all
+    interfaces."""
+    port = int(listener.getsockname()[1])
+    return dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+    )
+
+
+def open_listener(launcher: LauncherEnvironment) -> socket.socket:
+    """Where rank 0 has the job's store: on the loopback interface if all ranks are on this host, else on all.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    host, port = launcher.meeting_point
+    if is_loopback(host):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=4096)
+    try:
+        return socket.create_server(("::", port), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True)
+    except (OSError, ValueError) as error:  # a host without IPv6
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
+            raise
+        return socket.create_server(("", port), backlog=4096)
+
+
+@dataclass(frozen=True)
+class Records:
+    """Typed values in a store, by key. ``scope``: what they are valid for, e.g. the round of the job."""
+
+    store: dist.Store
+    secret: bytes
+    scope: str
+
+    def seal(self, key: str, value: object) -> str:
+        """A value as it is kept: its code over scope, key and value, a space, JSON."""
+        text = encode(value)
+        return f"{self._code(key, text)} {text.decode()}"
+
+    def set(self, key: str, value: object) -> None:
+        self.store.set(key, self.seal(key, value))
+
+    def open(self, key: str, data: bytes, kind: Any) -> Any:
+        """The value of what was kept under ``key``.
+
+        Raises:
+            UserError: no rank of this job wrote it.
+        """
+        code, _, text = data.partition(b" ")
+        if not hmac.compare_digest(code, self._code(key, text).encode()):
+            whose = f"was not written with this job's {SECRET}" if self.secret else f"was written with a {SECRET}"
+            accepted = f"the same {SECRET} on all ranks, and a rendezvous store that nobody else reaches"
+            raise UserError(f"the record {key} {whose}", field="rendezvous store", accepted=accepted)
+        return decode(text, kind, f"whoever wrote {key} into the rendezvous store")
+
+    def get(self, keys: Sequence[str], kind: Any) -> list[Any]:
+        """The values of keys that are there."""
+        found = self.store.multi_get(list(keys)) if keys else []
+        return [self.open(key, data, kind) for key, data in zip(keys, found, strict=True)]
+
+    def _code(self, key: str, text: bytes) -> str:
+        """Without a secret all the same for all: the record is then only as trustworthy as the network."""
+        if not self.secret:
+            return "-"
+        return hmac.new(self.secret, b"\0".join((self.scope.encode(), key.encode(), text)), "sha256").hexdigest()

@@ -7,6 +7,7 @@ launcher is killed (its ranks die with it, and the reaper removes the rest).
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -23,6 +24,7 @@ from typing import Any
 import hetero_megatron
 from hetero_megatron.cluster import format_bytes
 from hetero_megatron.errors import UserError
+from hetero_megatron.launcher import ERROR_FILE, SECRET, loopback_interface
 from hetero_megatron.testbed import namespaces, quota, shaping
 from hetero_megatron.testbed.awake import keep_awake
 from hetero_megatron.testbed.clocks import Kept, read_clocks
@@ -103,6 +105,7 @@ class Launcher:
         self._clock: Kept | None = None
         self._reaper: subprocess.Popen[bytes] | None = None
         self._port = 0  # until the first rank is started
+        self._secret = os.environ.get(SECRET) or secrets.token_hex(32)
 
     def run(self) -> int:
         """Returns the exit code: the worst of the ranks, or 128 + signal when interrupted."""
@@ -239,13 +242,15 @@ class Launcher:
             "LOCAL_WORLD_SIZE": str(settings.node_of.count(node)),
             "GROUP_RANK": str(node),
             "GROUP_WORLD_SIZE": str(len(settings.node_names)),
-            "GLOO_SOCKET_IFNAME": shaping.DEVICE if self._network else _loopback(),
+            "GLOO_SOCKET_IFNAME": shaping.DEVICE if self._network else loopback_interface(),
             "HETERO_NODE": place.node,
             "OMP_NUM_THREADS": "1",
             "MALLOC_ARENA_MAX": "1",
             "PYTHONUNBUFFERED": os.environ.get("PYTHONUNBUFFERED", "1"),
             "HETERO_TESTBED": str(self._testbed.directory / ENVIRONMENT),
             MARK: str(self._testbed.directory),
+            SECRET: self._secret,
+            ERROR_FILE: str(self._testbed.directory / "errors" / str(rank) / "error.json"),
         }
 
     def _start(self, rank: int) -> None:
@@ -388,8 +393,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _loopback() -> str:
-    names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in ("lo", "lo0") if name in names), "lo")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
 
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
@@ -39,7 +38,7 @@ def run_facts(config: RunConfig) -> Mapping[str, object]:
 
 def check_agreement(group: Group, facts: Mapping[str, object]) -> None:
     """All ranks of the group have the same facts; otherwise all of them refuse, and name one that differs."""
-    everyone: list[Any] = group.gather_objects({name: repr(fact) for name, fact in facts.items()})
+    everyone = group.gather_objects({name: repr(fact) for name, fact in facts.items()}, dict[str, str])
     first, *others = zip(group.ranks, everyone, strict=True)
     for rank, theirs in others:
         for name in dict.fromkeys((*first[1], *theirs)):

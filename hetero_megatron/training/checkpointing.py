@@ -12,7 +12,6 @@ import torch
 
 from hetero_megatron import __version__
 from hetero_megatron.checkpoint.companions import Companions
-from hetero_megatron.checkpoint.hf_save import together
 from hetero_megatron.checkpoint.lock import DirectoryLock
 from hetero_megatron.checkpoint.native import Checkpoint, CheckpointSaver, open_checkpoint
 from hetero_megatron.checkpoint.state import (
@@ -24,6 +23,7 @@ from hetero_megatron.checkpoint.state import (
     owned_tensors,
     weight_dtypes,
 )
+from hetero_megatron.comm.refusals import together
 from hetero_megatron.data import Datasets
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan.dump import to_dict
@@ -139,7 +139,7 @@ class Checkpointing:
         saved = self.config.checkpoint.save_optim
         mine, numbers = self.config.optimizer, merge_numbers([r["numbers"] for r in ranks])
         optimizer = {"name": mine.name, "momentum": mine.momentum, "numbers": numbers}
-        kernels = dict(sorted({r["kernels"] for r in ranks}))
+        kernels = dict(sorted({tuple(r["kernels"]) for r in ranks}))
         return {
             "optimizer": optimizer if saved else None,
             "data": furthest([r["data"] for r in ranks]),

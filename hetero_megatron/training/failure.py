@@ -175,12 +175,11 @@ def first_place(runtime: Runtime, mine: Sequence[Finding]) -> str:
     """Of all ranks' findings the earliest, with the ranks that saw it."""
     place = runtime.place
     where = f"pipeline {place.pipeline} stage {place.stage}"
-    everyone = runtime.world.gather_objects((where, min(mine) if mine else None))
+    everyone = runtime.world.gather_objects((where, min(mine) if mine else None), tuple[str, Finding | None])
     seen: list[tuple[Finding, int, str]] = []
-    for rank, answer in zip(runtime.world.ranks, everyone, strict=True):
-        assert isinstance(answer, tuple)
-        if isinstance(answer[1], Finding):
-            seen.append((answer[1], rank, answer[0]))
+    for rank, (there, theirs) in zip(runtime.world.ranks, everyone, strict=True):
+        if theirs is not None:
+            seen.append((theirs, rank, there))
     if not seen:
         return ""
     finding, rank, where = min(seen)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from hetero_megatron.launcher import ERROR_FILE, SECRET, SUPERVISED
 from hetero_megatron.testbed.process import all_status
 from hetero_megatron.training.diagnosis import DIRECTORY as DIAGNOSES
 from hetero_megatron.training.exit import end_with_parent
 
-LAUNCHER = "HETERO_LAUNCHER"  # in the environment of ranks whose launcher plans again when told to
 _PROGRAM = "from hetero_megatron.cli.start import pretrain; pretrain()"
 
 
@@ -70,11 +73,14 @@ class LocalJob:
         self, setup: Setup, words: Sequence[str], host: str, port: int, number: int, diagnoses: Path
     ) -> None:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._errors = Path(tempfile.mkdtemp(prefix="hetero-megatron-"))  # what ranks say as they end, by rank
+        secret = os.environ.get(SECRET) or secrets.token_hex(32)
         command = _command(setup, words)
         try:
             for rank, seat in enumerate(setup.seats):
                 environment = {**os.environ, **_environment(setup, rank, seat, host, port, number)}
                 environment[DIAGNOSES] = str(diagnoses.absolute())
+                environment |= {SECRET: secret, ERROR_FILE: str(self._errors / str(rank) / "error.json")}
                 self._processes[rank] = subprocess.Popen(command, env=environment, preexec_fn=end_with_parent)
         except BaseException:
             self.kill()
@@ -102,6 +108,7 @@ class LocalJob:
                 process.kill()
         for process in self._processes.values():
             process.wait()
+        shutil.rmtree(self._errors, ignore_errors=True)
 
 
 class TestbedJob:
@@ -131,7 +138,7 @@ class TestbedJob:
         self._report.unlink(missing_ok=True)
         command = [sys.executable, "-m", "hetero_megatron.cli.main", "testbed", "run", "--cluster", str(setup.cluster)]
         command += ["--grace", str(grace), "--log-dir", str(logs), *options, "--", *_command(setup, words)]
-        environment = {**os.environ, LAUNCHER: "1", "TORCHELASTIC_RESTART_COUNT": str(number)}
+        environment = {**os.environ, SUPERVISED: "1", "TORCHELASTIC_RESTART_COUNT": str(number)}
         environment[DIAGNOSES] = str(diagnoses.absolute())
         self._process = subprocess.Popen(command, env=environment, preexec_fn=end_with_parent)
 
@@ -176,7 +183,7 @@ def _environment(setup: Setup, rank: int, seat: Seat, host: str, port: int, numb
     values = {
         "RANK": rank, "WORLD_SIZE": len(setup.seats), "LOCAL_RANK": seat.local, "LOCAL_WORLD_SIZE": together,
         "MASTER_ADDR": host, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True,
-        "TORCHELASTIC_RESTART_COUNT": number, "HETERO_NODE": seat.node, LAUNCHER: 1,
+        "TORCHELASTIC_RESTART_COUNT": number, "HETERO_NODE": seat.node, SUPERVISED: 1,
     }  # fmt: skip
     return {key: str(value) for key, value in values.items()} | {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from hetero_megatron.errors import UserError
@@ -72,7 +70,7 @@ def agree_on_kernels(runtime: Runtime, reasons: bool = False) -> None:
     place, plan = runtime.place, runtime.kernels
     text = plan.summary() + ("\n" + plan.format() if reasons else "")
     mine = (place.pipeline, place.stage, plan.providers(), plan.digest(), text)
-    everyone: list[Any] = runtime.world.gather_objects(mine)
+    everyone = runtime.world.gather_objects(mine, tuple[int, int, dict[str, str], str, str])
     first: dict[tuple[int, int], tuple[str, str]] = {}
     # TP groups of one rank and of several call different operators for the loss, so each has a first rank of its own.
     by_stage: dict[tuple[int, int], dict[str, tuple[int, str]]] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from hetero_megatron.data.batch import BatchOptions
 from hetero_megatron.data.loader import BatchLoader
 from hetero_megatron.data.sample import Dataset
 from hetero_megatron.errors import UserError
+from hetero_megatron.launcher import LauncherEnvironment, read_launcher
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
 from hetero_megatron.ops.optimizer_ops import adamw_aten
@@ -50,8 +50,11 @@ from hetero_megatron.training.stragglers import DRIFT, FACTOR, Behind, Straggler
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def train(config: RunConfig) -> int:
-    """Run ``config`` on this rank of the job that torchrun's environment describes.
+def train(config: RunConfig, launcher: LauncherEnvironment | None = None) -> int:
+    """Run ``config`` on this rank of the job that its launcher's environment describes.
+
+    Args:
+        launcher: None: this process's environment.
 
     Returns:
         the exit code: 0, or ``DRIFT`` where the launcher is to plan again.
@@ -60,13 +63,16 @@ def train(config: RunConfig) -> int:
         UserError: something in the configuration, data or cluster cannot be honoured (all ranks raise it).
         CommError: a peer died or does not answer.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    launcher = launcher or read_launcher()
+    world = launcher.world_size
     check_world(config, world)
     plugins = load_plugins()
     platform = choose_platform(
-        plugins.platforms.values(), config.platform, config.distributed.backend, int(os.environ.get("LOCAL_RANK", "0"))
+        plugins.platforms.values(), config.platform, config.distributed.backend, launcher.device_index
     )
-    comm = start_comm(platform, 60 * config.distributed.timeout_minutes, position(config.cluster, world))
+    check_device(platform, launcher)
+    place = position(config.cluster, launcher)
+    comm = start_comm(platform, 60 * config.distributed.timeout_minutes, place, launcher)
     say_joined(comm.rank)
     code, everyone = 0, tuple(range(world))
     try:
@@ -98,7 +104,16 @@ def train(config: RunConfig) -> int:
     return code
 
 
-def position(cluster: Cluster | None, world: int) -> int | None:
+def check_device(platform: Platform, launcher: LauncherEnvironment) -> None:
+    """Several ranks must not share the first device because nothing says which one is whose."""
+    if launcher.world_size > 1 and launcher.local_rank is None and platform.device.type != "cpu":
+        raise UserError(
+            "not set, so this rank does not know its device", field="LOCAL_RANK", where="environment",
+            accepted="the rank's index on its node, as torchrun sets it",
+        )  # fmt: skip
+
+
+def position(cluster: Cluster | None, launcher: LauncherEnvironment) -> int | None:
     """This process's rank by the cluster file: node ($HETERO_NODE, else the host's name) and local index.
 
     Raises:
@@ -106,8 +121,8 @@ def position(cluster: Cluster | None, world: int) -> int | None:
     """
     if cluster is None:
         return None
-    node = os.environ.get("HETERO_NODE") or socket.gethostname()
-    rank = cluster.find(node, int(os.environ.get("LOCAL_RANK", "0"))).rank
+    node, world = launcher.node or socket.gethostname(), launcher.world_size
+    rank = cluster.find(node, launcher.device_index).rank
     if rank >= world:
         raise UserError(
             f"its chip is rank {rank} of the cluster file, but this job has {world} rank{'s' if world > 1 else ''}",

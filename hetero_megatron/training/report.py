@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import torch
@@ -84,7 +83,7 @@ class Reporter:
             print(f"predicted step: {found.step_seconds:.4g} s", flush=True)
             self.expected_busy = {} if found.assumed else busy
         directory = self.config.logging.save
-        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        again = self.runtime.comm.launcher.restarts > 0
         if directory is not None:
             if not self._goes_on() and not again:
                 set_aside(directory, FILE)
@@ -100,7 +99,7 @@ class Reporter:
         """What every rank did in one of the first steps. Called on all ranks."""
         if self.config.logging.save is None or step != min(self.first_step + TIMELINE_AFTER, self.config.steps):
             return
-        everyone = self.runtime.world.gather_objects(measured_rows(stats.actions))
+        everyone = self.runtime.world.gather_objects(measured_rows(stats.actions), list[tuple[str, float, float, int]])
         rows = {str(r): row for r, row in zip(self.config.plan.ranks, everyone, strict=True)}
         self.event("timeline", f"timeline of step {step}", step=step, seconds=seconds, ranks=rows)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from hetero_megatron.checkpoint.directory import CheckpointDirectory
 from hetero_megatron.checkpoint.lock import DirectoryLock, lock_directory
@@ -35,7 +34,7 @@ def claim_directory(config: RunConfig, group: Group) -> DirectoryLock | None:
     lock = lock_directory(options.save, group)
     # Only now: while another run held the lock it may have saved.
     held = CheckpointDirectory(options.save).held() if group.index == 0 else []
-    newest = group.gather_objects(held[-1] if held else None)[0]
+    newest = group.gather_objects(held[-1] if held else None, int | None)[0]
     if newest is not None and not options.goes_on:
         _refuse_or_say(options, newest, group)
     return lock
@@ -65,7 +64,7 @@ def make_folders(config: RunConfig, group: Group) -> None:
         folders |= {"--save": config.logging.save, "--tensorboard-dir": config.logging.tensorboard_dir}
     found = [(flag, path, _unwritable(Path(path))) for flag, path in folders.items() if path is not None]
     mine = next((problem for problem in found if problem[2]), None)
-    every: list[Any] = group.gather_objects(mine)
+    every = group.gather_objects(mine, tuple[str, str, str] | None)
     for rank, theirs in zip(group.ranks, every, strict=True):
         if theirs is not None:
             flag, path, reason = theirs

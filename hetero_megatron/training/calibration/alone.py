@@ -31,6 +31,7 @@ TOKENS = 2048  # of attentions in a row, at least one: in the midst of a step's 
 VISITS = 4  # blocks of keys, against one
 
 AttentionRow = tuple[int, int, int, float, float]  # length, heads, head_dim, forward, backward
+RowsAlone = tuple[list[tuple[int, float]], list[AttentionRow], list[AttentionRow]]
 K = TypeVar("K", bound=Hashable)
 
 
@@ -65,7 +66,7 @@ def summary(key: tuple[str, int]) -> Callable[[Sequence[float]], float]:
 
 def rows_alone(
     found: Mapping[tuple[str, int], Sequence[float]], spec: ModelSpec
-) -> tuple[list[tuple[int, float]], list[AttentionRow], list[AttentionRow]]:
+) -> RowsAlone:
     """Of the seconds of :func:`measures_alone`: (elements, seconds) of norm, scaling and update; rows of causal
     attention; rows of what one more block of keys and values costs in the ring beside its FLOPs (launches, merging,
     packing)."""

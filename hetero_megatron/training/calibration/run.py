@@ -21,6 +21,7 @@ from hetero_megatron.testbed.clocks import Kept, worst_clock
 from hetero_megatron.training.calibration.alone import (
     AttentionRow,
     Interleaved,
+    RowsAlone,
     measures_alone,
     often,
     rows_alone,
@@ -119,7 +120,7 @@ def calibrate(
     world = comm.group(everyone)
     if links is None:
         log("links")
-        links = [row for rows in world.gather_objects(measure_links(comm, cluster)) for row in rows]  # type: ignore[attr-defined]
+        links = [row for rows in world.gather_objects(measure_links(comm, cluster), list[LinkRow]) for row in rows]
     found = Calibration(links=list(links))
     job = Job(comm, dtype, optimizer, kernels)
     alone = Interleaved(measures_alone(job, spec, options.lengths), 2 * options.steps, summary, often)
@@ -136,16 +137,17 @@ def calibrate(
     phases: list[Phase] = []
     for run in exchange_runs(cluster, spec, options.seq_length):
         own = observe_exchange(run, chips[comm.rank], job, 2 * options.steps)
-        phases += [p for rank, theirs in enumerate(world.gather_objects(own)) if rank not in out for p in theirs]  # type: ignore[attr-defined]
+        every = world.gather_objects(own, list[Phase])
+        phases += [p for rank, theirs in enumerate(every) if rank not in out for p in theirs]
     found.exchange = {c: solve_phases([p for p in phases if p.chip == c]) for c in {p.chip for p in phases}}
-    every: Any = world.gather_objects(rows_alone(alone.seconds(), spec))
+    every = world.gather_objects(rows_alone(alone.seconds(), spec), RowsAlone)
     tables: tuple[dict[str, list[Any]], ...] = (found.optimizer, found.attention, found.visits)
     for rank, measured in enumerate(every):
         for table, theirs in zip(tables, measured if rank not in out else ()):
             table.setdefault(chips[rank], []).extend(theirs)
     for chip in {chip for chip, _, _ in found.costs}:
         _per_step(found, chip, [o for o in rows if o.observation.chip == chip and o.rank not in out])
-    reports: Any = world.gather_objects(comm.clock.report())
+    reports = world.gather_objects(comm.clock.report(), dict[str, float])
     found.clock = worst_clock(dict(enumerate(reports)))
     found.rates = _document(found, cluster, spec, options)
     return found
@@ -180,7 +182,7 @@ def _observe_pipelines(
         warm = first or not reserved
         log(f"{i} of {len(runs)}: tp {run.tp}, micro-batch {run.micro_batch_size}: stages {run.title}")
         own = observe(run, cluster.ranks[comm.rank].chip, job, run.steps(options.steps), reserved, warm)
-        theirs = [o for o in world.gather_objects(own) if isinstance(o, Observed)]
+        theirs = [o for o in world.gather_objects(own, Observed | None) if o is not None]
         seen += _merge([o.observation for o in theirs])
         # Replicas also exchange gradients outside of their actions, and a step that nothing precedes initialises.
         if len(run.plan.pipelines) == 1 and warm:
@@ -194,8 +196,8 @@ def _depths(cluster: Cluster, spec: ModelSpec, options: CalibrationOptions, job:
     comm, found = job.comm, list[Observation]()
     for run in one_layer_runs(cluster, spec, options.seq_length, options.tp[0], options.micro_batch_sizes[0]):
         own = observe(run, cluster.ranks[comm.rank].chip, job, steps=1, reserved=False)
-        every = comm.group(range(cluster.world_size)).gather_objects(own)
-        found += [o.observation for o in every if isinstance(o, Observed)]
+        every = comm.group(range(cluster.world_size)).gather_objects(own, Observed | None)
+        found += [o.observation for o in every if o is not None]
     return depths(cluster, found)
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-
 from hetero_megatron.ops import SPECS, Kernel
 from hetero_megatron.ops.kernel import VENDOR, Capability
 from hetero_megatron.ops.operators import torch_registry
