@@ -126,9 +126,9 @@ def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
         return build_datasets(config, 2, 1, (1, 0, 0), model)
 
     build(10)
-    with pytest.raises(UserError, match="token id 10, but the vocabulary has 9 entries"):
+    with pytest.raises(UserError, match="token id 10 in document 1 .*, but the vocabulary has 9 entries"):
         build(8)
-    with pytest.raises(UserError, match="token id 10, but the vocabulary has 7 entries"):
+    with pytest.raises(UserError, match="token id 10 in document 1 .*, but the vocabulary has 7 entries"):
         build(100, 7)
 
 
@@ -190,7 +190,7 @@ def bad_line(folder: Path) -> list[str]:
         (lambda f: ["--json-keys", "body"], ["in.jsonl:1", "--json-keys = body", "text"]),
         (lambda f: ["--output-prefix", str(f / "no" / "out")], ["--output-prefix"]),
         (lambda f: ["--input", str(f / "none.jsonl")], ["--input", "none.jsonl", "no such file"]),
-        (lambda f: ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"], ["in.jsonl:1", "no number"]),
+        (lambda f: ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"], ["in.jsonl:1", "no token id"]),
         (bad_line, ["in.jsonl:2", "not JSON"]),
     ],
 )

@@ -349,7 +349,7 @@ BAD: dict[str, tuple[str, object, Callable[[Path], object]]] = {
     "negative workers": ("--num-workers", -1, lambda p: _build(p, num_workers=-1)),
     "unknown tokenizer": ("--tokenizer-type", "Bytes", lambda p: _build(p, tokenizer_type="Bytes")),
     "tokenizer larger than the model": (
-        "--tokenizer-type", "ByteTokenizer",
+        "--data-path", None,
         lambda p: build_datasets(DataConfig(data_path=(text_file(p),)), 8, 0, (1, 0, 0), model_vocab_size=256),
     ),
 }  # fmt: skip

@@ -5,29 +5,10 @@ from __future__ import annotations
 from hetero_megatron.cli.parse import Arguments, flag_error, flag_name
 from hetero_megatron.training.config import CheckpointConfig, FailureConfig
 
-_LEAST = {"save_interval": 0, "keep_checkpoints": 0, "save_retain_interval": 1, "ckpt_step": 0}
 _OVERRIDE, _USE = "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"
-_NEEDS = {
-    "save": (
-        *("save_interval", "keep_checkpoints", "save_retain_interval", "no_save_optim", "sync_save"),
-        "overwrite_checkpoints",
-    ),
-    "load": (
-        *("ckpt_step", "finetune", "no_load_optim", "load_previous_on_corruption", "exit_on_missing_checkpoint"),
-        *(_OVERRIDE, _USE),
-    ),
-}
 
 
 def build_checkpoint(args: Arguments) -> CheckpointConfig:
-    """Flags that need --save or --load are harmless without it, and say so."""
-    for key, least in _LEAST.items():
-        if args[key] is not None and args[key] < least:
-            raise flag_error(key, args[key], "too small", f"an integer >= {least}")
-    for directory, keys in _NEEDS.items():
-        for key in keys:
-            if key in args.given and args[directory] is None:
-                args.notices.append(f"{flag_name(key)} has no effect without --{directory}")
     if args["load"] is not None and args["load_hf"] is not None:
         args.notices.append("--load-hf only counts if --load holds no checkpoint")
     if args[_OVERRIDE] and args[_USE]:

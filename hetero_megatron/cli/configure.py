@@ -10,15 +10,16 @@ from hetero_megatron.cli import training_flags as training
 from hetero_megatron.cli.checkpoint_flags import build_checkpoint, build_failure
 from hetero_megatron.cli.hub import model_directory
 from hetero_megatron.cli.model_flags import build_spec
-from hetero_megatron.cli.parse import WHERE, Arguments, flag_error, parse
+from hetero_megatron.cli.parse import Arguments, flag_error, flag_name, parse
 from hetero_megatron.cli.plan_flags import build_plan
+from hetero_megatron.cli.use import check_use
 from hetero_megatron.cluster import Cluster, load_cluster
-from hetero_megatron.data import DataConfig, reads_text
-from hetero_megatron.errors import UserError
+from hetero_megatron.data import DataConfig, reads_text, refuse_bytes
+from hetero_megatron.data.tokenizers import choose_type
 from hetero_megatron.launcher import read_launcher
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.kernels import with_kernels
-from hetero_megatron.spec import model_folder
+from hetero_megatron.spec import ModelSpec, model_folder
 from hetero_megatron.training.config import RunConfig
 
 TOKENIZER = ("tokenizer.*", "tokenizer_config.json", "vocab.*", "spiece.model")  # files that hold one, or name it
@@ -39,12 +40,17 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
     optimizer, evaluation = training.build_optimizer(args), training.build_evaluation(args)
     dtype, loss_scale = training.build_precision(args)
     stop, logging = training.build_exit(args), training.build_logging(args)
-    distributed, seed = training.build_distributed(args), _seed(args)
+    distributed = training.build_distributed(args)
     data = _data(args)
     if args["load_hf"] is not None:
         args.values["load_hf"] = model_directory(args["load_hf"], "--load-hf")
         data = _own_tokenizer(args, data)
+    args.values["dtype"] = dtype
+    check_use(args, data)
     spec = build_spec(args, data)
+    if data is not None:
+        refuse_bytes(data, spec.vocab_size)
+        _check_vocabulary(args, data, spec)
     cluster = _cluster(args)
     plan = build_plan(args, spec, launcher, cluster, dtype)
     if args["kernels"] is not None:
@@ -55,7 +61,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
         data=data,
         schedule=training.build_schedule(args, plan.global_batch_size),
         cluster=cluster,
-        seed=seed,
+        seed=args["seed"],
         dtype=dtype,
         loss_scale=loss_scale,
         optimizer=optimizer,
@@ -67,7 +73,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
         distributed=distributed,
         check_nan=not args["no_check_for_nan_in_loss_and_grad"],
         deterministic=args["deterministic_mode"],
-        logits_bytes=_logits_bytes(args),
+        logits_bytes=int(args["max_logits_mib"]) << 20,
         alignment=training.build_alignment(args),
         platform=args["platform"],
         compile=_compile(args),
@@ -78,15 +84,23 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
         save_hf_dtype=args["save_hf_dtype"],
         dry_run=args["dry_run"],
         as_rank=_as_rank(args, plan),
-        notices=tuple(dict.fromkeys(args.notices)),
+        notices=args.all_notices(),
     )
 
 
 def _data(args: Arguments) -> DataConfig | None:
     """DataConfig's fields are flags of the same names."""
+    files = {key: args[key] for key in ("tokenizer_model", "vocab_file", "merge_file")}
+    source = "--tokenizer-type" if args["tokenizer_type"] else ", ".join(flag_name(k) for k, v in files.items() if v)
+    args.values["tokenizer_type"] = choose_type(
+        args["tokenizer_type"], args["tokenizer_model"], args["vocab_file"], args["merge_file"]
+    )
+    if args["test_data_path"] is not None:
+        args.idle.append(("--test-data-path", "nothing is evaluated on test data"))
     if args["dry_run"] and not args.has(*_SOURCES):
         return None
-    return DataConfig(**{f.name: args[f.name] for f in dataclasses.fields(DataConfig)})
+    values = {f.name: args[f.name] for f in dataclasses.fields(DataConfig) if f.name != "tokenizer_source"}
+    return DataConfig(**values, tokenizer_source=source)
 
 
 def _own_tokenizer(args: Arguments, data: DataConfig | None) -> DataConfig | None:
@@ -98,39 +112,34 @@ def _own_tokenizer(args: Arguments, data: DataConfig | None) -> DataConfig | Non
         args.notices.append(f"--load-hf {directory} holds no tokenizer: text is read byte by byte (--tokenizer-type)")
         return data
     args.notices.append(f"text is read with the tokenizer of --load-hf {directory} (--tokenizer-type: another one)")
-    return dataclasses.replace(data, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(directory))
+    args.values["tokenizer_type"] = "HuggingFaceTokenizer"
+    return dataclasses.replace(
+        data, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(directory), tokenizer_source="of --load-hf"
+    )
+
+
+def _check_vocabulary(args: Arguments, data: DataConfig, spec: ModelSpec) -> None:
+    """Beside --model, --vocab-size counts the ids of a NullTokenizer; for others it has to be the model's."""
+    named = next((key for key in ("model", "load_hf") if args[key] is not None), None)
+    null = data.tokenizer_type == "NullTokenizer" or (data.tokenizer_type is None and not reads_text(data))
+    size = args["vocab_size"]
+    if named is not None and size is not None and not null and size != spec.vocab_size:
+        problem = f"{flag_name(named)} {args[named]} says {spec.vocab_size}"
+        raise flag_error("vocab_size", size, problem, "leave the flag out")
 
 
 def _cluster(args: Arguments) -> Cluster | None:
     if args["cluster"] is None:
         return None
-    if args["plan"] is None and not args["auto_plan"]:
-        raise flag_error("cluster", args["cluster"], "it needs a plan", "--plan FILE or --auto-plan beside it")
     return load_cluster(args["cluster"])
 
 
 def _as_rank(args: Arguments, plan: Plan) -> int | None:
     rank: int | None = args["as_rank"]
-    if rank is not None and not args["dry_run"]:
-        raise flag_error("as_rank", rank, "it needs --dry-run", "--dry-run --as-rank R")
     if rank is not None and rank not in plan.ranks:
         raise flag_error("as_rank", rank, "the plan has no such rank", f"0 to {plan.ranks[-1]}")
     return rank
 
 
 def _compile(args: Arguments) -> str | None:
-    if "compile_backend" in args.given and not args["compile"]:
-        raise flag_error("compile_backend", args["compile_backend"], "it needs --compile")
     return str(args["compile_backend"]) if args["compile"] else None
-
-
-def _seed(args: Arguments) -> int:
-    if args["seed"] < 0:
-        raise UserError("is negative", field="--seed", value=args["seed"], accepted="0 or more", where=WHERE)
-    return int(args["seed"])
-
-
-def _logits_bytes(args: Arguments) -> int:
-    if args["max_logits_mib"] < 1:
-        raise flag_error("max_logits_mib", args["max_logits_mib"], "too small", "an integer >= 1")
-    return int(args["max_logits_mib"]) << 20

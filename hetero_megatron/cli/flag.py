@@ -10,6 +10,26 @@ SUPPORTED, NOTICE, REFUSED = "supported", "notice", "refused"
 
 
 @dataclass(frozen=True)
+class Need:
+    """What a flag has no effect without. Given without it, the flag is an error, so that nobody waits for its effect.
+
+    Args:
+        any_of: one of these has to hold: ``--flag`` (it has a value that is neither off nor 0), ``--flag VALUE`` (it
+            has this value, by default perhaps), or the words of a fact about the data (see ``cli.use``).
+        harmless: launch lines of Megatron's have the flag anyway, and a run without its effect is what they mean: a
+            notice is enough.
+    """
+
+    any_of: tuple[str, ...]
+    harmless: bool = False
+
+
+def needs(*any_of: str, harmless: bool = False) -> tuple[Need, ...]:
+    """For ``Flag.needs``: one of these has to hold. Several of them are added up."""
+    return (Need(any_of, harmless),)
+
+
+@dataclass(frozen=True)
 class Flag:
     """One flag.
 
@@ -25,6 +45,8 @@ class Flag:
         differs: how the default differs from Megatron's, and why.
         aliases: other spellings.
         says: printed when the flag is given, where an accepted value has no effect.
+        needs: what it has no effect without; all of them have to hold.
+        least, most: bounds of a number.
     """
 
     name: str
@@ -38,6 +60,9 @@ class Flag:
     differs: str = ""
     aliases: tuple[str, ...] = ()
     says: str = ""
+    needs: tuple[Need, ...] = ()
+    least: float | None = None
+    most: float | None = None
 
     @property
     def key(self) -> str:
@@ -55,14 +80,37 @@ def value(
     nargs: int | str = 1,
     differs: str = "",
     aliases: tuple[str, ...] = (),
+    needs: tuple[Need, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
 ) -> Flag:
     """A supported flag with one value (or ``nargs`` of them)."""
-    return Flag(name, SUPPORTED, nargs, type, default, help, "", choices, differs, aliases)
+    return Flag(name, SUPPORTED, nargs, type, default, help, "", choices, differs, aliases, "", needs, least, most)
 
 
-def switch(name: str, help: str, *, differs: str = "", aliases: tuple[str, ...] = ()) -> Flag:
+def count(
+    name: str,
+    default: int | None,
+    help: str,
+    *,
+    least: int = 1,
+    most: int = 10**12,
+    nargs: int | str = 1,
+    differs: str = "",
+    aliases: tuple[str, ...] = (),
+    needs: tuple[Need, ...] = (),
+) -> Flag:
+    """A supported flag with a whole number of something (or ``nargs`` of them)."""
+    return value(
+        name, int, default, help, nargs=nargs, differs=differs, aliases=aliases, needs=needs, least=least, most=most
+    )
+
+
+def switch(
+    name: str, help: str, *, differs: str = "", aliases: tuple[str, ...] = (), needs: tuple[Need, ...] = ()
+) -> Flag:
     """A supported flag without a value."""
-    return Flag(name, SUPPORTED, 0, str, False, help, differs=differs, aliases=aliases)
+    return Flag(name, SUPPORTED, 0, str, False, help, differs=differs, aliases=aliases, needs=needs)
 
 
 def only(
@@ -76,9 +124,10 @@ def only(
     nargs: int | str = 1,
     differs: str = "",
     says: str = "",
+    needs: tuple[Need, ...] = (),
 ) -> Flag:
     """A flag that changes something which this version cannot do: only these values are accepted."""
-    return Flag(name, SUPPORTED, nargs, type, default, reason, remedy, choices, differs, says=says)
+    return Flag(name, SUPPORTED, nargs, type, default, reason, remedy, choices, differs, says=says, needs=needs)
 
 
 def notice(
@@ -94,6 +143,31 @@ def notice(
     return Flag(name, NOTICE, nargs, type, None, reason, differs=differs, aliases=aliases)
 
 
-def refused(name: str, reason: str, remedy: str = "leave the flag out", *, nargs: int | str = 0) -> Flag:
+def refused(
+    name: str,
+    reason: str,
+    remedy: str = "leave the flag out",
+    *,
+    nargs: int | str = 0,
+    aliases: tuple[str, ...] = (),
+) -> Flag:
     """A flag that this version cannot honour."""
-    return Flag(name, REFUSED, nargs, str, None, reason, remedy)
+    return Flag(name, REFUSED, nargs, str, None, reason, remedy, aliases=aliases)
+
+
+def family(status: Callable[..., Flag], names: str, *words: str) -> tuple[Flag, ...]:
+    """Flags with one status, reason and remedy.
+
+    Args:
+        status: ``notice`` or ``refused``.
+        names: separated by blanks: ``--name``; ``--name=`` takes a value, ``--name=+`` one or more, ``--name=*`` any
+            number; ``--name/--other`` are spellings of one flag.
+        words: reason and remedy.
+    """
+    nargs: dict[str, int | str] = {"": 1, "+": "+", "*": "*"}
+    flags = []
+    for word in names.split():
+        spelled, equals, many = word.partition("=")
+        name, *aliases = spelled.split("/")
+        flags.append(status(name, *words, nargs=nargs[many] if equals else 0, aliases=tuple(aliases)))
+    return tuple(flags)

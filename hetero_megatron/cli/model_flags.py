@@ -8,7 +8,6 @@ from hetero_megatron.cli.parse import Arguments, flag_error, flag_name
 from hetero_megatron.data import DataConfig, config_tokenizer
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import ModelSpec, RopeScaling, load_model
-from hetero_megatron.spec.model_spec import MAX_LAYERS
 
 
 def build_spec(args: Arguments, data: DataConfig | None) -> ModelSpec:
@@ -27,9 +26,6 @@ def build_spec(args: Arguments, data: DataConfig | None) -> ModelSpec:
     for key in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
         if args[key] is None:
             raise flag_error(key, None, "missing, and there is no --model", "a number, or --model")
-        _positive(args, key)
-    if args["num_layers"] > MAX_LAYERS:
-        raise flag_error("num_layers", args["num_layers"], "absurdly many", f"at most {MAX_LAYERS}")
     for key in ("norm_epsilon", "rotary_base", "rope_scaling_factor", "init_method_std"):
         if args[key] <= 0:
             raise flag_error(key, args[key], "out of range", "a number above 0")
@@ -148,13 +144,11 @@ def _heads(args: Arguments) -> int:
         if args.has("num_query_groups") and args["num_query_groups"] not in (1, args["num_attention_heads"]):
             raise flag_error("num_query_groups", args["num_query_groups"], "it needs --group-query-attention")
         return int(args["num_attention_heads"])
-    _positive(args, "num_query_groups")
     return int(args["num_query_groups"])
 
 
 def _head_dim(args: Arguments) -> int:
     if args["kv_channels"] is not None:
-        _positive(args, "kv_channels")
         return int(args["kv_channels"])
     hidden, heads = args["hidden_size"], args["num_attention_heads"]
     if hidden % heads:
@@ -165,7 +159,6 @@ def _head_dim(args: Arguments) -> int:
 
 def _ffn(args: Arguments) -> int:
     if args["ffn_hidden_size"] is not None:
-        _positive(args, "ffn_hidden_size")
         return int(args["ffn_hidden_size"])
     wide = 4 * int(args["hidden_size"])
     return max(64, int(wide * 2 / 3 / 64) * 64) if args["swiglu"] else wide
@@ -210,16 +203,10 @@ def _window(text: str | None) -> int | None:
 def _vocabulary(args: Arguments, data: DataConfig | None) -> int:
     """Rows of the embedding: given, or as many as the tokenizer has ids (a NullTokenizer has one more)."""
     if args["vocab_size"] is not None:
-        _positive(args, "vocab_size")
         return int(args["vocab_size"]) + (args["tokenizer_type"] == "NullTokenizer")
     if data is None:
         raise flag_error("vocab_size", None, "missing, and there is no tokenizer to read it from", "a number")
     return config_tokenizer(data).vocab_size
-
-
-def _positive(args: Arguments, key: str) -> None:
-    if args[key] < 1:
-        raise flag_error(key, args[key], "too small", "an integer >= 1")
 
 
 _FLAG_OF = {

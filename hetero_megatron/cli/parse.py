@@ -12,10 +12,15 @@ from typing import Any
 from hetero_megatron.cli.flag import NOTICE, REFUSED, Flag
 from hetero_megatron.cli.table import ALL
 from hetero_megatron.errors import UserError
+from hetero_megatron.files import require_text
 
 WHERE = "command line"
 _TYPES = {int: "an integer", float: "a number", str: "a word"}
 _OPTION = re.compile(r"--?[A-Za-z_]")
+_NUMBERS = {  # Python's own int() and float() also take "1_000", "infinity" and digits of other scripts
+    int: re.compile(r"[+-]?[0-9]{1,19}"),
+    float: re.compile(r"[+-]?([0-9]{1,40}\.?[0-9]{0,40}|\.[0-9]{1,40})([eE][+-]?[0-9]{1,3})?"),
+}
 
 
 @dataclass
@@ -24,12 +29,16 @@ class Arguments:
 
     Attributes:
         given: keys of the supported flags that stood on the command line.
-        notices: one sentence per flag that was accepted without effect.
+        idle: (flag, why) of flags that were accepted without effect.
+        notices: other sentences for the start of the run.
+        facts: what holds about the data, for ``Flag.needs``.
     """
 
     values: dict[str, Any]
     given: set[str] = field(default_factory=set)
+    idle: list[tuple[str, str]] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    facts: set[str] = field(default_factory=set)
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key]
@@ -37,6 +46,22 @@ class Arguments:
     def has(self, *keys: str) -> bool:
         """Whether any of them was given."""
         return any(key in self.given for key in keys)
+
+    def all_notices(self) -> tuple[str, ...]:
+        """What the run says at its start, flags without effect in one block."""
+        return (*idle_notice(self.idle), *dict.fromkeys(self.notices))
+
+
+def idle_notice(idle: Sequence[tuple[str, str]]) -> list[str]:
+    """One notice about all flags without effect: a line for each reason."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in idle:
+        if name not in by_reason.setdefault(reason, []):
+            by_reason[reason].append(name)
+    if len(idle) <= 1:
+        return [f"{name} has no effect: {reason}" for name, reason in idle]
+    lines = [f"    {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
+    return ["\n".join([f"{sum(map(len, by_reason.values()))} flags have no effect here", *lines])]
 
 
 def flag_name(key: str) -> str:
@@ -58,53 +83,87 @@ def parse(argv: Sequence[str]) -> Arguments:
     """Read all words; of a flag that stands twice the last one counts, as in Megatron, with a notice.
 
     Raises:
-        UserError: an unknown or refused flag, a missing, superfluous or unreadable value. Refusals come last, so
-            that one message can list every flag to take out.
+        UserError: unknown or refused flags, missing, superfluous or unreadable values: all that are wrong in one
+            message, so that one edit of the command line is enough.
     """
     flags = index()
     result = Arguments({flag.key: flag.default for flag in ALL})
-    refusals: list[_Refusal] = []
+    errors: list[UserError] = []
     at = 0
     while at < len(argv):
-        name, separator, attached = argv[at].partition("=")
+        try:
+            at = _read(argv, at, flags, result)
+        except _At as stop:
+            errors.append(stop.error)
+            at = stop.next
+    if errors:
+        raise together(errors)
+    return result
+
+
+class _At(Exception):
+    """An error of one flag, and the word to go on with."""
+
+    def __init__(self, error: UserError, next: int) -> None:
+        super().__init__()
+        self.error, self.next = error, next
+
+
+def _read(argv: Sequence[str], at: int, flags: Mapping[str, Flag], result: Arguments) -> int:
+    """Store the flag at a word with its values; returns where the next one begins. Raises _At."""
+    name, separator, attached = argv[at].partition("=")
+    end = at + 1
+    while not separator and end < len(argv) and not _OPTION.match(argv[end]):
+        end += 1  # up to the next flag: what an unknown or refused flag may have as values
+    try:
+        require_text(argv[at], WHERE)
         if not _OPTION.match(name):
             raise UserError("belongs to no flag", field="word", value=argv[at], accepted="--flag value", where=WHERE)
         if name not in flags:
             raise _unknown(name, flags)
         flag = flags[name]
-        at += 1
-        words = [attached] if separator else []
-        while not separator and at < len(argv) and not _OPTION.match(argv[at]) and _wants(flag, len(words)):
-            words.append(argv[at])
-            at += 1
+        wanted = flag.nargs if isinstance(flag.nargs, int) else end
+        words = [attached] if separator else list(argv[at + 1 : min(end, at + 1 + wanted)])
+        if flag.status == REFUSED:
+            raise _refusal(flag, words)
+        end = at + 1 + len(words) * (not separator)
         _check_count(flag, words)
-        try:
-            _store(flag, words, result)
-        except _Refusal as refusal:
-            refusals.append(refusal)
-    if refusals:
-        raise _first_of(refusals)
-    return result
+        _store(flag, words, result)
+    except UserError as error:
+        raise _At(error, end) from None
+    return end
 
 
-class _Refusal(UserError):
-    """A flag, or a value of it, that Megatron knows and this version cannot honour."""
-
-    def __init__(self, flag: Flag, words: Sequence[str]) -> None:
-        value = " ".join(words) if words else "given"
-        super().__init__(flag.help, field=flag.name, value=value, accepted=flag.remedy, where=WHERE)
+def _refusal(flag: Flag, words: Sequence[str]) -> UserError:
+    """Of a flag, or a value of it, that Megatron knows and this version cannot honour."""
+    value = " ".join(words) if words else "given"
+    return UserError(flag.help, field=flag.name, value=value, accepted=flag.remedy, where=WHERE)
 
 
-def _first_of(refusals: list[_Refusal]) -> UserError:
-    """The first refusal; the others are listed in it, so that one edit of the command line is enough."""
-    first = refusals[0]
-    others = [name for name in dict.fromkeys(r.field for r in refusals) if name != first.field]
-    also = f" (also refused here: {', '.join(others)})" if others else ""
-    return UserError(first.problem + also, field=first.field, value=first.value, accepted=first.accepted, where=WHERE)
+def together(errors: Sequence[UserError]) -> UserError:
+    """One error that lists all of them, those of one reason together; a single one as it is.
+
+    Its field, value and remedy are those of the first.
+    """
+    if len(errors) == 1:
+        return errors[0]
+    groups: dict[tuple[str, str], list[str]] = {}
+    for error in errors:
+        shown = error.field if error.value is None else f"{error.field} = {_short(str(error.value))}"
+        groups.setdefault((error.problem, error.accepted), []).append(shown)
+    parts = [
+        f"{', '.join(dict.fromkeys(names))}: {problem}" + (f" (accepted: {accepted})" if accepted else "")
+        for (problem, accepted), names in groups.items()
+    ]
+    count = sum(len(dict.fromkeys(names)) for names in groups.values())
+    first = errors[0]
+    joined = UserError(f"{count} flags cannot be taken: " + "; ".join(parts), where=WHERE)
+    joined.field, joined.value, joined.accepted = first.field, first.value, first.accepted
+    return joined
 
 
-def _wants(flag: Flag, count: int) -> bool:
-    return flag.nargs in ("+", "*") or (isinstance(flag.nargs, int) and count < flag.nargs)
+def _short(text: str, limit: int = 40) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def _check_count(flag: Flag, words: list[str]) -> None:
@@ -115,12 +174,10 @@ def _check_count(flag: Flag, words: list[str]) -> None:
 
 
 def _store(flag: Flag, words: list[str], result: Arguments) -> None:
-    if flag.status == REFUSED:
-        raise _Refusal(flag, words)
     values = tuple(_convert(flag, word) for word in words)
     value: Any = True if flag.nargs == 0 else values[0] if flag.nargs == 1 else values
     if flag.status == NOTICE or flag.says:
-        result.notices.append(f"{flag.name} has no effect: {flag.says or flag.help}")
+        result.idle.append((flag.name, flag.says or flag.help))
     if flag.status == NOTICE:
         return
     if flag.key in result.given and result.values[flag.key] != value:
@@ -130,24 +187,43 @@ def _store(flag: Flag, words: list[str], result: Arguments) -> None:
 
 
 def _convert(flag: Flag, word: str) -> Any:
+    require_text(word, WHERE, flag.name)
     if flag.status != NOTICE and not word.strip():  # --save "$OUT" without OUT would be the working directory
         accepted = "a value, or leave the flag out"
         raise UserError("is empty (an unset variable?)", field=flag.name, value=word, accepted=accepted, where=WHERE)
+    value = _value(flag, word)
+    if isinstance(value, int | float):
+        _check_bounds(flag, value, word)
+    if flag.choices and value not in flag.choices:
+        if flag.remedy:
+            raise _refusal(flag, [word])
+        accepted = ", ".join(map(str, flag.choices))
+        raise UserError("unknown value", field=flag.name, value=word, accepted=accepted, where=WHERE)
+    return value
+
+
+def _value(flag: Flag, word: str) -> Any:
+    spelling = _NUMBERS.get(flag.type)  # type: ignore[call-overload]
     try:
+        if spelling is not None and not spelling.fullmatch(word.strip()):
+            raise ValueError("not a number")
         value = flag.type(word)
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError("not finite")
         if isinstance(value, int) and abs(value) >= 2**63:
-            raise ValueError("absurdly large")
+            raise ValueError("beyond 64 bits")
     except ValueError:
         accepted = _TYPES.get(flag.type, "JSON: a list of lists")  # type: ignore[call-overload]
         raise UserError(f"is not {accepted}", field=flag.name, value=word, accepted=accepted, where=WHERE) from None
-    if flag.choices and value not in flag.choices:
-        if flag.remedy:
-            raise _Refusal(flag, [word])
-        accepted = ", ".join(map(str, flag.choices))
-        raise UserError("unknown value", field=flag.name, value=word, accepted=accepted, where=WHERE)
     return value
+
+
+def _check_bounds(flag: Flag, value: float, word: str) -> None:
+    kind = _TYPES[int if isinstance(value, int) else float]
+    for low, bound in ((True, flag.least), (False, flag.most)):
+        if bound is not None and (value < bound if low else value > bound):
+            problem, accepted = ("too small", f"{kind} >= {bound:,}") if low else ("too large", f"at most {bound:,}")
+            raise UserError(problem, field=flag.name, value=word, accepted=accepted, where=WHERE)
 
 
 def _unknown(name: str, flags: Mapping[str, Flag]) -> UserError:

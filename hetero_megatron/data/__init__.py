@@ -4,7 +4,7 @@
 """
 
 from hetero_megatron.data.blend import BlendedDataset
-from hetero_megatron.data.build import Datasets, build_datasets, config_tokenizer, reads_text
+from hetero_megatron.data.build import Datasets, build_datasets, config_tokenizer, reads_text, refuse_bytes
 from hetero_megatron.data.config import DataConfig
 from hetero_megatron.data.entropy import unigram_entropy
 from hetero_megatron.data.indexed import IndexedWriter, TokenStore, open_indexed, write_indexed
@@ -31,6 +31,7 @@ __all__ = [
     "config_tokenizer",
     "open_indexed",
     "reads_text",
+    "refuse_bytes",
     "unigram_entropy",
     "write_indexed",
 ]

@@ -20,28 +20,29 @@ from hetero_megatron.data.packing import PackedDataset
 from hetero_megatron.data.sample import Dataset
 from hetero_megatron.data.streaming import StreamingDataset
 from hetero_megatron.data.tokenize import tokenize
-from hetero_megatron.data.tokenizers import NullTokenizer, Tokenizer, build_tokenizer
+from hetero_megatron.data.tokenizers import NullTokenizer, Tokenizer, build_tokenizer, required_eod
 from hetero_megatron.errors import UserError
 
+MOST_BYTE_ROWS = 512  # of a model that may be meant for bytes: 256, the end of a document, and padding
 _ALL: tuple[Fraction, Fraction, Fraction] = (Fraction(1), Fraction(0), Fraction(0))
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """Attributes: train, valid, test: None where no samples were asked for; eod: the id that ends a document;
-    streams: those of them that have a state to save.
+    """Attributes: train, valid, test: None where no samples were asked for; eod: the id that ends a document (None:
+    the tokenizer has none); streams: those of them that have a state to save.
     """
 
     train: Dataset | None
     valid: Dataset | None
     test: Dataset | None
     tokenizer: Tokenizer
-    eod: int
+    eod: int | None
     streams: tuple[StreamingDataset, ...] = ()
 
     @property
     def vocab_size(self) -> int:
-        """Ids of the tokenizer; a model needs at least as many rows (only what occurs, with NullTokenizer)."""
+        """One more than the largest id of the tokenizer; a model needs rows for those that occur."""
         return self.tokenizer.vocab_size
 
     @cached_property
@@ -71,13 +72,16 @@ def build_datasets(
 
     Args:
         num_samples: how many of each will be used; 0: that one is not built. Content does not depend on it.
-        model_vocab_size: rows of the model's embedding; UserError for data or a tokenizer that exceeds it.
+        model_vocab_size: rows of the model's embedding; UserError for a token of the data that has none.
         log: called with progress messages.
     """
     if seq_length < 1:
         raise UserError("must be positive", field="--seq-length", value=seq_length, accepted="an integer >= 1")
     tokenizer = config_tokenizer(config, model_vocab_size)
-    limit = tokenizer.vocab_size if model_vocab_size is None else min(model_vocab_size, tokenizer.vocab_size)
+    if config.eod_mask_loss:
+        required_eod(tokenizer, "--eod-mask-loss masks what follows it")
+    limit = _limit(tokenizer, model_vocab_size)
+    log(_tokenizer_line(config, tokenizer, limit))
     builder = _Builder(config, seq_length, seed, tokenizer, limit, log)
     train, valid, test = (builder.split(i) if n else None for i, n in enumerate(num_samples))
     for name, dataset, n in zip(SPLITS, (train, valid, test), num_samples):
@@ -96,8 +100,39 @@ def reads_text(config: DataConfig) -> bool:
     return not config.mock_data and not any(is_indexed(p) for p in paths)
 
 
+def refuse_bytes(config: DataConfig, model_vocab_size: int | None) -> None:
+    """UserError where text would be read byte by byte because nothing was said, for a model with many more ids."""
+    chosen = config.tokenizer_type is not None or not reads_text(config)
+    if model_vocab_size is not None and model_vocab_size > MOST_BYTE_ROWS and not chosen:
+        raise UserError(
+            f"missing: without it text is read byte by byte (257 ids), but the model's vocabulary has "
+            f"{model_vocab_size:,} entries",
+            field="--tokenizer-type",
+            accepted="--tokenizer-model DIR (or another flag that names the model's tokenizer), or --tokenizer-type "
+            "ByteTokenizer if bytes are meant",
+        )
+
+
+def _limit(tokenizer: Tokenizer, model_vocab_size: int | None) -> int:
+    """Tokens have to be smaller: what the model has rows for, and for a NullTokenizer also what it was told."""
+    if model_vocab_size is None:
+        return tokenizer.vocab_size
+    told = isinstance(tokenizer, NullTokenizer)
+    return min(model_vocab_size, tokenizer.vocab_size) if told else model_vocab_size
+
+
+def _tokenizer_line(config: DataConfig, tokenizer: Tokenizer, rows: int) -> str:
+    """What the run prints about its tokenizer."""
+    source = config.tokenizer_source or ("given" if config.tokenizer_type else "by default")
+    end = "without an end of document" if tokenizer.eod is None else f"{tokenizer.eod} ends a document"
+    more = tokenizer.vocab_size > rows
+    beyond = f"; those from {rows:,} on have no row in the model and must not occur" if more else ""
+    return f"data: tokenizer {tokenizer.name} ({source}): ids 0 to {tokenizer.vocab_size - 1:,}, {end}{beyond}"
+
+
 def config_tokenizer(config: DataConfig, model_vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer of a config; UserError if the model has fewer rows than it has ids."""
+    """The tokenizer of a config; UserError for bytes that nobody asked for."""
+    refuse_bytes(config, model_vocab_size)
     kind = config.tokenizer_type
     size = config.vocab_size
     if kind is None:
@@ -112,16 +147,9 @@ def config_tokenizer(config: DataConfig, model_vocab_size: int | None = None) ->
                 ".bin/.idx data does not say which tokenizer made it", field="--tokenizer-type",
                 accepted="the tokenizer it was made with, or NullTokenizer with --vocab-size",
             )  # fmt: skip
-    tokenizer = build_tokenizer(
+    return build_tokenizer(
         kind, config.tokenizer_model, config.vocab_file, config.merge_file, size, config.trust_remote_code
     )
-    known = not isinstance(tokenizer, NullTokenizer)  # the ids of a NullTokenizer are checked where they are read
-    if known and model_vocab_size is not None and tokenizer.vocab_size > model_vocab_size:
-        raise UserError(
-            f"{tokenizer.name} has {tokenizer.vocab_size} ids, but the model's vocabulary has {model_vocab_size} rows",
-            field="--tokenizer-type", value=kind, accepted=f"a model with at least {tokenizer.vocab_size} rows",
-        )  # fmt: skip
-    return tokenizer
 
 
 @dataclass
@@ -135,15 +163,19 @@ class _Builder:
     _stores: dict[str, TokenStore] = field(default_factory=dict)
 
     @property
-    def eod(self) -> int:
+    def eod(self) -> int | None:
         """The tokenizer's; mock data, which can choose, keeps it inside the model's vocabulary."""
-        return min(self.tokenizer.eod, self.limit - 1) if self.config.mock_data else self.tokenizer.eod
+        return self._mock_eod() if self.config.mock_data else self.tokenizer.eod
+
+    def _mock_eod(self) -> int:
+        last = self.limit - 1
+        return last if self.tokenizer.eod is None else min(self.tokenizer.eod, last)
 
     def split(self, which: int) -> Dataset:
         """The dataset of one split: a single corpus or a blend."""
         config, name = self.config, SPLITS[which]
         if config.mock_data:  # different seeds, so that validation samples are not training samples
-            return MockDataset(self.seq_length, self.seed + (which << 32), self.eod)
+            return MockDataset(self.seq_length, self.seed + (which << 32), self._mock_eod())
         flag, words, shares = "--data-path", config.data_path, parse_split(config.split or DEFAULT_SPLIT)
         if words is None:
             flag, words, shares = f"--{name}-data-path", config.paths_of(name), _ALL
@@ -183,7 +215,9 @@ class _Builder:
                 self._stores[path] = open_indexed(indexed_prefix(path), flag)
             else:
                 corpus = find_corpus(path, self.config.json_keys, flag)
-                self._stores[path] = tokenize(corpus, self.tokenizer, self.config.data_cache_path, self.log)
+                self._stores[path] = tokenize(
+                    corpus, self.tokenizer, self.config.data_cache_path, self.log, self.limit
+                )
         return self._stores[path]
 
     def _cache(self) -> Path | None:
@@ -206,4 +240,5 @@ class _Builder:
                 ".bin/.idx is mapped, not streamed", field="--dataloader-type", value="streaming", accepted="single"
             )
         corpus = find_corpus(paths[0], self.config.json_keys, flag)
+        corpus.check_ends()
         return StreamingDataset(corpus, self.tokenizer, self.seq_length, self.limit)

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import tempfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.files import open_file
 
 FORMAT = 1  # raise it when the meaning of a cached file changes
 Log = Callable[[str], None]
@@ -56,16 +56,23 @@ def cached_arrays(
     if folder is None:
         return build()
     path = folder / f"{name}.npz"
-    try:
-        with np.load(path) as stored:
-            return dict(stored)
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, zipfile.BadZipFile, KeyError, EOFError) as error:
-        log(f"data: {path} is damaged ({error}), building it again")
+    if path.exists():
+        stored = _stored(path)
+        if stored is not None:
+            return stored
+        log(f"data: {path} is damaged, building it again")
     arrays = build()
     descriptor, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
     with os.fdopen(descriptor, "wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
     os.replace(temporary, path)
     return arrays
+
+
+def _stored(path: Path) -> dict[str, np.ndarray] | None:
+    """The arrays of a cached file; None if it is damaged."""
+    try:
+        with open_file(path) as file, np.load(file) as stored:
+            return dict(stored)
+    except Exception:  # NumPy and zipfile raise errors of many kinds for a damaged file, whose checksums they check
+        return None

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from hetero_megatron.data.tokenizers import choose_type
 from hetero_megatron.errors import UserError
 
 SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969,30,1"  # Megatron's
 DATALOADER_TYPES = ("single", "streaming")
+# Short: the exact value of "1e999999999" is a fraction that fills the memory.
+_NUMBER = re.compile(r"[+-]?([0-9]{1,30}\.?[0-9]{0,30}|\.[0-9]{1,30})([eE][+-]?[0-9]{1,2})?")
 
 
 @dataclass(frozen=True)
@@ -21,8 +25,10 @@ class DataConfig:
         data_path: words of --data-path: one path, several paths, or ``weight path weight path ...``.
         train_data_path, valid_data_path, test_data_path: the same, per split; not together with data_path or split.
         split: shares of the documents for training, validation and test, e.g. ``99,1,0``.
-        tokenizer_type: None: ByteTokenizer for text (the command line prefers that of --load-hf); for .bin/.idx
-            NullTokenizer, which needs vocab_size.
+        tokenizer_type: None: the type that reads the files given; without any, ByteTokenizer for text and a small
+            vocabulary (the command line prefers that of --load-hf); for .bin/.idx NullTokenizer, which needs
+            vocab_size.
+        tokenizer_source: who chose the tokenizer, for what the run prints.
         json_keys: the key (jsonl) or column (parquet) that holds the text.
         dataloader_type: ``single``: packed and shuffled by global sample index; ``streaming``: read in order.
     """
@@ -39,6 +45,7 @@ class DataConfig:
     merge_file: str | None = None
     vocab_size: int | None = None
     trust_remote_code: bool = False
+    tokenizer_source: str = ""
     json_keys: str = "text"
     data_cache_path: str | None = None
     dataloader_type: str = "single"
@@ -48,6 +55,8 @@ class DataConfig:
     num_workers: int = 2
 
     def __post_init__(self) -> None:
+        chosen = choose_type(self.tokenizer_type, self.tokenizer_model, self.vocab_file, self.merge_file)
+        object.__setattr__(self, "tokenizer_type", chosen)
         per_split = [f"--{s}-data-path" for s in SPLITS if self.paths_of(s)]
         if self.dataloader_type not in DATALOADER_TYPES:
             raise UserError(
@@ -78,10 +87,10 @@ class DataConfig:
 def parse_split(text: str, field: str = "--split") -> tuple[Fraction, Fraction, Fraction]:
     """Shares of train, valid and test, adding up to 1. One to three numbers; those left out are 0."""
     accepted = "one to three numbers >= 0 for train,valid,test, not all 0, e.g. 99,1,0"
-    try:
-        numbers = [Fraction(part.strip()) for part in text.replace("/", ",").split(",")]
-    except (ValueError, ZeroDivisionError):
-        raise UserError("not a list of numbers", field=field, value=text, accepted=accepted) from None
+    parts = [part.strip() for part in text.replace("/", ",").split(",")]
+    if not all(map(_NUMBER.fullmatch, parts)):
+        raise UserError("not a list of numbers", field=field, value=text, accepted=accepted)
+    numbers = [Fraction(part) for part in parts]
     if len(numbers) > 3 or any(n < 0 for n in numbers) or not sum(numbers):
         raise UserError("cannot be used as shares", field=field, value=text, accepted=accepted)
     shares = [n / sum(numbers) for n in [*numbers, Fraction(0), Fraction(0)][:3]]
@@ -110,7 +119,4 @@ def parse_blend(words: tuple[str, ...], field: str = "--data-path") -> tuple[lis
 
 
 def _number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None
+    return float(word) if _NUMBER.fullmatch(word) else None

@@ -22,6 +22,7 @@ _READERS: dict[str, Callable[..., Iterator[tuple[str, tuple[int, ...]]]]] = {
     "parquet": parquet.read,
     "stdlib": functools.partial(text.read, errors="replace"),
 }
+_KEYED = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 _ACCEPTED = "stdlib, a .bin/.idx prefix, or a file, folder or glob of text, *.jsonl or *.parquet"
 
 
@@ -52,6 +53,14 @@ class Corpus:
         stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in self.files]
         return json.dumps([self.kind, self.key, stats])
 
+    def check_ends(self) -> None:
+        """UserError for a file that is cut off at its end, which a stream would find out only when it gets there."""
+        for file in self.files:
+            if self.kind == "jsonl":
+                jsonl.check_end(file, self.key)
+            elif self.kind == "parquet":
+                parquet.check(file, self.key)
+
     def num_bytes(self) -> int:
         return sum(f.stat().st_size for f in self.files)
 
@@ -66,6 +75,13 @@ def is_indexed(path: str) -> bool:
             f"there is {prefix}{have} but no {prefix}{lack}", field="--data-path", value=path, accepted="both files"
         )
     return all(found)
+
+
+def may_have_keys(path: str) -> bool:
+    """Whether documents of a path may have keys or columns; True also for what is not there (yet)."""
+    if path == stdlib.NAME or is_indexed(path):
+        return False
+    return Path(path).suffix in _KEYED or not os.path.isfile(path)
 
 
 def indexed_prefix(path: str) -> str:
@@ -114,10 +130,8 @@ def _hidden(path: Path) -> bool:
 
 
 def _kind(path: Path) -> str:
-    if path.suffix in (".jsonl", ".json"):
-        return "jsonl"
-    if path.suffix == ".parquet":
-        return "parquet"
+    if path.suffix in _KEYED:
+        return _KEYED[path.suffix]
     if path.suffix in (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar"):
         raise UserError(
             "compressed files are not read", field="--data-path", value=str(path), accepted="the same file, unpacked"

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.files import open_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -104,9 +105,13 @@ def open_indexed(prefix: str, field: str = "--data-path") -> TokenStore:
     """Map a .bin/.idx pair; UserError if the two are not what they should be, checked against each other."""
     index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
     try:
-        raw, size, stamp = index.read_bytes(), data.stat().st_size, data.stat().st_mtime_ns
+        with open_file(index, field) as file:
+            raw = file.read()
+        with open_file(data, field) as file:
+            status = os.fstat(file.fileno())
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", field=field, value=str(error.filename)) from None
+        raise UserError(f"cannot be read: {error.strerror}", field=field, value=prefix) from None
+    size, stamp = status.st_size, status.st_mtime_ns
     dtype, lengths, pointers, documents = _parse_index(raw, str(index), field)
     ends = np.cumsum(lengths, dtype=np.int64)
     if lengths.size and int(lengths.min()) < 0:
@@ -150,7 +155,8 @@ def _parse_index(raw: bytes, index: str, field: str) -> tuple[np.dtype, np.ndarr
     lengths = np.frombuffer(raw, "<i4", sequences, _HEADER.size)
     pointers = np.frombuffer(raw, "<i8", sequences, _HEADER.size + 4 * sequences)
     starts = np.frombuffer(raw, "<i8", documents, _HEADER.size + 12 * sequences)
-    if documents < 1 or starts[0] != 0 or starts[-1] != sequences or np.any(np.diff(starts) < 0):
+    inside = documents >= 1 and int(starts.min()) >= 0 and int(starts.max()) <= sequences  # else differences overflow
+    if not inside or starts[0] != 0 or starts[-1] != sequences or np.any(np.diff(starts) < 0):
         raise _bad(index, field, f"the document boundaries do not run from 0 to {sequences}")
     return dtype, lengths, pointers, starts
 

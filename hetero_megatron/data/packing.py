@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,7 +147,17 @@ class PackedDataset:
         return {"order": order, "starts": starts, "windows": windows}
 
     def _check(self, tokens: np.ndarray) -> None:
-        check_tokens(tokens, self._vocab_size, self.store.name, self._field)
+        check_tokens(tokens, self._vocab_size, self.store.name, self._field, self._place)
+
+    def _place(self, token: int) -> str:
+        """For messages: the first stored document that holds a token."""
+        stored = self.all_tokens()
+        for start in range(0, len(stored), _CHECKED_TOKENS):
+            found = np.flatnonzero(stored[start : start + _CHECKED_TOKENS] == token)
+            if found.size:
+                at = self._base + start + int(found[0])
+                return f" in document {int(np.searchsorted(self.store.offsets, at, side='right')) - 1} (counted from 0)"
+        return ""
 
 
 def document_starts(tokens: np.ndarray, starts: np.ndarray, eod: int | None) -> np.ndarray:
@@ -161,14 +172,17 @@ def document_starts(tokens: np.ndarray, starts: np.ndarray, eod: int | None) -> 
     return merged[merged < len(tokens) - 1].astype(np.int32)
 
 
-def check_tokens(tokens: np.ndarray, vocab_size: int | None, name: str, field: str) -> None:
-    """UserError unless all tokens are in ``[0, vocab_size)``."""
+def check_tokens(
+    tokens: np.ndarray, vocab_size: int | None, name: str, field: str, place: Callable[[int], str]
+) -> None:
+    """UserError unless all tokens are in ``[0, vocab_size)``; ``place`` says where a token is, for the message."""
     if vocab_size is None or not tokens.size:
         return
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
         raise UserError(
-            f"{name} holds token id {bad}, but the vocabulary has {vocab_size} entries",
-            field=field, value=name, accepted=f"ids 0..{vocab_size - 1}: data made with the tokenizer that is given",
+            f"{name} holds token id {bad}{place(bad)}, but the vocabulary has {vocab_size} entries",
+            field=field, value=name,
+            accepted=f"ids 0..{vocab_size - 1}: data made with the tokenizer that is given, or a model with more rows",
         )  # fmt: skip

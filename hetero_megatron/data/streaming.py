@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from hetero_megatron.data.corpus import START, Corpus, Cursor
-from hetero_megatron.data.packing import check_tokens, document_starts
+from hetero_megatron.data.packing import document_starts
 from hetero_megatron.data.sample import Sample
-from hetero_megatron.data.tokenize import empty_corpus, encode_document
+from hetero_megatron.data.tokenize import empty_corpus, encode_checked
 from hetero_megatron.data.tokenizers import Tokenizer
 from hetero_megatron.errors import UserError
 
@@ -25,8 +25,11 @@ WINDOW = 4096
 class _Reader:
     """Samples one after another, with what is needed to begin again at each of them."""
 
-    def __init__(self, corpus: Corpus, tokenizer: Tokenizer, seq_length: int, sample: int, cursor: Cursor, skip: int):
-        self._corpus, self._tokenizer, self._length = corpus, tokenizer, seq_length
+    def __init__(
+        self, corpus: Corpus, tokenizer: Tokenizer, seq_length: int, sample: int, cursor: Cursor, skip: int,
+        limit: int | None,
+    ) -> None:  # fmt: skip
+        self._corpus, self._tokenizer, self._length, self._limit = corpus, tokenizer, seq_length, limit
         self.sample = sample  # the next one to be produced
         self._documents = self._read(cursor)
         self._pending: list[tuple[Cursor, np.ndarray, int]] = []  # (cursor before it, tokens, tokens already used)
@@ -73,7 +76,7 @@ class _Reader:
             for text, after in self._corpus.documents(cursor):
                 if text:
                     empty = False
-                    yield before, encode_document(text, self._tokenizer)
+                    yield before, encode_checked(text, self._tokenizer, self._corpus, after, self._limit)
                 before = after
             if empty:
                 raise empty_corpus(self._corpus)
@@ -94,7 +97,7 @@ class StreamingDataset:
         self.corpus, self.tokenizer, self.seq_length = corpus, tokenizer, seq_length
         self._vocab_size, self._window, self._lock = vocab_size, window, threading.Lock()
         self._recent: dict[int, tuple[Sample, Cursor, int]] = {}
-        self._reader = _Reader(corpus, tokenizer, seq_length, 0, START, 0)
+        self._reader = _Reader(corpus, tokenizer, seq_length, 0, START, 0, vocab_size)
         self._broken: UserError | None = None
 
     def __getitem__(self, index: int) -> Sample:
@@ -128,7 +131,9 @@ class StreamingDataset:
     def _restart(self, sample: int, cursor: Cursor, skip: int) -> None:
         self._recent.clear()
         self._broken = None
-        self._reader = _Reader(self.corpus, self.tokenizer, self.seq_length, sample, cursor, skip)
+        self._reader = _Reader(
+            self.corpus, self.tokenizer, self.seq_length, sample, cursor, skip, self._vocab_size
+        )
 
     def _size(self) -> list[int]:
         """What a cursor relies on: which file is which. Paths and times may differ between machines."""
@@ -143,7 +148,6 @@ class StreamingDataset:
         except UserError as error:  # the reader ends there, and others may ask for samples beyond it
             self._broken = error
             raise
-        check_tokens(found[0].tokens, self._vocab_size, self.corpus.name, "--data-path")
         self._recent[number] = found
         self._recent.pop(number - self._window, None)
 

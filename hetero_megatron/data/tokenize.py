@@ -8,21 +8,28 @@ from collections.abc import Iterator
 import numpy as np
 
 from hetero_megatron.data.cache import Log, cache_folder, cache_key
-from hetero_megatron.data.corpus import Corpus
+from hetero_megatron.data.corpus import Corpus, Cursor
 from hetero_megatron.data.indexed import IndexedWriter, TokenStore, open_indexed, token_dtype
-from hetero_megatron.data.tokenizers import ByteTokenizer, Tokenizer
+from hetero_megatron.data.packing import check_tokens
+from hetero_megatron.data.tokenizers import ByteTokenizer, Tokenizer, required_eod
 from hetero_megatron.errors import UserError
 
 IN_MEMORY_BYTES = 64 * 2**20  # bytes of this much text become tokens faster than they could be read from a cache
 _REPORT_SECONDS = 10.0
 
 
-def tokenize(corpus: Corpus, tokenizer: Tokenizer, cache_path: str | None, log: Log) -> TokenStore:
-    """The documents of a corpus, each with ``eod`` at its end; empty documents are left out."""
+def tokenize(
+    corpus: Corpus, tokenizer: Tokenizer, cache_path: str | None, log: Log, limit: int | None = None
+) -> TokenStore:
+    """The documents of a corpus, each with ``eod`` at its end; empty documents are left out.
+
+    Args:
+        limit: rows of the model; UserError names the document with a token beyond them.
+    """
     key = cache_key("tokens", corpus.identity(), tokenizer.fingerprint)
     dtype = token_dtype(tokenizer.vocab_size)
     if isinstance(tokenizer, ByteTokenizer) and corpus.num_bytes() <= IN_MEMORY_BYTES:
-        documents = [d.astype(dtype) for d in _documents(corpus, tokenizer, log)]
+        documents = [d.astype(dtype) for d in _documents(corpus, tokenizer, log, limit)]
         if not documents:
             raise empty_corpus(corpus)
         offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
@@ -33,7 +40,7 @@ def tokenize(corpus: Corpus, tokenizer: Tokenizer, cache_path: str | None, log: 
         log(f"data: tokenizing {corpus.name} ({corpus.num_bytes():,} bytes, {tokenizer.name}) into {prefix}.bin ...")
         with IndexedWriter(prefix, dtype) as writer:
             count = 0
-            for document in _documents(corpus, tokenizer, log):
+            for document in _documents(corpus, tokenizer, log, limit):
                 writer.add(document)
                 count += 1
             if not count:
@@ -45,18 +52,28 @@ def tokenize(corpus: Corpus, tokenizer: Tokenizer, cache_path: str | None, log: 
 def encode_document(text: str, tokenizer: Tokenizer) -> np.ndarray:
     """Token ids with ``eod`` at the end."""
     ids = tokenizer.encode(text)
-    return np.append(ids.astype(np.int32 if ids.dtype.itemsize < 4 else ids.dtype), tokenizer.eod)
+    eod = required_eod(tokenizer, "a document of text has to end with one")
+    return np.append(ids.astype(np.int32 if ids.dtype.itemsize < 4 else ids.dtype), eod)
 
 
-def _documents(corpus: Corpus, tokenizer: Tokenizer, log: Log) -> Iterator[np.ndarray]:
+def encode_checked(
+    text: str, tokenizer: Tokenizer, corpus: Corpus, after: Cursor, limit: int | None
+) -> np.ndarray:
+    """:func:`encode_document` for the document that ends at a cursor; UserError names it."""
+    try:
+        document = encode_document(text, tokenizer)
+    except UserError as error:
+        raise UserError(str(error), where=corpus.place(after)) from None
+    check_tokens(document, limit, corpus.name, "--data-path", lambda _: f" in {corpus.place(after)}")
+    return document
+
+
+def _documents(corpus: Corpus, tokenizer: Tokenizer, log: Log, limit: int | None) -> Iterator[np.ndarray]:
     start = last = time.monotonic()
     total = 0
     for text, after in corpus.documents():
         if text:
-            try:
-                document = encode_document(text, tokenizer)
-            except UserError as error:
-                raise UserError(str(error), where=corpus.place(after)) from None
+            document = encode_checked(text, tokenizer, corpus, after, limit)
             total += len(document)
             yield document
         if time.monotonic() - last > _REPORT_SECONDS:

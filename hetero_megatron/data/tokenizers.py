@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from hetero_megatron.data.tokenizer_files import cannot_load, check_directory, read_vocabulary, refuse_panics
 from hetero_megatron.errors import UserError
+from hetero_megatron.files import read_bytes
 
+MAX_ID = 2**31 - 2  # token files hold 32 bits
 TOKENIZER_TYPES = ("ByteTokenizer", "NullTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer")
 
 _HUGGING_FACE = "--tokenizer-type HuggingFaceTokenizer with a directory or name of the same tokenizer"
@@ -30,14 +34,21 @@ _REFUSED = {  # Megatron's names that this version does not read, and what to us
     "BertWordPieceCase": "a tokenizer of a GPT model: this version trains no BERT",
 }
 
+USED_BY: Mapping[str, tuple[str, ...]] = {  # flag -> the types that read it
+    "--tokenizer-model": ("HuggingFaceTokenizer",),
+    "--vocab-file": ("GPT2BPETokenizer",),
+    "--merge-file": ("GPT2BPETokenizer",),
+    "--trust-remote-code": ("HuggingFaceTokenizer",),
+}
+
 
 class Tokenizer(Protocol):
     """Text -> ids.
 
     Attributes:
         name: for messages.
-        vocab_size: ids are in ``[0, vocab_size)``, ``eod`` included.
-        eod: the id that ends a document.
+        vocab_size: ids are in ``[0, vocab_size)``, ``eod`` included; not all of them need to be in use.
+        eod: the id that ends a document; None: there is none.
         fingerprint: changes whenever an id could change; part of cache keys.
     """
 
@@ -46,7 +57,7 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
-    def eod(self) -> int: ...
+    def eod(self) -> int | None: ...
     @property
     def fingerprint(self) -> str: ...
 
@@ -69,6 +80,9 @@ class ByteTokenizer:
         return bytes(int(i) for i in ids if i < 256).decode("utf-8", "replace")
 
 
+_ID = re.compile(r"-?[0-9]{1,18}")  # as int64
+
+
 class NullTokenizer:
     """Ids written as decimal numbers; as in Megatron, the end of a document is one id more than ``vocab_size``."""
 
@@ -77,15 +91,17 @@ class NullTokenizer:
         self.vocab_size, self.eod = vocab_size + 1, vocab_size
 
     def encode(self, text: str) -> np.ndarray:
-        try:
-            ids = np.array([int(word) for word in text.split()], dtype=np.int64)
-        except ValueError as error:
+        words = text.split()
+        bad = next((word for word in words if not _ID.fullmatch(word)), None)
+        if bad is not None:
+            shown = bad if len(bad) <= 40 else f"{bad[:37]}..."
             raise UserError(
-                f"the text holds something that is no number ({error})",
+                f"the text holds {shown!r}, which is no token id",
                 field="--tokenizer-type",
                 value="NullTokenizer",
                 accepted="text made of token ids, or another tokenizer type",
-            ) from None
+            )
+        ids = np.array([int(word) for word in words], dtype=np.int64)
         if ids.size and not (ids.min() >= 0 and ids.max() < self.vocab_size):
             bad = ids[(ids < 0) | (ids >= self.vocab_size)][0]
             raise UserError(
@@ -101,37 +117,24 @@ class HuggingFaceTokenizer:
     """A tokenizer of transformers, from a directory or by its name on the hub."""
 
     def __init__(self, model: str, trust_remote_code: bool = False) -> None:
-        if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
-            raise UserError(
-                "no such directory", field="--tokenizer-model", value=model, accepted=_HUGGING_FACE.split("with ")[1]
-            )
+        source = check_directory(model)
         from transformers import AutoTokenizer
 
         try:
-            source = str(Path(model).expanduser()) if model.startswith("~") else model
-            self._inner: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+            with refuse_panics():
+                self._inner: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+                ids = [*self._inner.get_vocab().values(), *self._inner.all_special_ids]
         except Exception as error:  # transformers raises many kinds, all meaning that it cannot be loaded
-            raise UserError(
-                f"transformers cannot load this tokenizer: {_first_line(error)}",
-                field="--tokenizer-model",
-                value=model,
-                accepted="a directory with tokenizer.json, or a name that this machine can download or has downloaded",
-            ) from None
-        if self._inner.eos_token_id is None:
-            raise UserError(
-                "the tokenizer has no end-of-sequence token to end documents with",
-                field="--tokenizer-model",
-                value=model,
-                accepted="a tokenizer whose tokenizer_config.json sets eos_token",
-            )
+            raise cannot_load(model, error) from None
+        eos = self._inner.eos_token_id
         self.name = f"HuggingFaceTokenizer {model}"
-        self.vocab_size: int = len(self._inner)
-        self.eod: int = int(self._inner.eos_token_id)
+        self.vocab_size: int = _size(ids, "--tokenizer-model", model)
+        self.eod: int | None = eos if eos is None else int(eos)
         self.fingerprint = _fingerprint(self._inner)
 
     def encode(self, text: str) -> np.ndarray:
         # As Megatron does, special tokens that the tokenizer itself adds (Llama's BOS) are kept.
-        return np.asarray(self._inner(text, verbose=False).input_ids, dtype=np.int64)
+        return _encoded(self.name, lambda: self._inner(text, verbose=False).input_ids)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return str(self._inner.decode([int(i) for i in ids]))
@@ -149,32 +152,50 @@ class GPT2BPETokenizer:
     """GPT-2's byte-level BPE from its vocab.json and merges.txt; documents end with ``<|endoftext|>``."""
 
     def __init__(self, vocab_file: str, merge_file: str) -> None:
+        vocabulary = read_vocabulary(vocab_file, "--vocab-file")
+        text = read_bytes(vocab_file, "--vocab-file") + read_bytes(merge_file, "--merge-file")
         from tokenizers.implementations import ByteLevelBPETokenizer
 
-        for flag, path in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
-            if not Path(path).is_file():
-                raise UserError("no such file", field=flag, value=path, accepted="GPT-2's vocab.json and merges.txt")
         try:
-            vocabulary = json.loads(Path(vocab_file).read_text(encoding="utf-8"))
-            self._inner = ByteLevelBPETokenizer(vocab_file, merge_file)
-            self.eod = int(vocabulary["<|endoftext|>"])
-        except KeyError:
+            with refuse_panics():
+                self._inner = ByteLevelBPETokenizer(vocab_file, merge_file)
+        except Exception:  # tokenizers raises plain Exception
             raise UserError(
-                "has no <|endoftext|> to end documents with", field="--vocab-file", value=vocab_file
-            ) from None
-        except Exception as error:  # tokenizers raises plain Exception
-            raise UserError(
-                f"not GPT-2's files: {_first_line(error)}", field="--vocab-file", value=f"{vocab_file} {merge_file}"
-            ) from None
-        self.name, self.vocab_size = "GPT2BPETokenizer", int(self._inner.get_vocab_size())
-        text = Path(vocab_file).read_bytes() + Path(merge_file).read_bytes()
+                "the two files do not belong together, or one is damaged", field="--merge-file",
+                value=f"{vocab_file} {merge_file}", accepted="GPT-2's vocab.json and merges.txt",
+            ) from None  # fmt: skip
+        self.name = f"GPT2BPETokenizer {vocab_file} {merge_file}"
+        self.vocab_size = _size(vocabulary.values(), "--vocab-file", vocab_file)
+        self.eod: int | None = vocabulary.get("<|endoftext|>")
         self.fingerprint = hashlib.sha256(text).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
-        return np.asarray(self._inner.encode(text).ids, dtype=np.int64)
+        return _encoded(self.name, lambda: self._inner.encode(text).ids)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return str(self._inner.decode([int(i) for i in ids]))
+
+
+def choose_type(
+    type: str | None, model: str | None, vocab_file: str | None, merge_file: str | None
+) -> str | None:
+    """The tokenizer type that is meant: the one given, or the one that reads the files given, as in Megatron.
+
+    Returns:
+        None where neither a type nor a file is given.
+
+    Raises:
+        UserError: files that no one type reads.
+    """
+    if type is not None:
+        return type
+    files = [name for name, value in (("--vocab-file", vocab_file), ("--merge-file", merge_file)) if value]
+    if model and files:
+        raise UserError(
+            f"beside {' and '.join(files)}: these are two tokenizers", field="--tokenizer-model", value=model,
+            accepted="one of the two, or --tokenizer-type to say which one is meant",
+        )  # fmt: skip
+    return "HuggingFaceTokenizer" if model else "GPT2BPETokenizer" if files else None
 
 
 def build_tokenizer(
@@ -185,14 +206,26 @@ def build_tokenizer(
     vocab_size: int | None = None,
     trust_remote_code: bool = False,
 ) -> Tokenizer:
-    """The tokenizer that Megatron's flags of these names ask for; UserError when a flag that it needs is missing."""
+    """The tokenizer that Megatron's flags of these names ask for.
+
+    Raises:
+        UserError: a flag that it needs is missing, or one is given that it does not read; damaged files.
+    """
+    given = {"--tokenizer-model": model, "--vocab-file": vocab_file, "--merge-file": merge_file,
+             "--trust-remote-code": trust_remote_code}  # fmt: skip
+    for flag, value in given.items():
+        if value and type in TOKENIZER_TYPES and type not in USED_BY[flag]:
+            raise UserError(
+                f"{type} does not read it", field=flag, value=value,
+                accepted=f"--tokenizer-type {USED_BY[flag][0]}, or leave the flag out",
+            )  # fmt: skip
     if type == "ByteTokenizer":
         return ByteTokenizer()
     if type == "NullTokenizer":
-        if vocab_size is None or vocab_size < 1:
+        if vocab_size is None or not 1 <= vocab_size <= MAX_ID:
             raise UserError(
                 "NullTokenizer needs to know how many ids there are", field="--vocab-size", value=vocab_size,
-                accepted="an integer >= 1",
+                accepted=f"an integer from 1 to {MAX_ID:,}",
             )  # fmt: skip
         return NullTokenizer(vocab_size)
     if type == "HuggingFaceTokenizer":
@@ -213,6 +246,39 @@ def _needed(flag: str, value: str | None, type: str) -> str:
     return value
 
 
+def required_eod(tokenizer: Tokenizer, why: str) -> int:
+    """The id that ends a document; UserError where it is needed and the tokenizer has none."""
+    if tokenizer.eod is None:
+        raise UserError(
+            f"the tokenizer has no end-of-sequence token (eos_token), but {why}", field="tokenizer",
+            value=tokenizer.name,
+            accepted="a tokenizer whose tokenizer_config.json sets eos_token (or a vocab.json with <|endoftext|>), or "
+            ".bin/.idx that tools/preprocess_data.py wrote without --append-eod",
+        )  # fmt: skip
+    return tokenizer.eod
+
+
+def _size(ids: Any, field: str, value: str) -> int:
+    """One more than the largest id: ids may have gaps, so that their number says too little."""
+    largest = max(ids, default=-1)
+    if not 0 <= largest <= MAX_ID:
+        problem = "has no tokens" if largest < 0 else f"has token id {largest}"
+        raise UserError(problem, field=field, value=value, accepted=f"token ids of 0 to {MAX_ID:,}")
+    return int(largest) + 1
+
+
+def _encoded(name: str, encode: Callable[[], Sequence[int]]) -> np.ndarray:
+    """Ids as int64. A damaged tokenizer may load and fail only here."""
+    try:
+        with refuse_panics():
+            return np.asarray(encode(), dtype=np.int64)
+    except Exception as error:  # libraries raise plain Exception, or return None among the ids
+        raise UserError(
+            f"the tokenizer fails on a text ({type(error).__name__}): its files are damaged or contradict each other",
+            field="tokenizer", value=name, accepted="the undamaged files of one tokenizer",
+        ) from None  # fmt: skip
+
+
 def _fingerprint(inner: Any) -> str:
     """Of everything that decides ids: the whole fast tokenizer, or else the vocabulary and the class."""
     if getattr(inner, "backend_tokenizer", None) is not None:
@@ -220,7 +286,3 @@ def _fingerprint(inner: Any) -> str:
     else:
         text = json.dumps([inner.__class__.__name__, sorted(inner.get_vocab().items())])
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [error.__class__.__name__])[0]

@@ -1,6 +1,6 @@
 """Megatron's flags about logs, profiles, exits and faults."""
 
-from hetero_megatron.cli.flag import notice, refused, switch, value
+from hetero_megatron.cli.flag import count, family, needs, notice, refused, switch, value
 
 _SECONDS = "metrics.jsonl always holds busy, waiting and communication seconds of every rank"
 _NOT_LOGGED = "this version does not log it"
@@ -15,19 +15,22 @@ _NEVER_WRITTEN = (
 )  # fmt: skip
 _PROFILE = "profiles are not built yet"
 _WITHOUT = "it has no effect without --profile"
+_BOARD, _WANDB = needs("--tensorboard-dir"), needs("--wandb-project")
 _ELASTIC = "restarts inside a process are not supported"
 
 FLAGS = (
-    value("--log-interval", int, 100, "steps between lines on the console"),
+    count("--log-interval", 100, "steps between lines on the console"),
     switch("--log-kernel-plan", "print a line per operator and stage at start, with what was passed over and why"),
     value("--tensorboard-dir", str, None, "write TensorBoard events there"),
-    value("--tensorboard-queue-size", int, 1000, "events that TensorBoard may hold back"),
-    value("--tensorboard-log-interval", int, 1, "steps between TensorBoard events"),
+    count("--tensorboard-queue-size", 1000, "events that TensorBoard may hold back", needs=_BOARD),
+    count("--tensorboard-log-interval", 1, "steps between TensorBoard events", needs=_BOARD),
     notice("--log-timers-to-tensorboard", _SECONDS),
-    switch("--log-validation-ppl-to-tensorboard", "also write the perplexity of evaluations"),
+    switch("--log-validation-ppl-to-tensorboard", "also write the perplexity of evaluations",
+           needs=_BOARD + needs("--eval-interval", "--skip-train")),
     notice("--log-memory-to-tensorboard", _NOT_LOGGED),
     notice("--log-world-size-to-tensorboard", "the plan is printed at start"),
     *(notice(name, _WRITTEN) for name in _ALWAYS_WRITTEN),
+    *family(notice, "--disable-log-loss-scale-to-tensorboard", _WRITTEN),
     *(notice(name, _NOT_LOGGED) for name in _NEVER_WRITTEN),
     notice("--logging-level", "there is one level", nargs=1),
     notice("--no-barrier-with-level-1-timing", _SECONDS, aliases=("--barrier-with-L1-time",)),
@@ -46,9 +49,9 @@ FLAGS = (
     notice("--timing-log-level", _SECONDS, nargs=1, type=int),
     notice("--timing-log-option", _SECONDS, nargs=1),
     value("--wandb-project", str, None, "log to this Weights & Biases project"),
-    value("--wandb-entity", str, None, "owner of the project"),
-    value("--wandb-exp-name", str, None, "name of the run"),
-    value("--wandb-save-dir", str, None, "where Weights & Biases keeps its files"),
+    value("--wandb-entity", str, None, "owner of the project", needs=_WANDB),
+    value("--wandb-exp-name", str, None, "name of the run", needs=_WANDB),
+    value("--wandb-save-dir", str, None, "where Weights & Biases keeps its files", needs=_WANDB),
     refused("--profile", _PROFILE),
     notice("--profile-step-start", _WITHOUT, nargs=1, type=int),
     notice("--profile-step-end", _WITHOUT, nargs=1, type=int),
@@ -56,8 +59,8 @@ FLAGS = (
     notice("--use-pytorch-profiler", _WITHOUT),
     refused("--record-memory-history", _PROFILE),
     refused("--memory-snapshot-path", _PROFILE, nargs=1),
-    value("--exit-interval", int, None, "stop after a step that is a multiple of this"),
-    value("--exit-duration-in-mins", int, None, "stop after so many minutes"),
+    count("--exit-interval", None, "stop after a step that is a multiple of this"),
+    count("--exit-duration-in-mins", None, "stop after so many minutes"),
     switch("--exit-signal-handler", "stop cleanly, on all ranks, when the signal comes"),
     value(
         "--exit-signal",
@@ -65,6 +68,7 @@ FLAGS = (
         "SIGTERM",
         "that signal",
         choices=("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"),
+        needs=needs("--exit-signal-handler"),
     ),
     refused("--iterations-to-skip", "steps cannot be left out", nargs="+"),
     value(
@@ -86,4 +90,25 @@ FLAGS = (
     refused("--check-weight-hash-across-dp-replicas-interval", "this check is not built", nargs=1),
     refused("--inprocess-restart", _ELASTIC, "torchrun --max-restarts"),
     refused("--enable-ft-package", _ELASTIC, "torchrun --max-restarts"),
-)
+    *family(refused, "--inprocess-max-iterations= --inprocess-monitor-thread-interval= "
+            "--inprocess-monitor-process-interval= --inprocess-progress-watchdog-interval= "
+            "--inprocess-heartbeat-interval= --inprocess-soft-timeout= --inprocess-hard-timeout= "
+            "--inprocess-heartbeat-timeout= --inprocess-barrier-timeout= --inprocess-completion-timeout= "
+            "--inprocess-last-call-wait= --inprocess-termination-grace-time= --inprocess-granularity= "
+            "--inprocess-active-world-size= --inprocess-empty-cuda-cache --calc-ft-timeouts --ft-num-warmup-iters= "
+            "--adlr-autoresume --adlr-autoresume-interval=", _ELASTIC, "torchrun --max-restarts"),
+    *family(refused, "--error-injection-type= --fault-injector-ranks= --fault-injector-num-ranks= "
+            "--fault-injector-fault-types= --fault-injector-fault-probabilities= --fault-injector-fault-delay= "
+            "--fault-injector-delay-start-iteration= --fault-injector-mtti-seconds= --fault-injector-offset-seconds= "
+            "--fault-injector-seed=", "faults are made by the testbed", "hetero-megatron testbed fault"),
+    *family(refused, "--exit-signal-handler-for-dataloader --exit-signal-handler-for-training",
+            "there is one handler for all of a rank", "--exit-signal-handler"),
+    *family(refused, "--run-workload-inspector-server --result-rejected-tracker-filename=",
+            "this service is not built"),
+    *family(notice, "--straggler-ctrlr-port= --straggler-minmax-count= --disable-straggler-on-startup",
+            "--log-straggler compares with what was predicted, from the first step on"),
+    *family(notice, "--pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack "
+            "--pytorch-profiler-collect-chakra --record-shapes --nvtx-ranges", _WITHOUT),
+    *family(notice, "--one-logger-project= --one-logger-run-name= --one-logger-async --app-tag-run-name= "
+            "--app-tag-run-version= --log-memory-interval= --log-device-memory-used", _NOT_LOGGED),
+)  # fmt: skip

@@ -1,12 +1,16 @@
 """Megatron's flags about parallelism, FlagScale's about unlike chips, and ours about plans."""
 
-import json
 from typing import Any
 
-from hetero_megatron.cli.flag import notice, only, refused, switch, value
+from hetero_megatron.cli.flag import count, family, needs, notice, only, refused, switch, value
 from hetero_megatron.cluster.catalogue import DTYPES
+from hetero_megatron.files import parse_json
 
 _ALWAYS = "it is always so here"
+_RANKS, _MOST = 2**16, 2**31  # ranks; any other number in a list
+_MESHES = needs("--hetero-process-meshes")
+_CONTEXT = needs("context parallelism")
+_PIPELINE = needs("pipeline parallelism", harmless=True)
 _EXPERTS = "expert parallelism is not supported by this version"
 _CHUNKS = "virtual pipeline stages are not supported by this version"
 _SHARDING = "sharding of weights between steps is not supported by this version"
@@ -14,7 +18,7 @@ _TRANSPORT = "it changes how messages travel, not results"
 _TRANSPORT_SWITCHES = (
     "--no-async-tensor-model-parallel-allreduce", "--no-overlap-p2p-communication",
     "--overlap-p2p-communication-warmup-flush", "--overlap-param-gather-with-optimizer-step",
-    "--no-align-grad-reduce", "--no-align-param-gather", "--ddp-average-in-collective", "--use-sharp",
+    "--no-align-param-gather", "--ddp-average-in-collective", "--use-sharp",
     "--defer-embedding-wgrad-compute",
 )  # fmt: skip
 _TRANSPORT_VALUES = ("--nccl-communicator-config-path", "--tp-comm-bootstrap-backend", "--ddp-num-buckets")
@@ -22,25 +26,28 @@ _TRANSPORT_VALUES = ("--nccl-communicator-config-path", "--tp-comm-bootstrap-bac
 
 def rows(text: str) -> Any:
     """A list of lists in JSON, as FlagScale writes them."""
-    try:
-        found = json.loads(text)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    found = parse_json(text, "the value")  # its UserError is a ValueError
     if not isinstance(found, list) or not found or not all(isinstance(row, list) for row in found):
         raise ValueError("not a list of lists")
-    if not all(type(number) is int for row in found for number in row):
-        raise ValueError("not integers")
+    if not all(type(number) is int and abs(number) <= _MOST for row in found for number in row):
+        raise ValueError("not integers, or too large")
     return found
 
 
 PLAN = (
     value("--plan", str, None, "plan file (YAML or JSON): which ranks hold what"),
     switch("--auto-plan", "search for the best plan on the cluster of --cluster and run it"),
-    value("--cluster", str, None, "cluster file that the plan is checked against; needs --plan or --auto-plan"),
+    value("--cluster", str, None, "cluster file that the plan is checked against; needs --plan or --auto-plan",
+          needs=needs("--plan", "--auto-plan")),
     value("--model", str, None, "preset, Hugging Face directory or config.json, instead of architecture flags"),
     switch("--dry-run", "check and print the plan, then stop"),
-    value("--as-rank", int, None, "with --dry-run: run this rank of the plan alone, with fake tensors"),
-    value("--world-size", int, None, "number of ranks, for --dry-run without torchrun"),
+    count(
+        "--as-rank", None, "with --dry-run: run this rank of the plan alone, with fake tensors", least=0,
+        needs=needs("--dry-run"),
+    ),
+    value(
+        "--world-size", int, None, "number of ranks, for --dry-run without torchrun", needs=needs("--dry-run"),
+    ),
     value("--schedule", str, "1f1b", "pipeline schedule of a plan that is built from flags", choices=("1f1b", "gpipe")),
     value(
         "--dtype",
@@ -49,7 +56,7 @@ PLAN = (
         "of weights and activations; fp64 is for proofs. --bf16 and --fp16 say the same",
         choices=DTYPES,
     ),
-)
+)  # fmt: skip
 
 _GRID = "an encoder and a language model on grids of their own are not supported"
 _GRID_FLAGS = (
@@ -58,15 +65,16 @@ _GRID_FLAGS = (
 )  # fmt: skip
 
 FLAGS = (
-    value("--tensor-model-parallel-size", int, 1, "ranks that share every layer"),
-    value("--pipeline-model-parallel-size", int, 1, "stages"),
-    value("--context-parallel-size", int, 1, "ranks that divide the tokens of every sequence"),
+    count("--tensor-model-parallel-size", 1, "ranks that share every layer", most=_RANKS),
+    count("--pipeline-model-parallel-size", 1, "stages", most=_RANKS),
+    count("--context-parallel-size", 1, "ranks that divide the tokens of every sequence", most=_RANKS),
     value(
         "--cp-comm-type",
         str,
         None,
         "how these meet in attention: p2p (the default), allgather, a2a (they divide the heads) or a2a+p2p",
         nargs="+",
+        needs=needs("context parallelism", harmless=True),
     ),
     value(
         "--hierarchical-context-parallel-sizes",
@@ -74,6 +82,9 @@ FLAGS = (
         None,
         "for a2a+p2p: ranks that divide the heads, and groups of them that pass keys and values round",
         nargs="+",
+        least=1,
+        most=_RANKS,
+        needs=_CONTEXT,
     ),
     only("--expert-model-parallel-size", int, (1,), _EXPERTS, "1, or leave the flag out", default=1),
     only("--expert-tensor-parallel-size", int, (1,), _EXPERTS, "1, or leave the flag out"),
@@ -90,16 +101,17 @@ FLAGS = (
     notice("--overlap-grad-reduce", _ALWAYS),
     notice("--overlap-param-gather", "parameters are sent bucket by bucket as they are updated"),
     *(notice(name, _TRANSPORT) for name in _TRANSPORT_SWITCHES),
+    notice("--no-align-grad-reduce", _TRANSPORT, aliases=("--disable-align-grad-reduce",)),
     *(notice(name, _TRANSPORT, nargs=1) for name in _TRANSPORT_VALUES),
     notice("--tp-comm-overlap", "it needs Transformer Engine and does not change results"),
     refused("--num-layers-per-virtual-pipeline-stage", _CHUNKS, nargs=1),
     only("--num-virtual-stages-per-pipeline-rank", int, (1,), _CHUNKS, "1, or leave the flag out"),
     refused("--microbatch-group-size-per-virtual-pipeline-stage", _CHUNKS, nargs=1),
-    value("--decoder-first-pipeline-num-layers", int, None, "layers of the first stage; the rest is spread evenly"),
-    value("--decoder-last-pipeline-num-layers", int, None, "layers of the last stage; the rest is spread evenly"),
+    count("--decoder-first-pipeline-num-layers", None, "layers of the first stage; the rest is spread evenly", least=0),
+    count("--decoder-last-pipeline-num-layers", None, "layers of the last stage; the rest is spread evenly", least=0),
     value("--pipeline-model-parallel-layout", str, None, "layers per stage in Megatron's language, e.g. Et*3|t*4L"),
-    switch("--account-for-embedding-in-pipeline-split", "count the embedding as one layer"),
-    switch("--account-for-loss-in-pipeline-split", "count the loss as one layer"),
+    switch("--account-for-embedding-in-pipeline-split", "count the embedding as one layer", needs=_PIPELINE),
+    switch("--account-for-loss-in-pipeline-split", "count the loss as one layer", needs=_PIPELINE),
     value(
         "--distributed-backend",
         str,
@@ -107,7 +119,8 @@ FLAGS = (
         "backend of torch.distributed; gloo keeps to the CPU",
         differs="nccl in Megatron; here the one that torch names for the device",
     ),
-    value("--distributed-timeout-minutes", float, 10.0, "how long a rank waits for another before the job ends"),
+    value("--distributed-timeout-minutes", float, 10.0, "how long a rank waits for another before the job ends",
+          most=1e6),
     switch("--use-tp-pp-dp-mapping", "number the ranks through pipeline before data parallelism"),
     notice("--ddp-bucket-size", "buckets are cut by layers and size in bytes", nargs=1, type=int),
     refused(
@@ -142,16 +155,52 @@ FLAGS = (
     ),
     value("--platform", str, None, "name of the platform to run on, where this machine has several"),
     switch("--compile", "run the layers through torch.compile"),
-    value("--compile-backend", str, "inductor", "backend of torch.compile"),
+    value("--compile-backend", str, "inductor", "backend of torch.compile", needs=needs("--compile")),
+    *family(refused, "--tensor-parallel-num-weight-shards= --torch-fsdp2-no-reshard-after-forward "
+            "--fsdp-double-buffer --fsdp-manual-registration --enable-full-sharding-in-hsdp "
+            "--outer-dp-sharding-strategy= --suggested-communication-unit-size= --megatron-fsdp-main-params-dtype= "
+            "--megatron-fsdp-main-grads-dtype= --megatron-fsdp-grad-comm-dtype= "
+            "--megatron-fsdp-enable-fine-grained-param-gather --megatron-fsdp-max-pool-double-buffer "
+            "--fsdp-db-use-persist-buf-on-alloc-fail", _SHARDING,
+            "--use-distributed-optimizer, or optimizer: {shard_weights: true} in stages of a plan"),
+    *family(refused, "--max-seqlen-per-dp-cp-rank= --hybrid-context-parallel",
+            "context parallelism is the same for all sequences", "--context-parallel-size, or a plan"),
+    *family(refused, "--use-ring-exchange-p2p", "Megatron has dropped this flag"),
+    *family(refused, "--fake-process-group", "it has another name here", "--dry-run --as-rank R"),
+    *family(notice, "--pipeline-model-parallel-comm-backend= --no-tp-comm-bulk-wgrad/--disable-tp-comm-bulk-wgrad "
+            "--no-tp-comm-bulk-dgrad/--disable-tp-comm-bulk-dgrad --no-tp-comm-overlap-ag/--disable-tp-comm-overlap-ag "
+            "--no-tp-comm-overlap-rs/--disable-tp-comm-overlap-rs --tp-comm-overlap-rs-dgrad "
+            "--no-tp-comm-split-ag/--disable-tp-comm-split-ag --no-tp-comm-split-rs/--disable-tp-comm-split-rs "
+            "--tp-comm-overlap-cfg= --delay-wgrad-compute --wgrad-deferral-limit= --disable-gloo-process-groups "
+            "--sharp-enabled-group= --high-priority-stream-groups=+ --ddp-pad-buckets-for-high-nccl-busbw "
+            "--use-nccl-ub --disable-symmetric-registration --create-all-gather-group "
+            "--no-gradient-reduce-div-fusion --no-use-layer-wise-param-layout", _TRANSPORT),
+    *family(notice,
+            "--ddp-reduce-scatter-with-fp32-accumulation --ddp-param-name-patterns-for-fp32-local-accumulation=+",
+            "gradients are always accumulated and reduced in fp32 or better"),
+    *family(refused, "--distributed-timeout-seconds-after-init=", "there is one time limit",
+            "--distributed-timeout-minutes"),
+    *family(notice, "--flight-recorder-dump-path= --flight-recorder-trace-buffer-size= "
+            "--no-flight-recorder-dump-on-timeout/--disable-flight-recorder-dump-on-timeout "
+            "--flight-recorder-include-stack-trace "
+            "--no-flight-recorder-include-only-active/--disable-flight-recorder-include-only-active "
+            "--no-flight-recorder-extra-dump-on-exec/--disable-flight-recorder-extra-dump-on-exec",
+            "a rank that waits in vain always says for whom"),
     notice("--local-rank", "torchrun says which rank this is", nargs=1, type=int, aliases=("--local_rank",)),
-)
+)  # fmt: skip
 
 HETERO = (
     notice("--enable-hetero", "every plan is of the same kind here; the meshes are given by their own flags"),
-    value("--hetero-device-types", str, None, "chip of every mesh, checked at start", nargs="+"),
-    value("--hetero-current-device-type", str, None, "chip of this rank; must be that of its mesh"),
-    value("--hetero-pipeline-layer-split", int, None, "layers per pipeline stage", nargs="+"),
-    value("--hetero-process-meshes", int, None, "tp cp ep dp pp of every mesh", nargs="+"),
+    value("--hetero-device-types", str, None, "chip of every mesh, checked at start", nargs="+", needs=_MESHES),
+    value(
+        "--hetero-current-device-type", str, None, "chip of this rank; must be that of its mesh",
+        needs=needs("--hetero-device-types"),
+    ),
+    count(
+        "--hetero-pipeline-layer-split", None, "layers per pipeline stage", nargs="+", least=0, most=_MOST,
+        needs=_MESHES,
+    ),
+    count("--hetero-process-meshes", None, "tp cp ep dp pp of every mesh", nargs="+", least=0, most=_RANKS),
     refused("--expert-tensor-parallel-size-per-process-mesh", _EXPERTS, nargs="+"),
     refused(
         "--hetero-use-cpu-communication",
@@ -159,7 +208,10 @@ HETERO = (
         "--distributed-backend gloo, which also computes on the CPU",
     ),
     notice("--use-partial-reduce-for-shared-embedding", "tied weights are reduced over whatever holders there are"),
-    value("--recompute-granularity-per-stage-micro-batch", rows, None, "FlagScale's run-length lists, as JSON"),
-    value("--recompute-method-per-stage-micro-batch", rows, None, "FlagScale's run-length lists, as JSON"),
-    value("--recompute-num-layers-per-stage-micro-batch", rows, None, "FlagScale's run-length lists, as JSON"),
+    value("--recompute-granularity-per-stage-micro-batch", rows, None, "FlagScale's run-length lists, as JSON",
+          needs=_MESHES),
+    value("--recompute-method-per-stage-micro-batch", rows, None, "FlagScale's run-length lists, as JSON",
+          needs=_MESHES),
+    value("--recompute-num-layers-per-stage-micro-batch", rows, None, "FlagScale's run-length lists, as JSON",
+          needs=_MESHES),
 )

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.files import open_file
 
+MAX_LINE = 256 << 20  # bytes: a file without line breaks would fill the memory
+_DIGITS = 1000  # of a number, which nobody reads
 Position = tuple[int, ...]
 
 
@@ -22,23 +26,41 @@ def read_objects(path: Path, position: Position = ()) -> Iterator[tuple[int, dic
     """(line number from 1, object, position after it); blank lines are skipped; UserError names file and line."""
     offset, number = position or (0, 0)
     try:
-        with path.open("rb") as file:
+        with open_file(path, "--data-path") as file:
             file.seek(offset)
-            for line in file:
+            while line := file.readline(MAX_LINE + 1):
                 offset, number = offset + len(line), number + 1
+                if len(line) > MAX_LINE:
+                    raise _bad(line, f"longer than {MAX_LINE >> 20} MiB", f"{path}:{number}")
                 if line.strip():
                     yield number, _parse(line, f"{path}:{number}"), (offset, number)
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", field="--data-path", value=str(path)) from None
 
 
+def check_end(path: Path, key: str) -> None:
+    """UserError if the last line is not one that ``read`` takes: a file that is cut off."""
+    with open_file(path, "--data-path") as file:
+        size, tail, step = file.seek(0, os.SEEK_END), b"", 1 << 16
+        while len(tail) < min(size, MAX_LINE):
+            step = min(2 * step, size)
+            file.seek(size - step)
+            tail = file.read(step)
+            if b"\n" in tail.rstrip():
+                break
+    last = tail.rstrip().rpartition(b"\n")[2]
+    if last:
+        where = f"{path}: last line"
+        text_of(_parse(last, where), key, where)
+
+
 def text_of(record: dict[str, Any], key: str, where: str) -> str:
     """The string under ``key``."""
     if key not in record:
-        keys = ", ".join(sorted(record)) or "no keys at all"
+        keys = shown_names(record) or "no keys at all"
         raise UserError("the object has no such key", field="--json-keys", value=key, accepted=keys, where=where)
     if not isinstance(record[key], str):
-        shown = json.dumps(record[key])  # null, not None
+        shown = json.dumps(record[key])[:80]  # null, not None
         raise UserError("the value is not a string", field=key, value=shown, accepted="a string", where=where)
     text = str(record[key])
     try:
@@ -53,12 +75,27 @@ def text_of(record: dict[str, Any], key: str, where: str) -> str:
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # ValueError: also UnicodeDecodeError
-        raise _bad(line, f"not JSON ({error})", where) from None
+        record = json.loads(line, parse_int=_integer)
+    except UnicodeDecodeError:
+        raise _bad(line, "not JSON: not UTF-8 text", where) from None
+    except RecursionError:
+        raise _bad(line, "not JSON that can be read: nested too deeply", where) from None
+    except ValueError:
+        raise _bad(line, "not JSON, or cut off", where) from None
     if not isinstance(record, dict):
         raise _bad(line, "not a JSON object", where)
     return record
+
+
+def _integer(digits: str) -> int:
+    return int(digits) if len(digits) <= _DIGITS else 0
+
+
+def shown_names(names: Iterable[str], most: int = 12) -> str:
+    """Keys or columns for a message: the first ones, printable."""
+    known = sorted(names)
+    shown = [name.encode("utf-8", "backslashreplace").decode()[:40] for name in known[:most]]
+    return ", ".join(shown) + (f" and {len(known) - most} more" if len(known) > most else "")
 
 
 def _bad(line: bytes, problem: str, where: str) -> UserError:

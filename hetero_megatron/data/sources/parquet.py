@@ -1,4 +1,4 @@
-"""Parquet, read through Hugging Face datasets in streaming mode: nothing is copied to its cache."""
+"""Parquet, read by pyarrow row group by row group: only the one column, nothing is copied anywhere."""
 
 from __future__ import annotations
 
@@ -6,54 +6,79 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hetero_megatron.data.sources.jsonl import shown_names
 from hetero_megatron.errors import UserError
+from hetero_megatron.files import require_regular
 
 Position = tuple[int, ...]
+_ROWS = 1024  # that are in memory at a time
 
 
 def read(path: Path, key: str, position: Position) -> Iterator[tuple[str, Position]]:
     """The string in column ``key`` of each row; null counts as empty. A position is (rows before it,)."""
     done = position[0] if position else 0
-    rows = _open(path, key)
-    try:
-        for row in rows.skip(done) if done else rows:
+    for begin, values in _batches(path, key, done):
+        for text in values[max(0, done - begin) :]:
             done += 1
-            text = row[key]
-            if text is not None and not isinstance(text, str):
-                raise UserError("not a string", field=key, value=text, accepted="strings", where=f"{path} row {done}")
             yield text or "", (done,)
-    except UserError:
-        raise
-    except Exception as error:  # pyarrow's and datasets' own kinds: the file is damaged
-        raise _unreadable(path, error) from None
+
+
+def check(path: Path, key: str) -> None:
+    """UserError unless this is a parquet file with a column of strings ``key``."""
+    _open(path, key)
+
+
+def _batches(path: Path, key: str, done: int) -> Iterator[tuple[int, list[str | None]]]:
+    """(row of the first, values of the column) in order, without the row groups that end before row ``done``."""
+    file = _open(path, key)
+    at = 0
+    try:
+        for group in range(file.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            if at + rows <= done:
+                at += rows
+                continue
+            for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[key], use_threads=False):
+                values = batch.column(0).to_pylist()
+                yield at, values
+                at += len(values)
+    except Exception:  # pyarrow's own kinds, and UnicodeDecodeError
+        raise _unreadable(path, f"it is damaged after row {at}") from None
 
 
 def _open(path: Path, key: str) -> Any:
-    """An iterable of rows with only the column ``key``."""
+    """A ParquetFile that has a column ``key`` of strings."""
+    require_regular(path, "--data-path")
     try:
-        import datasets
+        import pyarrow as pa
         import pyarrow.parquet
-    except ImportError as error:
+    except ImportError:
         raise UserError(
-            f"parquet needs the package {error.name}", field="--data-path", value=str(path),
+            "parquet needs the package pyarrow", field="--data-path", value=str(path),
             accepted="pip install 'hetero-megatron[data]'",
         ) from None  # fmt: skip
     try:
-        columns = pyarrow.parquet.read_schema(path).names
-        if key not in columns:
-            known = ", ".join(columns)
-            raise UserError("no such column", field="--json-keys", value=key, accepted=known, where=str(path))
-        rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True, columns=[key])
-    except UserError:
-        raise
-    except Exception as error:
-        raise _unreadable(path, error) from None
-    return rows
+        file = pyarrow.parquet.ParquetFile(path)
+        columns = {field.name: field.type for field in file.schema_arrow}
+        twice = len(columns) < len(file.schema_arrow)
+    except Exception:
+        raise _unreadable(path, "it is damaged, or of another format") from None
+    if key not in columns or twice:
+        problem = "two columns have one name" if twice else "no such column"
+        raise UserError(problem, field="--json-keys", value=key, accepted=shown_names(columns), where=str(path))
+    kind = columns[key]
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    strings = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
+    if not any(test(kind) for test in strings):
+        raise UserError(
+            f"a column of {str(kind)[:60]}, not of strings", field="--json-keys", value=key,
+            accepted="a column of strings", where=str(path),
+        )  # fmt: skip
+    return file
 
 
-def _unreadable(path: Path, error: Exception) -> UserError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _unreadable(path: Path, problem: str) -> UserError:
     return UserError(
-        f"cannot be read as parquet: {reason}",
+        f"cannot be read as parquet: {problem}",
         field="--data-path", value=str(path), accepted="an undamaged parquet file",
     )  # fmt: skip

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.files import open_file
+
+MAX_BYTES = 2 << 30  # the lengths in an .idx file have 32 bits
 
 Position = tuple[int, ...]
 
@@ -15,7 +19,14 @@ def read(path: Path, key: str, position: Position, errors: str = "strict") -> It
     if position:
         return
     try:
-        yield path.read_bytes().decode("utf-8", errors), (1,)
+        with open_file(path, "--data-path") as file:
+            if os.fstat(file.fileno()).st_size > MAX_BYTES:
+                raise UserError(
+                    f"one document of more than {MAX_BYTES >> 30} GiB", field="--data-path", value=str(path),
+                    accepted="smaller files, or *.jsonl",
+                )  # fmt: skip
+            content = file.read()
+        yield content.decode("utf-8", errors), (1,)
     except UnicodeDecodeError as error:
         raise UserError(
             f"not UTF-8 text (byte {error.start} is 0x{error.object[error.start]:02x})",

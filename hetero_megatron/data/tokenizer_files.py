@@ -1,0 +1,103 @@
+"""Files of tokenizers, checked before a library reads them, and what its failures mean in our words.
+
+transformers and tokenizers open whatever a directory holds: a FIFO would block them, and damage ends in errors of many
+kinds, some of which (a panic of Rust code) are not even an ``Exception``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.files import read_json_object, require_regular, require_text
+
+LIMIT = 256 << 20  # bytes of a tokenizer.json; the largest in use have some 35 MB
+_FIELD = "--tokenizer-model"
+_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "added_tokens.json", "special_tokens_map.json",
+          "chat_template*", "config.json")  # fmt: skip
+_ACCEPTED = "a directory with tokenizer.json, or a name that this machine can download or has downloaded"
+_PACKAGES = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf", "tiktoken": "tiktoken"}
+
+
+def check_directory(model: str) -> str:
+    """What transformers is to load: a directory whose tokenizer files are sound as files, or a name on the hub.
+
+    Raises:
+        UserError: no such directory, a file in place of it, or a file in it that is damaged or not a regular one.
+    """
+    require_text(model, field=_FIELD)
+    path = Path(os.path.expanduser(model))
+    if os.path.isfile(path) or (os.path.exists(path) and not os.path.isdir(path)):
+        raise UserError("is a file", field=_FIELD, value=model, accepted="the directory that holds it")
+    if not os.path.isdir(path):
+        if model.startswith((".", "/", "~")) or "\0" in model or len(model) > 255:
+            raise UserError("no such directory", field=_FIELD, value=model, accepted=_ACCEPTED)
+        return model
+    try:
+        names = sorted(os.listdir(path))
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", field=_FIELD, value=model) from None
+    for name in names:
+        if any(fnmatch(name, pattern) for pattern in _FILES) and not (path / name).is_dir():
+            require_regular(path / name, _FIELD)
+            if name.endswith(".json"):
+                read_json_object(path / name, _FIELD, LIMIT)
+    return str(path)
+
+
+def cannot_load(model: str, error: Exception) -> UserError:
+    """transformers failed on a directory or name: what that means."""
+    missing = [shown for module, shown in _PACKAGES.items() if not _installed(module)]
+    path = Path(os.path.expanduser(model))
+    if path.is_dir() and not (path / "tokenizer.json").is_file() and any(path.glob("*.model")) and missing:
+        return UserError(
+            f"the directory holds a SentencePiece model and no tokenizer.json; to read it transformers needs "
+            f"{' and '.join(missing)}, which this environment lacks",
+            field=_FIELD, value=model,
+            accepted="pip install 'hetero-megatron[sentencepiece]', or a directory with tokenizer.json",
+        )  # fmt: skip
+    if isinstance(error, ImportError):
+        what = f" (not installed here: {', '.join(missing)})" if missing else ""
+        return UserError(
+            f"reading this tokenizer needs a package that this environment lacks{what}", field=_FIELD, value=model,
+            accepted="pip install 'hetero-megatron[sentencepiece]', or a directory with tokenizer.json",
+        )  # fmt: skip
+    what = "a directory without a tokenizer that transformers can load, or a damaged one" if path.is_dir() else (
+        "neither a directory nor a tokenizer that can be had from the Hugging Face hub"
+    )  # fmt: skip
+    return UserError(f"it is {what} ({type(error).__name__})", field=_FIELD, value=model, accepted=_ACCEPTED)
+
+
+def read_vocabulary(path: str, field: str) -> dict[str, int]:
+    """GPT-2's vocab.json: token -> id. UserError for anything else."""
+    vocabulary = read_json_object(path, field, LIMIT)
+    for token, number in vocabulary.items():
+        if type(number) is not int or number < 0:
+            raise UserError(
+                f"token {token[:40]!r} has no id", field=field, value=path,
+                accepted="GPT-2's vocab.json: {token: id, ...}",
+            )  # fmt: skip
+    return vocabulary
+
+
+@contextmanager
+def refuse_panics() -> Iterator[None]:
+    """Turn a panic of Rust code, which derives from BaseException, into an Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
+            raise RuntimeError("panic in a library") from None
+        raise
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that holds it
+        return False
