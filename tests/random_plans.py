@@ -94,6 +94,7 @@ def random_plan(rng: random.Random, num_layers: int, heads: int, seq_length: int
     """A plan over exactly ``ranks`` ranks with 1 to 3 pipelines; ranks in random order over the pipelines' stages."""
     pipelines = []
     order = list(range(ranks))
+    rng.shuffle(order)
     start = 0
     for size in composition(rng, ranks, rng.randint(1, min(3, ranks)), least=1):
         pipelines.append(random_pipeline(rng, order[start : start + size], num_layers, heads, seq_length))

@@ -4,8 +4,10 @@ tested in test_flags.py."""
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -311,3 +313,80 @@ def test_sub_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"testbed namespaces", "testbed quota", "testbed memory", "testbed kernel", "cores"} <= set(statuses)
     assert found["ok"] == ("MISSING" not in statuses.values()) and code == (0 if found["ok"] else 1)
     assert all(finding["remedy"] for finding in found["findings"] if finding["status"] != "ok")
+
+
+# A refusal names a flag of the line, whatever law of plans is broken by what was built from it.
+
+GRID = "--num-layers 3 --hidden-size 48 --num-attention-heads 4 --vocab-size 64 --micro-batch-size 2 --dry-run"
+PARALLEL = {
+    "--tensor-model-parallel-size": (1, 2, 3, 5, 8),
+    "--pipeline-model-parallel-size": (1, 2, 3, 4, 5, 7),
+    "--context-parallel-size": (1, 1, 2, 3),
+    "--cp-comm-type": ("p2p", "a2a", "allgather", "a2a+p2p"),
+    "--decoder-first-pipeline-num-layers": (0, 1, 3),
+    "--decoder-last-pipeline-num-layers": (0, 1, 2),
+    "--pipeline-model-parallel-layout": ("E|t|tt|L", "E||ttt|L", "Ettt|||L", "Ett|tL", "E|t|t||tL", "EtttL", "E|L|ttt"),
+    "--account-for-embedding-in-pipeline-split": ("",),
+    "--account-for-loss-in-pipeline-split": ("",),
+    "--recompute-granularity": ("full", "selective"),
+    "--recompute-method": ("block", "uniform"),
+    "--recompute-num-layers": (1, 2, 9),
+    "--global-batch-size": (2, 6, 24, 120),
+    "--hetero-process-meshes": ("2 1 1 1 1 1 1 1 1 2", "1 2 1 1 3", "5 1 1 1 2", "1 3 1 1 1 1 1 1 1 1"),
+    "--hetero-pipeline-layer-split": ("1 0 2", "3", "0 3", "1 2", "0 0 3", "1 1 1"),
+}
+
+
+def random_line(rng: random.Random) -> dict[str, str]:
+    """A few flags of parallelism, by name; a layout or a split mostly fits the number of stages."""
+    given = {name: str(rng.choice(PARALLEL[name])) for name in rng.sample(list(PARALLEL), rng.randint(1, 4))}
+    stages = given.get("--pipeline-model-parallel-layout", "").count("|") + 1
+    if stages > 1 and rng.random() < 0.8:
+        given["--pipeline-model-parallel-size"] = str(stages)
+    if ("--hetero-process-meshes" in given) != ("--hetero-pipeline-layer-split" in given):
+        for name in ("--hetero-process-meshes", "--hetero-pipeline-layer-split"):
+            given.setdefault(name, str(rng.choice(PARALLEL[name])))
+    return given | {"--seq-length": str(rng.choice((2, 3, 64)))}
+
+
+def test_refusals_of_plans_that_flags_built_name_a_flag_of_the_line() -> None:
+    rng, refused = random.Random(18), Counter[str]()
+    for _ in range(600):
+        given = random_line(rng)
+        line = f"{GRID} {' '.join(f'{name} {text}' for name, text in given.items())}"
+        try:
+            configure(line.split(), {})
+        except UserError as error:
+            missing = "missing" in error.problem or "needs it" in error.problem
+            assert error.where == "command line" and (error.field in given or missing), f"{line}: {error}"
+            refused[f"{error.field} {error.problem.rpartition(': ')[2][:30]}"] += 1
+    assert len(refused) > 25 and refused.total() < 600, refused  # of many kinds, and some lines are good
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "message"),
+    [
+        ("--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout E||ttt|L",
+         "--pipeline-model-parallel-layout", "stage 1, counted from 0: the stage holds no layers"),
+        ("--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Ettt|||L",
+         "--pipeline-model-parallel-layout", "stage 1, counted from 0: the stage holds no layers"),
+        ("--pipeline-model-parallel-size 5 --pipeline-model-parallel-layout E|t|t||tL",
+         "--pipeline-model-parallel-layout", "stage 3, counted from 0"),
+        ("--pipeline-model-parallel-size 5", "--pipeline-model-parallel-size", "stage 3, counted from 0"),
+        ("--pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 3",
+         "--decoder-first-pipeline-num-layers", "stage 1, counted from 0"),
+        ("--pipeline-model-parallel-size 3 --decoder-last-pipeline-num-layers 3 --decoder-first-pipeline-num-layers 0",
+         "--decoder-first-pipeline-num-layers", "stage 1, counted from 0"),
+        ("--seq-length 3 --tensor-model-parallel-size 5", "--tensor-model-parallel-size", "needs a token per rank"),
+        ("--hetero-process-meshes 1 1 1 1 2 1 1 1 1 1 --hetero-pipeline-layer-split 1 0 2",
+         "--hetero-pipeline-layer-split", "stage 1, counted from 0"),
+        ("--seq-length 3 --hetero-process-meshes 1 1 1 1 1 5 1 1 1 1 --hetero-pipeline-layer-split 1 2",
+         "--hetero-process-meshes", "mesh 1, counted from 0"),
+        ("--hetero-process-meshes 1 2 1 1 1 --hetero-pipeline-layer-split 3 --cp-comm-type a2a+p2p",
+         "--cp-comm-type", "process meshes do not say"),
+    ],
+)  # fmt: skip
+def test_laws_of_plans_are_reported_by_flag(flags: str, field: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        configure(f"{GRID} --seq-length 64 {flags}".split(), {})
+    assert caught.value.field == field

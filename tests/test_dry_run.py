@@ -33,17 +33,17 @@ from tests.test_parity import pipe, plan, stage
 
 SPELLED = plan(
     [
-        pipe(2, 3, stage([0, 1], [0, 4], tp=2, tp_split=[3, 1], recompute={"first": 1}), stage([2], [4, 6])),
-        pipe(2, 1, stage([3, 4], [0, 6], tp=1, dp_split=[1, 1], optimizer={"share": 3})),
+        pipe(2, 3, stage([4, 1], [0, 4], tp=2, tp_split=[3, 1], recompute={"first": 1}), stage([2], [4, 6])),
+        pipe(2, 1, stage([3, 0], [0, 6], tp=1, dp_split=[1, 1], optimizer={"share": 3})),
         pipe(
             2,
             1,
             stage(
-                [5, 6, 7],
+                [7, 6, 5],
                 [0, 6],
                 context=[
-                    {"ranks": [5, 6], "tokens": [20, 12], "heads": [5, 3]},
-                    {"ranks": [7], "tokens": [16], "heads": [8]},
+                    {"ranks": [7, 5], "tokens": [20, 12], "heads": [5, 3]},
+                    {"ranks": [6], "tokens": [16], "heads": [8]},
                 ],
             ),
         ),

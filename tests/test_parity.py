@@ -112,7 +112,31 @@ HAND_WRITTEN = {
     "more_ranks_than_kv_heads": fixed_case(
         LLAMA | {"num_key_value_heads": 1}, plan([pipe(1, 2, stage([0, 1, 2, 3], [0, 3], tp=4))])
     ),
-}
+    # Ranks count as listed, not as sorted: here shares of heads, vocabulary and tokens differ along the TP group.
+    "tp_descending": fixed_case(LLAMA, plan([pipe(1, 2, stage([2, 1, 0], [0, 3], tp=3, tp_split=[1, 2, 3]))])),
+    "inner_replicas_interleaved": fixed_case(
+        LLAMA,
+        plan([pipe(3, 2, stage([3, 0, 1, 2], [0, 2], tp=2, tp_split=[3, 1], dp_split=[1, 2]), stage([4], [2, 3]))]),
+    ),
+    "stages_and_pipelines_backwards": fixed_case(
+        LLAMA | {"tie_word_embeddings": True},
+        plan([pipe(1, 3, stage([5, 3], [0, 1], tp=2), stage([4], [1, 3])), pipe(2, 1, stage([2, 0, 1], [0, 3], tp=3))]),
+    ),
+    "context_members_that_are_tp_groups": fixed_case(
+        LLAMA,
+        plan([pipe(1, 2, stage([0, 1, 2, 3, 4, 5], [0, 3], tp_split=[2, 1], kv={"block": 2}, context=[
+            {"ranks": [[5, 2], [3, 0]], "tokens": [4, 2], "heads": [2, 4]},
+            {"ranks": [[1, 4]], "tokens": [4], "heads": [6]},
+        ]))]),
+    ),
+    "context_groups_gathered": fixed_case(
+        LLAMA,
+        plan([pipe(1, 2, stage([0, 1, 2, 3], [0, 3], kv={"transport": "gather"}, context=[
+            {"ranks": [3, 1], "tokens": [5, 1], "heads": [1, 5]},
+            {"ranks": [2, 0], "tokens": [1, 3], "heads": [4, 2]},
+        ]))]),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HAND_WRITTEN)

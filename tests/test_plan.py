@@ -38,6 +38,7 @@ from hetero_megatron.plan import (
 from hetero_megatron.plan.context import nested_zigzag
 from hetero_megatron.plan.schema import expand
 from hetero_megatron.spec import load_model
+from hetero_megatron.training.run_pictures import plan_picture
 from tests.test_plan_bad_input import small_spec
 
 ROOT = Path(__file__).parent.parent
@@ -208,6 +209,32 @@ def test_the_demo_plan_fits_the_tiny_preset() -> None:
     assert plan.world_size == 4
     picture = format_plan(plan, spec, chips=["big", "big", "small", "small"])
     assert "big" in picture and "small" in picture and "75 %" in picture
+
+
+@pytest.mark.parametrize(
+    ("stages", "shown"),
+    [
+        ([{"ranks": [1, 0], "layers": [0, 6], "tp": 2}], "ranks 1,0 "),
+        ([{"ranks": [3, 1, 2, 0], "layers": [0, 6], "tp": 2, "dp_split": [1, 3]}], "ranks 3,1-2,0 "),
+        ([{"ranks": [2, 1], "layers": [0, 3], "tp": 2}, {"ranks": [0], "layers": [3, 6]}], "ranks 2,1 "),
+        ([{"ranks": [*range(23, -1, -1)], "layers": [0, 6], "tp": 8, "dp_split": [1, 1, 2]}], "24 ranks 23,22,21,20,19… "),
+    ],
+)
+def test_pictures_show_ranks_in_the_order_listed(stages: list[dict[str, Any]], shown: str) -> None:
+    spec = small_spec(heads=8)
+    plan = plan_from_dict(spelled(stages), spec)
+    assert shown in format_plan(plan, spec)
+    assert shown.strip(" …").rpartition("ranks ")[2] in plan_picture(
+        {"plan": to_dict(plan), "model": {"num_layers": 6}, "chips": {str(r): "A" for r in plan.ranks}}
+    )
+
+
+def test_a_repeated_pipeline_keeps_the_order_of_its_ranks() -> None:
+    written = spelled([{"ranks": [2, 0, 1], "layers": [0, 6], "tp": 3}], 1, 2, global_batch_size=4)
+    written["pipelines"][0]["repeat"] = 2
+    plan = plan_from_dict(written, small_spec())
+    assert [p.ranks for p in plan.pipelines] == [(2, 0, 1), (5, 3, 4)]
+    assert "repeat: 2" in dump_yaml(plan)
 
 
 # Context groups.

@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from hetero_megatron.comm.reach import Reach, explain
 from hetero_megatron.comm.values import MAX_BYTES, decode, encode
 from hetero_megatron.errors import UserError
 from hetero_megatron.launcher import LauncherEnvironment
+
+T = TypeVar("T")
 
 
 class Works:
@@ -164,12 +166,14 @@ class Comm:
         return Group(self, key, made if self.rank in key else None)
 
     def group(self, ranks: Sequence[int], lane: int = 0) -> Group:
-        """The group of ``ranks``, which includes this rank and was created before; ``lane`` -1: the last one made."""
+        """The group of ``ranks``, which includes this rank and was created before, with its members in the order that
+        is asked for; ``lane`` -1: the last one made."""
         key = tuple(sorted(ranks))
         assert self.rank in key, f"rank {self.rank} asked for the group {key} it is not in"
         if len(key) == 1:
             return Group(self, key, None)
-        return self._groups[key][lane]
+        made = self._groups[key][lane]
+        return made if key == tuple(ranks) else replace(made, ranks=tuple(ranks))
 
     def background_group(self, ranks: Sequence[int], timeout: timedelta | None = None) -> Group | None:
         """A second group of the same ranks for a thread of its own (host memory only); None on other ranks.
@@ -231,7 +235,12 @@ class Comm:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that exchange data together, ascending; ``index`` is this rank's place among them."""
+    """Ranks that exchange data together, in any order; ``index`` is this rank's place among them.
+
+    torch numbers the members of its groups by ascending rank. Where a call has an entry per member (``exchange``,
+    ``gather_vectors``), entries are in the order of ``ranks``, at no cost. A flat buffer would have to be copied for
+    it, so ``all_to_all`` is for groups in ascending order, as is ``gather_objects``.
+    """
 
     comm: Comm
     ranks: tuple[int, ...]
@@ -245,6 +254,10 @@ class Group:
     def index(self) -> int:
         return self.ranks.index(self.comm.rank)
 
+    def _ascending(self, by_member: Sequence[T]) -> list[T]:
+        """One entry per member, in torch's order of the members."""
+        return [entry for _, entry in sorted(zip(self.ranks, by_member, strict=True), key=lambda pair: pair[0])]
+
     def all_to_all(
         self,
         send: torch.Tensor,
@@ -252,7 +265,7 @@ class Group:
         recv_counts: Sequence[int],
         into: torch.Tensor | None = None,
     ) -> Handle:
-        """Ragged exchange of a flat buffer.
+        """Ragged exchange of a flat buffer; the group's ranks ascend.
 
         Args:
             send: [sum(send_counts)], parts for the members in group order, contiguous.
@@ -264,6 +277,7 @@ class Group:
         """
         if self._handle is None:
             return Handle(self.comm, None, send, ())
+        assert list(self.ranks) == sorted(self.ranks), f"parts of a flat buffer are in ascending order: {self.ranks}"
         self.count(send, send_counts)
         recv = send.new_empty(sum(recv_counts)) if into is None else into
         sizes = {r: n * send.element_size() for r, n in zip(self.ranks, send_counts) if r != self.comm.rank}
@@ -288,19 +302,19 @@ class Group:
         self.count(send[0], [x.numel() for x in send])
         sizes = {r: x.nbytes for r, x in zip(self.ranks, send, strict=True) if r != self.comm.rank}
         start = self._messages if self.comm.device.type == "cpu" else self._one_launch
-        work = self.comm.start(self._others(), lambda: start(send, receive), sizes, self.ranks)
+        work = self.comm.start(self._others(), lambda: start(send, receive), sizes, tuple(sorted(self.ranks)))
         return Handle(self.comm, work, None, self._others(), send, collective=True)
 
     def _messages(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> Works:
-        peers = [i for i in range(self.size) if i != self.index]
-        works = [dist.irecv(receive[i], group=self._handle, group_src=i) for i in peers if receive[i].numel()]
-        works += [dist.isend(send[i], group=self._handle, group_dst=i) for i in peers if send[i].numel()]
+        peers = [(i, rank) for i, rank in enumerate(self.ranks) if rank != self.comm.rank]
+        works = [dist.irecv(receive[i], rank, self._handle) for i, rank in peers if receive[i].numel()]
+        works += [dist.isend(send[i], rank, self._handle) for i, rank in peers if send[i].numel()]
         return Works([work for work in works if work is not None])
 
     def _one_launch(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> dist.Work | None:
         own = send[self.index].new_empty(0)
-        gives = [own if i == self.index else x for i, x in enumerate(send)]
-        takes = [own if i == self.index else x for i, x in enumerate(receive)]
+        gives = self._ascending([own if i == self.index else x for i, x in enumerate(send)])
+        takes = self._ascending([own if i == self.index else x for i, x in enumerate(receive)])
         return dist.all_to_all(takes, gives, group=self._handle, async_op=True)  # type: ignore[no-any-return]
 
     def count(self, send: torch.Tensor, send_counts: Sequence[int]) -> None:
@@ -316,7 +330,10 @@ class Group:
         out = [torch.empty_like(vector) for _ in self.ranks]
         sizes = dict.fromkeys(self._others(), vector.numel() * vector.element_size())
         work = self.comm.start(
-            self._others(), lambda: dist.all_gather(out, vector, group=self._handle, async_op=True), sizes, self.ranks
+            self._others(),
+            lambda: dist.all_gather(self._ascending(out), vector, group=self._handle, async_op=True),
+            sizes,
+            tuple(sorted(self.ranks)),
         )
         Handle(self.comm, work, None, self._others(), collective=True).wait()
         return torch.stack(out)

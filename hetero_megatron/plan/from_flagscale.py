@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING
 
 from hetero_megatron.layout import cut
 from hetero_megatron.plan.canonical import Interval, Pipeline, Plan, Recompute, Stage
 from hetero_megatron.plan.fields import first_layers
-from hetero_megatron.plan.from_megatron import flag_error, intervals, micro_batches
+from hetero_megatron.plan.flag_source import Blame, FlagSource, flag_error
+from hetero_megatron.plan.from_megatron import intervals, micro_batches
 from hetero_megatron.plan.megatron_context import context_flags, context_members
 
 if TYPE_CHECKING:
@@ -76,6 +78,9 @@ def from_flagscale(flags: FlagScaleParallel, spec: ModelSpec) -> Plan:
 
     meshes = _meshes(flags)
     split = _layer_split(flags, meshes, spec.num_layers)
+    if "a2a+p2p" in flags.cp_comm_type and any(mesh.cp > 1 for mesh in meshes):
+        problem = "process meshes do not say into which two levels context parallelism is divided"
+        raise flag_error("cp_comm_type", " ".join(flags.cp_comm_type), problem, "p2p, allgather or a2a")
     rows = meshes[0].dp * flags.micro_batch_size  # sequences in one micro-batch of the whole mesh
     for mesh in meshes:
         if rows % mesh.dp:
@@ -109,8 +114,28 @@ def from_flagscale(flags: FlagScaleParallel, spec: ModelSpec) -> Plan:
         for p in range(pipelines)
     )
     plan = Plan(flags.seq_length, rows * count, flags.schedule, built)
-    validate(plan, spec)
+    validate(plan, spec, source=FlagSource(blame=partial(_blame, flags, meshes)))
     return plan
+
+
+def _blame(flags: FlagScaleParallel, meshes: list[Mesh], key: str, stage: int) -> Blame | None:
+    """The flag behind a key of the plan that was built from flags."""
+    at = f"stage {stage}, counted from 0"
+    split = ("hetero_pipeline_layer_split", at, "a layer for every stage between the first and the last")
+    recomputes = [f"recompute_{what}_per_stage_micro_batch" for what in ("num_layers", "granularity")]
+    mesh = next((i for i, m in enumerate(meshes) if stage < sum(n.pp for n in meshes[: i + 1])), 0)
+    names = {
+        **dict.fromkeys(("layers", "embed", "head"), split),
+        **dict.fromkeys(("tp", "context", "dp_split"), (MESHES, f"mesh {mesh}, counted from 0")),
+        "recompute": (next((n for n in recomputes if getattr(flags, n)), recomputes[-1]), at),
+        "chip": ("hetero_device_types", f"mesh {mesh}, counted from 0"),
+        **{name: (name,) for name in ("seq_length", "global_batch_size", "schedule")},
+    }
+    if key not in names:
+        return None
+    name, *words = names[key]
+    value = getattr(flags, name)
+    return Blame(name, list(value) if isinstance(value, tuple) else value, *words)
 
 
 def _pipeline(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
-from hetero_megatron.errors import UserError
 from hetero_megatron.plan.canonical import Interval, Pipeline, Plan, Recompute, Stage
 from hetero_megatron.plan.fields import first_layers
+from hetero_megatron.plan.flag_source import Blame, FlagSource, flag_error
 from hetero_megatron.plan.megatron_context import context_flags, context_members
 
 if TYPE_CHECKING:
@@ -45,13 +46,6 @@ class MegatronParallel:
     recompute_activations: bool = False
     use_tp_pp_dp_mapping: bool = False
     schedule: str = "1f1b"
-
-
-def flag_error(flag: str, value: object, problem: str, accepted: str = "") -> UserError:
-    """A UserError about a flag, given by the name of its field."""
-    return UserError(
-        problem, field="--" + flag.replace("_", "-"), value=value, accepted=accepted, where="command line"
-    )
 
 
 def from_megatron(flags: MegatronParallel, spec: ModelSpec) -> Plan:
@@ -110,29 +104,30 @@ def from_megatron(flags: MegatronParallel, spec: ModelSpec) -> Plan:
         pipelines.append(Pipeline(flags.micro_batch_size, count, tuple(built)))
     batch = dp * flags.micro_batch_size * count
     plan = Plan(flags.seq_length, batch, flags.schedule, tuple(pipelines))
-    try:
-        validate(plan, spec)
-    except UserError as error:
-        name = _flag_of(error.field)
-        raise UserError(
-            error.problem,
-            field=name,
-            value=getattr(flags, name[2:].replace("-", "_"), error.value),
-            accepted=error.accepted,
-            where="command line",
-        ) from None
+    validate(plan, spec, source=FlagSource(blame=partial(_blame, flags)))
     return plan
 
 
-def _flag_of(path: str) -> str:
-    """The flag behind a path of the plan that was built from flags."""
-    leaf = path.rpartition(".")[2]
-    flags = {
-        "tp": "--tensor-model-parallel-size",
-        "seq_length": "--seq-length",
-        "layers": "--pipeline-model-parallel-size",
+def _blame(flags: MegatronParallel, key: str, stage: int) -> Blame | None:
+    """The flag behind a key of the plan that was built from flags."""
+    if key in ("layers", "embed", "head"):
+        if flags.pipeline_model_parallel_layout is not None:
+            name, accepted = "pipeline_model_parallel_layout", "E, t or L in every stage"
+        else:
+            ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+            name = next((n for n in ends if getattr(flags, n) is not None), "pipeline_model_parallel_size")
+            accepted = "a layer for every stage between the first and the last"
+        return Blame(name, getattr(flags, name), f"stage {stage}, counted from 0", accepted)
+    names = {
+        "tp": "tensor_model_parallel_size",
+        "context": "context_parallel_size",
+        "recompute": "recompute_granularity" if flags.recompute_granularity else "recompute_activations",
+        "dp_split": "micro_batch_size",
+        "seq_length": "seq_length",
+        "global_batch_size": "global_batch_size",
+        "schedule": "schedule",
     }
-    return flags.get(leaf, path)
+    return Blame(names[key], getattr(flags, names[key])) if key in names else None
 
 
 def _refuse_unsupported(flags: MegatronParallel) -> None:

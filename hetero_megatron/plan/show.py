@@ -72,11 +72,12 @@ def _box(
 ) -> list[str]:
     """The lines inside a box, all of the same number."""
     stage = plan.pipelines[members[0]].stages[index]
-    ranks = sorted(rank for p in members for rank in plan.pipelines[p].stages[index].ranks)
+    ranks = [rank for p in members for rank in plan.pipelines[p].stages[index].ranks]
     name = "rank" if len(ranks) == 1 else "ranks"
     text = f"{name} {rank_ranges(ranks)}"
     if len(text) > INNER:
-        text = f"{len(ranks)} ranks {ranks[0]}…{ranks[-1]}"
+        ascending = ranks == sorted(ranks)
+        text = f"{len(ranks)} ranks {f'{ranks[0]}…{ranks[-1]}' if ascending else rank_ranges(ranks)}"
     kinds = list(dict.fromkeys(chips[rank] for rank in ranks)) if chips is not None else []
     chip = ", ".join(kinds) or stage.chip or ""
     lines = [text, *([chip] if chips is not None or any(_chips(plan)) else []), _bar(stage, num_layers)]

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hetero_megatron.plan.dump import rank_ranges
+
 COLORS = ("#4c8bf5", "#d9654f", "#34a06f", "#b05fd0", "#e0a020", "#2aa7a7", "#8a6d3b", "#777777")
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 900, 240, 70, 24, 12
 MOST_POINTS, MOST_PIPELINES, BOX = 1200, 24, 26
@@ -138,9 +140,7 @@ def _stage(stage: Mapping[str, Any]) -> tuple[int, str]:
         more.append(f"{len(stage['context'])} context groups")
     if (stage.get("optimizer") or {}).get("offload"):
         more.append("optimizer on the host")
-    ranks = stage["ranks"]
-    shown = ranks if isinstance(ranks, str | int) else f"{min(_ranks(ranks))}-{max(_ranks(ranks))}"
-    return count, ", ".join([f"ranks {shown}", f"layers {said}", *more])
+    return count, ", ".join([f"ranks {rank_ranges(_ranks(stage['ranks']))}", f"layers {said}", *more])
 
 
 def _ranks(value: Any) -> list[int]:

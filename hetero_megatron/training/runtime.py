@@ -117,7 +117,6 @@ class Runtime:
         self.buckets = make_buckets(plan, spec, *([bucket_bytes] if bucket_bytes else []))
         comm.create_groups(plan_groups(plan, self.buckets))
         self.world, self.tp_group = comm.group(plan.ranks), comm.group(self.unit.ranks)
-        assert self.tp_group.ranks == self.unit.ranks, "TP ranks ascend; the validator sees to it"
         self.model, self.boxes = self._build_model(initialize)
         if compile_backend is not None:
             apply_compile(self.model, compile_backend)
