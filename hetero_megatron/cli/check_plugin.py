@@ -159,7 +159,8 @@ class _Run:
             else:
                 self._fail(name, place, last["reason"])
             if not steps or place[0] == "supports" or deaths >= DEATHS or hangs >= HANGS:
-                self._fail(name, ("not run", place[1], ""), f"what comes after {' '.join(filter(None, place))}")
+                where = " ".join(filter(None, place))
+                self._fail(name, ("not run", place[1], ""), f"the checks after {where}, where it was given up")
                 return
             after = steps[-1]
 
@@ -170,7 +171,7 @@ class _Run:
         if last["event"] == "died":
             self._fail(name, self.worker.place, last["reason"])
         else:
-            here = "here, though this case ends well in a process of its own: one before it has damaged memory"
+            here = "here, though this case ends well in a process of its own: an earlier case has damaged the process"
             self._fail(name, ("memory", *place[1:]), f"{reason} {here}")
 
     def _keep(self, finding: dict[str, str]) -> None:

@@ -24,6 +24,7 @@ Event = dict[str, Any]
 
 BROKEN_DEVICE, LOST_CHANNEL = 70, 71  # exit codes of the worker
 STDERR_BYTES = 64 << 10  # of one request; what comes after is dropped
+LOADING = 120.0  # seconds that loading torch and all plugins may take at least
 TICK = 0.2  # seconds between two looks at memory and time
 LAST_WORDS = 1.0  # seconds in which a process that hangs may write its stack
 
@@ -59,7 +60,7 @@ class Worker:
         try:
             handles = channel, self._trace.fileno()
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "hetero_megatron.cli.check_worker", *map(str, handles)],
+                [sys.executable, "-P", "-m", "hetero_megatron.cli.check_worker", *map(str, handles), str(os.getpid())],
                 stdin=subprocess.PIPE, stdout=errors, stderr=errors, pass_fds=handles,
                 start_new_session=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             )  # fmt: skip
@@ -108,6 +109,8 @@ class _Call:
         self._pid = self._process.pid
         self._text, self._stderr = bytearray(), bytearray()
         self._last, self._passed_on, self._base = time.monotonic(), 0, 0
+        loads = "without" in asked
+        self._seconds = max(worker._limits.seconds, LOADING) if loads else worker._limits.seconds
         self._finished: Event = {}  # what it says of itself; believed when its process has ended well
         self._result: Event = {}
         self.lost = False  # whether the process itself has to be replaced
@@ -144,7 +147,9 @@ class _Call:
             return
         chunk = _read(self._worker._events)
         if chunk == b"":
-            self._died(self._exit_reason(self._end_of_process()), lost=True)
+            status = self._end_of_process()
+            child = self._pid != self._process.pid
+            self._died("it ended the process that started its own" if child else self._exit_reason(status), lost=True)
             return
         self._text += chunk or b""
         *lines, rest = bytes(self._text).split(b"\n")
@@ -186,8 +191,8 @@ class _Call:
         limits = self._worker._limits
         if not ready and self._process.poll() is not None:  # and a child of it holds the channel open
             self._died("it ended the process that started its own", lost=True)
-        elif time.monotonic() - self._last > limits.seconds:
-            self._end(f"it did not end within {limits.seconds:g} s", hung=True)
+        elif time.monotonic() - self._last > self._seconds:
+            self._end(f"it did not end within {self._seconds:g} s", hung=True)
         elif self._base and _resident(self._pid) - self._base > limits.memory:
             self._end(f"its process took more than {limits.memory / 2**30:.3g} GiB of memory")
 
@@ -234,7 +239,7 @@ class _Call:
         self._worker._trace.seek(0)
         text = self._worker._trace.read(1 << 20).decode("utf-8", "replace")
         frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', text)
-        own = [f for f in frames if not re.search(r"/(site-packages|python3[^/]*)/|<|/ops/conformance/", f[0])]
+        own = [f for f in frames if not re.search(r"/(site-packages|python3[^/]*|hetero_megatron)/|<", f[0])]
         if not frames:
             return ""
         file, line, function = (own or frames)[0]

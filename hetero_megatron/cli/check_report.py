@@ -81,7 +81,7 @@ def _print_check(findings: Sequence[Mapping[str, str]]) -> None:
     status = "FAIL" if failed else "pass" if passed else "skip"
     note = f"{passed} cases" if passed > 1 else ""
     kernel, check, dtype = (findings[0][key] for key in ("kernel", "check", "dtype"))
-    print(f"  {status}  {printable(kernel):<32}{check:<26}{dtype:<12}{note}".rstrip())
+    print(f"  {status}  {printable(kernel):<31} {check:<25} {dtype:<11} {note}".rstrip())
     for f in failed[:3]:
         print(f"        {printable(': '.join(filter(None, (f['case'], f['detail']))))}")
     if len(failed) > 3:

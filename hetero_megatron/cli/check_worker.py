@@ -13,6 +13,7 @@ import gc
 import importlib.util
 import json
 import os
+import re
 import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +25,7 @@ import torch
 
 from hetero_megatron.cli.check_process import BROKEN_DEVICE, LOST_CHANNEL
 from hetero_megatron.errors import UserError
-from hetero_megatron.ops import Signature
+from hetero_megatron.ops import SPECS, Signature
 from hetero_megatron.ops.conformance import FAIL, PASS, Finding, kernel_steps
 from hetero_megatron.ops.conformance.speed import attention_rows, device_rates, gemm_rows, measure
 from hetero_megatron.ops.conformance.subject import Watch, attempt, describe
@@ -37,6 +38,7 @@ from hetero_megatron.platform.conformance import check_platform
 from hetero_megatron.platform.platform import platform_here
 from hetero_megatron.platform.plugins import Plugin, Plugins, Source, discover, load_plugins
 from hetero_megatron.spec import load_model, shares
+from hetero_megatron.testbed.process import die_with_parent
 
 Event = dict[str, Any]
 
@@ -233,14 +235,25 @@ def _uses_triton(plugin: Plugin) -> bool:
     if spec is None or not spec.origin:
         return False
     file = Path(spec.origin)
-    files: Iterable[Path] = file.parent.glob("*.py") if "." in plugin.source.module else [file]
-    return any("import triton" in f.read_text(encoding="utf-8", errors="replace") for f in files if f.is_file())
+    files: Iterable[Path] = file.parent.rglob("*.py") if "." in plugin.source.module else [file]
+    imports = re.compile(r"^\s*(import|from)\b.*\btriton\b", re.MULTILINE)
+    return any(imports.search(f.read_text(encoding="utf-8", errors="replace")) for f in files if f.is_file())
+
+
+def _import_all() -> None:
+    """What torch imports only when it is first used, by checks of a kernel of our own: two seconds of every child."""
+    kernel, device = torch_registry().kernel("rope", "reference"), torch.device("cpu")
+    asked = lambda dtype: Signature("rope", "cpu", dtype, "cpu")  # noqa: E731
+    first, *_, last = kernel_steps(SPECS["rope"], kernel, device, asked, (torch.float32,), quick=True)
+    for step in (first, last):
+        assert all(finding.status != FAIL for finding in step.run()), "the reference fails its own checks"
 
 
 def _forked(channel: Channel, serve: Callable[[], None]) -> None:
     """``serve`` in a child process; how it ended is the last event."""
-    child = os.fork()
+    parent, child = os.getpid(), os.fork()
     if child == 0:
+        die_with_parent(parent)
         os.setpgid(0, 0)  # what it starts ends with it
         channel.send(event="started", pid=os.getpid())
         try:
@@ -254,9 +267,12 @@ def _forked(channel: Channel, serve: Callable[[], None]) -> None:
 
 
 def main() -> None:
-    """Serve the requests of standard input until it ends. Arguments: channel, and where a stack is written at a fatal
-    signal (file descriptors), and whether on a device."""
+    """Serve the requests of standard input until it ends.
+
+    Arguments: the channel and where a stack is written at a fatal signal (file descriptors), and the parent's id.
+    """
     channel, trace = Channel(int(sys.argv[1])), int(sys.argv[2])
+    die_with_parent(int(sys.argv[3]))
     requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -282,6 +298,9 @@ def main() -> None:
                 channel.send(event="raised", detail=describe(error))
                 return
             forks = told["forks"]
+            if forks:
+                _import_all()
+                gc.freeze()  # so that children do not copy all memory when they collect garbage
             channel.send(event="ready", **told)
             continue
 
