@@ -88,11 +88,11 @@ def call_backward(
 
 def _require_tensors(names: Sequence[str], made: Sequence[Any], args: Sequence[Any]) -> None:
     """TypeError unless everything that a kernel made is a plain tensor where its arguments are."""
-    device = next(x.device for x in flatten(list(args)))
+    device = next((x.device for x in flatten(list(args))), None)  # none where lists are empty
     for name, value in zip(names, made):  # a wrong number of them is the caller's to name
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} is of type {type(value).__name__}, not a tensor")
-        if value.device != device or value.layout != torch.strided:
+        if (device is not None and value.device != device) or value.layout != torch.strided:
             raise TypeError(f"{name} is a tensor on {value.device} ({value.layout}), not on {device} (strided)")
         if value.is_complex():
             raise TypeError(f"{name} is complex")
