@@ -21,7 +21,7 @@ SEED ?=
 # Further arguments for pytest: make test ARGS="-k layout -x"
 ARGS ?=
 
-.PHONY: help env demo test test-torch211 test-slow test-parity test-faults test-scale bench lint types check clean
+.PHONY: help env demo test test-torch211 test-slow test-parity test-faults test-fuzz test-scale bench lint types check clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -58,6 +58,9 @@ test-parity: env  ## N random plans against one process: make test-parity N=500 
 
 test-faults: env  ## N runs with a rank killed at a random moment: make test-faults N=50 SEED=1
 	@N="$(if $(filter file,$(origin N)),50,$(N))" SEED="$(or $(SEED),1)" $(PY) -m pytest tests/test_faults.py -q -m slow -o timeout=0 $(ARGS)
+
+test-fuzz: env  ## N damaged and hostile inputs: make test-fuzz N=4000 SEED=1
+	@$(PY) -m tests.fuzz -n "$(if $(filter file,$(origin N)),4000,$(N))" --seed "$(or $(SEED),1)" $(ARGS)
 
 test-scale: env  ## one step on 32 ranks of this machine
 	$(PY) -m pytest -m scale $(ARGS)

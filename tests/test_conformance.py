@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetero_megatron.cli.check_plugin import check_plugin, print_report
+from hetero_megatron.cli.check_plugin import check_plugin
+from hetero_megatron.cli.check_report import print_report
 from hetero_megatron.cli.scaffold import plugin_files
 from hetero_megatron.ops import SPECS, Signature, torch_registry
 from hetero_megatron.ops.conformance import DTYPES, FAIL, Finding, check_kernel
@@ -126,10 +127,11 @@ def test_a_plugin_whose_device_is_absent_was_not_checked(
     print_report(report)
     shown = capsys.readouterr().out
     assert not report.ok and "none of its devices is here (ascend: torch_npu is not installed)" in shown
-    monkeypatch.setattr("hetero_plugins.triton.INTERPRETED", False)
+    monkeypatch.setenv("TRITON_INTERPRET", "")
     report = check_plugin("triton", None, ["fp32"], ["rope"], True, False)
     (finding,) = [f for f in report.findings if f["status"] == FAIL]
     assert not report.ok and finding["kernel"] == "rope:triton" and "set TRITON_INTERPRET=1" in finding["detail"]
+    assert any("TRITON_INTERPRET is not set" in note for note in report.notes)
 
 
 def test_a_providers_name_may_have_dots() -> None:
@@ -139,14 +141,35 @@ def test_a_providers_name_may_have_dots() -> None:
     assert "compile" in {f.check for f in found} and FAIL not in {f.status for f in found}
 
 
-def test_without_a_platform_the_accelerator_that_is_here_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    chip = load_plugins().platforms["ascend"]
-    for name, value in {"available": lambda self: True, "device": lambda self, index=0: CPU}.items():
-        monkeypatch.setattr(type(chip), name, value)
-    for name in ("arch", "chip"):
-        monkeypatch.setattr(type(chip), name, lambda self, index=0: ())
+CHIP = """
+import torch
+from hetero_megatron.platform import Accelerator
+
+HETERO_PLUGIN_API = 1
+
+
+class Chip(Accelerator):
+    name, vendor, device_type = "chip", "Acme", "privateuseone"
+
+    def available(self): return True
+    def device(self, index=0): return torch.device("cpu")
+    def arch(self, index=0): return ()
+    def chip(self, index=0): return "chip"
+    def synchronize(self): pass
+
+
+def register(api): api.platform(Chip())
+"""
+
+
+def test_without_a_platform_the_accelerator_that_is_here_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hetero_chip.py").write_text(CHIP)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("HETERO_PLUGINS", "hetero_chip")
     report = check_plugin("reference", None, ["fp32"], ["rope"], True, False)
-    assert report.ok and report.platform == "ascend"
+    assert report.ok and report.platform == "chip"
 
 
 def test_the_bad_plugin_is_named_and_harms_nobody(vendors: None) -> None:

@@ -1,37 +1,34 @@
-"""The conformance run of one plugin: registrations, platforms, kernels; a report for screen, JSON and planner."""
+"""The conformance run of one plugin: registrations, platforms, kernels; a report for screen, JSON and planner.
+
+Here is decided what is run next and who is to blame; what is a plugin's runs in another process
+(:mod:`check_process`, :mod:`check_worker`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+import difflib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-import torch
-
+from hetero_megatron.cli.check_process import Event, Limits, Worker
 from hetero_megatron.errors import UserError
-from hetero_megatron.ops import Signature
-from hetero_megatron.ops.conformance import FAIL, PASS, SKIP, Finding, check_kernel
-from hetero_megatron.ops.conformance.speed import Speed, attention_rows, device_rates, gemm_rows, measure
-from hetero_megatron.ops.kernel import Kernel
-from hetero_megatron.ops.operators import torch_registry
-from hetero_megatron.ops.registry import unknown
-from hetero_megatron.ops.stage import stage_operators
-from hetero_megatron.platform import CPU, Accelerator
-from hetero_megatron.platform.conformance import check_platform
-from hetero_megatron.platform.platform import platform_here
-from hetero_megatron.platform.plugins import Plugin, Plugins, Source, load_plugins
-from hetero_megatron.spec import load_model, shares
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+FAIL, SKIP = "FAIL", "skip"  # as in ops.conformance, whose import would import torch
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+DEATHS, HANGS = 10, 2  # of one kernel, after which the rest of it is not run
 
 
 @dataclass
 class Report:
-    """What a conformance run found. ``profile``: measured rates of ``chip`` as a cluster file has them."""
+    """What a conformance run found. ``profile``: measured rates of ``chip`` as a cluster file has them; ``notes``:
+    what limits the worth of the results."""
 
     plugin: str
     platform: str
     chip: str = ""
+    notes: list[str] = field(default_factory=list)
     findings: list[dict[str, str]] = field(default_factory=list)
     speeds: list[dict[str, Any]] = field(default_factory=list)
     profile: dict[str, Any] = field(default_factory=dict)
@@ -41,150 +38,176 @@ class Report:
         return bool(self.findings) and all(f["status"] != FAIL for f in self.findings)
 
 
+class Show(Protocol):
+    """Who is told as the run goes on."""
+
+    def start(self, report: Report) -> None: ...
+
+    def under_way(self, kernel: str, place: Sequence[str]) -> None: ...
+
+    def add(self, finding: dict[str, str]) -> None: ...
+
+
 def check_plugin(
     name: str, platform: str | None, dtypes: Sequence[str], operators: Sequence[str] | None, quick: bool, speed: bool,
-    chip: str = "",
+    chip: str = "", limits: Limits = Limits(), show: Show | None = None,  # noqa: B008 (it is frozen)
 ) -> Report:  # fmt: skip
-    """Check everything that the plugin ``name`` registers.
+    """Check everything that the plugin ``name`` registers. Nothing that it does ends this process.
 
     Raises:
         UserError: no such plugin, platform, dtype or operator.
     """
     for dtype in dtypes:
         if dtype not in DTYPES:
-            raise unknown("dtype", dtype, DTYPES, "--dtypes")
-    found = load_plugins()
-    plugin = _plugin(found, name)
-    for op in operators or ():
-        found.registry.spec(op)
-    accelerator = _accelerator(found, plugin, platform)
-    report = Report(name, accelerator.name, chip)
-    findings = [f for a in plugin.platforms for f in check_platform(a)]
-    if platform is None and plugin.platforms and accelerator not in plugin.platforms:
-        why = "; ".join(f"{a.name}: {a.absence()}" for a in plugin.platforms)
-        findings.append(Finding(f"plugin {name}", "device", "", "", FAIL, f"none of its devices is here ({why})"))
-    sound, problems = _registrations(plugin)
-    findings += problems
-    chosen = [k for k in sound if operators is None or k.op in operators]
-    device = accelerator.device(0)
-    for kernel in chosen:
-        spec = found.registry.spec(kernel.op)
-        wanted = [DTYPES[d] for d in dtypes if DTYPES[d] in accelerator.dtypes]
-        findings += check_kernel(
-            spec, kernel, device, lambda d: _signature(kernel.op, accelerator, d), wanted, quick  # noqa: B023
-        )
-    if plugin.error and not problems:
-        findings.append(Finding(f"plugin {plugin.source.name}", "loads", "", "", FAIL, plugin.error))
-    report.findings = [f.to_dict() for f in findings]
-    if speed:
-        failed = {f.kernel for f in findings if f.status == FAIL}
-        _time(report, found, [k for k in chosen if str(k) not in failed], accelerator, [DTYPES[d] for d in dtypes])
-    return report
+            raise _unknown_dtype(dtype)
+    asked = {
+        "name": name, "platform": platform, "operators": list(operators) if operators is not None else None,
+        "dtypes": [DTYPES[d] for d in dtypes], "quick": quick,
+    }  # fmt: skip
+    run = _Run(asked, Report(name, platform or "", chip), Worker(limits), show)
+    try:
+        run.everything(speed, dtypes)
+    finally:
+        run.worker.close()
+    return run.report
 
 
-def _plugin(found: Plugins, name: str) -> Plugin:
-    """The plugin, or the kernels of torch's own providers as one."""
-    if name in ("aten", "reference"):
-        kernels = [k for k in torch_registry() if k.provider == name]
-        return Plugin(Source(name, "hetero_megatron.ops", "built in"), kernels)
-    return found.find(name)
+def _unknown_dtype(name: str) -> UserError:
+    near = difflib.get_close_matches(name, sorted(DTYPES), n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return UserError(f"no such dtype{hint}", field="--dtypes", value=name, accepted=", ".join(sorted(DTYPES)))
 
 
-def _accelerator(found: Plugins, plugin: Plugin, platform: str | None) -> Accelerator:
-    if platform is not None:
-        if platform not in found.platforms:
-            raise unknown("platform", platform, found.platforms, "--platform")
-        if not found.platforms[platform].available():
-            raise UserError(found.platforms[platform].absence(), field="--platform", value=platform)
-        return found.platforms[platform]
-    own = [a for a in plugin.platforms if a.available()]
-    if own or plugin.platforms:
-        return own[0] if own else CPU()
-    here = platform_here(found.platforms.values())
-    return found.platforms[here] if here is not None else CPU()
+@dataclass
+class _Run:
+    """One run: its report, and the process that is replaced when it dies."""
 
+    asked: Event
+    report: Report
+    worker: Worker
+    show: Show | None
+    without: dict[str, str] = field(default_factory=dict)  # modules of plugins that end the process that loads them
 
-def _registrations(plugin: Plugin) -> tuple[list[Kernel], list[Finding]]:
-    """(kernels that can be run, what is wrong with the others)."""
-    registry, sound, problems = torch_registry(), list[Kernel](), list[Finding]()
-    if plugin.source.module == "hetero_megatron.ops":
-        return plugin.kernels, []
-    for kernel in plugin.kernels:
-        problem = registry.problem(kernel)
-        if problem is None:
-            registry.register(kernel)
-            sound.append(kernel)
-            problems.append(Finding(str(kernel), "registration", "", "", PASS))
+    def everything(self, speed: bool, dtypes: Sequence[str]) -> None:
+        told = self._load()
+        name = f"plugin {told['plugin']}"
+        self.report.platform, self.report.notes = told["platform"], told["notes"]
+        if self.show:
+            self.show.start(self.report)
+        for index, platform in enumerate(told["platforms"]):
+            last = self._request(f"platform {platform}", platform=index)[-1]
+            if last["event"] == "died":
+                self._fail(f"platform {platform}", self.worker.place, last["reason"])
+        for finding in told["findings"]:
+            self._keep(finding)
+        for index, kernel in enumerate(told["kernels"]):
+            self._kernel(index, kernel["name"])
+        if told["error"]:
+            self._fail(name, ("loads", "", ""), told["error"])
+        if speed:
+            self._time(told["kernels"], told["chip"], dtypes)
+
+    def _load(self) -> Event:
+        """Start the process and have it load all plugins; one that ends it is left out the next time."""
+        while True:
+            name = module = ""
+            last: Event = {}
+            for last in self.worker.request(**self.asked, without=list(self.without)):
+                if last["event"] == "loading":
+                    name, module = last["name"], last["module"]
+            if last["event"] == "ready":
+                return last
+            if last["event"] == "refused":
+                raise UserError(last["problem"])
+            self.worker.stop()
+            if not module or module in self.without:
+                raise UserError(f"the plugins cannot be asked what they have: {last['reason']}", field="plugins check")
+            self.without[module] = f"while it was loaded, {last['reason']}"
+            if self.asked["name"] in (name, module):
+                return {
+                    "plugin": name, "platform": "none", "platforms": [], "kernels": [], "findings": [], "notes": [],
+                    "chip": "", "error": self.without[module],
+                }  # fmt: skip
+            print(f"plugin {name} is left out: {self.without[module]}", file=sys.stderr)
+
+    def _request(self, subject: str, /, **asked: Any) -> list[Event]:
+        """Events of a request; findings are kept, those of a step that ends the process too."""
+        if not self.worker.alive:
+            self._load()
+        events = []
+        for event in self.worker.request(**asked):
+            events.append(event)
+            if event["event"] == "finding":
+                self._keep({key: event[key] for key in ("kernel", "check", "dtype", "case", "status", "detail")})
+            elif event["event"] == "begin" and self.show:
+                self.show.under_way(subject, self.worker.place)
+        return events
+
+    def _kernel(self, index: int, name: str) -> None:
+        """All checks of one kernel. A step that ends the process is the only one that is lost."""
+        after: list[str] | None = None
+        deaths = hangs = 0
+        while True:
+            events = self._request(name, kernel=index, after=after)
+            last, steps = events[-1], [[e["dtype"], e["case"]] for e in events if e["event"] == "step"]
+            if last["event"] == "done":
+                return
+            deaths, hangs = deaths + 1, hangs + last["hung"]
+            place = self.worker.place
+            if len(steps) > 1 and last["crashed"]:
+                self._blame(index, name, steps[-1], last["reason"])
+            else:
+                self._fail(name, place, last["reason"])
+            if not steps or place[0] == "supports" or deaths >= DEATHS or hangs >= HANGS:
+                where = " ".join(filter(None, place))
+                self._fail(name, ("not run", place[1], ""), f"the checks after {where}, where it was given up")
+                return
+            after = steps[-1]
+
+    def _blame(self, index: int, name: str, step: list[str], reason: str) -> None:
+        """A process that ended after several steps: by the last, or by memory that an earlier one has damaged?"""
+        place = self.worker.place
+        last = self._request(name, kernel=index, only=step)[-1]
+        if last["event"] == "died":
+            self._fail(name, self.worker.place, last["reason"])
         else:
-            problems.append(Finding(str(kernel), "registration", "", "", FAIL, problem.problem))
-    return sound, problems if any(p.status == FAIL for p in problems) else []
+            here = "here, though this case ends well in a process of its own: an earlier case has damaged the process"
+            self._fail(name, ("memory", *place[1:]), f"{reason} {here}")
 
+    def _keep(self, finding: dict[str, str]) -> None:
+        self.report.findings.append(finding)
+        if self.show:
+            self.show.add(finding)
 
-def _signature(op: str, accelerator: Accelerator, dtype: torch.dtype) -> Signature:
-    """What the small preset model would ask for."""
-    spec = load_model("tiny")
-    dims = dict(stage_operators(spec, shares(spec, (1,))[0], True, 1)).get(op, {})
-    return Signature(op, accelerator.device_type, dtype, accelerator.name, accelerator.arch(0), dims)
+    def _fail(self, kernel: str, place: Sequence[str], detail: str) -> None:
+        check, dtype, case = place
+        found = {"kernel": kernel, "check": check, "dtype": dtype, "case": case, "status": FAIL, "detail": detail}
+        self._keep(found)
 
-
-def _time(
-    report: Report, found: Plugins, kernels: Sequence[Kernel], accelerator: Accelerator, dtypes: Sequence[torch.dtype]
-) -> None:
-    device, sync = accelerator.device(0), accelerator.synchronize
-    chip: dict[str, Any] = {}
-    for dtype in dtypes:
-        able = [k for k in kernels if not k.reasons(_signature(k.op, accelerator, dtype)) and not k.interpreted]
-        if not able:
-            continue
-        rates = device_rates(device, dtype, sync)
-        row: dict[str, Any] = {"bytes_per_second": round(rates[0])}
-        for kernel in able:
-            spec = found.registry.spec(kernel.op)
-            for measured in measure(spec, kernel, device, dtype, rates, sync):
-                report.speeds.append(asdict(measured) | {"share": measured.share})
-            if kernel.op == "gemm":
-                row["gemm"] = gemm_rows(kernel, device, dtype, sync)
-            if kernel.op == "attention":
-                row["attention"] = attention_rows(spec, kernel, device, dtype, sync)
-        chip[next(n for n, d in DTYPES.items() if d == dtype)] = row
-    if chip:
-        report.profile = {"rates": {"chips": {report.chip or accelerator.chip(0): chip}}}
-
-
-def print_report(report: Report) -> None:
-    """A line per kernel and check, failures with their cases."""
-    print(f"plugin {report.plugin} on platform {report.platform}")
-    for (kernel, check), findings in _groups(report.findings):
-        failed = [f for f in findings if f["status"] == FAIL]
-        skipped = [f for f in findings if f["status"] == SKIP]
-        passed = len(findings) - len(failed) - len(skipped)
-        status = "FAIL" if failed else "pass" if passed else "skip"
-        dtypes = "/".join(dict.fromkeys(f["dtype"] for f in findings if f["dtype"] and f["status"] != SKIP))
-        note = f"{passed} cases" if passed > 1 else ""
-        print(f"  {status}  {kernel:<32}{check:<26}{dtypes:<26}{note}".rstrip())
-        for f in failed[:3]:
-            print(f"        {' '.join(filter(None, (f['dtype'], f['case'])))}: {f['detail']}")
-        if len(failed) > 3:
-            print(f"        and {len(failed) - 3} more")
-        if skipped and not passed and not failed:
-            print(f"        {skipped[0]['detail']}")
-    if report.speeds:
-        print(f"  {'speed':<52}{'case':<26}{'ms':>10}{'of the floor':>14}")
-        for s in report.speeds:
-            speed = Speed(s["kernel"], s["dtype"], s["case"], s["direction"], s["seconds"], s["floor"])
-            what = f"{speed.kernel} {speed.direction} {speed.dtype}"
-            print(f"  {what:<52}{speed.case:<26}{speed.seconds * 1e3:>10.3f}{speed.share:>13.0%}")
-    failures = sum(f["status"] == FAIL for f in report.findings)
-    total = sum(f["status"] != SKIP for f in report.findings)
-    if not report.findings:
-        print("nothing was registered, so nothing was checked")
-    else:
-        left = f", {len(report.findings) - total} skipped" if total < len(report.findings) else ""
-        print(f"{total} checks, " + ("all passed" if not failures else f"{failures} FAILED") + left)
-
-
-def _groups(findings: Sequence[dict[str, str]]) -> Iterator[tuple[tuple[str, str], list[dict[str, str]]]]:
-    groups: dict[tuple[str, str], list[dict[str, str]]] = {}
-    for f in findings:
-        groups.setdefault((f["kernel"], f["check"]), []).append(f)
-    return iter(groups.items())
+    def _time(self, kernels: Sequence[Event], chip: str, dtypes: Sequence[str]) -> None:
+        """Speeds, and the profile for the planner, of kernels in which nothing is wrong."""
+        failed = {f["kernel"] for f in self.report.findings if f["status"] == FAIL}
+        able = [(i, k) for i, k in enumerate(kernels) if k["name"] not in failed and not k["interpreted"]]
+        rows: dict[str, Any] = {}
+        for dtype in dtypes if able else ():
+            *_, value, last = [None, *self._request("device", rates=DTYPES[dtype])]
+            if last["event"] == "died":
+                self._fail("device", self.worker.place, last["reason"])
+                continue
+            row: dict[str, Any] = {"bytes_per_second": round(value["rates"][0])}
+            served = False
+            for index, kernel in able:
+                events = self._request(kernel["name"], speed=index, dtype=DTYPES[dtype], rates=value["rates"])
+                if events[-1]["event"] == "died":
+                    self._fail(kernel["name"], self.worker.place, events[-1]["reason"])
+                for event in events:
+                    what = event.pop("event")
+                    served = served or what == "serves"
+                    if what == "speed":
+                        self.report.speeds.append(event)
+                    elif what == "rows":
+                        row[event["op"]] = event["rows"]
+            if served:
+                rows[dtype] = row
+        if rows:
+            self.report.profile = {"rates": {"chips": {self.report.chip or chip: rows}}}

@@ -41,6 +41,10 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--operators", help="only these, separated by commas")
     check.add_argument("--quick", action="store_true", help="leave out the largest cases")
     check.add_argument("--no-speed", action="store_true", help="do not time anything")
+    check.add_argument("--time-limit", type=_positive, default=300.0, metavar="SECONDS",
+                       help="of one check, which is ended and fails when it takes longer; default 300")  # fmt: skip
+    check.add_argument("--memory-limit", type=_positive, default=4.0, metavar="GIB",
+                       help="by which the process of a kernel's checks may grow; default 4")  # fmt: skip
     check.add_argument("--profile", help="write measured rates for the planner to this file (JSON)")
     check.add_argument("--chip", default="", help="name of the chip in cluster files, for --profile")
     compare = commands.add_parser("compare", help="first diverging layer of two dumps of --dump-layers")
@@ -54,6 +58,13 @@ def _parser() -> argparse.ArgumentParser:
     drift.add_argument("--threshold", type=float, default=0.015)
     drift.add_argument("--json", action="store_true")
     return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError("must be a number above 0")
+    return value
 
 
 def main(argv: Sequence[str]) -> int:
@@ -127,19 +138,22 @@ def _new(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     import_torch()
-    from hetero_megatron.cli.check_plugin import check_plugin, print_report
+    from hetero_megatron.cli.check_plugin import check_plugin
+    from hetero_megatron.cli.check_process import Limits
+    from hetero_megatron.cli.check_report import Table
 
     check_writable(args.profile, "--profile")
+    table = None if args.json else Table()
     report = check_plugin(
         args.name, args.platform, args.dtypes.split(","), args.operators.split(",") if args.operators else None,
-        args.quick, not args.no_speed, args.chip,
+        args.quick, not args.no_speed, args.chip, Limits(args.time_limit, int(args.memory_limit * 2**30)), table,
     )  # fmt: skip
     if args.profile:
         write_text(args.profile, "--profile", json.dumps(report.profile, indent=1))
-    if args.json:
+    if table is None:
         print(json.dumps({**asdict(report), "ok": report.ok}))
     else:
-        print_report(report)
+        table.finish(report)
         if args.profile:
             print(f"rates for the planner: {args.profile}")
     return 0 if report.ok else 1

@@ -7,25 +7,32 @@ from collections.abc import Callable, Iterator
 import torch
 
 from hetero_megatron.ops.conformance import FAIL, PASS, SKIP, Finding
+from hetero_megatron.ops.conformance.subject import attempt
 from hetero_megatron.platform.accelerator import Accelerator
 
 
-def check_platform(accelerator: Accelerator) -> Iterator[Finding]:
-    """Every question of the interface, asked once; devices that are not here are only checked for what is data."""
+def check_platform(accelerator: Accelerator, begin: Callable[[str], None] = lambda _: None) -> Iterator[Finding]:
+    """Every question of the interface, asked once; devices that are not here are only checked for what is data.
+
+    Args:
+        begin: told the name of each check before it runs.
+    """
     name = f"platform {accelerator.name}"
 
     def finding(check: str, run: Callable[[], str | None]) -> Finding:
-        try:
-            problem = run() or ""
-        except Exception as error:
-            problem = f"raised {type(error).__name__}: {error}"
+        begin(check)
+        made, problem = attempt(run)
+        problem = problem or made or ""
         return Finding(name, check, "", "", FAIL if problem else PASS, problem)
 
     yield finding("data", lambda: _data(accelerator))
-    if not accelerator.available():
-        yield Finding(name, "device", "", "", SKIP, accelerator.absence())
+    begin("device")
+    here, problem = attempt(lambda: accelerator.device(0) if accelerator.available() else None)
+    if here is None:
+        status, why = (FAIL, problem) if problem else (SKIP, accelerator.absence())
+        yield Finding(name, "device", "", "", status, why)
         return
-    device = accelerator.device(0)
+    device: torch.device = here
     yield finding("memory", lambda: _memory(accelerator))
     yield finding("streams and events", lambda: _events(accelerator, device))
     yield finding("random numbers", lambda: _random(accelerator, device))

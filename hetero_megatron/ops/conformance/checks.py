@@ -6,7 +6,9 @@ failure, not a skip.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ import torch
 from hetero_megatron.ops.conformance.compare import cast, flatten, judge, oracle
 from hetero_megatron.ops.conformance.parts import tiles, weight_gradient
 from hetero_megatron.ops.conformance.run import Outcome, call_backward, call_forward, call_trained, seeds
-from hetero_megatron.ops.conformance.subject import FAIL, SKIP, Finding, Subject, attempt, judge_all
+from hetero_megatron.ops.conformance.subject import FAIL, SKIP, Finding, Subject, Watch, describe, judge_all
 from hetero_megatron.ops.kernel import Kernel, Signature
 from hetero_megatron.ops.library import NAMESPACE, define, offered, operator_name
 from hetero_megatron.ops.operators import reference_kernel
@@ -22,6 +24,33 @@ from hetero_megatron.ops.spec import Case, OpSpec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGE = 50_000  # elements; larger cases only run in full, not in --quick
+
+
+@dataclass(frozen=True)
+class Step:
+    """The checks of one case: what one process does at least, and what is lost with it at most.
+
+    Args:
+        dtype, case: name it within its kernel; of checks that have no case of their own, the check's name.
+    """
+
+    kernel: str
+    dtype: str
+    case: str
+    findings: Callable[[], Iterable[Finding]]
+
+    def run(self) -> Iterator[Finding]:
+        """Its findings; what a kernel returned and the kit cannot judge is one as well."""
+        last = "forward"
+        try:
+            for finding in self.findings():
+                last = finding.check
+                yield finding
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            problem = f"what it returned cannot be judged: {describe(error)}"
+            yield Finding(self.kernel, last, self.dtype, self.case, FAIL, problem)
 
 
 def check_kernel(
@@ -32,59 +61,81 @@ def check_kernel(
     dtypes: Iterable[torch.dtype] = DTYPES,
     quick: bool = False,
 ) -> Iterator[Finding]:
-    """All findings about one kernel.
+    """All findings about one kernel, checked in this process; arguments as of :func:`kernel_steps`."""
+    for step in kernel_steps(spec, kernel, device, signature, dtypes, quick):
+        yield from step.run()
+
+
+def kernel_steps(
+    spec: OpSpec,
+    kernel: Kernel,
+    device: torch.device,
+    signature: Callable[[torch.dtype], Signature],
+    dtypes: Iterable[torch.dtype] = DTYPES,
+    quick: bool = False,
+    watch: Watch = Watch(),  # noqa: B008 (it is frozen)
+) -> Iterator[Step]:
+    """What is to be checked about one kernel, in an order that is the same every time. Any step may be left out.
 
     Args:
         signature: what the kernel is asked whether it can serve, per dtype.
         quick: leave out cases of more than ``LARGE`` elements.
     """
+    name = str(kernel)
     if kernel.backward is None and spec.gradients:
-        yield Finding(str(kernel), "backward", "", "", FAIL, "it has no backward")
+        lacks = Finding(name, "backward", "", "", FAIL, "it has no backward")
+        yield Step(name, "", "backward", lambda: [lacks])
         return
     ran, refused = False, list[str]()
     for dtype in dtypes:
-        subject = Subject(spec, kernel, device, dtype)
-        reasons, problem = _ask(kernel, signature(dtype))
+        subject = Subject(spec, kernel, device, dtype, watch)
+        asked, problem = subject.attempt("supports", "", lambda: kernel.reasons(signature(dtype)))  # noqa: B023
         if problem:
-            yield subject.finding("supports", "", problem)
-        elif reasons:
-            refused.append("; ".join(reasons))
-            yield Finding(str(kernel), "supports", str(dtype).removeprefix("torch."), "", SKIP, refused[-1])
+            found = subject.finding("supports", "", problem)
+        elif asked:
+            refused.append("; ".join(map(str, asked)))
+            found = Finding(name, "supports", subject.dtype_name, "", SKIP, refused[-1])
         else:
             ran = True
-            yield from _check_dtype(subject, quick)
+            yield from _dtype_steps(subject, quick)
+            continue
+        yield Step(name, subject.dtype_name, "supports", lambda: [found])  # noqa: B023 (run before the next)
     if not ran:
         why = " | ".join(dict.fromkeys(refused)) or "no dtype was asked for that the platform has"
-        yield Finding(str(kernel), "supports", "", "", FAIL, f"nothing of it was checked: {why}")
+        nothing = Finding(name, "supports", "", "", FAIL, f"nothing of it was checked: {why}")
+        yield Step(name, "", "supports", lambda: [nothing])
     elif offered(spec, kernel):
-        yield _compiles(Subject(spec, kernel, device, torch.float32))
+        last = Subject(spec, kernel, device, torch.float32, watch)
+        yield Step(name, last.dtype_name, "compile", lambda: [_compiles(last)])
 
 
-def _ask(kernel: Kernel, signature: Signature) -> tuple[list[str], str]:
-    """(reasons against, what went wrong in asking)."""
-    try:
-        return kernel.reasons(signature), ""
-    except Exception as error:
-        return [], f"supports() raised {type(error).__name__}: {error}"
+def _dtype_steps(subject: Subject, quick: bool) -> Iterator[Step]:
+    name, dtype = str(subject.kernel), subject.dtype_name
+    refuted = False
 
+    def run(case: Case, first: bool) -> Iterator[Finding]:
+        nonlocal refuted
+        subject.changes.clear()
+        for finding in _check_case(subject, case, first):
+            refuted = refuted or (finding.check == "dtypes" and finding.status == FAIL)
+            yield finding
+        yield subject.finding("global state", case.name, "; ".join(dict.fromkeys(subject.changes)))
 
-def _check_dtype(subject: Subject, quick: bool) -> Iterator[Finding]:
     first = True
     for case in subject.spec.cases():
         if quick and sum(x.numel() for x in flatten(list(case.args))) > LARGE:
             continue
-        findings = list(_check_case(subject, case, first))
-        yield from findings
-        if findings[0].check == "dtypes" and findings[0].status == FAIL:
+        yield Step(name, dtype, case.name, functools.partial(run, case, first))
+        if refuted:
             return  # the claim is false: every other check would say the same
         first = False
-    yield from _repeatable(subject, next(iter(subject.spec.cases())))
+    yield Step(name, dtype, "deterministic", lambda: _repeatable(subject, next(iter(subject.spec.cases()))))
 
 
 def _check_case(subject: Subject, case: Case, first: bool) -> Iterator[Finding]:
     spec, kernel = subject.spec, subject.kernel
     args = cast(spec, case, subject.dtype, subject.device)
-    outcome, problem = attempt(lambda: call_forward(spec, kernel, args))
+    outcome, problem = subject.attempt("forward", case.name, lambda: call_forward(spec, kernel, args))
     if outcome is None:
         # A dtype that was claimed and cannot even start is a false claim.
         yield subject.finding("dtypes" if first else "forward", case.name, problem)
@@ -130,7 +181,7 @@ def _backward(
     names = [n for n in spec.gradients if args[spec.args.index(n)] is not None]
 
     def run(check: str, by: Kernel, saved: Sequence[Any]) -> Iterator[Finding]:
-        found, problem = attempt(lambda: call_backward(spec, by, grads, saved, args))
+        found, problem = subject.attempt(check, case.name, lambda: call_backward(spec, by, grads, saved, args))
         if found is None:
             yield subject.finding(check, case.name, problem)
             return
@@ -169,16 +220,17 @@ def _expanded(subject: Subject, case: Case, args: tuple[Any, ...], eager: Outcom
     spec, kernel = subject.spec, subject.kernel
     made = spec.fake(*args)[: len(spec.results) - len(spec.fixed)]
     grads = [torch.ones((), dtype=r.dtype, device=r.device).expand(r.shape) for r in made]
-    fresh, problem = attempt(lambda: call_forward(spec, kernel, args))
+    name = f"{case.name}, expanded gradient"
+    fresh, problem = subject.attempt("backward", name, lambda: call_forward(spec, kernel, args))
     if fresh is None:
         return
-    found, problem = attempt(lambda: call_backward(spec, kernel, grads, fresh.saved, args))
+    found, problem = subject.attempt("backward", name, lambda: call_backward(spec, kernel, grads, fresh.saved, args))
     if found is not None:
         _, wants = oracle(spec, args, grads)
         _, cap = spec.bounds.of(subject.dtype)
         plain, _ = call_backward(spec, reference_kernel(spec), grads, eager.saved, args)
         problem = judge_all(found[0], wants, plain, cap, 3.0)
-    yield subject.finding("backward", f"{case.name}, expanded gradient", problem)
+    yield subject.finding("backward", name, problem)
 
 
 def _split_backward(subject: Subject, case: Case, args: tuple[Any, ...], outcome: Outcome) -> Iterator[Finding]:
@@ -193,7 +245,9 @@ def _split_backward(subject: Subject, case: Case, args: tuple[Any, ...], outcome
     wants = spec.backward(grad.double(), logits.double(), labels, peak.double(), normalizer.double(), start)
     plain, _ = call_backward(spec, reference_kernel(spec), [grad], (logits,), args, after)
     _, cap = spec.bounds.of(subject.dtype)
-    found, problem = attempt(lambda: call_backward(spec, kernel, [grad], outcome.saved, args, after))
+    found, problem = subject.attempt(
+        "backward", case.name, lambda: call_backward(spec, kernel, [grad], outcome.saved, args, after)
+    )
     if found is not None:
         problem = judge_all(found[0], [w.cpu() for w in wants], plain, cap, 3.0, spec.gradients)
         yield subject.finding("bounds", f"{case.name}, backward", "; ".join(found[1]))
@@ -210,7 +264,9 @@ def _trained(
     forward_cap, cap = spec.bounds.of(subject.dtype)
     # A callable of the vendor's own may use up what it saved: models run each backward once.
     times = 1 if kernel.private or kernel.overwrites or kernel.apply is not None else 2
-    found, problem = attempt(lambda: call_trained(spec, kernel, args, grads, times))
+    found, problem = subject.attempt(
+        "training", case.name, lambda: call_trained(spec, kernel, args, grads, times)
+    )
     if found is not None:
         results, gradients, damage = found
         names = [n for n in spec.gradients if args[spec.args.index(n)] is not None]
@@ -226,8 +282,7 @@ def _repeatable(subject: Subject, case: Case) -> Iterator[Finding]:
     """Equal bits from equal inputs, three times, where the kernel says so."""
     spec, kernel = subject.spec, subject.kernel
     if not kernel.capability.deterministic:
-        yield Finding(str(kernel), "deterministic", str(subject.dtype).removeprefix("torch."), case.name, SKIP,
-                      "it does not claim to be")  # fmt: skip
+        yield Finding(str(kernel), "deterministic", subject.dtype_name, case.name, SKIP, "it does not claim to be")
         return
 
     def once() -> list[torch.Tensor]:
@@ -238,7 +293,7 @@ def _repeatable(subject: Subject, case: Case) -> Iterator[Finding]:
             out += call_backward(spec, kernel, seeds(spec, args), outcome.saved, args)[0]
         return out
 
-    runs, problem = attempt(lambda: [once() for _ in range(3)])
+    runs, problem = subject.attempt("deterministic", case.name, lambda: [once() for _ in range(3)])
     if runs is None:
         yield subject.finding("deterministic", case.name, problem)
         return
@@ -265,5 +320,5 @@ def _compiles(subject: Subject) -> Finding:
         torch.library.opcheck(operator, live, test_utils=tests)
         return True
 
-    _, problem = attempt(check)
+    _, problem = subject.attempt("compile", case.name, check)
     return subject.finding("compile", case.name, problem)

@@ -98,6 +98,8 @@ def judge(got: torch.Tensor, want: torch.Tensor, eager: torch.Tensor | None, cap
     """
     if got.shape != want.shape:
         return f"shape {tuple(got.shape)}, not {tuple(want.shape)}"
+    if not got.is_floating_point():
+        return f"it is {got.dtype}, which is no floating-point dtype"
     if (got.isnan().cpu() & ~want.isnan()).any():
         count = int((got.isnan().cpu() & ~want.isnan()).sum())
         return f"{count} of {got.numel()} elements were not written, or are NaN"

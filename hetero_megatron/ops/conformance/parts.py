@@ -13,7 +13,7 @@ from hetero_megatron.layout.mask import BAND, Tile
 from hetero_megatron.ops.block_attention import BlockAttention, KeyHeads, TileKernel, accumulators
 from hetero_megatron.ops.conformance.run import Outcome
 from hetero_megatron.ops.conformance.sandbox import Sandbox
-from hetero_megatron.ops.conformance.subject import Finding, Subject, attempt, judge_all
+from hetero_megatron.ops.conformance.subject import Finding, Subject, judge_all
 from hetero_megatron.ops.spec import Case, normal, wide
 from hetero_megatron.ops.tile_kernels import tile_kernel
 
@@ -34,7 +34,9 @@ def weight_gradient(subject: Subject, case: Case, args: tuple[Any, ...], dy: tor
         placed = box.place(dy), box.place(x), into, beta
         before = into.cpu().double() if beta else 0.0
         with box, torch.no_grad():
-            _, problem = attempt(lambda: subject.kernel.parts["weight"](*placed))  # noqa: B023
+            _, problem = subject.attempt(
+                "weight gradient", f"{case.name}, beta {beta:g}", lambda: subject.kernel.parts["weight"](*placed)  # noqa: B023
+            )
         error = float((into.cpu().double() - before - want).norm())  # what lies there counts, not what was returned
         _, sums = subject.spec.bounds.of(into.dtype)
         if not problem and not error <= cap * float(want.norm()) + sums * float(into.norm()):
@@ -92,22 +94,23 @@ def tiles(
     q, k, v, dout = (box.place(x) for x in (q, k, v, grad))
     out, lse = (box.place(x.to(q.device, kind)) for x, kind in zip(wants[0], (q.dtype, wide(q.dtype)), strict=True))
     with box, torch.no_grad():
-        made, problem = attempt(composed)
+        made, problem = subject.attempt("tiles", f"{case.name}, merged", composed)
         yield subject.finding(
             "tiles", f"{case.name}, merged", problem or judge_all(made, wants[0], eager.results, forward_cap, 2.0)
         )
-        delta, problem = attempt(lambda: watched.delta(dout, out))
+        delta, problem = subject.attempt("tiles", f"{case.name}, delta", lambda: watched.delta(dout, out))
         shape = q.shape[0], q.shape[2], q.shape[1]
         if delta is not None and tuple(delta.shape) != shape:
             problem = f"delta is {tuple(delta.shape)}, not {shape}: [b, heads, queries]"
         if problem:
             yield subject.finding("tiles", f"{case.name}, delta", problem)
         for given in (None,) if problem or delta is None else (None, delta):
-            found, problem = attempt(lambda: gradients(given))  # noqa: B023
+            name = f"{case.name}, backward{', delta given' * (given is not None)}"
+            found, problem = subject.attempt("tiles", name, lambda: gradients(given))  # noqa: B023
             problem = problem or judge_all(found, wants[1], eager.gradients, cap, 3.0, subject.spec.gradients)
             if not problem and "share" in kernel.parts and watched.narrow:
                 problem = f"share returned {', '.join(map(str, watched.narrow))}: its gradients are added up in fp32"
-            yield subject.finding("tiles", f"{case.name}, backward{', delta given' * (given is not None)}", problem)
+            yield subject.finding("tiles", name, problem)
     yield subject.finding("bounds", f"{case.name}, tiles", "; ".join(box.damage()))
 
 

@@ -43,6 +43,7 @@ def call_forward(spec: OpSpec, kernel: Kernel, args: Sequence[Any]) -> Outcome:
         made = kernel.forward(*placed)
     if not isinstance(made, tuple):
         raise TypeError(f"forward returned {type(made).__name__}, not a tuple")
+    _require_tensors(spec.results, made, placed)
     if spec.in_place:
         changed = [placed[spec.args.index(name)] for name in spec.in_place]
         return Outcome(flatten(changed), damage=box.damage())
@@ -68,8 +69,9 @@ def call_backward(
     may_change = kernel.private  # private state may be used up
     incoming = [box.place(g) for g in grads]
     kept = copy_args(list(saved), lambda x: box.place(x, may_change))
+    others = copy_args(list(after), box.place)
     with box, torch.no_grad():
-        found = kernel.backward(*incoming, *kept, *after, *args[len(spec.tensors) :])
+        found = kernel.backward(*incoming, *kept, *others, *args[len(spec.tensors) :])
     if not isinstance(found, tuple) or len(found) != len(spec.gradients):
         raise TypeError(f"backward returned {found if not isinstance(found, tuple) else len(found)} values, "
                         f"not a tuple of {len(spec.gradients)}")  # fmt: skip
@@ -80,7 +82,21 @@ def call_backward(
             if gradient is None:
                 raise TypeError(f"backward returned None for {name}")
             out.append(gradient)
+    _require_tensors([n for n, wanted in zip(spec.gradients, there, strict=True) if wanted], out, args)
     return out, box.damage()
+
+
+def _require_tensors(names: Sequence[str], made: Sequence[Any], args: Sequence[Any]) -> None:
+    """TypeError unless everything that a kernel made is a plain tensor where its arguments are."""
+    device = next((x.device for x in flatten(list(args))), None)  # none where lists are empty
+    for name, value in zip(names, made):  # a wrong number of them is the caller's to name
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} is of type {type(value).__name__}, not a tensor")
+        if (device is not None and value.device != device) or value.layout != torch.strided:
+            raise TypeError(f"{name} is a tensor on {value.device} ({value.layout}), not on {device} (strided)")
+        if value.is_complex():
+            raise TypeError(f"{name} is complex")
+
 
 
 def call_trained(

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-GUARD = 256  # elements on each side
+# Elements on each side: as many as a block of a kernel that forgot its mask stores too many.
+GUARD = 16_384
 _INTEGER = 0x5A5A5A  # stands for NaN in integers; larger than any index that is meant
 
 _aten = torch.ops.aten

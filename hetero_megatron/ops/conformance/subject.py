@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from hetero_megatron.ops.conformance.compare import judge
+from hetero_megatron.ops.conformance.state import GlobalState
 from hetero_megatron.ops.kernel import Kernel
 from hetero_megatron.ops.spec import OpSpec
 
@@ -31,29 +32,69 @@ class Finding:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Watch:
+    """How those who run checks follow them.
+
+    Args:
+        begin: told (check, dtype, case) before each check: should it end the process, it can be named.
+        synchronize: waits for the device, so that an error is that of the call that made it.
+    """
+
+    begin: Callable[[str, str, str], None] = lambda check, dtype, case: None
+    synchronize: Callable[[], None] = lambda: None
+
+
 @dataclass
 class Subject:
-    """A kernel under test on one device, with one dtype."""
+    """A kernel under test on one device, with one dtype. ``changes``: to global state, in words."""
 
     spec: OpSpec
     kernel: Kernel
     device: torch.device
     dtype: torch.dtype
+    watch: Watch = Watch()
+    changes: list[str] = field(default_factory=list)
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
 
     def finding(self, check: str, case: str, problem: str | None) -> Finding:
-        name = str(self.dtype).removeprefix("torch.")
-        return Finding(str(self.kernel), check, name, case, FAIL if problem else PASS, problem or "")
+        return Finding(str(self.kernel), check, self.dtype_name, case, FAIL if problem else PASS, problem or "")
+
+    def attempt(self, check: str, case: str, call: Callable[[], Any]) -> tuple[Any, str]:
+        """(what ``call`` returned, or None and why); torch's global state is as before."""
+        self.watch.begin(check, self.dtype_name, case)
+        state = GlobalState()
+
+        def complete() -> Any:
+            made = call()
+            self.watch.synchronize()
+            return made
+
+        found = attempt(complete)
+        self.changes += state.restore(self.kernel.capability.deterministic)
+        return found
 
 
 def attempt(call: Callable[[], Any]) -> tuple[Any, str]:
-    """(what ``call`` returned, or None and why)."""
+    """(what ``call`` returned, or None and why). SystemExit and its like are caught too: kernels are others' code."""
     try:
         return call(), ""
-    except Exception as error:
+    except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
         where = f" ({frames[-1].name}, {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
+        return None, f"raised {describe(error)}{where}"
+
+
+def describe(error: BaseException) -> str:
+    """Class and first line of an exception whose own code may fail."""
+    try:
         text = (str(error).strip().splitlines() or [""])[0]
-        return None, f"raised {type(error).__name__}: {text}{where}"
+    except BaseException as other:
+        text = f"(its message cannot be read: {type(other).__name__})"
+    return f"{type(error).__name__}: {text}"
 
 
 def judge_all(
