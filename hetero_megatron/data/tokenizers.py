@@ -176,6 +176,10 @@ class GPT2BPETokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return str(self._inner.decode([int(i) for i in ids]))
 
+    def to_json(self) -> str:
+        """As a tokenizer.json."""
+        return str(self._inner.to_str())
+
 
 def build_tokenizer(
     type: str,
