@@ -159,7 +159,7 @@ def _collect(root: Path, names: Iterable[str], roots: Iterable[Path]) -> tuple[d
             except UserError as error:
                 problem = error.problem
             except OSError as error:
-                problem = error.strerror
+                problem = error.strerror or "input/output error"
         if problem:
             notices.append(f"{path} is not copied: {problem}")
     return found, notices

@@ -175,6 +175,10 @@ class GPT2BPETokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return str(self._inner.decode([int(i) for i in ids]))
 
+    def to_json(self) -> str:
+        """As a tokenizer.json."""
+        return str(self._inner.to_str())
+
 
 def choose_type(
     type: str | None, model: str | None, vocab_file: str | None, merge_file: str | None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hetero_megatron.checkpoint.companions import CONFIG, GENERATION, Companions, from_directory
 from hetero_megatron.checkpoint.native import Checkpoint
-from hetero_megatron.data import DataConfig, Datasets, reads_text
+from hetero_megatron.data import Datasets, reads_text
 from hetero_megatron.data.tokenizers import GPT2BPETokenizer, HuggingFaceTokenizer
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import read_bytes
@@ -37,8 +37,7 @@ def run_companions(
             along = from_directory(directory).over(along)
     carried = found.companions() if found is not None else Companions()
     along = carried.over(along)
-    flags = config.data
-    named = Companions() if flags is None or flags.tokenizer_model == config.load_hf else _tokenizer(flags, data)
+    named = _tokenizer(config, data)
     along = named.over(along)
     if config.load_hf is None and CONFIG not in carried.files:
         along = _from_scratch(along, config.spec, special_ids(config, data), replaced=bool(named.files))
@@ -72,16 +71,22 @@ def _from_scratch(along: Companions, spec: ModelSpec, ids: dict[str, int | None]
     return Companions(files, along.notices)
 
 
-def _tokenizer(flags: DataConfig, data: Datasets) -> Companions:
-    """The files of the tokenizer that flags name."""
+def _tokenizer(config: RunConfig, data: Datasets) -> Companions:
+    """The files of the tokenizer that flags name, where it is not that of --load-hf anyway."""
+    flags = config.data
+    if flags is None:
+        return Companions()
     if isinstance(data.tokenizer, GPT2BPETokenizer):
         files = {"vocab.json": flags.vocab_file, "merges.txt": flags.merge_file}
         tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token"), _END)
         described = json.dumps({"tokenizer_class": "GPT2Tokenizer", **tokens}, indent=2) + "\n"
         contents = {name: read_bytes(path) for name, path in files.items() if path is not None}
-        return Companions({**contents, "tokenizer_config.json": described.encode()})
-    if not isinstance(data.tokenizer, HuggingFaceTokenizer) or flags.tokenizer_model is None:
+        whole = data.tokenizer.to_json().encode()  # for families whose tokenizer class reads no pair of files
+        return Companions({**contents, "tokenizer.json": whole, "tokenizer_config.json": described.encode()})
+    named = isinstance(data.tokenizer, HuggingFaceTokenizer) and flags.tokenizer_model != config.load_hf
+    if not named or flags.tokenizer_model is None:
         return Companions()
+    assert isinstance(data.tokenizer, HuggingFaceTokenizer)
     directory = Path(flags.tokenizer_model).expanduser()
     if directory.is_dir():
         return from_directory(directory).tokenizer()
