@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 _ABSENT = object()
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a name in a file must not steer the terminal
 
 
 class UserError(ValueError):
@@ -29,7 +31,7 @@ class UserError(ValueError):
         message = ": ".join([*parts, problem])
         if accepted:
             message += f"{'' if message.endswith(('.', '?')) else '.'} Accepted: {accepted}"
-        super().__init__(message)
+        super().__init__(_CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", message))
 
 
 def _short(value: Any, limit: int = 120) -> str:
