@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-
 from hetero_megatron.ops import Kernel
 from hetero_megatron.ops.kernel import VENDOR
 from hetero_megatron.ops.operators import torch_registry
