@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from hetero_megatron.checkpoint.boxes import BoxedTensor, BoxLoadPlanner, BoxSavePlanner
 from hetero_megatron.checkpoint.directory import CheckpointDirectory
+from hetero_megatron.checkpoint.foreign import refuse_foreign
 from hetero_megatron.checkpoint.manifest import METADATA, Damaged, read_sums, unusable, verify
 from hetero_megatron.checkpoint.metadata import check_files, read_metadata
 from hetero_megatron.checkpoint.storage import BoxReader, BoxWriter, empty_like_box
@@ -292,6 +293,10 @@ def _candidates(
     """Steps to try, best first: decided by the first rank."""
 
     def decide() -> list[int] | Damaged | UserError:
+        try:
+            refuse_foreign(directory.path, "--load")
+        except UserError as error:
+            return error
         steps = directory.held()
         if step is not None:
             if step not in steps:
