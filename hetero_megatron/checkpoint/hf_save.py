@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from hetero_megatron.checkpoint.export_folder import check_work, make_work, publish_work, work_of
 from hetero_megatron.checkpoint.hf_files import (
     DTYPES,
     SHARD_BYTES,
@@ -66,7 +67,7 @@ def save_hf(
         UserError: the directory exists and is not empty, or cannot be written (raised on all ranks).
     """
     first, final = world.index == 0, Path(directory)
-    work = final.with_name(final.name + ".incomplete")
+    work = work_of(final)
     plan, table = plan_files(spec, dtype, shard_bytes), name_table(spec)
     world.comm.activity = f"writing {FLAG}"
     _together(world, lambda: _create(final, work, spec, dtype, plan, source) if first else None)
@@ -74,7 +75,7 @@ def save_hf(
         _together(world, lambda: _write(work, table, owned, dtype, plan))
     else:
         _write_on_first(work, table, owned, dtype, plan, world)
-    _together(world, lambda: work.rename(final) if first else None)
+    _together(world, lambda: publish_work(final) if first else None)
 
 
 def _together(world: Group, action: Callable[[], T]) -> list[T]:
@@ -130,6 +131,7 @@ def _check_target(path: Path, spec: ModelSpec) -> None:
     to_hf_config(spec)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError("exists and is not an empty directory", field=FLAG, value=str(path), accepted="a new directory")
+    check_work(path, FLAG)
     parent = next(p for p in path.absolute().parents if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         problem = f"cannot be made in {parent}: no directory, or not a writable one"
@@ -142,9 +144,7 @@ def _create(
     """Headers, full-size files, config, index and what travels along."""
     _check_target(final, spec)
     config = _base_config(spec, source) | to_hf_config(spec) | {"dtype": str(dtype).removeprefix("torch.")}
-    if work.exists():
-        shutil.rmtree(work)
-    work.mkdir(parents=True)
+    make_work(final, FLAG)
     for pattern in TRAVEL_ALONG if source is not None else ():
         for along in Path(str(source)).glob(pattern):
             shutil.copy(along, work / along.name)
