@@ -77,7 +77,7 @@ def test_four_ranks_stop_and_one_goes_on(kind: str, tmp_path: Path) -> None:
 def test_flags_decide_what_is_read(tmp_path: Path) -> None:
     run(tmp_path, SINGLE, 1, "--exit-interval", "2")
     _, err = run(tmp_path, SINGLE, 1, "--lr", "5e-4", code=2)
-    assert "peak 0.001 (here 0.0005)" in err and "--override-opt_param-scheduler" in err
+    assert "--lr: 0.001 there, 0.0005 here" in err and "--override-opt_param-scheduler" in err
     _, err = run(tmp_path, SINGLE, 1, "--ckpt-step", "1", code=2)
     assert "--ckpt-step = 1" in err and "Accepted: 2" in err
     _, err = run(tmp_path, SINGLE, 1, "--optimizer", "sgd", code=2)

@@ -1,4 +1,4 @@
-"""A job may end between any two operations on the file system: what it saved before, or was saving, is always loaded."""
+"""A job may end between any two operations on the file system: what it saved before, or was saving, is loaded."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from hetero_megatron.checkpoint.companions import CONFIG, Companions, from_directory, is_tokenizer
+from hetero_megatron.checkpoint.export_folder import check_work, make_work, publish_work, work_of
 from hetero_megatron.checkpoint.finite import is_finite, listed
 from hetero_megatron.checkpoint.hf_files import (
     DTYPES,
@@ -79,8 +80,7 @@ def save_hf(
             all ranks, and nothing is left of it).
     """
     first, final = world.index == 0, Path(directory)
-    work = final.with_name(final.name + ".incomplete")
-    table = name_table(spec)
+    work, table = work_of(final), name_table(spec)
     by_name = dtypes if isinstance(dtypes, Mapping) else dict.fromkeys(table, dtypes)
     plan, nonfinite = plan_files(spec, by_name, shard_bytes), dict[str, None]()
     world.comm.activity = f"writing {FLAG}"
@@ -97,7 +97,7 @@ def save_hf(
             if first:
                 shutil.rmtree(work, ignore_errors=True)
             raise
-    return Saved(_together(world, lambda: _publish(work, final) if first else "", str)[0], list(nonfinite))
+    return Saved(_together(world, lambda: _publish(final) if first else "", str)[0], list(nonfinite))
 
 
 def _require_finite(directory: str, nonfinite: Iterable[str]) -> None:
@@ -108,8 +108,8 @@ def _require_finite(directory: str, nonfinite: Iterable[str]) -> None:
         )  # fmt: skip
 
 
-def _publish(work: Path, final: Path) -> str:
-    work.rename(final)
+def _publish(final: Path) -> str:
+    publish_work(final)
     files = [path for path in final.rglob("*") if path.is_file()]
     total, config = sum(path.stat().st_size for path in files), json.loads((final / CONFIG).read_text())
     tokenizer = "its tokenizer" if any(is_tokenizer(p.relative_to(final).as_posix()) for p in files) else "no tokenizer"
@@ -166,6 +166,7 @@ def _check_target(path: Path, spec: ModelSpec) -> None:
     to_hf_config(spec)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError("exists and is not an empty directory", field=FLAG, value=str(path), accepted="a new directory")
+    check_work(path, FLAG)
     parent = next(p for p in path.absolute().parents if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         problem = f"cannot be made in {parent}: no directory, or not a writable one"
@@ -176,9 +177,7 @@ def _create(final: Path, work: Path, spec: ModelSpec, plan: dict[str, StoredTens
     """Headers, full-size files, config, index and what travels along."""
     _check_target(final, spec)
     config = export_config(spec, along.config, main_dtype(plan))
-    if work.exists():
-        shutil.rmtree(work)
-    work.mkdir(parents=True)
+    make_work(final, FLAG)
     along.write(work)
     (work / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     for file in dict.fromkeys(t.file for t in plan.values()):

@@ -1,5 +1,7 @@
-"""``metadata.json``: what of each tensor is where. Nothing of what it says is believed before it is proven: every tensor
-is covered by its chunks, each in a file that ``SHA256SUMS`` lists, and each file holds what is said of it."""
+"""``metadata.json``: what of each tensor is where. Nothing of what it says is believed before it is proven.
+
+Every tensor is covered by its chunks, each in a file that ``SHA256SUMS`` lists, and each file holds what is said of it.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,8 @@ def _metadata(tensors: Mapping[str, _Tensor], sums: Mapping[str, str]) -> Metada
 def _check_tensor(name: str, tensor: _Tensor, sums: Mapping[str, str]) -> None:
     field, shape = f"tensors.{name}", tensor.shape
     if tensor.dtype not in DTYPES:
-        raise UserError("is no dtype of weights", field=f"{field}.dtype", value=tensor.dtype, accepted=", ".join(DTYPES))
+        accepted = ", ".join(DTYPES)
+        raise UserError("is no dtype of weights", field=f"{field}.dtype", value=tensor.dtype, accepted=accepted)
     whole = Box.whole(shape)
     if len(shape) > MAX_AXES or min(shape, default=1) < 1 or whole.size * DTYPES[tensor.dtype].itemsize >= MAX_INTEGER:
         accepted = f"at most {MAX_AXES} sizes of 1 or more"

@@ -20,6 +20,7 @@ from hetero_megatron.checkpoint.boxes import BoxedTensor
 from hetero_megatron.checkpoint.companions import Companions, from_checkpoint
 from hetero_megatron.checkpoint.directory import CheckpointDirectory
 from hetero_megatron.checkpoint.exchange import RankFailed, Trouble, load_boxes, save_boxes
+from hetero_megatron.checkpoint.foreign import refuse_foreign
 from hetero_megatron.checkpoint.manifest import Damaged, read_sums, verify
 from hetero_megatron.checkpoint.metadata import check_files, read_metadata
 from hetero_megatron.checkpoint.storage import BoxReader, BoxWriter, empty_like_box
@@ -261,6 +262,10 @@ def _candidates(
     """Steps to try, best first: decided by the first rank."""
 
     def decide() -> list[int] | Damaged | UserError:
+        try:
+            refuse_foreign(directory.path, "--load")
+        except UserError as error:
+            return error
         steps = directory.held()
         if step is not None:
             if step not in steps:

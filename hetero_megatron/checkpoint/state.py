@@ -14,7 +14,8 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hetero_megatron.checkpoint.boxes import BoxedTensor
-from hetero_megatron.checkpoint.native import Checkpoint
+from hetero_megatron.checkpoint.manifest import METADATA, Damaged
+from hetero_megatron.checkpoint.native import Checkpoint, damaged_error
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
@@ -27,6 +28,7 @@ _DTYPES = {
     "float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
     "fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
 }  # fmt: skip
+_MOMENTS = {"adam": ["exp_avg", "exp_avg_sq"], "sgd": ["momentum_buffer"]}
 
 
 def owned_tensors(
@@ -82,10 +84,32 @@ def load_tensors(
     """Masters and, if asked, moments from a checkpoint; then every holder's parameters. Called on all ranks."""
     check_model(checkpoint, spec)
     if with_optimizer:
+        check_moments(checkpoint, spec)
         _make_states(optimizer, moments(checkpoint), (checkpoint.state["optimizer"] or {}).get("numbers", {}))
     tensors, _ = owned_tensors(optimizer, spec, with_optimizer)
     checkpoint.read_into(tensors, group)
     optimizer.spread()
+
+
+def check_moments(checkpoint: Checkpoint, spec: ModelSpec) -> None:
+    """The optimizer's states are complete: all that it has of every tensor, none of them half.
+
+    Raises:
+        UserError: something is missing, or is no state of the optimizer that is named.
+    """
+    saved = checkpoint.state["optimizer"] or {}
+    names, numbers = moments(checkpoint), saved.get("numbers", {})
+    if not names and not numbers:  # no step was taken yet
+        return
+    known = _MOMENTS.get(saved.get("name", ""), names)
+    wanted = {f"{OPTIMIZER}.{m}.{t.name}": t.shape for m in known for t in logical_tensors(spec)}
+    held = {key for key in checkpoint.metadata.state_dict_metadata if key.startswith(OPTIMIZER + ".")}
+    wrong = sorted(key for key in held | wanted.keys() if checkpoint.shape(key) != wanted.get(key))
+    if "exp_avg" in known and "step" not in numbers:
+        wrong.append("the number of steps")
+    if wrong:
+        what = f"holds no complete state of its optimizer: {wrong[0][:200]}"
+        raise damaged_error(Damaged(checkpoint.path / METADATA, what))
 
 
 def _make_states(optimizer: ShardedOptimizer, names: Sequence[str], numbers: Mapping[str, float]) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from hetero_megatron.checkpoint.foreign import refuse_foreign
 from hetero_megatron.cli.arguments import refuse_empty
 from hetero_megatron.cli.hub import model_directory
 from hetero_megatron.errors import UserError
@@ -38,6 +39,8 @@ def main(argv: Sequence[str]) -> int:
     (source, target), options = _parse(argv)
     source = model_directory(source, "SOURCE")
     native, foreign = _kinds(Path(source))
+    if not foreign:
+        refuse_foreign(source, "SOURCE")
     if native == foreign:
         what = "is both a Hugging Face directory and one of checkpoints" if native else "holds no model"
         accepted = "a directory with config.json and weights, or one that --save wrote"

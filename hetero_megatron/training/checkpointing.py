@@ -32,7 +32,9 @@ from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.loss_scale import LossScale
 from hetero_megatron.training.lr_schedule import LearningRate, WeightDecay
 from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.same_schedule import differences
 from hetero_megatron.training.save_directory import writes_checkpoints
+from hetero_megatron.training.saved_state import check_state
 
 # A rank may write for long while the others wait; a dead peer is noticed by the training thread anyway.
 WRITE_TIMEOUT = timedelta(hours=2)
@@ -167,6 +169,7 @@ class Checkpointing:
         together(self.runtime.world, lambda: self._take_along(found))
         if found is None:
             return fresh
+        check_state(found)
         state = found.state
         check_spec(state["model"], config, found.path, finetune)
         with_optimizer = not (finetune or config.skip_train) and options.load_optim
@@ -287,22 +290,17 @@ def check_spec(saved: Mapping[str, Any], config: RunConfig, path: Path, finetune
 
 def same_schedule(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
     """As Megatron: a learning rate or weight decay other than the checkpoint's is refused unless a flag decides."""
-    source = config.checkpoint.schedule_from
+    source, schedule = config.checkpoint.schedule_from, config.schedule
     if state["learning_rate"] is None or config.skip_train:  # converted: nothing was trained yet
         return config
     rate, decay = LearningRate(**state["learning_rate"]), WeightDecay(**state["weight_decay"])
-    if source == "flags" or (rate, decay) == (config.learning_rate, config.weight_decay):
+    differ = differences(rate, decay, schedule)
+    if source == "flags" or not differ:
         return config
     if source == "checkpoint":
-        return replace(config, schedule=replace(config.schedule, learning_rate=rate, weight_decay=decay))
-    differ = [
-        f"{f.name} {getattr(old, f.name)!r} (here {getattr(new, f.name)!r})"
-        for old, new in ((rate, config.learning_rate), (decay, config.weight_decay))
-        for f in fields(old)
-        if getattr(old, f.name) != getattr(new, f.name)
-    ]
+        return replace(config, schedule=replace(schedule, learning_rate=rate, weight_decay=decay))
     raise UserError(
-        f"the checkpoint's learning rate or weight decay is another, in samples: {'; '.join(differ)}",
+        f"the learning rate or weight decay is not the checkpoint's: {'; '.join(differ)}",
         field="--load", value=config.checkpoint.load,
         accepted="--override-opt_param-scheduler (the flags count) or --use-checkpoint-opt_param-scheduler (it counts)",
     )  # fmt: skip

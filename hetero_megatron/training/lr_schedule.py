@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from hetero_megatron.errors import UserError
 
@@ -61,6 +62,15 @@ class LearningRate:
             accepted = f"more than 0 and at most the {self.decay:g} samples of the decay"
             _range("--lr-wsd-decay-iters", self.wsd_decay, 0 < self.wsd_decay <= self.decay, accepted)
 
+    def curve(self) -> LearningRate:
+        """The same rates, without what they do not depend on: equal curves are equal."""
+        unused: dict[str, Any] = {} if self.warmup else {"initial": 0.0}
+        if self.style != "WSD":
+            unused |= {"wsd_style": "exponential", "wsd_decay": 0.0}
+        if self.style == "constant":
+            unused |= {"minimum": 0.0, "decay": 0.0}
+        return replace(self, **unused)
+
     def at(self, samples: int) -> float:
         """The rate of the step that begins after ``samples`` samples (0 for the first step, so that a
         warm-up from 0 makes the first step a step of length 0, as in Megatron)."""
@@ -112,6 +122,10 @@ class WeightDecay:
             )
         if self.style != "constant":
             _range("length of training", self.samples, self.samples > 0, "more than 0 samples")
+
+    def curve(self) -> WeightDecay:
+        """The same weight decay, without what it does not depend on: equal curves are equal."""
+        return replace(self, style="constant", samples=0.0) if self.start == self.end else self
 
     def at(self, samples: int) -> float:
         """Weight decay of the step that begins after ``samples`` samples."""

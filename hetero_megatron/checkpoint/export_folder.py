@@ -1,0 +1,64 @@
+"""Where an export is written until it is complete: ``DIRECTORY.incomplete``, which may be another's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from hetero_megatron.errors import UserError
+
+_MARK = ".hetero-megatron-export"  # in every folder that was made here; gone when the export is complete
+
+
+def work_of(final: Path) -> Path:
+    """The folder in which the export to ``final`` is written. UserError: it is beside no name."""
+    if final.name in ("", ".."):
+        raise UserError("is not a name", value=str(final), field="--save-hf", accepted="the name of a new directory")
+    return final.with_name(final.name + ".incomplete")
+
+
+def check_work(final: Path, field: str) -> None:
+    """Refuse where something stands in the way that no export of ours has left.
+
+    Raises:
+        UserError: naming it.
+    """
+    work = work_of(final)
+    if os.path.lexists(work) and not _is_left_over(work):
+        raise UserError(
+            f"is written in {work} first, which exists and was not made by an export that was cut off",
+            field=field, value=str(final), accepted="another directory, or that one moved away",
+        )  # fmt: skip
+
+
+def make_work(final: Path, field: str) -> Path:
+    """An empty folder to write in; what an export that was cut off has left is removed. OSError: it cannot be made.
+
+    Raises:
+        UserError: as :func:`check_work`.
+    """
+    check_work(final, field)
+    work = work_of(final)
+    if work.exists():
+        shutil.rmtree(work)
+    work.mkdir(parents=True)
+    (work / _MARK).touch(exist_ok=False)
+    return work
+
+
+def publish_work(final: Path) -> None:
+    """Give a complete export its name."""
+    work_of(final).rename(final)
+    (final / _MARK).unlink()
+
+
+def _is_left_over(work: Path) -> bool:
+    """A real folder, with our mark in it or nothing at all."""
+    try:
+        inside = os.listdir(work)
+        real = stat.S_ISDIR(os.lstat(work).st_mode)
+        return real and (not inside or stat.S_ISREG(os.lstat(work / _MARK).st_mode))
+    except OSError:  # no folder, or without the mark
+        return False

@@ -1,0 +1,124 @@
+"""Checkpoints of other programs: told by their files, so that they are never called damaged or taken for nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.files import is_regular, read_bytes, read_json_object
+
+_TO_HF = "weights in Hugging Face form for --load-hf or convert"
+_STEP = re.compile(r"iter_\d+|release|weights")
+_RANK = re.compile(r"mp_rank_\d+(_\d+){0,2}|tp_rank_\d+.*")
+_MEGATRON = (
+    f"{_TO_HF}: Megatron-LM's tools/checkpoint (convert.py with a Hugging Face saver), or Megatron Bridge, write them; "
+    "optimizer states do not come along"
+)
+
+
+def refuse_foreign(path: str | Path, field: str) -> None:
+    """Refuse a directory that another program's checkpoints are in, or one level too deep or too high for ours.
+
+    Args:
+        field: the flag that named it.
+
+    Raises:
+        UserError: what it is, and what can be done with it.
+    """
+    root = Path(path)
+    if root.exists() and not root.is_dir():
+        raise UserError("is not a directory", field=field, value=str(path), accepted="a directory that --save wrote")
+    if not root.is_dir() or _is_ours(root / "latest"):
+        return
+    for what, accepted, found in _FORMATS:
+        if found(root):
+            raise UserError(f"is {what}", field=field, value=str(path), accepted=accepted)
+
+
+def _is_ours(latest: Path) -> bool:
+    """Others (DeepSpeed) have a file of this name too."""
+    try:
+        return bool(re.fullmatch(rb"iter_\d+ [0-9a-f]{64}\n", read_bytes(latest, limit=4096)))
+    except UserError:
+        return False
+
+
+def _ours(root: Path) -> bool:
+    """One checkpoint of ours, whose directory was meant."""
+    return is_regular(root / "SHA256SUMS") and is_regular(root / "metadata.json")
+
+
+def _megatron(root: Path) -> bool:
+    """The directory of a run (its tracker file, or iterations without ours), one iteration, or NeMo's ``weights``."""
+    if is_regular(root / "latest_checkpointed_iteration.txt"):
+        return True
+    steps = _folders(root, _STEP)
+    return any(is_regular(s / ".metadata") for s in steps) or any(map(_megatron_step, [root, *steps]))
+
+
+def _megatron_step(step: Path) -> bool:
+    """``mp_rank_*/model_optim_rng.pt``, or distributed: ``common.pt`` beside shards, or a word in ``metadata.json``."""
+    ranks = _folders(step, _RANK)
+    if any(is_regular(r / name) for r in ranks for name in ("model_optim_rng.pt", "model_rng.pt", "distrib_optim.pt")):
+        return True
+    if is_regular(step / "common.pt") and (is_regular(step / "metadata.json") or is_regular(step / ".metadata")):
+        return True
+    try:
+        return "sharded_backend" in read_json_object(step / "metadata.json", limit=1 << 20)
+    except UserError:  # not there, larger than Megatron's, or no JSON
+        return False
+
+
+def _deepspeed(root: Path) -> bool:
+    steps = [root, *_folders(root, re.compile(r"global_step\d+"))]
+    names = re.compile(r"(bf16_)?(zero_pp_rank_\d+_)?(mp_rank|layer)_\d+.*_states\.pt")
+    return any(names.fullmatch(file.name) for step in steps for file in _entries(step))
+
+
+def _nanotron(root: Path) -> bool:
+    steps = [root, *_folders(root, re.compile(r"\d+"))]
+    return any(is_regular(s / "checkpoint_metadata.json") and (s / "model").is_dir() for s in steps)
+
+
+def _distributed(root: Path) -> bool:
+    """Plain torch DCP, as torchtitan, FSDP scripts and others write it: in it, or in folders of its steps."""
+    steps = [root, *_folders(root, re.compile(r"(step|checkpoint|iter|epoch)[-_]?\d+|\d+"))]
+    return any(is_regular(step / ".metadata") for step in steps)
+
+
+def _hugging_face(root: Path) -> bool:
+    weights = re.compile(r"(model|pytorch_model).*\.(safetensors|bin|index\.json)")
+    return is_regular(root / "config.json") and any(weights.fullmatch(file.name) for file in _entries(root))
+
+
+def _pickled(root: Path) -> bool:
+    """A trainer's own files: nothing but the names says what they are."""
+    return any(re.fullmatch(r"(checkpoint|ckpt|model|consolidated).*\.(pt|pth|ckpt)", f.name) for f in _entries(root))
+
+
+def _folders(root: Path, name: re.Pattern[str]) -> list[Path]:
+    return [path for path in _entries(root) if name.fullmatch(path.name) and path.is_dir()]
+
+
+def _entries(root: Path) -> Iterator[Path]:
+    try:
+        yield from sorted(root.iterdir())
+    except OSError:  # whoever opens it will say so
+        return
+
+
+# (what it is, what can be done, how it is told), the more specific first
+_FORMATS: tuple[tuple[str, str, Callable[[Path], bool]], ...] = (
+    ("one checkpoint, not a directory of them", "the directory that it is in, with --ckpt-step for its step", _ours),
+    ("a Megatron-LM (or Megatron Core) checkpoint", _MEGATRON, _megatron),
+    ("a DeepSpeed checkpoint", f"{_TO_HF}: its zero_to_fp32.py, with a script of the model's, makes them", _deepspeed),
+    ("a nanotron checkpoint", f"{_TO_HF}: nanotron's examples/*/convert_nanotron_to_hf.py writes them", _nanotron),
+    (
+        "a checkpoint of torch.distributed.checkpoint (torchtitan, FSDP and others write it)",
+        f"{_TO_HF}: the program that wrote it exports them (torchtitan: its convert_to_hf.py)", _distributed,
+    ),
+    ("a Hugging Face directory", "--load-hf, or convert makes a directory for --load of it", _hugging_face),
+    ("a directory of another program's pickled checkpoints", f"{_TO_HF}, by that program's own tools", _pickled),
+)  # fmt: skip

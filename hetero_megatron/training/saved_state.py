@@ -1,0 +1,114 @@
+"""The part of a checkpoint's metadata that training goes on from, with every type and range checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from hetero_megatron.checkpoint.manifest import METADATA, unusable
+from hetero_megatron.checkpoint.native import Checkpoint, damaged_error
+from hetero_megatron.checkpoint.typed import typed
+from hetero_megatron.errors import UserError
+from hetero_megatron.training.lr_schedule import LearningRate, WeightDecay
+
+DTYPES = ("fp64", "fp32", "bf16", "fp16")
+MAX_SCALE = 2.0**127  # of fp32, in which it is applied
+MAX_UPDATES = 1 << 53  # of an optimizer, as a float counts them
+
+
+@dataclass(frozen=True)
+class _Scale:
+    scale: float
+    good_steps: int
+    patience: int
+
+    def __post_init__(self) -> None:
+        _require("scale", self.scale, 0 < self.scale <= MAX_SCALE)
+        _require("good_steps", self.good_steps, self.good_steps >= 0)
+        _require("patience", self.patience, self.patience >= 0)
+
+
+@dataclass(frozen=True)
+class _Optimizer:
+    name: str
+    numbers: dict[str, float]
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require("name", self.name, self.name in ("adam", "sgd"))
+        _require("momentum", self.momentum, 0 <= self.momentum < 1)
+        for key, number in self.numbers.items():
+            good = key == "step" and 0 <= number <= MAX_UPDATES and number.is_integer()
+            _require(f"numbers.{key}", number, good)
+
+
+@dataclass(frozen=True)
+class _Stream:
+    sample: int
+    cursor: list[int]
+    skip: int
+    corpus: list[int]
+
+    def __post_init__(self) -> None:
+        _require("sample or skip", [self.sample, self.skip], min(self.sample, self.skip) >= 0)
+        _require("cursor", self.cursor, len(self.cursor) <= 3 and min(self.cursor, default=0) >= 0)
+
+
+@dataclass(frozen=True)
+class _Data:
+    streams: tuple[_Stream, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    seq_length: int
+
+    def __post_init__(self) -> None:
+        _require("seq_length", self.seq_length, self.seq_length >= 1)
+
+
+@dataclass(frozen=True)
+class _State:
+    """What ``Checkpointing`` reads; null where nothing was trained yet."""
+
+    step: int
+    consumed_train_samples: int
+    model: dict[str, Any]
+    plan: _Plan | None
+    plan_fingerprint: str | None
+    seed: int | None
+    dtype: str
+    loss_scale: _Scale | None
+    learning_rate: LearningRate | None
+    weight_decay: WeightDecay | None
+    optimizer: _Optimizer | None
+    data: _Data | None
+    data_fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        _require("step", self.step, self.step >= 0)
+        _require("consumed_train_samples", self.consumed_train_samples, self.consumed_train_samples >= self.step)
+        _require("dtype", self.dtype, self.dtype in DTYPES)
+
+
+def check_state(found: Checkpoint) -> None:
+    """The state is one that a training run wrote, or ``convert``.
+
+    Raises:
+        UserError: a value is missing, has another type, or cannot be.
+    """
+    state, path = found.state, found.path / METADATA
+    try:
+        known = {f.name: state[f.name] for f in dataclasses.fields(_State) if f.name in state}
+        plan = typed(known.get("plan"), dict[str, Any] | None, "state.plan")
+        if plan is not None:
+            known["plan"] = {"seq_length": plan.get("seq_length")}
+        typed(known, _State, "state")
+    except UserError as error:
+        raise damaged_error(unusable(path, error)) from None
+
+
+def _require(field: str, value: object, good: bool) -> None:
+    if not good:
+        raise UserError("cannot be", field=field, value=value)
