@@ -76,6 +76,8 @@ def train(config: RunConfig, launcher: LauncherEnvironment | None = None) -> int
         check_agreement(comm.group(everyone), run_facts(config))  # before anything that depends on options
         if comm.rank == 0:
             announce(config, world, platform, plugins, comm.emulation.describe())
+            if launcher.started_by:
+                print(f"ranks: the tasks that {launcher.started_by} started, by their numbers", flush=True)
             if notice := open_to_others(launcher):
                 print(f"notice: {notice}", flush=True)
         # All at once, on idle ranks too (torch wants every rank to take part): a refusal then leaves nobody waiting.
