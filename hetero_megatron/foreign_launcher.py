@@ -49,15 +49,15 @@ def _per_node(command: str) -> str:
 
 
 # The inner ones first: mpirun starts its daemons with srun, and what counts is what those start.
-_MPI = _per_node("mpirun with one process per node")
+_MPI = _per_node("mpirun --map-by ppr:1:node")
 _LAUNCHERS = (
     _Names(
         "Open MPI", _MPI, ("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",),
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
     _Names(
-        "MVAPICH2", _MPI, ("MV2_COMM_WORLD_RANK",), ("MV2_COMM_WORLD_SIZE",), ("MV2_COMM_WORLD_LOCAL_RANK",),
-        ("MV2_COMM_WORLD_LOCAL_SIZE",),
+        "MVAPICH2", _per_node("mpirun -ppn 1"), ("MV2_COMM_WORLD_RANK",), ("MV2_COMM_WORLD_SIZE",),
+        ("MV2_COMM_WORLD_LOCAL_RANK",), ("MV2_COMM_WORLD_LOCAL_SIZE",),
     ),
     _Names(
         "jsrun", _per_node("jsrun --tasks_per_rs 1"), ("JSM_NAMESPACE_RANK",), ("JSM_NAMESPACE_SIZE",),

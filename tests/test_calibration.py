@@ -391,7 +391,9 @@ def test_bad_input(arguments: list[str], names: str, tmp_path: Path, monkeypatch
     file.write_text(yaml.safe_dump(CLUSTER))
     with pytest.raises(UserError, match=names):
         if {"--tp", "--seq-length", "--dtype"} & set(arguments):
-            monkeypatch.setenv("WORLD_SIZE", "8")
+            launch = {"WORLD_SIZE": "8", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+            for name, value in launch.items():
+                monkeypatch.setenv(name, value)
         calibrate_main([str(file) if a == "FILE" else a for a in arguments])
 
 

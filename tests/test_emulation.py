@@ -351,6 +351,16 @@ def test_without_a_testbed_nothing_is_emulated() -> None:
     assert type(emulation.clock) is RealClock and emulation.pacer is None and emulation.describe() == ""
 
 
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"chips": "soft"}', '{"chips": "soft", "speeds": [1.0]}', '{"chips": "soft", "speeds": 1}',
+             '{"chips": "none", "links": "paced", "pace": {}}', "[" * 5000]
+)  # fmt: skip
+def test_a_file_of_no_testbed_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "testbed.json").write_text(text)
+    with pytest.raises(UserError, match="testbed.json"):
+        Emulation.from_environment(1, {"HETERO_TESTBED": str(tmp_path / "testbed.json")})
+
+
 def test_the_control_file_changes_speed_and_rate(tmp_path: Path) -> None:
     control = tmp_path / "control.json"
     described = {

@@ -11,6 +11,7 @@ import pytest
 from hetero_megatron.cli.pretrain import main
 from hetero_megatron.errors import UserError
 from hetero_megatron.launcher import LauncherEnvironment, read_launcher, refuse_copies
+from hetero_megatron.training.loop import open_to_others
 from tests.test_end_to_end import ENVIRONMENT, ROOT
 
 FLAGS = ["--model", "tiny", "--mock-data", "--seq-length", "32", "--micro-batch-size", "1", "--train-iters", "1"]
@@ -189,3 +190,10 @@ def test_dry_runs_need_no_launch() -> None:
     assert read_launcher(TASKS["srun"], joins=False).world_size == 1
     with pytest.raises(UserError, match="RANK"):
         read_launcher({"RANK": "x"}, joins=False)
+
+
+def test_jobs_across_hosts_without_a_secret_say_so() -> None:
+    far = {**TWO, "MASTER_ADDR": "10.0.0.1"}
+    assert "HETERO_JOB_SECRET" in open_to_others(read_launcher(far, joins=False))
+    for closed in ({**far, "HETERO_JOB_SECRET": "x" * 16}, {**far, "LOCAL_WORLD_SIZE": "2"}, TWO, {}):
+        assert open_to_others(read_launcher(closed, joins=False)) == ""

@@ -36,8 +36,9 @@ def test_refused_before_the_work(
 
     importlib.import_module("hetero_megatron.training.loop")  # else it is imported with the patch, and keeps it
     monkeypatch.setattr(target, work)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("HETERO_NODE", "fast")
+    launch = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "HETERO_NODE": "fast"}
+    for name, value in launch.items():
+        monkeypatch.setenv(name, value)
     assert main(words) == 2
     assert f"{flag} = {MISSING}: cannot be written: No such file or directory" in capsys.readouterr().err
 

@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from hetero_megatron.cli.arguments import ArgumentParser
@@ -26,6 +25,7 @@ from hetero_megatron.cluster.catalogue import DTYPES
 from hetero_megatron.cluster.cluster import Rank
 from hetero_megatron.cluster.rates_section import merge_rates, read_rates, write_rates
 from hetero_megatron.errors import UserError
+from hetero_megatron.files import read_json_object
 from hetero_megatron.launcher import read_launcher
 from hetero_megatron.planner.rates import refuse_twice
 from hetero_megatron.training.exit import import_torch
@@ -126,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _testbed_cluster() -> str | None:
     described = os.environ.get("HETERO_TESTBED")
-    return str(json.loads(Path(described).read_text(encoding="utf-8"))["cluster"]) if described else None
+    return str(read_json_object(described, "HETERO_TESTBED").get("cluster", "")) if described else None
 
 
 def _read_rates(file: str) -> dict[str, Any]:

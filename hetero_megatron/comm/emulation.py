@@ -20,6 +20,8 @@ from hetero_megatron.comm.pacing import NodeLanes, Pacer
 from hetero_megatron.comm.pauses import Pauses
 from hetero_megatron.comm.turns import Turns
 from hetero_megatron.comm.yardstick import Yardstick
+from hetero_megatron.errors import UserError
+from hetero_megatron.files import read_json_object
 from hetero_megatron.testbed.quota import PERIOD_US
 from hetero_megatron.testbed.report import MEANING
 from hetero_megatron.testbed.state import CLOCK, CLOCKS, HERE, LOAD, PAUSES, READY, write_json
@@ -63,13 +65,20 @@ class Emulation:
 
         Args:
             timeout: seconds that a message may wait for an emulated link.
+
+        Raises:
+            UserError: the file is not one that a testbed wrote.
         """
         file = environment.get("HETERO_TESTBED")
         if not file:
             return Emulation(rank)
         directory = environment.get("HETERO_TESTBED_DIR")
-        described = json.loads(Path(file).read_text(encoding="utf-8"))
-        return Emulation(rank, described, Path(directory) if directory else None, timeout)
+        described = read_json_object(file, "HETERO_TESTBED")
+        try:
+            return Emulation(rank, described, Path(directory) if directory else None, timeout)
+        except (LookupError, TypeError, ValueError) as error:
+            problem = f"does not describe a testbed with a rank {rank} ({type(error).__name__})"
+            raise UserError(problem, field="HETERO_TESTBED", value=file, accepted="as the testbed sets it") from None
 
     def started(self) -> None:
         """Start-up is over. A quota begins now; for some seconds all ranks measure what its pauses cost."""

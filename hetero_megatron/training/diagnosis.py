@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hetero_megatron.files import read_json_object
+
 if TYPE_CHECKING:  # a launcher starts without torch
     from hetero_megatron.comm import CommError
 
@@ -82,7 +84,7 @@ def read_diagnoses(directory: Path) -> list[Diagnosis]:
     found = []
     for path in directory.glob("rank-*.json"):
         with suppress(OSError, ValueError, KeyError, TypeError):
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = read_json_object(path)  # UserError is a ValueError
             found.append(Diagnosis(**{**data, **{key: tuple(data[key]) for key in ("peers", "unreachable")}}))
     return sorted(found, key=lambda d: d.rank)
 

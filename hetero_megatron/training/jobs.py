@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from hetero_megatron.files import read_json_object
 from hetero_megatron.launcher import ERROR_FILE, SECRET, SUPERVISED
 from hetero_megatron.testbed.process import all_status
 from hetero_megatron.training.diagnosis import DIRECTORY as DIAGNOSES
@@ -148,7 +148,7 @@ class TestbedJob:
             return {}
         if not self._report.exists():  # refused, or died
             return dict.fromkeys(self.ranks, code or 1)
-        codes = json.loads(self._report.read_text(encoding="utf-8"))["exit_codes"]
+        codes = read_json_object(self._report)["exit_codes"]
         return {int(rank): c if c < 128 else 128 - c for rank, c in codes.items()}
 
     def hung(self) -> set[int]:

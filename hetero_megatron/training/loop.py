@@ -22,7 +22,7 @@ from hetero_megatron.data.batch import BatchOptions
 from hetero_megatron.data.loader import BatchLoader
 from hetero_megatron.data.sample import Dataset
 from hetero_megatron.errors import UserError
-from hetero_megatron.launcher import LauncherEnvironment, read_launcher
+from hetero_megatron.launcher import SECRET, LauncherEnvironment, read_launcher
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
 from hetero_megatron.ops.optimizer_ops import adamw_aten
@@ -80,6 +80,10 @@ def train(config: RunConfig, launcher: LauncherEnvironment | None = None) -> int
         check_agreement(comm.group(everyone), run_facts(config))  # before anything that depends on options
         if comm.rank == 0:
             announce(config, world, platform, plugins, comm.emulation.describe())
+            if launcher.started_by:
+                print(f"ranks: the tasks that {launcher.started_by} started, by their numbers", flush=True)
+            if notice := open_to_others(launcher):
+                print(f"notice: {notice}", flush=True)
         # All at once, on idle ranks too (torch wants every rank to take part): a refusal then leaves nobody waiting.
         comm.create_groups(plan_groups(config.plan, make_buckets(config.plan, config.spec)))
         comm.background_group(config.plan.ranks, WRITE_TIMEOUT)
@@ -111,6 +115,14 @@ def check_device(platform: Platform, launcher: LauncherEnvironment) -> None:
             "not set, so this rank does not know its device", field="LOCAL_RANK", where="environment",
             accepted="the rank's index on its node, as torchrun sets it",
         )  # fmt: skip
+
+
+def open_to_others(launcher: LauncherEnvironment) -> str:
+    """What to say where anybody on the network could claim a rank; empty where nobody can."""
+    if launcher.world_size == 1 or launcher.one_host or launcher.secret:
+        return ""
+    host, port = launcher.meeting_point
+    return f"{SECRET} is not set: whoever reaches {host}:{port} can claim a rank (docs/security.md)"
 
 
 def position(cluster: Cluster | None, launcher: LauncherEnvironment) -> int | None:
