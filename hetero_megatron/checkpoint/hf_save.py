@@ -69,8 +69,7 @@ def save_hf(
     work = final.with_name(final.name + ".incomplete")
     plan, table = plan_files(spec, dtype, shard_bytes), name_table(spec)
     world.comm.activity = f"writing {FLAG}"
-    along = (from_directory(source) if isinstance(source, str) else source) if first else None
-    together(world, lambda: _create(final, work, spec, dtype, plan, along or Companions()) if first else None)
+    together(world, lambda: _create(final, work, spec, dtype, plan, source) if first else None)
     if _all_see(work, world):
         together(world, lambda: _write(work, table, owned, dtype, plan))
     else:
@@ -147,10 +146,16 @@ def _check_target(path: Path, spec: ModelSpec) -> None:
 
 
 def _create(
-    final: Path, work: Path, spec: ModelSpec, dtype: torch.dtype, plan: dict[str, StoredTensor], along: Companions
+    final: Path,
+    work: Path,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    plan: dict[str, StoredTensor],
+    source: str | Companions | None,
 ) -> None:
     """Headers, full-size files, config, index and what travels along."""
     _check_target(final, spec)
+    along = from_directory(source) if isinstance(source, str) else source or Companions()
     config = export_config(spec, along.config, str(dtype).removeprefix("torch."))
     if work.exists():
         shutil.rmtree(work)
