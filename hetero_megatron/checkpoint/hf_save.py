@@ -84,8 +84,7 @@ def save_hf(
     by_name = dtypes if isinstance(dtypes, Mapping) else dict.fromkeys(table, dtypes)
     plan, nonfinite = plan_files(spec, by_name, shard_bytes), dict[str, None]()
     world.comm.activity = f"writing {FLAG}"
-    along = (from_directory(source) if isinstance(source, str) else source) if first else None
-    _together(world, lambda: _create(final, work, spec, plan, along or Companions()) if first else None)
+    _together(world, lambda: _create(final, work, spec, plan, source) if first else None)
     if _all_see(work, world):
         _together(world, lambda: _write(work, table, owned, plan, nonfinite))
     else:
@@ -173,9 +172,12 @@ def _check_target(path: Path, spec: ModelSpec) -> None:
         raise UserError(problem, field=FLAG, value=str(path), accepted="a new directory where the first rank may write")
 
 
-def _create(final: Path, work: Path, spec: ModelSpec, plan: dict[str, StoredTensor], along: Companions) -> None:
+def _create(
+    final: Path, work: Path, spec: ModelSpec, plan: dict[str, StoredTensor], source: str | Companions | None
+) -> None:
     """Headers, full-size files, config, index and what travels along."""
     _check_target(final, spec)
+    along = from_directory(source) if isinstance(source, str) else source or Companions()
     config = export_config(spec, along.config, main_dtype(plan))
     make_work(final, FLAG)
     along.write(work)

@@ -16,7 +16,7 @@ _REASONS = {  # huggingface_hub's exceptions, the special ones first
     "RepositoryNotFoundError": "there is no such model, or it is private",
     "HFValidationError": "that is no name of a model",
     "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, and it was not downloaded before",
-    "LocalEntryNotFoundError": "there is no connection to the hub, and it was not downloaded before",
+    "LocalEntryNotFoundError": "it was not downloaded before, and the hub cannot be reached or HF_HUB_OFFLINE is set",
     "HfHubHTTPError": "the hub answered with an error",
 }
 
