@@ -72,9 +72,9 @@ def from_native(
     check_model(checkpoint, spec)
     dtypes = dict.fromkeys(name_table(spec), DTYPES[dtype]) if dtype else weight_dtypes(checkpoint, spec)
     alone = Group(Comm(0, torch.device("cpu"), timedelta(0)), (0,), None)
-    chunks, along = _chunks(checkpoint, spec), str(checkpoint.path)
+    chunks, along, nonfinite = _chunks(checkpoint, spec), str(checkpoint.path), dict[str, None]()
     try:
-        nonfinite = save_hf(target, spec, chunks, dtypes, alone, along, check_finite=check_finite)
+        save_hf(target, spec, chunks, dtypes, alone, along, nonfinite=None if check_finite else nonfinite)
     except Damaged as error:
         raise damaged_error(error, "SOURCE") from error
     except UserError as error:
@@ -83,7 +83,7 @@ def from_native(
         accepted = error.accepted.replace("--save-hf-dtype", "--dtype")
         raise UserError(error.problem, field="TARGET", value=target, accepted=accepted) from error
     done = {"direction": "native to hf", "step": checkpoint.step, "model": spec.name, "dtype": _names(dtypes)}
-    return done | {"nonfinite": nonfinite, "notices": [], "target": target}
+    return done | {"nonfinite": list(nonfinite), "notices": [], "target": target}
 
 
 def _names(dtypes: Mapping[str, torch.dtype]) -> str:

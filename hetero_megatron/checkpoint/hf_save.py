@@ -43,6 +43,7 @@ Owned = tuple[str, Box, torch.Tensor]  # logical name, box, its values
 T = TypeVar("T")
 
 FLAG = "--save-hf"
+MARK = ".hetero-megatron-export"  # in a directory that an export made and has not finished
 HF_CONFIG = "hf_config.json"  # a Hugging Face directory's config.json inside a native checkpoint
 TRAVEL_ALONG = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json")
 
@@ -55,8 +56,8 @@ def save_hf(
     world: Group,
     source: str | None = None,
     shard_bytes: int = SHARD_BYTES,
-    check_finite: bool = True,
-) -> list[str]:
+    nonfinite: dict[str, None] | None = None,
+) -> None:
     """Write a directory that ``AutoModelForCausalLM.from_pretrained`` loads. Called on all ranks of ``world``.
 
     Args:
@@ -64,10 +65,8 @@ def save_hf(
         owned: (logical name, box, values) of everything this rank owns; all ranks together own every element once.
         dtypes: in the files, of all tensors or of each by logical name.
         source: a Hugging Face directory whose tokenizer and generation config are copied along.
-        check_finite: refuse NaN and Inf, in the dtype of the files; else they are written.
-
-    Returns:
-        The Hugging Face tensors with NaN or Inf among what this rank owns.
+        nonfinite: where given, weights that are NaN or Inf in the dtype of the files are written, and this rank's
+            tensors of them are added; otherwise they are refused.
 
     Raises:
         UserError: the directory exists and is not empty, or cannot be written, or weights are not finite (raised on
@@ -77,30 +76,39 @@ def save_hf(
     work = final.with_name(final.name + ".incomplete")
     table = name_table(spec)
     by_name = dtypes if isinstance(dtypes, Mapping) else dict.fromkeys(table, dtypes)
-    plan, nonfinite = plan_files(spec, by_name, shard_bytes), dict[str, None]()
+    plan, found = plan_files(spec, by_name, shard_bytes), dict[str, None]()
     world.comm.activity = f"writing {FLAG}"
     _together(world, lambda: _create(final, work, spec, plan, source) if first else None)
     if _all_see(work, world):
-        _together(world, lambda: _write(work, table, owned, plan, nonfinite))
+        _together(world, lambda: _write(work, table, owned, plan, found))
     else:
-        _write_on_first(work, table, owned, plan, nonfinite, world)
-    if check_finite:
-        try:
-            _together(world, lambda: _require_finite(directory, nonfinite))
-        except UserError:
-            if first:
-                shutil.rmtree(work, ignore_errors=True)
-            raise
-    _together(world, lambda: work.rename(final) if first else None)
-    return list(nonfinite)
+        _write_on_first(work, table, owned, plan, found, world)
+    if nonfinite is not None:
+        nonfinite |= found
+    else:
+        _require_finite(directory, work, found, world)
+    _together(world, lambda: _publish(work, final) if first else None)
 
 
-def _require_finite(directory: str, nonfinite: Iterable[str]) -> None:
-    if nonfinite:
-        raise UserError(
-            f"is not written: NaN or Inf in {listed(nonfinite)}", field=FLAG, value=directory,
-            accepted="weights that are finite in the dtype of the files (--save-hf-dtype)",
-        )  # fmt: skip
+def _publish(work: Path, final: Path) -> None:
+    (work / MARK).unlink()
+    work.rename(final)
+
+
+def _require_finite(directory: str, work: Path, nonfinite: Iterable[str], world: Group) -> None:
+    def check() -> None:
+        if nonfinite:
+            raise UserError(
+                f"is not written: NaN or Inf in {listed(nonfinite)}", field=FLAG, value=directory,
+                accepted="weights that are finite in the dtype of the files (--save-hf-dtype)",
+            )  # fmt: skip
+
+    try:
+        _together(world, check)
+    except UserError:
+        if world.index == 0:
+            shutil.rmtree(work, ignore_errors=True)
+        raise
 
 
 def _together(world: Group, action: Callable[[], T]) -> list[T]:
@@ -154,12 +162,20 @@ def check_target(directory: str, spec: ModelSpec, world: Group) -> None:
 def _check_target(path: Path, spec: ModelSpec) -> None:
     """Refuse a directory that holds something or cannot be made, and a model without a family."""
     to_hf_config(spec)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if path.exists() and not _is_empty(path):
         raise UserError("exists and is not an empty directory", field=FLAG, value=str(path), accepted="a new directory")
+    work = path.with_name(path.name + ".incomplete")
+    if work.is_symlink() or (work.exists() and not (work / MARK).is_file() and not _is_empty(work)):
+        problem = f"{work.name} beside it is not what an export left"
+        raise UserError(problem, field=FLAG, value=str(path), accepted="a new directory, and none of that name")
     parent = next(p for p in path.absolute().parents if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         problem = f"cannot be made in {parent}: no directory, or not a writable one"
         raise UserError(problem, field=FLAG, value=str(path), accepted="a new directory where the first rank may write")
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 def _create(final: Path, work: Path, spec: ModelSpec, plan: dict[str, StoredTensor], source: str | None) -> None:
@@ -169,6 +185,7 @@ def _create(final: Path, work: Path, spec: ModelSpec, plan: dict[str, StoredTens
     if work.exists():
         shutil.rmtree(work)
     work.mkdir(parents=True)
+    (work / MARK).touch()
     for pattern in TRAVEL_ALONG if source is not None else ():
         for along in Path(str(source)).glob(pattern):
             shutil.copy(along, work / along.name)
