@@ -410,7 +410,7 @@ PICKLES: dict[str, tuple[Callable[[], bytes], str]] = {
     "a function": (lambda: saved({"a": print}), "print"),
     "a surrogate": (lambda: saved({"\ud800": torch.zeros(2)}), "surrogate"),
     "a terabyte": (lambda: archive(b"\x80\x02c__builtin__\nbytearray\n\x8a\x06\0\0\0\0\0\1\x85R."), "bytearray"),
-    "deep": (lambda: archive(b"\x80\x02" + b"]" * 200_000 + b"." ), ""),
+    "deep": (lambda: archive(b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b"."), ""),
     "compressed": (lambda: archive(pickle.dumps({}, 2) + b"\0" * (1 << 20), zipfile.ZIP_DEFLATED), "compressed"),
     "two pickles": (lambda: archive(pickle.dumps({}, 2), twice=True), "archive is damaged"),
     "cut off": (lambda: saved({NORM: torch.zeros(2)})[:-80], "archive is damaged"),
