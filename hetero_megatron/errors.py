@@ -25,10 +25,11 @@ class UserError(ValueError):
         self.value = None if value is _ABSENT else value
         parts = [where] if where else []
         if field:
-            parts.append(field if value is _ABSENT else f"{field} = {_short(value)}")
-        message = ": ".join([*parts, problem])
+            name = _cut(field, 200)
+            parts.append(name if value is _ABSENT else f"{name} = {_short(value)}")
+        message = _cut(": ".join([*parts, problem]))
         if accepted:
-            message += f"{'' if message.endswith(('.', '?')) else '.'} Accepted: {accepted}"
+            message += f"{'' if message.endswith(('.', '?')) else '.'} Accepted: {_cut(accepted)}"
         super().__init__(printable(message))
 
 
@@ -42,7 +43,11 @@ def printable(text: str) -> str:
 
 def _short(value: Any, limit: int = 120) -> str:
     text = value if isinstance(value, str) else _repr(value)
-    text = " ".join(text.split())
+    return _cut(" ".join(text[: 8 * limit].split()), limit)
+
+
+def _cut(text: str, limit: int = 4000) -> str:
+    """Lists of keys and names that others wrote may be of any length."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 

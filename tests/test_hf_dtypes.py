@@ -161,3 +161,26 @@ def test_values_beyond_the_range_of_the_files_are_told_or_refused(
     words = [*DATA, "--load-hf", str(tmp_path / "in"), "--skip-train", "--save-hf", str(tmp_path / "hf")]
     _, err = inside([*words, "--save-hf-dtype", "fp16"], code=2)
     assert f"NaN or Inf in {NORM}. Accepted: weights that are finite in the dtype of the files" in err
+
+
+# What an export that was killed left behind
+
+
+def test_an_export_removes_only_what_an_export_left(tmp_path: Path) -> None:
+    mixed(tmp_path / "in")
+    words = [*DATA, "--load-hf", str(tmp_path / "in"), "--skip-train", "--save-hf", str(tmp_path / "out")]
+    work = tmp_path / "out.incomplete"
+    work.mkdir()
+    (work / "model.safetensors").write_text("mine")
+    _, err = inside(words, code=2)
+    assert "out.incomplete beside it is not what an export left" in err
+    assert (work / "model.safetensors").read_text() == "mine"
+    (work / ".hetero-megatron-export").touch()
+    inside(words)
+    assert not work.exists() and not (tmp_path / "out" / ".hetero-megatron-export").exists()
+    (tmp_path / "in").rename(work)
+    (tmp_path / "out").rename(tmp_path / "in")
+    work.rename(tmp_path / "elsewhere")
+    work.symlink_to("elsewhere")
+    inside(words, code=2)
+    assert work.is_symlink() and (tmp_path / "elsewhere" / "config.json").exists()

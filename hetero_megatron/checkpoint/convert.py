@@ -72,10 +72,10 @@ def from_native(
     spec = spec_of(checkpoint)
     check_model(checkpoint, spec)
     dtypes = dict.fromkeys(name_table(spec), DTYPES[dtype]) if dtype else weight_dtypes(checkpoint, spec)
-    along, chunks = checkpoint.companions(), _chunks(checkpoint, spec)
+    along, chunks, nonfinite = checkpoint.companions(), _chunks(checkpoint, spec), dict[str, None]()
     alone = Group(Comm(0, torch.device("cpu"), timedelta(0)), (0,), None)
     try:
-        saved = save_hf(target, spec, chunks, dtypes, alone, along, check_finite=check_finite)
+        save_hf(target, spec, chunks, dtypes, alone, along, nonfinite=None if check_finite else nonfinite)
     except Damaged as error:
         raise damaged_error(error, "SOURCE") from error
     except UserError as error:
@@ -84,7 +84,7 @@ def from_native(
         accepted = error.accepted.replace("--save-hf-dtype", "--dtype")
         raise UserError(error.problem, field="TARGET", value=target, accepted=accepted) from error
     done = {"direction": "native to hf", "step": checkpoint.step, "model": spec.name, "dtype": _names(dtypes)}
-    return done | {"nonfinite": saved.nonfinite, "notices": along.notices, "target": target}
+    return done | {"nonfinite": list(nonfinite), "notices": along.notices, "target": target}
 
 
 def _names(dtypes: Mapping[str, torch.dtype]) -> str:

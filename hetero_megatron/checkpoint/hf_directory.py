@@ -18,7 +18,7 @@ import torch
 
 from hetero_megatron.checkpoint.finite import listed
 from hetero_megatron.checkpoint.hf_bin import BinFile
-from hetero_megatron.errors import UserError
+from hetero_megatron.errors import UserError, printable
 from hetero_megatron.files import (
     MAX_TEXT_BYTES,
     is_regular,
@@ -177,5 +177,5 @@ def _damage(path: Path) -> str:
 
 def shown(name: str) -> str:
     """A name from a file as a message can show it: without control characters, and not at any length."""
-    text = name if name.isprintable() else ascii(name)[1:-1]
+    text = printable(name)
     return text if len(text) <= 120 else text[:117] + "..."

@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import NoneType
@@ -47,15 +46,6 @@ Owned = tuple[str, Box, torch.Tensor]  # logical name, box, its values
 FLAG = "--save-hf"
 
 
-@dataclass(frozen=True)
-class Saved:
-    """What was written: ``summary`` in one line, on all ranks; ``nonfinite``: the Hugging Face tensors with NaN or Inf
-    among what this rank owns."""
-
-    summary: str
-    nonfinite: list[str]
-
-
 def save_hf(
     directory: str,
     spec: ModelSpec,
@@ -64,8 +54,8 @@ def save_hf(
     world: Group,
     source: str | Companions | None = None,
     shard_bytes: int = SHARD_BYTES,
-    check_finite: bool = True,
-) -> Saved:
+    nonfinite: dict[str, None] | None = None,
+) -> str:
     """Write a directory that ``AutoModelForCausalLM.from_pretrained`` loads. Called on all ranks of ``world``.
 
     Args:
@@ -73,7 +63,11 @@ def save_hf(
         owned: (logical name, box, values) of everything this rank owns; all ranks together own every element once.
         dtypes: in the files, of all tensors or of each by logical name.
         source: what travels along, as the first rank knows it; or a Hugging Face directory to take it from.
-        check_finite: refuse NaN and Inf, in the dtype of the files; else they are written.
+        nonfinite: where given, weights that are NaN or Inf in the dtype of the files are written, and this rank's
+            tensors of them are added; otherwise they are refused.
+
+    Returns:
+        what was written, in one line; on all ranks.
 
     Raises:
         UserError: the directory exists and is not empty, or cannot be written, or weights are not finite (raised on
@@ -82,29 +76,34 @@ def save_hf(
     first, final = world.index == 0, Path(directory)
     work, table = work_of(final), name_table(spec)
     by_name = dtypes if isinstance(dtypes, Mapping) else dict.fromkeys(table, dtypes)
-    plan, nonfinite = plan_files(spec, by_name, shard_bytes), dict[str, None]()
+    plan, found = plan_files(spec, by_name, shard_bytes), dict[str, None]()
     world.comm.activity = f"writing {FLAG}"
     _together(world, lambda: _create(final, work, spec, plan, source) if first else None)
     if _all_see(work, world):
-        _together(world, lambda: _write(work, table, owned, plan, nonfinite))
+        _together(world, lambda: _write(work, table, owned, plan, found))
     else:
-        _write_on_first(work, table, owned, plan, nonfinite, world)
-    if check_finite:
-        try:
-            _together(world, lambda: _require_finite(directory, nonfinite))
-        except UserError:
-            if first:
-                shutil.rmtree(work, ignore_errors=True)
-            raise
-    return Saved(_together(world, lambda: _publish(final) if first else "", str)[0], list(nonfinite))
+        _write_on_first(work, table, owned, plan, found, world)
+    if nonfinite is not None:
+        nonfinite |= found
+    else:
+        _require_finite(directory, work, found, world)
+    return str(_together(world, lambda: _publish(final) if first else "", str)[0])
 
 
-def _require_finite(directory: str, nonfinite: Iterable[str]) -> None:
-    if nonfinite:
-        raise UserError(
-            f"is not written: NaN or Inf in {listed(nonfinite)}", field=FLAG, value=directory,
-            accepted="weights that are finite in the dtype of the files (--save-hf-dtype)",
-        )  # fmt: skip
+def _require_finite(directory: str, work: Path, nonfinite: Iterable[str], world: Group) -> None:
+    def check() -> None:
+        if nonfinite:
+            raise UserError(
+                f"is not written: NaN or Inf in {listed(nonfinite)}", field=FLAG, value=directory,
+                accepted="weights that are finite in the dtype of the files (--save-hf-dtype)",
+            )  # fmt: skip
+
+    try:
+        _together(world, check)
+    except UserError:
+        if world.index == 0:
+            shutil.rmtree(work, ignore_errors=True)
+        raise
 
 
 def _publish(final: Path) -> str:
@@ -163,13 +162,17 @@ def check_target(directory: str, spec: ModelSpec, world: Group) -> None:
 def _check_target(path: Path, spec: ModelSpec) -> None:
     """Refuse a directory that holds something or cannot be made, and a model without a family."""
     to_hf_config(spec)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if path.exists() and not _is_empty(path):
         raise UserError("exists and is not an empty directory", field=FLAG, value=str(path), accepted="a new directory")
     check_work(path, FLAG)
     parent = next(p for p in path.absolute().parents if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         problem = f"cannot be made in {parent}: no directory, or not a writable one"
         raise UserError(problem, field=FLAG, value=str(path), accepted="a new directory where the first rank may write")
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 def _create(

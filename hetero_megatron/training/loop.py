@@ -329,7 +329,7 @@ class Training:
             if config.save_hf_dtype is not None or dtypes is None:
                 dtypes = dict.fromkeys(name_table(config.spec), DTYPES[config.save_hf_dtype or config.dtype])
             along = self.checkpoints.companions
-            self.say(save_hf(config.save_hf, config.spec, owned, dtypes, self.runtime.world, along).summary)
+            self.say(save_hf(config.save_hf, config.spec, owned, dtypes, self.runtime.world, along))
         self.checkpoints.wait()
         self.reporter.finish(self.step, self.exit.reason)
         if self.drift and self.exit.reason == self.drift_reason and self.step < config.steps:
