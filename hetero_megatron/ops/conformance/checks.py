@@ -16,6 +16,7 @@ import torch
 from hetero_megatron.ops.conformance.compare import cast, flatten, judge, oracle
 from hetero_megatron.ops.conformance.parts import tiles, weight_gradient
 from hetero_megatron.ops.conformance.run import Outcome, call_backward, call_forward, call_trained, seeds
+from hetero_megatron.ops.conformance.sandbox import OUT_OF_BOUNDS
 from hetero_megatron.ops.conformance.subject import FAIL, SKIP, Finding, Subject, Watch, describe, judge_all
 from hetero_megatron.ops.kernel import Kernel, Signature
 from hetero_megatron.ops.library import NAMESPACE, define, offered, operator_name
@@ -86,7 +87,7 @@ def kernel_steps(
         lacks = Finding(name, "backward", "", "", FAIL, "it has no backward")
         yield Step(name, "", "backward", lambda: [lacks])
         return
-    ran, refused = False, list[str]()
+    ran, refused, harm = False, list[str](), list[Finding]()
     for dtype in dtypes:
         subject = Subject(spec, kernel, device, dtype, watch)
         asked, problem = subject.attempt("supports", "", lambda: kernel.reasons(signature(dtype)))  # noqa: B023
@@ -97,7 +98,7 @@ def kernel_steps(
             found = Finding(name, "supports", subject.dtype_name, "", SKIP, refused[-1])
         else:
             ran = True
-            yield from _dtype_steps(subject, quick)
+            yield from _dtype_steps(subject, quick, harm)
             continue
         yield Step(name, subject.dtype_name, "supports", lambda: [found])  # noqa: B023 (run before the next)
     if not ran:
@@ -106,10 +107,11 @@ def kernel_steps(
         yield Step(name, "", "supports", lambda: [nothing])
     elif offered(spec, kernel):
         last = Subject(spec, kernel, device, torch.float32, watch)
-        yield Step(name, last.dtype_name, "compile", lambda: [_compiles(last)])
+        yield Step(name, last.dtype_name, "compile", lambda: [_compiles(last, harm)])
 
 
-def _dtype_steps(subject: Subject, quick: bool) -> Iterator[Step]:
+def _dtype_steps(subject: Subject, quick: bool, harm: list[Finding]) -> Iterator[Step]:
+    """``harm`` gets what is found of writes out of bounds."""
     name, dtype = str(subject.kernel), subject.dtype_name
     refuted = False
 
@@ -118,6 +120,8 @@ def _dtype_steps(subject: Subject, quick: bool) -> Iterator[Step]:
         subject.changes.clear()
         for finding in _check_case(subject, case, first):
             refuted = refuted or (finding.check == "dtypes" and finding.status == FAIL)
+            if finding.check == "bounds" and OUT_OF_BOUNDS in finding.detail:
+                harm.append(finding)
             yield finding
         yield subject.finding("global state", case.name, "; ".join(dict.fromkeys(subject.changes)))
 
@@ -303,10 +307,12 @@ def _repeatable(subject: Subject, case: Case) -> Iterator[Finding]:
     yield subject.finding("deterministic", case.name, "" if same else "equal inputs gave unequal bits")
 
 
-def _compiles(subject: Subject) -> Finding:
+def _compiles(subject: Subject, harm: Sequence[Finding]) -> Finding:
     """torch's own checker on the kernel as a torch operator: schema, fake shapes, autograd registration."""
     spec, kernel = subject.spec, subject.kernel
     case = next(iter(spec.cases()))
+    if harm:  # torch's checker has no guards around memory
+        return Finding(str(kernel), "compile", subject.dtype_name, case.name, SKIP, f"it {OUT_OF_BOUNDS}")
 
     def check() -> bool:
         define(spec, kernel)
