@@ -151,7 +151,8 @@ def test_a_triton_kernel_that_stores_without_a_mask_is_named(
     (tmp_path / "hetero_maskless.py").write_text(TRITON)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("HETERO_PLUGINS", "hetero_maskless")
-    assert main(["plugins", "check", "maskless", "--dtypes", "fp32", "--quick", "--no-speed", "--time-limit", "60"]) == 1
+    words = ["--dtypes", "fp32", "--quick", "--no-speed", "--time-limit", "60"]
+    assert main(["plugins", "check", "maskless", *words]) == 1
     first, *lines = capsys.readouterr().out.splitlines()
     assert "under Triton's interpreter" in first and "bf16" in first
     assert any(line.split()[:3] == ["FAIL", "squared_relu:maskless", "bounds"] for line in lines)
