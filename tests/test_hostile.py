@@ -41,7 +41,8 @@ def words(kind: str, source: Path, target: Path) -> list[str]:
         return ["report", str(source), "--out", str(target / "page.html")]
     if kind == "configs":
         plan = ROOT / "tests" / "fuzz" / "two_layers.yaml"
-        return ["predict", "--plan", str(plan), "--cluster", str(CLUSTER), "--model", str(source / "config.json"), "--json"]
+        where = ["--plan", str(plan), "--cluster", str(CLUSTER)]
+        return ["predict", *where, "--model", str(source / "config.json"), "--json"]
     return ["convert", str(source), str(target / "out"), "--json"]
 
 
