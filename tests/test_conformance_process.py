@@ -98,6 +98,7 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / f"hetero_{name}.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("HETERO_PLUGINS", "hetero_fatal,hetero_late")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # a pool of threads in the process that forks would hang its children
 
 
 def test_late_harm_is_not_blamed_on_the_case_that_it_hits(plugins: None, capsys: pytest.CaptureFixture[str]) -> None:
