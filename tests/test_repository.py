@@ -191,6 +191,7 @@ def test_make_alone_lists_every_target() -> None:
         "test",
         "test-slow",
         "test-parity",
+        "test-fuzz",
         "test-scale",
         "bench",
         "lint",

@@ -240,6 +240,14 @@ def _uses_triton(plugin: Plugin) -> bool:
     return any(imports.search(f.read_text(encoding="utf-8", errors="replace")) for f in files if f.is_file())
 
 
+def _is_single_threaded() -> bool:
+    """Whether a fork is safe: what other threads hold (of a plugin that started some) is held for ever in a child."""
+    try:
+        return len(os.listdir("/proc/self/task")) == 1
+    except OSError:
+        return False
+
+
 def _import_all() -> None:
     """What torch imports only when it is first used, by checks of a kernel of our own: two seconds of every child."""
     kernel, device = torch_registry().kernel("rope", "reference"), torch.device("cpu")
@@ -284,6 +292,8 @@ def main() -> None:
             score.write("1000")  # the first to end where memory does
     except OSError:
         pass
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a pool of threads does not survive a fork: each child has its own
     job, forks = None, False
     for line in requests:
         request = json.loads(line)
@@ -297,15 +307,16 @@ def main() -> None:
             except BaseException as error:
                 channel.send(event="raised", detail=describe(error))
                 return
-            forks = told["forks"]
-            if forks:
+            if told["forks"]:
                 _import_all()
                 gc.freeze()  # so that children do not copy all memory when they collect garbage
+            forks = told["forks"] and _is_single_threaded()
             channel.send(event="ready", **told)
             continue
 
         def serve(request: Event = request, job: Job = job) -> None:
             try:
+                torch.set_num_threads(threads)
                 job.serve(request)
                 channel.send(event="done")
             except BaseException as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import subprocess
@@ -31,17 +32,24 @@ def main() -> int:
         make_bases(bases)
         counts: dict[str, Counter[str]] = {kind: Counter() for kind in cases.KINDS}
         seen = Counter[str]()
-        for kind, number, outcome in Pool(args.jobs, args.seed, bases, inputs, args.seconds, args.memory << 20).run(
-            numbers
-        ):
-            counts[kind][outcome.result] += 1
-            folder = inputs / f"{kind}-{number}"
-            if args.case is not None:
-                print(f"{outcome.result}: {outcome.words}")
-            if outcome.result in BAD:
-                _keep(findings, folder, kind, number, outcome, args.seed)
-                seen[f"{kind}: {outcome.result}: {outcome.words}"] += 1
-            shutil.rmtree(folder, ignore_errors=True)
+        pool = Pool(args.jobs, args.seed, bases, inputs, args.seconds, args.memory << 20)
+        with contextlib.suppress(KeyboardInterrupt):  # the table is of what was run
+            for kind, number, outcome in pool.run(numbers):
+                counts[kind][outcome.result] += 1
+                folder = inputs / f"{kind}-{number}"
+                line = f"{kind}: {outcome.result}: {outcome.words.replace(str(folder), '')}"
+                if outcome.result in BAD:
+                    _keep(
+                        findings,
+                        folder,
+                        f"seed{args.seed}-{kind}-{number}",
+                        f"--seed {args.seed} --case {number}",
+                        line,
+                    )
+                    seen[line] += 1
+                if outcome.result in BAD or args.case is not None:
+                    print(f"case {number}: {line}", flush=True)
+                shutil.rmtree(folder, ignore_errors=True)
     _print(counts, seen)
     if seen:
         print(f"inputs of the failures, each with the command that repeats it: {findings}")
@@ -102,18 +110,21 @@ def make_bases(bases: Path) -> None:
             sys.exit(f"a valid input cannot be made: {' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
-def _keep(findings: Path, folder: Path, kind: str, number: int, outcome: cases.Outcome, seed: int) -> None:
-    target = findings / f"seed{seed}-{kind}-{number}"
+def _keep(findings: Path, folder: Path, name: str, case: str, line: str) -> None:
+    target = findings / name
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
+    notes = [f"{sys.executable} -m tests.fuzz {case}", line]
     # Not copytree: what stands in place of a file may be a FIFO or a device.
     for path in sorted(folder.rglob("*")):
-        copy = target / path.relative_to(folder)
-        if path.is_file() and not path.is_symlink() and path.stat().st_size < 16 << 20:
+        plain = path.is_file() and not path.is_symlink() and path.stat().st_size < 16 << 20
+        if plain:
+            copy = target / path.relative_to(folder)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
-    again = f"{sys.executable} -m tests.fuzz --seed {seed} --case {number}"
-    (target / "again.txt").write_text(f"{again}\n{outcome.result}: {outcome.words}\n")
+        elif path.is_symlink() or not path.is_dir():
+            notes.append(f"not kept, as it is no plain file or too large: {path.relative_to(folder)}")
+    (target / "again.txt").write_text("\n".join(notes) + "\n")
 
 
 def _print(counts: dict[str, Counter[str]], seen: Counter[str]) -> None:

@@ -53,7 +53,9 @@ def _change(rng: random.Random, made: dict[str, torch.Tensor]) -> None:
     elif change == 3:
         made[name] = torch.full_like(made[name], rng.choice((float("nan"), float("inf"), 0.0, 1e38)))
     elif change == 4:
-        made[rng.choice((*mutate.TEXTS[7:12], "model.layers.99.mlp.up_proj.weight", "extra"))] = made.pop(name)
+        made[
+            rng.choice((*(t for t in mutate.TEXTS if t.isprintable()), "model.layers.99.mlp.up_proj.weight", "extra"))
+        ] = made.pop(name)
     elif change == 5:
         made[name] = made[name].t().contiguous() if made[name].dim() == 2 else made[name][None].clone()
     elif change == 6:

@@ -22,7 +22,9 @@ def main() -> None:
         folder = inputs / f"{kind}-{number}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
+        sys.setrecursionlimit(20_000)  # deep inputs are made here, and read below as a user's program reads them
         words = cases.make(seed, kind, int(number), folder, bases)
+        sys.setrecursionlimit(1000)
         (folder / "words.json").write_text(json.dumps(words))
         here = os.getcwd()
         os.chdir(folder)

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from hetero_megatron.ops.conformance.compare import cast, flatten, judge, oracle
-from hetero_megatron.ops.conformance.parts import tiles, weight_gradient
+from hetero_megatron.ops.conformance.parts import compiles, repeatable, tiles, weight_gradient
 from hetero_megatron.ops.conformance.run import Outcome, call_backward, call_forward, call_trained, seeds
+from hetero_megatron.ops.conformance.sandbox import OUT_OF_BOUNDS
 from hetero_megatron.ops.conformance.subject import FAIL, SKIP, Finding, Subject, Watch, describe, judge_all
 from hetero_megatron.ops.kernel import Kernel, Signature
-from hetero_megatron.ops.library import NAMESPACE, define, offered, operator_name
+from hetero_megatron.ops.library import offered
 from hetero_megatron.ops.operators import reference_kernel
 from hetero_megatron.ops.spec import Case, OpSpec
 
@@ -86,7 +87,7 @@ def kernel_steps(
         lacks = Finding(name, "backward", "", "", FAIL, "it has no backward")
         yield Step(name, "", "backward", lambda: [lacks])
         return
-    ran, refused = False, list[str]()
+    ran, refused, harm = False, list[str](), list[Finding]()
     for dtype in dtypes:
         subject = Subject(spec, kernel, device, dtype, watch)
         asked, problem = subject.attempt("supports", "", lambda: kernel.reasons(signature(dtype)))  # noqa: B023
@@ -97,7 +98,7 @@ def kernel_steps(
             found = Finding(name, "supports", subject.dtype_name, "", SKIP, refused[-1])
         else:
             ran = True
-            yield from _dtype_steps(subject, quick)
+            yield from _dtype_steps(subject, quick, harm)
             continue
         yield Step(name, subject.dtype_name, "supports", lambda: [found])  # noqa: B023 (run before the next)
     if not ran:
@@ -106,10 +107,11 @@ def kernel_steps(
         yield Step(name, "", "supports", lambda: [nothing])
     elif offered(spec, kernel):
         last = Subject(spec, kernel, device, torch.float32, watch)
-        yield Step(name, last.dtype_name, "compile", lambda: [_compiles(last)])
+        yield Step(name, last.dtype_name, "compile", lambda: [compiles(last, harm)])
 
 
-def _dtype_steps(subject: Subject, quick: bool) -> Iterator[Step]:
+def _dtype_steps(subject: Subject, quick: bool, harm: list[Finding]) -> Iterator[Step]:
+    """``harm`` gets what is found of writes out of bounds."""
     name, dtype = str(subject.kernel), subject.dtype_name
     refuted = False
 
@@ -118,6 +120,8 @@ def _dtype_steps(subject: Subject, quick: bool) -> Iterator[Step]:
         subject.changes.clear()
         for finding in _check_case(subject, case, first):
             refuted = refuted or (finding.check == "dtypes" and finding.status == FAIL)
+            if finding.check == "bounds" and OUT_OF_BOUNDS in finding.detail:
+                harm.append(finding)
             yield finding
         yield subject.finding("global state", case.name, "; ".join(dict.fromkeys(subject.changes)))
 
@@ -129,7 +133,7 @@ def _dtype_steps(subject: Subject, quick: bool) -> Iterator[Step]:
         if refuted:
             return  # the claim is false: every other check would say the same
         first = False
-    yield Step(name, dtype, "deterministic", lambda: _repeatable(subject, next(iter(subject.spec.cases()))))
+    yield Step(name, dtype, "deterministic", lambda: repeatable(subject, next(iter(subject.spec.cases()))))
 
 
 def _check_case(subject: Subject, case: Case, first: bool) -> Iterator[Finding]:
@@ -276,49 +280,3 @@ def _trained(
             problem = problem or (worse and f"backward {count + 1}: {worse}")
         yield subject.finding("bounds", f"{case.name}, training", "; ".join(damage))
     yield subject.finding("training", case.name, problem)
-
-
-def _repeatable(subject: Subject, case: Case) -> Iterator[Finding]:
-    """Equal bits from equal inputs, three times, where the kernel says so."""
-    spec, kernel = subject.spec, subject.kernel
-    if not kernel.capability.deterministic:
-        yield Finding(str(kernel), "deterministic", subject.dtype_name, case.name, SKIP, "it does not claim to be")
-        return
-
-    def once() -> list[torch.Tensor]:
-        args = cast(spec, case, subject.dtype, subject.device)
-        outcome = call_forward(spec, kernel, args)
-        out = [x.clone() for x in outcome.results]
-        if spec.gradients and not spec.split:
-            out += call_backward(spec, kernel, seeds(spec, args), outcome.saved, args)[0]
-        return out
-
-    runs, problem = subject.attempt("deterministic", case.name, lambda: [once() for _ in range(3)])
-    if runs is None:
-        yield subject.finding("deterministic", case.name, problem)
-        return
-    same = all(
-        torch.equal(a.nan_to_num(nan=1.5), b.nan_to_num(nan=1.5)) for other in runs[1:] for a, b in zip(runs[0], other)
-    )
-    yield subject.finding("deterministic", case.name, "" if same else "equal inputs gave unequal bits")
-
-
-def _compiles(subject: Subject) -> Finding:
-    """torch's own checker on the kernel as a torch operator: schema, fake shapes, autograd registration."""
-    spec, kernel = subject.spec, subject.kernel
-    case = next(iter(spec.cases()))
-
-    def check() -> bool:
-        define(spec, kernel)
-        operator = getattr(getattr(torch.ops, NAMESPACE), operator_name(spec, kernel)).default
-        args = cast(spec, case, subject.dtype, subject.device)
-        live = tuple(
-            a.requires_grad_() if n in spec.gradients and a is not None else a
-            for n, a in zip(spec.args, args, strict=True)
-        )
-        tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(operator, live, test_utils=tests)
-        return True
-
-    _, problem = subject.attempt("compile", case.name, check)
-    return subject.finding("compile", case.name, problem)

@@ -1,19 +1,21 @@
 """Checks of what training does with a kernel beside forward and backward: weight gradients that add up in one buffer,
-attention that is composed of tiles."""
+attention that is composed of tiles, equal bits, and torch.compile."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from hetero_megatron.layout.mask import BAND, Tile
 from hetero_megatron.ops.block_attention import BlockAttention, KeyHeads, TileKernel, accumulators
-from hetero_megatron.ops.conformance.run import Outcome
-from hetero_megatron.ops.conformance.sandbox import Sandbox
-from hetero_megatron.ops.conformance.subject import Finding, Subject, judge_all
+from hetero_megatron.ops.conformance.compare import cast
+from hetero_megatron.ops.conformance.run import Outcome, call_backward, call_forward, seeds
+from hetero_megatron.ops.conformance.sandbox import OUT_OF_BOUNDS, Sandbox
+from hetero_megatron.ops.conformance.subject import SKIP, Finding, Subject, judge_all
+from hetero_megatron.ops.library import NAMESPACE, define, operator_name
 from hetero_megatron.ops.spec import Case, normal, wide
 from hetero_megatron.ops.tile_kernels import tile_kernel
 
@@ -116,3 +118,51 @@ def tiles(
 
 def _halves(n: int) -> list[tuple[int, int]]:
     return [(a, b) for a, b in ((0, n // 2), (n // 2, n)) if a < b]
+
+
+def repeatable(subject: Subject, case: Case) -> Iterator[Finding]:
+    """Equal bits from equal inputs, three times, where the kernel says so."""
+    spec, kernel = subject.spec, subject.kernel
+    if not kernel.capability.deterministic:
+        yield Finding(str(kernel), "deterministic", subject.dtype_name, case.name, SKIP, "it does not claim to be")
+        return
+
+    def once() -> list[torch.Tensor]:
+        args = cast(spec, case, subject.dtype, subject.device)
+        outcome = call_forward(spec, kernel, args)
+        out = [x.clone() for x in outcome.results]
+        if spec.gradients and not spec.split:
+            out += call_backward(spec, kernel, seeds(spec, args), outcome.saved, args)[0]
+        return out
+
+    runs, problem = subject.attempt("deterministic", case.name, lambda: [once() for _ in range(3)])
+    if runs is None:
+        yield subject.finding("deterministic", case.name, problem)
+        return
+    same = all(
+        torch.equal(a.nan_to_num(nan=1.5), b.nan_to_num(nan=1.5)) for other in runs[1:] for a, b in zip(runs[0], other)
+    )
+    yield subject.finding("deterministic", case.name, "" if same else "equal inputs gave unequal bits")
+
+
+def compiles(subject: Subject, harm: Sequence[Finding]) -> Finding:
+    """torch's own checker on the kernel as a torch operator: schema, fake shapes, autograd registration."""
+    spec, kernel = subject.spec, subject.kernel
+    case = next(iter(spec.cases()))
+    if harm:  # torch's checker has no guards around memory
+        return Finding(str(kernel), "compile", subject.dtype_name, case.name, SKIP, f"it {OUT_OF_BOUNDS}")
+
+    def check() -> bool:
+        define(spec, kernel)
+        operator = getattr(getattr(torch.ops, NAMESPACE), operator_name(spec, kernel)).default
+        args = cast(spec, case, subject.dtype, subject.device)
+        live = tuple(
+            a.requires_grad_() if n in spec.gradients and a is not None else a
+            for n, a in zip(spec.args, args, strict=True)
+        )
+        tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(operator, live, test_utils=tests)
+        return True
+
+    _, problem = subject.attempt("compile", case.name, check)
+    return subject.finding("compile", case.name, problem)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # Elements on each side: as many as a block of a kernel that forgot its mask stores too many.
 GUARD = 16_384
+OUT_OF_BOUNDS = "wrote out of bounds"
 _INTEGER = 0x5A5A5A  # stands for NaN in integers; larger than any index that is meant
 
 _aten = torch.ops.aten
@@ -83,7 +84,7 @@ class Sandbox(TorchDispatchMode):
             if not torch.equal(_bits(guards), _bits(before)):
                 index = int((_bits(guards) != _bits(before)).nonzero()[0]) // b.base.element_size()
                 where = f"{GUARD - index} before" if index < GUARD else f"{index - GUARD + 1} after"
-                found.append(f"wrote out of bounds: {where} {b.what} of {b.base.numel() - 2 * GUARD} elements")
+                found.append(f"{OUT_OF_BOUNDS}: {where} {b.what} of {b.base.numel() - 2 * GUARD} elements")
             elif b.whole and not torch.equal(_bits(b.base), _bits(b.before)):
                 found.append(f"changed {b.what}, which it does not declare")
         return list(dict.fromkeys(found))
