@@ -25,14 +25,26 @@ class UserError(ValueError):
         self.value = None if value is _ABSENT else value
         parts = [where] if where else []
         if field:
-            parts.append(field if value is _ABSENT else f"{field} = {_short(value)}")
-        message = ": ".join([*parts, problem])
+            name = _cut(field, 200)
+            parts.append(name if value is _ABSENT else f"{name} = {_short(value)}")
+        message = _cut(": ".join([*parts, problem]))
         if accepted:
-            message += f"{'' if message.endswith(('.', '?')) else '.'} Accepted: {accepted}"
-        super().__init__(message)
+            message += f"{'' if message.endswith(('.', '?')) else '.'} Accepted: {_cut(accepted)}"
+        super().__init__(printable(message))
+
+
+def printable(text: str) -> str:
+    """``text`` with characters that steer a terminal, or cannot be written, spelled as escapes (``\\x1b``)."""
+    if text.replace("\n", "").isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _short(value: Any, limit: int = 120) -> str:
     text = value if isinstance(value, str) else repr(value)
-    text = " ".join(text.split())
+    return _cut(" ".join(text[: 8 * limit].split()), limit)
+
+
+def _cut(text: str, limit: int = 4000) -> str:
+    """Lists of keys and names that others wrote may be of any length."""
     return text if len(text) <= limit else text[: limit - 3] + "..."

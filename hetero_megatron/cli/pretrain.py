@@ -44,7 +44,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
         print("error: interrupted", file=sys.stderr, flush=True)
         return INTERRUPTED
     except (RuntimeError, MemoryError, OSError, ImportError) as error:
-        if text := out_of_memory(error, environment):
+        if text := out_of_memory(error, environment.get("RANK", "0")):
             print(f"error: {text}", file=sys.stderr, flush=True)
             return USER_ERROR
         from hetero_megatron.comm.errors import CommError

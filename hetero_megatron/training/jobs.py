@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -12,12 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from hetero_megatron.files import read_json_object
 from hetero_megatron.testbed.process import all_status
 from hetero_megatron.training.diagnosis import DIRECTORY as DIAGNOSES
 from hetero_megatron.training.exit import end_with_parent
+from hetero_megatron.training.log_fields import integer, numbered, record, require
 
 LAUNCHER = "HETERO_LAUNCHER"  # in the environment of ranks whose launcher plans again when told to
 _PROGRAM = "from hetero_megatron.cli.start import pretrain; pretrain()"
+
+_REPORT = record({"exit_codes": numbered(integer(-128, 255))})
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,9 @@ class TestbedJob:
             return {}
         if not self._report.exists():  # refused, or died
             return dict.fromkeys(self.ranks, code or 1)
-        codes = json.loads(self._report.read_text(encoding="utf-8"))["exit_codes"]
+        report = read_json_object(self._report)
+        require(report, _REPORT, "what a testbed writes", str(self._report))
+        codes = report["exit_codes"]
         return {int(rank): c if c < 128 else 128 - c for rank, c in codes.items()}
 
     def hung(self) -> set[int]:
