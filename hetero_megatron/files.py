@@ -178,10 +178,10 @@ def json_lines(path: Name, field: str = "") -> Iterator[tuple[str, dict[str, Any
             continue
         try:
             value = parse_json(line, where, field)
-        except UserError:
+        except UserError as error:
             if not line.endswith(b"\n"):
                 return
-            raise
+            raise UserError(error.problem, field=field, where=where) from None
         if not isinstance(value, dict):
             raise UserError("not a JSON object", field=field, where=where)
         yield where, value

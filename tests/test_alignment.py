@@ -149,7 +149,7 @@ def test_loss_drift_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["plugins", "drift", str(base), str(near), "--threshold", "0.009", "--json"]) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["ok"] is False
     for other, says in ((losses(tmp_path / "d.jsonl", [1.0], start=9), "no step in common"),
-                        (tmp_path / "none", "cannot be read"),
+                        (tmp_path / "none", "cannot read the file"),
                         (losses(tmp_path / "e.jsonl", [None]), "no step with a loss")):  # fmt: skip
         with pytest.raises(UserError, match=says):
             loss_drift(base, other, 0.015)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import io
+import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from hetero_megatron.checkpoint.lock import DirectoryLock
-from hetero_megatron.training.exit import INTERRUPTED, ExitConditions
+from hetero_megatron.training.exit import INTERRUPTED, ExitConditions, LastingStream, handled, note_hang_up
 from tests.faults import children
 from tests.test_end_to_end import ENVIRONMENT, ROOT, command
 
@@ -57,6 +62,96 @@ def test_ctrl_c(saves: bool, tmp_path: Path) -> None:
     out, err = process.communicate(timeout=60)
     assert "Traceback" not in err and "received SIGINT" in out
     assert process.returncode == (0 if saves else INTERRUPTED) and (tmp_path / "latest").exists() == saves
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.0])
+@pytest.mark.parametrize("words", [RUN[1:], ["-m", "hetero_megatron.cli.main", "doctor"]], ids=["train", "doctor"])
+def test_ctrl_c_while_modules_are_imported_is_one_line(words: list[str], seconds: float, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('begins', flush=True)")  # Python's own start is over
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(tmp_path)}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, *words], cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "begins\n"
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    ended = (process.returncode, err)
+    assert ended in ((INTERRUPTED, "error: interrupted\n"), (0, ""), (2, "")) or "after this step" in err, (out, err)
+    assert "Traceback" not in err
+
+
+def test_a_terminal_that_is_closed_saves(tmp_path: Path) -> None:
+    """SIGHUP, and every write to the terminal fails from then on."""
+    ours, theirs = pty.openpty()
+
+    def own_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    words = [*RUN, "--train-iters", "100000", "--save", str(tmp_path)]
+    process = subprocess.Popen(
+        words, cwd=ROOT, env=ENVIRONMENT, stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=own_terminal
+    )
+    os.close(theirs)
+    seen = b""
+    while b" iteration " not in seen:
+        seen += os.read(ours, 4096)
+    os.close(ours)
+    assert process.wait(timeout=60) == 0 and (tmp_path / "latest").exists()
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert events[-1]["kind"] == "end" and events[-1]["text"].endswith("received SIGHUP")
+
+
+def test_where_hang_ups_are_ignored_they_stay_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    try:
+        assert handled(("SIGHUP", "SIGTERM")) == {signal.SIGTERM}
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        assert handled(("SIGHUP", "SIGTERM")) == {signal.SIGTERM, signal.SIGHUP}
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_stream_drops_what_no_terminal_takes_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.StringIO):
+        number = errno.EIO
+
+        def write(self, text: str) -> int:
+            raise OSError(self.number, "")
+
+    gone = Gone()
+    print("nobody reads this", file=LastingStream(gone), flush=True)
+    for gone.number in (errno.ENOSPC, errno.EPIPE):
+        with pytest.raises(OSError):
+            print("", file=LastingStream(gone))
+    monkeypatch.setattr(sys, "stdout", LastingStream(gone))
+    note_hang_up(signal.SIGHUP)
+    print("nor this", flush=True)
+
+
+def test_ranks_end_with_their_agent() -> None:
+    words = [*command(2), *RUN[2:], "--train-iters", "100000"]
+    process = subprocess.Popen(
+        words, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdout is not None and any(" iteration " in line for line in process.stdout)
+    ranks = children(process.pid)
+    assert len(ranks) == 2
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    while (left := [pid for pid in ranks if alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_the_rank_that_was_told_to_stop_is_named() -> None:

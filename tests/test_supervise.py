@@ -128,6 +128,46 @@ def test_who_waits_for_others_to_start_does_not_hang(
     assert ("still waited for all to start" in " ".join(said)) == (set(joined) != {0, 1, 2} and not gave_up)
 
 
+class Frozen:
+    """A round whose only rank does nothing, not even end."""
+
+    ranks = [0]
+
+    def __init__(self, signals: Sequence[tuple[int, float]]) -> None:
+        self.passed: list[int] = []
+        self.killed = False
+        self._left = list(signals)
+
+    def poll(self) -> dict[int, int]:
+        if self._left and time.monotonic() >= self._left[0][1]:
+            os.kill(os.getpid(), self._left.pop(0)[0])
+        return {}
+
+    def hung(self) -> set[int]:
+        return set()
+
+    def signal(self, number: int) -> None:
+        self.passed.append(number)
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_the_second_signal_kills_ranks_that_do_not_end(number: int, tmp_path: Path) -> None:
+    now = time.monotonic()
+    echo = now + 0.2  # `timeout` sends its signal to the group as well
+    job = Frozen([(number, now), (number, echo), (number, now + 1.5)])
+    said: list[str] = []
+    setup = Setup(tmp_path / "plan.yaml", (Seat("a", 0),))
+    supervisor = Supervisor(
+        setup, [], "restart", lambda *_: None, 3, 600.0, tmp_path, said.append, launch=lambda *_: job
+    )
+    assert supervisor.run() == 128 + number
+    assert job.passed == [number] and job.killed and time.monotonic() - now >= 1.5
+    assert "a second signal kills them" in said[0] and "all ranks are killed" in said[1]
+
+
 def launch_words(path: Path, policy: str, grace: int) -> list[str]:
     """The launcher's command for three nodes, with a fallback plan for two."""
     for name, text in (("cluster", CLUSTER), ("three", THREE), ("two", TWO)):

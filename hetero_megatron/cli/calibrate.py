@@ -103,6 +103,7 @@ def main(argv: Sequence[str]) -> int:
     if options.from_runs is not None:
         rates = _fit(cluster, options, rates)
     elif options.model is not None:
+        import_torch()
         found, text, first, invalid = _measure(cluster, options, options.out or file)
         rates = merge_rates(rates, found)
         if first and not options.json:
@@ -177,7 +178,6 @@ def _measure(
     cluster: Cluster, options: argparse.Namespace, out: str
 ) -> tuple[dict[str, Any], str, bool, Rank | None]:
     """(rates, tables, whether this is the rank that writes, a rank whose core could not keep up with its chip)."""
-    import_torch()
     from hetero_megatron.comm import start_comm, stop_comm
     from hetero_megatron.platform import choose_platform
     from hetero_megatron.platform.plugins import load_plugins

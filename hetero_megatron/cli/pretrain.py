@@ -49,7 +49,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
         print("error: interrupted", file=sys.stderr, flush=True)
         return INTERRUPTED
     except Exception as error:
-        if text := out_of_memory(error, environment):
+        if text := out_of_memory(error, environment.get("RANK", "0")):
             say_error(text, environment)
             return USER_ERROR
         if not _is_lost_peer(error):

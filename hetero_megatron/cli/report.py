@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cli.output import write_text
+from hetero_megatron.errors import printable
 from hetero_megatron.training.run_page import read_run, run_page, summary
 
 
@@ -24,5 +25,5 @@ def main(argv: Sequence[str]) -> int:
     if args.json:
         print(json.dumps(summary(run)))
     else:
-        print(f"wrote {out}")
+        print(f"wrote {printable(str(out))}")
     return 0

@@ -9,7 +9,6 @@ is reported as not determined by these runs.
 from __future__ import annotations
 
 import csv
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ import numpy as np
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
+from hetero_megatron.files import json_lines, read_text
 from hetero_megatron.plan import Plan, load_plan
 from hetero_megatron.planner.costs import CostModel, CostOptions
 from hetero_megatron.planner.predict import pipeline_seconds, step_seconds
@@ -35,6 +35,7 @@ LINK = ("alpha", "beta", "message_seconds")
 ROWS = ("layers", "embed", "head", "optimizer")  # measured tables are scaled as a whole
 LEAST = {"gemm_half": 100.0, "score_seconds": 1e-13, "beta": 1e-12}  # where a factor would start from zero
 LEAST_SECONDS = 1e-5
+LONGEST = 1e9  # seconds: no step of a run takes thirty years
 PRIOR = 1.0  # standard deviation of the logarithm of a factor, before any run
 NOISE = 0.03  # of a measured time: what the fit takes as one standard deviation
 DETERMINED = 0.7  # of the prior: above it the runs say too little about a rate
@@ -353,9 +354,9 @@ def read_runs(path: str, cluster: Cluster) -> list[Run]:
     """
     base = Path(path).resolve().parent
     try:
-        rows = list(csv.DictReader(Path(path).read_text(encoding="utf-8-sig").splitlines()))  # Excel writes a mark
-    except OSError as error:
-        raise UserError(f"cannot read the file: {error.strerror}", where=path) from None
+        rows = list(csv.DictReader(read_text(path).removeprefix("\ufeff").splitlines()))  # Excel writes a mark
+    except csv.Error:
+        raise UserError("not a CSV file", where=path, accepted="a line of names, then a line per run") from None
     runs = []
     for number, row in enumerate(rows, start=2):
         where = f"{path}:{number}"
@@ -372,27 +373,30 @@ def read_runs(path: str, cluster: Cluster) -> list[Run]:
 
 def _seconds(row: Mapping[str, str], base: Path, where: str) -> float:
     if row.get("seconds"):
-        try:
-            return float(row["seconds"])
-        except ValueError:
-            raise UserError("not a number", field="seconds", value=row["seconds"], where=where) from None
+        return _positive(row["seconds"], "seconds", where)
     return median_step_seconds(base / row["metrics"])
+
+
+def _positive(value: Any, field: str, where: str) -> float:
+    """A measured time; UserError for what is none."""
+    try:
+        seconds = float(value) if isinstance(value, str | int | float) else math.nan
+    except (ValueError, OverflowError):
+        seconds = math.nan
+    if not 0 < seconds < LONGEST:
+        raise UserError("not a number of seconds", field=field, value=value, accepted="more than 0", where=where)
+    return seconds
 
 
 def median_step_seconds(metrics: Path) -> float:
     """Median ``step_seconds`` of a run's metrics.jsonl, without its first steps; UserError where there are none."""
-    try:
-        lines = metrics.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UserError(f"cannot read the file: {error.strerror}", where=str(metrics)) from None
-    steps = {}
-    for number, line in enumerate(lines, start=1):
-        try:
-            data = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"not valid JSON: {error.msg}", where=f"{metrics}:{number}") from None
-        if isinstance(data, dict) and data.get("step_seconds"):
-            steps[data.get("step", number)] = float(data["step_seconds"])
+    steps: dict[int, float] = {}
+    for where, data in json_lines(metrics):
+        if "step_seconds" in data:
+            step = data.get("step")
+            if not isinstance(step, int):
+                raise UserError("not an integer", field="step", value=step, where=where)
+            steps[step] = _positive(data["step_seconds"], "step_seconds", where)
     values = [steps[step] for step in sorted(steps)][WARM_UP:]
     if not values:
         raise UserError(f"no step after the first {WARM_UP}", where=str(metrics), accepted="a longer run")

@@ -113,10 +113,10 @@ def charts_html(
     charts: Sequence[Mapping[str, Any]], seconds: float, prefix: str = "chart", legend: Mapping[str, str] = LEGEND
 ) -> str:
     """Legend, canvases and script for charts as in :func:`prediction_charts`, on one axis; once per page."""
-    numbered = [{"id": f"{prefix}{i}", **chart} for i, chart in enumerate(charts)]
+    numbered = [{**chart, "id": f"{prefix}{i}"} for i, chart in enumerate(charts)]
     canvases = "".join(f"<h3>{html.escape(c['title'])}</h3><canvas id='{c['id']}'></canvas>" for c in numbered)
     data = json.dumps({"step": seconds, "kinds": KINDS, "charts": numbered}, separators=(",", ":"))
-    data = data.replace("</", "<\\/")
+    data = data.replace("<", "\\u003c")  # in names: neither an end nor a comment of HTML inside the script
     keys = "".join(f"<span><i style='background:{c}'></i>{name}</span>" for name, c in legend.items())
     script = f"<script>const DATA = {data};{_SCRIPT}</script>"
     return f"<p class='legend'>{keys}</p>{canvases}<div id='tip'></div>{script}"

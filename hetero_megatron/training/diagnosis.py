@@ -15,7 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hetero_megatron.errors import UserError
 from hetero_megatron.files import read_json_object
+from hetero_megatron.training.log_fields import array, integer, number, record, require, text
 
 if TYPE_CHECKING:  # a launcher starts without torch
     from hetero_megatron.comm import CommError
@@ -23,6 +25,10 @@ if TYPE_CHECKING:  # a launcher starts without torch
 DIRECTORY = "HETERO_DIAGNOSES"  # in the environment of ranks whose launcher reads what they found
 EXACT = 20  # nodes with trouble: beyond so many the fewest are no longer searched for, but dropped one by one
 Pair = frozenset[str]
+_RANK = integer(0, 1 << 20)
+_DIAGNOSIS = record(
+    {"rank": _RANK, "peers": array(_RANK), "seconds": number(0), "activity": text, "unreachable": array(_RANK)}
+)
 
 
 @dataclass(frozen=True)
@@ -76,16 +82,18 @@ def take_joined(directory: Path) -> set[int]:
         path.unlink(missing_ok=True)
     with suppress(OSError):  # diagnoses stay
         directory.rmdir()
-    return {int(path.name.removeprefix("joined-")) for path in found}
+    return {int(name) for path in found if (name := path.name.removeprefix("joined-")).isdecimal()}
 
 
 def read_diagnoses(directory: Path) -> list[Diagnosis]:
     """By rank; those that cannot be read are left out."""
     found = []
     for path in directory.glob("rank-*.json"):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            data = read_json_object(path)  # UserError is a ValueError
-            found.append(Diagnosis(**{**data, **{key: tuple(data[key]) for key in ("peers", "unreachable")}}))
+        with suppress(UserError):
+            data = read_json_object(path)
+            require(data, _DIAGNOSIS, "what a rank that lost a peer writes", str(path))
+            peers, unreachable = tuple(data["peers"]), tuple(data["unreachable"])
+            found.append(Diagnosis(data["rank"], peers, data["seconds"], data["activity"], unreachable))
     return sorted(found, key=lambda d: d.rank)
 
 

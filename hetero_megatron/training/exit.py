@@ -64,10 +64,8 @@ class LastingStream:
         hung_up: SIGHUP came; then a pipe that nobody reads is no error either (``| tee log`` ends by it, too).
     """
 
-    hung_up = False
-
     def __init__(self, stream: Any) -> None:
-        self._stream = stream
+        self._stream, self.hung_up = stream, False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -98,8 +96,9 @@ def handled(names: Iterable[str]) -> set[signal.Signals]:
 
 def note_hang_up(number: int) -> None:
     """To be called by whoever handles SIGHUP."""
-    if number == signal.SIGHUP:
-        LastingStream.hung_up = True
+    for stream in (sys.stdout, sys.stderr):
+        if number == signal.SIGHUP and isinstance(stream, LastingStream):
+            stream.hung_up = True
 
 
 class ExitConditions:

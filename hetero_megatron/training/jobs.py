@@ -19,8 +19,11 @@ from hetero_megatron.launcher import ERROR_FILE, SECRET, SUPERVISED
 from hetero_megatron.testbed.process import all_status
 from hetero_megatron.training.diagnosis import DIRECTORY as DIAGNOSES
 from hetero_megatron.training.exit import end_with_parent
+from hetero_megatron.training.log_fields import integer, numbered, record, require
 
 _PROGRAM = "from hetero_megatron.cli.start import pretrain; pretrain()"
+
+_REPORT = record({"exit_codes": numbered(integer(-128, 255))})
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,9 @@ class TestbedJob:
             return {}
         if not self._report.exists():  # refused, or died
             return dict.fromkeys(self.ranks, code or 1)
-        codes = read_json_object(self._report)["exit_codes"]
+        report = read_json_object(self._report)
+        require(report, _REPORT, "what a testbed writes", str(self._report))
+        codes = report["exit_codes"]
         return {int(rank): c if c < 128 else 128 - c for rank, c in codes.items()}
 
     def hung(self) -> set[int]:

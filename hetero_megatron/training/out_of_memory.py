@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
-from collections.abc import Mapping
 
 from hetero_megatron.errors import UserError
 
-_ASKED = re.compile(r"(?:tried to|unable to) allocate ([\d.]+) ?(bytes|[KMGT]iB)", re.IGNORECASE)
+_ASKED = re.compile(r"(?:tried to|unable to) allocate ([\d.]+) ?(bytes|[KMGTPE]iB)", re.IGNORECASE)
 _SIGNS = re.compile(
     r"allocate memory|out of memory|unable to allocate|failed to map segment|bad_alloc|MemoryError|start new thread"
 )
-_UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pib": 2**50, "eib": 2**60}
 
 
-def out_of_memory(error: BaseException, environment: Mapping[str, str] = os.environ) -> str:
+def out_of_memory(error: BaseException, rank: str | None = None) -> str:
     """What to tell the user where ``error`` says that memory ran out; empty where it says something else.
 
     Known are Python's, NumPy's and the system's errors, those of torch's allocators, and libraries that could not be
     loaded; also behind an error that was raised in handling one.
+
+    Args:
+        rank: of a training run; None: another command.
     """
     seen: BaseException | None = error
     while seen is not None and not _is_memory(seen):
@@ -30,11 +31,12 @@ def out_of_memory(error: BaseException, environment: Mapping[str, str] = os.envi
     device = type(seen).__name__ == "OutOfMemoryError"  # torch's, of whatever accelerator
     asked = _ASKED.search(str(seen))
     size = f": {_size(float(asked[1]) * _UNITS[asked[2].lower()])} more were asked for" if asked else ""
-    where = f"rank {environment['RANK']}" if "RANK" in environment else "this process"
     own = "memory of its accelerator" if device else "host memory"
+    if rank is None:
+        return str(UserError(f"this command is out of {own}{size}", accepted="more memory, or a larger limit on it"))
     remedy = "a smaller --micro-batch-size, --recompute-activations, a plan with fewer layers on this rank (--dry-run "
     remedy += f"shows what each needs), or {'optimizer: {offload: true} in the plan' if device else 'more memory'}"
-    return str(UserError(f"{where} is out of {own}{size}", accepted=remedy))
+    return str(UserError(f"rank {rank} is out of {own}{size}", accepted=remedy))
 
 
 def _is_memory(error: BaseException) -> bool:
@@ -44,5 +46,5 @@ def _is_memory(error: BaseException) -> bool:
 
 
 def _size(number: float) -> str:
-    unit = next((u for u in ("TiB", "GiB", "MiB", "KiB") if number >= _UNITS[u.lower()]), "bytes")
+    unit = next((u for u in ("EiB", "PiB", "TiB", "GiB", "MiB", "KiB") if number >= _UNITS[u.lower()]), "bytes")
     return f"{number / _UNITS[unit.lower()]:.4g} {unit}"

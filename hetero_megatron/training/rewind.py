@@ -27,7 +27,7 @@ def rewind(path: Path, step: int | None = None, evaluated: int | None = None) ->
     Raises:
         UserError: the file cannot be read or written.
     """
-    keys = [_key(line, f"{path}:{number}") for number, line in text_lines(path, "--save")]
+    keys = [recorded(line, f"{path}:{number}") for number, line in text_lines(path, "--save")]
     last = {key: index for index, key in enumerate(keys)}
     again = ("validation", evaluated)
 
@@ -42,7 +42,7 @@ def rewind(path: Path, step: int | None = None, evaluated: int | None = None) ->
     return again in last
 
 
-def _key(line: bytes, where: str) -> tuple[str, int] | None:
+def recorded(line: bytes, where: str) -> tuple[str, int] | None:
     """(what it records, step) of a line; None if it is not a record."""
     try:
         record = parse_json(line, where)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import html
-import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hetero_megatron.errors import UserError
+from hetero_megatron.errors import printable
 from hetero_megatron.planner.page import KINDS, LEGEND, charts_html, page
 from hetero_megatron.planner.report import format_seconds
 from hetero_megatron.testbed.report import MEANING
-from hetero_megatron.training import metrics, record
+from hetero_megatron.training.run_files import RunFiles, read_run
 from hetero_megatron.training.run_pictures import COLORS, Line, curve, plan_picture
 
-EVENT_KINDS = {"start", "timeline", "end", "straggler", "error", "launcher"}
+MOST_CHIPS = 24  # types that are drawn
+LEAST = 1e-9  # seconds: below, nothing was measured
+__all__ = ["read_run", "run_page", "summary"]
 _STYLE = """
 table { border-collapse: collapse } td, th { padding: 2px 12px; border-bottom: 1px solid #ddd; text-align: left }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums } svg { max-width: 100% } h2 { margin-top: 2em }
@@ -27,87 +26,10 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums } svg { max-w
 _BARS = {"busy": "#4c8bf5", "bubble": "#d8d8d8", "communication": "#e0a020"}
 
 
-@dataclass(frozen=True)
-class RunFiles:
-    """What a run left: one record per step (the last where a step was run twice), evaluations, events in order.
-
-    ``emulation``: what the last start of the job emulated, and how far it can be believed; flags of earlier ones stay.
-    """
-
-    directory: Path
-    steps: Sequence[Mapping[str, Any]]
-    validations: Sequence[Mapping[str, Any]]
-    events: Sequence[Mapping[str, Any]]
-    repeated: int = 0  # steps that were run more than once
-    checkpoints: Sequence[str] = field(default_factory=tuple)
-    emulation: Mapping[str, Any] = field(default_factory=dict)
-
-    def last(self, kind: str) -> Mapping[str, Any] | None:
-        return next((e for e in reversed(self.events) if e["kind"] == kind), None)
-
-
-def read_run(directory: str) -> RunFiles:
-    """Read and check metrics.jsonl and events.jsonl.
-
-    Raises:
-        UserError: no such directory, no metrics in it, or a line that is not what a run writes (file:line).
-    """
-    path = Path(directory)
-    if not path.is_dir():
-        raise UserError("no such directory", field="RUN_DIR", value=directory, accepted="the --save directory of a run")
-    if not (path / metrics.FILE).is_file():
-        raise UserError(
-            f"holds no {metrics.FILE}", field="RUN_DIR", value=directory, accepted="the --save directory of a run"
-        )
-    steps: dict[int, Mapping[str, Any]] = {}
-    validations, repeated, emulation = [], 0, dict[str, Any]()
-    for where, line in _lines(path / metrics.FILE):
-        step = line.get("step")
-        if not isinstance(step, int):
-            raise UserError("is not a line of metrics", field="step", value=step, where=where)
-        if "validation_loss" in line:
-            validations.append(line)
-            continue
-        if isinstance(new := line.get("emulation"), dict):
-            emulation |= new | {flag: True for flag in ("invalid", "disturbed") if emulation.get(flag)}
-            continue
-        if not isinstance(line.get("step_seconds"), int | float) or "loss" not in line:
-            raise UserError("is not a line of metrics: loss or step_seconds is missing", where=where)
-        repeated += step in steps
-        steps[step] = line
-    if not steps:
-        raise UserError("holds no step yet", field="RUN_DIR", value=directory, where=str(path / metrics.FILE))
-    events = []
-    for where, line in _lines(path / record.FILE) if (path / record.FILE).is_file() else ():
-        if line.get("kind") not in EVENT_KINDS or not isinstance(line.get("time"), int | float):
-            raise UserError("is not an event", field="kind", value=line.get("kind"), where=where)
-        events.append(line)
-    saved = sorted(p.name for p in path.glob("iter_*") if p.is_dir() and not p.name.endswith((".incomplete", ".old")))
-    return RunFiles(path, [steps[s] for s in sorted(steps)], validations, events, repeated, saved, emulation)
-
-
-def _lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """(file:line, object) of a file of JSON lines; the last may be cut off, as when a rank died while writing it."""
-    out = []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for number, text in enumerate(lines, 1):
-        if not text:
-            continue
-        try:
-            value = json.loads(text)
-        except json.JSONDecodeError as error:
-            if number == len(lines):
-                continue
-            raise UserError(f"is not JSON: {error.msg}", where=f"{path}:{number}") from None
-        if not isinstance(value, dict):
-            raise UserError("is not a JSON object", where=f"{path}:{number}")
-        out.append((f"{path}:{number}", value))
-    return out
-
-
 def summary(run: RunFiles) -> dict[str, Any]:
     """The figures of the page, as JSON data."""
     first, last = run.steps[0], run.steps[-1]
+    rates = [s["tokens"] / s["step_seconds"] for s in run.steps if s["step_seconds"] > LEAST]
     measured = [s["step_seconds"] for s in run.steps[2:]] or [s["step_seconds"] for s in run.steps]
     predicted = last.get("predicted_step_seconds")
     start = run.last("start")
@@ -121,8 +43,8 @@ def summary(run: RunFiles) -> dict[str, Any]:
         "last_loss": last["loss"],
         "step_seconds": median(measured),
         "predicted_step_seconds": predicted,
-        "measured_over_predicted": median(measured) / predicted if predicted else None,
-        "tokens_per_second": median(s["tokens"] / s["step_seconds"] for s in run.steps if s["step_seconds"] > 0),
+        "measured_over_predicted": median(measured) / predicted if predicted and predicted > LEAST else None,
+        "tokens_per_second": median(rates) if rates else None,
         "tgs_per_chip": _throughput(run),
         "starts": sum(e["kind"] == "start" for e in run.events),
         "repeated_steps": run.repeated,
@@ -143,7 +65,7 @@ def _throughput(run: RunFiles) -> dict[str, float]:
 def run_page(run: RunFiles) -> str:
     """The page."""
     facts, start = summary(run), run.last("start")
-    title = f"{facts['model'] or 'run'} in {run.directory.name}"
+    title = f"{facts['model'] or 'run'} in {printable(run.directory.name)}"
     parts = [f"<h1>{html.escape(title)}</h1>", _facts(facts)]
     if start is not None:
         parts += [_head("Plan", f"fingerprint {start['fingerprint']}; areas are layers x ranks"), plan_picture(start)]
@@ -185,9 +107,9 @@ def _facts(facts: Mapping[str, Any]) -> str:
         ("steps", f"{facts['steps']}, the last is step {facts['last_step']}; {facts['skipped']} skipped"),
         ("loss", f"{loss[0]} at the first, {loss[1]} at the last"),
         ("step", f"{format_seconds(facts['step_seconds'])} (median without the first two)"),
-        ("predicted", f"{format_seconds(predicted)}; measured is {ratio:.2f} of it{error}" if predicted else
+        ("predicted", f"{format_seconds(predicted)}; measured is {ratio:.2f} of it{error}" if ratio else
          "no prediction"),
-        ("throughput", f"{facts['tokens_per_second']:,.0f} tokens/s (median)"),
+        ("throughput", f"{rate:,.0f} tokens/s (median)" if (rate := facts["tokens_per_second"]) else "not known"),
         ("starts", f"{facts['starts']}; {facts['repeated_steps']} steps were run again"),
         ("checkpoints", ", ".join(facts["checkpoints"]) or "none"),
         ("ended", facts["ended"] or "not yet, or not by itself"),
@@ -199,24 +121,25 @@ def _facts(facts: Mapping[str, Any]) -> str:
 
 def _emulated(facts: Mapping[str, Any]) -> str:
     """Which testbed it was, and how far its figures can be believed."""
-    parts = [f"chips {facts['chips']} ({MEANING[facts['chips']]}), links {facts['links']}"]
-    if "overrun" in facts:
+    chips = facts.get("chips", "none")
+    parts = [f"chips {chips} ({MEANING[chips]}), links {facts.get('links', 'none')}"]
+    if "overrun" in facts and "late" in facts:
         parts.append(f"behind the clock by up to {facts['late']:.2%}, overrun {facts['overrun']:.2%}")
     if facts.get("invalid"):
         parts.append("INVALID: a rank could not keep up with its emulated chip")
     if facts.get("disturbed"):
-        parts.append(f"DISTURBED: foreign load {facts['foreign_cores']:.2f} cores")
+        parts.append(f"DISTURBED: foreign load {facts.get('foreign_cores', 0.0):.2f} cores")
     return "; ".join(parts)
 
 
 def _times(run: RunFiles) -> list[Line]:
     measured = [(s["step"], s["step_seconds"]) for s in run.steps]
-    known = [(s["step"], s["predicted_step_seconds"]) for s in run.steps]
+    known = [(s["step"], s.get("predicted_step_seconds")) for s in run.steps]
     return [Line("measured", measured, COLORS[0]), Line("predicted", known, COLORS[1])]
 
 
 def _chips(run: RunFiles) -> str:
-    names = list(_throughput(run))
+    names = list(_throughput(run))[:MOST_CHIPS]
     lines = [
         Line(name, [(s["step"], (s.get("tgs_per_chip") or {}).get(name)) for s in run.steps], COLORS[i % len(COLORS)])
         for i, name in enumerate(names)
@@ -229,11 +152,11 @@ def _ranks(run: RunFiles, start: Mapping[str, Any] | None) -> str:
     steps = [s for s in run.steps if s.get("busy_seconds") and (start is None or s["step"] >= start["first_step"])]
     if not steps:
         return "<p>no step since the last start</p>"
-    count = min(len(s["busy_seconds"]) for s in steps)
-    ranks = start["ranks"] if start is not None else list(range(count))
     keys = ("busy", "bubble", "communication")
+    count = min(len(s.get(f"{key}_seconds") or ()) for s in steps for key in keys)
+    ranks = start["ranks"] if start is not None else list(range(count))
     values = [[median(s[f"{k}_seconds"][i] for s in steps) for k in keys] for i in range(count)]
-    scale = 300 / (max(map(sum, values)) or 1.0)
+    scale = 300 / (max(map(sum, values), default=0.0) or 1.0)
     rows = []
     for rank, row in zip(ranks, values):
         bar = "".join(

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hetero_megatron.plan.dump import rank_ranges
+from hetero_megatron.training import log_fields as f
 
 COLORS = ("#4c8bf5", "#d9654f", "#34a06f", "#b05fd0", "#e0a020", "#2aa7a7", "#8a6d3b", "#777777")
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 900, 240, 70, 24, 12
 MOST_POINTS, MOST_PIPELINES, BOX = 1200, 24, 26
+MOST_RANKS = 1 << 17
+_INTERVAL = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,8 @@ def _parts(points: Sequence[tuple[int, float | None]]) -> list[list[tuple[int, f
 
 def nice_ticks(low: float, high: float) -> list[float]:
     """3 to 7 round values around ``[low, high]``."""
-    if high <= low:
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        low, high = min(low, high), max(low, high)
         pad = abs(low) * 0.1 or 1.0
         low, high = low - pad, high + pad
     raw = (high - low) / 4
@@ -144,10 +149,44 @@ def _stage(stage: Mapping[str, Any]) -> tuple[int, str]:
 
 
 def _ranks(value: Any) -> list[int]:
-    """A plan file's spelling of ranks: 3, "0-3", "0-3,8", or a list of these."""
+    """A plan file's spelling of ranks: 3, "0-3", "0-3,8", or a list of these (checked by :data:`PLAN`)."""
+    return [r for start, stop in _intervals(value) or [] for r in range(start, stop)]
+
+
+def _intervals(value: Any, depth: int = 0) -> list[tuple[int, int]] | None:
+    """[start, stop) of each part; None if it is no spelling of ranks."""
+    if isinstance(value, bool) or depth > 2:
+        return None
     if isinstance(value, int):
-        return [value]
+        return [(value, value + 1)] if 0 <= value < MOST_RANKS else None
     if isinstance(value, str):
-        ends = [part.split("-") for part in value.replace(" ", "").split(",")]
-        return [r for end in ends for r in range(int(end[0]), int(end[-1]) + 1)]
-    return [r for part in value for r in _ranks(part)]
+        parts = [_INTERVAL.fullmatch(part) for part in value.replace(" ", "").split(",")]
+        return [(int(p[1]), int(p[2] or p[1]) + 1) for p in parts if p is not None] if all(parts) else None
+    if not isinstance(value, list):
+        return None
+    inner = [_intervals(part, depth + 1) for part in value]
+    return None if None in inner else [pair for pairs in inner for pair in pairs or ()]
+
+
+def _some_ranks(value: Any) -> f.Wrong:
+    found = _intervals(value)
+    good = found and all(a < b for a, b in found) and sum(b - a for a, b in found) <= MOST_RANKS
+    return None if good else ("", value, f'ranks, as 3, "0-3,8" or a list of these, at most {MOST_RANKS:,}')
+
+
+def _layer_ranges(value: Any) -> f.Wrong:
+    count = f.integer(0, MOST_RANKS)
+    ranges = value if isinstance(value, list) and value and isinstance(value[0], list) else [value] if value else []
+    wrong = f.array(f.row(count, count))(ranges)
+    return None if wrong is None and value is not None else ("", value, "[first, end] or a list of these")
+
+
+_STAGE = f.record(
+    {"ranks": _some_ranks, "layers": _layer_ranges},
+    {"context": f.maybe(f.array(f.anything)), "optimizer": f.maybe(f.mapping(f.anything))},
+)
+_PIPELINE = f.record(
+    {"micro_batch_size": f.integer(), "num_micro_batches": f.integer(), "stages": f.some(f.array(_STAGE))},
+    {"repeat": f.integer(1)},
+)
+PLAN = f.record({"pipelines": f.some(f.array(_PIPELINE))})  # what is drawn of a plan

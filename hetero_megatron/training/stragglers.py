@@ -6,21 +6,26 @@ What it should be is the prediction from calibrated rates where there is one, el
 from __future__ import annotations
 
 import json
+import os
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.files import read_json_object
 from hetero_megatron.training.config import RunConfig
+from hetero_megatron.training.log_fields import integer, number, numbered, record, require, text
 
 WARM_UP, BASELINE, RECENT = 3, 20, 8  # steps that are ignored, that make the own baseline, that are compared with it
 FACTOR = 1.5
 SILENCE = 100  # steps before the same rank is named again
 DRIFT = 4  # exit code: stopped after a checkpoint, for the launcher to plan again
 DRIFT_FILE = "drift.json"
+_DRIFT = record({"step": integer(), "dtype": text, "ratios": numbered(number(0))})
 
 
 @dataclass(frozen=True)
@@ -124,8 +129,12 @@ def write_drift(config: RunConfig, step: int, behind: Sequence[Behind]) -> None:
 def read_drift(directory: Path) -> dict[str, Any] | None:
     """What ``write_drift`` wrote, which is removed: ``step``, ``dtype``, ``ratios`` by rank; None if nothing."""
     path = directory / DRIFT_FILE
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
-    found = json.loads(path.read_text(encoding="utf-8"))
-    path.unlink()
+    try:
+        found = read_json_object(path)
+    finally:
+        with suppress(OSError):
+            path.unlink()
+    require(found, _DRIFT, "what a rank that drifted writes", str(path))
     return {**found, "ratios": {int(rank): float(ratio) for rank, ratio in found["ratios"].items()}}

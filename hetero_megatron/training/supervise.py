@@ -11,6 +11,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from hetero_megatron.training.diagnosis import cut_pairs, diagnoses_at, read_dia
 from hetero_megatron.training.exit import ECHO_SECONDS, handled, note_hang_up
 from hetero_megatron.training.jobs import Job, LocalJob, Seat, Setup
 from hetero_megatron.training.record import add_event
-from hetero_megatron.training.stragglers import DRIFT, read_drift
+from hetero_megatron.training.stragglers import DRIFT, DRIFT_FILE, read_drift
 
 USER_ERROR, PEER_ERROR = 2, 3  # exit codes of a rank: its own refusal; a peer that died or does not answer
 DRIFT_FLAG = "--replan-on-drift"
@@ -107,7 +108,8 @@ class Supervisor:
     def _rounds(self, launch: Launch) -> int:
         number = restarts = replans = 0
         while True:
-            read_drift(self.scratch)  # of an earlier job
+            with suppress(OSError):
+                (self.scratch / DRIFT_FILE).unlink()  # of an earlier job
             shutil.rmtree(diagnoses_at(self.scratch, number), ignore_errors=True)
             if self._signalled is not None:  # it came between two rounds
                 return 128 + self._signalled

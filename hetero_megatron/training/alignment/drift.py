@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.files import json_lines
+from hetero_megatron.training.log_fields import integer, maybe, number, record, require
+
+_ROW = record({"step": integer(), "loss": maybe(number())})
 
 
 @dataclass(frozen=True)
@@ -56,19 +60,13 @@ def _relative(got: float, want: float) -> float:
 
 def _losses(path: str | Path) -> dict[int, float]:
     """Loss by step; the last line of a step counts (a run may have been resumed)."""
-    file = Path(path) / "metrics.jsonl" if Path(path).is_dir() else Path(path)
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UserError(f"cannot be read ({error.strerror})", field="metrics", value=str(file)) from error
+    file = Path(path) / "metrics.jsonl" if os.path.isdir(path) else Path(path)
     losses = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError("not JSON", field="metrics", value=line, where=f"{file}:{number}") from error
-        if "loss" in row and "step" in row and row["loss"] is not None:
-            losses[int(row["step"])] = float(row["loss"])
+    for where, row in json_lines(file, "metrics"):
+        if "loss" in row and "step" in row:
+            require(row, _ROW, "what a line of metrics holds", where)
+            if row["loss"] is not None:
+                losses[row["step"]] = float(row["loss"])
     if not losses:
         raise UserError("no step with a loss in it", field="metrics", value=str(file), accepted="a metrics.jsonl")
     return losses
