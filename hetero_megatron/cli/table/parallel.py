@@ -37,6 +37,7 @@ PLAN = (
     value("--plan", str, None, "plan file (YAML or JSON): which ranks hold what"),
     switch("--auto-plan", "search for the best plan on the cluster of --cluster and run it"),
     value("--cluster", str, None, "cluster file that the plan is checked against; needs --plan or --auto-plan"),
+    switch("--allow-over-memory", "go on where ranks are estimated to need more memory than their chips have"),
     value("--model", str, None, "preset, Hugging Face directory or config.json, instead of architecture flags"),
     switch("--dry-run", "check and print the plan, then stop"),
     value("--as-rank", int, None, "with --dry-run: run this rank of the plan alone, with fake tensors"),
