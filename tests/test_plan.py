@@ -217,9 +217,10 @@ def test_the_demo_plan_fits_the_tiny_preset() -> None:
         ([{"ranks": [1, 0], "layers": [0, 6], "tp": 2}], "ranks 1,0 "),
         ([{"ranks": [3, 1, 2, 0], "layers": [0, 6], "tp": 2, "dp_split": [1, 3]}], "ranks 3,1-2,0 "),
         ([{"ranks": [2, 1], "layers": [0, 3], "tp": 2}, {"ranks": [0], "layers": [3, 6]}], "ranks 2,1 "),
-        ([{"ranks": [*range(23, -1, -1)], "layers": [0, 6], "tp": 8, "dp_split": [1, 1, 2]}], "24 ranks 23,22,21,20,19… "),
+        ([{"ranks": [*range(23, -1, -1)], "layers": [0, 6], "tp": 8, "dp_split": [1, 1, 2]}],
+         "24 ranks 23,22,21,20,19…"),
     ],
-)
+)  # fmt: skip
 def test_pictures_show_ranks_in_the_order_listed(stages: list[dict[str, Any]], shown: str) -> None:
     spec = small_spec(heads=8)
     plan = plan_from_dict(spelled(stages), spec)

@@ -11,7 +11,7 @@ from hetero_megatron.cli.checkpoint_flags import build_checkpoint, build_failure
 from hetero_megatron.cli.hub import model_directory
 from hetero_megatron.cli.model_flags import build_spec
 from hetero_megatron.cli.parse import Arguments, flag_error, flag_name, parse
-from hetero_megatron.cli.plan_flags import build_plan
+from hetero_megatron.cli.plan_flags import build_plan, take_defaults
 from hetero_megatron.cli.use import check_use
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.data import DataConfig, reads_text, refuse_bytes
@@ -36,6 +36,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
         UserError: the first thing that cannot be honoured.
     """
     args, launcher = parse(argv), read_launcher(environment, joins=False)
+    take_defaults(args)
     # What the command line alone decides comes before what needs files.
     optimizer, evaluation = training.build_optimizer(args), training.build_evaluation(args)
     dtype, loss_scale = training.build_precision(args)
@@ -84,6 +85,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
         save_hf_dtype=args["save_hf_dtype"],
         dry_run=args["dry_run"],
         as_rank=_as_rank(args, plan),
+        allow_over_memory=args["allow_over_memory"],
         notices=args.all_notices(),
     )
 

@@ -17,6 +17,7 @@ from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import dump_yaml
+from hetero_megatron.plan.made_for import MadeFor, made_for
 from hetero_megatron.planner.costs import CostOptions
 from hetero_megatron.planner.export import FORMATS, export
 from hetero_megatron.planner.memory import ITEM_BYTES, moments_of
@@ -56,19 +57,21 @@ def main(argv: Sequence[str]) -> int:
         result = search(model, cluster, args.seq_length, size, options, progress=say, watch=watch)
     else:
         result = search_objective(model, cluster, args.seq_length, size, options, deadline, say, watch)
-    _write_plan(args, result, model)
+    best = result.best
+    made = made_for(model, args.dtype, args.optimizer, best.cluster, best.plan.ranks)
+    _write_plan(args, result, model, made)
     try:  # the report may take longer than the search did
         another = other or result.best.cluster is not cluster
         text = yaml.safe_dump(document(result.best.cluster), sort_keys=False) if another else None
         companion.finish(text, quiet=args.json)
         if not args.json:
-            print(plan_text(result.best, model.name), flush=True)
+            print(plan_text(best, model.name, made), flush=True)
         summary = summarize(
             result, model, cluster, args.seq_length, size, options, baselines=not args.no_baselines, bound=args.bound,
             deadline=deadline, watch=watch.uncaught(),
         )  # fmt: skip
         if args.fallbacks:
-            summary.losses = _fallbacks(args.fallbacks, result, model, args.seq_length, size, options)
+            summary.losses = _fallbacks(args.fallbacks, result, model, made, args.seq_length, size, options)
         _write_page(args, summary)
     except KeyboardInterrupt:
         where = f"; the plan is in {args.out}" if args.out else "" if args.json else "; the plan is above"
@@ -180,16 +183,16 @@ def _options(args: Namespace) -> SearchOptions:
     )
 
 
-def _write_plan(args: Namespace, result: Result, model: ModelSpec) -> None:
+def _write_plan(args: Namespace, result: Result, model: ModelSpec, made: MadeFor) -> None:
     if args.out:
-        write_text(args.out, "--out", plan_text(result.best, model.name))
+        write_text(args.out, "--out", plan_text(result.best, model.name, made))
     if args.export:
         kind, _, name = args.export.partition(":")
         write_text(name, "--export", export(kind, result.best.plan, result.best.cluster))
 
 
 def _fallbacks(
-    folder: str, result: Result, model: ModelSpec, seq_length: int, batch: int, options: SearchOptions
+    folder: str, result: Result, model: ModelSpec, made: MadeFor, seq_length: int, batch: int, options: SearchOptions
 ) -> list[Loss]:
     """Plans for the loss of a node, each written as ``without-NODE.yaml``."""
     losses = Planner(model, result.best.cluster, seq_length, batch, options, result).losses()
@@ -201,7 +204,8 @@ def _fallbacks(
     for loss in losses:
         if loss.plan is not None:
             head = f"# {model.name} without {loss.node}: {loss.step_seconds:.4g} s per step predicted.\n"
-            write_text(str(Path(folder) / f"without-{loss.node}.yaml"), "--fallbacks", head + dump_yaml(loss.plan))
+            text = head + dump_yaml(replace(loss.plan, made_for=made))
+            write_text(str(Path(folder) / f"without-{loss.node}.yaml"), "--fallbacks", text)
     return losses
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import sys
 
-from hetero_megatron.cli.parse import WHERE, Arguments, flag_error
+from hetero_megatron.cli.parse import WHERE, Arguments, flag_error, flag_name
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.launcher import LauncherEnvironment
 from hetero_megatron.plan import FlagScaleParallel, MegatronParallel, Plan, from_flagscale, from_megatron, load_plan
+from hetero_megatron.plan.made_for import made_for_of
 from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.presets import preset_names
 
 _UNIFORM = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "cp_comm_type",
@@ -84,12 +86,37 @@ def _from_file(
     for key in (*_UNIFORM, *_MESHES, "micro_batch_size"):
         if key in args.given:
             raise flag_error(key, args[key], "the plan file says this already", "one of the two")
+    made = made_for_of(args["plan"])
+    if made is not None:  # first: what else does not fit another model would be a riddle
+        made.agree_on_model(spec, args["plan"])
     plan = load_plan(args["plan"], spec, cluster, dtype)
     for key, mine in (("seq_length", plan.seq_length), ("global_batch_size", plan.global_batch_size)):
         if key in args.given and args[key] != mine:
             raise flag_error(key, args[key], f"the plan file says {mine}", f"{mine}, or leave the flag out")
     _ranks(args, launcher, plan.ranks[-1] + 1)
     return plan
+
+
+def take_defaults(args: Arguments) -> None:
+    """What a plan file was made for is what a run with it does; a flag that says otherwise is refused."""
+    made = made_for_of(args["plan"]) if args["plan"] is not None and not args["auto_plan"] else None
+    if made is None:
+        return
+    given = [(flag_name(key), key) for key in ("bf16", "fp16", "fp64") if args[key]]
+    given += [("--dtype", args["dtype"])] if args["dtype"] is not None else []
+    for name, dtype in given:
+        made.agree("dtype", name, dtype, args["plan"])
+    if not given:
+        args.values["dtype"] = made.dtype
+        args.notices.append(f"dtype {made.dtype}: the plan was made for it")
+    if "optimizer" in args.given:
+        made.agree("optimizer", "--optimizer", args["optimizer"], args["plan"])
+    elif args["optimizer"] != made.optimizer:
+        args.values["optimizer"] = made.optimizer
+        args.notices.append(f"optimizer {made.optimizer}: the plan was made for it")
+    if made.model in preset_names() and not args.has("model", "load_hf", "num_layers", "hidden_size"):
+        args.values["model"] = made.model
+        args.notices.append(f"model {made.model}: the plan was made for it")
 
 
 def _searched(

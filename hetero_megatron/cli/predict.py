@@ -13,6 +13,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan import load_plan
 from hetero_megatron.plan.buckets import make_buckets
 from hetero_megatron.plan.islands import format_islands
+from hetero_megatron.plan.made_for import made_for_of
 from hetero_megatron.plan.program import format_step
 from hetero_megatron.planner.costs import CostModel, CostOptions
 from hetero_megatron.planner.memory import ITEM_BYTES, moments_of
@@ -31,8 +32,10 @@ def main(argv: Sequence[str]) -> int:
         "--cluster", required=True, metavar="FILE", help="cluster file; its rates are used if it has any"
     )
     parser.add_argument("--model", required=True, metavar="M", help="preset, Hugging Face directory or config.json")
-    parser.add_argument("--dtype", default="bf16", choices=tuple(ITEM_BYTES), help="of weights and activations (bf16)")
-    parser.add_argument("--optimizer", default="adam", choices=("adam", "sgd"), help="for its state (adam)")
+    parser.add_argument("--dtype", choices=tuple(ITEM_BYTES),
+                        help="of weights and activations (what the plan was made for, else bf16)")  # fmt: skip
+    parser.add_argument("--optimizer", choices=("adam", "sgd"),
+                        help="for its state (what the plan was made for, else adam)")  # fmt: skip
     parser.add_argument("--memory-margin", type=float, default=CostOptions.margin, metavar="X",
                         help="share of a chip's memory that stays free (%(default)s)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
@@ -47,6 +50,14 @@ def main(argv: Sequence[str]) -> int:
     if args.width < 10:
         raise UserError("too narrow", field="--width", value=args.width, accepted="10 or more")
     model, cluster = load_model(args.model), load_cluster(args.cluster)
+    made = made_for_of(args.plan)
+    if made is not None:
+        made.agree_on_model(model, args.plan)
+    for key, usual in (("dtype", "bf16"), ("optimizer", "adam")):
+        if getattr(args, key) is None:
+            setattr(args, key, usual if made is None else getattr(made, key))
+        elif made is not None:
+            made.agree(key, f"--{key}", getattr(args, key), args.plan)
     plan = load_plan(args.plan, model, cluster, args.dtype)
     options = CostOptions(margin=args.memory_margin, moments=moments_of(args.optimizer))
     found = predict(plan, model, cluster, args.dtype, CostModel(model, cluster, plan.seq_length, args.dtype, options))

@@ -16,6 +16,7 @@ from hetero_megatron.training.out_of_memory import out_of_memory
 
 if TYPE_CHECKING:
     from hetero_megatron.comm import CommError
+    from hetero_megatron.planner.memory import MemoryBytes
     from hetero_megatron.training.config import RunConfig
 
 USER_ERROR = 2  # exit code of every refusal, on every rank
@@ -38,6 +39,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
         if config.dry_run:
             return dry_run(config, launcher)
         # Only now: importing torch takes seconds, and a refusal should not.
+        refuse_over_memory(config, _memory(config), launcher.rank == 0)
         with at_once():  # until training catches it: nothing is written before
             from hetero_megatron.training.loop import train
 
@@ -72,11 +74,9 @@ def _is_lost_peer(error: Exception) -> TypeGuard[CommError]:
 
 def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
     """Print the plan, memory per rank and the notices; with --as-rank run that rank with fake tensors (rank 0 only)."""
-    from hetero_megatron.cluster import format_bytes
     from hetero_megatron.plan import format_plan
     from hetero_megatron.plan.islands import format_islands
-    from hetero_megatron.planner.footprint import estimate_memory, format_memory
-    from hetero_megatron.planner.memory import moments_of
+    from hetero_megatron.planner.footprint import format_memory
 
     if launcher.rank != 0:
         return 0
@@ -86,18 +86,48 @@ def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
         print(format_islands(config.plan, config.spec))
     for sentence in config.notices:
         print(f"notice: {sentence}")
-    moments = moments_of(config.optimizer.name)
-    memory = estimate_memory(config.plan, config.spec, config.dtype, moments, logits_bytes=config.logits_bytes)
-    print(format_memory(memory))
-    if cluster is not None:
-        for rank, needs in memory.items():
-            has = cluster.chip_of(rank).memory
-            if needs.total > has:
-                over = format_bytes(needs.total - has)
-                print(f"notice: rank {rank} is {over} over the memory of {cluster.chip_of(rank).name}")
+    memory = _memory(config)
+    print(format_memory(memory), flush=True)
+    refuse_over_memory(config, memory, notify=True)
     if config.as_rank is not None:
         import_torch()
         from hetero_megatron.training.dry_run import format_dry_run, run_rank
 
         print(format_dry_run(run_rank(config, config.as_rank), config), flush=True)
     return 0
+
+
+def _memory(config: RunConfig) -> Mapping[int, MemoryBytes]:
+    """What every rank needs, by formula."""
+    from hetero_megatron.planner.footprint import estimate_memory
+    from hetero_megatron.planner.memory import moments_of
+
+    moments = moments_of(config.optimizer.name)
+    return estimate_memory(config.plan, config.spec, config.dtype, moments, logits_bytes=config.logits_bytes)
+
+
+def refuse_over_memory(config: RunConfig, memory: Mapping[int, MemoryBytes], notify: bool) -> None:
+    """UserError for a plan with ranks that need more than their chips in the cluster file have, all of them named;
+    with --allow-over-memory a notice of the process that is to ``notify``."""
+    from hetero_megatron.cluster import format_bytes
+    from hetero_megatron.plan import rank_ranges
+
+    if config.cluster is None:
+        return
+    over: dict[str, dict[int, int]] = {}
+    for rank, needs in memory.items():
+        chip = config.cluster.chip_of(rank)
+        if needs.total > chip.memory:
+            over.setdefault(chip.name, {})[rank] = needs.total - chip.memory
+    if not over:
+        return
+    said = [f"{rank_ranges(sorted(by))} ({c}) by up to {format_bytes(max(by.values()))}" for c, by in over.items()]
+    problem = f"in {config.dtype}, ranks need more than the memory of their chips: {'; '.join(said)}"
+    if config.allow_over_memory:
+        if notify:
+            print(f"notice: {problem}", flush=True)
+        return
+    raise UserError(
+        problem, field="memory",
+        accepted="a plan that fits (hetero-megatron plan), another dtype, or --allow-over-memory to go on",
+    )  # fmt: skip

@@ -133,6 +133,10 @@ def searched(words: Sequence[str], config: RunConfig, scratch: Path) -> Planner:
         from hetero_megatron.cli.configure import configure
 
         same = ["--seq-length", str(config.plan.seq_length), "--global-batch-size", str(config.plan.global_batch_size)]
+        made = config.plan.made_for
+        if made is not None:  # the words may leave to the plan what the search needs to know
+            same += ["--dtype", config.dtype, "--optimizer", config.optimizer.name]
+            same += ["--model", made.model] if not {"--model", "--load-hf", "--num-layers"} & set(words) else []
         flags = ["--auto-plan", "--cluster", str(cluster), *same, *words]
         try:
             plan = configure(flags, {"WORLD_SIZE": str(len(seats)), SUPERVISED: "1"}).plan
@@ -140,7 +144,7 @@ def searched(words: Sequence[str], config: RunConfig, scratch: Path) -> Planner:
             print(f"launcher: no plan found: {error}", file=sys.stderr, flush=True)
             return None
         path = scratch / f"plan-for-{len(seats)}-ranks.yaml"
-        path.write_text(dump_yaml(plan))
+        path.write_text(dump_yaml(replace(plan, made_for=made)))
         return path
 
     return choose

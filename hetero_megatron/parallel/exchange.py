@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from hetero_megatron.layout import Box, Layout, reduction
 from hetero_megatron.plan.buckets import Bucket, Hop
 
 Slices = tuple[slice, ...]
+Parts = list[tuple[int, Slices]]  # (which array, where in it)
 
 
 class FlatTensors:
@@ -57,21 +58,25 @@ class HopExchange:
     ) -> None:
         self.group, self.me = group, group.comm.rank
         self.sources, self.targets = sources, targets
-        self._give: dict[int, list[tuple[int, Slices]]] = defaultdict(list)  # by receiver: parts of my sources
-        self._take: dict[int, list[tuple[int, Slices]]] = defaultdict(list)  # by sender: parts of my targets
+        self._give: dict[int, Parts] = defaultdict(list)  # by receiver: parts of my sources
+        self._take: dict[int, Parts] = defaultdict(list)  # by sender: parts of my targets
         for name, layout in hop.sources.items():
-            moves = reduction(layout.only(group.ranks), hop.targets[name].only(group.ranks))
+            # Only what goes from or to this rank: all that move between all members would be their number squared.
+            held, wanted = layout.only(group.ranks), hop.targets[name].only(group.ranks)
             mine = [(i, s.box) for i, s in enumerate(sources) if s.name == name]
             summed = [(i, t.box) for i, t in enumerate(targets) if t.name == name]
-            for piece in moves.sends(self.me):
+            for piece in reduction(held.only((self.me,)), wanted).pieces:
                 self._give[piece.dst].append(_inside(piece.box, mine))
-            for piece in moves.receives(self.me):
+            for piece in reduction(held, wanted.only((self.me,))).pieces:
                 self._take[piece.src].append(_inside(piece.box, summed))
         self.size = sum(t.box.size for t in targets)
         self._give_counts = [0 if r == self.me else _volume(self._give[r]) for r in group.ranks]
         self._take_counts = [0 if r == self.me else _volume(self._take[r]) for r in group.ranks]
-        everything = [(i, Box.whole(t.box.shape).slices()) for i, t in enumerate(targets)]
-        self._sends_all = {r for r in group.ranks if self._take[r] == everything}
+        self._everything = [(i, Box.whole(t.box.shape).slices()) for i, t in enumerate(targets)]
+        # By operator what could be by member: one for all parts that lie one after the other on both sides.
+        self._given = _joined([part for r in group.ranks if r != self.me for part in self._give[r]])
+        self._summands = _alike((r == self.me, self._take[r]) for r in group.ranks)
+        self._wanted = _alike((False, self._take[r]) for r in group.ranks if r != self.me)
         self.kept = {i for i, _ in self._give[self.me]}  # sources that are still needed once they are packed
         self.runs = self._find_runs() if dense else None
         self._handle: Handle | None = None
@@ -124,7 +129,7 @@ class HopExchange:
         if self.group.size == 1:
             return
         if self.runs is None:
-            parts = [arrays[i][at].reshape(-1) for r in self.group.ranks if r != self.me for i, at in self._give[r]]
+            parts = [arrays[i][at].reshape(-1) for i, at in self._given]
             send = torch.cat(parts) if parts else empty
             self._handle = self.group.all_to_all(send, self._give_counts, self._take_counts)
             return
@@ -155,24 +160,33 @@ class HopExchange:
             else:
                 torch.sum(received.view(self.group.size, self.size), 0, out=own)
             return [own[t.offset : t.offset + t.box.size].view(t.box.shape) for t in self.targets]
-        chunks = dict(zip(self.group.ranks, received.split(self._take_counts), strict=True))
-        others = [r for r in self.group.ranks if r != self.me]
-        first = others[0]
-        if first in self._sends_all:  # its part becomes the sum; of the first two it does not matter which is added
-            total = chunks[first] if len(others) == 1 else chunks[first].clone()
-            order = [r for r in self.group.ranks if r != first]
+        return self._sum(arrays, received)
+
+    def _sum(self, arrays: Sequence[torch.Tensor | None], received: torch.Tensor) -> list[torch.Tensor]:
+        """What came and my own parts, added up."""
+        sizes = [ranks * _volume(parts) for ranks, parts in self._summands]
+        chunks = [
+            chunk.view(ranks, -1).sum(0) if ranks > 1 else chunk
+            for chunk, (ranks, _) in zip(received.split(sizes), self._summands, strict=True)
+        ]
+        order = list(range(len(chunks)))
+        full = (n for n, (ranks, parts) in enumerate(self._summands) if ranks and parts == self._everything)
+        whole = next(full, None)
+        if whole in (0, 1):  # it becomes the sum: of the first two it does not matter which is added
+            total = chunks[whole] if self._summands[whole][0] > 1 or len(sizes) == 2 else chunks[whole].clone()
+            order.remove(whole)
         else:
-            total, order = received.new_zeros(self.size), list(self.group.ranks)
+            total = received.new_zeros(self.size)
         views = [total[t.offset : t.offset + t.box.size].view(t.box.shape) for t in self.targets]
-        for rank in order:
-            if rank == self.me:
-                if self._take[rank]:  # one launch, however many pieces
-                    mine = [_part(arrays, i, at) for i, at in self._give[rank]]
-                    torch._foreach_add_([views[to][inside] for to, inside in self._take[rank]], mine)
-            elif rank in self._sends_all:
-                total += chunks[rank]
+        for n in order:
+            ranks, parts = self._summands[n]
+            if not ranks:  # one launch, however many pieces
+                mine = [_part(arrays, i, at) for i, at in self._give[self.me]]
+                torch._foreach_add_([views[to][inside] for to, inside in parts], mine)
+            elif parts == self._everything:
+                total += chunks[n]
             else:
-                self._add(views, chunks[rank], self._take[rank])
+                self._add(views, chunks[n], parts)
         return views
 
     @staticmethod
@@ -191,10 +205,15 @@ class HopExchange:
         if self.group.size == 1:
             return
         if self.runs is None:
-            parts = [arrays[i][at].reshape(-1) for r in self.group.ranks if r != self.me for i, at in self._take[r]]
             device = self.group.comm.device  # masters may be in host memory
-            send = torch.cat(parts).to(device, dtype) if parts else torch.empty(0, dtype=dtype, device=device)
-            self._handle = self.group.all_to_all(send, self._take_counts, self._give_counts)
+            parts = []
+            for ranks, wanted in self._wanted:
+                flat = [arrays[i][at].reshape(-1) for i, at in wanted]
+                one = (torch.cat(flat) if len(flat) > 1 else flat[0]).to(device, dtype)
+                parts.append(one.repeat(ranks) if ranks > 1 else one)
+            if len(parts) != 1:
+                parts = [torch.cat([torch.empty(0, dtype=dtype, device=device), *parts])]
+            self._handle = self.group.all_to_all(parts[0], self._take_counts, self._give_counts)
             return
         assert memory is not None
         send, counts = memory[self.runs[self.group.index]], [x.stop - x.start for x in self.runs]
@@ -212,7 +231,7 @@ class HopExchange:
         received = self._wait()
         if self.runs is not None:
             return
-        targets = [arrays[i][at] for r in self.group.ranks if r != self.me for i, at in self._give[r]]
+        targets = [arrays[i][at] for i, at in self._given]
         if targets:  # one launch, however many pieces
             parts = received.split([t.numel() for t in targets])
             torch._foreach_copy_(targets, [part.view(t.shape) for part, t in zip(parts, targets, strict=True)])
@@ -302,6 +321,29 @@ def _views(pieces: Sequence[OwnedPiece], params: Mapping[str, torch.Tensor]) -> 
 def _inside(box: Box, among: Sequence[tuple[int, Box]]) -> tuple[int, Slices]:
     """(index of the box that contains ``box``, where it is in there)."""
     return next((i, box.slices(origin)) for i, origin in among if origin.contains(box))
+
+
+def _alike(by_rank: Iterable[tuple[bool, Parts]]) -> list[tuple[int, Parts]]:
+    """(how many ranks one after the other have the same parts, which): those who have none left out, and a rank that is
+    marked (this rank itself, which sends itself no message) apart, with 0 for it."""
+    found: list[tuple[int, Parts]] = []
+    for apart, parts in by_rank:
+        if parts and not apart and found and found[-1][0] and found[-1][1] == parts:
+            found[-1] = (found[-1][0] + 1, parts)
+        elif parts:
+            found.append((0 if apart else 1, parts))
+    return found
+
+
+def _joined(parts: Parts) -> Parts:
+    """The same elements in the same order: rows of one tensor that follow each other are one part."""
+    out: Parts = []
+    for i, at in parts:
+        if out and out[-1][0] == i and out[-1][1][1:] == at[1:] and out[-1][1][0].stop == at[0].start:
+            out[-1] = (i, (slice(out[-1][1][0].start, at[0].stop), *at[1:]))
+        else:
+            out.append((i, at))
+    return out
 
 
 def _part(arrays: Sequence[torch.Tensor | None], index: int, at: Slices) -> torch.Tensor:

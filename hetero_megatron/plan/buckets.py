@@ -35,8 +35,15 @@ class Hop:
     sources: Mapping[str, Layout]
     targets: Mapping[str, Layout]
 
+    @cached_property
+    def _group_of(self) -> dict[int, tuple[int, ...]]:
+        return {rank: ranks for ranks in self.groups for rank in ranks}
+
     def group(self, rank: int) -> tuple[int, ...]:
-        return next(ranks for ranks in self.groups if rank in ranks)
+        return self._group_of[rank]
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._group_of
 
 
 @dataclass(frozen=True)
@@ -183,7 +190,7 @@ def island_layouts(
 def sync_actions(buckets: Sequence[Bucket], rank: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
     """(REDUCE, SPREAD) of one rank in the order in which it starts them: by bucket, and within one hop after hop; the
     parameters come back the other way round. All ranks keep to this one order, so none waits in a circle."""
-    mine = [b for b in buckets if rank in b.ranks]
+    mine = [b for b in buckets if rank in b.hops[0]]
     reduces = tuple(action for b in mine for action in bucket_actions(b, spread=False))
     spreads = tuple(action for b in mine for action in bucket_actions(b, spread=True))
     return reduces, spreads

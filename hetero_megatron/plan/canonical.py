@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hetero_megatron.plan.made_for import MadeFor
+
 Interval = tuple[int, int]
 
 VERSION = 1
@@ -159,6 +161,7 @@ class Plan:
     schedule: str
     pipelines: tuple[Pipeline, ...]
     islands: tuple[tuple[int, ...], ...] = ()
+    made_for: MadeFor | None = field(default=None, compare=False)  # no part of its meaning, nor of the fingerprint
     _cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False, hash=False)
 
     @property

@@ -34,6 +34,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "global_batch_size": plan.global_batch_size,
         "schedule": plan.schedule,
         **({"islands": [rank_ranges(ranks) for ranks in plan.islands]} if plan.islands else {}),
+        **({"made_for": plan.made_for.plain()} if plan.made_for is not None else {}),
         "pipelines": pipelines,
     }
 
@@ -41,14 +42,20 @@ def to_dict(plan: Plan) -> dict[str, Any]:
 def dump_yaml(plan: Plan) -> str:
     """The plan as the text of a plan file, one line per stage."""
     data = to_dict(plan)
-    lines = [f"{key}: {value}" for key, value in data.items() if key != "pipelines"] + ["pipelines:"]
+    lines = [f"{key}: {_flow(value)}" for key, value in data.items() if key != "pipelines"] + ["pipelines:"]
     for pipeline in data["pipelines"]:
         keys = [f"{key}: {value}" for key, value in pipeline.items() if key != "stages"] + ["stages:"]
         lines += [f"  - {keys[0]}"] + [f"    {key}" for key in keys[1:]]
         for stage in pipeline["stages"]:
-            flow = yaml.safe_dump(stage, default_flow_style=True, sort_keys=False, width=1 << 30)
-            lines.append(f"      - {flow.strip()}")
+            lines.append(f"      - {_flow(stage)}")
     return "\n".join(lines) + "\n"
+
+
+def _flow(value: Any) -> str:
+    """On one line."""
+    if not isinstance(value, dict | list):
+        return str(value)
+    return str(yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1 << 30)).strip()
 
 
 def rank_ranges(ranks: Sequence[int]) -> str:

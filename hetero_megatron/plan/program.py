@@ -13,8 +13,7 @@ from hetero_megatron.schedule import (
     Action,
     Schedule,
     format_rows,
-    generate,
-    lower,
+    lowered,
     validate,
     validate_collectives,
     with_synchronisation,
@@ -30,9 +29,8 @@ def step_schedules(plan: Plan, buckets: Sequence[Bucket], batch_size: int | None
     out = []
     for pipeline, (start, stop) in zip(plan.pipelines, pipeline_samples(plan, batch_size or plan.global_batch_size)):
         count = len(micro_batch_sizes(pipeline, stop - start))
-        lowered = lower(generate(plan.schedule, len(pipeline.stages), count))
         rows = [sync_actions(buckets, stage.ranks[0]) for stage in pipeline.stages]
-        out.append(with_synchronisation(lowered, rows))
+        out.append(with_synchronisation(lowered(plan.schedule, len(pipeline.stages), count), rows))
     return tuple(out)
 
 

@@ -46,13 +46,14 @@ from hetero_megatron.plan.fields import (
     tp_splits,
 )
 from hetero_megatron.plan.kernels import EVERY, OPERATORS, operator_problem
+from hetero_megatron.plan.made_for import read_made_for
 
 if TYPE_CHECKING:
     from hetero_megatron.cluster import Cluster
     from hetero_megatron.spec import ModelSpec
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "adaptive")
-PLAN_KEYS = ("version", "seq_length", "global_batch_size", "schedule", "islands", "pipelines")
+PLAN_KEYS = ("version", "seq_length", "global_batch_size", "schedule", "islands", "made_for", "pipelines")
 PIPELINE_KEYS = ("micro_batch_size", "num_micro_batches", "repeat", "stages")
 STAGE_KEYS = (
     "ranks", "layers", "tp", "tp_split", "dp_split", "context", "embed", "head",
@@ -155,6 +156,7 @@ def expand(document: Entry, num_heads: int) -> tuple[Plan, Source]:
         schedule=keys["schedule"].choice(SCHEDULES) if "schedule" in keys else "1f1b",
         pipelines=tuple(pipelines),
         islands=_islands(keys["islands"]) if "islands" in keys else (),
+        made_for=read_made_for(keys["made_for"]) if "made_for" in keys else None,
     )
     return plan, Source(document.file, dict(document.lines()), tuple(origin))
 

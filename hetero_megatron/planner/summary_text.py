@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from hetero_megatron.cluster import format_bytes
 from hetero_megatron.plan import dump_yaml, rank_ranges, to_dict
+from hetero_megatron.plan.made_for import MadeFor
 from hetero_megatron.planner.choices import Choice
 from hetero_megatron.planner.objective import cost_per_hour, tokens_per_cost
 from hetero_megatron.planner.replan import Loss
@@ -235,8 +237,8 @@ def summary_json(summary: Summary) -> Mapping[str, Any]:
     }
 
 
-def plan_text(choice: Choice, model: str) -> str:
-    """The plan file, with a comment that says what it is for."""
+def plan_text(choice: Choice, model: str, made: MadeFor) -> str:
+    """The plan file, with a comment and a section that say what it is for."""
     return f"# {model}: {choice.step_seconds:.4g} s per step predicted. Written by hetero-megatron plan.\n" + dump_yaml(
-        choice.plan
+        replace(choice.plan, made_for=made)
     )

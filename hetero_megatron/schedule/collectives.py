@@ -14,6 +14,27 @@ SHOWN = 8
 Meeting = tuple[Action, tuple[int, ...]]
 
 
+
+class _Numbers:
+    """Equal groups -> one number: a group may have hundreds of ranks, and is looked up for each of them."""
+
+    def __init__(self) -> None:
+        self._by_identity: dict[int, int] = {}
+        self.groups: list[tuple[int, ...]] = []  # one of every value, and what the identities belong to
+        self._by_value: dict[tuple[int, ...], int] = {}
+        self._kept: list[tuple[int, ...]] = []
+
+    def __call__(self, group: tuple[int, ...]) -> int:
+        number = self._by_identity.get(id(group))
+        if number is None:
+            number = self._by_value.setdefault(group, len(self.groups))
+            if number == len(self.groups):
+                self.groups.append(group)
+            self._by_identity[id(group)] = number
+            self._kept.append(group)  # an identity is nobody else's as long as its owner lives
+        return number
+
+
 def validate_collectives(rows: Mapping[int, Sequence[Action]], groups: Groups) -> None:
     """Prove that any two ranks meet their common collectives in the same order, and that no ring of ranks waits.
 
@@ -27,19 +48,20 @@ def validate_collectives(rows: Mapping[int, Sequence[Action]], groups: Groups) -
     Raises:
         ScheduleError: a rank that never meets the others, with the rows of those concerned.
     """
-    meetings = {rank: _meetings(rank, row, rows, groups) for rank, row in rows.items()}
+    numbers = _Numbers()
+    meetings = {rank: _meetings(rank, row, rows, groups, numbers) for rank, row in rows.items()}
     at = dict.fromkeys(rows, 0)
-    waiting: dict[Meeting, set[int]] = {}
+    waiting: dict[tuple[Action, int], set[int]] = {}
     ready = list(rows)
     while ready:
         rank = ready.pop()
         mine = meetings[rank]
         if at[rank] == len(mine):
             continue
-        key = mine[at[rank]][1]
+        key = mine[at[rank]][1:]
         there = waiting.setdefault(key, set())
         there.add(rank)
-        members = key[1]
+        members = numbers.groups[key[1]]
         if len(there) == len(members):
             del waiting[key]
             for member in members:
@@ -47,21 +69,21 @@ def validate_collectives(rows: Mapping[int, Sequence[Action]], groups: Groups) -
                 ready.append(member)
     stuck = {rank: meetings[rank][at[rank]] for rank in rows if at[rank] < len(meetings[rank])}
     if stuck:
-        raise _error(rows, stuck)
+        raise _error(rows, {rank: (i, (action, numbers.groups[n])) for rank, (i, action, n) in stuck.items()})
 
 
 def _meetings(
-    rank: int, row: Sequence[Action], rows: Mapping[int, Sequence[Action]], groups: Groups
-) -> list[tuple[int, Meeting]]:
-    """(index of the action, meeting) of one rank, from the first action in which it meets ranks of other rows on:
-    before, all members do the same list, so they cannot but be in order."""
+    rank: int, row: Sequence[Action], rows: Mapping[int, Sequence[Action]], groups: Groups, numbers: _Numbers
+) -> list[tuple[int, Action, int]]:
+    """(index of the action, action, number of the group) of one rank's meetings, from the first action in which it
+    meets ranks of other rows on: before, all members do the same list, so they cannot but be in order."""
     found, foreign = [], False
     for i in range(len(row)):
         action = row[i]
         for group in groups(rank, action):
             foreign = foreign or any(rows.get(r) is not row for r in group)
             if foreign:
-                found.append((i, (action, group)))
+                found.append((i, action, numbers(group)))
     return found
 
 

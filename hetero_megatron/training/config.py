@@ -181,6 +181,7 @@ class RunConfig:
         compile: backend of torch.compile; None: layers run as they are.
         logits_bytes: where the logits of a micro-batch on a rank would be more, head and loss go through it in chunks.
         as_rank: with ``dry_run``: the rank of the plan to run alone, with fake tensors; None: only print the plan.
+        allow_over_memory: ranks that need more than their chip has are no reason to refuse.
         load_hf: directory whose safetensors are the initial weights; None: drawn from ``seed``.
         model_directory: the Hugging Face directory that --model names; what is in it besides weights travels along.
         save_hf: where the weights go at the end, as a Hugging Face directory; None: nowhere.
@@ -217,6 +218,7 @@ class RunConfig:
     save_hf_dtype: str | None = None
     dry_run: bool = False
     as_rank: int | None = None
+    allow_over_memory: bool = False
     notices: tuple[str, ...] = ()
 
     @property

@@ -39,6 +39,8 @@ PLAN = (
     switch("--auto-plan", "search for the best plan on the cluster of --cluster and run it"),
     value("--cluster", str, None, "cluster file that the plan is checked against; needs --plan or --auto-plan",
           needs=needs("--plan", "--auto-plan")),
+    switch("--allow-over-memory", "go on where ranks are estimated to need more memory than their chips have",
+           needs=needs("--plan", "--auto-plan")),
     value("--model", str, None, "preset, Hugging Face directory or config.json, instead of architecture flags"),
     switch("--dry-run", "check and print the plan, then stop"),
     count(

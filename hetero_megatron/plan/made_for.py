@@ -1,0 +1,96 @@
+"""What a plan was made for: part of its file, not of its fingerprint, as it changes no numbers of a run by itself.
+
+It gives the defaults of a run with the plan, and what is asked for otherwise is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hetero_megatron.cluster.catalogue import DTYPES
+from hetero_megatron.errors import UserError
+
+if TYPE_CHECKING:
+    from hetero_megatron.cluster import Cluster
+    from hetero_megatron.cluster.document import Entry
+    from hetero_megatron.spec import ModelSpec
+
+KEYS = ("model", "model_hash", "dtype", "optimizer", "memory")
+OPTIMIZERS = ("adam", "sgd")
+SHAPE = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "norm",
+    "activation", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "tied", "position", "sliding_window",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MadeFor:
+    """``model_hash``: of what counts for memory and time (:func:`model_hash`); ``memory``: bytes per chip name."""
+
+    model: str
+    model_hash: str
+    dtype: str
+    optimizer: str
+    memory: tuple[tuple[str, int], ...] = ()
+
+    def plain(self) -> dict[str, Any]:
+        """As a plan file has it."""
+        return {
+            "model": self.model, "model_hash": self.model_hash, "dtype": self.dtype, "optimizer": self.optimizer,
+            "memory": dict(self.memory),
+        }  # fmt: skip
+
+    def agree(self, key: str, field: str, value: str, source: str) -> None:
+        """UserError for a run that asks for another ``dtype`` or ``optimizer``."""
+        mine = getattr(self, key)
+        if value != mine:
+            raise UserError(
+                f"the plan was made for {mine} (made_for.{key} of {source})", field=field, value=value,
+                accepted=f"{mine}, or a plan made for {value}", where="command line",
+            )  # fmt: skip
+
+    def agree_on_model(self, model: ModelSpec, source: str) -> None:
+        """UserError for a model that differs in what counts; its name does not."""
+        if model_hash(model) != self.model_hash:
+            raise UserError(
+                f"the plan was made for another model: {self.model} ({self.model_hash})", field="model",
+                value=f"{model.name} ({model_hash(model)})", where=source,
+                accepted=f"{self.model}, or a plan made for {model.name}",
+            )  # fmt: skip
+
+
+def model_hash(model: ModelSpec) -> str:
+    """12 hex digits of the shapes of a model. Positions that are not learned, and constants, are not in it."""
+    text = "; ".join(f"{key}={getattr(model, key)}" for key in SHAPE)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def made_for(model: ModelSpec, dtype: str, optimizer: str, cluster: Cluster, ranks: Iterable[int]) -> MadeFor:
+    """Of a plan on these ranks of a cluster."""
+    chips = {chip.name: chip.memory for chip in map(cluster.chip_of, ranks)}
+    return MadeFor(model.name, model_hash(model), dtype, optimizer, tuple(sorted(chips.items())))
+
+
+def read_made_for(entry: Entry) -> MadeFor:
+    """The section ``made_for`` of a plan file."""
+    keys = entry.mapping(KEYS, required=("model", "model_hash", "dtype", "optimizer"))
+    memory = keys["memory"].any_mapping() if "memory" in keys else {}
+    return MadeFor(
+        keys["model"].text(),
+        keys["model_hash"].text(),
+        keys["dtype"].choice(DTYPES),
+        keys["optimizer"].choice(OPTIMIZERS),
+        tuple(sorted((name, value.integer(1)) for name, value in memory.items())),
+    )
+
+
+def made_for_of(path: str) -> MadeFor | None:
+    """The section of a plan file, before anything else of it is read."""
+    from hetero_megatron.cluster.document import read_document
+
+    entry = read_document(path)
+    found = entry.value.get("made_for") if isinstance(entry.value, dict) else None
+    return read_made_for(found) if found is not None else None

@@ -1,0 +1,116 @@
+"""What a plan was made for: written by ``plan``, defaults of a run, refused where the run asks for other things."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_megatron.cli.configure import configure
+from hetero_megatron.cli.main import main as hetero_megatron
+from hetero_megatron.cli.pretrain import main as pretrain
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan import dump_yaml, load_plan
+from hetero_megatron.plan.made_for import model_hash
+from hetero_megatron.spec import load_model
+from hetero_megatron.training.config import RunConfig
+
+CLUSTER = """\
+nodes: [{name: n, count: 1, chip: c, chips_per_node: 2}]
+chips: {c: {memory: MEMORY, emulate: {speed: 0.6}}}
+links: {intra_node: {bandwidth: 1 GB/s, latency: 1 us}, inter_node: {bandwidth: 1 GB/s, latency: 1 us}}
+"""
+PLAN = """\
+seq_length: 64
+global_batch_size: 4
+made_for: {model: tiny, model_hash: HASH, dtype: bf16, optimizer: sgd, memory: {c: 1073741824}}
+pipelines: [{micro_batch_size: 2, num_micro_batches: 2, stages: [{ranks: 0-1, layers: [0, 6], tp: 2}]}]
+"""
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.yaml"
+    path.write_text(PLAN.replace("HASH", model_hash(load_model("tiny"))))
+    return path
+
+
+def dry(path: Path, line: str = "") -> RunConfig:
+    return configure(["--dry-run", "--plan", str(path), *line.split()], {})
+
+
+def test_what_it_was_made_for_is_the_default(written: Path) -> None:
+    run = dry(written)
+    assert (run.spec.name, run.dtype, run.optimizer.name) == ("tiny", "bf16", "sgd")
+    assert sum("the plan was made for it" in notice for notice in run.notices) == 3
+    assert dry(written, "--model tiny --bf16 --optimizer sgd").notices == ()
+
+
+def test_it_survives_a_round_trip_and_is_not_in_the_fingerprint(written: Path) -> None:
+    spec = load_model("tiny")
+    plan = load_plan(written, spec)
+    assert plan.made_for is not None and plan.made_for.memory == (("c", 1 << 30),)
+    again = written.parent / "again.yaml"
+    again.write_text(dump_yaml(plan))
+    assert load_plan(again, spec).made_for == plan.made_for
+    plain = written.parent / "plain.yaml"
+    plain.write_text("".join(line for line in written.read_text().splitlines(True) if "made_for" not in line))
+    assert load_plan(plain, spec).fingerprint() == plan.fingerprint()
+    run = dry(plain, "--model tiny")
+    assert (run.dtype, run.optimizer.name) == ("fp32", "adam")  # as ever
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "words"),
+    [
+        ("--dtype fp32", "--dtype", ["fp32", "bf16"]),
+        ("--fp16", "--fp16", ["fp16", "bf16"]),
+        ("--fp64 --model tiny", "--fp64", ["fp64", "bf16"]),
+        ("--optimizer adam", "--optimizer", ["adam", "sgd"]),
+        ("--model gpt2", "model", ["gpt2", "tiny"]),
+        ("--num-layers 6 --hidden-size 64 --num-attention-heads 4 --vocab-size 99 --seq-length 64", "model", ["tiny"]),
+    ],
+)
+def test_what_contradicts_it_is_refused_and_both_are_named(
+    written: Path, line: str, field: str, words: list[str]
+) -> None:
+    with pytest.raises(UserError) as caught:
+        dry(written, line)
+    assert caught.value.field == field and all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("bf16", "bf17"), ("sgd", "[sgd]"), ("c: 1073741824", "c: much"), ("c: 1073741824", "c: 0"), ("model: tiny, ", ""),
+     ("made_for: {", "made_for: {gpu: 1, ")],
+)  # fmt: skip
+def test_a_damaged_section_is_refused(written: Path, before: str, after: str) -> None:
+    written.write_text(written.read_text().replace(before, after, 1))
+    with pytest.raises(UserError, match="made_for"):
+        dry(written)
+
+
+def test_predict_takes_and_refuses_the_same(written: Path, capsys: Any) -> None:
+    cluster = written.parent / "cluster.yaml"
+    cluster.write_text(CLUSTER.replace("MEMORY", "1 GiB"))
+    line = ["predict", "--plan", str(written), "--cluster", str(cluster), "--model", "tiny"]
+    assert hetero_megatron([*line, "--dtype", "fp32"]) == 2
+    assert "made for bf16" in capsys.readouterr().err
+    assert hetero_megatron([*line, "--optimizer", "adam"]) == 2
+    assert "made for sgd" in capsys.readouterr().err
+
+
+def test_ranks_over_their_chips_memory_are_refused_in_one_block(written: Path, capsys: Any) -> None:
+    cluster = written.parent / "cluster.yaml"
+    cluster.write_text(CLUSTER.replace("MEMORY", "1 MiB"))
+    line = ["--dry-run", "--plan", str(written), "--cluster", str(cluster)]
+    assert pretrain(line, {}) == 2
+    told = capsys.readouterr()
+    assert "estimated memory per rank" in told.out and told.err.count("error:") == 1
+    assert "0-1 (c) by up to" in told.err and "--allow-over-memory" in told.err
+    assert pretrain([*line, "--allow-over-memory"], {}) == 0
+    assert "0-1 (c) by up to" in capsys.readouterr().out
+    start = ["--plan", str(written), "--cluster", str(cluster), "--mock-data", "--train-iters", "1", "--lr", "1e-3"]
+    assert pretrain(start, {"WORLD_SIZE": "2", "RANK": "0"}) == 2
+    assert "0-1 (c) by up to" in capsys.readouterr().err
