@@ -21,6 +21,7 @@ from hetero_megatron.platform.conformance import check_platform
 from hetero_megatron.platform.platform import platform_here
 from hetero_megatron.platform.plugins import Plugin, Plugins, Source, load_plugins
 from hetero_megatron.spec import load_model, shares
+from hetero_megatron.words import dtype_name, plural
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -50,6 +51,7 @@ def check_plugin(
     Raises:
         UserError: no such plugin, platform, dtype or operator.
     """
+    dtypes = [dtype_name(dtype) for dtype in dtypes]
     for dtype in dtypes:
         if dtype not in DTYPES:
             raise unknown("dtype", dtype, DTYPES, "--dtypes")
@@ -180,7 +182,7 @@ def print_report(report: Report) -> None:
         print("nothing was registered, so nothing was checked")
     else:
         left = f", {len(report.findings) - total} skipped" if total < len(report.findings) else ""
-        print(f"{total} checks, " + ("all passed" if not failures else f"{failures} FAILED") + left)
+        print(f"{plural(total, 'check')}, " + ("all passed" if not failures else f"{failures} FAILED") + left)
 
 
 def _groups(findings: Sequence[dict[str, str]]) -> Iterator[tuple[tuple[str, str], list[dict[str, str]]]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from hetero_megatron.cli.arguments import refuse_empty
 from hetero_megatron.cli.hub import model_directory
 from hetero_megatron.errors import UserError
+from hetero_megatron.words import dtype_name
 
 USAGE = """\
 usage: hetero-megatron convert SOURCE TARGET [--dtype fp32|bf16|fp16|fp64] [--ckpt-step N] [--json]
@@ -47,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
     from hetero_megatron.checkpoint.convert import DTYPES, from_native, to_native
 
     dtype = options.get("--dtype")
+    dtype = None if dtype is None else dtype_name(dtype)
     if dtype is not None and dtype not in DTYPES:
         raise UserError("unknown value", field="--dtype", value=dtype, accepted=", ".join(DTYPES))
     start = time.perf_counter()

@@ -12,6 +12,7 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import FlagScaleParallel, MegatronParallel, Plan, from_flagscale, from_megatron, load_plan
 from hetero_megatron.spec import ModelSpec
+from hetero_megatron.words import plural
 
 _UNIFORM = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "cp_comm_type",
@@ -115,7 +116,8 @@ def _searched(
     costs = CostOptions(moments=moments_of(args["optimizer"]))
     options = SearchOptions(dtype=dtype or "fp32", space=Space(micro_batch_sizes=sizes), costs=costs)
     if environment.get("RANK", "0") == "0":
-        what = f"searching for a plan on {cluster.world_size} chips; hetero-megatron plan would show how that goes"
+        chips = plural(cluster.world_size, "chip")
+        what = f"searching for a plan on {chips}; hetero-megatron plan would show how that goes"
         print(what, file=sys.stderr, flush=True)
     whole = Watch().uncaught()  # of two ranks that Ctrl-C stops each would have its own best so far
     found = search(spec, cluster, args["seq_length"], args["global_batch_size"], options, watch=whole).best
@@ -163,7 +165,8 @@ def _from_meshes(args: Arguments, spec: ModelSpec, environment: Mapping[str, str
         raise flag_error("tensor_model_parallel_size", value, "no mesh has it", accepted)
     if args.has("pipeline_model_parallel_size") and args["pipeline_model_parallel_size"] != stages:
         value = args["pipeline_model_parallel_size"]
-        raise flag_error("pipeline_model_parallel_size", value, f"the meshes have {stages} stages", str(stages))
+        problem = f"the meshes have {plural(stages, 'stage')}"
+        raise flag_error("pipeline_model_parallel_size", value, problem, str(stages))
     _check_chip(args, plan, environment)
     return plan
 
@@ -204,10 +207,10 @@ def _ranks(args: Arguments, environment: Mapping[str, str], needed: int) -> int:
     if count < needed:
         field = "--plan" if args["plan"] is not None else "--hetero-process-meshes"
         field = "--auto-plan" if args["auto_plan"] else field
-        problem = f"it needs {needed} ranks and {count} {'was' if count == 1 else 'were'} started ({source})"
+        problem = f"it needs {plural(needed, 'rank')} and {count} {'was' if count == 1 else 'were'} started ({source})"
         raise UserError(
             problem, field=field, value=args["plan"] or args["hetero_process_meshes"],
-            accepted=f"torchrun --nproc-per-node with {needed} ranks in all", where="command line",
+            accepted=f"torchrun --nproc-per-node with {plural(needed, 'rank')} in all", where="command line",
         )  # fmt: skip
     return count
 

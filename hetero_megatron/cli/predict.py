@@ -21,6 +21,7 @@ from hetero_megatron.planner.predict import predict
 from hetero_megatron.planner.report import as_json, format_prediction
 from hetero_megatron.planner.timeline import format_timeline, perfetto_trace
 from hetero_megatron.spec import load_model
+from hetero_megatron.words import dtype_name
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,7 +32,8 @@ def main(argv: Sequence[str]) -> int:
         "--cluster", required=True, metavar="FILE", help="cluster file; its rates are used if it has any"
     )
     parser.add_argument("--model", required=True, metavar="M", help="preset, Hugging Face directory or config.json")
-    parser.add_argument("--dtype", default="bf16", choices=tuple(ITEM_BYTES), help="of weights and activations (bf16)")
+    parser.add_argument("--dtype", type=dtype_name, default="bf16", choices=tuple(ITEM_BYTES),
+                        help="of weights and activations (bf16)")
     parser.add_argument("--optimizer", default="adam", choices=("adam", "sgd"), help="for its state (adam)")
     parser.add_argument("--memory-margin", type=float, default=CostOptions.margin, metavar="X",
                         help="share of a chip's memory that stays free (%(default)s)")  # fmt: skip

@@ -24,6 +24,11 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
 
         print(help_text())
         return 0
+    if "--version" in argv:
+        from hetero_megatron.cli.arguments import version_line
+
+        print(version_line())
+        return 0
     try:
         from hetero_megatron.cli.configure import configure
 

@@ -2,6 +2,7 @@
 
 from hetero_megatron.cli.flag import count, family, needs, notice, refused, switch, value
 from hetero_megatron.cluster.catalogue import DTYPES
+from hetero_megatron.words import dtype_name
 
 _ONE = "there is one format, which any plan reads and writes"
 _SEED = "all randomness is a function of --seed and the position, so no generator has a state"
@@ -23,7 +24,7 @@ FLAGS = (
         "directory of a Hugging Face model, or its name on the hub: its weights, and its config without --model",
     ),
     value("--save-hf", str, None, "new directory: the trained weights as a Hugging Face model, at the end"),
-    value("--save-hf-dtype", str, None, "dtype of its files; that of training if left out", choices=DTYPES,
+    value("--save-hf-dtype", dtype_name, None, "dtype of its files; that of training if left out", choices=DTYPES,
           needs=needs("--save-hf")),
     count(
         "--save-interval", None,

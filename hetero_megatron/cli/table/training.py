@@ -30,7 +30,10 @@ TRAINING = (
     count("--train-samples", None, "sequences, instead of --train-iters"),
     value("--optimizer", str, "adam", "adam is AdamW", choices=("adam", "sgd")),
     value("--lr", float, None, "learning rate after warm-up"),
-    value("--min-lr", float, 0.0, "learning rate at the end", needs=needs("a learning rate that decays", "--min-lr 0.0")),
+    value(
+        "--min-lr", float, 0.0, "learning rate at the end",
+        needs=needs("a learning rate that decays", "--min-lr 0.0"),
+    ),
     value("--lr-decay-style", str, "linear", "shape of the decay", choices=_STYLES),
     count(
         "--lr-decay-iters", None, "steps until --min-lr; the length of training if left out",
