@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 from hetero_megatron.errors import UserError
 
+MAX_NAME = 192  # of a model on the hub: owner and name of 96 characters each
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _WITHOUT_WEIGHTS = ("*.json", "tokenizer*", "vocab.*", "merges.txt")
 
@@ -17,7 +19,7 @@ def model_directory(name: str, field: str) -> str:
     Raises:
         UserError: there is neither a directory nor a model of that name, or the hub cannot be reached.
     """
-    if Path(name).exists() or not _NAME.fullmatch(name):
+    if os.path.exists(name) or not _NAME.fullmatch(name) or len(name) > MAX_NAME:  # unlike Path.exists, takes any name
         return name
     from huggingface_hub import snapshot_download
 
@@ -27,8 +29,8 @@ def model_directory(name: str, field: str) -> str:
             path = snapshot_download(name, allow_patterns=[*_WITHOUT_WEIGHTS, "*.bin"])
         return path
     except (OSError, ValueError, RuntimeError) as error:  # not there, no access, no network, no such name
-        why = " ".join(str(error).split())[:200]
         raise UserError(
-            f"is no directory, and cannot be had from the Hugging Face hub ({type(error).__name__}: {why})",
+            f"is no directory, and cannot be had from the Hugging Face hub ({type(error).__name__}: no model of that "
+            "name, no access, or no network)",
             field=field, value=name, accepted="a directory that save_pretrained wrote, or a name on the hub",
         ) from error  # fmt: skip

@@ -176,8 +176,6 @@ def _check_chip(args: Arguments, plan: Plan, environment: Mapping[str, str]) -> 
     mine, types = args["hetero_current_device_type"], args["hetero_device_types"]
     if mine is None:
         return
-    if not types:
-        raise flag_error("hetero_current_device_type", mine, "it needs --hetero-device-types")
     rank = environment.get("RANK", "")
     stages = (stage for pipeline in plan.pipelines for stage in pipeline.stages)
     wanted = next((stage.chip for stage in stages if rank in map(str, stage.ranks)), None)
@@ -192,16 +190,12 @@ def _ranks(args: Arguments, environment: Mapping[str, str], needed: int) -> int:
     ``needed`` is by the plan, at least; 0: any number will do.
     """
     if args["world_size"] is not None:
-        if not args["dry_run"]:
-            raise flag_error("world_size", args["world_size"], "torchrun says how many ranks there are", "--dry-run")
         count, source = int(args["world_size"]), "--world-size"
     else:
         count, source = _environment_size(environment), "WORLD_SIZE"
-        if args["dry_run"] and needed:
-            return needed
-        if args["dry_run"] and "WORLD_SIZE" not in environment:
-            sizes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
-            return math.prod(int(args[size]) for size in sizes)
+        sizes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+        if args["dry_run"] and (needed or "WORLD_SIZE" not in environment):
+            count, source = needed or math.prod(int(args[size]) for size in sizes), "number of ranks"
     if not 1 <= count <= MAX_RANKS:
         raise UserError("is no number of ranks", field=source, value=count, accepted=f"1 to {MAX_RANKS}", where=WHERE)
     if count < needed:

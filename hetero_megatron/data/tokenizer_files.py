@@ -45,7 +45,7 @@ def check_directory(model: str) -> str:
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", field=_FIELD, value=model) from None
     for name in names:
-        if any(fnmatch(name, pattern) for pattern in _FILES) and not (path / name).is_dir():
+        if any(fnmatch(name, pattern) for pattern in _FILES) and not os.path.isdir(path / name):
             require_regular(path / name, _FIELD)
             if name.endswith(".json"):
                 read_json_object(path / name, _FIELD, LIMIT)
@@ -55,7 +55,7 @@ def check_directory(model: str) -> str:
 def cannot_load(model: str, error: Exception) -> UserError:
     """transformers failed on a directory or name: what that means."""
     path = Path(os.path.expanduser(model))
-    if path.is_dir() and not (path / "tokenizer.json").is_file():
+    if os.path.isdir(path) and not os.path.isfile(path / "tokenizer.json"):
         models = [*path.glob("*.model"), *path.glob("*.tiktoken")]
         pieces = any(_is_sentencepiece(file) for file in models)
         kind, packages = ("SentencePiece", _SENTENCEPIECE) if pieces else ("tiktoken", _PACKAGES)
@@ -70,7 +70,7 @@ def cannot_load(model: str, error: Exception) -> UserError:
         what = f" ({' or '.join(missing)})" if missing else ""
         problem = f"reading this tokenizer needs a package that is not installed here{what}"
         return UserError(problem, field=_FIELD, value=model, accepted=_EXTRA)
-    what = "a directory without a tokenizer that transformers can load, or a damaged one" if path.is_dir() else (
+    what = "a directory without a tokenizer that transformers can load, or a damaged one" if os.path.isdir(path) else (
         "neither a directory nor a tokenizer that can be had from the Hugging Face hub"
     )  # fmt: skip
     return UserError(f"it is {what} ({type(error).__name__})", field=_FIELD, value=model, accepted=_ACCEPTED)

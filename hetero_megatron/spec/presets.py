@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,13 +78,13 @@ def load_model(name: str, field: str = "--model") -> ModelSpec:
     """
     if name in _PRESETS and field == "--model":
         return _PRESETS[name]
-    path, folder = Path(name), Path(name).is_dir()
+    path, folder = Path(name), os.path.isdir(name)  # unlike Path.is_dir, takes any name
     if folder:
         path = path / "config.json"
-    if not path.is_file() and (folder or field != "--model"):
+    if not os.path.isfile(path) and (folder or field != "--model"):
         problem = "holds no config.json" if folder else "is no file or directory"
         raise UserError(problem, field=field, value=name, accepted="a directory that save_pretrained wrote")
-    if not path.is_file():
+    if not os.path.isfile(path):
         close = difflib.get_close_matches(name, _PRESETS, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise UserError(
