@@ -22,7 +22,7 @@ _FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "added_
           "chat_template*", "config.json")  # fmt: skip
 _ACCEPTED = "a directory with tokenizer.json, or a name that this machine can download or has downloaded"
 _SENTENCEPIECE = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}  # module -> package
-_PACKAGES = _SENTENCEPIECE | {"tiktoken": "tiktoken", "blobfile": "blobfile"}
+_TIKTOKEN = {"tiktoken": "tiktoken", "blobfile": "blobfile"}
 _EXTRA = "pip install 'hetero-megatron[sentencepiece]', or a directory with tokenizer.json"
 
 
@@ -58,7 +58,7 @@ def cannot_load(model: str, error: Exception) -> UserError:
     if os.path.isdir(path) and not os.path.isfile(path / "tokenizer.json"):
         models = [*path.glob("*.model"), *path.glob("*.tiktoken")]
         pieces = any(_is_sentencepiece(file) for file in models)
-        kind, packages = ("SentencePiece", _SENTENCEPIECE) if pieces else ("tiktoken", _PACKAGES)
+        kind, packages = ("SentencePiece", _SENTENCEPIECE) if pieces else ("tiktoken", _TIKTOKEN)
         missing = [package for module, package in packages.items() if not _installed(module)]
         if models and missing:
             return UserError(
@@ -66,7 +66,7 @@ def cannot_load(model: str, error: Exception) -> UserError:
                 f"{' and '.join(missing)}, not installed here", field=_FIELD, value=model, accepted=_EXTRA,
             )  # fmt: skip
     if isinstance(error, ImportError):
-        missing = [package for module, package in _PACKAGES.items() if not _installed(module)]
+        missing = [package for module, package in (_SENTENCEPIECE | _TIKTOKEN).items() if not _installed(module)]
         what = f" ({' or '.join(missing)})" if missing else ""
         problem = f"reading this tokenizer needs a package that is not installed here{what}"
         return UserError(problem, field=_FIELD, value=model, accepted=_EXTRA)

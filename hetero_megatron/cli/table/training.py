@@ -5,7 +5,7 @@ from hetero_megatron.cli.flag import Flag, count, family, needs, notice, only, r
 _FP8 = "fp8 is not supported by this version"
 _ONE_RATE = "all weights have one learning rate"
 _SCALED = needs("--dtype fp16", harmless=True)  # launch lines keep these when they change from --fp16 to --bf16
-_DYNAMIC = _SCALED + needs("dynamic loss scale")
+_DYNAMIC = _SCALED + needs("a dynamic loss scale")
 _WARMS = needs("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-fraction")
 _ADAM = needs("--optimizer adam")
 _MOST_SEQUENCES = 2**20  # of a step: its micro-batches are actions of the schedule, which are built
