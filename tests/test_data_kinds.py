@@ -182,8 +182,8 @@ def test_every_kind_of_string_column_and_empty_parts(tmp_path: Path) -> None:
     words = [*TEXTS[:7], "é漢", ""]
     nested = pa.array([{"text": "no"}] * len(words))
     columns = {
-        "plain": pa.array(words), "large": pa.array(words, pa.large_string()), "view": pa.array(words,
-        pa.string_view()),
+        "plain": pa.array(words), "large": pa.array(words, pa.large_string()),
+        "view": pa.array(words, pa.string_view()),
         "categories": pa.array(words).dictionary_encode(), "nulls": pa.array([w or None for w in words]),
     }  # fmt: skip
     for name, column in columns.items():

@@ -211,7 +211,8 @@ def _encode(chunk: list[_Record], tokenizer: Tokenizer, append_eod: bool) -> lis
         except UserError as error:
             out.append((done, UserError(str(error), where=where)))
             continue
-        out.append((done, [np.append(i, tokenizer.eod) if append_eod and len(i) else i for i in ids]))
+        end = [] if tokenizer.eod is None or not append_eod else [tokenizer.eod]
+        out.append((done, [np.append(i, np.array(end, np.int64)) if len(i) else i for i in ids]))
     return out
 
 
