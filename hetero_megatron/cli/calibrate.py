@@ -193,8 +193,7 @@ def _measure(
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != cluster.world_size:
         raise UserError(
-            f"the cluster has {plural(cluster.world_size, 'chip')}, and each is measured by its rank",
-            field="WORLD_SIZE", value=world,
+            f"the cluster has {plural(cluster.world_size, 'chip')}, one per rank", field="WORLD_SIZE", value=world,
             accepted=f"{plural(cluster.world_size, 'rank')} (torchrun, or hetero-megatron testbed run)",
         )  # fmt: skip
     plugins = load_plugins()
