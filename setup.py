@@ -23,6 +23,7 @@ REQUIRED = [
 # Imported only where they are used: a machine without them still trains.
 EXTRAS = {
     "data": ["datasets>=4.0", "pyarrow>=18.0"],
+    "sentencepiece": ["sentencepiece>=0.2", "protobuf>=5.0", "tiktoken>=0.8", "blobfile>=3.0"],
     "tensorboard": ["tensorboard>=2.18"],
     "wandb": ["wandb>=0.18"],
     "planner": ["scipy>=1.14", "pymetis>=2025.1"],

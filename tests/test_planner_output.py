@@ -16,6 +16,7 @@ from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.planner.page import html_page
 from hetero_megatron.planner.predict import predict
 from hetero_megatron.planner.timeline import format_timeline, perfetto_trace
+from hetero_megatron.words import format_bytes
 from tests.planner_cases import MODEL, cluster, plan, stages
 
 WORDS = [
@@ -89,7 +90,7 @@ def test_a_plan_that_does_not_fit_fails_the_command(tmp_path: Path, capsys: pyte
     out, err = capsys.readouterr()
     data = json.loads(out)
     assert not data["fits"] and data["over"][0]["rank"] == 1
-    assert "rank 1 (small) needs" in err and f"over by {data['over'][0]['bytes']} bytes" in err
+    assert "rank 1 (small) needs" in err and f"over by {format_bytes(data['over'][0]['bytes'])}" in err
 
 
 @pytest.mark.parametrize(

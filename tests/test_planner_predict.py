@@ -15,6 +15,7 @@ from hetero_megatron.planner.predict import Prediction, computing_seconds, predi
 from hetero_megatron.schedule import Costs, generate, lower, simulate
 from hetero_megatron.spec import load_model
 from hetero_megatron.spec.flops import parameter_count
+from hetero_megatron.words import format_bytes
 from tests.planner_cases import MODEL, SEQ, cluster, plan, stages
 
 ACTIVATION = SEQ * MODEL.hidden_size * 4  # bytes of one micro-batch at a boundary, fp32
@@ -192,7 +193,7 @@ def test_memory_over_the_limit_names_the_rank_and_the_bytes() -> None:
     found = run(plan((4, stages(6, 5))), cluster(2, memory="4 MiB"))
     worst = found.over[0]
     assert worst.over == found.memory[worst.rank].total - found.limits[worst.rank] > 0
-    with pytest.raises(UserError, match=rf"rank {worst.rank} \(c0\) needs .* over by {worst.over} bytes"):
+    with pytest.raises(UserError, match=rf"rank {worst.rank} \(c0\) needs .* over by {format_bytes(worst.over)}"):
         found.require_fit()
     assert run(plan((4, stages(6, 5))), cluster(2)).require_fit().over == ()
 

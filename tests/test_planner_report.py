@@ -28,6 +28,7 @@ from hetero_megatron.planner.uniform import closed_seconds, uniform_plans
 from hetero_megatron.planner.watch import Watch, never
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.jobs import Seat
+from hetero_megatron.words import format_bytes
 from tests.planner_reference import random_case
 
 MODEL, LENGTH, BATCH = load_model("llama2-7b"), 2048, 32
@@ -70,7 +71,7 @@ def test_rejected_plans_name_the_rank_and_the_bytes(summary: Summary, cluster: C
             for s, stage in enumerate(pipeline.stages) if r.worst.rank in stage.ranks
         )  # fmt: skip
         assert f"{where}: rank {r.worst.rank} ({r.worst.chip}) needs" in text
-        assert f"over by {r.worst.over} bytes" in text and r.worst.over > 0
+        assert f"over by {format_bytes(r.worst.over)}" in text and r.worst.over > 0
     assert [(x["rank"], x["over"], x["need"] - x["limit"]) for x in report] == [
         (r.worst.rank, r.worst.over, r.worst.over) for r in summary.rejected
     ]

@@ -23,13 +23,16 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hetero_megatron.data.corpus import find_corpus
+from hetero_megatron.cli.arguments import CommandParser
+from hetero_megatron.data.corpus import Corpus, find_corpus
 from hetero_megatron.data.indexed import IndexedWriter, token_dtype
 from hetero_megatron.data.sources.jsonl import read_objects, text_of
-from hetero_megatron.data.tokenizers import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from hetero_megatron.data.tokenizers import TOKENIZER_TYPES, Tokenizer, build_tokenizer, choose_type, required_eod
 from hetero_megatron.errors import UserError
+from hetero_megatron.words import format_seconds, plural, word
 
 _CHUNK = 64  # documents per task of a worker
+_REPORT_SECONDS = 5.0
 _REFUSED = {  # Megatron's flags that this tool does not have, and what to do instead
     "--partitions": "--workers N (one output is written, whatever N)",
     "--keep-sequential-samples": "nothing: the order is always kept",
@@ -38,18 +41,19 @@ _REFUSED = {  # Megatron's flags that this tool does not have, and what to do in
     "--lang": "nothing: it belongs to --split-sentences",
 }
 
-# One element per document: (where it was read, texts by key). Workers return token ids by key, or the error.
-_Record = tuple[str, list[str]]
+# One element per document: (where it was read, bytes read up to its end, texts by key). Workers return token ids by
+# key, or the error.
+_Record = tuple[str, int, list[str]]
 _Encoded = list[np.ndarray] | UserError
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The flags; Megatron's others are refused by name."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = CommandParser("preprocess_data.py", (__doc__ or "").splitlines()[0])
     parser.add_argument("--input", required=True, help="a .jsonl file, a folder or a quoted glob of them")
     parser.add_argument("--json-keys", nargs="+", default=["text"], help="keys that hold text; one output each")
     parser.add_argument("--output-prefix", required=True, help="path of the output without _KEY_document.bin")
-    parser.add_argument("--tokenizer-type", required=True, help=", ".join(TOKENIZER_TYPES))
+    parser.add_argument("--tokenizer-type", help=f"{', '.join(TOKENIZER_TYPES)}; by the files given if left out")
     parser.add_argument("--tokenizer-model", help="directory or name of a Hugging Face tokenizer")
     parser.add_argument("--vocab-file", help="GPT2BPETokenizer: vocab.json")
     parser.add_argument("--merge-file", help="GPT2BPETokenizer: merges.txt")
@@ -57,20 +61,36 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize")
-    parser.add_argument("--log-interval", type=int, default=10_000, help="documents between progress lines")
+    parser.add_argument(
+        "--log-interval", type=int, default=10_000, help="documents between progress lines, besides one every 5 s"
+    )
     arguments, unknown = parser.parse_known_args(words)
-    for word in unknown:
-        flag = word.split("=")[0]
+    for extra in unknown:
+        flag = extra.split("=")[0]
         raise UserError("not a flag of this tool", field=flag, accepted=_REFUSED.get(flag, "see --help"))
     for flag, value in (("--workers", arguments.workers), ("--log-interval", arguments.log_interval)):
-        if value < 1:
-            raise UserError("must be positive", field=flag, value=value, accepted="an integer >= 1")
+        if not 1 <= value < 2**31:
+            raise UserError("out of range", field=flag, value=value, accepted="an integer >= 1")
+    if len(set(arguments.json_keys)) < len(arguments.json_keys):
+        shown = " ".join(arguments.json_keys)
+        raise UserError("a key stands twice", field="--json-keys", value=shown, accepted="each key once")
+    chosen = choose_type(
+        arguments.tokenizer_type, arguments.tokenizer_model, arguments.vocab_file, arguments.merge_file
+    )
+    if chosen is None:
+        raise UserError("missing", field="--tokenizer-type", accepted=", ".join(TOKENIZER_TYPES))
+    if arguments.vocab_size is not None and chosen != "NullTokenizer":
+        problem = f"{chosen} does not read it"
+        raise UserError(problem, field="--vocab-size", value=arguments.vocab_size, accepted="leave the flag out")
+    arguments.tokenizer_type = chosen
     return arguments
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Write the outputs; UserError for bad input, and then no output appears."""
     tokenizer = _tokenizer(arguments)
+    if arguments.append_eod:
+        required_eod(tokenizer, "--append-eod ends documents with it")
     corpus = find_corpus(arguments.input, field="--input")
     if corpus.kind != "jsonl":
         raise UserError(
@@ -80,37 +100,76 @@ def run(arguments: argparse.Namespace) -> None:
     folder = Path(arguments.output_prefix).resolve().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UserError("no folder that can be written", field="--output-prefix", value=str(folder))
-    records = (
-        (f"{path}:{number}", [text_of(record, key, f"{path}:{number}") for key in arguments.json_keys])
-        for path in corpus.files
-        for number, record, _ in read_objects(path)
-    )
     dtype = token_dtype(tokenizer.vocab_size)
     prefixes = [f"{arguments.output_prefix}_{key}_document" for key in arguments.json_keys]
-    count = empty = tokens = 0
-    began = time.monotonic()
+    counts = Counts(corpus.num_bytes(), arguments.log_interval)
     with ExitStack() as stack:
         writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
-        for encoded in _encode_all(records, arguments, tokenizer):
+        for done, encoded in _encode_all(_records(corpus, arguments.json_keys), arguments, tokenizer):
             if isinstance(encoded, UserError):
                 raise encoded
             for writer, ids in zip(writers, encoded):
                 if len(ids):
                     writer.add(ids)
-                    tokens += len(ids)
-                else:
-                    empty += 1
-            count += 1
-            if count % arguments.log_interval == 0:
-                rate = count / (time.monotonic() - began)
-                print(f"{count:,} documents, {tokens:,} tokens, {rate:,.0f} documents/s", flush=True)
-        if not tokens:
+            counts.add([len(ids) for ids in encoded], done)
+        if not counts.tokens:
             raise UserError("the corpus is empty (no text)", field="--input", value=arguments.input)
-    left_out = f", {empty:,} empty ones left out" if empty else ""
-    print(f"wrote {count:,} documents, {tokens:,} tokens ({np.dtype(dtype).name}){left_out}: {' '.join(prefixes)}")
+    print(f"wrote {counts.summary(len(prefixes))} ({np.dtype(dtype).name}): {' '.join(prefixes)}")
 
 
-def _encode_all(records: Iterator[_Record], arguments: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[_Encoded]:
+class Counts:
+    """What was read and written so far; prints progress by time and by documents.
+
+    Attributes:
+        read: lines; written, empty: documents of all outputs together; tokens: of them.
+    """
+
+    def __init__(self, total_bytes: int, interval: int) -> None:
+        self.read = self.written = self.empty = self.tokens = 0
+        self._total, self._interval = total_bytes, interval
+        self._began = self._last = time.monotonic()
+
+    def add(self, lengths: Sequence[int], done: int) -> None:
+        """A line was read, with texts of so many tokens; ``done``: bytes of the input read by then."""
+        self.read += 1
+        self.written += sum(n > 0 for n in lengths)
+        self.empty += sum(n == 0 for n in lengths)
+        self.tokens += sum(lengths)
+        now = time.monotonic()
+        if self.read % self._interval == 0 or now - self._last >= _REPORT_SECONDS:
+            self._last = now
+            print(self.progress(done, now - self._began), flush=True)
+
+    def progress(self, done: int, seconds: float) -> str:
+        """A line with the share that is done and the time that is left at this pace."""
+        share = min(1.0, done / max(1, self._total))
+        left = format_seconds(seconds * (1 / share - 1)) if share > 0 else "unknown"
+        rate = plural(round(self.read / max(seconds, 1e-9)), "document")
+        return (
+            f"{share:.0%} read: {plural(self.read, 'document')}, {plural(self.tokens, 'token')}, {rate}/s, "
+            f"{format_seconds(seconds)} so far, ETA {left}"
+        )
+
+    def summary(self, outputs: int) -> str:
+        """What is in the outputs."""
+        of = f" in {outputs} outputs" if outputs > 1 else ""
+        left_out = f", {self.empty:,} empty {word(self.empty, 'one')} left out" if self.empty else ""
+        return f"{plural(self.written, 'document')}{of}{left_out}, {plural(self.tokens, 'token')}"
+
+
+def _records(corpus: Corpus, keys: Sequence[str]) -> Iterator[_Record]:
+    before = 0
+    for path in corpus.files:
+        for number, record, position in read_objects(path):
+            where = f"{path}:{number}"
+            yield where, before + position[0], [text_of(record, key, where) for key in keys]
+        before += path.stat().st_size
+
+
+def _encode_all(
+    records: Iterator[_Record], arguments: argparse.Namespace, tokenizer: Tokenizer
+) -> Iterator[tuple[int, _Encoded]]:
+    """(bytes read by then, token ids) of each document, in order."""
     chunks = iter(lambda: list(itertools.islice(records, _CHUNK)), [])
     if arguments.workers == 1:
         for chunk in chunks:
@@ -139,20 +198,21 @@ def _start_worker(arguments: argparse.Namespace) -> None:
     _worker["state"] = (_tokenizer(arguments), arguments.append_eod)
 
 
-def _work(chunk: list[_Record]) -> list[_Encoded]:
+def _work(chunk: list[_Record]) -> list[tuple[int, _Encoded]]:
     return _encode(chunk, *_worker["state"])
 
 
-def _encode(chunk: list[_Record], tokenizer: Tokenizer, append_eod: bool) -> list[_Encoded]:
+def _encode(chunk: list[_Record], tokenizer: Tokenizer, append_eod: bool) -> list[tuple[int, _Encoded]]:
     """Token ids of each text; an empty text stays empty, as in Megatron."""
-    out: list[_Encoded] = []
-    for where, texts in chunk:
+    out: list[tuple[int, _Encoded]] = []
+    for where, done, texts in chunk:
         try:
             ids = [np.asarray(tokenizer.encode(text), dtype=np.int64) for text in texts]
         except UserError as error:
-            out.append(UserError(str(error), where=where))
+            out.append((done, UserError(str(error), where=where)))
             continue
-        out.append([np.append(i, tokenizer.eod) if append_eod and len(i) else i for i in ids])
+        end = [] if tokenizer.eod is None or not append_eod else [tokenizer.eod]
+        out.append((done, [np.append(i, np.array(end, np.int64)) if len(i) else i for i in ids]))
     return out
 
 
@@ -168,8 +228,14 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         run(parse_arguments(words))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except OSError as error:  # the disk is full, a folder went away
+        print(f"error: cannot write: {error.strerror}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -6,14 +6,16 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from hetero_megatron import __version__
 from hetero_megatron.errors import UserError
 
 
-class ArgumentParser(argparse.ArgumentParser):
-    """Refuses by UserError; no abbreviated flags, no empty values."""
+class CommandParser(argparse.ArgumentParser):
+    """Refuses by UserError; no abbreviated flags, no empty values; has --version."""
 
-    def __init__(self, command: str, description: str) -> None:
-        super().__init__(prog=f"hetero-megatron {command}", description=description, allow_abbrev=False)
+    def __init__(self, program: str, description: str) -> None:
+        super().__init__(prog=program, description=description, allow_abbrev=False)
+        self.add_argument("--version", action="version", version=version_line())
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message, where=self.prog, accepted=f"`{self.prog} --help` lists the flags")
@@ -21,6 +23,18 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         refuse_empty(args or ())
         return super().parse_known_args(args, namespace)
+
+
+class ArgumentParser(CommandParser):
+    """Of a sub-command of ``hetero-megatron``."""
+
+    def __init__(self, command: str, description: str) -> None:
+        super().__init__(f"hetero-megatron {command}", description)
+
+
+def version_line() -> str:
+    """What ``--version`` prints."""
+    return f"Hetero-Megatron {__version__}"
 
 
 def refuse_empty(words: Sequence[str]) -> None:

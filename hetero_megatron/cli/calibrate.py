@@ -29,6 +29,7 @@ from hetero_megatron.files import read_json_object
 from hetero_megatron.launcher import read_launcher
 from hetero_megatron.planner.rates import refuse_twice
 from hetero_megatron.training.exit import import_torch
+from hetero_megatron.words import dtype_name, plural
 
 
 def _numbers(text: str, flag: str) -> tuple[int, ...]:
@@ -43,7 +44,7 @@ def _numbers(text: str, flag: str) -> tuple[int, ...]:
 
 
 def _dtypes(text: str, default: str) -> tuple[str, ...]:
-    names = tuple(text.split(",")) if text else (default,)
+    names = tuple(map(dtype_name, text.split(","))) if text else (default,)
     if unknown := [name for name in names if name not in DTYPES]:
         raise UserError("no such dtype", field="--dtype", value=unknown[0], accepted=", ".join(DTYPES))
     _refuse_repeated(names, text, "--dtype")
@@ -196,8 +197,8 @@ def _measure(
     world = launcher.world_size
     if world != cluster.world_size:
         raise UserError(
-            f"the cluster has {cluster.world_size} chips, and each is measured by its rank", field="WORLD_SIZE",
-            value=world, accepted=f"{cluster.world_size} ranks (torchrun, or hetero-megatron testbed run)",
+            f"the cluster has {plural(cluster.world_size, 'chip')}, one per rank", field="WORLD_SIZE", value=world,
+            accepted=f"{plural(cluster.world_size, 'rank')} (torchrun, or hetero-megatron testbed run)",
         )  # fmt: skip
     plugins = load_plugins()
     platform = choose_platform(plugins.platforms.values(), None, None, launcher.device_index)
@@ -239,7 +240,7 @@ def _measure(
         invalid: Rank | None = None
         known: dict[str, dict[str, tuple[float, float]]] = {dtype: {} for dtype in dtypes}
         for one in wanted:
-            log(f"{one.dtype}, {one.seq_length} tokens")
+            log(f"{one.dtype}, {plural(one.seq_length, 'token')}")
             kind = TORCH_DTYPES[one.dtype]
             kernels = partial(
                 rank_kernels, rank=comm.rank, registry=plugins.registry, platform=platform, dtype=kind
@@ -251,7 +252,7 @@ def _measure(
             rates, links = merge_rates(rates, found.rates), found.links
             if found.clock is not None and found.clock.invalid:
                 invalid = cluster.ranks[found.clock.worst_rank]
-            tables.append(f"{one.dtype}, {one.seq_length} tokens\n{format_calibration(found)}")
+            tables.append(f"{one.dtype}, {plural(one.seq_length, 'token')}\n{format_calibration(found)}")
     finally:
         stop_comm()
     return rates, "\n\n".join(tables), first, invalid

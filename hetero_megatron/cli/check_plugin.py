@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from hetero_megatron.cli.check_process import Event, Limits, Worker
 from hetero_megatron.errors import UserError
+from hetero_megatron.words import dtype_name
 
 FAIL, SKIP = "FAIL", "skip"  # as in ops.conformance, whose import would import torch
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
@@ -57,6 +58,7 @@ def check_plugin(
     Raises:
         UserError: no such plugin, platform, dtype or operator.
     """
+    dtypes = [dtype_name(dtype) for dtype in dtypes]
     for dtype in dtypes:
         if dtype not in DTYPES:
             raise _unknown_dtype(dtype)

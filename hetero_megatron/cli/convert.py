@@ -13,6 +13,7 @@ from hetero_megatron.cli.arguments import refuse_empty
 from hetero_megatron.cli.hub import model_directory
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.exit import import_torch
+from hetero_megatron.words import dtype_name
 
 USAGE = """\
 usage: hetero-megatron convert SOURCE TARGET [--dtype fp32|bf16|fp16|fp64] [--ckpt-step N]
@@ -58,6 +59,7 @@ def main(argv: Sequence[str]) -> int:
     from hetero_megatron.checkpoint.finite import listed
 
     dtype = options.get("--dtype")
+    dtype = None if dtype is None else dtype_name(dtype)
     if dtype is not None and dtype not in DTYPES:
         raise UserError("unknown value", field="--dtype", value=dtype, accepted=", ".join(DTYPES))
     start, finite = time.perf_counter(), "--check-finite" in options

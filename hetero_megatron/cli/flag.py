@@ -47,6 +47,7 @@ class Flag:
         says: printed when the flag is given, where an accepted value has no effect.
         needs: what it has no effect without; all of them have to hold.
         least, most: bounds of a number.
+        summary: what it does, for ``--help``, where ``help`` says why other values are refused.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Flag:
     needs: tuple[Need, ...] = ()
     least: float | None = None
     most: float | None = None
+    summary: str = ""
 
     @property
     def key(self) -> str:
@@ -125,9 +127,12 @@ def only(
     differs: str = "",
     says: str = "",
     needs: tuple[Need, ...] = (),
+    summary: str = "",
 ) -> Flag:
     """A flag that changes something which this version cannot do: only these values are accepted."""
-    return Flag(name, SUPPORTED, nargs, type, default, reason, remedy, choices, differs, says=says, needs=needs)
+    return Flag(
+        name, SUPPORTED, nargs, type, default, reason, remedy, choices, differs, says=says, needs=needs, summary=summary
+    )
 
 
 def notice(

@@ -6,7 +6,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from hetero_megatron.cli.flag import NOTICE, REFUSED, Flag
+from hetero_megatron.cli.flag import NOTICE, REFUSED, SUPPORTED, Flag
 from hetero_megatron.cli.table import ALL, GROUPS
 
 _INTRO = """\
@@ -40,6 +40,8 @@ def _row(flag: Flag) -> str:
     elif flag.remedy:
         accepted = ", ".join(str(choice) for choice in flag.choices)
         text = f"only {accepted}; other values are **refused**: {flag.help}"
+    wanted = [" or ".join(need.any_of) for need in flag.needs]
+    text += f" (has no effect without {', and '.join(wanted)})" if wanted else ""
     cells = (names, _values(flag), _default(flag), text)
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
@@ -64,16 +66,17 @@ def _default(flag: Flag) -> str:
 
 def help_text() -> str:
     """What ``--help`` prints: the supported flags."""
-    lines = ["usage: pretrain_gpt.py --plan FILE | Megatron's parallel flags, --model M, data, training ...", ""]
+    lines = ["usage: pretrain_gpt.py --plan FILE | Megatron's parallel flags, --model M, data, training ...",
+             "       pretrain_gpt.py --help | --version", ""]
     for group, flags in GROUPS.items():
-        shown = [flag for flag in flags if flag.status == "supported" and not flag.remedy]
+        shown = [flag for flag in flags if _in_help(flag)]
         if shown:
             lines.append(f"{group}:")
         for flag in shown:
             default = _default(flag).replace("`", "")
             tail = f" [{default}]" if default and default != "off" else ""
             choices = f" ({' | '.join(map(str, flag.choices))})" if flag.choices else ""
-            text = textwrap.wrap(f"{flag.help}{choices}{tail}", 64)
+            text = textwrap.wrap(f"{flag.summary or flag.help}{choices}{tail}", 64)
             name = f"  {flag.name}"
             first = [f"{name:<42} {text[0]}"] if len(name) <= 42 else [name, " " * 43 + text[0]]
             lines += first + [" " * 43 + more for more in text[1:]]
@@ -82,6 +85,11 @@ def help_text() -> str:
     accepted = sum(flag.status == NOTICE for flag in ALL)
     lines.append(f"{accepted} more of Megatron's flags are accepted without effect; docs/flags.md lists all of them.")
     return "\n".join(lines)
+
+
+def _in_help(flag: Flag) -> bool:
+    """Flags that do something; those with one accepted value do nothing."""
+    return flag.status == SUPPORTED and (not flag.remedy or len(flag.choices) > 1) and not flag.says
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from hetero_megatron.checkpoint.companions import HUB_PATTERNS
 from hetero_megatron.errors import UserError
 
+MAX_NAME = 192  # of a model on the hub: owner and name of 96 characters each
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 _REASONS = {  # huggingface_hub's exceptions, the special ones first
@@ -27,7 +28,7 @@ def model_directory(name: str, field: str) -> str:
     Raises:
         UserError: there is neither a directory nor a model of that name, or the hub cannot be reached.
     """
-    if os.path.exists(name) or not _NAME.fullmatch(name):
+    if os.path.exists(name) or not _NAME.fullmatch(name) or len(name) > MAX_NAME:  # unlike Path.exists, takes any name
         return name
     from huggingface_hub import snapshot_download
 

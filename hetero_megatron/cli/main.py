@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+from hetero_megatron.cli.arguments import version_line
 from hetero_megatron.cli.say import say_error
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.exit import INTERRUPTED, at_once
@@ -32,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_usage())
         return 0 if words else 2
+    if words == ["--version"]:
+        print(version_line())
+        return 0
     try:
         return _command(words[0])(words[1:])
     except UserError as error:

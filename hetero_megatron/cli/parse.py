@@ -15,6 +15,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.files import require_text
 
 WHERE = "command line"
+MAX_WORD = 4096  # as long as a path can be
 _TYPES = {int: "an integer", float: "a number", str: "a word"}
 _OPTION = re.compile(r"--?[A-Za-z_]")
 _NUMBERS = {  # Python's own int() and float() also take "1_000", "infinity" and digits of other scripts
@@ -191,6 +192,10 @@ def _convert(flag: Flag, word: str) -> Any:
     if flag.status != NOTICE and not word.strip():  # --save "$OUT" without OUT would be the working directory
         accepted = "a value, or leave the flag out"
         raise UserError("is empty (an unset variable?)", field=flag.name, value=word, accepted=accepted, where=WHERE)
+    if flag.type is str and (len(word) > MAX_WORD or "\0" in word):
+        problem = f"has {len(word):,} characters" if len(word) > MAX_WORD else "has a NUL character"
+        accepted = f"a word of at most {MAX_WORD:,} characters"
+        raise UserError(problem, field=flag.name, value=ascii(word[:40]), accepted=accepted, where=WHERE)
     value = _value(flag, word)
     if isinstance(value, int | float):
         _check_bounds(flag, value, word)

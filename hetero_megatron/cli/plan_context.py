@@ -23,6 +23,7 @@ from hetero_megatron.planner.context_cluster import problem_from_cluster
 from hetero_megatron.planner.context_plan import one_stage_plan, stage_entry
 from hetero_megatron.planner.context_problem import ContextLayout, ContextOptions, ContextProblem
 from hetero_megatron.spec import load_model
+from hetero_megatron.words import dtype_name
 
 
 def parser() -> ArgumentParser:
@@ -35,7 +36,7 @@ def parser() -> ArgumentParser:
     new.add_argument("--global-batch-size", type=int, default=1)
     new.add_argument("--micro-batch-size", type=int, default=1)
     new.add_argument("--tensor-model-parallel-size", type=int, default=1, help="ranks per context member")
-    new.add_argument("--dtype", choices=DTYPES, default="bf16")
+    new.add_argument("--dtype", type=dtype_name, choices=DTYPES, default="bf16")
     new.add_argument("--recompute", choices=("none", "selective", "full"), default="full")
     new.add_argument("--out")
     new.add_argument("--json", action="store_true")

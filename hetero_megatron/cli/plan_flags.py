@@ -13,6 +13,7 @@ from hetero_megatron.plan import FlagScaleParallel, MegatronParallel, Plan, from
 from hetero_megatron.plan.made_for import made_for_of
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.presets import preset_names
+from hetero_megatron.words import plural
 
 _UNIFORM = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "cp_comm_type",
@@ -141,7 +142,8 @@ def _searched(
     costs = CostOptions(moments=moments_of(args["optimizer"]))
     options = SearchOptions(dtype=dtype or "fp32", space=Space(micro_batch_sizes=sizes), costs=costs)
     if launcher.rank == 0:
-        what = f"searching for a plan on {cluster.world_size} chips; hetero-megatron plan would show how that goes"
+        chips = plural(cluster.world_size, "chip")
+        what = f"searching for a plan on {chips}; hetero-megatron plan would show how that goes"
         print(what, file=sys.stderr, flush=True)
     whole = Watch().uncaught()  # of two ranks that Ctrl-C stops each would have its own best so far
     found = search(spec, cluster, args["seq_length"], args["global_batch_size"], options, watch=whole).best
@@ -189,7 +191,8 @@ def _from_meshes(args: Arguments, spec: ModelSpec, launcher: LauncherEnvironment
         raise flag_error("tensor_model_parallel_size", value, "no mesh has it", accepted)
     if args.has("pipeline_model_parallel_size") and args["pipeline_model_parallel_size"] != stages:
         value = args["pipeline_model_parallel_size"]
-        raise flag_error("pipeline_model_parallel_size", value, f"the meshes have {stages} stages", str(stages))
+        problem = f"the meshes have {plural(stages, 'stage')}"
+        raise flag_error("pipeline_model_parallel_size", value, problem, str(stages))
     _check_chip(args, plan, launcher)
     return plan
 
@@ -199,8 +202,6 @@ def _check_chip(args: Arguments, plan: Plan, launcher: LauncherEnvironment) -> N
     mine, types = args["hetero_current_device_type"], args["hetero_device_types"]
     if mine is None:
         return
-    if not types:
-        raise flag_error("hetero_current_device_type", mine, "it needs --hetero-device-types")
     rank = launcher.rank if launcher.numbered else None
     stages = (stage for pipeline in plan.pipelines for stage in pipeline.stages)
     wanted = next((stage.chip for stage in stages if rank in stage.ranks), None)
@@ -215,24 +216,20 @@ def _ranks(args: Arguments, launcher: LauncherEnvironment, needed: int) -> int:
     ``needed`` is by the plan, at least; 0: any number will do.
     """
     if args["world_size"] is not None:
-        if not args["dry_run"]:
-            raise flag_error("world_size", args["world_size"], "torchrun says how many ranks there are", "--dry-run")
         count, source = int(args["world_size"]), "--world-size"
     else:
         count, source = launcher.world_size, "WORLD_SIZE"
-        if args["dry_run"] and needed:
-            return needed
-        if args["dry_run"] and not launcher.counted:
-            sizes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
-            return math.prod(int(args[size]) for size in sizes)
+        sizes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+        if args["dry_run"] and (needed or not launcher.counted):
+            count, source = needed or math.prod(int(args[size]) for size in sizes), "number of ranks"
     if not 1 <= count <= MAX_RANKS:
         raise UserError("is no number of ranks", field=source, value=count, accepted=f"1 to {MAX_RANKS}", where=WHERE)
     if count < needed:
         field = "--plan" if args["plan"] is not None else "--hetero-process-meshes"
         field = "--auto-plan" if args["auto_plan"] else field
-        problem = f"it needs {needed} ranks and {count} {'was' if count == 1 else 'were'} started ({source})"
+        problem = f"it needs {plural(needed, 'rank')} and {count} {'was' if count == 1 else 'were'} started ({source})"
         raise UserError(
             problem, field=field, value=args["plan"] or args["hetero_process_meshes"],
-            accepted=f"torchrun --nproc-per-node with {needed} ranks in all", where="command line",
+            accepted=f"torchrun --nproc-per-node with {plural(needed, 'rank')} in all", where="command line",
         )  # fmt: skip
     return count

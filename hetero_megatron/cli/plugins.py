@@ -13,6 +13,7 @@ from hetero_megatron.cli.arguments import refuse_empty
 from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.exit import import_torch
+from hetero_megatron.words import plural
 
 if TYPE_CHECKING:
     from hetero_megatron.platform.plugins import Plugin, Plugins
@@ -119,7 +120,8 @@ def _platform_row(found: Plugins, name: str) -> dict[str, Any]:
 def _plugin_row(plugin: Plugin) -> dict[str, Any]:
     parts = [f"platform {a.name}" for a in plugin.platforms]
     if plugin.kernels:
-        parts.append(f"{len(plugin.kernels)} kernels ({', '.join(sorted({k.provider for k in plugin.kernels}))})")
+        providers = ", ".join(sorted({k.provider for k in plugin.kernels}))
+        parts.append(f"{plural(len(plugin.kernels), 'kernel')} ({providers})")
     source = plugin.source
     return {"name": source.name, "module": source.module, "origin": source.origin, "version": source.version,
             "error": plugin.error, "registers": ", ".join(parts) or "nothing"}  # fmt: skip

@@ -22,6 +22,7 @@ from hetero_megatron.planner.predict import predict
 from hetero_megatron.planner.report import as_json, format_prediction
 from hetero_megatron.planner.timeline import format_timeline, perfetto_trace
 from hetero_megatron.spec import load_model
+from hetero_megatron.words import dtype_name
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         "--cluster", required=True, metavar="FILE", help="cluster file; its rates are used if it has any"
     )
     parser.add_argument("--model", required=True, metavar="M", help="preset, Hugging Face directory or config.json")
-    parser.add_argument("--dtype", choices=tuple(ITEM_BYTES),
+    parser.add_argument("--dtype", type=dtype_name, choices=tuple(ITEM_BYTES),
                         help="of weights and activations (what the plan was made for, else bf16)")  # fmt: skip
     parser.add_argument("--optimizer", choices=("adam", "sgd"),
                         help="for its state (what the plan was made for, else adam)")  # fmt: skip

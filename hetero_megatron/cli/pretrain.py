@@ -30,6 +30,11 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
 
         print(help_text())
         return 0
+    if "--version" in argv:
+        from hetero_megatron.cli.arguments import version_line
+
+        print(version_line())
+        return 0
     try:
         launcher = read_launcher(environment, joins="--dry-run" not in argv)
         with at_once():

@@ -64,7 +64,7 @@ def _facts(args: Arguments) -> set[str]:
     meshes = args["hetero_process_meshes"] or ()
     holds = {
         "a learning rate that decays": args["lr_decay_style"] != "constant",
-        "dynamic loss scale": args["loss_scale"] is None,
+        "a dynamic loss scale": args["loss_scale"] is None,
         "context parallelism": args["context_parallel_size"] > 1 or any(size > 1 for size in meshes[1::5]),
         "pipeline parallelism": args["pipeline_model_parallel_size"] > 1 or bool(meshes),
     }

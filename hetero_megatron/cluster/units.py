@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from hetero_megatron.words import format_bytes, format_rate
+
 if TYPE_CHECKING:
     from hetero_megatron.cluster.document import Entry
 
@@ -12,6 +14,8 @@ _DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, 
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _BYTES = {prefix + "B": factor for prefix, factor in (_DECIMAL | _BINARY).items()}
 _BITS = {prefix + unit: factor / 8 for prefix, factor in _DECIMAL.items() for unit in ("bit", "b")}
+
+__all__ = ["EXAMPLES", "UNITS", "format_bytes", "format_rate", "quantity"]
 
 UNITS: dict[str, dict[str, float]] = {
     "bytes": {**_BYTES},
@@ -61,19 +65,3 @@ def quantity(entry: Entry, kind: str) -> float:
     if not least <= result <= most:
         entry.fail("out of range", f"a positive quantity such as {accepted}")
     return result
-
-
-def format_bytes(count: float) -> str:
-    """``1.5 GiB``."""
-    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(count) >= factor:
-            return f"{count / factor:.4g} {unit}"
-    return f"{count:.0f} B"
-
-
-def format_rate(rate: float) -> str:
-    """``25 GB/s``."""
-    for unit, factor in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
-        if abs(rate) >= factor:
-            return f"{rate / factor:.4g} {unit}"
-    return f"{rate:.4g} B/s"

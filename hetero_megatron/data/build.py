@@ -22,6 +22,7 @@ from hetero_megatron.data.streaming import StreamingDataset
 from hetero_megatron.data.tokenize import tokenize
 from hetero_megatron.data.tokenizers import NullTokenizer, Tokenizer, build_tokenizer, required_eod
 from hetero_megatron.errors import UserError
+from hetero_megatron.words import plural
 
 MOST_BYTE_ROWS = 512  # of a model that may be meant for bytes: 256, the end of a document, and padding
 _ALL: tuple[Fraction, Fraction, Fraction] = (Fraction(1), Fraction(0), Fraction(0))
@@ -87,8 +88,9 @@ def build_datasets(
     for name, dataset, n in zip(SPLITS, (train, valid, test), num_samples):
         if isinstance(dataset, PackedDataset):
             log(
-                f"data: {name}: {n:,} samples = {dataset.num_epochs(n)} epoch(s) of "
-                f"{dataset.documents[1] - dataset.documents[0]:,} documents, {dataset.num_tokens:,} tokens"
+                f"data: {name}: {plural(n, 'sample')} = {plural(dataset.num_epochs(n), 'epoch')} of "
+                f"{plural(dataset.documents[1] - dataset.documents[0], 'document')}, "
+                f"{plural(dataset.num_tokens, 'token')}"
             )
     streams = (train,) if isinstance(train, StreamingDataset) else ()
     return Datasets(train, valid, test, tokenizer, builder.eod, streams)
@@ -106,7 +108,7 @@ def refuse_bytes(config: DataConfig, model_vocab_size: int | None) -> None:
     if model_vocab_size is not None and model_vocab_size > MOST_BYTE_ROWS and not chosen:
         raise UserError(
             f"missing: without it text is read byte by byte (257 ids), but the model's vocabulary has "
-            f"{model_vocab_size:,} entries",
+            f"{plural(model_vocab_size, 'entry')}",
             field="--tokenizer-type",
             accepted="--tokenizer-model DIR (or another flag that names the model's tokenizer), or --tokenizer-type "
             "ByteTokenizer if bytes are meant",

@@ -65,6 +65,8 @@ class DataConfig:
             )  # fmt: skip
         if self.num_workers < 0:
             raise UserError("negative", field="--num-workers", value=self.num_workers, accepted="an integer >= 0")
+        if self.split is not None:
+            parse_split(self.split)  # also where nothing is split
         given = [name for name, value in (("--mock-data", self.mock_data), ("--data-path", self.data_path)) if value]
         if len(given) + bool(per_split) > 1:
             raise UserError(

@@ -20,6 +20,7 @@ from hetero_megatron.data.cache import Log, cache_key, cached_arrays, say
 from hetero_megatron.data.indexed import TokenStore
 from hetero_megatron.data.sample import Sample
 from hetero_megatron.errors import UserError
+from hetero_megatron.words import plural
 
 _KEPT_EPOCHS = 3  # a batch touches two; one more for a validation set that is read meanwhile
 _SLOW_DOCUMENTS = 500_000  # from here on, building the index is announced
@@ -68,8 +69,8 @@ class PackedDataset:
         self.num_tokens = int(store.offsets[last]) - self._base
         if self.num_tokens < seq_length + 1:
             raise UserError(
-                f"{last - first} document(s) with {self.num_tokens:,} tokens are less than one sample of "
-                f"{seq_length} + 1 tokens",
+                f"{plural(last - first, 'document')} with {plural(self.num_tokens, 'token')} are less than one sample "
+                f"of {seq_length} + 1 tokens",
                 field=field, value=store.name, accepted="more data, another --split, or a shorter --seq-length",
             )  # fmt: skip
         self._key = cache_key("epoch", store.identity, documents, seq_length, seed)
@@ -135,7 +136,8 @@ class PackedDataset:
         loud = last - first >= _SLOW_DOCUMENTS
         began = time.monotonic()
         if loud:
-            self._log(f"data: building the index of {self.store.name}, epoch {number}: {last - first:,} documents ...")
+            size = plural(last - first, "document")
+            self._log(f"data: building the index of {self.store.name}, epoch {number}: {size} ...")
         lengths = np.diff(self.store.offsets[first : last + 1])
         order = permutation(last - first, self.seed, number, _DOCUMENTS)
         starts = np.zeros(len(order) + 1, np.int64)
@@ -182,7 +184,7 @@ def check_tokens(
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
         raise UserError(
-            f"{name} holds token id {bad}{place(bad)}, but the vocabulary has {vocab_size} entries",
+            f"{name} holds token id {bad}{place(bad)}, but the vocabulary has {plural(vocab_size, 'entry')}",
             field=field, value=name,
             accepted=f"ids 0..{vocab_size - 1}: data made with the tokenizer that is given, or a model with more rows",
         )  # fmt: skip

@@ -13,6 +13,7 @@ from hetero_megatron.data.indexed import IndexedWriter, TokenStore, open_indexed
 from hetero_megatron.data.packing import check_tokens
 from hetero_megatron.data.tokenizers import ByteTokenizer, Tokenizer, required_eod
 from hetero_megatron.errors import UserError
+from hetero_megatron.words import plural
 
 IN_MEMORY_BYTES = 64 * 2**20  # bytes of this much text become tokens faster than they could be read from a cache
 _REPORT_SECONDS = 10.0
@@ -78,7 +79,7 @@ def _documents(corpus: Corpus, tokenizer: Tokenizer, log: Log, limit: int | None
             yield document
         if time.monotonic() - last > _REPORT_SECONDS:
             last = time.monotonic()
-            log(f"data: tokenizing {corpus.name}: {total:,} tokens after {last - start:.0f} s")
+            log(f"data: tokenizing {corpus.name}: {plural(total, 'token')} after {last - start:.0f} s")
 
 
 def empty_corpus(corpus: Corpus) -> UserError:

@@ -14,14 +14,16 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import read_json_object, require_regular, require_text
+from hetero_megatron.files import open_file, read_json_object, require_regular, require_text
 
 LIMIT = 256 << 20  # bytes of a tokenizer.json; the largest in use have some 35 MB
 _FIELD = "--tokenizer-model"
 _FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "added_tokens.json", "special_tokens_map.json",
           "chat_template*", "config.json")  # fmt: skip
 _ACCEPTED = "a directory with tokenizer.json, or a name that this machine can download or has downloaded"
-_PACKAGES = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf", "tiktoken": "tiktoken"}
+_SENTENCEPIECE = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}  # module -> package
+_TIKTOKEN = {"tiktoken": "tiktoken", "blobfile": "blobfile"}
+_EXTRA = "pip install 'hetero-megatron[sentencepiece]', or a directory with tokenizer.json"
 
 
 def check_directory(model: str) -> str:
@@ -43,7 +45,7 @@ def check_directory(model: str) -> str:
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", field=_FIELD, value=model) from None
     for name in names:
-        if any(fnmatch(name, pattern) for pattern in _FILES) and not (path / name).is_dir():
+        if any(fnmatch(name, pattern) for pattern in _FILES) and not os.path.isdir(path / name):
             require_regular(path / name, _FIELD)
             if name.endswith(".json"):
                 read_json_object(path / name, _FIELD, LIMIT)
@@ -52,25 +54,32 @@ def check_directory(model: str) -> str:
 
 def cannot_load(model: str, error: Exception) -> UserError:
     """transformers failed on a directory or name: what that means."""
-    missing = [shown for module, shown in _PACKAGES.items() if not _installed(module)]
     path = Path(os.path.expanduser(model))
-    if path.is_dir() and not (path / "tokenizer.json").is_file() and any(path.glob("*.model")) and missing:
-        return UserError(
-            f"the directory holds a SentencePiece model and no tokenizer.json; to read it transformers needs "
-            f"{' and '.join(missing)}, which this environment lacks",
-            field=_FIELD, value=model,
-            accepted="pip install 'hetero-megatron[sentencepiece]', or a directory with tokenizer.json",
-        )  # fmt: skip
+    if os.path.isdir(path) and not os.path.isfile(path / "tokenizer.json"):
+        models = [*path.glob("*.model"), *path.glob("*.tiktoken")]
+        pieces = any(_is_sentencepiece(file) for file in models)
+        kind, packages = ("SentencePiece", _SENTENCEPIECE) if pieces else ("tiktoken", _TIKTOKEN)
+        missing = [package for module, package in packages.items() if not _installed(module)]
+        if models and missing:
+            return UserError(
+                f"the directory holds a {kind} model and no tokenizer.json; to read it transformers needs "
+                f"{' and '.join(missing)}, not installed here", field=_FIELD, value=model, accepted=_EXTRA,
+            )  # fmt: skip
     if isinstance(error, ImportError):
-        what = f" (not installed here: {', '.join(missing)})" if missing else ""
-        return UserError(
-            f"reading this tokenizer needs a package that this environment lacks{what}", field=_FIELD, value=model,
-            accepted="pip install 'hetero-megatron[sentencepiece]', or a directory with tokenizer.json",
-        )  # fmt: skip
-    what = "a directory without a tokenizer that transformers can load, or a damaged one" if path.is_dir() else (
+        missing = [package for module, package in (_SENTENCEPIECE | _TIKTOKEN).items() if not _installed(module)]
+        what = f" ({' or '.join(missing)})" if missing else ""
+        problem = f"reading this tokenizer needs a package that is not installed here{what}"
+        return UserError(problem, field=_FIELD, value=model, accepted=_EXTRA)
+    what = "a directory without a tokenizer that transformers can load, or a damaged one" if os.path.isdir(path) else (
         "neither a directory nor a tokenizer that can be had from the Hugging Face hub"
     )  # fmt: skip
     return UserError(f"it is {what} ({type(error).__name__})", field=_FIELD, value=model, accepted=_ACCEPTED)
+
+
+def _is_sentencepiece(path: Path) -> bool:
+    """Whether a file begins as SentencePiece's do (field 1 of a protobuf message); tiktoken's are lines of text."""
+    with open_file(path, _FIELD) as file:
+        return file.read(1) == b"\n"
 
 
 def read_vocabulary(path: str, field: str) -> dict[str, int]:

@@ -151,9 +151,13 @@ def _requested(registry: Registry, signature: Signature, provider: str, field: s
     reasons = _reasons(kernel, signature)
     if reasons:
         able = [k.provider for k in registry.kernels(signature.op) if not _reasons(k, signature)]
+        platforms = kernel.capability.platforms
+        elsewhere = "" if not platforms or signature.platform in platforms else (
+            f"--platform {' or '.join(platforms)} beside it, or "
+        )  # fmt: skip
         raise UserError(
             f"it cannot serve {signature}: {'; '.join(reasons)}",
-            field=field, value=provider, accepted=", ".join(able) or "no provider can serve it",
+            field=field, value=provider, accepted=elsewhere + (", ".join(able) or "no provider can serve it"),
         )  # fmt: skip
     return Choice(kernel, signature, True, ())
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from hetero_megatron.layout import cut
 from hetero_megatron.plan.canonical import Pipeline, Plan, Stage
 from hetero_megatron.plan.dump import rank_ranges
+from hetero_megatron.words import plural
 
 if TYPE_CHECKING:
     from hetero_megatron.spec import ModelSpec
@@ -28,8 +29,9 @@ def format_plan(plan: Plan, spec: ModelSpec, chips: Sequence[str] | None = None)
     lines = [
         f"plan {plan.fingerprint()}: {plan.world_size} rank{'s' if plan.world_size > 1 else ''}, {len(plan.pipelines)} "
         f"pipeline{'s' if len(plan.pipelines) > 1 else ''}, {plan.schedule}",
-        f"{spec.name}: {spec.num_layers} layers, {spec.num_heads} heads ({spec.num_kv_heads} KV), "
-        f"hidden {spec.hidden_size}; {plan.global_batch_size} sequences of {plan.seq_length} tokens per step",
+        f"{spec.name}: {plural(spec.num_layers, 'layer')}, {plural(spec.num_heads, 'head')} ({spec.num_kv_heads} KV), "
+        f"hidden {spec.hidden_size}; {plural(plan.global_batch_size, 'sequence')} of "
+        f"{plural(plan.seq_length, 'token')} per step",
     ]
     for members in groups[:MOST_GROUPS]:
         lines += ["", _title(plan, members)]
@@ -62,8 +64,8 @@ def _title(plan: Plan, members: list[int]) -> str:
     name = f"pipeline {members[0]}" if len(members) == 1 else f"pipelines {_short(rank_ranges(members), 40)}"
     each = "" if len(members) == 1 else f" ({len(members)} alike), each"
     return (
-        f"{name}{each}: {first.batch_size} sequences per step ({percent:.3g} %) = "
-        f"{first.num_micro_batches} micro-batches of {first.micro_batch_size}"
+        f"{name}{each}: {plural(first.batch_size, 'sequence')} per step ({percent:.3g} %) = "
+        f"{plural(first.num_micro_batches, 'micro-batch')} of {first.micro_batch_size}"
     )
 
 
@@ -77,7 +79,7 @@ def _box(
     text = f"{name} {rank_ranges(ranks)}"
     if len(text) > INNER:
         ascending = ranks == sorted(ranks)
-        text = f"{len(ranks)} ranks {f'{ranks[0]}…{ranks[-1]}' if ascending else rank_ranges(ranks)}"
+        text = f"{plural(len(ranks), 'rank')} {f'{ranks[0]}…{ranks[-1]}' if ascending else rank_ranges(ranks)}"
     kinds = list(dict.fromkeys(chips[rank] for rank in ranks)) if chips is not None else []
     chip = ", ".join(kinds) or stage.chip or ""
     lines = [text, *([chip] if chips is not None or any(_chips(plan)) else []), _bar(stage, num_layers)]

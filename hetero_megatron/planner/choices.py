@@ -19,6 +19,7 @@ from hetero_megatron.planner.shape import Candidate
 from hetero_megatron.planner.space import Space
 from hetero_megatron.planner.watch import Watch
 from hetero_megatron.spec import ModelSpec
+from hetero_megatron.words import plural
 
 EXACT_CHIPS = 16384  # above, the search does not wait for exact prediction, which takes longer than it does
 WINDOW = 1.01  # candidates are predicted exactly if they are within this of the best: both mostly agree to 0.5 %
@@ -104,7 +105,7 @@ class Best:
             # In one go, and before it is told: who is told of a plan may press Ctrl-C at once, and is to get it.
             self.rows = sorted([*self.rows, (seconds, self.count, candidate)], key=lambda row: row[:2])[: self.keep]
             if self.progress is not None and better:
-                self.progress(f"{seconds:.4g} s per step with {candidate.pipelines} pipelines")
+                self.progress(f"{seconds:.4g} s per step with {plural(candidate.pipelines, 'pipeline')}")
         return not self.late()
 
     def late(self) -> bool:

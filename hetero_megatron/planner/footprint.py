@@ -27,6 +27,7 @@ from hetero_megatron.planner.memory import (
 from hetero_megatron.schedule import generate, in_flight
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import LOGITS_BYTES
+from hetero_megatron.words import plural
 
 Ints = NDArray[np.int64]
 
@@ -132,7 +133,7 @@ class OverLimit:
     def __str__(self) -> str:
         return (
             f"rank {self.rank} ({self.chip}) needs {format_bytes(self.need)} of {format_bytes(self.limit)} usable: "
-            f"over by {self.over} bytes ({format_bytes(self.over)})"
+            f"over by {format_bytes(self.over)}"
         )
 
 
@@ -153,7 +154,7 @@ def refuse(over: tuple[OverLimit, ...], memory: Mapping[int, MemoryBytes], where
         "activations": "recompute: full on its stage, a smaller micro_batch_size, or fewer layers there",
         "overhead": "a chip with more memory",
     }
-    more = f"; {len(over)} ranks do not fit" if len(over) > 1 else ""
+    more = f"; {plural(len(over), 'rank')} do not fit" if len(over) > 1 else ""
     return UserError(
         f"the plan does not fit: {worst}{more}. Most of it is {largest}, {bytes_}",
         field="memory", where=where,

@@ -26,6 +26,7 @@ from hetero_megatron.planner.sync import Span, Synchronisation
 from hetero_megatron.schedule import Schedule, Timeline, lowered, simulate
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import sequence_flops
+from hetero_megatron.words import plural
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def predict(
 def _check(plan: Plan, costs: CostModel) -> None:
     if plan.ranks[-1] >= costs.cluster.world_size:
         raise UserError(
-            f"the cluster has {costs.cluster.world_size} chips", field="ranks", value=plan.ranks[-1],
+            f"the cluster has {plural(costs.cluster.world_size, 'chip')}", field="ranks", value=plan.ranks[-1],
             accepted=f"ranks 0 to {costs.cluster.world_size - 1}", where=costs.cluster.file,
         )  # fmt: skip
     assert costs.seq_length == plan.seq_length, "costs for another sequence length"

@@ -9,6 +9,7 @@ from hetero_megatron.cluster import format_bytes
 from hetero_megatron.plan import rank_ranges
 from hetero_megatron.planner.footprint import format_memory
 from hetero_megatron.planner.predict import Prediction
+from hetero_megatron.words import plural
 
 PARTS = {
     "pipelines": "pipelines, until the last backward",
@@ -22,16 +23,17 @@ PARTS = {
 def format_seconds(seconds: float) -> str:
     """``1.234 s``, ``56.7 ms`` or ``8.9 us``."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= factor or unit == "us":
+        if seconds >= factor:
             return f"{seconds / factor:.4g} {unit}"
-    raise AssertionError("unreachable")
+    return "0 s" if seconds < 5e-10 else f"{seconds * 1e9:.3g} ns"
 
 
 def format_prediction(found: Prediction) -> str:
     """Step time and its parts, use of the chips, memory, and what was assumed."""
     share = f", {found.mfu:.1%} of the chips' peak (MFU)" if found.mfu is not None else ""
     lines = [
-        f"plan {found.plan.fingerprint()}: {found.plan.world_size} ranks, {len(found.plan.pipelines)} pipelines",
+        f"plan {found.plan.fingerprint()}: {plural(found.plan.world_size, 'rank')}, "
+        f"{plural(len(found.plan.pipelines), 'pipeline')}",
         f"predicted step: {format_seconds(found.step_seconds)}, {found.tokens_per_second:,.0f} tokens/s{share}",
     ]
     for part, words in PARTS.items():

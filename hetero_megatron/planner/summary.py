@@ -23,6 +23,7 @@ from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, descri
 from hetero_megatron.planner.uniform import Uniform, few_uniform, uniform_plans
 from hetero_megatron.planner.watch import Watch, never
 from hetero_megatron.spec import ModelSpec
+from hetero_megatron.words import plural
 
 PRICE_CHIPS = 300_000  # chips x layers above which the bound by prices is only computed when asked for
 
@@ -168,7 +169,7 @@ def best_uniform(
     if result.pool.chips < cluster.world_size:
         return Baseline("uniform", "", problem="some chips lack the dtype"), []
     if next(uniform_plans(result.pool, model, batch), None) is None:
-        problem = f"no equal degrees divide {cluster.world_size} chips, their nodes and a batch of {batch}"
+        problem = f"no equal degrees divide {plural(cluster.world_size, 'chip')}, their nodes and a batch of {batch}"
         return Baseline("uniform", "", problem=problem), []
     problem = "no uniform plan fits into memory"
     few, over = few_uniform(result.evaluator, model, batch, 4)
@@ -292,7 +293,9 @@ def _why(best: Choice, other: Choice) -> str:
         "gradients": "exposed gradient reduction takes", "optimizer": "the optimizer takes",
         "parameters": "sending parameters takes",
     }  # fmt: skip
-    return f"{words[part]} {format_seconds(max(0.0, grown[part]))} longer"
+    if grown[part] < 5e-10:  # less than is shown
+        return "it takes as long"
+    return f"{words[part]} {format_seconds(grown[part])} longer"
 
 
 def _even_layers(result: Result, candidate: Candidate, model: ModelSpec) -> Candidate | None:

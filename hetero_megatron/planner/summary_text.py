@@ -15,6 +15,7 @@ from hetero_megatron.planner.objective import cost_per_hour, tokens_per_cost
 from hetero_megatron.planner.replan import Loss
 from hetero_megatron.planner.report import format_seconds
 from hetero_megatron.planner.summary import Summary, choice_text
+from hetero_megatron.words import plural, word
 
 SHOWN = 8  # names of idle nodes in the report
 
@@ -28,7 +29,7 @@ def format_summary(summary: Summary) -> str:
     lines = [
         f"best plan: {format_seconds(best.step_seconds)} per step, {found.tokens_per_second:,.0f} tokens/s{share}",
         f"  {choice_text(best, chips)}",
-        f"  found in {result.seconds:.2f} s, {result.evaluated:,} plans evaluated exactly"
+        f"  found in {result.seconds:.2f} s, {plural(result.evaluated, 'plan')} evaluated exactly"
         + ("" if result.complete else "; cut short, the best so far"),
     ]
     if summary.bound is not None:
@@ -47,16 +48,16 @@ def format_summary(summary: Summary) -> str:
     lines.append(f"  context groups: {result.context}")
     if summary.left_out:
         names = ", ".join(summary.left_out[:SHOWN]) + (", …" if len(summary.left_out) > SHOWN else "")
-        lines.append(f"  idle: {len(summary.left_out)} nodes ({names}), not of the cluster that the ranks count in")
+        idle = plural(len(summary.left_out), "node")
+        lines.append(f"  idle: {idle} ({names}), not of the cluster that the ranks count in")
     if summary.idle:
-        plural = "s" if len(summary.idle) > 1 else ""
-        idle = f"{len(summary.idle)} chip{plural} (rank{plural} {rank_ranges(summary.idle)})"
+        ranks = f"{word(len(summary.idle), 'rank')} {rank_ranges(summary.idle)}"
+        idle = f"{plural(len(summary.idle), 'chip')} ({ranks})"
         lines.append(f"  idle: {idle}; {_why_idle(summary)}")
-    for chip, ranks in summary.unusable.items():
-        plural = "s" if len(ranks) > 1 else ""
+    for chip, unusable in summary.unusable.items():
+        ranks = f"{word(len(unusable), 'rank')} {rank_ranges(unusable)}"
         lines.append(
-            f"  idle: {len(ranks)} chip{plural} (rank{plural} {rank_ranges(ranks)}): {chip} does not compute in "
-            f"{summary.dtype}"
+            f"  idle: {plural(len(unusable), 'chip')} ({ranks}): {chip} does not compute in {summary.dtype}"
         )
     lines += ["", *_memory_lines(best), "", *_comparison_lines(summary)]
     if summary.variants:

@@ -83,7 +83,7 @@ def load_model(name: str, field: str = "--model") -> ModelSpec:
     """
     if name in _PRESETS and field == "--model":
         return _PRESETS[name]
-    path, folder = Path(name), os.path.isdir(name)
+    path, folder = Path(name), os.path.isdir(name)  # unlike Path.is_dir, takes any name
     if folder:
         path = member(name, "config.json", where=name, field=field)
     if not os.path.lexists(path) and (folder or field != "--model"):

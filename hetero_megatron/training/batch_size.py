@@ -45,12 +45,21 @@ class BatchSize:
         nothing is trained on what is left over."""
         steps = 0
         while self.start and consumed <= self.ramp_samples and consumed + self.at(consumed) <= samples:
-            consumed += self.at(consumed)
-            steps += 1
+            size = self.at(consumed)
+            # At once: all steps of this size, up to the first that begins where the size is another one.
+            same = min(self._last_of_size(consumed) - consumed, samples - consumed - size) // size + 1
+            consumed += same * size
+            steps += same
         if self.start and consumed <= self.ramp_samples:
             return steps, consumed
         more = max(0, samples - consumed) // self.final
         return steps + more, consumed + more * self.final
+
+    def _last_of_size(self, consumed: int) -> int:
+        """The most consumed samples at which the size is still that at ``consumed``, which is within the ramp."""
+        increments = (self.final - self.start) // self.increment
+        level = consumed * increments // self.ramp_samples
+        return min(self.ramp_samples, ((level + 1) * self.ramp_samples - 1) // increments)
 
     def sizes(self) -> tuple[int, ...]:
         """Every size that occurs, ascending."""

@@ -35,6 +35,7 @@ from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.same_schedule import differences
 from hetero_megatron.training.save_directory import writes_checkpoints
 from hetero_megatron.training.saved_state import check_state
+from hetero_megatron.words import plural
 
 # A rank may write for long while the others wait; a dead peer is noticed by the training thread anyway.
 WRITE_TIMEOUT = timedelta(hours=2)
@@ -192,7 +193,7 @@ class Checkpointing:
         schedule = config.schedule.resumed(progress.step, progress.consumed)
         self.config = config = replace(config, schedule=schedule)
         what = "" if with_optimizer else ", without its optimizer state"
-        self._log(f"loaded {found.path}{what}: step {progress.step}, {progress.consumed} samples")
+        self._log(f"loaded {found.path}{what}: step {progress.step}, {plural(progress.consumed, 'sample')}")
         known = state["loss_scale"] if state["dtype"] == "fp16" else None  # older ones wrote 1 for other dtypes
         scale = config.loss_scale if known is None else config.loss_scale.with_state(known)
         return config, progress, scale

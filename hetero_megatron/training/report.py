@@ -23,6 +23,7 @@ from hetero_megatron.training.record import (
 )
 from hetero_megatron.training.runtime import Runtime, StepStats
 from hetero_megatron.training.throughput import measured_peak_flops, tokens_per_chip_second, work_shares
+from hetero_megatron.words import plural
 
 TIMELINE_AFTER = 2  # steps before the one whose timeline is written down: the first ones are slower
 
@@ -175,7 +176,7 @@ class Reporter:
             print(clock, flush=True)
         if facts:
             self.writer.emulation(step, facts)
-        self.event("end", f"stopped at step {step}: {reason}" if reason else f"done: {step} steps", step=step)
+        self.event("end", f"stopped at step {step}: {reason}" if reason else f"done: {plural(step, 'step')}", step=step)
         print(f"peak memory per rank: {peaks.min():.0f} to {peaks.max():.0f} MiB", flush=True)
         self.writer.close()
         if self.first_loss is not None:
@@ -183,7 +184,7 @@ class Reporter:
                 f"loss: {self.first_loss:.4f} at step {self.first_step}, {self.last_loss:.4f} at step {step}",
                 flush=True,
             )
-        print(f"stopped at step {step}: {reason}" if reason else f"done: {step} steps", flush=True)
+        print(f"stopped at step {step}: {reason}" if reason else f"done: {plural(step, 'step')}", flush=True)
 
     def _worst_clock(self) -> Kept | None:
         """How far emulated clocks could be kept; None on real chips. Called on all ranks."""

@@ -26,6 +26,7 @@ from hetero_megatron.training.exit import ECHO_SECONDS, handled, note_hang_up
 from hetero_megatron.training.jobs import Job, LocalJob, Seat, Setup
 from hetero_megatron.training.record import add_event
 from hetero_megatron.training.stragglers import DRIFT, DRIFT_FILE, read_drift
+from hetero_megatron.words import plural
 
 USER_ERROR, PEER_ERROR = 2, 3  # exit codes of a rank: its own refusal; a peer that died or does not answer
 DRIFT_FLAG = "--replan-on-drift"
@@ -126,12 +127,12 @@ class Supervisor:
                 self.log(f"round {number}: {text}")
                 if replans == self.max_replans:
                     self.words = without_flag(self.words, DRIFT_FLAG)
-                    self.log(f"drift is not looked for any more: planned again {replans} times")
+                    self.log(f"drift is not looked for any more: planned again {plural(replans, 'time')}")
                 continue
             if code == USER_ERROR or self.policy == "stop":
                 return code
             if restarts == self.max_restarts:
-                self.log(f"gave up after {restarts} restarts")
+                self.log(f"gave up after {plural(restarts, 'restart')}")
                 return code
             restarts += 1
             self._mend(ended, number)
@@ -193,11 +194,11 @@ class Supervisor:
         plan = self.planner(seats, cluster) if seats else None
         if plan is None:
             raise UserError(
-                f"no plan for the {len(seats)} ranks that are left without {', '.join(sorted(lost))}",
-                field="--fallback-plan", accepted=f"a plan for at most {len(seats)} ranks",
+                f"no plan for the {plural(len(seats), 'rank')} that are left without {', '.join(sorted(lost))}",
+                field="--fallback-plan", accepted=f"a plan for at most {plural(len(seats), 'rank')}",
             )  # fmt: skip
         self.setup = Setup(plan, tuple(seats), cluster)
-        self.log(f"round {number}: without {', '.join(sorted(lost))}, {len(seats)} ranks left, plan {plan}")
+        self.log(f"round {number}: without {', '.join(sorted(lost))}, {plural(len(seats), 'rank')} left, plan {plan}")
 
     def _cut_off(self, lost: set[str], number: int) -> set[str]:
         """Beside the lost nodes: those to be dropped because links between nodes carry nothing."""

@@ -2,6 +2,7 @@
 
 from hetero_megatron.cli.flag import count, family, needs, notice, refused, switch, value
 from hetero_megatron.cluster.catalogue import DTYPES
+from hetero_megatron.words import dtype_name
 
 _ONE = "there is one format, which any plan reads and writes"
 _SEED = "all randomness is a function of --seed and the position, so no generator has a state"
@@ -24,7 +25,7 @@ FLAGS = (
     ),
     value("--save-hf", str, None, "new directory: the trained weights as a Hugging Face model, at the end"),
     value(
-        "--save-hf-dtype", str, None,
+        "--save-hf-dtype", dtype_name, None,
         "dtype of its files; if left out each tensor's where it came from (--load-hf, --load), else that of training",
         choices=DTYPES, needs=needs("--save-hf"),
     ),

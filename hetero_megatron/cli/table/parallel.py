@@ -5,6 +5,7 @@ from typing import Any
 from hetero_megatron.cli.flag import count, family, needs, notice, only, refused, switch, value
 from hetero_megatron.cluster.catalogue import DTYPES
 from hetero_megatron.files import parse_json
+from hetero_megatron.words import dtype_name
 
 _ALWAYS = "it is always so here"
 _RANKS, _MOST = 2**16, 2**31  # ranks; any other number in a list
@@ -53,7 +54,7 @@ PLAN = (
     value("--schedule", str, "1f1b", "pipeline schedule of a plan that is built from flags", choices=("1f1b", "gpipe")),
     value(
         "--dtype",
-        str,
+        dtype_name,
         None,
         "of weights and activations; fp64 is for proofs. --bf16 and --fp16 say the same",
         choices=DTYPES,

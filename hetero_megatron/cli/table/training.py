@@ -5,7 +5,7 @@ from hetero_megatron.cli.flag import Flag, count, family, needs, notice, only, r
 _FP8 = "fp8 is not supported by this version"
 _ONE_RATE = "all weights have one learning rate"
 _SCALED = needs("--dtype fp16", harmless=True)  # launch lines keep these when they change from --fp16 to --bf16
-_DYNAMIC = _SCALED + needs("dynamic loss scale")
+_DYNAMIC = _SCALED + needs("a dynamic loss scale")
 _WARMS = needs("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-fraction")
 _ADAM = needs("--optimizer adam")
 _MOST_SEQUENCES = 2**20  # of a step: its micro-batches are actions of the schedule, which are built
@@ -30,7 +30,10 @@ TRAINING = (
     count("--train-samples", None, "sequences, instead of --train-iters"),
     value("--optimizer", str, "adam", "adam is AdamW", choices=("adam", "sgd")),
     value("--lr", float, None, "learning rate after warm-up"),
-    value("--min-lr", float, 0.0, "learning rate at the end", needs=needs("a learning rate that decays", "--min-lr 0.0")),
+    value(
+        "--min-lr", float, 0.0, "learning rate at the end",
+        needs=needs("a learning rate that decays", "--min-lr 0.0"),
+    ),
     value("--lr-decay-style", str, "linear", "shape of the decay", choices=_STYLES),
     count(
         "--lr-decay-iters", None, "steps until --min-lr; the length of training if left out",

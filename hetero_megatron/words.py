@@ -1,0 +1,60 @@
+"""Quantities and plurals in messages, written the same way everywhere."""
+
+from __future__ import annotations
+
+_BINARY = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_RATES = (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3))
+_DTYPES = {"float64": "fp64", "double": "fp64", "float32": "fp32", "float": "fp32", "bfloat16": "bf16",
+           "float16": "fp16", "half": "fp16"}  # fmt: skip
+_IRREGULAR = {"batch": "batches", "is": "are", "was": "were", "has": "have", "entry": "entries", "copy": "copies"}
+
+
+def plural(count: float, noun: str, many: str = "") -> str:
+    """``1 sequence``, ``2,000 sequences``, ``0 sequences``; ``many``: where the plural is not the noun with an s."""
+    return f"{count:,} {word(count, noun, many)}"
+
+
+def word(count: float, noun: str, many: str = "") -> str:
+    """The noun (or verb) alone, in the number that ``count`` asks for."""
+    if count == 1:
+        return noun
+    if many:
+        return many
+    head, blank, last = noun.rpartition(" ")
+    end = last.rpartition("-")[2]
+    return f"{head}{blank}{last[: len(last) - len(end)]}{_IRREGULAR.get(end, end + 's')}"
+
+
+def dtype_name(text: str) -> str:
+    """``fp32`` for ``fp32``, ``float32`` and ``torch.float32``, and so on; other names stay."""
+    name = text.strip().removeprefix("torch.")
+    return _DTYPES.get(name, name)
+
+
+def format_bytes(count: float) -> str:
+    """``1.5 GiB``."""
+    for unit, factor in _BINARY:
+        if abs(count) >= factor:
+            return f"{count / factor:.4g} {unit}"
+    return f"{count:.0f} B"
+
+
+def format_rate(rate: float) -> str:
+    """Bytes per second: ``25 GB/s``."""
+    for unit, factor in _RATES:
+        if abs(rate) >= factor:
+            return f"{rate / factor:.4g} {unit}"
+    return f"{rate:.4g} B/s"
+
+
+def format_seconds(seconds: float) -> str:
+    """``2 h 05 min``, ``3 min 20 s``, ``1.25 s``, ``12 ms``, ``340 us``; what rounds to nothing is ``0 s``."""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600:,} h {whole % 3600 // 60:02} min"
+    if whole >= 100:
+        return f"{whole // 60} min {whole % 60:02} s"
+    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return "0 s" if abs(seconds) < 5e-10 else f"{seconds * 1e9:.3g} ns"
