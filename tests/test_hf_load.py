@@ -159,7 +159,7 @@ def test_bin_files_are_read_without_executing_anything(shards: bool, tmp_path: P
         assert weights.dtype(tensor) == torch.bfloat16
     for file in files:
         torch.save({"lm_head.weight": print}, tmp_path / file)
-    with pytest.raises(UserError, match="cannot be read: not a file of tensors"):
+    with pytest.raises(UserError, match="cannot be read.*: not a file of tensors"):
         HFWeights(str(tmp_path), spec)
 
 
