@@ -6,8 +6,11 @@ import math
 
 import pytest
 
+from hetero_megatron.cli.configure import configure
 from hetero_megatron.errors import UserError
+from hetero_megatron.training.config import ScheduleConfig
 from hetero_megatron.training.lr_schedule import LearningRate, WeightDecay
+from hetero_megatron.training.same_schedule import differences
 
 
 def test_warm_up_is_linear_and_starts_at_the_initial_rate() -> None:
@@ -90,3 +93,33 @@ def test_weight_decay() -> None:
 def test_refusals(build, message: str) -> None:
     with pytest.raises(UserError, match=message):
         build()
+
+
+def schedule(*flags: str) -> ScheduleConfig:
+    """Of a run with a batch of 4."""
+    words = ["--model", "tiny", "--mock-data", "--seq-length", "16", "--micro-batch-size", "1", "--lr", "1e-3"]
+    config = configure([*words, "--global-batch-size", "4", *flags], {})
+    assert config is not None
+    return config.schedule
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("--train-iters 4 --lr-decay-style constant", "--train-iters 9 --lr-decay-style constant", ()),
+        ("--train-iters 4 --lr-decay-iters 8", "--train-iters 9 --lr-decay-iters 8", ()),
+        ("--train-iters 4 --lr-decay-style constant", "--train-iters 4 --lr-decay-style constant --min-lr 1e-5", ()),
+        ("--train-iters 4", "--train-iters 9", ("--train-iters, where --lr-decay-iters is not given: 16 samples",)),
+        ("--train-samples 16", "--train-samples 32", ("--train-samples, where --lr-decay-samples is not given",)),
+        ("--train-iters 4", "--train-iters 4 --lr-decay-iters 8", ("--lr-decay-iters: 16 samples there, 32",)),
+        ("--train-iters 4", "--train-iters 4 --min-lr 1e-5", ("--min-lr: 0 there, 1e-05 here",)),
+        ("--train-iters 4", "--train-iters 4 --weight-decay 0.2", ("--weight-decay: 0.01 there, 0.2 here",)),
+        ("--train-iters 4", "--train-iters 4 --lr-warmup-iters 1 --lr-decay-style cosine", ("-warmup-", "-style")),
+    ],
+)
+def test_only_curves_that_differ_are_refused(before: str, after: str, said: tuple[str, ...]) -> None:
+    old, new = schedule(*before.split()), schedule(*after.split())
+    found = differences(old.learning_rate, old.weight_decay, new)
+    assert len(found) == len(said) and all(a in b for a, b in zip(sorted(said), sorted(found), strict=True)), found
+    if not said:
+        assert all(old.learning_rate.at(n) == new.learning_rate.at(n) for n in range(0, 40, 4))
