@@ -53,6 +53,8 @@ def test_each_step_stands_once_whatever_checkpoint_a_run_goes_on_from(tmp_path: 
     for found in (curve(board, "lm loss validation"), [(v["step"], 0) for v in lines(run, "validation_loss")]):
         assert [at for at, _ in found] == [4, 7, 8]
     assert [s["step"] for s in lines(run, "loss", "metrics.replaced.jsonl")] == [4, 5]
+    inside([*words, "--eval-iters", "0"])  # nothing at all to do: nothing is taken out
+    assert [v["step"] for v in lines(run, "validation_loss")] == [4, 7, 8]
     inside([*words, "--skip-train", "--ckpt-step", "3"])  # trains nothing, so nothing later is taken out
     assert [s["step"] for s in lines(run, "loss")] == list(range(1, 9)) and len(curve(board, "lm loss")) == 8
     elsewhere = [*WORDS, "--train-iters", "8", "--load", str(run), "--ckpt-step", "6", "--save", str(tmp_path / "b")]

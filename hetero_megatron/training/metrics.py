@@ -88,11 +88,14 @@ class Resumed:
 
     Attributes:
         step: the last one that counts; what the logs hold of later ones is run again, and replaced.
-        trains: whether there are steps left; False: it only evaluates, after ``step``, and what is logged stays.
+        trains: whether there are steps left; False: what is logged stays, but for an evaluation after ``step``
+            that is made again.
+        evaluates: whether it evaluates.
     """
 
     step: int
     trains: bool = True
+    evaluates: bool = True
 
 
 class MetricsWriter:
@@ -210,7 +213,8 @@ def _open(directory: Path, resumed: Resumed | None) -> tuple[BinaryIO, bool]:
         raise UserError(f"cannot be written: {error.strerror}", field="--save", value=str(directory)) from error
     if os.path.lexists(path):
         assert resumed is not None
-        logged = rewind(path, resumed.step) if resumed.trains else rewind(path, evaluated=resumed.step)
+        again = resumed.step if resumed.evaluates else None
+        logged = rewind(path, resumed.step) if resumed.trains else rewind(path, evaluated=again)
     return open_append(path, "--save"), logged
 
 

@@ -57,12 +57,13 @@ class Reporter:
     def _writer(self) -> MetricsWriter:
         logging = self.config.logging
         trains = not self.config.skip_train and self.first_step <= self.config.steps
+        evaluates = self.config.evaluation.iterations > 0
         begins = 0 if self.first_step == 1 else self.first_step  # a run may evaluate before its first step
         return MetricsWriter(
             logging.save,
             logging.tensorboard_dir,
             logging.wandb,
-            Resumed(self.first_step - 1, trains) if self._goes_on() else None,
+            Resumed(self.first_step - 1, trains, evaluates) if self._goes_on() else None,
             tensorboard_queue_size=logging.tensorboard_queue_size,
             tensorboard_interval=logging.tensorboard_interval,
             purge_step=begins if trains else None,
