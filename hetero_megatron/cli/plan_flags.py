@@ -84,9 +84,6 @@ def build_plan(
 def _from_file(
     args: Arguments, spec: ModelSpec, launcher: LauncherEnvironment, cluster: Cluster | None, dtype: str | None
 ) -> Plan:
-    for key in (*_UNIFORM, *_MESHES, "micro_batch_size"):
-        if key in args.given:
-            raise flag_error(key, args[key], "the plan file says this already", "one of the two")
     made = made_for_of(args["plan"])
     if made is not None:  # first: what else does not fit another model would be a riddle
         made.agree_on_model(spec, args["plan"])
@@ -100,7 +97,12 @@ def _from_file(
 
 def take_defaults(args: Arguments) -> None:
     """What a plan file was made for is what a run with it does; a flag that says otherwise is refused."""
-    made = made_for_of(args["plan"]) if args["plan"] is not None and not args["auto_plan"] else None
+    if args["plan"] is None or args["auto_plan"]:
+        return
+    for key in (*_UNIFORM, *_MESHES, "micro_batch_size"):
+        if key in args.given:
+            raise flag_error(key, args[key], "the plan file says this already", "one of the two")
+    made = made_for_of(args["plan"])
     if made is None:
         return
     given = [(flag_name(key), key) for key in ("bf16", "fp16", "fp64") if args[key]]
