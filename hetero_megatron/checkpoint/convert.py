@@ -6,7 +6,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -26,16 +26,25 @@ from hetero_megatron.checkpoint.finite import is_finite, listed
 from hetero_megatron.checkpoint.hf_files import SHARD_BYTES
 from hetero_megatron.checkpoint.hf_load import HFWeights
 from hetero_megatron.checkpoint.hf_save import FLAG, save_hf
-from hetero_megatron.checkpoint.manifest import METADATA, SUMS, Damaged, Place, encode_metadata, format_sums, sha256
+from hetero_megatron.checkpoint.manifest import (
+    METADATA,
+    SUMS,
+    Damaged,
+    Place,
+    encode_metadata,
+    format_sums,
+    sha256,
+    unusable,
+)
 from hetero_megatron.checkpoint.names import name_table
 from hetero_megatron.checkpoint.native import Checkpoint, damaged_error, open_checkpoint
 from hetero_megatron.checkpoint.safefile import Files, write_file
 from hetero_megatron.checkpoint.state import MODEL, check_model, weight_dtypes
+from hetero_megatron.checkpoint.typed import typed
 from hetero_megatron.comm import Comm, Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import LogicalTensor, ModelSpec, load_model, logical_tensors
-from hetero_megatron.spec.model_spec import RopeScaling
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -43,18 +52,14 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def spec_of(checkpoint: Checkpoint) -> ModelSpec:
     """The model that a checkpoint says it is of."""
-    saved = dict(checkpoint.state["model"])
-    if saved.get("rope_scaling") is not None:
-        saved["rope_scaling"] = RopeScaling(**saved["rope_scaling"])
-    known = {f.name for f in fields(ModelSpec)}
-    saved = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
-    unknown = sorted(saved.keys() - known)
-    if unknown:
-        raise UserError(
-            f"describes its model with {', '.join(unknown)}, which this version does not know",
-            field="checkpoint", value=str(checkpoint.path), accepted="the version that wrote it",
-        )  # fmt: skip
-    return ModelSpec(**saved)
+    path = checkpoint.path / METADATA
+    try:
+        spec: ModelSpec = typed(checkpoint.state.get("model"), ModelSpec, "state.model")
+        if checkpoint.state.get("dtype") not in DTYPES:
+            raise UserError("unknown value", field="state.dtype", value=checkpoint.state.get("dtype"))
+    except UserError as error:
+        raise damaged_error(unusable(path, error), "SOURCE") from None
+    return spec
 
 
 def from_native(
