@@ -111,14 +111,14 @@ def test_there_is_nothing_to_unpickle(two: Path) -> None:
 
 
 def full_disk(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: Any, path: str) -> str | None:
-    """The last rank may write no file of more than 2 KB while step 3 is saved; step 4 is saved after it was freed."""
+    """All ranks but the first may write no file of more than 64 bytes while step 3 is saved; step 4 is saved after."""
     runtime = build(comm, case, plan, spec, initial)
     if runtime is None:
         return None
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if comm.rank == plan.ranks[-1]:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    if comm.rank != plan.ranks[0]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
     said = ""
     try:
         save(runtime, path, 3).wait()
