@@ -28,7 +28,8 @@ SECRET = "HETERO_JOB_SECRET"
 SUPERVISED = "HETERO_LAUNCHER"  # set by ``hetero-megatron run``, which plans again when told to
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
-_PATHS = ("HETERO_TESTBED", "HETERO_TESTBED_DIR", "HETERO_DIAGNOSES")
+TESTBED, TESTBED_DIRECTORY = "HETERO_TESTBED", "HETERO_TESTBED_DIR"
+DIAGNOSES = "HETERO_DIAGNOSES"
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class LauncherEnvironment:
         supervised: ``hetero-megatron run`` started it.
         secret: of the job; empty: none.
         counted, numbered: whether WORLD_SIZE and RANK were there.
+        testbed, testbed_directory: what the testbed emulates (its file), and where it meets its ranks; None: none.
+        diagnoses: the directory where the launcher reads what its ranks found; None: it reads nothing.
         started_by: another launcher whose variables were taken, as messages call it; empty: torchrun's were.
     """
 
@@ -61,6 +64,9 @@ class LauncherEnvironment:
     secret: bytes = field(default=b"", repr=False)
     counted: bool = False
     numbered: bool = False
+    testbed: str | None = None
+    testbed_directory: str | None = None
+    diagnoses: str | None = None
     started_by: str = ""
 
     @property
@@ -101,7 +107,7 @@ def read_launcher(environment: Mapping[str, str] = os.environ, joins: bool = Tru
     agent_store = _choice(environment, "TORCHELASTIC_USE_AGENT_STORE", ("False", "True")) == "True"
     supervised = _choice(environment, SUPERVISED, ("1",)) == "1"
     node, secret = _node(environment), _secret(environment)
-    _check_paths(environment)
+    testbed, testbed_directory, diagnoses = _paths(environment)
     task = find_task(environment) if world is None and rank is None else None
     if task is not None and (joins or task.complete) and address and port and task.complete:
         world, rank, local_rank, local_world = task.size, task.rank, task.local_rank, task.local_size
@@ -115,8 +121,14 @@ def read_launcher(environment: Mapping[str, str] = os.environ, joins: bool = Tru
     started_by = task.launcher if task is not None and world is not None else ""
     return LauncherEnvironment(
         rank or 0, world or 1, local_rank, local_world, address, port, restarts, agent_store, node, supervised, secret,
-        world is not None, rank is not None, started_by,
+        world is not None, rank is not None, testbed, testbed_directory, diagnoses, started_by,
     )  # fmt: skip
+
+
+def is_first(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process speaks for its job, as far as can be told before ``read_launcher`` has checked anything."""
+    task = find_task(environment)
+    return environment.get("RANK", str(task.rank or 0) if task is not None else "0").strip() == "0"
 
 
 def refuse_copies(command: str, reason: str, environment: Mapping[str, str] = os.environ) -> None:
@@ -199,16 +211,17 @@ def _secret(environment: Mapping[str, str]) -> bytes:
     return (text or "").encode("utf-8", "surrogateescape")
 
 
-def _check_paths(environment: Mapping[str, str]) -> None:
-    for name in _PATHS:
-        _text(environment, name, "a path, or not set")
-    if "HETERO_TESTBED" in environment:
-        require_regular(environment["HETERO_TESTBED"], "HETERO_TESTBED")
-    directory = environment.get("HETERO_TESTBED_DIR")
+def _paths(environment: Mapping[str, str]) -> tuple[str | None, str | None, str | None]:
+    """(file of the testbed, directory of the testbed, directory for diagnoses)."""
+    names = (TESTBED, TESTBED_DIRECTORY, DIAGNOSES)
+    file, directory, diagnoses = (_text(environment, name, "a path, or not set") for name in names)
+    if file is not None:
+        require_regular(file, TESTBED)
     if directory is not None and not Path(directory).is_dir():
         accepted = "as the testbed sets it, or not set"
         problem = "no such directory"
-        raise UserError(problem, field="HETERO_TESTBED_DIR", value=directory, accepted=accepted, where=WHERE)
+        raise UserError(problem, field=TESTBED_DIRECTORY, value=directory, accepted=accepted, where=WHERE)
+    return file, directory, diagnoses
 
 
 def _check_complete(world: int | None, rank: int | None, address: str, port: int) -> None:

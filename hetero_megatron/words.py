@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from hetero_megatron.errors import printable
+
 _BINARY = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _RATES = (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3))
 _DTYPES = {"float64": "fp64", "double": "fp64", "float32": "fp32", "float": "fp32", "bfloat16": "bf16",
            "float16": "fp16", "half": "fp16"}  # fmt: skip
 _IRREGULAR = {"batch": "batches", "is": "are", "was": "were", "has": "have", "entry": "entries", "copy": "copies"}
+
+
+def notice_line(text: str) -> str:
+    """What a user is told beside the work: ``notice: …``, without anything that a terminal would obey (names of files,
+    tensors and plugins are others')."""
+    return printable(f"notice: {text}")
 
 
 def plural(count: float, noun: str, many: str = "") -> str:

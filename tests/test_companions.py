@@ -169,6 +169,32 @@ def test_from_random_weights_the_tokenizer_and_its_ids_travel(
     assert "with no tokenizer to hf_d: 2 files" in out[3]
 
 
+def test_the_tokenizer_that_is_exported_is_the_one_that_was_trained_with(model: Path, tmp_path: Path) -> None:
+    """The model directory's own, unless another one is named, also where a checkpoint carries one; bytes have none."""
+    tokenizer(tmp_path / "tok", "<end>", "<begin>")
+    (tmp_path / "c.txt").write_text(TEXT * 200)
+    (tmp_path / "in").symlink_to(model)
+    text = [*RUN[1:], "--model", "in", "--split", "1", "--data-path", "c.txt"]
+    more = ["--train-iters", "2", "--override-opt_param-scheduler"]
+    own, bytes_, other, back, named = train(
+        tmp_path,
+        [*text, "--save", "a", "--save-hf", "hf_own"],
+        [*text, "--tokenizer-type", "ByteTokenizer", "--load", "a", *more, "--save-hf", "hf_bytes"],
+        [*text, "--tokenizer-model", "tok", "--load", "a", *more, "--save", "b", "--save-hf", "hf_other"],
+        [*text, "--load", "b", *more, "--train-iters", "3", "--save-hf", "hf_back"],
+        [*text, "--load-hf", "in", "--tokenizer-model", "tok", "--save-hf", "hf_named"],
+    )
+    for out in (own, back):
+        assert "data: tokenizer HuggingFaceTokenizer in (of --model)" in out
+    same_companions(model, tmp_path / "hf_own", dtype="float32")
+    for name, folder in (("hf_back", "in"), ("hf_other", "tok"), ("hf_named", "tok")):
+        assert (tmp_path / name / "tokenizer.json").read_bytes() == (tmp_path / folder / "tokenizer.json").read_bytes()
+        assert (tmp_path / name / "vocab.txt").exists() == (folder == "in")
+    assert "notice: the model's tokenizer does not travel along: this run trains on bytes" in bytes_
+    names = {path.name for path in (tmp_path / "hf_bytes").iterdir()}
+    assert "LICENSE" in names and not names & {"tokenizer.json", "vocab.txt", "tokenizer_config.json"}
+
+
 # Hostile directories
 
 

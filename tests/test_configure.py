@@ -174,6 +174,9 @@ def test_text_for_pretrained_weights_is_read_with_their_tokenizer(tmp_path: Path
     assert any(f"text is read with the tokenizer of --load-hf {tmp_path}" in notice for notice in own.notices)
     asked = configure([*words, "--tokenizer-type", "ByteTokenizer"], {})
     assert asked.data is not None and asked.data.tokenizer_type == "ByteTokenizer" and not asked.notices
+    of_model = configure(["--model" if w == "--load-hf" else w for w in words], {})
+    assert of_model.data is not None and of_model.data.tokenizer_model == str(tmp_path)
+    assert any(f"text is read with the tokenizer of --model {tmp_path}" in notice for notice in of_model.notices)
     mock = configure([w for w in words if not w.endswith("text.jsonl") and w != "--data-path"] + ["--mock-data"], {})
     assert mock.data is not None and mock.data.tokenizer_type is None and not mock.notices
 

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from hetero_megatron.checkpoint.native import check_writable, open_checkpoint
+from hetero_megatron.checkpoint.state import check_model
+from hetero_megatron.cli.main import main
 from hetero_megatron.comm import Comm
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, plan_from_dict
-from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec import ModelSpec, load_model
 from tests.parity import Case
 from tests.pool import shared_pool
 from tests.test_checkpoint import SEED, build, save, start, steps
@@ -72,6 +74,33 @@ def test_damage_to_any_file_is_noticed(how: str, two: Path, tmp_path: Path) -> N
         assert found.step == (2 if file.name == "latest" else 1)
         assert open_checkpoint(str(copy), None, step=1) is not None
         shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize("field", ["--load", "--pretrained-checkpoint", "SOURCE"])
+def test_refusals_name_what_named_the_directory(field: str, two: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(two, copy)
+    (copy / "iter_0000002" / "metadata.json").write_text("{}")
+    with pytest.raises(UserError, match=f"^{field} = .*damaged: metadata.json") as caught:
+        open_checkpoint(str(copy), None, field=field)
+    assert ("--load-previous-on-corruption" in caught.value.accepted) == (field != "SOURCE")
+    said: list[str] = []
+    found = open_checkpoint(str(copy), None, previous=True, log=said.append, field=field)
+    assert found is not None and found.field == field and said[0].startswith(f"notice: {field} ")
+    with pytest.raises(UserError, match=f"^{field} = .*is a checkpoint of another model than tiny"):
+        check_model(found, load_model("tiny"))
+    (copy / "iter_0000001" / "metadata.json").unlink()
+    with pytest.raises(UserError, match=f"^{field} = .*no checkpoint is good"):
+        open_checkpoint(str(copy), None, previous=True, log=said.append, field=field)
+
+
+def test_convert_names_its_source(two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(two, tmp_path / "copy")
+    (tmp_path / "copy" / "latest").write_text("iter_0000009 " + "0" * 64 + "\n")
+    assert main(["convert", str(tmp_path / "copy"), str(tmp_path / "target")]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: SOURCE = ") and "damaged: latest names iter_0000009" in err and "--load" not in err
+    assert not (tmp_path / "target").exists()
 
 
 def test_when_every_checkpoint_is_damaged_nothing_is_loaded(two: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from hetero_megatron.comm.emulation import Emulation
 from hetero_megatron.comm.pauses import Pauses
 from hetero_megatron.comm.yardstick import WARM_UP, Yardstick
 from hetero_megatron.errors import UserError
+from hetero_megatron.launcher import read_launcher
 from hetero_megatron.testbed import usual
 from hetero_megatron.testbed.clocks import read_clocks, worst_clock
 from hetero_megatron.testbed.state import CLOCK, CLOCKS
@@ -347,7 +348,7 @@ def test_a_unit_that_cannot_be_measured_is_said_in_one_line(tmp_path: Path, monk
 
 
 def test_without_a_testbed_nothing_is_emulated() -> None:
-    emulation = Emulation.from_environment(0, {})
+    emulation = Emulation.of(read_launcher({}), 0)
     assert type(emulation.clock) is RealClock and emulation.pacer is None and emulation.describe() == ""
 
 
@@ -358,7 +359,7 @@ def test_without_a_testbed_nothing_is_emulated() -> None:
 def test_a_file_of_no_testbed_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "testbed.json").write_text(text)
     with pytest.raises(UserError, match="testbed.json"):
-        Emulation.from_environment(1, {"HETERO_TESTBED": str(tmp_path / "testbed.json")})
+        Emulation.of(read_launcher({"HETERO_TESTBED": str(tmp_path / "testbed.json")}), 1)
 
 
 def test_the_control_file_changes_speed_and_rate(tmp_path: Path) -> None:
@@ -370,7 +371,7 @@ def test_the_control_file_changes_speed_and_rate(tmp_path: Path) -> None:
     file = tmp_path / "testbed.json"
     file.write_text(json.dumps(described))
     environment = {"HETERO_TESTBED": str(file), "HETERO_TESTBED_DIR": str(tmp_path)}
-    emulation = Emulation.from_environment(1, environment)
+    emulation = Emulation.of(read_launcher(environment), 1)
     assert isinstance(emulation.clock, EmulatedClock) and emulation.clock.speed() == 0.5
     control.write_text(json.dumps({"speed": {"1": 0.125}, "rate": [[1, 0, 5.0]]}))
     emulation._looked = 0.0

@@ -157,6 +157,7 @@ def test_values_beyond_the_range_of_the_files_are_told_or_refused(
     for source in ("in", "native"):
         half = [tmp_path / source, tmp_path / f"{source}16", "--dtype", "fp16"]
         assert f"NaN or Inf in {NORM}" in convert(capsys, *half, "--check-finite", code=2)
+        assert not list(tmp_path.glob(f"{source}16*"))
         assert f"notice: NaN or Inf in {NORM}" in convert(capsys, *half)
     words = [*DATA, "--load-hf", str(tmp_path / "in"), "--skip-train", "--save-hf", str(tmp_path / "hf")]
     _, err = inside([*words, "--save-hf-dtype", "fp16"], code=2)

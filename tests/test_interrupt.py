@@ -51,6 +51,13 @@ def test_an_echo_of_ctrl_c_is_not_a_second_one(own_handler: None, monkeypatch: p
     assert ended == [INTERRUPTED]
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_one_rank_says_that_ctrl_c_came(first: bool, own_handler: None, capfd: pytest.CaptureFixture[str]) -> None:
+    conditions = ExitConditions(signals=("SIGINT",), first=first)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert conditions.check(1) and ("stopping after this step" in capfd.readouterr().err) == first
+
+
 @pytest.mark.parametrize("saves", [True, False])
 def test_ctrl_c(saves: bool, tmp_path: Path) -> None:
     words = [*RUN, "--train-iters", "100000", *(["--save", str(tmp_path)] if saves else [])]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from hetero_megatron.cli.pretrain import main
 from hetero_megatron.errors import UserError
-from hetero_megatron.launcher import LauncherEnvironment, read_launcher, refuse_copies
+from hetero_megatron.launcher import LauncherEnvironment, is_first, read_launcher, refuse_copies
 from hetero_megatron.training.loop import open_to_others
 from tests.test_end_to_end import ENVIRONMENT, ROOT
 
@@ -87,6 +88,22 @@ def test_what_launchers_set_is_read() -> None:
     assert read_launcher({"LOCAL_RANK": "3"}).device_index == 3
     assert read_launcher({"WORLD_SIZE": "1"}).world_size == 1
     assert read_launcher({"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}).world_size == 1  # exported, for other uses
+
+
+def test_what_the_testbed_and_the_supervisor_set_is_read(tmp_path: Path) -> None:
+    (tmp_path / "testbed.json").write_text("{}")
+    file, folder, found = str(tmp_path / "testbed.json"), str(tmp_path), str(tmp_path / "not yet there")
+    me = read_launcher({"HETERO_TESTBED": file, "HETERO_TESTBED_DIR": folder, "HETERO_DIAGNOSES": found})
+    assert (me.testbed, me.testbed_directory, me.diagnoses) == (file, folder, found)
+    alone = read_launcher({})
+    assert (alone.testbed, alone.testbed_directory, alone.diagnoses) == (None, None, None)
+
+
+def test_one_process_speaks_for_the_job_before_anything_is_checked() -> None:
+    task = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+    spoken = [{}, {"RANK": "0"}, {"RANK": "0", "SLURM_PROCID": "1"}, task]
+    silent = [{"RANK": "3"}, {"RANK": "x"}, task | {"SLURM_PROCID": "3"}]
+    assert [is_first(e) for e in (*spoken, *silent)] == [True] * 4 + [False] * 3
 
 
 def test_where_all_ranks_are_on_one_host() -> None:

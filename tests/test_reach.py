@@ -35,7 +35,6 @@ from hetero_megatron.comm.reach import (
 )
 from hetero_megatron.comm.store import JobStore
 from hetero_megatron.training.diagnosis import (
-    DIRECTORY,
     Diagnosis,
     cut_pairs,
     diagnoses_at,
@@ -159,9 +158,9 @@ def test_of_two_the_later_goes_and_many_are_dropped_one_by_one() -> None:
 
 def test_diagnoses_are_left_and_read(tmp_path: Path) -> None:
     error = CommError("text", 2, (0, 1), 6.0, "the optimizer step", {0: UNREACHABLE, 1: GONE})
-    leave_diagnosis(error, {})  # no launcher
-    leave_diagnosis(CommError("no rank"), {DIRECTORY: str(tmp_path / "d")})
-    leave_diagnosis(error, {DIRECTORY: str(tmp_path / "d")})
+    leave_diagnosis(error, None)  # no launcher
+    leave_diagnosis(CommError("no rank"), str(tmp_path / "d"))
+    leave_diagnosis(error, str(tmp_path / "d"))
     (tmp_path / "d" / "rank-7.json").write_text("{half")
     (found,) = read_diagnoses(tmp_path / "d")
     assert found == Diagnosis(2, (0, 1), 6.0, "the optimizer step", (0,))
@@ -183,7 +182,7 @@ def test_the_launcher_drops_what_is_cut_off(policy: str, tmp_path: Path) -> None
         if number == 0:
             for rank, unreachable in ((0, {2: UNREACHABLE, 1: GONE}), (1, {2: UNREACHABLE}), (2, {0: UNREACHABLE})):
                 error = CommError("", rank, (1,), 6.0, "a step", unreachable)
-                leave_diagnosis(error, {DIRECTORY: str(diagnoses_at(tmp_path, 0))})
+                leave_diagnosis(error, str(diagnoses_at(tmp_path, 0)))
             return Scripted({0: 3, 1: 3, 2: 3})
         return Scripted(dict.fromkeys(range(len(setup.seats)), 0))
 

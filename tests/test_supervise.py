@@ -89,7 +89,7 @@ class Pretended:
     def __init__(self, diagnoses: Path, joined: Sequence[int], code: int, gave_up: Sequence[int] = ()) -> None:
         self._codes = {1: code, **dict.fromkeys(gave_up, 3)}
         for rank in joined:
-            say_joined(rank, {"HETERO_DIAGNOSES": str(diagnoses)})
+            say_joined(rank, str(diagnoses))
 
     def poll(self) -> dict[int, int]:
         return self._codes

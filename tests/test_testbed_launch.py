@@ -334,7 +334,9 @@ def test_faults_of_links(start: Callable[..., Running], tmp_path: Path) -> None:
 TOO_SLOW = """
 import os, sys, time, torch
 from hetero_megatron.comm.emulation import Emulation
-emulation, end = Emulation.from_environment(int(os.environ["RANK"])), time.monotonic() + 20
+from hetero_megatron.launcher import read_launcher
+launcher = read_launcher()
+emulation, end = Emulation.of(launcher, launcher.rank), time.monotonic() + 20
 emulation.started()
 start = time.thread_time()
 with emulation.clock.counting():

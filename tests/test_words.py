@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from hetero_megatron.words import dtype_name, format_bytes, format_seconds, plural, word
+from hetero_megatron.words import dtype_name, format_bytes, format_seconds, notice_line, plural, word
+from tests.test_end_to_end import ROOT
 
 
 @pytest.mark.parametrize(
@@ -17,6 +20,15 @@ from hetero_megatron.words import dtype_name, format_bytes, format_seconds, plur
 )  # fmt: skip
 def test_plurals(count: int, noun: str, text: str) -> None:
     assert plural(count, noun) == text
+
+
+def test_notices_cannot_steer_a_terminal() -> None:
+    assert notice_line("weights \x1b[31mred\u202e\n  and more") == "notice: weights \\x1b[31mred\\u202e\n  and more"
+
+
+def test_every_notice_is_made_in_one_place() -> None:
+    sources = [path for path in (ROOT / "hetero_megatron").rglob("*.py") if path.name != "words.py"]
+    assert [path.name for path in sources if re.search("""["']notice: """, path.read_text(encoding="utf-8"))] == []
 
 
 def test_verbs_and_given_plurals() -> None:

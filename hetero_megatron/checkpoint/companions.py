@@ -100,6 +100,12 @@ class Companions:
         """Only the files of the tokenizer."""
         return Companions({n: c for n, c in self.files.items() if is_tokenizer(n)}, self.notices)
 
+    def without_tokenizer(self, why: str) -> Companions:
+        """All but the files of the tokenizer, which is told."""
+        kept = {n: c for n, c in self.files.items() if not is_tokenizer(n)}
+        told = [f"the model's tokenizer does not travel along: {why}"] if len(kept) < len(self.files) else []
+        return Companions(kept, (*self.notices, *told))
+
     def native(self) -> dict[str, bytes]:
         """By their names in a native checkpoint."""
         return {_native_name(name): content for name, content in self.files.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -58,7 +57,7 @@ def spec_of(checkpoint: Checkpoint) -> ModelSpec:
         if checkpoint.state.get("dtype") not in DTYPES:
             raise UserError("unknown value", field="state.dtype", value=checkpoint.state.get("dtype"))
     except UserError as error:
-        raise damaged_error(unusable(path, error), "SOURCE") from None
+        raise damaged_error(unusable(path, error), checkpoint.field) from None
     return spec
 
 
@@ -71,7 +70,7 @@ def from_native(
         dtype: of the files; None: of each tensor that which it had where it came from (``weight_dtypes``).
         check_finite: refuse NaN and Inf, which are otherwise listed as ``nonfinite``.
     """
-    checkpoint = open_checkpoint(source, None, step)
+    checkpoint = open_checkpoint(source, None, step, field="SOURCE")
     if checkpoint is None:
         raise UserError("holds no checkpoint", field="SOURCE", value=source, accepted="a directory that --save wrote")
     spec = spec_of(checkpoint)
@@ -82,7 +81,7 @@ def from_native(
     try:
         save_hf(target, spec, chunks, dtypes, alone, along, nonfinite=None if check_finite else nonfinite)
     except Damaged as error:
-        raise damaged_error(error, "SOURCE") from error
+        raise damaged_error(error, checkpoint.field) from error
     except UserError as error:
         if error.field != FLAG:
             raise
@@ -115,6 +114,7 @@ def to_native(source: str, target: str, dtype: str | None = None, check_finite: 
     """Write Hugging Face weights as the checkpoint of step 0, for any plan; returns what was done, for --json.
 
     Args:
+        target: a new directory, which does not stay where the weights are refused or cannot be written.
         dtype: of the stored weights; None: each as it is in the files, bit for bit.
         check_finite: refuse NaN and Inf, which are otherwise listed as ``nonfinite``.
     """
@@ -126,16 +126,19 @@ def to_native(source: str, target: str, dtype: str | None = None, check_finite: 
     dtypes = dict.fromkeys((t.name for t in tensors), DTYPES[dtype]) if dtype else weights.dtypes()
     state = _state(spec, _NAMES[Counter(dtypes.values()).most_common(1)[0][0]])
     along, nonfinite = from_directory(source), dict[str, None]()
+    made = [path for path in (directory.path, *directory.path.parents) if not path.exists()]
     try:
         _write(directory, weights, dtypes, state, along.native(), nonfinite)
         if nonfinite and check_finite:
             problem = f"is not written: NaN or Inf in {listed(nonfinite)}"
             raise UserError(problem, field="TARGET", value=target, accepted="a source whose weights are finite")
         directory.publish(0)
-    except (OSError, UserError) as error:
+    except BaseException as error:
+        directory.abandon(0)
         with suppress(OSError):
-            shutil.rmtree(directory.work(0))
-        if isinstance(error, UserError):
+            for path in made:
+                path.rmdir()
+        if not isinstance(error, OSError):
             raise
         raise UserError(f"cannot be written: {error.strerror}", field="TARGET", value=target) from error
     done = {"direction": "hf to native", "step": 0, "model": spec.name, "dtype": _names(dtypes)}

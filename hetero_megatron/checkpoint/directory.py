@@ -23,6 +23,7 @@ from hetero_megatron.checkpoint.companions import Private
 from hetero_megatron.checkpoint.manifest import SUMS, Damaged, sha256
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import read_bytes
+from hetero_megatron.words import notice_line
 
 LATEST = "latest"
 INCOMPLETE, OLD = ".incomplete", ".old"
@@ -100,7 +101,7 @@ class CheckpointDirectory:
                 raise Damaged(path, "is missing beside checkpoints")
             if held:
                 left = f"{LATEST} is missing, as after a save that was cut off; the only checkpoint"
-                self.log(f"notice: {self.path}: {left}, {self.place(held[0]).name}, is taken")
+                self.log(notice_line(f"{self.path}: {left}, {self.place(held[0]).name}, is taken"))
             return held[0] if held else None
         step, digest = named
         place = self.place(step)
@@ -110,7 +111,7 @@ class CheckpointDirectory:
             raise Damaged(place / SUMS, f"its checksum is not the one in {LATEST}")
         if place != self.at(step):
             left = f"{name_of(step)} was being replaced when a save was cut off; the one that {LATEST} names"
-            self.log(f"notice: {self.path}: {left}, {place.name}, is taken")
+            self.log(notice_line(f"{self.path}: {left}, {place.name}, is taken"))
         return step
 
     def _named(self) -> tuple[int, str] | None:
@@ -229,7 +230,8 @@ class CheckpointDirectory:
         if error.strerror not in self._said:
             self._said.add(error.strerror)
             where = error.filename or path
-            self.log(f"notice: {path} cannot be removed ({error.strerror}: {where}); it is left, and training goes on")
+            left = f"cannot be removed ({error.strerror}: {where}); it is left, and training goes on"
+            self.log(notice_line(f"{path} {left}"))
 
 
 def write_synced(path: Path, content: bytes) -> None:

@@ -40,6 +40,7 @@ from hetero_megatron.comm.refusals import together
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import ModelSpec, export_config, to_hf_config
+from hetero_megatron.words import plural
 
 Owned = tuple[str, Box, torch.Tensor]  # logical name, box, its values
 
@@ -111,7 +112,7 @@ def _publish(final: Path) -> str:
     files = [path for path in final.rglob("*") if path.is_file()]
     total, config = sum(path.stat().st_size for path in files), json.loads((final / CONFIG).read_text())
     tokenizer = "its tokenizer" if any(is_tokenizer(p.relative_to(final).as_posix()) for p in files) else "no tokenizer"
-    counted = f"{len(files)} files, {total:,} bytes"
+    counted = f"{plural(len(files), 'file')}, {plural(total, 'byte')}"
     return f"saved a Hugging Face {config['model_type']} model with {tokenizer} to {final}: {counted}"
 
 

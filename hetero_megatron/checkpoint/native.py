@@ -26,8 +26,13 @@ from hetero_megatron.checkpoint.metadata import check_files, read_metadata
 from hetero_megatron.checkpoint.storage import BoxReader, BoxWriter, empty_like_box
 from hetero_megatron.comm import CommError, Group
 from hetero_megatron.errors import UserError
+from hetero_megatron.out_of_memory import out_of_memory
+from hetero_megatron.words import notice_line
 
 Merge = Callable[[Sequence[Any]], Mapping[str, Any]]
+SAVE, LOAD, PRETRAINED = "--save", "--load", "--pretrained-checkpoint"  # what names a directory; convert: SOURCE
+_PREVIOUS = "--load-previous-on-corruption to take the newest good one before it"
+_INSTEAD = {LOAD: f"{_PREVIOUS}, or --ckpt-step N", PRETRAINED: f"{_PREVIOUS}, or an undamaged copy"}
 
 
 class CheckpointSaver:
@@ -138,33 +143,41 @@ class CheckpointSaver:
         except Exception as error:
             if self.group.index == 0:
                 self.directory.abandon(step)
-            self._error = _cause(error, "--save", str(self.directory.path), self.group)
+            self._error = _cause(error, SAVE, str(self.directory.path), self.group)
 
 
 def _cause(error: BaseException, field: str, value: str, group: Group) -> BaseException:
-    """What to tell the user: the first rank's failure, or a lost peer."""
+    """What to tell the user: the first rank's failure, memory that ran out, or a lost peer.
+
+    Args:
+        field, value: the flag and directory that is saved to or loaded from.
+    """
     if isinstance(error, RankFailed):
         inner = error.cause
+        if (refusal := out_of_memory(inner, error.rank)) is not None:
+            return refusal
         if isinstance(inner, OSError):
-            where = inner.filename or value
-            problem = f"the checkpoint cannot be written ({inner.strerror}: {where}); older ones are untouched"
-            return UserError(problem, field=field, value=value, accepted="a directory with room, writable by all ranks")
+            where, saves = f"({inner.strerror}: {inner.filename or value})", field == SAVE
+            problem = f"cannot be written {where}; older ones are untouched" if saves else f"cannot be read {where}"
+            accepted = f"a directory {'with room, writable' if saves else 'readable'} by all ranks"
+            return UserError(f"the checkpoint {problem}", field=field, value=value, accepted=accepted)
         if isinstance(inner, Damaged):
             return damaged_error(inner, field)
         if isinstance(inner, UserError):
             return inner
         return RuntimeError(f"checkpoint: rank {error.rank} failed: {inner}")
     if isinstance(error, RuntimeError) and not isinstance(error, CommError):
-        doing = "saving" if field == "--save" else "loading"
+        doing = "saving" if field == SAVE else "loading"
         peers = tuple(r for r in group.ranks if r != group.comm.rank)
         return group.comm.failure(peers, 0.0, error, f"{doing} a checkpoint")
     return error
 
 
-def damaged_error(damage: Damaged, field: str = "--load") -> UserError:
+def damaged_error(damage: Damaged, field: str) -> UserError:
+    """``field``: the flag, or argument of a command, that named the directory."""
     return UserError(
         f"the checkpoint is damaged: {damage.path.name} {damage.problem}", field=field, value=str(damage.path),
-        accepted="--load-previous-on-corruption to take the newest good one before it, or --ckpt-step N",
+        accepted=_INSTEAD.get(field, "another checkpoint of that directory (--ckpt-step N), or an undamaged copy"),
     )  # fmt: skip
 
 
@@ -190,17 +203,19 @@ def check_writable(path: str, group: Group) -> None:
         if unseen:
             problem = f"rank {unseen[0]} does not see what rank {group.ranks[0]} writes there"
     if problem:
-        raise UserError(problem, field="--save", value=path, accepted="a directory that all ranks can write")
+        raise UserError(problem, field=SAVE, value=path, accepted="a directory that all ranks can write")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint whose checksums were right. ``state``: ours; ``metadata``: DCP's."""
+    """A complete checkpoint whose checksums were right. ``state``: ours; ``metadata``: DCP's; ``field``: what named its
+    directory, for refusals."""
 
     path: Path
     step: int
     metadata: Metadata
     state: Mapping[str, Any]
+    field: str
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Of a tensor in it; None if it has no such tensor."""
@@ -212,18 +227,23 @@ class Checkpoint:
         try:
             return from_checkpoint(self.path, read_sums(self.path))
         except Damaged as error:
-            raise damaged_error(error) from None
+            raise damaged_error(error, self.field) from None
 
     def read_into(self, tensors: Mapping[str, BoxedTensor], group: Group) -> None:
         """Overwrite the values of all boxes, converting dtypes. Called on all ranks of ``group``."""
         try:
             load_boxes(tensors, BoxReader(self.path, self.metadata), group)
         except Exception as error:
-            raise _cause(error, "--load", str(self.path), group) from error
+            raise _cause(error, self.field, str(self.path), group) from error
 
 
 def open_checkpoint(
-    path: str, group: Group | None, step: int | None = None, previous: bool = False, log: Callable[[str], None] = print
+    path: str,
+    group: Group | None,
+    step: int | None = None,
+    previous: bool = False,
+    log: Callable[[str], None] = print,
+    field: str = LOAD,
 ) -> Checkpoint | None:
     """The newest checkpoint (or that of ``step``) below ``path``, verified; None if there are none.
 
@@ -231,39 +251,41 @@ def open_checkpoint(
 
     Args:
         previous: take the newest good one before a damaged one, and say so, instead of refusing.
+        field: the flag, or argument of a command, that named ``path``.
 
     Raises:
         UserError: damaged, or ``step`` does not exist.
     """
     directory = CheckpointDirectory(path, log)
     damage: Damaged | None = None
-    steps = _candidates(directory, group, step, previous)
+    steps = _candidates(directory, group, step, previous, field)
     if isinstance(steps, Damaged):
         if not previous:
-            raise damaged_error(steps)
+            raise damaged_error(steps, field)
         damage, steps = steps, _agree(group, directory.held(), list[int])[::-1]
-        log(f"notice: --load {damage.path}: {damage.problem}")
+        log(notice_line(f"{field} {damage.path}: {damage.problem}"))
     for candidate in steps:
-        found = _open(directory.place(candidate), candidate, group)
+        found = _open(directory.place(candidate), candidate, group, field)
         if isinstance(found, Checkpoint):
             return found
         damage = found
         if not previous:
-            raise damaged_error(damage)
-        log(f"notice: --load {damage.path} {damage.problem}: the checkpoint of step {candidate} is passed over")
+            raise damaged_error(damage, field)
+        passed = f"the checkpoint of step {candidate} is passed over"
+        log(notice_line(f"{field} {damage.path} {damage.problem}: {passed}"))
     if damage is not None:
-        raise UserError("no checkpoint is good", field="--load", value=path, accepted="another directory")
+        raise UserError("no checkpoint is good", field=field, value=path, accepted="another directory")
     return None
 
 
 def _candidates(
-    directory: CheckpointDirectory, group: Group | None, step: int | None, previous: bool
+    directory: CheckpointDirectory, group: Group | None, step: int | None, previous: bool, field: str
 ) -> list[int] | Damaged:
     """Steps to try, best first: decided by the first rank."""
 
     def decide() -> list[int] | Damaged | UserError:
         try:
-            refuse_foreign(directory.path, "--load")
+            refuse_foreign(directory.path, field)
         except UserError as error:
             return error
         steps = directory.held()
@@ -299,7 +321,7 @@ def _agree(group: Group | None, value: Any, kind: Any) -> Any:
     return value if group is None else group.gather_objects(value, kind)[0]
 
 
-def _open(path: Path, step: int, group: Group | None) -> Checkpoint | Damaged:
+def _open(path: Path, step: int, group: Group | None, field: str) -> Checkpoint | Damaged:
     """Verify, every rank some of the files; all ranks return the same verdict."""
     damage: Trouble | None = None
     found = None
@@ -309,7 +331,7 @@ def _open(path: Path, step: int, group: Group | None) -> Checkpoint | Damaged:
         metadata, state = read_metadata(path, sums, step)
         verify(path, sums, part, parts)
         check_files(path, metadata, part, parts)
-        found = Checkpoint(path, step, metadata, state)
+        found = Checkpoint(path, step, metadata, state, field)
     except Damaged as error:
         damage = Trouble.of(error)
     for trouble in group.gather_objects(damage, Trouble | None) if group is not None else [damage]:

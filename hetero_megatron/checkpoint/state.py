@@ -109,7 +109,7 @@ def check_moments(checkpoint: Checkpoint, spec: ModelSpec) -> None:
         wrong.append("the number of steps")
     if wrong:
         what = f"holds no complete state of its optimizer: {wrong[0][:200]}"
-        raise damaged_error(Damaged(checkpoint.path / METADATA, what))
+        raise damaged_error(Damaged(checkpoint.path / METADATA, what), checkpoint.field)
 
 
 def _make_states(optimizer: ShardedOptimizer, names: Sequence[str], numbers: Mapping[str, float]) -> None:
@@ -147,7 +147,7 @@ def check_model(checkpoint: Checkpoint, spec: ModelSpec) -> None:
         more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise UserError(
             f"is a checkpoint of another model than {spec.name}: {'; '.join(problems[:8])}{more}",
-            field="--load", value=str(checkpoint.path), accepted=f"a checkpoint of {spec.name}",
+            field=checkpoint.field, value=str(checkpoint.path), accepted=f"a checkpoint of {spec.name}",
         )  # fmt: skip
 
 
@@ -173,8 +173,8 @@ def weight_dtypes(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, torch.dt
     found = {name: _DTYPES[said[name]] for name in names if said.get(name) in _DTYPES}
     if len(found) < len(names):
         raise UserError(
-            "does not say in which dtypes its weights are exported", field="checkpoint", value=str(checkpoint.path),
-            accepted=f"{', '.join(_DTYPES)} for every tensor",
+            "does not say in which dtypes its weights are exported", field=checkpoint.field,
+            value=str(checkpoint.path), accepted=f"{', '.join(_DTYPES)} for every tensor",
         )  # fmt: skip
     return found
 

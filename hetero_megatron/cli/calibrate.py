@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from hetero_megatron.cluster.cluster import Rank
 from hetero_megatron.cluster.rates_section import merge_rates, read_rates, write_rates
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import read_json_object
-from hetero_megatron.launcher import read_launcher
+from hetero_megatron.launcher import TESTBED, read_launcher
 from hetero_megatron.planner.rates import refuse_twice
 from hetero_megatron.training.exit import import_torch
 from hetero_megatron.words import dtype_name, plural
@@ -127,8 +126,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _testbed_cluster() -> str | None:
-    described = os.environ.get("HETERO_TESTBED")
-    return str(read_json_object(described, "HETERO_TESTBED").get("cluster", "")) if described else None
+    described = read_launcher(joins=False).testbed
+    return str(read_json_object(described, TESTBED).get("cluster", "")) if described is not None else None
 
 
 def _read_rates(file: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hetero_megatron.cli.check_plugin import FAIL, SKIP, Report
+from hetero_megatron.words import plural
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -60,7 +61,7 @@ class Table:
             print("nothing was registered, so nothing was checked")
             return
         left = f", {len(report.findings) - total} skipped" if total < len(report.findings) else ""
-        checks = "1 check" if total == 1 else f"{total} checks"
+        checks = plural(total, "check")
         print(f"{checks}, " + ("all passed" if not failures else f"{failures} FAILED") + left)
 
 

@@ -45,7 +45,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
     data = _data(args)
     if args["load_hf"] is not None:
         args.values["load_hf"] = model_directory(args["load_hf"], "--load-hf")
-        data = _own_tokenizer(args, data)
+    data = _own_tokenizer(args, data)
     args.values["dtype"] = dtype
     check_use(args, data)
     spec = build_spec(args, data)
@@ -106,18 +106,22 @@ def _data(args: Arguments) -> DataConfig | None:
 
 
 def _own_tokenizer(args: Arguments, data: DataConfig | None) -> DataConfig | None:
-    """Text for weights that were trained elsewhere is read with their own tokenizer, unless flags name another."""
+    """Text for a model from a directory is read with the model's own tokenizer, unless flags name another: that of
+    --load-hf, or else of --model."""
     if data is None or not reads_text(data) or args.has("tokenizer_type", "tokenizer_model", "vocab_file"):
         return data
-    directory = Path(args["load_hf"])
-    if not any(any(directory.glob(name)) for name in TOKENIZER):
+    directories = {"--load-hf": args["load_hf"], "--model": model_folder(args["model"])}
+    for flag, directory in directories.items():
+        if directory is not None and any(any(Path(directory).glob(name)) for name in TOKENIZER):
+            source = f"of {flag}"
+            args.notices.append(f"text is read with the tokenizer {source} {directory} (--tokenizer-type: another one)")
+            args.values["tokenizer_type"] = kind = "HuggingFaceTokenizer"
+            return dataclasses.replace(
+                data, tokenizer_type=kind, tokenizer_model=directory, tokenizer_source=source
+            )
+    if (directory := args["load_hf"]) is not None:
         args.notices.append(f"--load-hf {directory} holds no tokenizer: text is read byte by byte (--tokenizer-type)")
-        return data
-    args.notices.append(f"text is read with the tokenizer of --load-hf {directory} (--tokenizer-type: another one)")
-    args.values["tokenizer_type"] = "HuggingFaceTokenizer"
-    return dataclasses.replace(
-        data, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(directory), tokenizer_source="of --load-hf"
-    )
+    return data
 
 
 def _check_vocabulary(args: Arguments, data: DataConfig, spec: ModelSpec) -> None:

@@ -13,7 +13,7 @@ from hetero_megatron.cli.arguments import refuse_empty
 from hetero_megatron.cli.hub import model_directory
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.exit import import_torch
-from hetero_megatron.words import dtype_name
+from hetero_megatron.words import dtype_name, notice_line, plural
 
 USAGE = """\
 usage: hetero-megatron convert SOURCE TARGET [--dtype fp32|bf16|fp16|fp64] [--ckpt-step N]
@@ -68,17 +68,14 @@ def main(argv: Sequence[str]) -> int:
     else:
         done = to_native(source, target, dtype, finite)
     done["bytes"] = sum(p.stat().st_size for p in Path(target).rglob("*") if p.is_file())
-    for notice in done["notices"]:
-        print(f"notice: {notice}", file=sys.stderr)
     done["seconds"] = round(time.perf_counter() - start, 3)
+    told = [f"NaN or Inf in {listed(done['nonfinite'])}"] if done["nonfinite"] else []
+    for notice in (*done["notices"], *told):
+        print(notice_line(notice), file=sys.stderr)
     if "--json" in options:
         print(json.dumps(done))
     else:
-        for notice in done["notices"]:
-            print(f"notice: {notice}")
-        if done["nonfinite"]:
-            print(f"notice: NaN or Inf in {listed(done['nonfinite'])}")
-        print(f"{done['direction']}: {done['model']}, {done['dtype']}, {done['bytes']:,} bytes in {target}")
+        print(f"{done['direction']}: {done['model']}, {done['dtype']}, {plural(done['bytes'], 'byte')} in {target}")
     return 0
 
 
@@ -98,9 +95,8 @@ def _parse(argv: Sequence[str]) -> tuple[tuple[str, str], dict[str, str]]:
         else:
             places.append(word)
     if len(places) != 2:
-        raise UserError(
-            f"{len(places)} directories are given", field="convert", value=" ".join(places), accepted="SOURCE TARGET"
-        )
+        problem = f"takes two directories, not {len(places)}"
+        raise UserError(problem, field="convert", value=" ".join(places), accepted="SOURCE TARGET")
     return (places[0], places[1]), options
 
 

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cluster.catalogue import CHIPS, markdown
 from hetero_megatron.training.exit import import_torch
+from hetero_megatron.words import plural, word
 
 OK, OPTIONAL, BROKEN = "ok", "missing (optional)", "MISSING"
 
@@ -173,5 +174,6 @@ def main(argv: Sequence[str]) -> int:
     for finding in findings:
         mend = f"  -> {finding.remedy}" if finding.remedy else ""
         print(f"{finding.name:<17} {finding.status:<19} {finding.found}{mend}")
-    print("\neverything that is needed is here" if not broken else f"\n{len(broken)} needed things are missing")
+    missing = f"{plural(len(broken), 'needed thing')} {word(len(broken), 'is')} missing"
+    print("\n" + (missing if broken else "everything that is needed is here"))
     return 1 if broken else 0

@@ -10,8 +10,8 @@ from importlib import import_module
 from hetero_megatron.cli.arguments import version_line
 from hetero_megatron.cli.say import say_error
 from hetero_megatron.errors import UserError
+from hetero_megatron.out_of_memory import out_of_memory
 from hetero_megatron.training.exit import INTERRUPTED, at_once
-from hetero_megatron.training.out_of_memory import out_of_memory
 
 # Each is a module of this package with a function main(arguments) -> exit code, imported when it is called.
 _COMMANDS = {
@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("error: interrupted", file=sys.stderr)
         return INTERRUPTED
     except (RuntimeError, MemoryError, OSError, ImportError) as error:
-        if text := out_of_memory(error):
-            print(f"error: {text}", file=sys.stderr)
+        if (refusal := out_of_memory(error)) is not None:
+            say_error(str(refusal))
             return 2
         if type(error).__name__ != "CommError":  # by name: importing it would import torch
             raise

@@ -32,6 +32,7 @@ from hetero_megatron.planner.watch import Watch
 from hetero_megatron.planner.whatif import document, with_more, without
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.training.exit import INTERRUPTED
+from hetero_megatron.words import notice_line
 
 
 def main(argv: Sequence[str]) -> int:
@@ -85,11 +86,8 @@ def stretched(model: ModelSpec, seq_length: int) -> ModelSpec:
     """The model with at least so many positions where they are not learned; training needs the flag that is named."""
     if seq_length <= model.max_position_embeddings or model.position != "rope":
         return model
-    print(
-        f"notice: {model.name} is made for {model.max_position_embeddings} positions; training at {seq_length} needs "
-        f"--max-position-embeddings {seq_length}",
-        file=sys.stderr,
-    )
+    needs = f"training at {seq_length} needs --max-position-embeddings {seq_length}"
+    print(notice_line(f"{model.name} is made for {model.max_position_embeddings} positions; {needs}"), file=sys.stderr)
     return replace(model, max_position_embeddings=seq_length)
 
 

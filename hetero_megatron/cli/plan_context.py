@@ -23,7 +23,7 @@ from hetero_megatron.planner.context_cluster import problem_from_cluster
 from hetero_megatron.planner.context_plan import one_stage_plan, stage_entry
 from hetero_megatron.planner.context_problem import ContextLayout, ContextOptions, ContextProblem
 from hetero_megatron.spec import load_model
-from hetero_megatron.words import dtype_name
+from hetero_megatron.words import dtype_name, notice_line, plural
 
 
 def parser() -> ArgumentParser:
@@ -118,7 +118,7 @@ def report(problem: ContextProblem, choice: ContextChoice, plan: Plan, notices: 
 
 
 def describe(layout: ContextLayout) -> str:
-    name = layout.name or f"{len(layout.groups)} group(s)"
+    name = layout.name or plural(len(layout.groups), 'group')
     if layout.transport == "a2a":
         return name
     return f"{name}, {layout.transport}" + (f" of blocks of {layout.block} tokens" if layout.block else "")
@@ -153,7 +153,7 @@ def _text(problem: ContextProblem, choice: ContextChoice, plan: Plan, notices: S
             f"best of equal Ring, Ulysses and USP: {describe(choice.baseline)}, {equal.seconds:.4g} s: "
             f"this plan is {choice.gain:.3f} x as fast"
         )
-    lines += [f"notice: {notice}" for notice in notices]
+    lines += [notice_line(notice) for notice in notices]
     return "\n".join([*lines, "", dump_yaml(plan).rstrip()])
 
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, TypeGuard
 from hetero_megatron.cli.say import record_error, say_error
 from hetero_megatron.errors import UserError
 from hetero_megatron.launcher import LauncherEnvironment, read_launcher
+from hetero_megatron.out_of_memory import out_of_memory
 from hetero_megatron.training.exit import INTERRUPTED, at_once, import_torch
-from hetero_megatron.training.out_of_memory import out_of_memory
+from hetero_megatron.words import notice_line
 
 if TYPE_CHECKING:
     from hetero_megatron.comm import CommError
@@ -35,9 +36,10 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
 
         print(version_line())
         return 0
+    launcher = LauncherEnvironment()
     try:
         launcher = read_launcher(environment, joins="--dry-run" not in argv)
-        with at_once():
+        with at_once(launcher.rank == 0):
             from hetero_megatron.cli.configure import configure
 
         config = configure(argv, environment)
@@ -45,7 +47,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
             return dry_run(config, launcher)
         # Only now: importing torch takes seconds, and a refusal should not.
         refuse_over_memory(config, _memory(config), launcher.rank == 0)
-        with at_once():  # until training catches it: nothing is written before
+        with at_once(launcher.rank == 0):  # until training catches it: nothing is written before
             from hetero_megatron.training.loop import train
 
             return train(config, launcher)
@@ -56,8 +58,8 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
         print("error: interrupted", file=sys.stderr, flush=True)
         return INTERRUPTED
     except Exception as error:
-        if text := out_of_memory(error, environment.get("RANK", "0")):
-            say_error(text, environment)
+        if (refusal := out_of_memory(error, launcher.rank)) is not None:
+            say_error(str(refusal), environment)
             return USER_ERROR
         if not _is_lost_peer(error):
             record_error(traceback.format_exc(), environment)
@@ -65,7 +67,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
         from hetero_megatron.training.diagnosis import leave_diagnosis
 
         say_error(str(error), environment)
-        leave_diagnosis(error, environment)
+        leave_diagnosis(error, launcher.diagnoses)
         return PEER_ERROR
 
 
@@ -90,7 +92,7 @@ def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
     if config.plan.islands:
         print(format_islands(config.plan, config.spec))
     for sentence in config.notices:
-        print(f"notice: {sentence}")
+        print(notice_line(sentence))
     memory = _memory(config)
     print(format_memory(memory), flush=True)
     refuse_over_memory(config, memory, notify=True)
@@ -130,7 +132,7 @@ def refuse_over_memory(config: RunConfig, memory: Mapping[int, MemoryBytes], not
     problem = f"in {config.dtype}, ranks need more than the memory of their chips: {'; '.join(said)}"
     if config.allow_over_memory:
         if notify:
-            print(f"notice: {problem}", flush=True)
+            print(notice_line(problem), flush=True)
         return
     raise UserError(
         problem, field="memory",

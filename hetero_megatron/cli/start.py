@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 from typing import NoReturn
 
+from hetero_megatron.launcher import is_first
 from hetero_megatron.training.exit import INTERRUPTED, LastingStream, at_once, end_with_parent
 
 
@@ -28,7 +29,7 @@ def pretrain() -> NoReturn:
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent
             end_with_parent()
         _outlive_terminal()
-        with at_once():
+        with at_once(is_first()):
             from hetero_megatron.cli.pretrain import main
         code = main(sys.argv[1:])
     for stream in (sys.stdout, sys.stderr):

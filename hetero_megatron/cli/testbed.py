@@ -13,6 +13,7 @@ from hetero_megatron.testbed import faults, machine, process, state
 from hetero_megatron.testbed.launch import Launcher, Options, find_command
 from hetero_megatron.testbed.settings import CHIPS, LINKS, decide
 from hetero_megatron.testbed.usual import with_unit
+from hetero_megatron.words import plural
 
 USAGE = """usage: hetero-megatron testbed COMMAND ...
 
@@ -156,7 +157,8 @@ def _clean(words: list[str]) -> int:
         print(json.dumps({"removed": removed}))
         return 0
     for entry in removed:
-        print(f"{entry['testbed']}: removed; {len(entry['processes'])} processes, {len(entry['cgroups'])} cgroups")
+        processes = plural(len(entry["processes"]), "process", "processes")
+        print(f"{entry['testbed']}: removed; {processes}, {plural(len(entry['cgroups']), 'cgroup')}")
     if not removed:
         print("nothing was left")
     return 0

@@ -23,6 +23,8 @@ from hetero_megatron.comm.reach import Reach, explain
 from hetero_megatron.comm.values import MAX_BYTES, decode, encode
 from hetero_megatron.errors import UserError
 from hetero_megatron.launcher import LauncherEnvironment
+from hetero_megatron.out_of_memory import out_of_memory
+from hetero_megatron.words import plural
 
 T = TypeVar("T")
 
@@ -221,8 +223,11 @@ class Comm:
 
     def failure(
         self, peers: tuple[int, ...], seconds: float, error: Exception, activity: str | None = None
-    ) -> CommError:
-        """What to raise for a transfer that failed after ``seconds``; looks first what became of the peers."""
+    ) -> CommError | UserError:
+        """What to raise for a transfer that failed after ``seconds``: memory that this rank did not get, or peers that
+        do not answer; looks first what became of them."""
+        if (refusal := out_of_memory(error, self.rank)) is not None:
+            return refusal
         activity = self.activity if activity is None else activity
         names = ", ".join(map(str, peers[:8])) + (", …" if len(peers) > 8 else "")
         reach = self.reach.look(peers)
@@ -359,7 +364,8 @@ class Group:
         lengths = self._gather_now(length).flatten().tolist()
         for rank, size in zip(self.ranks, lengths, strict=True):
             if not 0 <= size <= MAX_BYTES:
-                raise UserError(f"rank {rank} announced a value of {size:,} bytes", accepted=f"at most {MAX_BYTES:,}")
+                problem = f"rank {rank} announced a value of {plural(size, 'byte')}"
+                raise UserError(problem, accepted=f"at most {MAX_BYTES:,}")
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         rows = self._gather_now(padded).cpu().numpy()

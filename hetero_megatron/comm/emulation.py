@@ -1,4 +1,4 @@
-"""The testbed as one rank sees it: what HETERO_TESTBED says about its chip's speed and its links.
+"""The testbed as one rank sees it: what the file of HETERO_TESTBED says about its chip's speed and its links.
 
 ``hetero-megatron testbed run`` writes the file that HETERO_TESTBED names; ``clock``, ``soft`` and ``paced`` happen in
 the rank (here), ``quota`` and ``namespaces`` outside it.
@@ -22,6 +22,7 @@ from hetero_megatron.comm.turns import Turns
 from hetero_megatron.comm.yardstick import Yardstick
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import read_json_object
+from hetero_megatron.launcher import TESTBED, LauncherEnvironment
 from hetero_megatron.testbed.quota import PERIOD_US
 from hetero_megatron.testbed.report import MEANING
 from hetero_megatron.testbed.state import CLOCK, CLOCKS, HERE, LOAD, PAUSES, READY, write_json
@@ -58,27 +59,25 @@ class Emulation:
         self.clock, self.pacer = self._make_clock(), self._make_pacer(described.get("pace"))
 
     @staticmethod
-    def from_environment(
-        rank: int, environment: Mapping[str, str] = os.environ, timeout: float | None = None
-    ) -> Emulation:
-        """By HETERO_TESTBED and HETERO_TESTBED_DIR; nothing is emulated without them.
+    def of(launcher: LauncherEnvironment, rank: int, timeout: float | None = None) -> Emulation:
+        """What the testbed that launched this process says; without one nothing is emulated.
 
         Args:
+            rank: in the plan.
             timeout: seconds that a message may wait for an emulated link.
 
         Raises:
             UserError: the file is not one that a testbed wrote.
         """
-        file = environment.get("HETERO_TESTBED")
-        if not file:
+        file, directory = launcher.testbed, launcher.testbed_directory
+        if file is None:
             return Emulation(rank)
-        directory = environment.get("HETERO_TESTBED_DIR")
-        described = read_json_object(file, "HETERO_TESTBED")
+        described = read_json_object(file, TESTBED)
         try:
             return Emulation(rank, described, Path(directory) if directory else None, timeout)
         except (LookupError, TypeError, ValueError) as error:
             problem = f"does not describe a testbed with a rank {rank} ({type(error).__name__})"
-            raise UserError(problem, field="HETERO_TESTBED", value=file, accepted="as the testbed sets it") from None
+            raise UserError(problem, field=TESTBED, value=file, accepted="as the testbed sets it") from None
 
     def started(self) -> None:
         """Start-up is over. A quota begins now; for some seconds all ranks measure what its pauses cost."""

@@ -43,7 +43,7 @@ def start_comm(
     launcher = launcher or read_launcher()
     timeout, total = timedelta(seconds=timeout_seconds), launcher.world_size
     rank = launcher.rank if position is None else position
-    emulation, reach = Emulation.from_environment(rank, timeout=timeout_seconds), Reach(rank)
+    emulation, reach = Emulation.of(launcher, rank, timeout_seconds), Reach(rank)
     if total > 1 and not dist.is_initialized():
         if rank != launcher.rank and not launcher.agent_store:
             raise UserError(

@@ -26,6 +26,7 @@ from hetero_megatron.comm.reach import PATIENCE, UNREACHABLE, Address, Reach, ex
 from hetero_megatron.comm.store import Records, open_listener, serve
 from hetero_megatron.errors import UserError
 from hetero_megatron.launcher import LauncherEnvironment
+from hetero_megatron.words import plural
 
 LOOK_SECONDS = 0.5  # at most, between two looks at who has come
 REFUSED = "hetero_megatron/refused"
@@ -181,7 +182,7 @@ class Meeting:
         else:
             why = explain(peers, reach)
         return CommError(
-            f"rank {self.rank}, joining the job, waited {seconds:.1f} s for {len(others)} other ranks: "
+            f"rank {self.rank}, joining the job, waited {seconds:.1f} s for {plural(len(others), 'other rank')}: "
             f"{why} [{first_line(error)}]",
             self.rank, peers, seconds, "joining the job", reach,
         )  # fmt: skip

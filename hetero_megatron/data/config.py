@@ -26,7 +26,7 @@ class DataConfig:
         train_data_path, valid_data_path, test_data_path: the same, per split; not together with data_path or split.
         split: shares of the documents for training, validation and test, e.g. ``99,1,0``.
         tokenizer_type: None: the type that reads the files given; without any, ByteTokenizer for text and a small
-            vocabulary (the command line prefers that of --load-hf); for .bin/.idx NullTokenizer, which needs
+            vocabulary (the command line prefers that of --load-hf or --model); for .bin/.idx NullTokenizer, which needs
             vocab_size.
         tokenizer_source: who chose the tokenizer, for what the run prints.
         json_keys: the key (jsonl) or column (parquet) that holds the text.

@@ -15,6 +15,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.testbed import namespaces, quota, shaping
 from hetero_megatron.testbed.process import alive, signal_all
 from hetero_megatron.testbed.state import Testbed
+from hetero_megatron.words import format_rate
 
 Node = dict[str, Any]
 
@@ -64,10 +65,10 @@ def slow_link(testbed: Testbed, a: str, b: str, rate: float) -> str:
                 raise UserError("this link is not shaped", field="link", value=f"{a} {b}", accepted=", ".join(rates))
             if rate > max(rates.values()):
                 raise UserError("faster than the node's fastest link", field="rate", value=rate,
-                                accepted=f"at most {max(rates.values()):.6g} bytes/s")  # fmt: skip
+                                accepted=f"at most {format_rate(max(rates.values()))}")  # fmt: skip
         for near, far in ((0, 1), (1, 0)):
             _in_node(ends[near], "tc", shaping.change_command(ends[far]["index"], rate))
-    return f"the link between {a} and {b} carries {rate:.6g} bytes/s"
+    return f"the link between {a} and {b} carries {format_rate(rate)}"
 
 
 def cut_link(testbed: Testbed, a: str, b: str) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 import hetero_megatron
 from hetero_megatron.cluster import format_bytes
 from hetero_megatron.errors import UserError
-from hetero_megatron.launcher import ERROR_FILE, SECRET, loopback_interface
+from hetero_megatron.launcher import ERROR_FILE, SECRET, TESTBED, loopback_interface
 from hetero_megatron.testbed import namespaces, quota, shaping
 from hetero_megatron.testbed.awake import keep_awake
 from hetero_megatron.testbed.clocks import Kept, read_clocks
@@ -42,6 +42,7 @@ from hetero_megatron.testbed.process import (
 from hetero_megatron.testbed.report import Outcome, describe, report, say
 from hetero_megatron.testbed.settings import Settings, describe_links
 from hetero_megatron.testbed.state import CONTROL, ENVIRONMENT, LOAD, PAUSES, READY, clean, new_testbed, write_json
+from hetero_megatron.words import plural
 
 POLL_SECONDS = 0.2
 LOAD_SECONDS = 2.0
@@ -170,7 +171,8 @@ class Launcher:
             environment["pace"] = settings.pace()
         write_json(directory / ENVIRONMENT, environment)
         self._record()
-        say(f"testbed {self._testbed.id}: {settings.cluster.world_size} ranks on {len(settings.node_names)} nodes")
+        ranks, nodes = plural(settings.cluster.world_size, "rank"), plural(len(settings.node_names), "node")
+        say(f"testbed {self._testbed.id}: {ranks} on {nodes}")
         for line in describe(settings, self.latencies):
             say(f"  {line}")
 
@@ -247,7 +249,7 @@ class Launcher:
             "OMP_NUM_THREADS": "1",
             "MALLOC_ARENA_MAX": "1",
             "PYTHONUNBUFFERED": os.environ.get("PYTHONUNBUFFERED", "1"),
-            "HETERO_TESTBED": str(self._testbed.directory / ENVIRONMENT),
+            TESTBED: str(self._testbed.directory / ENVIRONMENT),
             MARK: str(self._testbed.directory),
             SECRET: self._secret,
             ERROR_FILE: str(self._testbed.directory / "errors" / str(rank) / "error.json"),

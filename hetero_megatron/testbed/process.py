@@ -10,10 +10,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from hetero_megatron.launcher import TESTBED_DIRECTORY
+
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
 PF_KTHREAD = 0x00200000
-MARK = "HETERO_TESTBED_DIR"  # in the environment of every process of a testbed: which one it belongs to
+MARK = TESTBED_DIRECTORY  # in the environment of every process of a testbed: which one it belongs to
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

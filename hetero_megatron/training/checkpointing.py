@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from hetero_megatron import __version__
 from hetero_megatron.checkpoint.companions import Companions
 from hetero_megatron.checkpoint.lock import DirectoryLock
-from hetero_megatron.checkpoint.native import Checkpoint, CheckpointSaver, open_checkpoint
+from hetero_megatron.checkpoint.native import LOAD, PRETRAINED, Checkpoint, CheckpointSaver, open_checkpoint
 from hetero_megatron.checkpoint.state import (
     WEIGHT_DTYPES,
     encode_dtypes,
@@ -35,7 +34,7 @@ from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.same_schedule import differences
 from hetero_megatron.training.save_directory import writes_checkpoints
 from hetero_megatron.training.saved_state import check_state
-from hetero_megatron.words import plural
+from hetero_megatron.words import notice_line, plural
 
 # A rank may write for long while the others wait; a dead peer is noticed by the training thread anyway.
 WRITE_TIMEOUT = timedelta(hours=2)
@@ -164,15 +163,15 @@ class Checkpointing:
         fresh = (config, Progress(), config.loss_scale)
         found, finetune = self._find(), options.finetune
         if found is None and options.pretrained is not None:
-            found, finetune = open_checkpoint(options.pretrained, self.runtime.world, log=self._log), True
+            found, finetune = self._open(options.pretrained, PRETRAINED), True
             if found is None:
-                raise _none_in("--pretrained-checkpoint", options.pretrained)
+                raise _none_in(PRETRAINED, options.pretrained)
         together(self.runtime.world, lambda: self._take_along(found))
         if found is None:
             return fresh
         check_state(found)
         state = found.state
-        check_spec(state["model"], config, found.path, finetune)
+        check_spec(found, config, finetune)
         with_optimizer = not (finetune or config.skip_train) and options.load_optim
         if with_optimizer:
             self._check_optimizer(found)
@@ -208,21 +207,23 @@ class Checkpointing:
         """--ckpt-step, or a damaged checkpoint, took the run back: what it replaces from here on."""
         if self.saver is not None and (steps := self.saver.directory.held()) and steps[-1] > step:
             newer = f"holds newer checkpoints, up to step {steps[-1]}: those of the steps that it saves are replaced"
-            self._log(f"notice: --save {self.saver.directory.path} {newer}")
+            self._log(notice_line(f"--save {self.saver.directory.path} {newer}"))
 
     def _find(self) -> Checkpoint | None:
         options = self.config.checkpoint
         if options.load is None:
             return None
-        found = open_checkpoint(
-            options.load, self.runtime.world, options.step, options.previous_on_corruption, self._log
-        )
+        found = self._open(options.load, LOAD, options.step)
         if found is None:
             if options.required:
-                raise _none_in("--load", options.load)
+                raise _none_in(LOAD, options.load)
             if options.pretrained is None:
-                self._log(f"notice: --load {options.load} holds no checkpoint: training starts at step 0")
+                self._log(notice_line(f"--load {options.load} holds no checkpoint: training starts at step 0"))
         return found
+
+    def _open(self, path: str, field: str, step: int | None = None) -> Checkpoint | None:
+        previous = self.config.checkpoint.previous_on_corruption
+        return open_checkpoint(path, self.runtime.world, step, previous, self._log, field)
 
     def _check_optimizer(self, found: Checkpoint) -> None:
         mine, saved = self.config.optimizer.name, found.state["optimizer"]
@@ -243,15 +244,15 @@ class Checkpointing:
         """What may differ, and changes numbers."""
         for key, flag, mine in (("seed", "--seed", self.config.seed), ("dtype", "--dtype", self.config.dtype)):
             if found.state[key] not in (mine, None):
-                self._log(f"notice: {flag} is {mine}; the checkpoint was made with {found.state[key]}")
+                self._log(notice_line(f"{flag} is {mine}; the checkpoint was made with {found.state[key]}"))
         length, data = self.config.plan.seq_length, self.data.fingerprints["train"]
         was = (found.state["plan"] or {}).get("seq_length", length)
         if was != length:
             again = "samples are other windows of the data, so what was read already may come again"
-            self._log(f"notice: --seq-length is {length}; the checkpoint was made with {was}: {again}")
+            self._log(notice_line(f"--seq-length is {length}; the checkpoint was made with {was}: {again}"))
         elif data and found.state.get("data_fingerprint", data) not in (data, ""):
             at = found.state["consumed_train_samples"]
-            self._log(f"notice: the training data are not the checkpoint's: they are read from sample {at} on")
+            self._log(notice_line(f"the training data are not the checkpoint's: they are read from sample {at} on"))
         if found.state["plan_fingerprint"] not in (None, self.config.plan.fingerprint()):
             self._log("the checkpoint was made under another plan; each rank reads what it now owns")
 
@@ -274,9 +275,9 @@ def furthest(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return best
 
 
-def check_spec(saved: Mapping[str, Any], config: RunConfig, path: Path, finetune: bool) -> None:
+def check_spec(found: Checkpoint, config: RunConfig, finetune: bool) -> None:
     """The checkpoint is of this model; with ``finetune`` only shapes must fit, which loading checks."""
-    mine = asdict(config.spec)
+    saved, mine = found.state["model"], asdict(config.spec)
     differ = [
         f"{f.name} {saved.get(f.name)!r} (here {mine[f.name]!r})"
         for f in fields(config.spec)
@@ -285,7 +286,7 @@ def check_spec(saved: Mapping[str, Any], config: RunConfig, path: Path, finetune
     if differ and not finetune:
         raise UserError(
             f"is a checkpoint of another model than {config.spec.name}: {'; '.join(differ)}",
-            field="--load", value=str(path), accepted=f"a checkpoint of {config.spec.name}, or --finetune",
+            field=found.field, value=str(found.path), accepted=f"a checkpoint of {config.spec.name}, or --finetune",
         )  # fmt: skip
 
 
@@ -302,6 +303,6 @@ def same_schedule(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
         return replace(config, schedule=replace(schedule, learning_rate=rate, weight_decay=decay))
     raise UserError(
         f"the learning rate or weight decay is not the checkpoint's: {'; '.join(differ)}",
-        field="--load", value=config.checkpoint.load,
+        field=LOAD, value=config.checkpoint.load,
         accepted="--override-opt_param-scheduler (the flags count) or --use-checkpoint-opt_param-scheduler (it counts)",
     )  # fmt: skip

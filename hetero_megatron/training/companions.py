@@ -11,11 +11,12 @@ from pathlib import Path
 from hetero_megatron.checkpoint.companions import CONFIG, GENERATION, Companions, from_directory
 from hetero_megatron.checkpoint.native import Checkpoint
 from hetero_megatron.data import Datasets, reads_text
-from hetero_megatron.data.tokenizers import GPT2BPETokenizer, HuggingFaceTokenizer
+from hetero_megatron.data.tokenizers import ByteTokenizer, GPT2BPETokenizer, HuggingFaceTokenizer
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import read_bytes
 from hetero_megatron.spec import ModelSpec, export_config
 from hetero_megatron.training.config import RunConfig
+from hetero_megatron.words import notice_line
 
 _END = "<|endoftext|>"
 
@@ -26,7 +27,8 @@ def run_companions(
     """For --save and --save-hf; on the rank that writes them, which sees all directories that are named.
 
     Later ones of these replace earlier ones: the directory of --model, that of --load-hf, the checkpoint, and the
-    tokenizer that flags name. Where none of them brought weights with a config.json, token ids are the tokenizer's.
+    tokenizer that the run trains with (bytes have no files: then none travels). Where none of them brought weights with
+    a config.json, token ids are the tokenizer's.
 
     Args:
         found: the checkpoint that the weights are from.
@@ -37,12 +39,17 @@ def run_companions(
             along = from_directory(directory).over(along)
     carried = found.companions() if found is not None else Companions()
     along = carried.over(along)
-    named = _tokenizer(config, data)
-    along = named.over(along)
+    before = along.tokenizer().files
+    if _trains_on_bytes(config, data):
+        along = along.without_tokenizer("this run trains on bytes")
+    else:
+        along = _tokenizer(config, data).over(along)
     if config.load_hf is None and CONFIG not in carried.files:
-        along = _from_scratch(along, config.spec, special_ids(config, data), replaced=bool(named.files))
-    for notice in along.notices:
-        log(f"notice: {notice}")
+        replaced = along.tokenizer().files != before
+        own = bool(before) and not replaced  # the source's config.json says what its tokens mean
+        along = _from_scratch(along, config.spec, {} if own else special_ids(config, data), replaced)
+    for notice in dict.fromkeys(along.notices):
+        log(notice_line(notice))
     return along
 
 
@@ -71,8 +78,13 @@ def _from_scratch(along: Companions, spec: ModelSpec, ids: dict[str, int | None]
     return Companions(files, along.notices)
 
 
+def _trains_on_bytes(config: RunConfig, data: Datasets) -> bool:
+    mock = config.data is None or config.data.mock_data
+    return isinstance(data.tokenizer, ByteTokenizer) and not mock and not config.skip_train
+
+
 def _tokenizer(config: RunConfig, data: Datasets) -> Companions:
-    """The files of the tokenizer that flags name, where it is not that of --load-hf anyway."""
+    """The files of the tokenizer that the data are read with; none where that is not known (mock data, token ids)."""
     flags = config.data
     if flags is None:
         return Companions()
@@ -83,13 +95,11 @@ def _tokenizer(config: RunConfig, data: Datasets) -> Companions:
         contents = {name: read_bytes(path) for name, path in files.items() if path is not None}
         whole = data.tokenizer.to_json().encode()  # for families whose tokenizer class reads no pair of files
         return Companions({**contents, "tokenizer.json": whole, "tokenizer_config.json": described.encode()})
-    named = isinstance(data.tokenizer, HuggingFaceTokenizer) and flags.tokenizer_model != config.load_hf
-    if not named or flags.tokenizer_model is None:
+    if not isinstance(data.tokenizer, HuggingFaceTokenizer) or flags.tokenizer_model is None:
         return Companions()
-    assert isinstance(data.tokenizer, HuggingFaceTokenizer)
     directory = Path(flags.tokenizer_model).expanduser()
-    if directory.is_dir():
-        return from_directory(directory).tokenizer()
-    with tempfile.TemporaryDirectory() as folder:  # by its name on the hub: as transformers has it
+    if directory.is_dir() and (found := from_directory(directory).tokenizer()).files:
+        return found
+    with tempfile.TemporaryDirectory() as folder:  # by its name on the hub, or of other files: as transformers has it
         data.tokenizer.save(folder)
         return from_directory(folder).tokenizer()

@@ -8,8 +8,7 @@ drops as few ranks as it can so that all who are left reach each other.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +21,6 @@ from hetero_megatron.training.log_fields import array, integer, number, record, 
 if TYPE_CHECKING:  # a launcher starts without torch
     from hetero_megatron.comm import CommError
 
-DIRECTORY = "HETERO_DIAGNOSES"  # in the environment of ranks whose launcher reads what they found
 EXACT = 20  # nodes with trouble: beyond so many the fewest are no longer searched for, but dropped one by one
 Pair = frozenset[str]
 _RANK = integer(0, 1 << 20)
@@ -51,10 +49,13 @@ def diagnoses_at(scratch: Path, number: int) -> Path:
     return scratch / f"diagnoses-round-{number}"
 
 
-def leave_diagnosis(error: CommError, environment: Mapping[str, str] = os.environ) -> None:
-    """For the launcher, if there is one that reads it; a disk that is full must not hide the error itself."""
-    where = environment.get(DIRECTORY)
-    if not where or error.rank is None:
+def leave_diagnosis(error: CommError, where: str | None) -> None:
+    """For the launcher; a disk that is full must not hide the error itself.
+
+    Args:
+        where: ``LauncherEnvironment.diagnoses``.
+    """
+    if where is None or error.rank is None:
         return
     from hetero_megatron.comm.reach import UNREACHABLE
 
@@ -67,9 +68,13 @@ def leave_diagnosis(error: CommError, environment: Mapping[str, str] = os.enviro
         part.replace(Path(where) / f"rank-{error.rank}.json")
 
 
-def say_joined(rank: int, environment: Mapping[str, str] = os.environ) -> None:
-    """To the launcher, once this rank has met all others: from now on it notices when one of them is gone."""
-    if where := environment.get(DIRECTORY):
+def say_joined(rank: int, where: str | None) -> None:
+    """To the launcher, once this rank has met all others: from now on it notices when one of them is gone.
+
+    Args:
+        where: ``LauncherEnvironment.diagnoses``.
+    """
+    if where is not None:
         with suppress(OSError):
             Path(where).mkdir(parents=True, exist_ok=True)
             (Path(where) / f"joined-{rank}").touch()

@@ -20,15 +20,19 @@ ECHO_SECONDS = 1.0  # torchrun sends on to its ranks the Ctrl-C that the termina
 
 
 @contextmanager
-def at_once() -> Iterator[None]:
+def at_once(first: bool = True) -> Iterator[None]:
     """Here Ctrl-C ends the process without an exception, which libraries that are being imported may swallow, or show
-    with a traceback. For work that leaves nothing half written."""
+    with a traceback. For work that leaves nothing half written.
+
+    Args:
+        first: whether it is this one of a job's processes that says so.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # not where it is ignored, as in a background job of a shell
-        signal.signal(signal.SIGINT, _end)
+        signal.signal(signal.SIGINT, lambda number, frame: _end(first))
     try:
         yield
     finally:
@@ -41,14 +45,10 @@ def import_torch() -> None:
         import_module("torch")
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    if _first():
+def _end(first: bool) -> None:
+    if first:
         os.write(2, b"error: interrupted\n")
     os._exit(INTERRUPTED)
-
-
-def _first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def end_with_parent() -> None:
@@ -102,13 +102,23 @@ def note_hang_up(number: int) -> None:
 
 
 class ExitConditions:
-    """Attributes:
-    reason: why this rank wants to stop; empty while it does not.
+    """
+    Args:
+        first: whether it is this rank that says that Ctrl-C came.
+
+    Attributes:
+        reason: why this rank wants to stop; empty while it does not.
     """
 
-    def __init__(self, minutes: float | None = None, interval: int | None = None, signals: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        minutes: float | None = None,
+        interval: int | None = None,
+        signals: Iterable[str] = (),
+        first: bool = True,
+    ) -> None:
         self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
-        self._minutes, self._interval = minutes, interval
+        self._minutes, self._interval, self._first = minutes, interval, first
         self.reason = ""
         self._interrupted: float | None = None
         for number in handled(signals):
@@ -121,7 +131,7 @@ class ExitConditions:
             now, first = time.monotonic(), self._interrupted
             if first is None:
                 self._interrupted = now
-                if _first():
+                if self._first:
                     os.write(2, b"interrupted: stopping after this step; Ctrl-C again ends the run at once\n")
             elif now - first > ECHO_SECONDS:
                 os._exit(INTERRUPTED)

@@ -20,6 +20,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.parallel.optimizer import squared_norm
 from hetero_megatron.pipeline.executor import StageWork
 from hetero_megatron.training.runtime import Fetch, Runtime, StepStats
+from hetero_megatron.words import notice_line
 
 SPIKE_SIGMAS, SPIKE_HISTORY, SPIKE_LEAST = 6.0, 100, 20
 _WEIGHT = "weight"  # how the description of a weight begins
@@ -111,7 +112,7 @@ class StepGuard:
         else:
             blame = "run again, every rank gives the same numbers: it is the batch or the weights, not the hardware"
         if finite or (self.rerun and good and differ):
-            self.log(f"notice: step {number}: {what}; {blame}; the step counts as it came out the second time")
+            self.log(notice_line(f"step {number}: {what}; {blame}; the step counts as it came out the second time"))
             return
         place = f"; first {found}" if found else ""
         raise UserError(

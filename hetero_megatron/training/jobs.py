@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Protocol
 
 from hetero_megatron.files import read_json_object
-from hetero_megatron.launcher import ERROR_FILE, SECRET, SUPERVISED
+from hetero_megatron.launcher import DIAGNOSES, ERROR_FILE, SECRET, SUPERVISED
 from hetero_megatron.testbed.process import all_status
-from hetero_megatron.training.diagnosis import DIRECTORY as DIAGNOSES
 from hetero_megatron.training.exit import end_with_parent
 from hetero_megatron.training.log_fields import integer, numbered, record, require
 

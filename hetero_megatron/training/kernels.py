@@ -16,6 +16,7 @@ from hetero_megatron.spec import ModelSpec, shares
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.words import notice_line
 
 
 def rank_kernels(
@@ -88,6 +89,6 @@ def agree_on_kernels(runtime: Runtime, reasons: bool = False) -> None:
         called = {op for known in by_stage.values() for op in known} | {EVERY}
         stages = (stage for pipeline in runtime.plan.pipelines for stage in pipeline.stages)
         for op in sorted({op for stage in stages for op, _ in stage.kernels} - called):
-            print(f"notice: kernels.{op} has no effect: this model never calls it", flush=True)
+            print(notice_line(f"kernels.{op} has no effect: this model never calls it"), flush=True)
         for (p, s), (digest, summary) in sorted(first.items()):
             print(f"kernels of pipeline {p} stage {s} ({digest}): {summary}", flush=True)

@@ -26,6 +26,7 @@ from hetero_megatron.launcher import SECRET, LauncherEnvironment, read_launcher
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
 from hetero_megatron.ops.optimizer_ops import adamw_aten
+from hetero_megatron.out_of_memory import out_of_memory
 from hetero_megatron.parallel.offload import check_offload, cpu_adam
 from hetero_megatron.parallel.update import SGD, AdamW, Optimizer, OptimizerFactory
 from hetero_megatron.plan import format_plan, idle_ranks, locate, stage_at
@@ -46,6 +47,7 @@ from hetero_megatron.training.report import Reporter
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.save_directory import claim_directory, make_folders
 from hetero_megatron.training.stragglers import DRIFT, FACTOR, Behind, StragglerWatch, write_drift
+from hetero_megatron.words import notice_line, plural
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -73,7 +75,7 @@ def train(config: RunConfig, launcher: LauncherEnvironment | None = None) -> int
     check_device(platform, launcher)
     place = position(config.cluster, launcher)
     comm = start_comm(platform, 60 * config.distributed.timeout_minutes, place, launcher)
-    say_joined(comm.rank)
+    say_joined(comm.rank, launcher.diagnoses)
     code, everyone = 0, tuple(range(world))
     try:
         comm.create_groups([everyone])
@@ -83,7 +85,7 @@ def train(config: RunConfig, launcher: LauncherEnvironment | None = None) -> int
             if launcher.started_by:
                 print(f"ranks: the tasks that {launcher.started_by} started, by their numbers", flush=True)
             if notice := open_to_others(launcher):
-                print(f"notice: {notice}", flush=True)
+                print(notice_line(notice), flush=True)
         # All at once, on idle ranks too (torch wants every rank to take part): a refusal then leaves nobody waiting.
         comm.create_groups(plan_groups(config.plan, make_buckets(config.plan, config.spec)))
         comm.background_group(config.plan.ranks, WRITE_TIMEOUT)
@@ -101,8 +103,9 @@ def train(config: RunConfig, launcher: LauncherEnvironment | None = None) -> int
                 training.reporter.flush()
     except (CommError, KeyboardInterrupt):
         raise  # without a farewell: taking groups down waits for transfers that will never end (a save, for hours)
-    except BaseException:
-        stop_comm()
+    except BaseException as error:
+        if out_of_memory(error) is None:  # which only this rank is perhaps: then as above
+            stop_comm()
         raise
     stop_comm()
     return code
@@ -137,7 +140,7 @@ def position(cluster: Cluster | None, launcher: LauncherEnvironment) -> int | No
     rank = cluster.find(node, launcher.device_index).rank
     if rank >= world:
         raise UserError(
-            f"its chip is rank {rank} of the cluster file, but this job has {world} rank{'s' if world > 1 else ''}",
+            f"its chip is rank {rank} of the cluster file, but this job has {plural(world, 'rank')}",
             field="HETERO_NODE", value=node, accepted=f"the chips of ranks 0 to {world - 1}, or more ranks",
         )  # fmt: skip
     return rank
@@ -164,14 +167,15 @@ def announce(config: RunConfig, world: int, platform: Platform, plugins: Plugins
     if testbed:
         print(testbed, flush=True)
     for plugin in plugins.broken():
-        print(f"notice: plugin {plugin.source.name} ({plugin.source.module}) is broken: {plugin.error}", flush=True)
+        source = f"plugin {plugin.source.name} ({plugin.source.module})"
+        print(notice_line(f"{source} is broken: {plugin.error}"), flush=True)
     idle = sorted(set(range(world)) - set(config.plan.ranks))
     if config.cluster is not None:
         idle = sorted({*idle, *idle_ranks(config.plan, config.cluster)})
     if idle:
         print(f"idle ranks: {', '.join(map(str, idle))}", flush=True)
     for notice in config.notices:
-        print(f"notice: {notice}", flush=True)
+        print(notice_line(notice), flush=True)
 
 
 def optimizer_factory(
@@ -233,7 +237,8 @@ class Training:
         # Where there is something to save, being told to stop means saving first.
         asked = config.exit.signal or ("SIGTERM" if self.checkpoints.active else "SIGINT")
         signals = {asked, "SIGINT", *(("SIGHUP",) if asked == "SIGTERM" else ())}
-        self.exit = ExitConditions(config.exit.minutes, config.exit.interval, signals)
+        first = comm.launcher.rank == 0
+        self.exit = ExitConditions(config.exit.minutes, config.exit.interval, signals, first)
         self.reporter = Reporter(config, self.runtime, platform, self.step + 1)
         check_grad = config.check_nan and config.dtype != "fp16"  # there it is the loss scale's affair
         failure = config.failure
@@ -261,7 +266,7 @@ class Training:
         assert self.stragglers is not None
         new = self.stragglers.step(busy, size)
         for behind in new:
-            self.say(f"notice: step {self.step}: {behind}")
+            self.say(notice_line(f"step {self.step}: {behind}"))
             self.reporter.event("straggler", str(behind), step=self.step, rank=behind.rank, ratio=behind.ratio)
         steady = [b for b in self.stragglers.behind() if b.steady]
         if self.config.failure.replan_on_drift and not self.exit.reason and steady:
@@ -294,7 +299,7 @@ class Training:
             found.append(f"float64 is rounded to the float32 of this run (--fp64 keeps it) in {listed(wide)}")
         if world.index == 0:
             for notice in [*self.weights.notices, *found]:
-                print(f"notice: --load-hf {self.config.load_hf}: {notice}", flush=True)
+                print(notice_line(f"--load-hf {self.config.load_hf}: {notice}"), flush=True)
 
     def _datasets(self) -> Datasets:
         config = self.config
@@ -316,13 +321,13 @@ class Training:
             with self._loader(self.data.train) as loader:
                 self._train(loader)
             if not self.trained:
-                self.say("notice: every step of this run was skipped: the weights are those that it began with")
+                self.say(notice_line("every step of this run was skipped: the weights are those that it began with"))
             self.checkpoints.save(Progress(self.step, self.consumed), self.loss_scale)
         if config.evaluation.iterations:
             self._evaluate()
         goes_on = self.checkpoints.active and self.step < config.steps  # stopped: the directory must be free then
         if config.save_hf is not None and goes_on:
-            self.say(f"notice: --save-hf {config.save_hf} is written at the end of training, step {config.steps}")
+            self.say(notice_line(f"--save-hf {config.save_hf} is written at the end of training, step {config.steps}"))
         elif config.save_hf is not None:
             assert self.runtime.optimizer is not None
             owned, dtypes = self.runtime.optimizer.owned(), self.checkpoints.source_dtypes

@@ -23,7 +23,7 @@ from hetero_megatron.training.record import (
 )
 from hetero_megatron.training.runtime import Runtime, StepStats
 from hetero_megatron.training.throughput import measured_peak_flops, tokens_per_chip_second, work_shares
-from hetero_megatron.words import plural
+from hetero_megatron.words import notice_line, plural
 
 TIMELINE_AFTER = 2  # steps before the one whose timeline is written down: the first ones are slower
 
@@ -77,7 +77,7 @@ class Reporter:
         """Predict a step, and write down what starts here."""
         found, notice = expectation(self.config)
         if notice:
-            print(f"notice: {notice}", flush=True)
+            print(notice_line(notice), flush=True)
         busy: dict[int, float] = {}
         if found is not None:
             busy = expected_busy(self.config)

@@ -11,6 +11,7 @@ from typing import Any
 
 from hetero_megatron.plan.dump import rank_ranges
 from hetero_megatron.training import log_fields as f
+from hetero_megatron.words import plural
 
 COLORS = ("#4c8bf5", "#d9654f", "#34a06f", "#b05fd0", "#e0a020", "#2aa7a7", "#8a6d3b", "#777777")
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 900, 240, 70, 24, 12
@@ -142,7 +143,7 @@ def _stage(stage: Mapping[str, Any]) -> tuple[int, str]:
     said = ", ".join(f"{a}-{b - 1}" for a, b in ranges) or "none"
     more = [f"{key} {stage[key]}" for key in ("tp", "dp_split", "recompute") if stage.get(key) not in (None, 1, "none")]
     if stage.get("context"):
-        more.append(f"{len(stage['context'])} context groups")
+        more.append(plural(len(stage['context']), 'context group'))
     if (stage.get("optimizer") or {}).get("offload"):
         more.append("optimizer on the host")
     return count, ", ".join([f"ranks {rank_ranges(_ranks(stage['ranks']))}", f"layers {said}", *more])

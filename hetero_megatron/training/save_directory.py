@@ -12,6 +12,7 @@ from hetero_megatron.checkpoint.native import check_writable
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.config import CheckpointConfig, RunConfig
+from hetero_megatron.words import notice_line
 
 
 def writes_checkpoints(config: RunConfig) -> bool:
@@ -44,7 +45,8 @@ def _refuse_or_say(options: CheckpointConfig, newest: object, group: Group) -> N
     holds = f"holds checkpoints already, the newest of step {newest}, and this run does not go on from there"
     if options.overwrite:
         if group.index == 0:
-            print(f"notice: --save {options.save} {holds}: those of the steps that it saves are replaced", flush=True)
+            replaced = "those of the steps that it saves are replaced"
+            print(notice_line(f"--save {options.save} {holds}: {replaced}"), flush=True)
         return
     go_on = f"--load {options.save} to go on from there" + (", without --finetune" if options.finetune else "")
     raise UserError(

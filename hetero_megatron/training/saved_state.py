@@ -106,7 +106,7 @@ def check_state(found: Checkpoint) -> None:
             known["plan"] = {"seq_length": plan.get("seq_length")}
         typed(known, _State, "state")
     except UserError as error:
-        raise damaged_error(unusable(path, error)) from None
+        raise damaged_error(unusable(path, error), found.field) from None
 
 
 def _require(field: str, value: object, good: bool) -> None:

@@ -34,10 +34,9 @@ FLAGS = (
         TOKENIZER_TYPES,
         _TOKENIZER,
         f"{', '.join(TOKENIZER_TYPES)} (HuggingFaceTokenizer reads the same tokenizer in Hugging Face's format)",
-        summary="what makes tokens of text; by the files given below, or by --load-hf, if left out",
-        differs="required in Megatron; here by --tokenizer-model or --vocab-file, else that of --load-hf, else "
-        "ByteTokenizer "
-        "for text and a model of at most 512 ids",
+        summary="what makes tokens of text; by the files given below, or by --load-hf or --model, if left out",
+        differs="required in Megatron; here by --tokenizer-model or --vocab-file, else that of --load-hf or --model, "
+        "else ByteTokenizer for text and a model of at most 512 ids",
     ),
     value(
         "--tokenizer-model", str, None, "directory or name of a Hugging Face tokenizer",

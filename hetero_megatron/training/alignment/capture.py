@@ -16,6 +16,7 @@ import torch
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops import KernelPlan, OpSpec
 from hetero_megatron.ops.conformance.compare import distance, oracle
+from hetero_megatron.words import plural
 
 Observer = Callable[["Call"], None]
 
@@ -174,7 +175,7 @@ class LiveCompare:
         for d in self.worst():
             mark = "  over its bound" if d in over else ""
             lines.append(f"{d.op:<24}{d.provider:<12}{d.layer:<40}{d.forward:>10.1e}{d.backward:>10.1e}{mark}")
-        return "\n".join([*lines, f"{len(self.deviations)} calls, {len(over)} over the bounds of {dtype}"])
+        return "\n".join([*lines, f"{plural(len(self.deviations), 'call')}, {len(over)} over the bounds of {dtype}"])
 
 
 class CaptureFiles:

@@ -10,6 +10,7 @@ from pathlib import Path
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import json_lines
 from hetero_megatron.training.log_fields import integer, maybe, number, record, require
+from hetero_megatron.words import plural
 
 _ROW = record({"step": integer(), "loss": maybe(number())})
 
@@ -31,8 +32,8 @@ class Drift:
     def text(self) -> str:
         verdict = "within" if self.ok else "OVER"
         return (
-            f"{self.steps} steps: mean relative difference of losses {self.mean:.3%}, {verdict} {self.threshold:.3%}; "
-            f"worst {self.worst:.3%} at step {self.worst_step}"
+            f"{plural(self.steps, 'step')}: mean relative difference of losses {self.mean:.3%}, "
+            f"{verdict} {self.threshold:.3%}; worst {self.worst:.3%} at step {self.worst_step}"
         )
 
 

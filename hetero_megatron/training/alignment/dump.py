@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops.conformance.compare import distance
+from hetero_megatron.words import plural, word
 
 _PARTS = ("layers", "embed_tokens", "norm", "lm_head")
 
@@ -101,9 +102,10 @@ class Comparison:
             mark = "  <-- first over the tolerance" if row is self.first else ""
             over += row.error > self.tolerance
             lines.append(f"{row.file:<34}{row.tensor:<44}{row.error:.2e}{mark}")
-        end = f"all {len(self.rows)} tensors agree to {self.tolerance:g}"
+        compared = plural(len(self.rows), "tensor")
+        end = f"all {compared} {word(len(self.rows), 'agrees', 'agree')} to {self.tolerance:g}"
         if self.first is not None:
-            end = f"first diverging: {self.first.tensor} in {self.first.file} ({over} of {len(self.rows)} tensors)"
+            end = f"first diverging: {self.first.tensor} in {self.first.file} ({over} of {compared})"
         return "\n".join([*lines, end])
 
 

@@ -7,6 +7,7 @@ from hetero_megatron.training.alignment.capture import Call, CaptureFiles, LiveC
 from hetero_megatron.training.alignment.dump import LayerDump
 from hetero_megatron.training.config import AlignmentConfig
 from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.words import notice_line
 
 
 class Alignment:
@@ -44,7 +45,7 @@ class Alignment:
             specs, rank = runtime.kernels.registry.specs, runtime.comm.rank
             for op, why in runtime.apart().items():
                 if self._watch.wants(specs[op]):
-                    print(f"notice: operators of rank {rank}: {op} is not watched: {why}", flush=True)
+                    print(notice_line(f"operators of rank {rank}: {op} is not watched: {why}"), flush=True)
         if self.config.dump is not None:
             self._dump = LayerDump(runtime.model, self.config.dump, runtime.comm.rank)
 

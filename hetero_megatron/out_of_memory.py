@@ -14,8 +14,8 @@ _SIGNS = re.compile(
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pib": 2**50, "eib": 2**60}
 
 
-def out_of_memory(error: BaseException, rank: str | None = None) -> str:
-    """What to tell the user where ``error`` says that memory ran out; empty where it says something else.
+def out_of_memory(error: BaseException, rank: int | None = None) -> UserError | None:
+    """What to tell the user where ``error`` says that memory ran out; None where it says something else.
 
     Known are Python's, NumPy's and the system's errors, those of torch's allocators, and libraries that could not be
     loaded; also behind an error that was raised in handling one.
@@ -27,16 +27,16 @@ def out_of_memory(error: BaseException, rank: str | None = None) -> str:
     while seen is not None and not _is_memory(seen):
         seen = seen.__cause__ or seen.__context__
     if seen is None:
-        return ""
+        return None
     device = type(seen).__name__ == "OutOfMemoryError"  # torch's, of whatever accelerator
     asked = _ASKED.search(str(seen))
     size = f": {_size(float(asked[1]) * _UNITS[asked[2].lower()])} more were asked for" if asked else ""
     own = "memory of its accelerator" if device else "host memory"
     if rank is None:
-        return str(UserError(f"this command is out of {own}{size}", accepted="more memory, or a larger limit on it"))
+        return UserError(f"this command is out of {own}{size}", accepted="more memory, or a larger limit on it")
     remedy = "a smaller --micro-batch-size, --recompute-activations, a plan with fewer layers on this rank (--dry-run "
     remedy += f"shows what each needs), or {'optimizer: {offload: true} in the plan' if device else 'more memory'}"
-    return str(UserError(f"rank {rank} is out of {own}{size}", accepted=remedy))
+    return UserError(f"rank {rank} is out of {own}{size}", accepted=remedy)
 
 
 def _is_memory(error: BaseException) -> bool:
