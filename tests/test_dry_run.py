@@ -33,11 +33,11 @@ from tests.test_parity import pipe, plan, stage
 
 SPELLED = plan(
     [
-        pipe(2, 3, stage([4, 1], [0, 4], tp=2, tp_split=[3, 1], recompute={"first": 1}), stage([2], [4, 6])),
+        pipe(2, 7, stage([4, 1], [0, 4], tp=2, tp_split=[3, 1], recompute={"first": 1}), stage([2], [4, 6])),
         pipe(2, 1, stage([3, 0], [0, 6], tp=1, dp_split=[1, 1], optimizer={"share": 3})),
         pipe(
             2,
-            1,
+            4,
             stage(
                 [7, 6, 5],
                 [0, 6],

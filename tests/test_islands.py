@@ -89,7 +89,7 @@ def test_bytes_between_islands() -> None:
     size = sum(b.owners[n].elements(r) for b in make_buckets(direct, SPEC) for n in b.names for r in b.ranks)
     found = crossing(planned, SPEC)
     assert (found.direct, found.planned, found.hops, found.buckets) == (8 * size, 4 * size, 1, 1)
-    assert "1 of 1 buckets are summed inside an island first" in format_islands(planned, SPEC)
+    assert "1 of 1 bucket is summed inside an island first" in format_islands(planned, SPEC)
 
 
 def test_islands_that_save_nothing_are_left_alone() -> None:

@@ -245,7 +245,7 @@ FLAGSCALE = {
     "split length": (
         {"hetero_pipeline_layer_split": [6]},
         "--hetero-pipeline-layer-split",
-        "1 entries for 2",
+        "1 entry for 2 pipeline stages",
     ),
     "split sum": ({"hetero_pipeline_layer_split": [2, 3]}, "--hetero-pipeline-layer-split", "sums to 5"),
     "recompute over micro-batches": (
@@ -261,7 +261,7 @@ FLAGSCALE = {
     "recompute stages": (
         {"recompute_granularity_per_stage_micro_batch": [[1, 4, 1]]},
         "--recompute-granularity-per-stage-micro-batch",
-        "1 stages of 2",
+        "1 stage of 2",
     ),
 }
 

@@ -75,8 +75,8 @@ class StepResult:
 
 
 @dataclass
-class _Live:
-    """Tensors of one step that are still needed."""
+class Live:
+    """Tensors of one step that are still needed, by micro-batch."""
 
     inputs: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class PipelineExecutor:
     def run(self, work: StageWork, reducer: Reducer | None = None) -> StepResult:
         """Do all actions. ``reducer`` does the REDUCEs, which may start during the last B; without one they are left
         out."""
-        live, result = _Live(), StepResult()
+        live, result = Live(), StepResult()
         receives = [a for a in work.actions if a.kind.startswith("RECV")]
         reduces = [a for a in work.actions if a.kind == "REDUCE"]
         posted, taken = 0, 0
@@ -151,7 +151,7 @@ class PipelineExecutor:
         self.comm.activity = f"{self.place}, after its last action"
         return result
 
-    def _post(self, action: Action, work: StageWork, live: _Live) -> None:
+    def _post(self, action: Action, work: StageWork, live: Live) -> None:
         backward = action.kind == "RECV_B"
         boundary = self.after if backward else self.before
         assert boundary is not None, f"{action} on a stage without that neighbour"
@@ -159,16 +159,16 @@ class PipelineExecutor:
             backward, _tag(action.micro_batch, backward), self.dtype
         )
 
-    def _receive_input(self, action: Action, work: StageWork, live: _Live, _: StepResult) -> None:
+    def _receive_input(self, action: Action, work: StageWork, live: Live, _: StepResult) -> None:
         x = live.receives.pop(action).wait()
         live.inputs[action.micro_batch] = x.requires_grad_() if torch.is_grad_enabled() else x
 
-    def _receive_grad(self, action: Action, work: StageWork, live: _Live, _: StepResult) -> None:
+    def _receive_grad(self, action: Action, work: StageWork, live: Live, _: StepResult) -> None:
         live.grads[action.micro_batch] = live.receives.pop(action).wait()
         # The gradient proves that the activation arrived, so this does not block; it frees the send buffer.
         _wait(live.sends.pop(action.micro_batch, []))
 
-    def _forward(self, action: Action, work: StageWork, live: _Live, result: StepResult) -> None:
+    def _forward(self, action: Action, work: StageWork, live: Live, result: StepResult) -> None:
         mb = action.micro_batch
         batch = work.batches[mb]
         if batch is None:
@@ -187,7 +187,7 @@ class PipelineExecutor:
                 return
         live.outputs[mb] = out
 
-    def _backward(self, action: Action, work: StageWork, live: _Live, _: StepResult) -> None:
+    def _backward(self, action: Action, work: StageWork, live: Live, _: StepResult) -> None:
         mb = action.micro_batch
         if work.batches[mb] is None:
             return
@@ -196,7 +196,7 @@ class PipelineExecutor:
         with self.comm.clock.work():
             torch.autograd.backward(out, grad)
 
-    def _send_output(self, action: Action, work: StageWork, live: _Live, _: StepResult) -> None:
+    def _send_output(self, action: Action, work: StageWork, live: Live, _: StepResult) -> None:
         mb = action.micro_batch
         assert self.after is not None
         if work.batches[mb] is None:
@@ -208,7 +208,7 @@ class PipelineExecutor:
         else:
             self._keep(handles, live)
 
-    def _send_grad(self, action: Action, work: StageWork, live: _Live, _: StepResult) -> None:
+    def _send_grad(self, action: Action, work: StageWork, live: Live, _: StepResult) -> None:
         mb = action.micro_batch
         assert self.before is not None
         x = live.inputs.pop(mb)
@@ -218,12 +218,12 @@ class PipelineExecutor:
         self._keep(self.before(work.sizes[mb]).send(grad, True, _tag(mb, True)), live)
 
     @staticmethod
-    def _keep(handles: list[Handle], live: _Live) -> None:
+    def _keep(handles: list[Handle], live: Live) -> None:
         live.old_sends.append(handles)
         if len(live.old_sends) > SEND_LAG:
             _wait(live.old_sends.popleft())
 
-    _handlers: Mapping[str, Callable[[PipelineExecutor, Action, StageWork, _Live, StepResult], None]] = {
+    _handlers: Mapping[str, Callable[[PipelineExecutor, Action, StageWork, Live, StepResult], None]] = {
         "F": _forward,
         "B": _backward,
         "SEND_F": _send_output,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hetero_megatron.plan.canonical import Interval, Unit
 from hetero_megatron.plan.fields import nested_ranks, parse_ranks, tp_splits
+from hetero_megatron.words import plural
 
 if TYPE_CHECKING:
     from hetero_megatron.cluster.document import Entry
@@ -43,7 +44,7 @@ def context_units(
             heads = _counts(mine[g]["heads"], len(group))
             if sum(heads) != num_heads:
                 mine[g]["heads"].fail(
-                    f"the heads of a group sum to {sum(heads)}, the model has {num_heads} query heads"
+                    f"the heads of a group sum to {sum(heads)}, the model has {plural(num_heads, 'query head')}"
                 )
             first = 0
             for m, ranks in enumerate(group):
@@ -81,8 +82,12 @@ def _check_ranks(entry: Entry, members: list[list[tuple[int, ...]]]) -> None:
 def _counts(entry: Entry, members: int) -> tuple[int, ...]:
     counts = entry.integers(0)
     if len(counts) != members:
-        entry.fail(f"{len(counts)} entries for {members} members", accepted=f"{members} entries")
+        entry.fail(_entries(len(counts), members), accepted=plural(members, "entry"))
     return counts
+
+
+def _entries(count: int, members: int) -> str:
+    return f"{plural(count, 'entry')} for {plural(members, 'member')}"
 
 
 def _tokens(
@@ -112,7 +117,7 @@ def _tokens(
 def _written(entry: Entry, members: int) -> list[tuple[Interval, ...]]:
     items = entry.items()
     if len(items) != members:
-        entry.fail(f"{len(items)} entries for {members} members", accepted="one list of intervals per member")
+        entry.fail(_entries(len(items), members), accepted="one list of intervals per member")
     result = []
     for item in items:
         pairs = [pair.integers() for pair in item.items()]

@@ -8,6 +8,7 @@ from math import gcd
 from hetero_megatron.cluster.cluster import MAX_RANKS
 from hetero_megatron.cluster.document import Entry
 from hetero_megatron.plan.canonical import Interval, Recompute
+from hetero_megatron.words import plural
 
 
 def is_nested(entry: Entry) -> bool:
@@ -20,13 +21,14 @@ def tp_splits(entry: Entry | None, groups: list[tuple[int, ...]]) -> list[tuple[
         return [(1,) * len(group) for group in groups]
     per_group = entry.items() if is_nested(entry) else [entry] * len(groups)
     if len(per_group) != len(groups):
-        entry.fail(f"{len(per_group)} lists of weights for {len(groups)} TP groups")
+        entry.fail(f"{plural(len(per_group), 'list')} of weights for {plural(len(groups), 'TP group')}")
     splits = []
     for item, group in zip(per_group, groups, strict=True):
         weights = item.integers(1)
         if len(weights) != len(group):
+            there = plural(len(weights), "weight")
             item.fail(
-                f"{len(weights)} weights for TP groups of {len(group)}", accepted=f"{len(group)} weights"
+                f"{there} for TP groups of {plural(len(group), 'rank')}", accepted=plural(len(group), "weight")
             )
         splits.append(reduced(weights))
     return splits

@@ -19,6 +19,7 @@ from hetero_megatron.plan.fields import first_layers
 from hetero_megatron.plan.flag_source import Blame, FlagSource, flag_error
 from hetero_megatron.plan.from_megatron import intervals, micro_batches
 from hetero_megatron.plan.megatron_context import context_flags, context_members
+from hetero_megatron.words import plural, word
 
 if TYPE_CHECKING:
     from hetero_megatron.spec import ModelSpec
@@ -87,8 +88,8 @@ def from_flagscale(flags: FlagScaleParallel, spec: ModelSpec) -> Plan:
             raise flag_error(
                 MESHES,
                 list(flags.hetero_process_meshes),
-                f"the {rows} sequences of a micro-batch (data parallel of the first mesh x micro-batch size) "
-                f"do not divide over data parallel {mesh.dp}",
+                f"the micro-batch of {plural(rows, 'sequence')} (data parallel of the first mesh x micro-batch size) "
+                f"does not divide over data parallel {mesh.dp}",
                 f"a multiple of {mesh.dp} sequences",
             )
     count = micro_batches(flags.global_batch_size, rows)
@@ -96,7 +97,8 @@ def from_flagscale(flags: FlagScaleParallel, spec: ModelSpec) -> Plan:
     recomputes = _recomputes(flags, split, count)
     for i, mesh in enumerate(meshes):
         if mesh.cp > 1 and mesh.dp > pipelines:
-            problem = f"mesh {i} has context parallelism and {mesh.dp // pipelines} data-parallel ranks per pipeline"
+            per_pipeline = plural(mesh.dp // pipelines, "data-parallel rank")
+            problem = f"mesh {i} has context parallelism and {per_pipeline} per pipeline"
             accepted = f"cp 1, or data parallel {pipelines} (what all meshes have in common)"
             raise flag_error(MESHES, list(flags.hetero_process_meshes), problem, accepted)
     built = tuple(
@@ -175,9 +177,8 @@ def _meshes(flags: FlagScaleParallel) -> list[Mesh]:
         )
     groups = [numbers[i : i + 5] for i in range(0, len(numbers), 5)]
     if chips and len(chips) != len(groups):
-        raise flag_error(
-            "hetero_device_types", chips, f"{len(chips)} names for {len(groups)} meshes", "one per mesh"
-        )
+        problem = f"{plural(len(chips), 'name')} for {plural(len(groups), 'mesh', 'meshes')}"
+        raise flag_error("hetero_device_types", chips, problem, "one per mesh")
     if flags.micro_batch_size < 1:
         raise flag_error("micro_batch_size", flags.micro_batch_size, "too small", "an integer >= 1")
     meshes: list[Mesh] = []
@@ -190,9 +191,8 @@ def _meshes(flags: FlagScaleParallel) -> list[Mesh]:
         meshes.append(Mesh(tp, cp, dp, pp, first, chips[i] if chips else None))
     total = sum(mesh.size for mesh in meshes)
     if flags.world_size is not None and flags.world_size != total:
-        raise flag_error(
-            MESHES, numbers, f"the meshes use {total} ranks, {flags.world_size} were started", str(total)
-        )
+        started = f"{flags.world_size} {word(flags.world_size, 'was')} started"
+        raise flag_error(MESHES, numbers, f"the meshes use {plural(total, 'rank')}, {started}", str(total))
     return meshes
 
 
@@ -200,12 +200,11 @@ def _layer_split(flags: FlagScaleParallel, meshes: list[Mesh], num_layers: int) 
     split, stages = list(flags.hetero_pipeline_layer_split), sum(mesh.pp for mesh in meshes)
     name = "hetero_pipeline_layer_split"
     if len(split) != stages:
-        raise flag_error(
-            name, split, f"{len(split)} entries for {stages} pipeline stages", f"{stages} integers"
-        )
+        problem = f"{plural(len(split), 'entry')} for {plural(stages, 'pipeline stage')}"
+        raise flag_error(name, split, problem, plural(stages, "integer"))
     if min(split) < 0 or sum(split) != num_layers:
         raise flag_error(
-            name, split, f"it sums to {sum(split)} layers, the model has {num_layers}", str(num_layers)
+            name, split, f"it sums to {plural(sum(split), 'layer')}, the model has {num_layers}", str(num_layers)
         )
     return intervals(split)
 
@@ -241,9 +240,8 @@ def _per_stage(flags: FlagScaleParallel, name: str, stages: int, count: int) -> 
         if len(row) < 3 or len(row) % 2 == 0 or min(row) < 0:
             raise flag_error(name, row, "not a run-length list", "[stages, micro-batches, value, ...]")
         if sum(row[1::2]) != count:
-            raise flag_error(
-                name, row, f"it covers {sum(row[1::2])} of {count} micro-batches", f"sums of {count}"
-            )
+            problem = f"it covers {sum(row[1::2])} of {plural(count, 'micro-batch')}"
+            raise flag_error(name, row, problem, f"sums of {count}")
         used = {value for run, value in zip(row[1::2], row[2::2], strict=True) if run}
         if len(used) > 1:
             raise flag_error(
@@ -252,6 +250,7 @@ def _per_stage(flags: FlagScaleParallel, name: str, stages: int, count: int) -> 
         values += [used.pop()] * row[0]
     if len(values) != stages:
         raise flag_error(
-            name, list(map(list, lists)), f"{len(values)} stages of {stages}", f"{stages} stages in all"
+            name, list(map(list, lists)), f"{plural(len(values), 'stage')} of {stages}",
+            f"{plural(stages, 'stage')} in all",
         )
     return values

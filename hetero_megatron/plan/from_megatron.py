@@ -12,6 +12,7 @@ from hetero_megatron.plan.canonical import Interval, Pipeline, Plan, Recompute, 
 from hetero_megatron.plan.fields import first_layers
 from hetero_megatron.plan.flag_source import Blame, FlagSource, flag_error
 from hetero_megatron.plan.megatron_context import context_flags, context_members
+from hetero_megatron.words import plural, word
 
 if TYPE_CHECKING:
     from hetero_megatron.spec import ModelSpec
@@ -76,7 +77,7 @@ def from_megatron(flags: MegatronParallel, spec: ModelSpec) -> Plan:
         raise flag_error(
             name,
             largest[0],
-            f"{flags.world_size} ranks are not a multiple of {sizes} ({names})",
+            f"{plural(flags.world_size, 'rank')} {word(flags.world_size, 'is')} not a multiple of {sizes} ({names})",
             f"a number of ranks that is a multiple of {tp * cp * pp}",
         )
     count = micro_batches(flags.global_batch_size, dp * flags.micro_batch_size)
@@ -204,7 +205,7 @@ def layer_counts(flags: MegatronParallel, num_layers: int) -> list[int]:
         slots[-1] -= loss
         if min(slots) < 0:
             raise flag_error(
-                "pipeline_model_parallel_size", pp, f"more stages than {num_layers} layers can fill"
+                "pipeline_model_parallel_size", pp, f"more stages than {plural(num_layers, 'layer')} can fill"
             )
         return slots
     if embed or loss:
@@ -219,8 +220,8 @@ def layer_counts(flags: MegatronParallel, num_layers: int) -> list[int]:
         raise flag_error(
             name,
             fixed[0],
-            f"it leaves {rest} of {num_layers} layers for {max(stages, 0)} of {pp} pipeline stages",
-            f"first, last and the stages between them adding up to {num_layers} layers",
+            f"it leaves {rest} of {plural(num_layers, 'layer')} for {max(stages, 0)} of {plural(pp, 'pipeline stage')}",
+            f"first, last and the stages between them adding up to {plural(num_layers, 'layer')}",
         )
     middle = _even(rest, stages) if stages else []
     return [*([first] if first is not None else []), *middle, *([last] if last is not None else [])]
@@ -239,10 +240,10 @@ def layout_stages(text: str, pp: int, num_layers: int) -> tuple[list[Interval], 
     if "m" in symbols:
         raise flag_error(name, text, "this version cannot run multi-token prediction ('m')", "E, t, L and |")
     if len(stages) != pp:
-        problem = f"it has {len(stages)} stages for {pp} pipeline-parallel ranks"
+        problem = f"it has {plural(len(stages), 'stage')} for {plural(pp, 'pipeline-parallel rank')}"
         if len(stages) % pp == 0:
-            problem += f": {len(stages) // pp} virtual stages each, which this version cannot run"
-        raise flag_error(name, text, problem, f"{pp} stages")
+            problem += f": {plural(len(stages) // pp, 'virtual stage')} each, which this version cannot run"
+        raise flag_error(name, text, problem, plural(pp, "stage"))
     if symbols.count("E") != 1 or not symbols.startswith("E"):
         raise flag_error(name, text, "the embedding 'E' stands once, before everything else", "E…")
     if symbols.count("L") != 1 or not symbols.endswith("L"):
@@ -250,7 +251,7 @@ def layout_stages(text: str, pp: int, num_layers: int) -> tuple[list[Interval], 
     counts = [stage.count("t") for stage in stages]
     if sum(counts) != num_layers:
         raise flag_error(
-            name, text, f"it has {sum(counts)} decoder layers, the model has {num_layers}", str(num_layers)
+            name, text, f"it has {plural(sum(counts), 'decoder layer')}, the model has {num_layers}", str(num_layers)
         )
     embed = next(i for i, stage in enumerate(stages) if "E" in stage)
     head = next(i for i, stage in enumerate(stages) if "L" in stage)

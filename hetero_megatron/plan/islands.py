@@ -6,12 +6,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hetero_megatron.cluster import Cluster, format_bytes
+from hetero_megatron.cluster import Cluster
 from hetero_megatron.layout import reduction
 from hetero_megatron.plan.buckets import Bucket, Hop, islands_of, make_buckets
 from hetero_megatron.plan.canonical import Plan
 from hetero_megatron.plan.dump import rank_ranges
 from hetero_megatron.spec import ModelSpec
+from hetero_megatron.words import format_bytes, plural, word
 
 Islands = tuple[tuple[int, ...], ...]
 EQUAL = 1.05  # times as long as the quickest division still counts as equal
@@ -170,6 +171,7 @@ def format_islands(plan: Plan, model: ModelSpec) -> str:
     found = crossing(plan, model)
     names = " | ".join(rank_ranges(ranks) for ranks in plan.islands)
     return (
-        f"islands {names}: {found.hops} of {found.buckets} buckets are summed inside an island first; per step "
+        f"islands {names}: {found.hops} of {plural(found.buckets, 'bucket')} {word(found.hops, 'is')} "
+        "summed inside an island first; per step "
         f"{format_bytes(found.planned)} of fp32 gradients cross between islands instead of {format_bytes(found.direct)}"
     )

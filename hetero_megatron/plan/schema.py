@@ -47,6 +47,7 @@ from hetero_megatron.plan.fields import (
 )
 from hetero_megatron.plan.kernels import EVERY, OPERATORS, operator_problem
 from hetero_megatron.plan.made_for import read_made_for
+from hetero_megatron.words import plural
 
 if TYPE_CHECKING:
     from hetero_megatron.cluster import Cluster
@@ -264,8 +265,8 @@ def _replicas(keys: dict[str, Entry], dimensions: Dimensions) -> tuple[Unit, ...
         weights = keys["dp_split"].integers(1)
         if len(weights) != len(groups):
             keys["dp_split"].fail(
-                f"{len(weights)} entries for {len(groups)} TP groups",
-                accepted=f"{len(groups)} entries, one per group",
+                f"{plural(len(weights), 'entry')} for {plural(len(groups), 'TP group')}",
+                accepted=f"{plural(len(groups), 'entry')}, one per group",
             )
     elif size % len(groups):
         keys["ranks"].fail(
@@ -294,20 +295,21 @@ def _tp_groups(keys: dict[str, Entry]) -> list[tuple[int, ...]]:
         size = keys["tp"].integer(1)
         if len(ranks) % size:
             keys["tp"].fail(
-                f"{len(ranks)} ranks cannot be divided into TP groups of {size}",
+                f"{plural(len(ranks), 'rank')} cannot be divided into TP groups of {size}",
                 accepted="a divisor of " + str(len(ranks)),
             )
     elif "tp_split" in keys and not is_nested(keys["tp_split"]):
         size = len(keys["tp_split"].items())
         if not size or len(ranks) % size:
             keys["tp_split"].fail(
-                f"{size} weights for {len(ranks)} ranks", accepted="one weight per rank of a TP group"
+                f"{plural(size, 'weight')} for {plural(len(ranks), 'rank')}",
+                accepted="one weight per rank of a TP group",
             )
     elif "dp_split" in keys:
         groups = len(keys["dp_split"].items())
         if not groups or len(ranks) % groups:
             keys["dp_split"].fail(
-                f"{len(ranks)} ranks cannot be divided into {groups} equal groups",
+                f"{plural(len(ranks), 'rank')} cannot be divided into {groups} equal groups",
                 accepted="as many entries as there are inner replicas",
             )
         size = len(ranks) // groups
@@ -326,7 +328,7 @@ def _recompute(entry: Entry | None, num_layers: int) -> Recompute:
         first = entry.mapping(("first",), required=("first",))["first"]
         count = first.integer(0)
         if count > num_layers:
-            first.fail(f"the stage has only {num_layers} layers", accepted=f"0 to {num_layers}")
+            first.fail(f"the stage has only {plural(num_layers, 'layer')}", accepted=f"0 to {num_layers}")
         return first_layers(count, num_layers)
     if entry.value not in ("none", "selective", "full"):
         entry.fail("unknown recompute", accepted=accepted)

@@ -13,6 +13,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan.canonical import Interval, Pipeline, Plan, Stage, Unit
 from hetero_megatron.plan.capabilities import TABLE, used_features
 from hetero_megatron.plan.schema import SCHEDULES, Source
+from hetero_megatron.words import plural
 
 if TYPE_CHECKING:
     from hetero_megatron.cluster import Cluster
@@ -119,15 +120,15 @@ def layers_are_covered_once(pipeline: Pipeline, path: str, num_layers: int, sour
         if a < end:
             raise source.error(f"layer {a} is held twice in this pipeline", field, [a, b], accepted)
         if a > end:
-            raise source.error(f"layers {end} to {a - 1} are missing before it", field, [a, b], accepted)
+            raise source.error(f"{_layers_are(end, a)} missing before it", field, [a, b], accepted)
         if b > num_layers:
-            raise source.error(f"the model has {num_layers} layers", field, [a, b], accepted)
+            raise source.error(f"the model has {plural(num_layers, 'layer')}", field, [a, b], accepted)
         end = b
     if end < num_layers:
         s = ranges[-1][2] if ranges else 0
         value = list(ranges[-1][:2]) if ranges else []
         field = f"{path}.stages[{s}].layers"
-        raise source.error(f"layers {end} to {num_layers - 1} are missing after it", field, value, accepted)
+        raise source.error(f"{_layers_are(end, num_layers)} missing after it", field, value, accepted)
 
 
 def stages_follow_the_layers(pipeline: Pipeline, path: str, source: Source) -> None:
@@ -182,7 +183,7 @@ def sequences_are_divided(stage: Stage, path: str, size: int, source: Source) ->
     if not _tiles(stage.replicas, size):
         split = list(stage.dp_split)
         raise source.error(
-            f"the split sums to {sum(split)} sequences, micro_batch_size is {size}",
+            f"the split sums to {plural(sum(split), 'sequence')}, micro_batch_size is {size}",
             f"{path}.dp_split",
             split,
             f"positive numbers that sum to {size}",
@@ -209,7 +210,7 @@ def tokens_and_heads_are_divided(
             heads = [unit.heads for unit in units if unit.group == group and unit.heads[0] < unit.heads[1]]
             if not _tiles(heads, num_heads):
                 raise source.error(
-                    f"the heads of a context group do not cover {num_heads} query heads once",
+                    f"the heads of a context group do not cover {plural(num_heads, 'query head')} once",
                     f"{path}.context[{group}].heads",
                     heads,
                 )
@@ -221,7 +222,7 @@ def recompute_fits(stage: Stage, path: str, source: Source) -> None:
         raise source.error("unknown recompute", f"{path}.recompute", stage.recompute.kind, ", ".join(kinds))
     if stage.recompute.layers > stage.num_layers:
         raise source.error(
-            f"the stage has only {stage.num_layers} layers",
+            f"the stage has only {plural(stage.num_layers, 'layer')}",
             f"{path}.recompute.first",
             stage.recompute.layers,
             f"0 to {stage.num_layers}",
@@ -243,7 +244,7 @@ def batch_adds_up(plan: Plan, source: Source) -> None:
     total = sum(pipeline.batch_size for pipeline in plan.pipelines)
     if total != plan.global_batch_size:
         raise source.error(
-            f"the pipelines compute {total} sequences per step (sum of micro_batch_size x num_micro_batches)",
+            f"the pipelines compute {plural(total, 'sequence')} per step (sum of micro_batch_size x num_micro_batches)",
             "global_batch_size",
             plan.global_batch_size,
             str(total),
@@ -256,7 +257,7 @@ def step_is_short_enough(plan: Plan, source: Source) -> None:
         most = MAX_ACTIONS // 4 // len(pipeline.stages)
         if pipeline.num_micro_batches > most:
             raise source.error(
-                f"too many micro-batches for a step of {len(pipeline.stages)} stages",
+                f"too many micro-batches for a step of {plural(len(pipeline.stages), 'stage')}",
                 f"pipelines[{p}].num_micro_batches",
                 pipeline.num_micro_batches,
                 f"at most {most:,}; a larger micro_batch_size, or more pipelines",
@@ -266,7 +267,7 @@ def step_is_short_enough(plan: Plan, source: Source) -> None:
 def sequence_fits_the_model(plan: Plan, spec: ModelSpec, source: Source) -> None:
     if plan.seq_length > spec.max_position_embeddings:
         raise source.error(
-            f"the model has {spec.max_position_embeddings} positions",
+            f"the model has {plural(spec.max_position_embeddings, 'position')}",
             "seq_length",
             plan.seq_length,
             f"at most {spec.max_position_embeddings}",
@@ -304,7 +305,7 @@ def ranks_fit_the_cluster(plan: Plan, cluster: Cluster, source: Source) -> None:
     if plan.ranks[-1] >= cluster.world_size:
         path = next(path for path, _, stage in stages(plan) if plan.ranks[-1] in stage.ranks)
         raise source.error(
-            f"the cluster {cluster.file or ''} has {cluster.world_size} ranks".replace("  ", " "),
+            f"the cluster {cluster.file or ''} has {plural(cluster.world_size, 'rank')}".replace("  ", " "),
             f"{path}.ranks",
             plan.ranks[-1],
             f"ranks 0 to {cluster.world_size - 1}",
@@ -340,6 +341,11 @@ def chips_have_the_dtype(plan: Plan, cluster: Cluster, dtype: str | None, source
 def idle_ranks(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
     """Ranks of the cluster that the plan leaves without work, to be reported."""
     return tuple(sorted(set(range(cluster.world_size)) - set(plan.ranks)))
+
+
+def _layers_are(first: int, end: int) -> str:
+    """``layer 3 is`` or ``layers 3 to 5 are``, of layers [first, end)."""
+    return f"layer {first} is" if end - first == 1 else f"layers {first} to {end - 1} are"
 
 
 def _tiles(intervals: list[Interval] | tuple[Interval, ...], total: int) -> bool:

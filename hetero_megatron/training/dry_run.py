@@ -18,6 +18,7 @@ from hetero_megatron.parallel.optimizer import in_place
 from hetero_megatron.parallel.update import Optimizer
 from hetero_megatron.plan import locate, rank_ranges
 from hetero_megatron.training.config import OptimizerConfig, RunConfig
+from hetero_megatron.training.dry_repeat import RepeatingExecutor
 from hetero_megatron.training.kernels import shape_kernels
 from hetero_megatron.training.loop import DTYPES, optimizer_factory
 from hetero_megatron.training.memory import MemoryTracker
@@ -67,7 +68,8 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
         parameters = _bytes(runtime.sync.params.values())
         size = config.plan.global_batch_size
         work = runtime.work(lambda indices: _batch(len(indices), config.plan.seq_length), 0, size)
-        runtime.executor.run(work)  # gradients wait for finish(), so that their bytes are told apart
+        # Gradients wait for finish(), so that their bytes are told apart.
+        RepeatingExecutor(runtime.executor, memory).run(work)
         peers, stage = set(runtime.unit.ranks), set(runtime.stage.ranks)
         sent = {
             "pipeline": {r: n for r, n in comm.sent_bytes.items() if r not in stage},
