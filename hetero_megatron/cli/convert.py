@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,8 +67,6 @@ def main(argv: Sequence[str]) -> int:
     else:
         done = to_native(source, target, dtype, finite)
     done["bytes"] = sum(p.stat().st_size for p in Path(target).rglob("*") if p.is_file())
-    for notice in done["notices"]:
-        print(f"notice: {notice}", file=sys.stderr)
     done["seconds"] = round(time.perf_counter() - start, 3)
     if "--json" in options:
         print(json.dumps(done))
