@@ -247,7 +247,7 @@ def member(directory: Name, name: str, where: str = "", field: str = "") -> Path
     if not is_within(path, allowed_roots(root)):
         raise UserError(
             "is a link to a file outside its directory", field=field, value=name, where=where,
-            accepted="files that are in the directory",
+            accepted="files that are in the directory (cp -rL makes a copy that has them, of links that you trust)",
         )  # fmt: skip
     return path
 

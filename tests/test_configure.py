@@ -44,6 +44,8 @@ BAD = [
     (f"{TINY} --seed many", "--seed", "is not an integer"),
     (f"{TINY} --seed -1", "--seed", "too small"),
     (f"{TINY} --lr nan", "--lr", "is not a number"),
+    (f"{TINY} --lr 1e999", "--lr", "is not finite"),
+    (f"{TINY} --seed {'9' * 20}", "--seed", "is out of range"),
     (f"{TINY} --save=", "--save", "is empty"),
     (f"{TINY} --optimizer muon", "--optimizer", "adam, sgd"),
     (f"{TINY} --fp8-format hybrid", "--fp8-format", "Accepted: --bf16"),

@@ -32,6 +32,11 @@ FOREIGN: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "fsdp script": (("torch.distributed.checkpoint",), [".metadata", "__0_0.distcp"]),
     "nanotron": (("nanotron",), ["10/checkpoint_metadata.json", "10/model/", "latest.txt"]),
     "hugging face": (("Hugging Face directory", "--load-hf"), ["config.json", "model-00001-of-00002.safetensors"]),
+    "Trainer": (
+        ("directory of Hugging Face checkpoints", "--load-hf"),
+        ["checkpoint-500/config.json", "checkpoint-500/model.safetensors", "checkpoint-500/optimizer.pt"],
+    ),
+    "unsharded steps": (("pickled",), ["step1000-unsharded/model.pt", "config.yaml"]),
     "meta": (("pickled",), ["consolidated.00.pth", "params.json"]),
     "lightning": (("pickled",), ["checkpoint_epoch=3.ckpt"]),
 }

@@ -201,6 +201,8 @@ def _accepted(config: dict[str, Any]) -> bool:
         ("qwen2", {"layer_types": [SLIDING] * 2}, "refused"),
         ("gpt2", {"hidden_size": 64}, "refused"),
         ("llama", {"pad_token_id": -1, "unsloth_version": "2024.9"}, "equal"),
+        ("llama", {"_attn_implementation_autoset": True, "_flash_attn_2_enabled": True, "_comment": "ours"}, "equal"),
+        ("gpt2", {"n_special": 0, "predict_special_tokens": True, "output_past": True, "_num_labels": 1}, "equal"),
     ],
 )
 def test_what_becomes_of_some_keys(family: str, change: dict[str, Any], outcome: str) -> None:

@@ -11,6 +11,7 @@ from hetero_megatron.files import is_regular, read_bytes, read_json_object
 
 _TO_HF = "weights in Hugging Face form for --load-hf or convert"
 _STEP = re.compile(r"iter_\d+|release|weights")
+_ANY_STEP = re.compile(r"(global_?)?(step|checkpoint|iter|epoch)[-_]?\d+.*|\d+")
 _RANK = re.compile(r"mp_rank_\d+(_\d+){0,2}|tp_rank_\d+.*")
 _MEGATRON = (
     f"{_TO_HF}: Megatron-LM's tools/checkpoint (convert.py with a Hugging Face saver), or Megatron Bridge, write them; "
@@ -84,8 +85,7 @@ def _nanotron(root: Path) -> bool:
 
 def _distributed(root: Path) -> bool:
     """Plain torch DCP, as torchtitan, FSDP scripts and others write it: in it, or in folders of its steps."""
-    steps = [root, *_folders(root, re.compile(r"(step|checkpoint|iter|epoch)[-_]?\d+|\d+"))]
-    return any(is_regular(step / ".metadata") for step in steps)
+    return any(is_regular(step / ".metadata") for step in [root, *_folders(root, _ANY_STEP)])
 
 
 def _hugging_face(root: Path) -> bool:
@@ -93,9 +93,15 @@ def _hugging_face(root: Path) -> bool:
     return is_regular(root / "config.json") and any(weights.fullmatch(file.name) for file in _entries(root))
 
 
+def _hugging_face_steps(root: Path) -> bool:
+    """The output directory of Hugging Face's Trainer, or of another program that saves in its form every so often."""
+    return any(map(_hugging_face, _folders(root, _ANY_STEP)))
+
+
 def _pickled(root: Path) -> bool:
-    """A trainer's own files: nothing but the names says what they are."""
-    return any(re.fullmatch(r"(checkpoint|ckpt|model|consolidated).*\.(pt|pth|ckpt)", f.name) for f in _entries(root))
+    """A trainer's own files, there or in folders of its steps: nothing but the names says what they are."""
+    names = re.compile(r"(checkpoint|ckpt|model|consolidated).*\.(pt|pth|ckpt)")
+    return any(names.fullmatch(file.name) for step in [root, *_folders(root, _ANY_STEP)] for file in _entries(step))
 
 
 def _folders(root: Path, name: re.Pattern[str]) -> list[Path]:
@@ -120,5 +126,9 @@ _FORMATS: tuple[tuple[str, str, Callable[[Path], bool]], ...] = (
         f"{_TO_HF}: the program that wrote it exports them (torchtitan: its convert_to_hf.py)", _distributed,
     ),
     ("a Hugging Face directory", "--load-hf, or convert makes a directory for --load of it", _hugging_face),
+    (
+        "a directory of Hugging Face checkpoints", "--load-hf, or convert, with one of the folders in it",
+        _hugging_face_steps,
+    ),
     ("a directory of another program's pickled checkpoints", f"{_TO_HF}, by that program's own tools", _pickled),
 )  # fmt: skip

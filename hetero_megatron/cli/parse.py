@@ -19,7 +19,7 @@ MAX_WORD = 4096  # as long as a path can be
 _TYPES = {int: "an integer", float: "a number", str: "a word"}
 _OPTION = re.compile(r"--?[A-Za-z_]")
 _NUMBERS = {  # Python's own int() and float() also take "1_000", "infinity" and digits of other scripts
-    int: re.compile(r"[+-]?[0-9]{1,19}"),
+    int: re.compile(r"[+-]?[0-9]{1,4000}"),
     float: re.compile(r"[+-]?([0-9]{1,40}\.?[0-9]{0,40}|\.[0-9]{1,40})([eE][+-]?[0-9]{1,3})?"),
 }
 
@@ -213,13 +213,14 @@ def _value(flag: Flag, word: str) -> Any:
         if spelling is not None and not spelling.fullmatch(word.strip()):
             raise ValueError("not a number")
         value = flag.type(word)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError("not finite")
-        if isinstance(value, int) and abs(value) >= 2**63:
-            raise ValueError("beyond 64 bits")
     except ValueError:
         accepted = _TYPES.get(flag.type, "JSON: a list of lists")  # type: ignore[call-overload]
         raise UserError(f"is not {accepted}", field=flag.name, value=word, accepted=accepted, where=WHERE) from None
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError("is not finite", field=flag.name, value=word, accepted="a finite number", where=WHERE)
+    if isinstance(value, int) and abs(value) >= 2**63:
+        shown = word if len(word) <= 40 else f"{word[:40]}..."
+        raise UserError("is out of range", field=flag.name, value=shown, accepted="an integer of 64 bits", where=WHERE)
     return value
 
 

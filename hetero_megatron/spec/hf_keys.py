@@ -75,6 +75,11 @@ _REASONS: dict[str, str] = {
         " is_llama_config export_model_type transformers.js_config license language model_name base_model"
         " _diffusers_version custom_pipelines"
     ),
+    "notes for people": "_comment comment comments _note note notes description",
+    "of older versions of transformers, read no more": (
+        "n_special predict_special_tokens output_past eos_token_ids xla_device _attn_implementation_autoset"
+        " _flash_attn_2_enabled"
+    ),
     "storage: the dtypes of the files count": "dtype torch_dtype use_bfloat16 torchscript tf_legacy_loss",
     "ids and texts of special tokens: they travel with the model, training reads the tokenizer": (
         "bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id mask_token_id unk_token_id"
@@ -91,8 +96,8 @@ _REASONS: dict[str, str] = {
         " max_new_tokens cache_implementation task_specific_params"
     ),
     "of classifiers, which `architectures` refuses": (
-        "num_labels id2label label2id problem_type finetuning_task classifier_dropout summary_type summary_use_proj"
-        " summary_activation summary_proj_to_labels summary_first_dropout"
+        "num_labels _num_labels id2label label2id problem_type finetuning_task classifier_dropout summary_type"
+        " summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout"
     ),
     "what a call returns, or how it spares memory": (
         "output_hidden_states output_attentions return_dict use_return_dict chunk_size_feed_forward"

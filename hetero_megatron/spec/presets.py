@@ -98,5 +98,11 @@ def load_model(name: str, field: str = "--model") -> ModelSpec:
         )  # fmt: skip
     config = read_json_object(path, field)
     # A name that is not UTF-8 could neither be printed nor written into a checkpoint.
-    own = path.resolve().parent.name.encode("utf-8", "backslashreplace").decode()
+    own = _model_name(path.parent.resolve()).encode("utf-8", "backslashreplace").decode()
     return from_hf_config(config, where=str(path), name=own)
+
+
+def _model_name(directory: Path) -> str:
+    """The directory's name; of a snapshot in the hub's cache (``models--OWNER--NAME/snapshots/REVISION``) NAME."""
+    hub = directory.parent.name == "snapshots"
+    return directory.parent.parent.name.rpartition("--")[2] if hub else directory.name
