@@ -112,13 +112,19 @@ def _memory(config: RunConfig) -> Mapping[int, MemoryBytes]:
 
 
 def refuse_over_memory(config: RunConfig, memory: Mapping[int, MemoryBytes], notify: bool) -> None:
-    """UserError for a plan with ranks that need more than their chips in the cluster file have, all of them named;
-    with --allow-over-memory a notice of the process that is to ``notify``."""
+    """UserError for a plan that was made for more memory than the chips of the cluster file have, or with ranks that
+    need more, all of them named; with --allow-over-memory a notice of the process that is to ``notify``."""
     from hetero_megatron.cluster import format_bytes
     from hetero_megatron.plan import rank_ranges
 
     if config.cluster is None:
         return
+    made = config.plan.made_for
+    less = made.less_memory(config.cluster, config.plan.ranks, "--plan") if made is not None else None
+    if less is not None and not config.allow_over_memory:
+        raise less
+    if less is not None and notify:
+        print(f"notice: {less.problem}", flush=True)
     over: dict[str, dict[int, int]] = {}
     for rank, needs in memory.items():
         chip = config.cluster.chip_of(rank)
