@@ -29,6 +29,7 @@ global_batch_size: 4
 made_for: {model: tiny, model_hash: HASH, dtype: bf16, optimizer: sgd, memory: {c: 1073741824}}
 pipelines: [{micro_batch_size: 2, num_micro_batches: 2, stages: [{ranks: 0-1, layers: [0, 6], tp: 2}]}]
 """
+TRAIN = ["--mock-data", "--train-iters", "1", "--lr", "1e-3"]
 
 
 @pytest.fixture
@@ -113,8 +114,8 @@ def test_ranks_over_their_chips_memory_are_refused_in_one_block(written: Path, c
     assert "0-1 (c) by up to" in told.err and "--allow-over-memory" in told.err
     assert pretrain([*line, "--allow-over-memory"], {}) == 0
     assert "0-1 (c) by up to" in capsys.readouterr().out
-    start = ["--plan", str(written), "--cluster", str(cluster), "--mock-data", "--train-iters", "1", "--lr", "1e-3"]
-    assert pretrain(start, {"WORLD_SIZE": "2", "RANK": "0"}) == 2
+    start = ["--plan", str(written), "--cluster", str(cluster), *TRAIN]
+    assert pretrain(start, {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}) == 2
     assert "0-1 (c) by up to" in capsys.readouterr().err
 
 
@@ -147,6 +148,6 @@ def test_a_plan_searched_after_a_failure_keeps_it(written: Path) -> None:
     cluster = written.parent / "cluster.yaml"
     cluster.write_text(CLUSTER.replace("MEMORY", "1 GiB"))
     config = dry(written)
-    path = searched([], config, written.parent)([Seat("", 0), Seat("", 1)], cluster)
+    path = searched(TRAIN, config, written.parent)([Seat("", 0), Seat("", 1)], cluster)
     assert path is not None and path != written
     assert load_plan(path, load_model("tiny")).made_for == config.plan.made_for
