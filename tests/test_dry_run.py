@@ -33,11 +33,11 @@ from tests.test_parity import pipe, plan, stage
 
 SPELLED = plan(
     [
-        pipe(2, 7, stage([4, 1], [0, 4], tp=2, tp_split=[3, 1], recompute={"first": 1}), stage([2], [4, 6])),
+        pipe(2, 3, stage([4, 1], [0, 4], tp=2, tp_split=[3, 1], recompute={"first": 1}), stage([2], [4, 6])),
         pipe(2, 1, stage([3, 0], [0, 6], tp=1, dp_split=[1, 1], optimizer={"share": 3})),
         pipe(
             2,
-            4,
+            1,
             stage(
                 [7, 6, 5],
                 [0, 6],
@@ -192,6 +192,28 @@ def peaks_of_steps(run: RunConfig, rank: int) -> tuple[int, int]:
 def _without_offload(chosen: Plan) -> Plan:
     stages = lambda p: tuple(replace(s, optimizer=replace(s.optimizer, offload=False)) for s in p.stages)  # noqa: E731
     return replace(chosen, pipelines=tuple(replace(p, stages=stages(p)) for p in chosen.pipelines))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_micro_batches_that_are_not_run_count_as_those_that_are(
+    schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers, so that stages are small: a stage without layers, TP, recompute, context groups, a head."""
+    spec = replace(load_model("tiny"), num_layers=2)
+    context = [{"ranks": [6, 7], "tokens": [6, 4], "heads": [5, 3]}]
+    spelled = plan(
+        [
+            pipe(2, 9, stage([5], [], embed=True), stage([4, 1], [0, 1], tp=2, tp_split=[3, 1], recompute="full"),
+                 stage([0, 2, 3], [1, 2], tp_split=[1, 1, 1])),
+            pipe(1, 5, stage([6, 7], [0, 2], context=context)),
+        ],
+        schedule=schedule,
+    )  # fmt: skip
+    run = replace(config("bf16", tmp_path), spec=spec, plan=plan_from_dict(spelled, spec))
+    repeated = {rank: replace(run_rank(run, rank), seconds=0.0) for rank in (5, 4, 1, 2, 7)}
+    monkeypatch.setattr("hetero_megatron.training.dry_run.RepeatingExecutor", lambda executor, _: executor)
+    for rank, found in repeated.items():
+        assert found == replace(run_rank(run, rank), seconds=0.0)
 
 
 def test_offload_of_what_cannot_be_is_refused_in_a_dry_run(tmp_path: Path) -> None:

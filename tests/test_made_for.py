@@ -10,11 +10,13 @@ import pytest
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.cli.main import main as hetero_megatron
 from hetero_megatron.cli.pretrain import main as pretrain
+from hetero_megatron.cli.run import searched
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import dump_yaml, load_plan
 from hetero_megatron.plan.made_for import model_hash
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.config import RunConfig
+from hetero_megatron.training.jobs import Seat
 
 CLUSTER = """\
 nodes: [{name: n, count: 1, chip: c, chips_per_node: 2}]
@@ -27,6 +29,7 @@ global_batch_size: 4
 made_for: {model: tiny, model_hash: HASH, dtype: bf16, optimizer: sgd, memory: {c: 1073741824}}
 pipelines: [{micro_batch_size: 2, num_micro_batches: 2, stages: [{ranks: 0-1, layers: [0, 6], tp: 2}]}]
 """
+TRAIN = ["--mock-data", "--train-iters", "1", "--lr", "1e-3"]
 
 
 @pytest.fixture
@@ -111,6 +114,40 @@ def test_ranks_over_their_chips_memory_are_refused_in_one_block(written: Path, c
     assert "0-1 (c) by up to" in told.err and "--allow-over-memory" in told.err
     assert pretrain([*line, "--allow-over-memory"], {}) == 0
     assert "0-1 (c) by up to" in capsys.readouterr().out
-    start = ["--plan", str(written), "--cluster", str(cluster), "--mock-data", "--train-iters", "1", "--lr", "1e-3"]
-    assert pretrain(start, {"WORLD_SIZE": "2", "RANK": "0"}) == 2
+    start = ["--plan", str(written), "--cluster", str(cluster), *TRAIN]
+    assert pretrain(start, {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}) == 2
     assert "0-1 (c) by up to" in capsys.readouterr().err
+
+
+def test_chips_with_less_memory_than_it_was_made_for_are_refused(written: Path, capsys: Any) -> None:
+    cluster = written.parent / "cluster.yaml"
+    cluster.write_text(CLUSTER.replace("MEMORY", "900 MiB"))  # enough for the plan, but not what was planned with
+    line = ["--dry-run", "--plan", str(written), "--cluster", str(cluster)]
+    assert pretrain(line, {}) == 2
+    told = capsys.readouterr().err
+    assert "made_for.memory" in told and "c has 900 MiB, not 1 GiB" in told and "--allow-over-memory" in told
+    assert pretrain([*line, "--allow-over-memory"], {}) == 0
+    assert "notice: the plan was made for chips with more memory" in capsys.readouterr().out
+    assert hetero_megatron(["predict", "--plan", str(written), "--cluster", str(cluster)]) == 0
+    assert "c has 900 MiB, not 1 GiB" in capsys.readouterr().err
+    cluster.write_text(CLUSTER.replace("MEMORY", "2 GiB"))
+    assert pretrain(line, {}) == 0
+
+
+def test_predict_takes_the_model_of_the_plan_where_it_is_known(written: Path, capsys: Any) -> None:
+    cluster = written.parent / "cluster.yaml"
+    cluster.write_text(CLUSTER.replace("MEMORY", "1 GiB"))
+    assert hetero_megatron(["predict", "--plan", str(written), "--cluster", str(cluster)]) == 0
+    assert capsys.readouterr().err == ""
+    written.write_text(written.read_text().replace("model: tiny", "model: private-7b"))
+    assert hetero_megatron(["predict", "--plan", str(written), "--cluster", str(cluster)]) == 2
+    assert "--model" in (told := capsys.readouterr().err) and "private-7b" in told
+
+
+def test_a_plan_searched_after_a_failure_keeps_it(written: Path) -> None:
+    cluster = written.parent / "cluster.yaml"
+    cluster.write_text(CLUSTER.replace("MEMORY", "1 GiB"))
+    config = dry(written)
+    path = searched(TRAIN, config, written.parent)([Seat("", 0), Seat("", 1)], cluster)
+    assert path is not None and path != written
+    assert load_plan(path, load_model("tiny")).made_for == config.plan.made_for

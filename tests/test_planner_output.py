@@ -96,7 +96,8 @@ def test_a_plan_that_does_not_fit_fails_the_command(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["predict"], "--plan, --cluster, --model"),
+        (["predict"], "--plan, --cluster"),
+        ([*WORDS[:5], *WORDS[7:]], "--model: missing, and the plan names none"),
         ([*WORDS, "--jsn"], "unrecognized arguments: --jsn"),
         ([*WORDS, "--memory-margin", "1"], "--memory-margin = 1.0: out of range"),
         ([*WORDS, "--html", "/nonexistent/x.html"], "--html = /nonexistent/x.html: cannot be written"),

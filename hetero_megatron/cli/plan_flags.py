@@ -12,7 +12,6 @@ from hetero_megatron.launcher import LauncherEnvironment
 from hetero_megatron.plan import FlagScaleParallel, MegatronParallel, Plan, from_flagscale, from_megatron, load_plan
 from hetero_megatron.plan.made_for import made_for_of
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.spec.presets import preset_names
 from hetero_megatron.words import plural
 
 _UNIFORM = (
@@ -117,7 +116,7 @@ def take_defaults(args: Arguments) -> None:
     elif args["optimizer"] != made.optimizer:
         args.values["optimizer"] = made.optimizer
         args.notices.append(f"optimizer {made.optimizer}: the plan was made for it")
-    if made.model in preset_names() and not args.has("model", "load_hf", "num_layers", "hidden_size"):
+    if made.known_model() is not None and not args.has("model", "load_hf", "num_layers", "hidden_size"):
         args.values["model"] = made.model
         args.notices.append(f"model {made.model}: the plan was made for it")
 

@@ -26,13 +26,14 @@ from hetero_megatron.words import dtype_name
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the prediction; 1 if the plan does not fit into memory, which is also said on stderr."""
+    """Print the prediction; 1 if it says that the plan does not fit into memory, which is also said on stderr."""
     parser = ArgumentParser("predict", "Step time, memory and timeline of one plan, without running it.")
     parser.add_argument("--plan", required=True, metavar="FILE", help="plan file")
     parser.add_argument(
         "--cluster", required=True, metavar="FILE", help="cluster file; its rates are used if it has any"
     )
-    parser.add_argument("--model", required=True, metavar="M", help="preset, Hugging Face directory or config.json")
+    parser.add_argument("--model", metavar="M",
+                        help="preset, Hugging Face directory or config.json (what the plan was made for)")  # fmt: skip
     parser.add_argument("--dtype", type=dtype_name, choices=tuple(ITEM_BYTES),
                         help="of weights and activations (what the plan was made for, else bf16)")  # fmt: skip
     parser.add_argument("--optimizer", choices=("adam", "sgd"),
@@ -50,8 +51,12 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("out of range", field="--memory-margin", value=args.memory_margin, accepted="0 to below 1")
     if args.width < 10:
         raise UserError("too narrow", field="--width", value=args.width, accepted="10 or more")
-    model, cluster = load_model(args.model), load_cluster(args.cluster)
     made = made_for_of(args.plan)
+    name = args.model or (made.known_model() if made is not None else None)
+    if name is None:
+        problem = "missing, and the plan names none" if made is None else f"missing, and {made.model} is not here"
+        raise UserError(problem, field="--model", accepted="preset, Hugging Face directory or config.json")
+    model, cluster = load_model(name), load_cluster(args.cluster)
     if made is not None:
         made.agree_on_model(model, args.plan)
     for key, usual in (("dtype", "bf16"), ("optimizer", "adam")):
@@ -60,6 +65,9 @@ def main(argv: Sequence[str]) -> int:
         elif made is not None:
             made.agree(key, f"--{key}", getattr(args, key), args.plan)
     plan = load_plan(args.plan, model, cluster, args.dtype)
+    less = made.less_memory(cluster, plan.ranks, args.plan) if made is not None else None
+    if less is not None:  # no refusal: what it means for this cluster is what is asked here
+        print(f"notice: {less.problem}", file=sys.stderr)
     options = CostOptions(margin=args.memory_margin, moments=moments_of(args.optimizer))
     found = predict(plan, model, cluster, args.dtype, CostModel(model, cluster, plan.seq_length, args.dtype, options))
     if args.html:

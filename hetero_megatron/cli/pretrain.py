@@ -114,27 +114,34 @@ def _memory(config: RunConfig) -> Mapping[int, MemoryBytes]:
 
 
 def refuse_over_memory(config: RunConfig, memory: Mapping[int, MemoryBytes], notify: bool) -> None:
-    """UserError for a plan with ranks that need more than their chips in the cluster file have, all of them named;
-    with --allow-over-memory a notice of the process that is to ``notify``."""
+    """UserError for a plan with ranks that need more than their chips in the cluster file have, all of them named, or
+    that was made for more than these have; with --allow-over-memory a notice of the process that is to ``notify``."""
+    if config.cluster is None:
+        return
+    made = config.plan.made_for
+    errors = [_over_memory(config, memory)]
+    errors += [made.less_memory(config.cluster, config.plan.ranks, "--plan") if made is not None else None]
+    for error in filter(None, errors):
+        if not config.allow_over_memory:
+            raise error
+        if notify:
+            print(notice_line(error.problem), flush=True)
+
+
+def _over_memory(config: RunConfig, memory: Mapping[int, MemoryBytes]) -> UserError | None:
     from hetero_megatron.cluster import format_bytes
     from hetero_megatron.plan import rank_ranges
 
-    if config.cluster is None:
-        return
+    assert config.cluster is not None
     over: dict[str, dict[int, int]] = {}
     for rank, needs in memory.items():
         chip = config.cluster.chip_of(rank)
         if needs.total > chip.memory:
             over.setdefault(chip.name, {})[rank] = needs.total - chip.memory
     if not over:
-        return
+        return None
     said = [f"{rank_ranges(sorted(by))} ({c}) by up to {format_bytes(max(by.values()))}" for c, by in over.items()]
-    problem = f"in {config.dtype}, ranks need more than the memory of their chips: {'; '.join(said)}"
-    if config.allow_over_memory:
-        if notify:
-            print(notice_line(problem), flush=True)
-        return
-    raise UserError(
-        problem, field="memory",
+    return UserError(
+        f"in {config.dtype}, ranks need more than the memory of their chips: {'; '.join(said)}", field="memory",
         accepted="a plan that fits (hetero-megatron plan), another dtype, or --allow-over-memory to go on",
     )  # fmt: skip

@@ -6,12 +6,14 @@ It gives the defaults of a run with the plan, and what is asked for otherwise is
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.cluster.catalogue import DTYPES
 from hetero_megatron.errors import UserError
+from hetero_megatron.words import format_bytes
 
 if TYPE_CHECKING:
     from hetero_megatron.cluster import Cluster
@@ -28,7 +30,9 @@ SHAPE = (
 
 @dataclass(frozen=True)
 class MadeFor:
-    """``model_hash``: of what counts for memory and time (:func:`model_hash`); ``memory``: bytes per chip name."""
+    """``model_hash``: of what counts for memory and time (:func:`model_hash`); ``memory``: bytes per chip name. The
+    optimizer's bytes follow from ``optimizer`` and ``dtype``: an fp32 master of each 16-bit element, and moments as
+    wide (Adam two, SGD one)."""
 
     model: str
     model_hash: str
@@ -60,6 +64,24 @@ class MadeFor:
                 value=f"{model.name} ({model_hash(model)})", where=source,
                 accepted=f"{self.model}, or a plan made for {model.name}",
             )  # fmt: skip
+
+    def less_memory(self, cluster: Cluster, ranks: Iterable[int], source: str) -> UserError | None:
+        """What to raise where chips of the ranks have less memory in this cluster than the plan was made for."""
+        has = {chip.name: chip.memory for chip in map(cluster.chip_of, ranks)}
+        less = [(name, has[name], size) for name, size in self.memory if has.get(name, size) < size]
+        if not less:
+            return None
+        said = [f"{name} has {format_bytes(now)}, not {format_bytes(size)}" for name, now, size in less]
+        return UserError(
+            f"the plan was made for chips with more memory: {'; '.join(said)}", field="made_for.memory", where=source,
+            accepted="a plan made for this cluster file, or --allow-over-memory to go on",
+        )  # fmt: skip
+
+    def known_model(self) -> str | None:
+        """What ``--model`` would say: a preset, or a file or directory that is there."""
+        from hetero_megatron.spec.presets import preset_names
+
+        return self.model if self.model in preset_names() or os.path.exists(self.model) else None
 
 
 def model_hash(model: ModelSpec) -> str:
