@@ -22,7 +22,7 @@ from hetero_megatron.planner.predict import predict
 from hetero_megatron.planner.report import as_json, format_prediction
 from hetero_megatron.planner.timeline import format_timeline, perfetto_trace
 from hetero_megatron.spec import load_model
-from hetero_megatron.words import dtype_name
+from hetero_megatron.words import dtype_name, notice_line
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     plan = load_plan(args.plan, model, cluster, args.dtype)
     less = made.less_memory(cluster, plan.ranks, args.plan) if made is not None else None
     if less is not None:  # no refusal: what it means for this cluster is what is asked here
-        print(f"notice: {less.problem}", file=sys.stderr)
+        print(notice_line(less.problem), file=sys.stderr)
     options = CostOptions(margin=args.memory_margin, moments=moments_of(args.optimizer))
     found = predict(plan, model, cluster, args.dtype, CostModel(model, cluster, plan.seq_length, args.dtype, options))
     if args.html:
