@@ -76,8 +76,8 @@ def test_buckets_take_what_the_runtime_allocates(name: str, tmp_path: Path) -> N
     words = ["--plan", str(tmp_path / "plan.yaml"), *MODEL.split(), "--dry-run", "--seq-length", "16"]
     run = configure(words, {"WORLD_SIZE": str(ranks)})
     estimates = estimate_memory(run.plan, run.spec, run.dtype)
-    # Of holders of unlike TP it is not planned with that parts of columns are copied once more while they are packed, nor
-    # that what one sender has of a whole target becomes the sum where it lies.
+    # Of holders of unlike TP it is not planned with that parts of columns are copied once more while they are packed,
+    # nor that what one sender has of a whole target becomes the sum where it lies.
     off = 0.2 if name == "tp and not" else 0.03
     for rank in (0, ranks - 1):
         assert estimates[rank].buffers == pytest.approx(buffered(run, rank), rel=off, abs=1 << 16)

@@ -82,7 +82,7 @@ def _measure(comm: Comm, cluster: Cluster, a: int, b: int, tag: int) -> LinkRow:
     beta = max(0.0, median(big) - median(small)) / (large - FIRST)
     alpha = max(0.0, median(small) - median(ping) / 2 - beta * FIRST)
     message = median(_host_seconds(comm, a, b, tag) for _ in range(PINGS))
-    group = comm.group((a, b))
+    group = comm.group(sorted((a, b)))
     swap = _line(comm, group.all_to_all, lambda size: _halves(comm, a, b, size), FIRST, large)
     # TP groups exchange less at a time, so its time at nothing matters: it is measured, not extrapolated.
     exchange = _line(comm, group.exchange, lambda size: _buffers(comm, size), SMALL, large)
