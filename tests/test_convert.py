@@ -156,7 +156,7 @@ def test_transformers_trains_on(name: str, tmp_path: Path, capsys: pytest.Captur
     [
         (["nowhere", "out"], "is no directory, and cannot be had from the Hugging Face hub"),
         (["empty", "out"], "holds no model"),
-        (["in"], "1 directories are given"),
+        (["in"], "takes two directories, not 1"),
         (["in", "in"], "not an empty directory"),
         (["in", "out", "--dtype", "int3"], "--dtype = int3"),
         (["in", "out", "--ckpt-step", "3"], "no step of SOURCE"),
