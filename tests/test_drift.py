@@ -164,7 +164,7 @@ def test_drift_is_planned_around_and_then_left_alone(tmp_path: Path) -> None:
 def test_restarts_are_still_bounded(tmp_path: Path) -> None:
     failed = {0: 3, 1: -9}
     code, started, said = supervise(tmp_path, [failed, {0: DRIFT, 1: 0}, failed, failed], max_replans=1)
-    assert code == 137 and len(started) == 3 and "gave up after 1 restarts" in said[-1]
+    assert code == 137 and len(started) == 3 and "gave up after 1 restart" in said[-1]
 
 
 def test_flags_are_taken_out_in_either_spelling() -> None:

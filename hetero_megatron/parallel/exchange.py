@@ -206,14 +206,12 @@ class HopExchange:
             return
         if self.runs is None:
             device = self.group.comm.device  # masters may be in host memory
-            parts = []
+            parts: list[torch.Tensor] = []
             for ranks, wanted in self._wanted:
                 flat = [arrays[i][at].reshape(-1) for i, at in wanted]
-                one = (torch.cat(flat) if len(flat) > 1 else flat[0]).to(device, dtype)
-                parts.append(one.repeat(ranks) if ranks > 1 else one)
-            if len(parts) != 1:
-                parts = [torch.cat([torch.empty(0, dtype=dtype, device=device), *parts])]
-            self._handle = self.group.all_to_all(parts[0], self._take_counts, self._give_counts)
+                parts += flat if ranks == 1 else [torch.cat(flat)] * ranks
+            send = torch.cat(parts).to(device, dtype) if parts else torch.empty(0, dtype=dtype, device=device)
+            self._handle = self.group.all_to_all(send, self._take_counts, self._give_counts)
             return
         assert memory is not None
         send, counts = memory[self.runs[self.group.index]], [x.stop - x.start for x in self.runs]
