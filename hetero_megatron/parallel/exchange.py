@@ -72,11 +72,11 @@ class HopExchange:
         self.size = sum(t.box.size for t in targets)
         self._give_counts = [0 if r == self.me else _volume(self._give[r]) for r in group.ranks]
         self._take_counts = [0 if r == self.me else _volume(self._take[r]) for r in group.ranks]
-        self._everything = [(i, Box.whole(t.box.shape).slices()) for i, t in enumerate(targets)]
+        everything = [(i, Box.whole(t.box.shape).slices()) for i, t in enumerate(targets)]
+        self._sends_all = {r for r in group.ranks if self._take[r] == everything}
         # By operator what could be by member: one for all parts that lie one after the other on both sides.
         self._given = _joined([part for r in group.ranks if r != self.me for part in self._give[r]])
-        self._summands = _alike((r == self.me, self._take[r]) for r in group.ranks)
-        self._wanted = _alike((False, self._take[r]) for r in group.ranks if r != self.me)
+        self._wanted = _alike(self._take[r] for r in group.ranks if r != self.me)
         self.kept = {i for i, _ in self._give[self.me]}  # sources that are still needed once they are packed
         self.runs = self._find_runs() if dense else None
         self._handle: Handle | None = None
@@ -160,33 +160,24 @@ class HopExchange:
             else:
                 torch.sum(received.view(self.group.size, self.size), 0, out=own)
             return [own[t.offset : t.offset + t.box.size].view(t.box.shape) for t in self.targets]
-        return self._sum(arrays, received)
-
-    def _sum(self, arrays: Sequence[torch.Tensor | None], received: torch.Tensor) -> list[torch.Tensor]:
-        """What came and my own parts, added up."""
-        sizes = [ranks * _volume(parts) for ranks, parts in self._summands]
-        chunks = [
-            chunk.view(ranks, -1).sum(0) if ranks > 1 else chunk
-            for chunk, (ranks, _) in zip(received.split(sizes), self._summands, strict=True)
-        ]
-        order = list(range(len(chunks)))
-        full = (n for n, (ranks, parts) in enumerate(self._summands) if ranks and parts == self._everything)
-        whole = next(full, None)
-        if whole in (0, 1):  # it becomes the sum: of the first two it does not matter which is added
-            total = chunks[whole] if self._summands[whole][0] > 1 or len(sizes) == 2 else chunks[whole].clone()
-            order.remove(whole)
+        chunks = dict(zip(self.group.ranks, received.split(self._take_counts), strict=True))
+        others = [r for r in self.group.ranks if r != self.me]
+        first = others[0]
+        if first in self._sends_all:  # its part becomes the sum; of the first two it does not matter which is added
+            total = chunks[first] if len(others) == 1 else chunks[first].clone()
+            order = [r for r in self.group.ranks if r != first]
         else:
-            total = received.new_zeros(self.size)
+            total, order = received.new_zeros(self.size), list(self.group.ranks)
         views = [total[t.offset : t.offset + t.box.size].view(t.box.shape) for t in self.targets]
-        for n in order:
-            ranks, parts = self._summands[n]
-            if not ranks:  # one launch, however many pieces
-                mine = [_part(arrays, i, at) for i, at in self._give[self.me]]
-                torch._foreach_add_([views[to][inside] for to, inside in parts], mine)
-            elif parts == self._everything:
-                total += chunks[n]
+        for rank in order:
+            if rank == self.me:
+                if self._take[rank]:  # one launch, however many pieces
+                    mine = [_part(arrays, i, at) for i, at in self._give[rank]]
+                    torch._foreach_add_([views[to][inside] for to, inside in self._take[rank]], mine)
+            elif rank in self._sends_all:
+                total += chunks[rank]
             else:
-                self._add(views, chunks[n], parts)
+                self._add(views, chunks[rank], self._take[rank])
         return views
 
     @staticmethod
@@ -208,8 +199,7 @@ class HopExchange:
             device = self.group.comm.device  # masters may be in host memory
             parts: list[torch.Tensor] = []
             for ranks, wanted in self._wanted:
-                flat = [arrays[i][at].reshape(-1) for i, at in wanted]
-                parts += flat if ranks == 1 else [torch.cat(flat)] * ranks
+                parts += [arrays[i][at].reshape(-1) for i, at in wanted] * ranks
             send = torch.cat(parts).to(device, dtype) if parts else torch.empty(0, dtype=dtype, device=device)
             self._handle = self.group.all_to_all(send, self._take_counts, self._give_counts)
             return
@@ -321,15 +311,14 @@ def _inside(box: Box, among: Sequence[tuple[int, Box]]) -> tuple[int, Slices]:
     return next((i, box.slices(origin)) for i, origin in among if origin.contains(box))
 
 
-def _alike(by_rank: Iterable[tuple[bool, Parts]]) -> list[tuple[int, Parts]]:
-    """(how many ranks one after the other have the same parts, which): those who have none left out, and a rank that is
-    marked (this rank itself, which sends itself no message) apart, with 0 for it."""
+def _alike(by_rank: Iterable[Parts]) -> list[tuple[int, Parts]]:
+    """(how many ranks one after the other have the same parts, which); those who have none are left out."""
     found: list[tuple[int, Parts]] = []
-    for apart, parts in by_rank:
-        if parts and not apart and found and found[-1][0] and found[-1][1] == parts:
+    for parts in by_rank:
+        if parts and found and found[-1][1] == parts:
             found[-1] = (found[-1][0] + 1, parts)
         elif parts:
-            found.append((0 if apart else 1, parts))
+            found.append((1, parts))
     return found
 
 
