@@ -72,7 +72,11 @@ def test_ctrl_c(saves: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.5, 2.0])
-@pytest.mark.parametrize("words", [RUN[1:], ["-m", "hetero_megatron.cli.main", "doctor"]], ids=["train", "doctor"])
+@pytest.mark.parametrize(
+    "words",
+    [[*RUN[1:], "--train-iters", "100000"], ["-m", "hetero_megatron.cli.main", "doctor"]],
+    ids=["train", "doctor"],
+)
 def test_ctrl_c_while_modules_are_imported_is_one_line(words: list[str], seconds: float, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('begins', flush=True)")  # Python's own start is over
     environment = {**ENVIRONMENT, "PYTHONPATH": str(tmp_path)}

@@ -108,7 +108,6 @@ def schedule(*flags: str) -> ScheduleConfig:
     [
         ("--train-iters 4 --lr-decay-style constant", "--train-iters 9 --lr-decay-style constant", ()),
         ("--train-iters 4 --lr-decay-iters 8", "--train-iters 9 --lr-decay-iters 8", ()),
-        ("--train-iters 4 --lr-decay-style constant", "--train-iters 4 --lr-decay-style constant --min-lr 1e-5", ()),
         ("--train-iters 4", "--train-iters 9", ("--train-iters, where --lr-decay-iters is not given: 16 samples",)),
         ("--train-samples 16", "--train-samples 32", ("--train-samples, where --lr-decay-samples is not given",)),
         ("--train-iters 4", "--train-iters 4 --lr-decay-iters 8", ("--lr-decay-iters: 16 samples there, 32",)),
