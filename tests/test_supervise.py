@@ -60,7 +60,7 @@ pipelines: [{micro_batch_size: 4, num_micro_batches: 1, stages: [{ranks: 0, laye
 """
 STEPS = 16
 TRAIN = ["--model", "tiny", "--mock-data", "--fp64", "--train-iters", str(STEPS), "--lr", "1e-3"]
-TRAIN += ["--distributed-timeout-minutes", "0.1", "--save-interval", "2"]
+TRAIN += ["--distributed-timeout-minutes", "0.1"]
 
 
 def test_nodes_are_dropped_and_the_others_keep_their_names() -> None:
@@ -175,7 +175,7 @@ def launch_words(path: Path, policy: str, grace: int) -> list[str]:
     words = [sys.executable, "-m", "hetero_megatron.cli.main", "run", "--plan", str(path / "three.yaml")]
     words += ["--cluster", str(path / "cluster.yaml"), "--on-failure", policy, "--grace", str(grace)]
     words += ["--fallback-plan", str(path / "two.yaml"), "--"]
-    return [*words, "--save", str(path / "run"), "--load", str(path / "run"), *TRAIN]
+    return [*words, "--save", str(path / "run"), "--load", str(path / "run"), "--save-interval", "2", *TRAIN]
 
 
 DEAD_AT_START = """
