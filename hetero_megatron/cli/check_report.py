@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hetero_megatron.cli.check_plugin import FAIL, SKIP, Report
+from hetero_megatron.errors import printable
 from hetero_megatron.words import plural
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
-
-def printable(text: str) -> str:
+def _on_one_line(text: str) -> str:
     """What a plugin says, without what a terminal would obey or cannot show."""
-    return _CONTROL.sub(lambda m: repr(m.group())[1:-1], text)
+    return printable(text).replace("\n", "\\n")
 
 
 class Table:
@@ -33,7 +31,7 @@ class Table:
     def under_way(self, kernel: str, place: Sequence[str]) -> None:
         """The check that is under way, where somebody looks on."""
         if self._live:
-            words = printable(" ".join(filter(None, (kernel, *place))))
+            words = _on_one_line(" ".join(filter(None, (kernel, *place))))
             print(f"\r\033[K  {words[:76]}", end="", file=sys.stderr, flush=True)
 
     def add(self, finding: Mapping[str, str]) -> None:
@@ -82,13 +80,13 @@ def _print_check(findings: Sequence[Mapping[str, str]]) -> None:
     status = "FAIL" if failed else "pass" if passed else "skip"
     note = f"{passed} cases" if passed > 1 else ""
     kernel, check, dtype = (findings[0][key] for key in ("kernel", "check", "dtype"))
-    print(f"  {status}  {printable(kernel):<31} {check:<25} {dtype:<11} {note}".rstrip())
+    print(f"  {status}  {_on_one_line(kernel):<31} {check:<25} {dtype:<11} {note}".rstrip())
     for f in failed[:3]:
-        print(f"        {printable(': '.join(filter(None, (f['case'], f['detail']))))}")
+        print(f"        {_on_one_line(': '.join(filter(None, (f['case'], f['detail']))))}")
     if len(failed) > 3:
         print(f"        and {len(failed) - 3} more")
     if skipped and not passed and not failed:
-        print(f"        {printable(skipped[0]['detail'])}")
+        print(f"        {_on_one_line(skipped[0]['detail'])}")
 
 
 def _print_speeds(speeds: Sequence[Mapping[str, Any]]) -> None:
@@ -96,4 +94,4 @@ def _print_speeds(speeds: Sequence[Mapping[str, Any]]) -> None:
         print(f"  {'speed':<52}{'case':<26}{'ms':>10}{'of the floor':>14}")
     for s in speeds:
         what = f"{s['kernel']} {s['direction']} {s['dtype']}"
-        print(f"  {printable(what):<52}{s['case']:<26}{s['seconds'] * 1e3:>10.3f}{s['share']:>13.0%}")
+        print(f"  {_on_one_line(what):<52}{s['case']:<26}{s['seconds'] * 1e3:>10.3f}{s['share']:>13.0%}")
