@@ -364,8 +364,12 @@ def test_a_clock_that_could_not_be_kept_is_written_down(tmp_path: Path) -> None:
 @needs_quota
 def test_quotas_hold_after_the_start(start: Callable[..., Running], tmp_path: Path) -> None:
     one = start("burn", flags=("--chips", "quota", "--links", "none"), up=0)
-    made = until(lambda: {g.name: g for g in quota.find_groups(one.testbed.id) if (g / "cpu.stat").exists()}, "groups")
-    groups = [made["rank-2"], made["rank-3"]]
+
+    def made() -> list[Path]:
+        found = {g.name: g for g in quota.find_groups(one.testbed.id) if (g / "cpu.stat").exists()}
+        return [found[name] for name in ("rank-2", "rank-3")] if {"rank-2", "rank-3"} <= found.keys() else []
+
+    groups = until(made, "groups")
     file, period = ("cpu.max", ["25000"]) if (groups[0] / "cpu.max").exists() else ("cpu.cfs_quota_us", [])
 
     def quotas() -> list[int]:

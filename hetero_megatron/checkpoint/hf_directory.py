@@ -21,7 +21,6 @@ from hetero_megatron.checkpoint.hf_bin import BinFile
 from hetero_megatron.errors import UserError, printable
 from hetero_megatron.files import (
     MAX_TEXT_BYTES,
-    is_regular,
     member,
     open_file,
     parse_json,
@@ -84,11 +83,6 @@ class WeightFiles:
             others = [n for n in names if n.endswith((".safetensors", ".bin"))]
             held = f" (it holds {listed(map(shown, others))})" if others else ""
             raise self.refuse(f"holds none of {SINGLE}, {INDEX}, {BIN} and {BIN_INDEX}{held}", self.directory)
-        if is_regular(config := self.directory / "config.json"):
-            named = read_json_object(config, self._field).get("transformers_weights")
-            if named not in (None, form):
-                problem = f"holds {form}, and config.json names {shown(str(named))} (transformers_weights)"
-                raise self.refuse(problem, self.directory)
         return form
 
     def _read_index(self) -> dict[str, str]:
