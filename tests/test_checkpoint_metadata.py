@@ -133,6 +133,13 @@ def test_what_is_no_file_is_refused_at_once(name: str, kind: str, run: Path, tmp
         load(run)
 
 
+@pytest.mark.parametrize("name", ["metadata.json", "rank_00000.safetensors", "SHA256SUMS", "tokenizer.json"])
+def test_a_sparse_file_is_refused_before_it_is_read(name: str, run: Path) -> None:
+    os.truncate(run / "iter_0000001" / name, 1 << 40)  # takes no space, and hours to read
+    with pytest.raises(UserError, match=f"damaged: {name}.* 1,099,511,627,776 bytes"):
+        load(run)
+
+
 @pytest.mark.parametrize("name", ["../other", "/etc/passwd", "..", "a/b", "a\x85b", ""])
 def test_names_are_plain(name: str, run: Path) -> None:
     sum_anew(run, 1, name)

@@ -86,7 +86,7 @@ def _plain_tensors(content: Any) -> dict[str, torch.Tensor]:
             raise UserError(f"not a dictionary of tensors by name: it has the key {ascii(name)[:40]}")
         require_text(name)
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            raise UserError(f"not a flat dictionary of tensors: {name} is a {type(tensor).__name__}")
+            raise UserError(f"not a flat dictionary of tensors: {name} is no tensor")
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized or tensor.is_nested:
             raise UserError(f"{name} has no plain values (sparse, quantized, nested or meta)")
     return {name: tensor.detach() for name, tensor in content.items()}

@@ -22,6 +22,7 @@ from hetero_megatron.files import member, open_file, read_text
 FORMAT = 1
 METADATA = "metadata.json"
 SUMS = "SHA256SUMS"
+MAX_BYTES = 512 << 20  # of a file without tensors; a chunk takes about 300 bytes of metadata.json
 _BLOCK = 4 << 20
 
 
@@ -41,11 +42,14 @@ class Place:
     key: str
 
 
-def sha256(path: Path) -> str:
-    """Of a file's content; Damaged if it cannot be read."""
+def sha256(path: Path, limit: int = MAX_BYTES) -> str:
+    """Of a file's content; Damaged if it cannot be read, or holds more than ``limit`` bytes (a sparse file that takes
+    no space would take days)."""
     digest = hashlib.sha256()
     try:
         with open_file(path) as file:
+            if (size := os.fstat(file.fileno()).st_size) > limit:
+                raise Damaged(path, f"holds {size:,} bytes, more than was ever written in it")
             while block := file.read(_BLOCK):
                 digest.update(block)
     except UserError as error:
@@ -102,8 +106,13 @@ def encode_metadata(metadata: Metadata, state: Mapping[str, Any]) -> str:
     return json.dumps({"format": FORMAT, "state": state, "tensors": tensors}, indent=1, allow_nan=False) + "\n"
 
 
-def verify(directory: Path, sums: Mapping[str, str], part: int = 0, parts: int = 1) -> None:
+def verify(
+    directory: Path, sums: Mapping[str, str], limits: Mapping[str, int], part: int = 0, parts: int = 1
+) -> None:
     """Check every ``parts``-th file, beginning with number ``part``, so that ranks share the reading.
+
+    Args:
+        limits: bytes that files may have; others may have ``MAX_BYTES``.
 
     Raises:
         Damaged: a file is missing, unreadable, or not the one that was written.
@@ -116,5 +125,5 @@ def verify(directory: Path, sums: Mapping[str, str], part: int = 0, parts: int =
             member(directory, name)
         except UserError as error:
             raise unusable(path, error) from None
-        if sha256(path) != sums[name]:
+        if sha256(path, limits.get(name, MAX_BYTES)) != sums[name]:
             raise Damaged(path, "its checksum is wrong")

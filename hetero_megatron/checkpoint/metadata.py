@@ -21,15 +21,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from hetero_megatron.checkpoint.manifest import FORMAT, METADATA, Damaged, Place, sha256, unusable
-from hetero_megatron.checkpoint.safefile import check_file
+from hetero_megatron.checkpoint.manifest import FORMAT, MAX_BYTES, METADATA, Damaged, Place, sha256, unusable
+from hetero_megatron.checkpoint.safefile import MAX_HEADER, check_file
 from hetero_megatron.checkpoint.typed import MAX_INTEGER, typed
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import read_json_object
 from hetero_megatron.layout import Box, tiles
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-MAX_BYTES = 512 << 20  # a chunk takes about 300 bytes
 MAX_AXES = 8
 
 
@@ -110,6 +109,15 @@ def _check_tensor(name: str, tensor: _Tensor, sums: Mapping[str, str]) -> None:
             raise UserError(f"a chunk is no part of {list(shape)}", field=field)
     if not tiles(whole, (chunk.box() for chunk in tensor.chunks)):
         raise UserError(f"its chunks do not cover {list(shape)} exactly once", field=field)
+
+
+def file_limits(metadata: Metadata) -> dict[str, int]:
+    """Bytes that each file of tensors may have: what its tensors take and the longest header."""
+    limits: dict[str, int] = {}
+    for name, chunk, dtype in _chunks(metadata):
+        file = metadata.storage_data[MetadataIndex(name, chunk.offsets)].file
+        limits[file] = limits.get(file, 8 + MAX_HEADER) + chunk.sizes.numel() * dtype.itemsize
+    return limits
 
 
 def check_files(directory: Path, metadata: Metadata, part: int = 0, parts: int = 1) -> None:

@@ -22,7 +22,7 @@ from hetero_megatron.checkpoint.directory import CheckpointDirectory
 from hetero_megatron.checkpoint.exchange import RankFailed, Trouble, load_boxes, save_boxes
 from hetero_megatron.checkpoint.foreign import refuse_foreign
 from hetero_megatron.checkpoint.manifest import Damaged, read_sums, verify
-from hetero_megatron.checkpoint.metadata import check_files, read_metadata
+from hetero_megatron.checkpoint.metadata import check_files, file_limits, read_metadata
 from hetero_megatron.checkpoint.storage import BoxReader, BoxWriter, empty_like_box
 from hetero_megatron.comm import CommError, Group
 from hetero_megatron.errors import UserError
@@ -329,7 +329,7 @@ def _open(path: Path, step: int, group: Group | None, field: str) -> Checkpoint 
     try:
         sums = read_sums(path)
         metadata, state = read_metadata(path, sums, step)
-        verify(path, sums, part, parts)
+        verify(path, sums, file_limits(metadata), part, parts)
         check_files(path, metadata, part, parts)
         found = Checkpoint(path, step, metadata, state, field)
     except Damaged as error:

@@ -22,7 +22,7 @@ LABELS: dict[torch.dtype, str] = {
     torch.int64: "I64", torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8",
 }  # fmt: skip
 _BLOCK = 16 << 20
-_MAX_HEADER = 100_000_000  # of safetensors itself
+MAX_HEADER = 100_000_000  # of safetensors itself
 
 
 def header(entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
@@ -75,7 +75,7 @@ def check_file(path: Path, entries: Mapping[str, tuple[torch.dtype, tuple[int, .
         with open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
-            if not 0 < length <= min(_MAX_HEADER, size - 8):
+            if not 0 < length <= min(MAX_HEADER, size - 8):
                 raise UserError("not a safetensors file")
             table = parse_json(file.read(length), os.fspath(path))
     except UserError as error:
