@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hetero_megatron.errors import printable
 
 _BINARY = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -31,6 +33,17 @@ def word(count: float, noun: str, many: str = "") -> str:
     head, blank, last = noun.rpartition(" ")
     end = last.rpartition("-")[2]
     return f"{head}{blank}{last[: len(last) - len(end)]}{_IRREGULAR.get(end, end + 's')}"
+
+
+def rank_ranges(ranks: Iterable[int]) -> str:
+    """``0-3,8,10-11``: runs of consecutive ranks, in the order given."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def dtype_name(text: str) -> str:

@@ -15,7 +15,7 @@ from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.cluster import format_bytes, load_cluster
 from hetero_megatron.cluster.catalogue import DTYPES
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import dump_yaml, rank_ranges
+from hetero_megatron.plan import dump_yaml
 from hetero_megatron.plan.canonical import Plan
 from hetero_megatron.plan.validate import validate
 from hetero_megatron.planner.context import ContextChoice, schedule_context
@@ -23,7 +23,7 @@ from hetero_megatron.planner.context_cluster import problem_from_cluster
 from hetero_megatron.planner.context_plan import one_stage_plan, stage_entry
 from hetero_megatron.planner.context_problem import ContextLayout, ContextOptions, ContextProblem
 from hetero_megatron.spec import load_model
-from hetero_megatron.words import dtype_name, notice_line, plural
+from hetero_megatron.words import dtype_name, notice_line, plural, rank_ranges
 
 
 def parser() -> ArgumentParser:

@@ -11,7 +11,7 @@ from hetero_megatron.plan.canonical import (
     Unit,
 )
 from hetero_megatron.plan.capabilities import supports
-from hetero_megatron.plan.dump import dump_yaml, rank_ranges, to_dict
+from hetero_megatron.plan.dump import dump_yaml, to_dict
 from hetero_megatron.plan.from_flagscale import FlagScaleParallel, from_flagscale
 from hetero_megatron.plan.from_megatron import MegatronParallel, from_megatron
 from hetero_megatron.plan.schema import load_plan, plan_from_dict
@@ -56,7 +56,6 @@ __all__ = [
     "pipeline_shares",
     "places",
     "plan_from_dict",
-    "rank_ranges",
     "stage_at",
     "supports",
     "to_dict",

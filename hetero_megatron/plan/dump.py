@@ -10,6 +10,7 @@ import yaml
 
 from hetero_megatron.plan.canonical import VERSION, KeyValues, Optimizer, Pipeline, Plan, Recompute, Stage, Unit
 from hetero_megatron.plan.schema import shifted
+from hetero_megatron.words import rank_ranges
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -56,17 +57,6 @@ def _flow(value: Any) -> str:
     if not isinstance(value, dict | list):
         return str(value)
     return str(yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1 << 30)).strip()
-
-
-def rank_ranges(ranks: Sequence[int]) -> str:
-    """``0-3,8,10-11``: runs of consecutive ranks, in the order given."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def _copies(pipelines: Sequence[Pipeline]) -> int:

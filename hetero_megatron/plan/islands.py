@@ -10,9 +10,8 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.layout import reduction
 from hetero_megatron.plan.buckets import Bucket, Hop, islands_of, make_buckets
 from hetero_megatron.plan.canonical import Plan
-from hetero_megatron.plan.dump import rank_ranges
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.words import format_bytes, plural, word
+from hetero_megatron.words import format_bytes, plural, rank_ranges, word
 
 Islands = tuple[tuple[int, ...], ...]
 EQUAL = 1.05  # times as long as the quickest division still counts as equal

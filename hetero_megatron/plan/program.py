@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from hetero_megatron.plan.buckets import Bucket, sync_actions
 from hetero_megatron.plan.canonical import Plan
 from hetero_megatron.plan.context_plan import context_groups
-from hetero_megatron.plan.dump import rank_ranges
 from hetero_megatron.plan.shares import micro_batch_sizes, pipeline_samples
 from hetero_megatron.schedule import (
     Action,
@@ -19,6 +18,7 @@ from hetero_megatron.schedule import (
     with_synchronisation,
 )
 from hetero_megatron.schedule.actions import COMPUTE, SYNCHRONISATION
+from hetero_megatron.words import rank_ranges
 
 GROUPS_SHOWN = 8
 

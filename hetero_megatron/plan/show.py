@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from hetero_megatron.layout import cut
 from hetero_megatron.plan.canonical import Pipeline, Plan, Stage
-from hetero_megatron.plan.dump import rank_ranges
-from hetero_megatron.words import plural
+from hetero_megatron.words import plural, rank_ranges
 
 if TYPE_CHECKING:
     from hetero_megatron.spec import ModelSpec

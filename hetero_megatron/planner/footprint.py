@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hetero_megatron.cluster import format_bytes
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Plan, rank_ranges
+from hetero_megatron.plan import Plan
 from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, make_buckets
 from hetero_megatron.planner.context_footprint import context_activations
 from hetero_megatron.planner.memory import (
@@ -27,7 +27,7 @@ from hetero_megatron.planner.memory import (
 from hetero_megatron.schedule import generate, in_flight
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import LOGITS_BYTES
-from hetero_megatron.words import plural
+from hetero_megatron.words import plural, rank_ranges
 
 Ints = NDArray[np.int64]
 

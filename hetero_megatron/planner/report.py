@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from hetero_megatron.cluster import format_bytes
-from hetero_megatron.plan import rank_ranges
 from hetero_megatron.planner.footprint import format_memory
 from hetero_megatron.planner.predict import Prediction
-from hetero_megatron.words import plural
+from hetero_megatron.words import plural, rank_ranges
 
 PARTS = {
     "pipelines": "pipelines, until the last backward",

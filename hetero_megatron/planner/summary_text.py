@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from hetero_megatron.cluster import format_bytes
-from hetero_megatron.plan import dump_yaml, rank_ranges, to_dict
+from hetero_megatron.plan import dump_yaml, to_dict
 from hetero_megatron.plan.made_for import MadeFor
 from hetero_megatron.planner.choices import Choice
 from hetero_megatron.planner.objective import cost_per_hour, tokens_per_cost
 from hetero_megatron.planner.replan import Loss
 from hetero_megatron.planner.report import format_seconds
 from hetero_megatron.planner.summary import Summary, choice_text
-from hetero_megatron.words import plural, word
+from hetero_megatron.words import plural, rank_ranges, word
 
 SHOWN = 8  # names of idle nodes in the report
 

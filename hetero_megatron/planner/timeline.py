@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hetero_megatron.plan import rank_ranges
 from hetero_megatron.planner.predict import Prediction
 from hetero_megatron.planner.sync import Span
+from hetero_megatron.words import rank_ranges
 
 MARKS = {"F": "F", "B": "b", "B_INPUT": "b", "W": "w"}
 

@@ -42,6 +42,9 @@ class Accelerator:
         name: of the platform, unique; vendor: who makes it; device_type: torch's name of the device.
         adapter: module that registers the device with torch; empty: torch itself does.
         backends: process-group backends that move its tensors, best first.
+        library: what these speak; ranks of one vendor and library reach each other. Empty: the first backend's name.
+            Several vendors call theirs ``nccl``, so the vendor counts as well.
+        direct: backends that also reach other vendors' chips, if both sides have them, best first.
         dtypes: it computes in.
         tested: whether this project has run on such a device.
     """
@@ -51,6 +54,8 @@ class Accelerator:
     device_type: ClassVar[str] = ""
     adapter: ClassVar[str] = ""
     backends: ClassVar[tuple[str, ...]] = ()
+    library: ClassVar[str] = ""
+    direct: ClassVar[tuple[str, ...]] = ()
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
     limits: ClassVar[Limits] = Limits()
     tested: ClassVar[bool] = False
@@ -148,6 +153,10 @@ class Accelerator:
     def on_stream(self, stream: Any) -> Iterator[None]:
         with self.module().stream(stream):
             yield
+
+    def host_memory(self, size: int) -> torch.Tensor:
+        """[size] uint8 in host memory that the device copies from and to while the host goes on."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def seed(self, value: int) -> None:
         self.module().manual_seed_all(value)

@@ -16,7 +16,7 @@ from hetero_megatron.platform.accelerator import Accelerator
 
 @dataclass(frozen=True)
 class Platform:
-    """``device`` computes; ``backend`` is the torch.distributed backend string that can move its tensors.
+    """``device`` computes; ``backend`` is the torch.distributed backend string for groups of such platforms.
 
     ``accelerator`` is the plugin that knows the device; None: only torch does.
     """
@@ -28,6 +28,26 @@ class Platform:
     @property
     def name(self) -> str:
         return self.accelerator.name if self.accelerator is not None else self.device.type
+
+    @property
+    def vendor(self) -> str:
+        """Who makes the device; as far as torch says it, if no plugin knows it."""
+        return self.accelerator.vendor if self.accelerator is not None else self.device.type
+
+    @property
+    def library(self) -> str:
+        """The communication library that its backend speaks."""
+        named = self.accelerator.library if self.accelerator is not None else ""
+        return named or self.backend.rpartition(":")[2]
+
+    @property
+    def direct(self) -> tuple[str, ...]:
+        """Backends that reach other vendors' chips, best first."""
+        return self.accelerator.direct if self.accelerator is not None else ()
+
+    def chip(self) -> str:
+        """Name of the device as its driver says it."""
+        return self.accelerator.chip(self.device.index or 0) if self.accelerator is not None else self.device.type
 
     def synchronize(self) -> None:
         """Wait for the device, from any thread."""
@@ -81,8 +101,12 @@ def choose_platform(
             accepted=" or ".join(chosen.backends),
         )  # fmt: skip
     device = chosen.device(local_rank)
-    text = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{wanted}"
-    return Platform(device, text, chosen)
+    return Platform(device, backend_of(device, wanted), chosen)
+
+
+def backend_of(device: torch.device, backend: str) -> str:
+    """The torch.distributed backend string of groups whose device tensors go by ``backend``, and others by gloo."""
+    return backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
 
 
 def platform_here(accelerators: Iterable[Accelerator], backend: str | None = None) -> str | None:
@@ -129,4 +153,5 @@ def detect_platform(backend: str | None = None, local_rank: int = 0) -> Platform
         return Platform(torch.device("cpu"), "gloo")
     torch.accelerator.set_device_index(local_rank)
     own = backend if backend not in (None, "auto") else torch.distributed.get_default_backend_for_device(accelerator)
-    return Platform(torch.device(accelerator.type, local_rank), f"cpu:gloo,{accelerator.type}:{own}")
+    device = torch.device(accelerator.type, local_rank)
+    return Platform(device, backend_of(device, own))

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hetero_megatron.plan.dump import rank_ranges
 from hetero_megatron.training import log_fields as f
-from hetero_megatron.words import plural
+from hetero_megatron.words import plural, rank_ranges
 
 COLORS = ("#4c8bf5", "#d9654f", "#34a06f", "#b05fd0", "#e0a020", "#2aa7a7", "#8a6d3b", "#777777")
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 900, 240, 70, 24, 12

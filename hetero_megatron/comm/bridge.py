@@ -1,0 +1,228 @@
+"""Transfers between chips whose communication libraries cannot reach each other: device, host, gloo, host, device.
+
+A message goes in chunks, so that the copy of one chunk runs beside the network transfer of the one before. Every peer
+has, each way, a thread of its own with ``BUFFERS`` pinned buffers: no transfer waits for the memory of another one, so
+however many are under way they cannot block each other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+CHUNK_BYTES = 512 << 10  # of 8 MiB, copies and network overlap in 15 of 16 chunks; smaller ones cost gloo more
+BUFFERS = 2  # per channel: one is copied while the other is in the network
+
+
+class Event(Protocol):
+    """A point in a stream of a device."""
+
+    def synchronize(self) -> None:
+        """Block the host until the device is there."""
+
+
+class Copies(Protocol):
+    """Copies between a device and host memory, in a stream of their own; what a bridge needs of a device."""
+
+    def buffer(self, size: int) -> torch.Tensor:
+        """[size] uint8 in host memory that the device can copy from and to while the host goes on."""
+
+    def now(self) -> Any:
+        """An event after all that the calling thread's current stream was given."""
+
+    def join(self, event: Any) -> None:
+        """Whatever the calling thread's current stream is given next comes after ``event``."""
+
+    def stream(self) -> Any:
+        """A new stream, for the calling thread."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Any) -> Event:
+        """Start copying on ``stream``, after the event ``after``; returns an event when it is done."""
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    part: torch.Tensor  # [bytes] uint8, on the device
+    tag: int
+    ready: Any  # event from which on the part may be read, or overwritten
+    done: Future[Any] | None  # of the message; for its last chunk
+
+
+@dataclass
+class _UnderWay:
+    chunk: _Chunk
+    slot: int = 0  # of the buffer
+    host: torch.Tensor | None = None
+    work: dist.Work | None = None
+
+
+class BridgeWork:
+    """A message over the bridge. Its ``wait`` blocks the host until the network is done, never the device."""
+
+    def __init__(self, done: Future[Any], copies: Copies, timeout: float) -> None:
+        self._done, self._copies, self._timeout = done, copies, timeout
+
+    def is_completed(self) -> bool:
+        return self._done.done()
+
+    def wait(self) -> None:
+        """Raises RuntimeError if the transfer failed, or did not end in time."""
+        try:
+            event = self._done.result(self._timeout)
+        except TimeoutError:
+            raise RuntimeError(f"timed out after {self._timeout:g} s on the bridge") from None
+        if event is not None:
+            self._copies.join(event)
+
+
+class _Channel:
+    """All messages to one peer, or all from it, one after the other.
+
+    Args:
+        transfer: (host buffer, tag) -> work of gloo.
+    """
+
+    def __init__(self, copies: Copies, sends: bool, transfer: Callable[[torch.Tensor, int], dist.Work]) -> None:
+        self._copies, self._sends, self._transfer = copies, sends, transfer
+        self._queue: SimpleQueue[list[_Chunk] | None] = SimpleQueue()
+        self._pending: deque[_UnderWay] = deque()
+        self._failed: BaseException | None = None
+        threading.Thread(target=self._run, daemon=True, name="bridge").start()
+
+    def put(self, message: list[_Chunk] | None) -> None:
+        """Queue a message; None: end when all are done."""
+        self._queue.put(message)
+
+    def _run(self) -> None:
+        self._guard(self._open)
+        while (message := self._next()) is not None:
+            for chunk in message:
+                self._pending.append(_UnderWay(chunk))
+                self._guard(self._begin)
+
+    def _guard(self, step: Callable[[], None]) -> None:
+        """Take a step. What fails belongs to the ranks that wait for it, and to all that come later: the peer would
+        take their bytes for those that are missing."""
+        if self._failed is None:
+            try:
+                return step()
+            except BaseException as error:
+                self._failed = error
+        while self._pending:
+            done = self._pending.popleft().chunk.done
+            if done is not None:
+                done.set_exception(RuntimeError(str(self._failed)))
+
+    def _open(self) -> None:
+        self._buffers = self._copies.buffer(BUFFERS * CHUNK_BYTES).split(CHUNK_BYTES)
+        self._copied: list[Event | None] = [None] * BUFFERS  # received bytes, out of a buffer
+        self._stream, self._slot = self._copies.stream(), 0
+
+    def _next(self) -> list[_Chunk] | None:
+        """The next message; while there is none, chunks under way are finished."""
+        while self._pending:
+            try:
+                return self._queue.get_nowait()
+            except Empty:
+                self._guard(self._finish)
+        return self._queue.get()
+
+    def _begin(self) -> None:
+        """Start the newest chunk, in a buffer that is free, or will be when the oldest is finished."""
+        new = self._pending[-1]
+        while len(self._pending) > BUFFERS:
+            self._finish()
+        new.slot, self._slot = self._slot, (self._slot + 1) % BUFFERS
+        new.host = self._buffers[new.slot][: new.chunk.part.numel()]
+        if self._sends:
+            self._copies.copy(new.host, new.chunk.part, self._stream, new.chunk.ready).synchronize()
+        elif (copied := self._copied[new.slot]) is not None:
+            copied.synchronize()
+        new.work = self._transfer(new.host, new.chunk.tag)
+
+    def _finish(self) -> None:
+        """Wait for the oldest chunk."""
+        old, event = self._pending[0], None
+        assert old.work is not None and old.host is not None
+        old.work.wait()
+        if not self._sends:
+            event = self._copies.copy(old.chunk.part, old.host, self._stream, old.chunk.ready)
+            self._copied[old.slot] = event
+        self._pending.popleft()
+        if old.chunk.done is not None:
+            old.chunk.done.set_result(event)
+
+
+class Bridge:
+    """Messages between ranks of any chips, over a gloo group of theirs.
+
+    Messages of one pair of ranks start in the same order on both sides. Both sides cut a message into the same chunks,
+    which follow from its size, so that nothing but the bytes travels.
+
+    Args:
+        group: of gloo, used by this bridge alone.
+        copies: of this rank's device; None: its tensors are in host memory, and gloo takes them as they are.
+        timeout: seconds for a message, once it is waited for.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, copies: Copies | None, timeout: float) -> None:
+        self._group, self._copies, self._timeout = group, copies, timeout
+        self._channels: dict[tuple[int, bool], _Channel] = {}
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> list[dist.Work | BridgeWork]:
+        """Start sending a contiguous tensor, which must not change until the works were waited for."""
+        return self._start(tensor, dst, tag, True)
+
+    def irecv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> list[dist.Work | BridgeWork]:
+        """Start receiving into a contiguous tensor."""
+        return self._start(tensor, src, tag, False)
+
+    def _start(self, tensor: torch.Tensor, peer: int, tag: int, sends: bool) -> list[dist.Work | BridgeWork]:
+        parts = _chunks(tensor)
+        if not parts:
+            return []
+        if self._copies is None:
+            transfer = self._transfer(peer, sends)
+            return [transfer(part, tag) for part in parts]
+        done: Future[Any] = Future()
+        ready, last = self._copies.now(), len(parts) - 1
+        message = [_Chunk(part, tag, ready, done if i == last else None) for i, part in enumerate(parts)]
+        self._channel(peer, sends).put(message)
+        return [BridgeWork(done, self._copies, self._timeout)]
+
+    def _channel(self, peer: int, sends: bool) -> _Channel:
+        key = (peer, sends)
+        if key not in self._channels:
+            assert self._copies is not None
+            self._channels[key] = _Channel(self._copies, sends, self._transfer(peer, sends))
+        return self._channels[key]
+
+    def _transfer(self, peer: int, sends: bool) -> Callable[[torch.Tensor, int], dist.Work]:
+        move = dist.isend if sends else dist.irecv
+
+        def start(host: torch.Tensor, tag: int) -> dist.Work:
+            work = move(host, peer, self._group, tag)
+            assert work is not None, "this rank is in the group"
+            return work
+
+        return start
+
+    def close(self) -> None:
+        """End the threads when what they were given is done."""
+        for channel in self._channels.values():
+            channel.put(None)
+
+
+def _chunks(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """A contiguous tensor as pieces of [at most ``CHUNK_BYTES``] uint8."""
+    assert tensor.is_contiguous(), f"a message of shape {list(tensor.shape)} is not contiguous"
+    flat = tensor.detach().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
+    return [part for part in flat.split(CHUNK_BYTES) if part.numel()]

@@ -1,0 +1,39 @@
+"""Copies between a device and pinned host memory, by what torch's device modules have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hetero_megatron.platform import Accelerator
+
+
+class DeviceCopies:
+    """See :class:`~hetero_megatron.comm.bridge.Copies`."""
+
+    def __init__(self, accelerator: Accelerator, device: torch.device) -> None:
+        self._accelerator, self._device = accelerator, device
+
+    def buffer(self, size: int) -> torch.Tensor:
+        return self._accelerator.host_memory(size)
+
+    def now(self) -> Any:
+        event = self._accelerator.event()
+        event.record(self._accelerator.module().current_stream())
+        return event
+
+    def join(self, event: Any) -> None:
+        self._accelerator.module().current_stream().wait_event(event)
+
+    def stream(self) -> Any:
+        self._accelerator.module().set_device(self._device.index or 0)  # of a new thread, the first one is current
+        return self._accelerator.stream()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Any) -> Any:
+        with self._accelerator.on_stream(stream):
+            stream.wait_event(after)
+            target.copy_(source, non_blocking=True)
+            event = self._accelerator.event()
+            event.record(stream)
+        return event
