@@ -23,7 +23,8 @@ from scipy.optimize import least_squares
 from hetero_megatron.cli.calibrate import main as calibrate_main
 from hetero_megatron.cluster import cluster_from_dict, load_cluster
 from hetero_megatron.cluster.rates_section import merge_rates, write_rates
-from hetero_megatron.comm.clock import EmulatedClock, OperatorSeconds, RealClock
+from hetero_megatron.comm.hooks import Clock
+from hetero_megatron.emulation.clock import EmulatedClock, OperatorSeconds
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.costs import CostModel, StageChoice
 from hetero_megatron.planner.rates import load_rates
@@ -279,7 +280,7 @@ def test_updates_of_all_sizes_go_through_as_much_memory_before_they_come_back() 
         def step(self, *_: Any) -> None:  # type: ignore[override]
             updated.append(tuple(p.data_ptr() for p in self.param_groups[0]["params"]))
 
-    one: Any = SimpleNamespace(device=torch.device("cpu"), clock=RealClock())  # all of a Comm that is used
+    one: Any = SimpleNamespace(device=torch.device("cpu"), clock=Clock())  # all of a Comm that is used
     job = Job(one, torch.float32, lambda groups: Noted([{"params": groups[0]["params"]}], lr=0.1))
     for (_, elements), measure in measures_alone(job, SMALL, ()).items():
         updated.clear()
@@ -406,7 +407,7 @@ def _calibrate(comm, speeds):  # type: ignore[no-untyped-def]
     try:
         found = calibrate(comm, cluster, SMALL, options, torch.float32, build, lambda _: None)
     finally:
-        comm.clock = comm.emulation.clock
+        comm.clock = comm.hooks.clock
     return found.rates, found.slow, {key: costs.layer for key, costs in found.costs.items()}
 
 
@@ -437,7 +438,7 @@ def _observe_groups(comm, speeds):  # type: ignore[no-untyped-def]
         found = observe(run, "small", Job(comm, torch.float32, optimizer_factory(OptimizerConfig())), 3, True)
         return found and found.observation
     finally:
-        comm.clock = comm.emulation.clock
+        comm.clock = comm.hooks.clock
 
 
 def test_ranks_of_a_tp_group_over_nodes_wait_for_each_other() -> None:
