@@ -67,7 +67,7 @@ def spread(steps: Sequence[Sequence[float]]) -> float | None:
 
 
 def worst_clock(reports: Mapping[int, Mapping[str, float]]) -> Kept | None:
-    """Of all ranks' clocks, by rank as ``RealClock.report`` gives them; None where no chip is emulated."""
+    """Of all ranks' clocks, by rank as ``Clock.report`` gives them; None where no chip is emulated."""
     clocks = {rank: reports[rank] for rank in sorted(reports) if reports[rank]}
     if not clocks:
         return None
