@@ -100,17 +100,15 @@ BOUNDS = {
 # Where CPU time counts, sequences are longer and batches smaller: a layer of 128 tokens takes 1 ms, most of it in small
 # operators, and such a millisecond repeats within 10 %. Chips are slower, so that a core which is slower than usual can
 # keep up. And what real work takes does not grow with the micro-batch as a clock's nominal seconds do.
-REAL = {
-    "seq_length": 512, "speed": 0.75, "batch_divisor": 2, "steps": 5, "long_steps": 2, "calibration_steps": 3,
-    "sizes": [1, 3], "warm_up": 1,
-}  # fmt: skip
 MODES: dict[str, dict[str, Any]] = {
     "clock": {
         "seq_length": SEQ_LENGTH, "speed": 1.0, "batch_divisor": 1, "steps": 2, "long_steps": 1,
         "calibration_steps": 1, "sizes": [1, 2],
     },
-    "soft": REAL,
-    "quota": REAL,
+    "soft": {
+        "seq_length": 512, "speed": 0.75, "batch_divisor": 2, "steps": 5, "long_steps": 2, "calibration_steps": 3,
+        "sizes": [1, 3], "warm_up": 1,
+    },
 }  # fmt: skip
 
 
@@ -197,7 +195,7 @@ def summarise(cases: dict[str, Case], figures: dict[str, dict[str, float]]) -> N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--chips", default="clock", choices=("clock", "soft", "quota"))
+    parser.add_argument("--chips", default="clock", choices=("clock", "soft"))
     parser.add_argument("--links", default="namespaces", choices=("namespaces", "paced", "none"))
     parser.add_argument("--cases", default="plans", choices=("plans", "bound"))
     parser.add_argument("--only", nargs="*", metavar="NAME", help="some of the cases")

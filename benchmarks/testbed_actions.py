@@ -30,10 +30,10 @@ from hetero_megatron.training.runtime import Runtime
 
 
 def main() -> None:
-    work, spec, cluster, comm, world = begin()
+    work, spec, cluster, comm, world, emulation = begin()
     runtime, fetch, count = alone(work, spec, cluster, comm)
     runtime.train_step(fetch, 0, 2, lr=0.0)  # allocations, lazy imports
-    comm.emulation.started()
+    emulation.started()
     pinned = json.loads(Path(os.environ["HETERO_TESTBED"]).read_text())["cores"]
     mine, cores = pinned[comm.rank], sorted(set(pinned))
     rows = []
@@ -42,7 +42,7 @@ def main() -> None:
         os.sched_setaffinity(0, {cores[(cores.index(mine) + repeat) % len(cores)]})
         stats = runtime.train_step(fetch, 0, count, lr=0.0)
         actions = [t for t in stats.actions if t.action.kind in ("F", "B")][2:]  # the first pair waits for the rest
-        if repeat:  # in the first one, quotas begin and caches fill
+        if repeat:  # in the first one caches fill
             rows.append([(t.action.kind, t.end - t.start, t.computed) for t in actions])
     found = [{"rows": r, "clock": c} for r, c in world.gather_objects((rows, comm.clock.report()))]
     if comm.rank == 0:

@@ -32,8 +32,8 @@ from hetero_megatron.training.loop import optimizer_factory
 
 
 def main() -> None:
-    work, spec, cluster, comm, world = begin()
-    comm.emulation.started()
+    work, spec, cluster, comm, world, emulation = begin()
+    emulation.started()
     build = optimizer_factory(OptimizerConfig())
     # Calibrated on pipelines and attention much shorter than what is planned then.
     options = CalibrationOptions(

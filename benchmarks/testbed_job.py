@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.comm import Comm, Group, start_comm, stop_comm
 from hetero_megatron.data.batch import Batch
+from hetero_megatron.emulation import Emulation
 from hetero_megatron.errors import UserError
 from hetero_megatron.launcher import read_launcher
 from hetero_megatron.layout import Box
@@ -49,8 +50,8 @@ WARM_UP = 6  # the step that allocates has so much less to do, on an emulated cl
 
 
 def main() -> None:
-    work, spec, cluster, comm, world = begin()
-    comm.emulation.started()
+    work, spec, cluster, comm, world, emulation = begin()
+    emulation.started()
     build = optimizer_factory(OptimizerConfig())
     length, sizes = work["seq_length"], tuple(work["sizes"])
     options = CalibrationOptions(length, DTYPE, sizes, degrees(cluster, spec), (length,), work["calibration_steps"])
@@ -82,14 +83,17 @@ def main() -> None:
     end(work, comm, world, rows, found, took)
 
 
-def begin() -> tuple[dict[str, Any], ModelSpec, Cluster, Comm, Group]:
-    """(work from the file named on the command line, model, cluster, communication, all ranks)."""
+def begin() -> tuple[dict[str, Any], ModelSpec, Cluster, Comm, Group, Emulation]:
+    """(work from the file named on the command line, model, cluster, communication, all ranks, what is emulated)."""
     work = json.loads(Path(sys.argv[1]).read_text())
     spec, cluster = ModelSpec(**work["model"]), cluster_from_dict(work["cluster"])
-    comm = start_comm(detect_platform("gloo"), 300, position(cluster, read_launcher()))
+    launcher = read_launcher()
+    rank = position(cluster, launcher)
+    emulation = Emulation.of(launcher, rank, 300)
+    comm = start_comm(detect_platform("gloo"), 300, rank, launcher, emulation.hooks())
     everyone = tuple(range(cluster.world_size))
     comm.create_groups([everyone])
-    return work, spec, cluster, comm, comm.group(everyone)
+    return work, spec, cluster, comm, comm.group(everyone), emulation
 
 
 def end(work: dict[str, Any], comm: Comm, world: Group, rows: list[Any], found: Calibration, took: float) -> None:

@@ -6,10 +6,9 @@ import json
 import random
 import subprocess
 import sys
-import time
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,8 @@ from scipy.optimize import least_squares
 from hetero_megatron.cli.calibrate import main as calibrate_main
 from hetero_megatron.cluster import cluster_from_dict, load_cluster
 from hetero_megatron.cluster.rates_section import merge_rates, write_rates
-from hetero_megatron.comm.clock import EmulatedClock, OperatorSeconds, RealClock
+from hetero_megatron.comm.hooks import Clock
+from hetero_megatron.emulation.clock import EmulatedClock, OperatorSeconds
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.costs import CostModel, StageChoice
 from hetero_megatron.planner.rates import load_rates
@@ -31,7 +31,7 @@ from hetero_megatron.schedule import Costs as StageSeconds
 from hetero_megatron.schedule import generate, lower, simulate
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.training.calibration import CalibrationOptions, calibrate
-from hetero_megatron.training.calibration.alone import LEAST, MOST, UPDATED, Interleaved, measures_alone
+from hetero_megatron.training.calibration.alone import UPDATED, measure_alone, updates
 from hetero_megatron.training.calibration.chips import Job, observe
 from hetero_megatron.training.calibration.links import pairs
 from hetero_megatron.training.calibration.runs import (
@@ -43,8 +43,6 @@ from hetero_megatron.training.calibration.runs import (
     degrees,
     depths,
     full_runs,
-    middle,
-    quiet,
     slow_ranks,
     solve,
     spot_checks,
@@ -97,19 +95,15 @@ def test_slower_chips_hold_fewer_layers_so_that_nobody_waits_for_them() -> None:
     assert depths(cluster, [seen("big", 0.1)]) == {"big": 3, "small": 3}  # no group of those at this degree
 
 
-def test_every_run_comes_again_and_all_are_spread_evenly_over_the_time() -> None:
-    """So that each rate is a mean over all of it."""
+def test_every_degree_and_size_has_its_runs_and_a_warm_up_that_fills_the_pipelines() -> None:
     cluster, spec, many = cluster_from_dict(CLUSTER), load_model("tiny"), {"big": 3, "small": 1}
     runs = all_runs(cluster, spec, 64, (2, 4), (1, 2), many)
-    for kind in {(run.tp, run.micro_batch_size) for run in runs}:
+    for kind in ((2, 1), (2, 2), (4, 1), (4, 2)):
         titles = [run.title for run in runs if (run.tp, run.micro_batch_size) == kind]
-        assert len(set(titles)) == 5 and titles == 2 * titles[:5]
-        places = [(i + 0.5) / len(runs) for i, run in enumerate(runs) if (run.tp, run.micro_batch_size) == kind]
-        assert places == pytest.approx([(i + 0.5) / len(places) for i in range(len(places))], abs=0.1)
+        assert len(titles) == len(set(titles)) == 5
     for run in runs:
         stages = [len(pipeline.stages) for pipeline in run.plan.pipelines]
-        assert run.warm_up(reserved=False) == run.micro_batch_size * sum(stages) < run.plan.global_batch_size
-        assert run.warm_up(reserved=True) == run.micro_batch_size * len(stages)
+        assert run.warm_up == run.micro_batch_size * sum(stages) < run.plan.global_batch_size
         assert (run.steps(3), run.steps(1)) == ((3, 1) if run.micro_batch_size == 1 else (1, 1))
 
 
@@ -242,34 +236,25 @@ def test_a_run_that_was_disturbed_moves_little() -> None:
     assert abs(plain[1] / truth.layer[0] - 1) > 2 * abs(costs.layer[0] / truth.layer[0] - 1)
 
 
-def test_the_lowest_quarter_ignores_what_others_slow_down() -> None:
-    assert quiet([3.0]) == 3.0 and quiet([9.0, 1.0, 2.0, 50.0, 3.0, 70.0, 8.0, 60.0]) == 1.5
+def test_what_is_timed_alone_is_a_median_without_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds of attention as a clock gives them that is told: 9 calls, of which the first and one more are slow."""
+    clock, calls = Clock(), list[int]()
+    forward, backward = [50.0, 3.0, 1.0, 2.0, 90.0, 2.0, 2.0, 1.0, 3.0], 2.0
 
+    def settle() -> None:
+        clock.computed += backward if len(calls) % 2 else forward[len(calls) // 2 % len(forward)]
+        calls.append(1)
 
-def test_the_middle_half_ignores_outliers_and_nothing_else() -> None:
-    assert middle([3.0]) == 3.0 and middle([1.0, 2.0, 6.0]) == 3.0
-    assert middle([2.0, 1.0, 900.0, 3.0]) == 2.5
-    two_speeds = [1.0] * 9 + [2.0] * 11  # a median would say 2
-    assert middle(two_speeds) == pytest.approx(1.6)
-
-
-def test_what_is_timed_alone_takes_turns_without_the_first_call() -> None:
-    calls: list[str] = []
-
-    def measure(name: str, seconds: float) -> list[float]:
-        time.sleep(seconds)
-        calls.append(name)
-        return [1e6 if calls.count(name) == 1 else float(len(name)), 2.0]
-
-    measures = {name: partial(measure, name, s) for name, s in (("short", 0.0), ("longer", 0.3))}
-    timed = Interleaved(measures, steps=1, often=lambda name: name == "short")
-    timed.take(0.5)  # in parts, with other work between them
-    assert (calls.count("short"), calls.count("longer")) == (1 + MOST // 2, 1 + ceil(LEAST / 2))
-    timed.take(1.0)
-    assert timed.seconds() == {"short": [5.0, 2.0], "longer": [6.0, 2.0]}  # first calls are no part of it
-    turn = ["short"] * (MOST // LEAST)
-    part = [*turn, *turn, "longer", *turn, "longer", "longer"]  # what is timed often has one turn more, first
-    assert calls == ["short", "longer", *part, *part]
+    monkeypatch.setattr(clock, "settle", settle)
+    monkeypatch.setattr(clock, "work", nullcontext)
+    monkeypatch.setattr(clock, "counting", nullcontext)
+    monkeypatch.setattr("hetero_megatron.training.calibration.alone.OPTIMIZER_SETS", {})
+    one: Any = SimpleNamespace(device=torch.device("cpu"), clock=clock)  # all of a Comm that is used
+    job = Job(one, torch.float32, optimizer_factory(OptimizerConfig()))
+    found = measure_alone(job, SMALL, (2,), calls=8)
+    count = 2048 // 2  # attentions in a row, of which seconds are means
+    assert found.attention == [(2, 2, 16, pytest.approx(2.0 / count), pytest.approx(backward / count))]
+    assert found.spread == pytest.approx((90 - 1) / 2.0) and found.optimizer == found.visits == []
 
 
 def test_updates_of_all_sizes_go_through_as_much_memory_before_they_come_back() -> None:
@@ -279,9 +264,9 @@ def test_updates_of_all_sizes_go_through_as_much_memory_before_they_come_back() 
         def step(self, *_: Any) -> None:  # type: ignore[override]
             updated.append(tuple(p.data_ptr() for p in self.param_groups[0]["params"]))
 
-    one: Any = SimpleNamespace(device=torch.device("cpu"), clock=RealClock())  # all of a Comm that is used
+    one: Any = SimpleNamespace(device=torch.device("cpu"), clock=Clock())  # all of a Comm that is used
     job = Job(one, torch.float32, lambda groups: Noted([{"params": groups[0]["params"]}], lr=0.1))
-    for (_, elements), measure in measures_alone(job, SMALL, ()).items():
+    for elements, measure in updates(job).items():
         updated.clear()
         for _ in range(64):
             (seconds,) = measure()
@@ -406,7 +391,7 @@ def _calibrate(comm, speeds):  # type: ignore[no-untyped-def]
     try:
         found = calibrate(comm, cluster, SMALL, options, torch.float32, build, lambda _: None)
     finally:
-        comm.clock = comm.emulation.clock
+        comm.clock = comm.hooks.clock
     return found.rates, found.slow, {key: costs.layer for key, costs in found.costs.items()}
 
 
@@ -434,10 +419,10 @@ def _observe_groups(comm, speeds):  # type: ignore[no-untyped-def]
     run = full_runs(cluster_from_dict({**CLUSTER, **nodes}), SMALL, 32, 2, 2, {"small": 3})[1]
     comm.clock = EmulatedClock(lambda: speeds[comm.rank], OperatorSeconds())
     try:
-        found = observe(run, "small", Job(comm, torch.float32, optimizer_factory(OptimizerConfig())), 3, True)
+        found = observe(run, "small", Job(comm, torch.float32, optimizer_factory(OptimizerConfig())), 3)
         return found and found.observation
     finally:
-        comm.clock = comm.emulation.clock
+        comm.clock = comm.hooks.clock
 
 
 def test_ranks_of_a_tp_group_over_nodes_wait_for_each_other() -> None:

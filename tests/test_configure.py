@@ -315,7 +315,7 @@ def test_sub_commands(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     statuses = {finding["name"]: finding["status"] for finding in found["findings"]}
     assert statuses["python"] == statuses["torch"] == statuses["numpy"] == "ok"  # else this test would not run
-    assert {"testbed namespaces", "testbed quota", "testbed memory", "testbed kernel", "cores"} <= set(statuses)
+    assert {"testbed namespaces", "testbed memory", "testbed kernel", "cores"} <= set(statuses)
     assert found["ok"] == ("MISSING" not in statuses.values()) and code == (0 if found["ok"] else 1)
     assert all(finding["remedy"] for finding in found["findings"] if finding["status"] != "ok")
 

@@ -1,4 +1,4 @@
-"""Ranks that share a core: turns, and short time slices."""
+"""Ranks that share a core: they compute one after the other, and have short time slices."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from threading import Event
 
 import pytest
 
-from hetero_megatron.comm.clock import SLICE_NS, EmulatedClock
-from hetero_megatron.comm.emulation import Emulation
-from hetero_megatron.comm.turns import PATIENCE, Turns
+from hetero_megatron.emulation import Emulation
+from hetero_megatron.emulation.clock import SLICE_NS, EmulatedClock
+from hetero_megatron.emulation.core_lock import PATIENCE, CoreLock
 from tests.burning import burn
 
 
@@ -43,7 +44,7 @@ def test_ranks_of_a_core_compute_one_after_the_other(tmp_path: Path) -> None:
     computing, most = [], []
 
     def rank() -> None:
-        clock = EmulatedClock(lambda: 0.5, turns=Turns(tmp_path / "turn"))
+        clock = EmulatedClock(lambda: 0.5, core=CoreLock(tmp_path / "core"))
         for _ in range(20):
             with clock.counting(), clock.work():
                 computing.append(1)
@@ -60,28 +61,35 @@ def test_ranks_of_a_core_compute_one_after_the_other(tmp_path: Path) -> None:
 
 
 def test_a_message_does_not_wait_for_another_rank_to_compute(tmp_path: Path) -> None:
-    other = Turns(tmp_path / "turn")
-    other.take()
-    clock = EmulatedClock(lambda: 0.5, turns=Turns(tmp_path / "turn"))
-    start = time.perf_counter()
-    threading.Timer(3 * PATIENCE, other.give).start()  # however long it computes
-    with clock.counting():
-        for _ in range(20):
+    other = CoreLock(tmp_path / "core")
+    other.acquire()
+    clock, messages, computes = EmulatedClock(lambda: 0.5, core=CoreLock(tmp_path / "core")), Event(), Event()
+
+    def rank() -> None:
+        with clock.counting():
             clock.pause()  # a transfer is started
             clock.resume()
-        assert time.perf_counter() - start < PATIENCE
-        with clock.work():
-            assert time.perf_counter() - start > 3 * PATIENCE * 0.9
+            messages.set()
+            with clock.work():
+                computes.set()
+
+    thread = threading.Thread(target=rank)
+    thread.start()
+    assert messages.wait(60)
+    assert not computes.wait(3 * PATIENCE)  # however long the other one computes
+    other.release()
+    assert computes.wait(60)
+    thread.join()
 
 
 HOLD = """
 import sys, time, pathlib
-from hetero_megatron.comm.turns import Turns
-turns = Turns(pathlib.Path(sys.argv[1]))
-turns.take()
+from hetero_megatron.emulation.core_lock import CoreLock
+lock = CoreLock(pathlib.Path(sys.argv[1]))
+lock.acquire()
 print("has it", flush=True)
 sys.stdin.readline()
-turns.give()
+lock.release()
 print("gave it", flush=True)
 time.sleep(60)
 """
@@ -89,61 +97,59 @@ time.sleep(60)
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="testbed: no /proc")
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_dead_or_frozen_in_its_turn_holds_nobody_up(fault: int, tmp_path: Path) -> None:
-    alive, third = Turns(tmp_path / "turn"), Turns(tmp_path / "turn")
+def test_a_rank_that_is_dead_or_frozen_with_the_core_holds_nobody_up(fault: int, tmp_path: Path) -> None:
+    alive, third = CoreLock(tmp_path / "core"), CoreLock(tmp_path / "core")
     pipe = subprocess.PIPE
-    other = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / "turn"], stdin=pipe, stdout=pipe, text=True)
+    other = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / "core"], stdin=pipe, stdout=pipe, text=True)
     assert other.stdin is not None and other.stdout is not None
     try:
         assert other.stdout.readline() == "has it\n"
         other.send_signal(fault)
-        start = time.perf_counter()
-        alive.take()
-        assert time.perf_counter() - start < 5 * PATIENCE
-        if fault == signal.SIGSTOP:  # it goes on, and there are two turns now
+        alive.acquire()
+        if fault == signal.SIGSTOP:  # it goes on, and there are two tokens now
             other.send_signal(signal.SIGCONT)
             other.stdin.write("\n")
             other.stdin.flush()
             assert other.stdout.readline() == "gave it\n"
-        alive.give()
-        third.take()
-        waiter = threading.Thread(target=alive.take)
+        alive.release()
+        third.acquire()
+        waiter = threading.Thread(target=alive.acquire)
         waiter.start()  # there is one again, and the third has it
         waiter.join(2.5 * PATIENCE)
         assert waiter.is_alive()
-        third.give()
-        waiter.join(5 * PATIENCE)
+        third.release()
+        waiter.join(60)
         assert not waiter.is_alive()
     finally:
         other.kill()
         other.communicate()
 
 
-def test_who_waits_is_not_overtaken_by_one_who_has_just_had_a_turn(tmp_path: Path) -> None:
-    greedy, patient = Turns(tmp_path / "turn"), Turns(tmp_path / "turn")
+def test_who_waits_is_not_overtaken_by_one_who_has_just_had_the_core(tmp_path: Path) -> None:
+    greedy, patient = CoreLock(tmp_path / "core"), CoreLock(tmp_path / "core")
     had: list[str] = []
 
     def wait() -> None:
-        patient.take()
+        patient.acquire()
         had.append("patient")
-        patient.give()
+        patient.release()
 
     for _ in range(30):
-        greedy.take()
+        greedy.acquire()
         waiter = threading.Thread(target=wait)
         waiter.start()
-        while greedy._door._poll.poll(0):  # until it stands in the door
+        while greedy._next._poll.poll(0):  # until it is the next one
             time.sleep(0.001)
-        greedy.give()
-        greedy.take()
+        greedy.release()
+        greedy.acquire()
         had.append("greedy")
-        greedy.give()
+        greedy.release()
         waiter.join()
     assert had == ["patient", "greedy"] * 30
 
 
-def test_only_ranks_that_share_a_core_take_turns(tmp_path: Path) -> None:
+def test_only_ranks_that_share_a_core_lock_it(tmp_path: Path) -> None:
     described = {"chips": "soft", "speeds": [0.5, 0.3, 0.2], "cores": [0, 1, 1]}
-    turns = [Emulation(rank, described, tmp_path).clock.turns for rank in range(3)]  # type: ignore[attr-defined]
-    assert turns[0] is None and turns[1] is not None and turns[2] is not None
-    assert {path.name.split("-")[1] for path in tmp_path.glob("turn*")} == {"1"}
+    locks = [Emulation(rank, described, tmp_path).clock.core for rank in range(3)]  # type: ignore[attr-defined]
+    assert locks[0] is None and locks[1] is not None and locks[2] is not None
+    assert {path.name.split("-")[1] for path in tmp_path.glob("core*")} == {"1"}

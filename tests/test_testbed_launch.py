@@ -10,22 +10,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hetero_megatron.testbed import awake, machine, process, quota, state
+from hetero_megatron.testbed import cgroups, machine, process, state
 
 ROOT = Path(__file__).resolve().parents[1]
 JOB = [sys.executable, str(ROOT / "tests" / "testbed_job.py")]
 MACHINE = machine.examine()
 ATTEMPTS = 3  # at what must not be disturbed by others
 needs_namespaces = pytest.mark.skipif(bool(MACHINE.no_namespaces()), reason=f"testbed: {MACHINE.no_namespaces()}")
-needs_quota = pytest.mark.skipif(bool(MACHINE.no_group("cpu")), reason=f"testbed: {MACHINE.no_group('cpu')}")
-needs_memory = pytest.mark.skipif(bool(MACHINE.no_group("memory")), reason=f"testbed: {MACHINE.no_group('memory')}")
+needs_memory = pytest.mark.skipif(bool(MACHINE.no_memory_limit()), reason=f"testbed: {MACHINE.no_memory_limit()}")
 
 CLUSTER = """
 version: 1
@@ -101,7 +99,7 @@ class Running:
         pid = self.launcher.pid
         home = netns_of("/proc/self/ns/net")
         self.namespaces = {netns_of(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")} - {"", home}
-        self.groups = quota.find_groups(self.testbed.id)
+        self.groups = cgroups.find_groups(self.testbed.id)
         return self
 
     def left(self) -> dict[str, Any]:
@@ -109,7 +107,7 @@ class Running:
         found = {
             "processes": [p for p, where in process.marked().items() if where == str(self.testbed.directory)],
             "namespaces": sorted(self.namespaces & namespaces_in_use()),
-            "cgroups": [str(path) for path in quota.find_groups(self.testbed.id)],
+            "cgroups": [str(path) for path in cgroups.find_groups(self.testbed.id)],
             "directory": self.testbed.directory.exists() and str(self.testbed.directory),
         }
         return {kind: value for kind, value in found.items() if value}
@@ -153,11 +151,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
         one.assert_clean()
 
 
-ALL = ("--chips", "quota", "--links", "namespaces", "--memory-limit", "--grace", "1")
+ALL = ("--chips", "soft", "--links", "namespaces", "--memory-limit", "--grace", "1")
 
 
 @needs_namespaces
-@needs_quota
 @needs_memory
 @pytest.mark.parametrize("how", ["exit", "crash", "interrupt", "terminate", "kill", "rank killed"])
 def test_nothing_is_left(how: str, start: Callable[..., Running], tmp_path: Path) -> None:
@@ -165,7 +162,7 @@ def test_nothing_is_left(how: str, start: Callable[..., Running], tmp_path: Path
     extra = {"exit": ("-1", "0"), "crash": ("2", "7")}.get(how, ())
     one = start("wait", str(tmp_path), *extra, flags=ALL)
     assert len(one.namespaces) == 5  # four nodes and the bridge
-    assert len(one.groups) == 2 * (4 + 1)  # cpu and memory
+    assert len(one.groups) == 4 + 1  # the ranks' and the testbed's
     assert len(one.left()["processes"]) == 8  # the ranks and their children
     assert set(one.left()["namespaces"]) == one.namespaces
     assert host_links() == before  # all links are in namespaces of the testbed
@@ -184,33 +181,8 @@ def test_nothing_is_left(how: str, start: Callable[..., Running], tmp_path: Path
     assert host_links() == before
 
 
-@pytest.mark.skipif(bool(MACHINE.cores_sleep), reason=f"testbed: {MACHINE.cores_sleep}")
-@pytest.mark.parametrize("how", ["exit", "kill"])
-def test_cores_are_kept_awake_under_soft(how: str, start: Callable[..., Running], tmp_path: Path) -> None:
-    """By a request to the kernel that ends with the launcher, and that no rank holds."""
-    one = start("wait", str(tmp_path), "-1", "0", flags=("--chips", "soft", "--links", "none"))
-
-    def holders() -> set[int]:
-        found = set()
-        for pid in [one.launcher.pid, *process.marked()]:
-            with suppress(OSError):
-                names = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
-                found |= {pid} if str(awake.LATENCY) in names else set()
-        return found
-
-    assert holders() == {one.launcher.pid}
-    if how == "kill":
-        one.launcher.kill()
-    (tmp_path / "go").touch()
-    _, err = one.launcher.communicate(timeout=60)
-    one.assert_clean()
-    assert not holders()
-    if how == "exit":
-        assert one.launcher.returncode == 0 and float(err.partition("foreign load ")[2].split()[0]) < 1.0, err
-
-
 @needs_namespaces
-@needs_quota
+@needs_memory
 def test_two_at_once_and_clean_after_the_worst(start: Callable[..., Running], tmp_path: Path) -> None:
     first = start("wait", str(tmp_path), flags=ALL)
     for file in tmp_path.glob("up-*"):
@@ -333,10 +305,10 @@ def test_faults_of_links(start: Callable[..., Running], tmp_path: Path) -> None:
 
 TOO_SLOW = """
 import os, sys, time, torch
-from hetero_megatron.comm.emulation import Emulation
+from hetero_megatron.emulation import Emulation
 from hetero_megatron.launcher import read_launcher
 launcher = read_launcher()
-emulation, end = Emulation.of(launcher, launcher.rank), time.monotonic() + 20
+emulation, end = Emulation.of(launcher), time.monotonic() + 20
 emulation.started()
 start = time.thread_time()
 with emulation.clock.counting():
@@ -359,34 +331,6 @@ def test_a_clock_that_could_not_be_kept_is_written_down(tmp_path: Path) -> None:
     assert found["invalid"] and found["worst_rank"] == 2 and found["overrun"] > 1 and found["late"] > 0
     assert "INVALID: rank 2 took" in done.stderr and "schedule + communication errors" in done.stderr
     assert done.stdout.strip() == "['chips', 'disturbed', 'foreign_cores', 'links']"
-
-
-@needs_quota
-def test_quotas_hold_after_the_start(start: Callable[..., Running], tmp_path: Path) -> None:
-    one = start("burn", flags=("--chips", "quota", "--links", "none"), up=0)
-
-    def made() -> list[Path]:
-        found = {g.name: g for g in quota.find_groups(one.testbed.id) if (g / "cpu.stat").exists()}
-        return [found[name] for name in ("rank-2", "rank-3")] if {"rank-2", "rank-3"} <= found.keys() else []
-
-    groups = until(made, "groups")
-    file, period = ("cpu.max", ["25000"]) if (groups[0] / "cpu.max").exists() else ("cpu.cfs_quota_us", [])
-
-    def quotas() -> list[int]:
-        words = [(group / file).read_text().split() for group in groups]
-        assert all(rest == period for _, *rest in words)
-        return [int(first) for first, *_ in words]
-
-    until(lambda: all((group / "cgroup.procs").read_text() for group in groups), "the ranks in their groups")
-    assert quotas() == [5000, 5000]
-    state.write_json(one.testbed.directory / "pauses-3", 0.0005)  # as the rank says what the quota costs it
-    until(lambda: quotas() == [5000, 5500], "what the pauses cost")
-    for rank in ("2", "3"):
-        assert call("fault", "--testbed", one.testbed.id, "slow-chip", rank, "0.04").returncode == 0
-    assert quotas() == [1000, 1500]
-    state.write_json(one.testbed.directory / "pauses-2", 0.00025)  # the fault stays in force
-    until(lambda: quotas() == [1250, 1500], "what the pauses cost")
-    until(lambda: all("nr_throttled 0" not in (group / "cpu.stat").read_text() for group in groups), "throttling")
 
 
 @needs_memory

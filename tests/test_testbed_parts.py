@@ -21,15 +21,14 @@ from hetero_megatron.cli import doctor
 from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import Cluster, cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
-from hetero_megatron.testbed import load, machine, quota, shaping, state
-from hetero_megatron.testbed.awake import cores_sleep
+from hetero_megatron.testbed import cgroups, load, machine, shaping, state
 from hetero_megatron.testbed.launch import find_command
 from hetero_megatron.testbed.machine import Machine
 from hetero_megatron.testbed.output import Output
 from hetero_megatron.testbed.settings import decide, describe_links, pin
 
-ALL = Machine(root=True, tools=(), lacks=(), cgroups={"cpu": 1, "memory": 1}, cores=(0, 1))
-NOBODY = replace(ALL, root=False, lacks=None, cgroups={})
+ALL = Machine(root=True, tools=(), lacks=(), memory_groups=1, cores=(0, 1))
+NOBODY = replace(ALL, root=False, lacks=None, memory_groups=0)
 
 
 def cluster(fast: float | None = 0.6, slow: float | None = 0.2, **links: Any) -> Cluster:
@@ -64,9 +63,7 @@ def test_defaults_are_the_best_that_the_machine_allows() -> None:
     [
         ((0.9, 0.2, INTER), ALL, {}, "2 x big at 0.9, 2 x small at 0.2. Accepted: a total of at most 1.6 on the 2"),
         ((0.6, 0.2, INTER), replace(ALL, cores=(3,)), {}, "at most 0.8 on the 1 cores"),
-        ((0.6, 0.2, INTER), ALL, {"chips": "quota", "machine": NOBODY}, "CPU quotas cannot be set here: not root"),
         ((0.6, 0.2, INTER), ALL, {"links": "namespaces", "machine": NOBODY}, "--links paced, which needs no root"),
-        ((0.6, 0.03, INTER), ALL, {"chips": "quota"}, "too slow for a CPU quota. Accepted: at least 0.04"),
         ((None, 0.2, INTER), ALL, {"chips": "soft"}, "chips.big.emulate.speed: the cluster file does not say how fast"),
         ((0.6, 0.2, LATE), ALL, {"links": "namespaces"}, "links.inter_node.emulate.latency: latency is not emulated"),
         ((0.6, 0.2, INTER), ALL, {"memory_limit": True, "machine": NOBODY}, "--memory-limit: memory cannot be limited"),
@@ -124,50 +121,45 @@ def test_shaping_commands() -> None:
 
 
 def test_cgroups_v2_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files that would be written; this machine's cpu controller is v1, so a directory plays the hierarchy."""
+    """The files that would be written; this machine's controllers are v1, so a directory plays the hierarchy."""
     own = tmp_path / "user" / "shell"
     own.mkdir(parents=True)
     (tmp_path / "mounts").write_text(f"1 2 0:1 / {tmp_path} rw - cgroup2 none rw\n")
     (tmp_path / "own").write_text("0::/user/shell\n")
     (tmp_path / "cgroup.controllers").write_text("cpu memory\n")
     (own / "cgroup.procs").write_text("1\n")
-    monkeypatch.setattr(quota, "MOUNTS", tmp_path / "mounts")
-    monkeypatch.setattr(quota, "OWN", tmp_path / "own")
-    found = quota.hierarchies()
-    assert {name: (h.version, h.own) for name, h in found.items()} == {"cpu": (2, own), "memory": (2, own)}
-    group = quota.make_group(found["cpu"], "p1s1", 3)
+    monkeypatch.setattr(cgroups, "MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr(cgroups, "OWN", tmp_path / "own")
+    found = cgroups.memory_hierarchy()
+    assert found is not None and (found.version, found.own) == (2, own)
+    group = cgroups.make_group(found, "p1s1", 3)
     assert group == tmp_path / "user" / "hetero-testbed-p1s1" / "rank-3"  # a group with processes has no children
-    assert (tmp_path / "user" / "cgroup.subtree_control").read_text() == "+cpu"
-    for name in ("cpu.max", "memory.max", "memory.swap.max"):
+    assert (tmp_path / "user" / "cgroup.subtree_control").read_text() == "+memory"
+    for name in ("memory.max", "memory.swap.max"):
         (group / name).touch()
-    quota.set_quota(group, 0.2)
-    quota.set_memory(group, 1 << 20)
-    assert (group / "cpu.max").read_text() == "5000 25000"
-    for speed, expected in ((0.2, "5750 25000"), (0.98, "25000 25000")):
-        quota.set_quota(group, speed, pause_seconds=0.00075)
-        assert (group / "cpu.max").read_text() == expected
+    cgroups.set_memory(group, 1 << 20)
     assert (group / "memory.max").read_text() == "1048576"
-    assert quota.testbeds_with_groups() == {"p1s1"} and quota.find_groups("p1s1") == [group, group.parent]
-    with pytest.raises(UserError, match="too slow"):
-        quota.set_quota(group, 0.01)
+    assert cgroups.testbeds_with_groups() == {"p1s1"} and cgroups.find_groups("p1s1") == [group, group.parent]
+    assert cgroups.oom_kills(group) == 0
+    (group / "memory.events").write_text("oom 3\noom_kill 2\n")
+    assert cgroups.oom_kills(group) == 2
     other = tmp_path / "v1"
     other.mkdir()
     (other / "memory.memsw.limit_in_bytes").touch()
-    quota.set_memory(other, 1 << 20)
+    cgroups.set_memory(other, 1 << 20)
     for name in ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"):
         assert (other / name).read_text() == "1048576"
 
 
 def test_what_the_kernel_refuses_is_said_in_one_line(tmp_path: Path) -> None:
-    for name in ("cpu.max", "memory.max"):
-        (tmp_path / name).mkdir()  # cannot be written, by root either
+    (tmp_path / "memory.max").mkdir()  # cannot be written, by root either
     (tmp_path / "hetero-testbed-p1s1").touch()
     refused: list[Callable[[], object]] = [
-        lambda: quota.set_quota(tmp_path, 0.5), lambda: quota.set_memory(tmp_path, 1),
-        lambda: quota.make_group(quota.Hierarchy(1, "cpu", tmp_path, tmp_path), "p1s1", 0),
+        lambda: cgroups.set_memory(tmp_path, 1),
+        lambda: cgroups.make_group(cgroups.Hierarchy(1, tmp_path, tmp_path), "p1s1", 0),
     ]  # fmt: skip
     for call in refused:
-        with pytest.raises(UserError, match="the kernel refuses the cgroup .*--chips clock or soft"):
+        with pytest.raises(UserError, match="the kernel refuses the cgroup .*a run without --memory-limit"):
             call()
 
 
@@ -188,17 +180,6 @@ def test_the_demo_has_a_cluster_for_one_core() -> None:
     assert decide(one, replace(ALL, cores=(0,)), "soft").chips == decide(two, ALL, "soft").chips == "soft"
     assert [one.chip_of(r).speed for r in range(4)] == [(two.chip_of(r).speed or 0) / 2 for r in range(4)]
     assert [rank.node for rank in one.ranks] == [rank.node for rank in two.ranks]
-
-
-def test_cores_that_cannot_be_kept_awake_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetero_megatron.testbed.awake.LATENCY", Path("/nowhere/latency"))
-    tired = replace(ALL, cores_sleep=cores_sleep())
-    cases = (("soft", ALL, True, False), ("clock", ALL, False, False), ("clock", tired, False, False),
-             ("soft", tired, False, True))  # fmt: skip
-    for chips, where, awake, named in cases:
-        found = decide(cluster(**INTER), where, chips)
-        note = "idle cores sleep, and are slow when they wake: /nowhere/latency: No such file or directory"
-        assert found.awake == awake and (f"chips: {note}" in found.notes) == named
 
 
 def test_foreign_load_is_what_is_left_over() -> None:
@@ -254,7 +235,8 @@ def test_output_is_prefixed_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("run --cluster C", "no command to run"),
         ("run --cluster C -- no-such-program", "command = no-such-program: no such command"),
         ("run --cluster C -- none.py", "command = none.py: no such file"),
-        ("run --cluster C --chips fast -- true", "--chips = fast: unknown choice. Accepted: clock, soft, quota, none"),
+        ("run --cluster C --chips quota -- true", "--chips = quota: unknown choice. Accepted: clock, soft, none"),
+        ("run --cluster C --chips fast -- true", "--chips = fast: unknown choice. Accepted: clock, soft, none"),
         ("run --cluster C --links wifi -- true", "--links = wifi: unknown choice. Accepted: namespaces, paced, none"),
         ("run --cluster C --grace soon -- true", "--grace = soon: out of range"),
         ("run --cluster C --output loud -- true", "--output = loud: unknown choice. Accepted: rank0, all"),

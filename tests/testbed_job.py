@@ -119,10 +119,6 @@ def main() -> None:
                 pass
             share = (time.process_time() - used) / (time.perf_counter() - start)
             Path(rest[0], f"share-{RANK}-{index}").write_text(str(share))
-    elif what == "burn":
-        Path(os.environ["HETERO_TESTBED_DIR"], f"ready-{RANK}").touch()
-        while True:
-            pass
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_megatron.cli.main import main as hetero_megatron
-from hetero_megatron.testbed import process, quota, state
+from hetero_megatron.testbed import cgroups, process, state
 from hetero_megatron.testbed.machine import examine
 from tests.faults import children
 from tests.test_end_to_end import ENVIRONMENT, ROOT
@@ -91,7 +91,7 @@ class TestbedRun:
         found = {
             "processes": [pid for pid, where in process.marked().items() if where in folders],
             "namespaces": sorted(self._namespaces & namespaces_in_use()),
-            "cgroups": [str(path) for bed in self._beds for path in quota.find_groups(bed.id)],
+            "cgroups": [str(path) for bed in self._beds for path in cgroups.find_groups(bed.id)],
             "directories": [folder for folder in folders if Path(folder).exists()],
         }
         return {kind: value for kind, value in found.items() if value}

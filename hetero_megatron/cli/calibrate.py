@@ -30,6 +30,8 @@ from hetero_megatron.planner.rates import refuse_twice
 from hetero_megatron.training.exit import import_torch
 from hetero_megatron.words import dtype_name, plural
 
+TIMEOUT = 600.0  # seconds, of every transfer
+
 
 def _numbers(text: str, flag: str) -> tuple[int, ...]:
     try:
@@ -179,6 +181,7 @@ def _measure(
 ) -> tuple[dict[str, Any], str, bool, Rank | None]:
     """(rates, tables, whether this is the rank that writes, a rank whose core could not keep up with its chip)."""
     from hetero_megatron.comm import start_comm, stop_comm
+    from hetero_megatron.emulation import Emulation
     from hetero_megatron.platform import choose_platform
     from hetero_megatron.platform.plugins import load_plugins
     from hetero_megatron.spec import load_model
@@ -220,7 +223,8 @@ def _measure(
     rank = position(cluster, launcher)
     if rank == 0:
         check_writable(out, "--out")
-    comm = start_comm(platform, 600, rank, launcher)
+    emulation = Emulation.of(launcher, rank, TIMEOUT)
+    comm = start_comm(platform, TIMEOUT, rank, launcher, emulation.hooks())
     first = comm.rank == 0
     start = time.perf_counter()
 
@@ -229,7 +233,7 @@ def _measure(
             print(f"[{time.perf_counter() - start:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     try:
-        comm.emulation.started()
+        emulation.started()
         gc.freeze()  # what imports made is there to stay; looking through it takes a tenth of a second
         if platform.device.type != "cpu":
             comm.clock.synchronize = platform.synchronize

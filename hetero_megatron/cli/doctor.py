@@ -113,18 +113,18 @@ def _testbed() -> list[Finding]:
     from hetero_megatron.testbed.settings import SHARE
 
     found = examine_machine()
-    need = {"namespaces": found.no_namespaces(), "quota": found.no_group("cpu"), "memory": found.no_group("memory")}
+    need = {"namespaces": found.no_namespaces(), "memory": found.no_memory_limit()}
     remedies = {
         "not root": "run as root; without it: --chips clock or soft, --links paced",
         "installed": "apt-get install iproute2",
         "kernel": "--links paced, or what testbed kernel says",
         "container": "start the container with --privileged, or --links paced",
-        "cgroup": "mount cgroups (v1 or v2) writable, or --chips clock",
+        "cgroup": "mount cgroups (v1 or v2) writable; without them no --memory-limit",
     }
     lines = []
     for what, why in need.items():
         remedy = next((text for word, text in remedies.items() if word in why), "--links paced") if why else ""
-        version = found.cgroups.get("cpu" if what == "quota" else what)
+        version = found.memory_groups if what == "memory" else 0
         here = "possible" + (f" (cgroups v{version})" if version else "")
         lines.append(Finding(f"testbed {what}", OPTIONAL if why else OK, why or here, remedy))
     if found.lacks is None:
@@ -134,9 +134,6 @@ def _testbed() -> list[Finding]:
         modules = " ".join(MODULES[name] for name in found.lacks)
         remedy = f"modprobe {modules}, or a kernel that has them" if found.lacks else ""
         lines.append(Finding("testbed kernel", OPTIONAL if found.lacks else OK, missing, remedy))
-    remedy = "run as root; without it --chips soft varies more from run to run" if found.cores_sleep else ""
-    rest = found.cores_sleep or "can be kept from sleeping"
-    lines.append(Finding("testbed awake cores", OPTIONAL if found.cores_sleep else OK, rest, remedy))
     cores = len(found.cores)
     few = "" if cores > 1 else "two cores or more: ranks that share one disturb each other"
     speed = f"{cores} cores: emulated chips may be as fast as {SHARE * cores:g} cores together"

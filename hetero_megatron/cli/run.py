@@ -48,6 +48,8 @@ _SINGLE = (
 WORTH = 0.03  # a new plan must save this share of the step, else the old one stays
 _ENOUGH = 1 << 16  # ranks: how many there are is not asked yet
 _POLICIES = ("stop", "restart", "replan")
+PRETRAIN = (sys.executable, "-c", "from hetero_megatron.cli.start import pretrain; pretrain()")
+TESTBED_RUN = (sys.executable, "-m", "hetero_megatron.cli.main", "testbed", "run")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -79,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
         )  # fmt: skip
     scratch = Path(config.checkpoint.save or ".")
     scratch.mkdir(parents=True, exist_ok=True)
-    setup = Setup(Path(options["--plan"]), seats, cluster)
+    setup = Setup(Path(options["--plan"]), seats, cluster, PRETRAIN)
     log = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     restarts, grace = _number(options, "--max-restarts", 3), _number(options, "--grace", 30)
     planner = first_that_fits(words, fallbacks) if fallbacks else searched(words, config, scratch)
@@ -100,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _testbed(options: dict[str, str], cluster: Path | None) -> list[str] | None:
-    """Flags for ``testbed run``; None: no testbed."""
+    """``testbed run`` with its flags; None: no testbed."""
     flags = [word for name in ("--chips", "--links") if name in options for word in (name, options[name])]
     if "--testbed" not in options:
         if flags:
@@ -108,7 +110,7 @@ def _testbed(options: dict[str, str], cluster: Path | None) -> list[str] | None:
         return None
     if cluster is None:
         raise UserError("needs a cluster to emulate", field="--testbed", accepted="--cluster FILE beside it")
-    return flags
+    return [*TESTBED_RUN, *flags]
 
 
 def first_that_fits(words: Sequence[str], plans: Sequence[Path]) -> Planner:
@@ -168,10 +170,10 @@ def replanned(words: Sequence[str], scratch: Path) -> Replanner:
         new = _predicted(_configure(words, chosen, cluster, len(setup.seats))) if chosen is not None else None
         slow = ", ".join(f"{node} takes {factor:.2f} times as long" for node, factor in sorted(factors.items()))
         if chosen is None or new is None or (old is not None and new > (1 - WORTH) * old):
-            return Setup(kept, setup.seats, cluster), f"{slow}; the plan stays: no other is predicted to gain"
+            return replace(setup, plan=kept, cluster=cluster), f"{slow}; the plan stays: no other is predicted to gain"
         gain = f", predicted {new:.3g} s per step instead of {old:.3g} s" if old is not None else ""
         kept.write_text(chosen.read_text())
-        return Setup(kept, setup.seats, cluster), f"{slow}; plan {kept}{gain}"
+        return replace(setup, plan=kept, cluster=cluster), f"{slow}; plan {kept}{gain}"
 
     return choose
 

@@ -12,12 +12,11 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.testbed import faults, machine, process, state
 from hetero_megatron.testbed.launch import Launcher, Options, find_command
 from hetero_megatron.testbed.settings import CHIPS, LINKS, decide
-from hetero_megatron.testbed.usual import with_unit
 from hetero_megatron.words import plural
 
 USAGE = """usage: hetero-megatron testbed COMMAND ...
 
-  run --cluster C [--chips clock|soft|quota|none] [--links namespaces|paced|none]
+  run --cluster C [--chips clock|soft|none] [--links namespaces|paced|none]
       [--memory-limit] [--output rank0|all] [--log-dir DIR] [--grace SECONDS] -- CMD ...
                run CMD once per rank of a heterogeneous cluster that is emulated on this machine
   status [--json]
@@ -61,7 +60,7 @@ def _run(words: list[str]) -> int:
     chips = _choice("--chips", values["--chips"], CHIPS) if values["--chips"] else None
     links = _choice("--links", values["--links"], LINKS) if values["--links"] else None
     settings = decide(cluster, machine.examine(), chips, links, "--memory-limit" in switches)
-    return Launcher(with_unit(settings), options).run()
+    return Launcher(settings, options).run()
 
 
 def _parse_run(words: list[str]) -> tuple[dict[str, str], set[str], list[str]]:

@@ -2,6 +2,7 @@
 
 from hetero_megatron.comm.comm import Comm, Group, Handle
 from hetero_megatron.comm.errors import CommError
+from hetero_megatron.comm.hooks import Hooks
 from hetero_megatron.comm.join import start_comm, stop_comm
 
-__all__ = ["Comm", "CommError", "Group", "Handle", "start_comm", "stop_comm"]
+__all__ = ["Comm", "CommError", "Group", "Handle", "Hooks", "start_comm", "stop_comm"]

@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hetero_megatron.comm.emulation import Emulation
 from hetero_megatron.comm.errors import CommError
-from hetero_megatron.comm.pacing import PacedWork
+from hetero_megatron.comm.hooks import Hooks, Work
 from hetero_megatron.comm.reach import Reach, explain
 from hetero_megatron.comm.values import MAX_BYTES, decode, encode
 from hetero_megatron.errors import UserError
@@ -32,7 +31,7 @@ T = TypeVar("T")
 class Works:
     """Several transfers waited for as one."""
 
-    def __init__(self, works: Sequence[dist.Work]) -> None:
+    def __init__(self, works: Sequence[Work]) -> None:
         self._works = works
 
     def is_completed(self) -> bool:
@@ -49,7 +48,7 @@ class Handle:
     def __init__(
         self,
         comm: Comm,
-        work: dist.Work | PacedWork | Works | None,
+        work: Work | None,
         result: torch.Tensor | None,
         peers: tuple[int, ...],
         keep: object = None,
@@ -101,7 +100,7 @@ class Comm:
         activity: what the rank is doing now, for diagnosis (set by the executor).
         sent_bytes: bytes sent so far by destination rank.
         seconds: time spent blocked in transfers so far.
-        emulation, clock: the testbed's, which do nothing on real chips and links.
+        hooks, clock: see :mod:`~hetero_megatron.comm.hooks`; they do nothing on real chips and links.
         reach: asked what became of peers that do not answer.
         launcher: what it said of this process.
     """
@@ -111,13 +110,13 @@ class Comm:
         rank: int,
         device: torch.device,
         timeout: timedelta,
-        emulation: Emulation | None = None,
+        hooks: Hooks | None = None,
         reach: Reach | None = None,
         launcher: LauncherEnvironment | None = None,
     ) -> None:
         self.rank, self.device, self.timeout = rank, device, timeout
-        self.emulation, self.reach = emulation or Emulation(rank), reach or Reach(rank)
-        self.clock, self.launcher = self.emulation.clock, launcher or LauncherEnvironment(rank)
+        self.hooks, self.reach = hooks or Hooks(), reach or Reach(rank)
+        self.clock, self.launcher = self.hooks.clock, launcher or LauncherEnvironment(rank)
         self.activity = "start-up"
         self.sent_bytes: dict[int, int] = defaultdict(int)
         self.seconds = WaitSeconds()
@@ -163,7 +162,7 @@ class Comm:
     def _create(self, key: tuple[int, ...]) -> Group:
         if len(key) == 1:
             return Group(self, key, None)
-        with self.emulation.on_other_cores():
+        with self.hooks.on_other_cores():
             made = dist.new_group(list(key), timeout=self.timeout)
         return Group(self, key, made if self.rank in key else None)
 
@@ -186,7 +185,7 @@ class Comm:
         if len(key) == 1 or not dist.is_initialized():
             return Group(self, key, None) if self.rank in key else None
         if key not in self._background:
-            with self.emulation.on_other_cores():
+            with self.hooks.on_other_cores():
                 made = dist.new_group(list(key), timeout=timeout or self.timeout, backend="gloo")
             self._background[key] = Group(self, key, made) if self.rank in key else None
         return self._background[key]
@@ -206,16 +205,14 @@ class Comm:
     def start(
         self,
         peers: tuple[int, ...],
-        transfer: Callable[[], dist.Work | Works | None],
+        transfer: Callable[[], Work | None],
         sizes: Mapping[int, int] | None = None,
         group: tuple[int, ...] = (),
-    ) -> dist.Work | PacedWork | Works | None:
-        """Start a transfer: now, or when an emulated link would have delivered it (``sizes``: bytes by peer)."""
+    ) -> Work | None:
+        """Start a transfer; where this rank sends (``sizes``: bytes by peer), when ``hooks.submit`` says so."""
         self.clock.pause()
-        pacer = self.emulation.pacer
         try:
-            paced = pacer.submit(sizes, transfer, group) if pacer is not None and sizes is not None else None
-            work = transfer() if paced is None else paced
+            work = transfer() if sizes is None else self.hooks.submit(transfer, sizes, group)
         except RuntimeError as error:
             raise self.failure(peers, 0.0, error) from error
         self.clock.resume()

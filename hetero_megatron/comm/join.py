@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from hetero_megatron.comm.comm import Comm
-from hetero_megatron.comm.emulation import Emulation
+from hetero_megatron.comm.hooks import Hooks
 from hetero_megatron.comm.meeting import Meeting
 from hetero_megatron.comm.reach import Reach, listen
 from hetero_megatron.errors import UserError
@@ -25,6 +25,7 @@ def start_comm(
     timeout_seconds: float,
     position: int | None = None,
     launcher: LauncherEnvironment | None = None,
+    hooks: Hooks | None = None,
 ) -> Comm:
     """Join the job that a launcher's environment describes (RANK, WORLD_SIZE, …), or be alone without it.
 
@@ -33,6 +34,7 @@ def start_comm(
         position: this process's rank in the plan where a cluster file fixes it: torchrun may number nodes otherwise,
             and does after a restart.
         launcher: None: this process's environment.
+        hooks: None: nothing is emulated.
 
     Raises:
         UserError: two processes claim one position, or the launcher cannot renumber ranks.
@@ -43,7 +45,7 @@ def start_comm(
     launcher = launcher or read_launcher()
     timeout, total = timedelta(seconds=timeout_seconds), launcher.world_size
     rank = launcher.rank if position is None else position
-    emulation, reach = Emulation.of(launcher, rank, timeout_seconds), Reach(rank)
+    hooks, reach = hooks or Hooks(), Reach(rank)
     if total > 1 and not dist.is_initialized():
         if rank != launcher.rank and not launcher.agent_store:
             raise UserError(
@@ -56,12 +58,12 @@ def start_comm(
         meeting = Meeting(launcher, rank, max(timeout, START_UP))
         store, members = meeting.join(beacon.address if beacon is not None else None)
         try:
-            with emulation.on_other_cores():
+            with hooks.on_other_cores():
                 dist.init_process_group(platform.backend, timeout=timeout, store=store, rank=rank, world_size=total)
         except RuntimeError as error:
             raise meeting.failed(error) from error
-        reach = Reach(rank, [member.address for member in members], beacon, emulation.cut_off)
-    comm = Comm(rank, platform.device, timeout, emulation, reach, launcher)
+        reach = Reach(rank, [member.address for member in members], beacon, hooks.cut_ranks)
+    comm = Comm(rank, platform.device, timeout, hooks, reach, launcher)
     if total > 1 and platform.device.type != "cpu":
         comm.open_ways()
     return comm

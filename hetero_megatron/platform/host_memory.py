@@ -24,17 +24,3 @@ def keep_freed_memory() -> bool:
         return False
     settings = ((_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, _TOP_PAD_BYTES), (_MMAP_MAX, 0))
     return all(bool(mallopt(name, value)) for name, value in settings)
-
-
-def reserve(size: int) -> None:
-    """Have the heap hold so many bytes more than now, which the system has given already: for work that is timed from
-    its first allocation on. Where freed memory is not kept (:func:`keep_freed_memory`), it only takes its time."""
-    try:
-        library = ctypes.CDLL(None)
-        malloc, free = library.malloc, library.free
-    except (OSError, AttributeError):
-        return
-    malloc.restype, malloc.argtypes, free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-    if (block := malloc(size)) is not None:
-        ctypes.memset(block, 1, size)
-        free(block)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any
 
 from hetero_megatron.testbed.state import CLOCK, CLOCKS
@@ -19,11 +20,13 @@ class Kept:
     Args:
         overrun: CPU time beyond the emulated chip's; worst_rank: the lowest rank with that overrun.
         late: seconds behind the clock that were not made up; maybe another rank's.
+        spread: see :func:`spread`; None where it is not known, or 0 by construction (chips: clock).
     """
 
     overrun: float
     late: float
     worst_rank: int
+    spread: float | None = None
 
     @property
     def invalid(self) -> bool:
@@ -32,7 +35,8 @@ class Kept:
 
     def facts(self) -> dict[str, Any]:
         """As JSON data."""
-        return {**asdict(self), "invalid": self.invalid}
+        known = {name: value for name, value in asdict(self).items() if value is not None}
+        return {**known, "invalid": self.invalid}
 
     def complaint(self) -> str:
         """Why it is invalid, and what to do; empty if it is not."""
@@ -43,11 +47,27 @@ class Kept:
 
     def __str__(self) -> str:
         text = f"testbed: ranks were behind their emulated clock by up to {self.late:.2%} of their compute"
-        return "; ".join(filter(None, [text, self.complaint()]))
+        varied = "" if self.spread is None else f"compute of a step varied by {self.spread:.1%} (standard deviation)"
+        return "; ".join(filter(None, [text, varied, self.complaint()]))
+
+
+def spread(steps: Sequence[Sequence[float]]) -> float | None:
+    """Largest of all ranks: standard deviation of the compute seconds of like steps, as a share of their mean.
+
+    Args:
+        steps: seconds by rank, of each step; the first one, which allocates, does not count.
+
+    Returns:
+        None for fewer than two other steps.
+    """
+    ranks = [seconds for seconds in zip(*steps[1:], strict=True) if any(seconds)]
+    if len(steps) < 3 or not ranks:
+        return None
+    return max(pstdev(seconds) / fmean(seconds) for seconds in ranks)
 
 
 def worst_clock(reports: Mapping[int, Mapping[str, float]]) -> Kept | None:
-    """Of all ranks' clocks, by rank as ``RealClock.report`` gives them; None where no chip is emulated."""
+    """Of all ranks' clocks, by rank as ``Clock.report`` gives them; None where no chip is emulated."""
     clocks = {rank: reports[rank] for rank in sorted(reports) if reports[rank]}
     if not clocks:
         return None

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.testbed import namespaces, quota, shaping
+from hetero_megatron.testbed import namespaces, shaping
 from hetero_megatron.testbed.process import alive, signal_all
 from hetero_megatron.testbed.state import Testbed
 from hetero_megatron.words import format_rate
@@ -42,14 +41,12 @@ def slow_chip(testbed: Testbed, rank: int, speed: float) -> str:
     record = testbed.record()
     if not 0 < speed <= 1:
         raise UserError("out of range", field="speed", value=speed, accepted="above 0, at most 1.0 (one core)")
-    entry = _rank(record, rank)
+    _rank(record, rank)
     if record["chips"] == "none":
         raise UserError("the chips of this testbed have no emulated speed", field="--chips", value="none",
-                        accepted="a testbed with --chips clock, soft or quota")  # fmt: skip
+                        accepted="a testbed with --chips clock or soft")  # fmt: skip
     with testbed.control() as control:
         control["speed"][str(rank)] = speed
-        if record["chips"] == "quota":
-            quota.set_quota(Path(entry["quota"]), speed, testbed.pause_seconds(rank))
     return f"rank {rank} has speed {speed:g}"
 
 

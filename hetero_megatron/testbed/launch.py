@@ -25,14 +25,12 @@ import hetero_megatron
 from hetero_megatron.cluster import format_bytes
 from hetero_megatron.errors import UserError
 from hetero_megatron.launcher import ERROR_FILE, SECRET, TESTBED, loopback_interface
-from hetero_megatron.testbed import namespaces, quota, shaping
-from hetero_megatron.testbed.awake import keep_awake
+from hetero_megatron.testbed import cgroups, namespaces, shaping
 from hetero_megatron.testbed.clocks import Kept, read_clocks
 from hetero_megatron.testbed.load import LoadMonitor
 from hetero_megatron.testbed.output import Output
 from hetero_megatron.testbed.process import (
     MARK,
-    all_status,
     die_with_parent,
     enter_namespace,
     kill_marked,
@@ -41,7 +39,7 @@ from hetero_megatron.testbed.process import (
 )  # fmt: skip
 from hetero_megatron.testbed.report import Outcome, describe, report, say
 from hetero_megatron.testbed.settings import Settings, describe_links
-from hetero_megatron.testbed.state import CONTROL, ENVIRONMENT, LOAD, PAUSES, READY, clean, new_testbed, write_json
+from hetero_megatron.testbed.state import CONTROL, ENVIRONMENT, LOAD, READY, clean, new_testbed, write_json
 from hetero_megatron.words import plural
 
 POLL_SECONDS = 0.2
@@ -96,12 +94,10 @@ class Launcher:
         if MARK in os.environ:
             raise UserError("a testbed inside a testbed", field=MARK, value=os.environ[MARK], accepted="one at a time")
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
-        self._awake: int | None = None  # open while it keeps cores awake
-        self._groups: dict[int, quota.RankGroups] = {}
+        self._groups: dict[int, Path] = {}  # those that limit the memory of ranks
         self._network: namespaces.Network | None = None
         self._signals: list[int] = []
         self._ready: set[int] = set()
-        self._measured: set[int] = set()
         self._load = LoadMonitor(sessions=[])
         self._clock: Kept | None = None
         self._reaper: subprocess.Popen[bytes] | None = None
@@ -116,7 +112,6 @@ class Launcher:
             try:
                 self._reaper = self._start_reaper()
                 self._make()
-                self._awake = keep_awake() if self.settings.awake else None
                 self._load.sample()
                 for rank in range(self.settings.cluster.world_size):
                     self._start(rank)
@@ -165,7 +160,7 @@ class Launcher:
         environment: dict[str, Any] = {
             "testbed": self._testbed.id, "cluster": os.path.abspath(settings.cluster.file), "chips": settings.chips,
             "links": settings.links, "speeds": list(settings.speeds), "cores": list(settings.cores),
-            "control": str(directory / CONTROL), "usual": settings.usual, "node_of": list(settings.node_of),
+            "control": str(directory / CONTROL), "node_of": list(settings.node_of),
         }  # fmt: skip
         if settings.links == "paced":
             environment["pace"] = settings.pace()
@@ -177,26 +172,11 @@ class Launcher:
             say(f"  {line}")
 
     def _make_groups(self) -> None:
-        """On v2 one group serves for both controllers: the hierarchy is one."""
-        settings, found = self.settings, quota.hierarchies()
-        for rank in range(settings.cluster.world_size):
-            groups = self._groups[rank] = quota.RankGroups()
-            if settings.chips == "quota":
-                groups.cpu = quota.make_group(found["cpu"], self._testbed.id, rank)
-                groups.version = found["cpu"].version
-                if not (settings.memory and groups.version == 2):  # there the rank is in the group from its start
-                    self._set_quota(rank)
-            if settings.memory:
-                groups.memory = quota.make_group(found["memory"], self._testbed.id, rank)
-                groups.version = found["memory"].version
-                quota.set_memory(groups.memory, settings.memory[rank])
-
-    def _set_quota(self, rank: int) -> None:
-        group = self._groups[rank].cpu
-        assert group is not None
-        with self._testbed.control() as control:
-            speed = control["speed"].get(str(rank), self.settings.speeds[rank])
-            quota.set_quota(group, speed, self._testbed.pause_seconds(rank))
+        hierarchy = cgroups.memory_hierarchy() if self.settings.memory else None
+        for rank, limit in enumerate(self.settings.memory if hierarchy is not None else ()):
+            assert hierarchy is not None
+            self._groups[rank] = cgroups.make_group(hierarchy, self._testbed.id, rank)
+            cgroups.set_memory(self._groups[rank], limit)
 
     def _record(self) -> None:
         """Write down what there is, for status, faults and clean-up."""
@@ -206,11 +186,10 @@ class Launcher:
         for rank, place in enumerate(settings.cluster.ranks):
             child = self._ranks.get(rank)
             found = status(child.pid) if child else None
-            cpu = self._groups[rank].cpu if rank in self._groups else None
             ranks.append({
                 "rank": rank, "node": place.node, "chip": place.chip, "speed": settings.speeds[rank],
                 "core": settings.cores[rank], "pid": found.pid if found else None,
-                "start": found.start if found else None, "quota": str(cpu) if cpu else None,
+                "start": found.start if found else None,
             })  # fmt: skip
         nodes = []
         for index, name in enumerate(settings.node_names):
@@ -258,7 +237,7 @@ class Launcher:
     def _start(self, rank: int) -> None:
         if self._signals:
             return
-        parent, core, groups = os.getpid(), self.settings.cores[rank], self._groups[rank]
+        parent, core, group = os.getpid(), self.settings.cores[rank], self._groups.get(rank)
         namespace = self._network.nodes[self.settings.node_of[rank]] if self._network else None
 
         def prepare() -> None:  # in the child, before the command
@@ -267,8 +246,8 @@ class Launcher:
                 signal.signal(number, signal.SIG_DFL)
             if hasattr(os, "sched_setaffinity"):
                 os.sched_setaffinity(0, {core})
-            if groups.memory is not None:
-                groups.attach(os.getpid(), "memory")
+            if group is not None:
+                cgroups.attach(group, os.getpid())
             if namespace is not None:
                 enter_namespace(namespace)
 
@@ -320,27 +299,13 @@ class Launcher:
     def _obituary(self, rank: int) -> str:
         code, place = self._ranks[rank].returncode, self.settings.cluster.ranks[rank]
         how = f"ended with {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-        groups = self._groups[rank]
-        if groups.oom_kills():
+        if rank in self._groups and cgroups.oom_kills(self._groups[rank]):
             how += f" at its memory limit of {format_bytes(self.settings.memory[rank])}"
         return f"rank {rank} ({place.node}, {place.chip}) {how}"
 
     def _note_ready(self) -> None:
-        """The ranks that have said that their start-up is over; under quotas they are slowed from now on, and given
-        what that costs them as soon as they know."""
-        for said, seen, act in ((READY, self._ready, self._begin_quota), (PAUSES, self._measured, self._set_quota)):
-            for rank in self._ranks:
-                if rank not in seen and (self._testbed.directory / said.format(rank)).exists():
-                    seen.add(rank)
-                    if self.settings.chips == "quota" and rank not in self.codes:
-                        act(rank)
-
-    def _begin_quota(self, rank: int) -> None:
-        if self.settings.memory and self._groups[rank].version == 2:
-            self._set_quota(rank)
-        for entry in all_status():
-            if entry.session == self._ranks[rank].pid and entry.state not in "ZX":
-                self._groups[rank].attach(entry.pid, "cpu")
+        """The ranks that have said that their start-up is over."""
+        self._ready |= {rank for rank in self._ranks if (self._testbed.directory / READY.format(rank)).exists()}
 
     def _close(self) -> None:
         """End what still runs, then have the reaper remove the rest; again here in case it cannot."""
@@ -375,11 +340,9 @@ class Launcher:
         kill_marked(str(self._testbed.directory))
         for child in self._ranks.values():
             child.wait()
-        if self._awake is not None:
-            os.close(self._awake)
 
     def _report(self, code: int) -> None:
-        slowed = self.settings.chips != "none" or self.settings.links == "paced"  # by the ranks, or at a sign of theirs
+        slowed = self.settings.chips != "none" or self.settings.links == "paced"  # by the ranks themselves
         unheard = sorted(set(self._ranks) - self._ready) if slowed else []
         outcome = Outcome(code, self.codes, self.latencies, self._load, unheard, self._clock)
         report(self.settings, outcome, self.options.log_dir)

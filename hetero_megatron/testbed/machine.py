@@ -8,8 +8,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from hetero_megatron.testbed import quota
-from hetero_megatron.testbed.awake import cores_sleep
+from hetero_megatron.testbed import cgroups
 from hetero_megatron.testbed.process import inside, new_namespace
 
 _PROBE = {  # what a testbed's network needs of the kernel; each line is tried in a namespace that vanishes at once
@@ -30,17 +29,15 @@ class Machine:
         root: effective user is root.
         tools: missing tools.
         lacks: missing features of the kernel, in words; None: could not be tried.
-        cgroups: version by controller (cpu, memory) whose groups can be made here.
+        memory_groups: version of the cgroups that can limit memory here; 0: there are none.
         cores: usable ones.
-        cores_sleep: why they cannot be kept awake; empty when they can.
     """
 
     root: bool
     tools: tuple[str, ...]
     lacks: tuple[str, ...] | None
-    cgroups: dict[str, int]
+    memory_groups: int
     cores: tuple[int, ...]
-    cores_sleep: str = ""
 
     def no_namespaces(self) -> str:
         """Why links cannot be namespaces; empty when they can."""
@@ -54,13 +51,11 @@ class Machine:
             return "network namespaces cannot be made here (in a container: start it with --privileged)"
         return f"the kernel lacks {', '.join(self.lacks)}" if self.lacks else ""
 
-    def no_group(self, controller: str) -> str:
-        """Why there are no cgroups of ``cpu`` or ``memory`` to be had; empty when there are."""
+    def no_memory_limit(self) -> str:
+        """Why there are no cgroups that limit memory to be had; empty when there are."""
         if not self.root:
             return "not root"
-        if controller not in self.cgroups:
-            return f"no writable cgroup hierarchy with the controller {controller}"
-        return ""
+        return "" if self.memory_groups else "no writable cgroup hierarchy with the controller memory"
 
 
 def examine() -> Machine:
@@ -69,12 +64,9 @@ def examine() -> Machine:
     tools = tuple(name for name in ("ip", "tc") if shutil.which(name) is None)
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     lacks = _probe() if root and not tools else None
-    groups = {
-        name: hierarchy.version
-        for name, hierarchy in quota.hierarchies().items()
-        if root and os.access(hierarchy.own, os.W_OK) and not _read_only(hierarchy.own)
-    }
-    return Machine(root, tools, lacks, groups, tuple(sorted(cores)), cores_sleep())
+    found = cgroups.memory_hierarchy()
+    usable = root and found is not None and os.access(found.own, os.W_OK) and not _read_only(found.own)
+    return Machine(root, tools, lacks, found.version if found is not None and usable else 0, tuple(sorted(cores)))
 
 
 def _read_only(path: os.PathLike[str]) -> bool:

@@ -15,7 +15,7 @@ from hetero_megatron.testbed.state import write_json
 
 MEANING = {  # of results, by kind of chips; wherever they are reported
     "clock": "emulated clock: errors are schedule + communication errors",
-    "soft": "CPU time stretched", "quota": "CPU quota", "none": "real",
+    "soft": "CPU time stretched", "none": "real",
 }  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def report(settings: Settings, outcome: Outcome, log_dir: Path | None) -> None:
         return
     result = {
         "chips": settings.chips, "links": settings.links, "reasons": settings.reasons, "notes": list(settings.notes),
-        "speeds": list(settings.speeds), "cores": list(settings.cores), "usual": settings.usual,
+        "speeds": list(settings.speeds), "cores": list(settings.cores),
         "latency_seconds": dict(outcome.latencies), "exit_codes": dict(outcome.codes), "exit_code": code,
         **load.facts(), "not_emulated": list(outcome.unheard), **(clock.facts() if clock is not None else {}),
     }  # fmt: skip

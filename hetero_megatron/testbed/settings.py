@@ -9,9 +9,8 @@ from itertools import combinations_with_replacement
 from hetero_megatron.cluster import Cluster, Link, format_rate
 from hetero_megatron.errors import UserError
 from hetero_megatron.testbed.machine import Machine
-from hetero_megatron.testbed.quota import MIN_QUOTA_US, PERIOD_US
 
-CHIPS = ("clock", "soft", "quota", "none")
+CHIPS = ("clock", "soft", "none")
 LINKS = ("namespaces", "paced", "none")
 SHARE = 0.8  # of the cores that the chips together may be as fast as: the rest is for launchers, kernel and luck
 MAX_RANKS = 128
@@ -28,8 +27,6 @@ class Settings:
         node_names: names of the nodes in rank order; node_of: node index of each rank.
         reasons: one sentence per choice.
         notes: what a reader of the results should know.
-        usual: CPU seconds of a yardstick's readings on the core of speed 1 (chips: soft): after a pause, amid work.
-        awake: cores are kept from sleeping, as real CPU time counts.
     """
 
     cluster: Cluster
@@ -42,8 +39,6 @@ class Settings:
     memory: tuple[int, ...] = ()
     reasons: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    usual: tuple[float, float] | None = None
-    awake: bool = False
 
     @property
     def node_rates(self) -> dict[tuple[int, int], float]:
@@ -90,9 +85,9 @@ def decide(
         )  # fmt: skip
     reasons: dict[str, str] = {}
     speeds = tuple(cluster.chip_of(rank).speed for rank in range(cluster.world_size))
-    chips = _choose_chips(cluster, machine, chips, speeds, reasons)
+    chips = _choose_chips(cluster, chips, speeds, reasons)
     links = _choose_links(cluster, machine, links, reasons)
-    if memory_limit and (why := machine.no_group("memory")):
+    if memory_limit and (why := machine.no_memory_limit()):
         raise UserError(f"memory cannot be limited here: {why}", field="--memory-limit", accepted="a run without it")
     if chips != "none":
         _check_total(cluster, machine, speeds)
@@ -104,15 +99,15 @@ def decide(
         node_names=names,
         node_of=tuple(names.index(rank.node) for rank in cluster.ranks),
         memory=tuple(chip.memory_budget or chip.memory for chip in ranks) if memory_limit else (),
-        reasons=reasons, awake=chips == "soft" and not machine.cores_sleep,
+        reasons=reasons,
     )  # fmt: skip
     if chips != "none":
         _check_cores(settings, machine)
-    return replace(settings, notes=tuple(_notes(settings, machine)))
+    return replace(settings, notes=tuple(_notes(settings)))
 
 
 def _choose_chips(
-    cluster: Cluster, machine: Machine, asked: str | None, speeds: Sequence[float | None], reasons: dict[str, str]
+    cluster: Cluster, asked: str | None, speeds: Sequence[float | None], reasons: dict[str, str]
 ) -> str:
     lacking = sorted({cluster.ranks[rank].chip for rank, speed in enumerate(speeds) if speed is None})
     if asked is None:
@@ -127,17 +122,6 @@ def _choose_chips(
             accepted="emulate: {speed: 0.5} for every chip (1.0 = one core of this machine), or --chips none",
             where=cluster.file,
         )  # fmt: skip
-    if asked == "quota":
-        if why := machine.no_group("cpu"):
-            accepted = "--chips clock or soft, which need neither root nor cgroups"
-            raise UserError(f"CPU quotas cannot be set here: {why}", field="--chips", value=asked, accepted=accepted)
-        least = MIN_QUOTA_US / PERIOD_US
-        for rank, speed in enumerate(speeds):
-            if speed is not None and speed < least:
-                raise UserError(
-                    "too slow for a CPU quota", field=f"chips.{cluster.ranks[rank].chip}.emulate.speed", value=speed,
-                    accepted=f"at least {least}, or --chips clock", where=cluster.file,
-                )  # fmt: skip
     reasons["chips"] = "as asked"
     return asked
 
@@ -223,20 +207,17 @@ def pin(speeds: Sequence[float], cores: Sequence[int]) -> tuple[int, ...]:
     return tuple(result)
 
 
-def _notes(settings: Settings, machine: Machine) -> list[str]:
+def _notes(settings: Settings) -> list[str]:
     notes = []
     if settings.chips == "clock":
         notes.append("chips: an emulated clock; errors of predictions under it are schedule + communication errors")
-    if settings.chips == "quota":
-        notes.append("chips: CPU quotas, for demonstration and fault tests: 10-20 % jitter")
     if settings.chips == "soft":
-        if machine.cores_sleep:
-            notes.append(f"chips: idle cores sleep, and are slow when they wake: {machine.cores_sleep}")
+        notes.append("chips: the CPU time of this machine's cores, which varies from run to run: see the spread")
         for core in sorted(set(settings.cores)):
             load = sum(speed for _, speed in _on_core(settings, core))
             if load > SHARE + 1e-9:
                 notes.append(f"chips: those on core {core} are as fast as {load:.4g} of it together, and fall behind "
-                             f"where it is a little slower than usual; up to {SHARE} they do not")  # fmt: skip
+                             f"where others use it; up to {SHARE} is safer")  # fmt: skip
     if settings.chips == "none":
         notes.append("chips: every rank is as fast as its share of a core")
     if settings.links != "none":

@@ -22,13 +22,11 @@ from struct import Struct
 from typing import Any
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.testbed import process, quota
+from hetero_megatron.testbed import cgroups, process
 
 RECORD, ENVIRONMENT, CONTROL = "testbed.json", "environment.json", "control.json"
 LOAD = "load.json"  # foreign load so far, for the ranks
-HERE = "here-{}"  # of a rank that is about to be ready
 READY = "ready-{}"  # of a rank whose start-up is over
-PAUSES = "pauses-{}"  # what each period of a rank's quota costs it, in CPU seconds, once it has measured that
 CLOCKS = "clocks"  # of emulated chips, for the launcher: every rank's at its place
 CLOCK = Struct("ddd")  # seconds: emulated, of CPU time beyond that, behind that
 _ID = re.compile(r"p(\d+)s(\d+)")
@@ -98,11 +96,6 @@ class Testbed:
             yield control
             write_json(path, control)
 
-    def pause_seconds(self, rank: int) -> float:
-        """CPU seconds that each period of a rank's quota costs it; 0 before it has been measured."""
-        file = self.directory / PAUSES.format(rank)
-        return float(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else 0.0
-
     def write_record(self, data: Mapping[str, Any]) -> None:
         write_json(self.directory / RECORD, dict(data))
 
@@ -160,8 +153,8 @@ def clean(testbed: Testbed) -> dict[str, Any]:
     directory = str(testbed.directory)
     before = sorted(pid for pid, where in process.marked().items() if where == directory)
     stubborn = process.kill_marked(directory)
-    groups = quota.find_groups(testbed.id)
-    left = quota.remove_groups(groups)
+    groups = cgroups.find_groups(testbed.id)
+    left = cgroups.remove_groups(groups)
     if stubborn or left:
         raise RuntimeError(f"testbed {testbed.id}: left behind: processes {stubborn}, cgroups {[str(p) for p in left]}")
     shutil.rmtree(testbed.directory, ignore_errors=True)
@@ -175,7 +168,7 @@ def clean_dead() -> list[dict[str, Any]]:
     directories = {testbed.directory for testbed in all_testbeds()}
     base = home()
     directories |= {Path(where) for where in process.marked().values() if Path(where).parent == base}
-    directories |= {base / name for name in quota.testbeds_with_groups() if _ID.fullmatch(name)}
+    directories |= {base / name for name in cgroups.testbeds_with_groups() if _ID.fullmatch(name)}
     return [clean(t) for t in map(Testbed, sorted(directories)) if not t.alive and not _cleaning(t)]
 
 

@@ -7,7 +7,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ from hetero_megatron.launcher import DIAGNOSES, ERROR_FILE, SECRET, SUPERVISED
 from hetero_megatron.testbed.process import all_status
 from hetero_megatron.training.exit import end_with_parent
 from hetero_megatron.training.log_fields import integer, numbered, record, require
-
-_PROGRAM = "from hetero_megatron.cli.start import pretrain; pretrain()"
 
 _REPORT = record({"exit_codes": numbered(integer(-128, 255))})
 
@@ -35,11 +32,12 @@ class Seat:
 
 @dataclass(frozen=True)
 class Setup:
-    """A plan on seats; ``cluster``: the file that names them, if there is one."""
+    """A plan on seats; ``cluster``: the file that names them, if there is one; ``program``: what starts a rank."""
 
     plan: Path
     seats: tuple[Seat, ...]
     cluster: Path | None = None
+    program: tuple[str, ...] = ()
 
 
 class Job(Protocol):
@@ -60,7 +58,7 @@ class Job(Protocol):
 
 
 def _command(setup: Setup, words: Sequence[str]) -> list[str]:
-    command = [sys.executable, "-c", _PROGRAM, "--plan", str(setup.plan), *words]
+    command = [*setup.program, "--plan", str(setup.plan), *words]
     return command + (["--cluster", str(setup.cluster)] if setup.cluster is not None else [])
 
 
@@ -117,7 +115,7 @@ class TestbedJob:
     """Ranks on a testbed: a new one for every round, of the nodes that are left.
 
     Args:
-        options: further flags of ``hetero-megatron testbed run``.
+        launcher: ``hetero-megatron testbed run`` with further flags.
         logs: where its logs go; it says there how every rank ended.
         diagnoses: where ranks that lose a peer say so.
     """
@@ -130,7 +128,7 @@ class TestbedJob:
         words: Sequence[str],
         number: int,
         grace: float,
-        options: Sequence[str],
+        launcher: Sequence[str],
         logs: Path,
         diagnoses: Path,
     ) -> None:
@@ -138,8 +136,8 @@ class TestbedJob:
         self.ranks = list(range(len(setup.seats)))
         self._report = logs / "testbed.json"
         self._report.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "hetero_megatron.cli.main", "testbed", "run", "--cluster", str(setup.cluster)]
-        command += ["--grace", str(grace), "--log-dir", str(logs), *options, "--", *_command(setup, words)]
+        command = [*launcher, "--cluster", str(setup.cluster), "--grace", str(grace), "--log-dir", str(logs)]
+        command += ["--", *_command(setup, words)]
         environment = {**os.environ, SUPERVISED: "1", "TORCHELASTIC_RESTART_COUNT": str(number)}
         environment[DIAGNOSES] = str(diagnoses.absolute())
         self._process = subprocess.Popen(command, env=environment, preexec_fn=end_with_parent)

@@ -21,6 +21,7 @@ from hetero_megatron.data import Datasets, build_datasets, unigram_entropy
 from hetero_megatron.data.batch import BatchOptions
 from hetero_megatron.data.loader import BatchLoader
 from hetero_megatron.data.sample import Dataset
+from hetero_megatron.emulation import Emulation
 from hetero_megatron.errors import UserError
 from hetero_megatron.launcher import SECRET, LauncherEnvironment, read_launcher
 from hetero_megatron.layout import Box
@@ -74,14 +75,16 @@ def train(config: RunConfig, launcher: LauncherEnvironment | None = None) -> int
     )
     check_device(platform, launcher)
     place = position(config.cluster, launcher)
-    comm = start_comm(platform, 60 * config.distributed.timeout_minutes, place, launcher)
+    timeout = 60 * config.distributed.timeout_minutes
+    emulation = Emulation.of(launcher, place, timeout)
+    comm = start_comm(platform, timeout, place, launcher, emulation.hooks())
     say_joined(comm.rank, launcher.diagnoses)
     code, everyone = 0, tuple(range(world))
     try:
         comm.create_groups([everyone])
         check_agreement(comm.group(everyone), run_facts(config))  # before anything that depends on options
         if comm.rank == 0:
-            announce(config, world, platform, plugins, comm.emulation.describe())
+            announce(config, world, platform, plugins, emulation.describe())
             if launcher.started_by:
                 print(f"ranks: the tasks that {launcher.started_by} started, by their numbers", flush=True)
             if notice := open_to_others(launcher):
@@ -90,7 +93,7 @@ def train(config: RunConfig, launcher: LauncherEnvironment | None = None) -> int
         comm.create_groups(plan_groups(config.plan, make_buckets(config.plan, config.spec)))
         comm.background_group(config.plan.ranks, WRITE_TIMEOUT)
         if comm.rank in config.plan.ranks:
-            training = Training(config, comm, platform, plugins)
+            training = Training(config, comm, platform, plugins, emulation)
             try:
                 code = training.run()
             except UserError as error:  # of all ranks alike: a checkpoint on its way is still finished
@@ -197,8 +200,10 @@ def optimizer_factory(
 class Training:
     """The state of a run: what is built once, and how far it has come."""
 
-    def __init__(self, config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins) -> None:
-        self.config, self.platform = config, platform
+    def __init__(
+        self, config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, emulation: Emulation
+    ) -> None:
+        self.config, self.platform, self.emulation = config, platform, emulation
         world = comm.group(config.plan.ranks)
         lock = claim_directory(config, world)
         make_folders(config, world)
@@ -239,7 +244,7 @@ class Training:
         signals = {asked, "SIGINT", *(("SIGHUP",) if asked == "SIGTERM" else ())}
         first = comm.launcher.rank == 0
         self.exit = ExitConditions(config.exit.minutes, config.exit.interval, signals, first)
-        self.reporter = Reporter(config, self.runtime, platform, self.step + 1)
+        self.reporter = Reporter(config, self.runtime, platform, self.step + 1, emulation)
         check_grad = config.check_nan and config.dtype != "fp16"  # there it is the loss scale's affair
         failure = config.failure
         self.guard = StepGuard(config.check_nan, check_grad, failure.check_spikes, failure.rerun, self.say)
@@ -317,7 +322,7 @@ class Training:
             if self.reporter.speaks and not self.step:  # a stream would have to go back to its beginning
                 entropy = unigram_entropy(self.data.train, num_samples=64)
                 print(f"data: unigram entropy {entropy:.3f} nats, the loss of counting tokens alone", flush=True)
-            self.runtime.comm.emulation.started()
+            self.emulation.started()
             with self._loader(self.data.train) as loader:
                 self._train(loader)
             if not self.trained:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from hetero_megatron.emulation import Emulation
 from hetero_megatron.platform import Platform
 from hetero_megatron.spec.flops import sequence_flops
-from hetero_megatron.testbed.clocks import Kept, worst_clock
+from hetero_megatron.testbed.clocks import Kept, spread, worst_clock
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.console import Progress, format_line, format_validation
 from hetero_megatron.training.metrics import MetricsWriter, Resumed, StepMetrics, perplexity_of, set_aside
@@ -25,14 +29,17 @@ from hetero_megatron.training.runtime import Runtime, StepStats
 from hetero_megatron.training.throughput import measured_peak_flops, tokens_per_chip_second, work_shares
 from hetero_megatron.words import notice_line, plural
 
+SPREAD_STEPS = 1000  # the last ones, whose compute may have varied
 TIMELINE_AFTER = 2  # steps before the one whose timeline is written down: the first ones are slower
 
 
 class Reporter:
     """The first rank of the plan prints and writes; the others only take part in gathering."""
 
-    def __init__(self, config: RunConfig, runtime: Runtime, platform: Platform, first_step: int = 1) -> None:
-        self.first_step = first_step
+    def __init__(
+        self, config: RunConfig, runtime: Runtime, platform: Platform, first_step: int, emulation: Emulation
+    ) -> None:
+        self.first_step, self.emulation = first_step, emulation
         self.config, self.runtime, self.platform = config, runtime, platform
         self.speaks = runtime.comm.rank == config.plan.ranks[0]
         peak = measured_peak_flops(platform, runtime.dtype)
@@ -47,11 +54,12 @@ class Reporter:
         self.writer = self._writer() if self.speaks else None
         if self.speaks:
             self._begin()
-        if self.writer is not None and (facts := runtime.comm.emulation.facts()):
+        if self.writer is not None and (facts := emulation.facts()):
             self.writer.emulation(first_step - 1, facts)
         self.first_loss: float | None = None
         self.last_loss = 0.0
         self._since: list[tuple[float, float, int]] = []  # (loss, seconds, tokens) since the last line
+        self._busy: deque[Sequence[float]] = deque(maxlen=SPREAD_STEPS)  # of full steps, by rank
         self._skipped = self._nan = 0
 
     def _writer(self) -> MetricsWriter:
@@ -115,6 +123,8 @@ class Reporter:
         self._nan += not math.isfinite(stats.loss)
         self._since.append((stats.loss, seconds, stats.tokens))
         self._timeline(step, stats, seconds)
+        if size == self.config.plan.global_batch_size:
+            self._busy.append(stats.busy)
         if self.writer is None:
             return
         tgs = tokens_per_chip_second(self.shares, self.chips, stats.tokens / seconds)
@@ -169,7 +179,7 @@ class Reporter:
         peaks, told = self.runtime.world.gather_vectors(mine).T
         if not reason and told.any():
             reason = f"rank {self.runtime.plan.ranks[int(told.argmax())]} was told to"
-        facts, clock = self.runtime.comm.emulation.facts(), self._worst_clock()
+        facts, clock = self.emulation.facts(), self._worst_clock()
         if self.writer is None:
             return
         if clock is not None:
@@ -194,4 +204,7 @@ class Reporter:
             return None
         names = ("overrun", "late")
         every = self.runtime.world.gather_vectors(torch.tensor([mine[n] for n in names], dtype=torch.float64)).tolist()
-        return worst_clock({r: dict(zip(names, row)) for r, row in zip(self.config.plan.ranks, every, strict=True)})
+        kept = worst_clock({r: dict(zip(names, row)) for r, row in zip(self.config.plan.ranks, every, strict=True)})
+        if kept is not None and self.emulation.chips == "soft":
+            kept = replace(kept, spread=spread(list(self._busy)))
+        return kept

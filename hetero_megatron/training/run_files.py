@@ -31,7 +31,7 @@ _EMULATION = f.record({"step": f.integer(), "emulation": f.record(
     {},
     {
         "chips": f.one_of(*MEANING), "links": f.text, "foreign_cores": f.number(0), "disturbed": f.flag,
-        "overrun": f.number(0), "late": f.number(0), "invalid": f.flag,
+        "overrun": f.number(0), "late": f.number(0), "spread": f.number(0), "invalid": f.flag,
     },
 )})  # fmt: skip
 _CHART = f.record({

@@ -125,6 +125,8 @@ def _emulated(facts: Mapping[str, Any]) -> str:
     parts = [f"chips {chips} ({MEANING[chips]}), links {facts.get('links', 'none')}"]
     if "overrun" in facts and "late" in facts:
         parts.append(f"behind the clock by up to {facts['late']:.2%}, overrun {facts['overrun']:.2%}")
+    if "spread" in facts:
+        parts.append(f"compute of a step varied by {facts['spread']:.1%} (standard deviation)")
     if facts.get("invalid"):
         parts.append("INVALID: a rank could not keep up with its emulated chip")
     if facts.get("disturbed"):

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +197,7 @@ class Supervisor:
                 f"no plan for the {plural(len(seats), 'rank')} that are left without {', '.join(sorted(lost))}",
                 field="--fallback-plan", accepted=f"a plan for at most {plural(len(seats), 'rank')}",
             )  # fmt: skip
-        self.setup = Setup(plan, tuple(seats), cluster)
+        self.setup = replace(self.setup, plan=plan, seats=tuple(seats), cluster=cluster)
         self.log(f"round {number}: without {', '.join(sorted(lost))}, {plural(len(seats), 'rank')} left, plan {plan}")
 
     def _cut_off(self, lost: set[str], number: int) -> set[str]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, islice
-from math import ceil
-from typing import Generic, TypeVar
+from statistics import median
 
 import torch
 
@@ -21,116 +20,67 @@ from hetero_megatron.parallel.optimizer import squared_norm
 from hetero_megatron.parallel.update import Optimizer
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.calibration.chips import Job
-from hetero_megatron.training.calibration.runs import middle, quiet
 
 UPDATED = 1 << 23  # elements, of all sets of weights of a size together: more than caches hold of them
 OPTIMIZER_SETS = {1 << 18: 24, 1 << 21: 3}  # elements of an update: updates in a row that are timed, as in a step
-TURN, ENOUGH = 0.01, 0.5  # seconds: of calls in a row; for each thing to time, of each step
-LEAST, MOST = 6, 150  # turns of each, also where calls take long; calls of each step, also where they are short
 TOKENS = 2048  # of attentions in a row, at least one: in the midst of a step's work, not after a pause
 VISITS = 4  # blocks of keys, against one
 
 AttentionRow = tuple[int, int, int, float, float]  # length, heads, head_dim, forward, backward
-RowsAlone = tuple[list[tuple[int, float]], list[AttentionRow], list[AttentionRow]]
-K = TypeVar("K", bound=Hashable)
+Measure = Callable[[], Sequence[float]]  # a call -> the seconds that it saw
 
 
-def measures_alone(
-    job: Job, spec: ModelSpec, lengths: Sequence[int]
-) -> dict[tuple[str, int], Callable[[], Sequence[float]]]:
-    """What a chip is timed with alone, by kind and size: updates of so many owned elements; attention over one sequence
-    of each of ``lengths``; visits of a ring's block of it."""
-    measures: dict[tuple[str, int], Callable[[], Sequence[float]]] = {}
-    for elements, count in OPTIMIZER_SETS.items():
-        # In turns: a step's other work leaves nothing of a chip's state in caches.
-        sets = [_weights(job, elements) for _ in range(UPDATED // elements)]
-        measures["optimizer", elements] = update = partial(_update, job.comm, cycle(sets), count)
-        for _ in sets[count::count]:
-            update()  # allocates; the last sets' first call is the measure's own, which does not count
-    for length in lengths:
-        measures["attention", length] = partial(_attention, job.comm, job.dtype, spec, length)
-        if length >= VISITS:
-            measures["visits", length] = partial(_visits, job, spec, length)
-    return measures
+@dataclass
+class Alone:
+    """What one rank measured.
 
-
-def often(key: tuple[str, int]) -> bool:
-    """Whether one of :func:`measures_alone` has a turn every time: what is short, and changes with others' memory."""
-    return key[0] == "optimizer"
-
-
-def summary(key: tuple[str, int]) -> Callable[[Sequence[float]], float]:
-    """What many calls of one of :func:`measures_alone` say."""
-    return quiet if key[0] == "optimizer" else middle
-
-
-def rows_alone(
-    found: Mapping[tuple[str, int], Sequence[float]], spec: ModelSpec
-) -> RowsAlone:
-    """Of the seconds of :func:`measures_alone`: (elements, seconds) of norm, scaling and update; rows of causal
-    attention; rows of what one more block of keys and values costs in the ring beside its FLOPs (launches, merging,
-    packing)."""
-    heads = (spec.num_heads, spec.head_dim)
-    return (
-        [(size, seconds[0]) for (kind, size), seconds in found.items() if kind == "optimizer"],
-        [(size, *heads, s[0], s[1]) for (kind, size), s in found.items() if kind == "attention"],
-        [(size, *heads, max(s[0], 1e-9), max(s[1], 1e-9)) for (kind, size), s in found.items() if kind == "visits"],
-    )
-
-
-class Interleaved(Generic[K]):
-    """Times measures in turns and in parts, between other measurements: a machine that is slow for some seconds is so
-    in a little of everything. Each returns the seconds that it saw; what its first call saw does not count.
-
-    Args:
-        steps: ``ENOUGH`` seconds for each measure, of each.
-        summary: of a measure, what many of its seconds say.
-        often: of a measure, whether it has a turn every time, however long the others take.
+    Attributes:
+        optimizer: (elements, seconds) of norm, scaling and update.
+        attention: rows of causal attention over one sequence.
+        visits: rows of what one more block of keys and values costs in the ring beside its FLOPs (launches, merging,
+            packing).
+        spread: the largest (max - min) / median of the calls of updates and attention.
     """
 
-    def __init__(
-        self,
-        measures: Mapping[K, Callable[[], Sequence[float]]],
-        steps: int,
-        summary: Callable[[K], Callable[[Sequence[float]], float]] = lambda _: middle,
-        often: Callable[[K], bool] = lambda _: False,
-    ) -> None:
-        self._measures, self._steps, self._summary = measures, steps, summary
-        self._found: dict[K, list[Sequence[float]]] = {}
-        self._often = [key for key in measures if often(key)]
-        self._turns, self._spent, self._total = 0, 0.0, steps * ENOUGH * len(measures)
+    optimizer: list[tuple[int, float]] = field(default_factory=list)
+    attention: list[AttentionRow] = field(default_factory=list)
+    visits: list[AttentionRow] = field(default_factory=list)
+    spread: float = 0.0
 
-    def take(self, share: float) -> None:
-        """Go on until this share of the turns and of the time is over, or of the calls that are enough is done; what is
-        timed often has one turn each time in any case: calls of one turn are alike."""
-        if not self._found:
-            for key, measure in self._measures.items():
-                measure()
-                self._found[key] = []
-        most = ceil(self._steps * MOST * share)
-        for key in self._often:
-            self._turn(key, most)
-        start, before = time.perf_counter(), self._spent
-        while self._turns < LEAST * share or self._spent < self._total * share:
-            wanted = [key for key, calls in self._found.items() if len(calls) < most]
-            if not wanted:
-                break
-            for key in wanted:
-                self._turn(key, most)
-            self._turns += 1
-            self._spent = before + time.perf_counter() - start
 
-    def _turn(self, key: K, most: int) -> None:
-        """Calls in a row, until the turn is over or there are ``most`` in all turns so far."""
-        until = time.perf_counter() + TURN
-        for _ in range(min(most - len(self._found[key]), self._steps * MOST // LEAST)):
-            self._found[key].append(self._measures[key]())
-            if time.perf_counter() >= until:
-                break
+def measure_alone(job: Job, spec: ModelSpec, lengths: Sequence[int], calls: int) -> Alone:
+    """Medians of ``calls`` calls each, after one that does not count; attention over sequences of ``lengths``."""
+    found, heads = Alone(), (spec.num_heads, spec.head_dim)
+    for elements, update in updates(job).items():
+        (seconds,) = _timed(update, calls, found)
+        found.optimizer.append((elements, seconds))
+    for length in lengths:
+        forward, backward = _timed(partial(_attention, job.comm, job.dtype, spec, length), calls, found)
+        found.attention.append((length, *heads, forward, backward))
+        if length >= VISITS:
+            forward, backward = _timed(partial(_visits, job, spec, length), calls)
+            found.visits.append((length, *heads, max(forward, 1e-9), max(backward, 1e-9)))
+    return found
 
-    def seconds(self) -> dict[K, list[float]]:
-        """Of each measure, what it returned, summed up."""
-        return {key: [self._summary(key)(column) for column in zip(*calls)] for key, calls in self._found.items()}
+
+def _timed(measure: Measure, calls: int, noted: Alone | None = None) -> list[float]:
+    """Medians of the seconds that ``calls`` calls saw, after one that does not count; their spread is ``noted``."""
+    measure()
+    columns = list(zip(*(measure() for _ in range(calls)), strict=True))
+    if noted is not None:
+        noted.spread = max(noted.spread, *((max(c) - min(c)) / max(median(c), 1e-9) for c in columns))
+    return [median(column) for column in columns]
+
+
+def updates(job: Job) -> dict[int, Measure]:
+    """Updates of so many owned elements, one set of weights after the other, so that none is in a cache."""
+    found: dict[int, Measure] = {}
+    for elements, count in OPTIMIZER_SETS.items():
+        sets = [_weights(job, elements) for _ in range(UPDATED // elements)]
+        found[elements] = update = partial(_update, job.comm, cycle(sets), count)
+        for _ in sets[count::count]:
+            update()  # allocates; the last sets' first call is the one that does not count
+    return found
 
 
 def _weights(job: Job, elements: int) -> tuple[Optimizer, list[torch.Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 
 import torch
 
@@ -18,7 +18,7 @@ from hetero_megatron.parallel.update import OptimizerFactory
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.spec import LogicalTensor, ModelSpec
-from hetero_megatron.training.calibration.runs import Observation, Phase, Run, middle, steady
+from hetero_megatron.training.calibration.runs import Observation, Phase, Run, steady
 from hetero_megatron.training.runtime import Runtime
 
 Kernels = Callable[[Plan, ModelSpec], KernelPlan]  # of this rank's stage
@@ -52,15 +52,13 @@ class Observed:
     owned: int
 
 
-def observe(run: Run, chip: str, job: Job, steps: int, reserved: bool, warm: bool = True) -> Observed | None:
+def observe(run: Run, chip: str, job: Job, steps: int) -> Observed | None:
     """Take part in ``run``; every rank of the job calls it, also those that the plan leaves out (None). Actions count
     where all stages are busy: those that share a core or its caches take a tenth longer then, as in a step.
 
     Args:
         chip: its own.
-        reserved: memory for the run is there.
-        warm: a step comes before that does not count. Without it the first action of a stage initialises what is lazy,
-            which then counts in nothing, but ``saved`` and ``tail`` say nothing.
+        steps: that count, after one that warms up.
     """
     runtime, comm = _runtime(run, job), job.comm
     if runtime is None:
@@ -71,10 +69,10 @@ def observe(run: Run, chip: str, job: Job, steps: int, reserved: bool, warm: boo
     computed: list[float] = []
     tails: list[float] = []
     saved: list[float] = []
-    warm_up, later = run.warm_up(reserved), run.later_stages(comm.rank)
-    for step in range(0 if warm else 1, steps + 1):
+    later = run.later_stages(comm.rank)
+    for step in range(steps + 1):
         before = comm.clock.computed
-        stats = runtime.train_step(_fetch(run), 0, run.plan.global_batch_size if step else warm_up, lr=1e-6)
+        stats = runtime.train_step(_fetch(run), 0, run.plan.global_batch_size if step else run.warm_up, lr=1e-6)
         actions = sum(t.computed for t in stats.actions)
         tail = comm.clock.computed - before - actions
         if step == 0:  # allocations, caches, lazy initialisation
@@ -84,8 +82,8 @@ def observe(run: Run, chip: str, job: Job, steps: int, reserved: bool, warm: boo
             every = [t.computed for t in stats.actions if t.action.kind == kind]
             parts.append(steady(kind, every, later))
             into += parts[-1]
-            apart[kind] += [t.end - t.start - t.computed for t in stats.actions if t.action.kind == kind][not warm :]
-        saved.append(middle(parts[-1]) - every[0])
+            apart[kind] += [t.end - t.start - t.computed for t in stats.actions if t.action.kind == kind]
+        saved.append(median(parts[-1]) - every[0])
         half = min(map(len, parts)) // 2
         computed += [sum(sum(part[i : i + half]) for part in parts) for i in (0, half)] if half else []
         tails.append(tail)
@@ -93,13 +91,13 @@ def observe(run: Run, chip: str, job: Job, steps: int, reserved: bool, warm: boo
     width = max(forward) - min(forward) + max(backward) - min(backward)
     observation = Observation(
         chip, stage.ranks, run.tp, run.micro_batch_size, stage.num_layers, stage.embed, stage.head,
-        middle(forward), middle(backward), width / (middle(forward) + middle(backward)),
+        median(forward), median(backward), width / (median(forward) + median(backward)),
         (fmean(apart["F"]), fmean(apart["B"])),
     )  # fmt: skip
     assert runtime.optimizer is not None
     owned = sum(master.numel() for _, _, master in runtime.optimizer.owned())
     held = sum(p.numel() * p.element_size() for p in runtime.model.parameters())
-    return Observed(comm.rank, observation, middle(saved) / held, tuple(computed), min(tails), owned)
+    return Observed(comm.rank, observation, median(saved) / held, tuple(computed), median(tails), owned)
 
 
 def observe_exchange(run: Run, chip: str, job: Job, steps: int) -> list[Phase]:

@@ -12,21 +12,11 @@ import torch
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import Comm
 from hetero_megatron.parallel.update import OptimizerFactory
-from hetero_megatron.planner.footprint import estimate_memory
 from hetero_megatron.planner.network import Network
 from hetero_megatron.planner.rates import LinkRates, Rates, link_document, model_fingerprint
-from hetero_megatron.platform.host_memory import reserve
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.testbed.clocks import Kept, worst_clock
-from hetero_megatron.training.calibration.alone import (
-    AttentionRow,
-    Interleaved,
-    RowsAlone,
-    measures_alone,
-    often,
-    rows_alone,
-    summary,
-)
+from hetero_megatron.training.calibration.alone import Alone, AttentionRow, measure_alone
 from hetero_megatron.training.calibration.chips import Job, Kernels, Observed, observe, observe_exchange
 from hetero_megatron.training.calibration.links import LinkRow, measure_links
 from hetero_megatron.training.calibration.runs import (
@@ -48,8 +38,7 @@ from hetero_megatron.training.calibration.runs import (
 )
 
 STRAGGLER = 0.1  # slower than its fellows by more than this share
-HEAP = 2  # times what a run's tensors need, which heaps come to anyway: freed pieces do not fit what comes next
-BETWEEN = 192 << 20  # bytes: of what is timed alone between two runs, and holes that it leaves
+ALONE = 9  # calls of what is timed alone that count, for each step
 
 
 @dataclass(frozen=True)
@@ -59,7 +48,7 @@ class CalibrationOptions:
     Args:
         lengths: at which to time attention alone.
         steps: measured per pipeline of micro-batches of 1 (a clocked testbed needs one); larger micro-batches take as
-            many fewer, at least one. What is timed alone takes half a second for each.
+            many fewer, at least one. What is timed alone is called ``ALONE`` times as often.
     """
 
     seq_length: int
@@ -72,8 +61,8 @@ class CalibrationOptions:
 
 @dataclass
 class Calibration:
-    """What was measured: ``costs`` by (chip, tp, micro-batch size), ``spreads`` alike, links, ``slow`` ranks -> times
-    slower than their chip type."""
+    """What was measured: ``costs`` by (chip, tp, micro-batch size), ``spreads`` alike, ``alone_spread`` by chip, links,
+    ``slow`` ranks -> times slower than their chip type."""
 
     costs: dict[tuple[str, int, int], Costs] = field(default_factory=dict)
     spreads: dict[tuple[str, int, int], float] = field(default_factory=dict)
@@ -85,6 +74,7 @@ class Calibration:
     optimizer: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     attention: dict[str, list[AttentionRow]] = field(default_factory=dict)
     visits: dict[str, list[AttentionRow]] = field(default_factory=dict)
+    alone_spread: dict[str, float] = field(default_factory=dict)
     links: list[LinkRow] = field(default_factory=list)
     slow: dict[tuple[int, ...], float] = field(default_factory=dict)
     clock: Kept | None = None  # on a testbed
@@ -123,8 +113,9 @@ def calibrate(
         links = [row for rows in world.gather_objects(measure_links(comm, cluster), list[LinkRow]) for row in rows]
     found = Calibration(links=list(links))
     job = Job(comm, dtype, optimizer, kernels)
-    alone = Interleaved(measures_alone(job, spec, options.lengths), 2 * options.steps, summary, often)
-    seen, rows = _observe_pipelines(cluster, spec, options, job, log, alone.take)
+    seen, rows = _observe_pipelines(cluster, spec, options, job, log)
+    log("updates of weights and attention, alone")
+    alone = world.gather_objects(measure_alone(job, spec, options.lengths, ALONE * options.steps), Alone)
     _solve(found, seen, fixed or {})
     found.slow = stragglers(seen, found.costs, STRAGGLER)
     out = slow_ranks(found.slow, seen)
@@ -140,11 +131,13 @@ def calibrate(
         every = world.gather_objects(own, list[Phase])
         phases += [p for rank, theirs in enumerate(every) if rank not in out for p in theirs]
     found.exchange = {c: solve_phases([p for p in phases if p.chip == c]) for c in {p.chip for p in phases}}
-    every = world.gather_objects(rows_alone(alone.seconds(), spec), RowsAlone)
-    tables: tuple[dict[str, list[Any]], ...] = (found.optimizer, found.attention, found.visits)
-    for rank, measured in enumerate(every):
-        for table, theirs in zip(tables, measured if rank not in out else ()):
-            table.setdefault(chips[rank], []).extend(theirs)
+    for rank, measured in enumerate(alone):
+        if rank not in out:
+            chip = chips[rank]
+            found.optimizer.setdefault(chip, []).extend(measured.optimizer)
+            found.attention.setdefault(chip, []).extend(measured.attention)
+            found.visits.setdefault(chip, []).extend(measured.visits)
+            found.alone_spread[chip] = max(found.alone_spread.get(chip, 0.0), measured.spread)
     for chip in {chip for chip, _, _ in found.costs}:
         _per_step(found, chip, [o for o in rows if o.observation.chip == chip and o.rank not in out])
     reports = world.gather_objects(comm.clock.report(), dict[str, float])
@@ -159,10 +152,9 @@ def _observe_pipelines(
     options: CalibrationOptions,
     job: Job,
     log: Callable[[str], None],
-    between: Callable[[float], None],
 ) -> tuple[list[Observation], list[Observed]]:
-    """What all runs of single pipelines and of replicas of one stage showed: of each stage, and, of the former, as
-    far as they warmed up, of each rank with layers. ``between``: called after each with the share that is over."""
+    """What all runs of single pipelines and of replicas of one stage showed: of each stage, and, of the former, of each
+    rank with layers."""
     comm, seen, rows = job.comm, list[Observation](), list[Observed]()
     world = comm.group(range(cluster.world_size))
     for tp in options.tp:
@@ -172,22 +164,13 @@ def _observe_pipelines(
     named = ", ".join(f"{n} on {chip}" for chip, n in many.items())
     log(f"layers of a stage, so that all chip types take about as long: {named}")
     runs = all_runs(cluster, spec, options.seq_length, options.tp, options.micro_batch_sizes, many)
-    if reserved := comm.device.type == "cpu":
-        # Page faults take as long as operators: what is first to need memory would look up to twice as slow.
-        mine = [run for run in runs if comm.rank in run.plan.ranks]
-        needs = [estimate_memory(run.plan, run.spec, options.dtype)[comm.rank].total for run in mine]
-        reserve(HEAP * max(needs, default=0) + BETWEEN)
     for i, run in enumerate(runs, 1):
-        first = run.micro_batch_size == min(options.micro_batch_sizes) and all(run is not one for one in runs[: i - 1])
-        warm = first or not reserved
         log(f"{i} of {len(runs)}: tp {run.tp}, micro-batch {run.micro_batch_size}: stages {run.title}")
-        own = observe(run, cluster.ranks[comm.rank].chip, job, run.steps(options.steps), reserved, warm)
+        own = observe(run, cluster.ranks[comm.rank].chip, job, run.steps(options.steps))
         theirs = [o for o in world.gather_objects(own, Observed | None) if o is not None]
         seen += _merge([o.observation for o in theirs])
-        # Replicas also exchange gradients outside of their actions, and a step that nothing precedes initialises.
-        if len(run.plan.pipelines) == 1 and warm:
+        if len(run.plan.pipelines) == 1:  # replicas also exchange gradients outside of their actions
             rows += [o for o in theirs if o.observation.layers]
-        between(i / len(runs))
     return seen, rows
 
 
@@ -195,7 +178,7 @@ def _depths(cluster: Cluster, spec: ModelSpec, options: CalibrationOptions, job:
     """Layers of each chip type where they are to be many, by a first run; see :func:`depths`."""
     comm, found = job.comm, list[Observation]()
     for run in one_layer_runs(cluster, spec, options.seq_length, options.tp[0], options.micro_batch_sizes[0]):
-        own = observe(run, cluster.ranks[comm.rank].chip, job, steps=1, reserved=False)
+        own = observe(run, cluster.ranks[comm.rank].chip, job, steps=1)
         every = comm.group(range(cluster.world_size)).gather_objects(own, Observed | None)
         found += [o.observation for o in every if o is not None]
     return depths(cluster, found)
@@ -331,6 +314,8 @@ def format_calibration(found: Calibration) -> str:
         rate = 1 / row.beta / 1e6 if row.beta else float("inf")
         times = f"{1e6 * row.alpha:>7.0f} us{rate:>9.1f} MB/s{1e6 * row.message:>12.0f} us"
         lines.append(f"{name:<27}{times}{row.spread:>9.1%}")
+    for chip, varied in sorted(found.alone_spread.items()):
+        lines.append(f"{chip}: calls of what is timed alone differ by up to {varied:.1%} of their median")
     for ranks, slower in found.slow.items():
         lines.append(f"straggler: ranks {', '.join(map(str, ranks))} {slower:.2f} times slower than their chip type")
     if found.clock is not None:

@@ -5,9 +5,8 @@ pipeline and at its end, with no layers and with many; in between, where there a
 model of one layer alone, which tells "fixed" from embedding and head. Their own seconds are seen where there are no
 layers beside them: as differences of stages with layers they would carry those stages' noise.
 
-All actions of one run on all ranks can be a twentieth off together, whether the run is long or short. So runs are short
-and many: slow chips have fewer layers, so that nobody waits for them, a run is one step, which counts where all stages
-are busy, and all runs are repeated, at other times.
+Runs are short: slow chips have fewer layers, so that nobody waits for them. A step that warms up comes first, and of
+the others the actions count during which all stages are busy.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from hetero_megatron.spec import ModelSpec
 
 FEW, MANY = 1, 3  # layers of a stage; of slower chips fewer than many, see :func:`depths`
 MICRO_BATCHES = 7  # of a pipeline, at least; one less of larger ones, which take longer
-PASSES = 2  # of all runs
 ROUNDS = 10  # of fitting and weighing
 FAR = 1.5  # standard deviations, beyond which an observation counts less
 MEASURED_GROUPS = 2  # TP groups per chip type that are measured in full; the others are spot-checked
@@ -42,11 +40,11 @@ class Run:
     micro_batch_size: int
     title: str
 
-    def warm_up(self, reserved: bool) -> int:
-        """Sequences of a first step that does not count: a micro-batch for each pipeline, which initialises what is
-        lazy; as many as fill them, if memory is not ``reserved``, which allocate what larger steps need."""
-        pipelines = self.plan.pipelines
-        return self.micro_batch_size * (len(pipelines) if reserved else sum(len(p.stages) for p in pipelines))
+    @property
+    def warm_up(self) -> int:
+        """Sequences of a first step that does not count: as many as fill the pipelines, which initialise what is lazy
+        and allocate what larger steps need."""
+        return self.micro_batch_size * sum(len(p.stages) for p in self.plan.pipelines)
 
     def later_stages(self, rank: int) -> int:
         """Stages after that of ``rank``."""
@@ -63,7 +61,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Observation:
-    """Compute seconds of one action of one stage (:func:`middle`), and their spread (max - min over micro-batches);
+    """Compute seconds of one action of one stage (medians), and their spread (max - min over micro-batches, relative);
     ``apart``: what a forward and a backward took besides, in exchanges with the TP group (mean: some exchanges wait
     long, in every pipeline)."""
 
@@ -101,18 +99,6 @@ class Costs:
         return forward, backward
 
 
-def middle(values: Sequence[float]) -> float:
-    """Mean of the middle half: no more moved by single outliers than the median, and nearer to what many actions take
-    together, where a chip's speed goes up and down."""
-    cut = len(values) // 4
-    return fmean(sorted(values)[cut : len(values) - cut])
-
-
-def quiet(values: Sequence[float]) -> float:
-    """Mean of the lowest quarter: of what is bound by memory, which others on the machine only make slower."""
-    return fmean(sorted(values)[: max(1, len(values) // 4)])
-
-
 def steady(kind: str, seconds: Sequence[float], later: int) -> list[float]:
     """Of a stage's forwards or backwards (``kind`` F or B) in a step of 1F1B, in order, those during which every stage
     has something to do, without the first one; ``later``: how many stages follow."""
@@ -148,16 +134,9 @@ def all_runs(
     micro_batch_sizes: Sequence[int],
     many: Mapping[str, int],
 ) -> list[Run]:
-    """Those of each TP degree and micro-batch size evenly among all: what a machine does for a quarter of a minute is
-    in a little of every rate, not in all of one. ``many``: as :func:`depths` returns it."""
-    placed: list[tuple[float, Run]] = []
-    for tp in tp_degrees:
-        for size in micro_batch_sizes:
-            kind = (cluster, spec, seq_length, tp, size)
-            runs = full_runs(*kind, many) * PASSES
-            runs += [] if placed else spot_checks(*kind)
-            placed += [((i + 0.5) / len(runs), run) for i, run in enumerate(runs)]
-    return [run for _, run in sorted(placed, key=lambda place: place[0])]
+    """Of every TP degree and micro-batch size; ``many``: as :func:`depths` returns it."""
+    kinds = [(cluster, spec, seq_length, tp, size) for tp in tp_degrees for size in micro_batch_sizes]
+    return [run for kind in kinds for run in full_runs(*kind, many)] + spot_checks(*kinds[0])
 
 
 def full_runs(

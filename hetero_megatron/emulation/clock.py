@@ -1,10 +1,8 @@
 """Slower chips than the one at hand: compute between two communication calls lasts as long as the emulated chip
 would take.
 
-A *segment* is what a rank computes between two communication calls. ``Comm`` tells its clock when a segment ends and
-when the next one begins, so time blocked in communication is never credited, and a collective inside a layer is never
-hidden in a sleep. Nothing counts outside :meth:`RealClock.counting`. Without a testbed the clock is :class:`RealClock`,
-which only reads the time.
+``Comm`` tells its clock when a segment ends and when the next one begins, so time blocked in communication is never
+credited, and a collective inside a layer is never hidden in a sleep.
 """
 
 from __future__ import annotations
@@ -16,112 +14,34 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hetero_megatron.comm.turns import Turns
-from hetero_megatron.comm.yardstick import Yardstick
+from hetero_megatron.comm.hooks import Clock
+from hetero_megatron.emulation.core_lock import CoreLock
 
 SLICE_NS = 100_000  # the least there is
 BLOCKED = 1e-4  # seconds: a wait that took longer really blocked, so the rank's own lateness did not matter
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
-class RealClock:
-    """The chip at hand, at its own speed.
-
-    Attributes:
-        computed: seconds of all segments so far, by the chip's own clock: wall seconds of a real chip, emulated ones of
-            an emulated chip (how late this machine woke it is not the chip's doing).
-        synchronize: of a device that only queues its work, for as long as segments are to be timed exactly: waits
-            until all that was queued is done. Without it a segment's seconds are the host's.
-    """
-
-    def __init__(self) -> None:
-        self.computed = 0.0
-        self.synchronize: Callable[[], None] = lambda: None
-        self._counting = self._running = self._working = False
-        self._mark = 0.0
-
-    def pause(self) -> None:
-        """A segment ends: communication begins. Does nothing between two segments."""
-        if self._running:
-            self._running = False
-            self.computed += self._end()
-
-    def resume(self, blocked: float = 0.0) -> None:
-        """The next segment begins, where compute is counted; ``blocked``: seconds that the call waited for a peer."""
-        if not self._counting:
-            return
-        self._running = True
-        self.synchronize()
-        self._mark = time.perf_counter()
-        self._begin(blocked)
-
-    def settle(self) -> None:
-        """Bring the wall clock up to the emulated one in mid-segment."""
-        if self._running:
-            self.pause()
-            self.resume()
-
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        """While this is open, compute is counted."""
-        with self._inside():
-            self._counting = True
-            self.resume()
-            try:
-                yield
-            finally:
-                self.pause()
-                self._counting = False
-
-    @contextlib.contextmanager
-    def work(self) -> Iterator[None]:
-        """What runs in here is a chip's work, not what its host does between two transfers: ranks that share a core do
-        it one after the other."""
-        self._working = True
-        self.settle()
-        try:
-            yield
-        finally:
-            self._working = False
-            self.settle()
-
-    def _begin(self, blocked: float) -> None:
-        pass
-
-    def _end(self) -> float:
-        self.synchronize()
-        return time.perf_counter() - self._mark
-
-    def _inside(self) -> AbstractContextManager[object]:
-        return contextlib.nullcontext()
-
-    def report(self) -> dict[str, float]:
-        """Figures about the emulation; empty for real chips."""
-        return {}
-
-
-class EmulatedClock(RealClock):
+class EmulatedClock(Clock):
     """Sleeps at the end of a segment until the emulated chip would be done.
 
-    ``soft``: a segment lasts its CPU seconds / speed, those of the core as it usually is where there is a yardstick.
-    With ``nominal`` (mode ``clock``): the nominal seconds of its operators / speed, which must exceed the CPU seconds;
-    ``report()["overrun"]`` says by which share they did not. There, a segment without an operator is the host's work
-    (Python between two communication calls): a slow chip does not slow it, so it takes the time that it takes, counts
-    as communication, and cannot overrun anything.
+    ``soft``: a segment lasts the CPU seconds of this thread in it / speed. With ``nominal`` (mode ``clock``): the
+    nominal seconds of its operators / speed, which must exceed the CPU seconds; ``report()["overrun"]`` says by which
+    share they did not. There, a segment without an operator is the host's work (Python between two communication
+    calls): a slow chip does not slow it, so it takes the time that it takes, counts as communication, and cannot
+    overrun anything.
 
     Args:
         speed: called at every segment; 1.0 = this machine's core (``soft``) or the nominal chip (``clock``).
         nominal: seconds per operator of the chip of speed 1; None for ``soft``.
-        turns: of the core, where ranks that share it must not interrupt each other's work. A message does not wait for
-            another rank's turn to end.
-        yardstick: for ``soft``, where the core may be faster at one time than at another.
+        core: held during :meth:`work`, where ranks that share a core must not interrupt each other's work. A message
+            does not wait for it.
         tell: called at the end of every step with emulated seconds so far, and of these overrun and late.
     """
 
@@ -129,24 +49,22 @@ class EmulatedClock(RealClock):
         self,
         speed: Callable[[], float],
         nominal: OperatorSeconds | None = None,
-        turns: Turns | None = None,
-        yardstick: Yardstick | None = None,
+        core: CoreLock | None = None,
         tell: Callable[[float, float, float], object] = lambda *_: None,
     ) -> None:
         super().__init__()
-        self.tell = tell
-        self.speed, self.nominal, self.turns, self.yardstick = speed, nominal, turns, yardstick
+        self.speed, self.nominal, self.core, self.tell = speed, nominal, core, tell
         self.overrun = self.late = self.host = 0.0
         self._cpu = self._lateness = self._due = 0.0
-        self._held: Turns | None = None
+        self._held: CoreLock | None = None
         _wake_precisely()
 
     def _end(self) -> float:
-        reading = self.yardstick.stop() if self.yardstick is not None else 0.0
-        cpu = time.thread_time() - self._cpu - reading
+        cpu = time.thread_time() - self._cpu
         if self._held is not None:
-            self._held.give()
-        seconds = self._nominal_seconds(cpu) / self.speed()
+            self._held.release()
+        # 0.0: no operator ran, so it was no chip's work
+        seconds = (cpu if self.nominal is None else self.nominal.take()) / self.speed()
         target = self._due + (seconds or cpu)
         if seconds == 0.0:
             self.host += cpu
@@ -157,25 +75,17 @@ class EmulatedClock(RealClock):
         self._lateness = time.perf_counter() - target
         return seconds
 
-    def _nominal_seconds(self, cpu: float) -> float:
-        """Of the segment that ends here, for the chip of speed 1; 0.0: it was no chip's work."""
-        if self.nominal is not None:
-            return self.nominal.take()
-        return cpu if self.yardstick is None else self.yardstick.usual_seconds(cpu)
-
-    def _begin(self, blocked: float) -> None:
+    def _begin(self, waited: float) -> None:
         # A little lateness (the sleep's own, another process on this core) is made up in the next segment, unless
         # the rank blocked for a peer meanwhile: then it is lost, and counted.
-        if blocked > BLOCKED:
+        if waited > BLOCKED:
             self.late += self._lateness
             self._lateness = 0.0
         self._due = self._mark - self._lateness
-        self._held = self.turns if self._working else None
+        self._held = self.core if self._working else None
         if self._held is not None:
-            self._held.take()
+            self._held.acquire()
         self._cpu = time.thread_time()
-        if self.yardstick is not None:
-            self.yardstick.start()
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:

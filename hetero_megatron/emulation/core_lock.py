@@ -15,44 +15,35 @@ from pathlib import Path
 from hetero_megatron.testbed.process import status
 
 PATIENCE = 0.5  # seconds between two looks whether the process that is waited for still runs
-LOOKS = 120  # then it is not waited for any more: who died before he wrote down that he has it is not on record
+LOOKS = 120  # then it is not waited for any more: one that died before it wrote its number down is not on record
 
 
-class Turns:
-    """The turns of one core: a rank takes one before it computes and gives it back before it sleeps.
-
-    Who waits longest stands in the door and has the next turn: a rank that gives its own back and wants another at once
-    comes after him, and after all who wait at the door by then, as far as the kernel wakes them in order.
+class CoreLock:
+    """A lock between the processes that share a core. Who waits longest gets it next, as far as the kernel wakes them
+    in order: a process that releases it and wants it again comes after those that wait.
 
     Args:
-        path: of the turn's FIFO; the door's is beside it.
+        path: of its FIFO; others lie beside it.
     """
 
     def __init__(self, path: Path) -> None:
-        self._turn, self._door = _Baton(path), _Baton(path.with_name(f"{path.name}-door"))
+        self._core, self._next = _Token(path), _Token(path.with_name(f"{path.name}-next"))
 
-    def __enter__(self) -> None:
-        self.take()
+    def acquire(self) -> None:
+        """Wait for it."""
+        self._next.take()
+        self._core.take()
+        self._next.give()
 
-    def __exit__(self, *_: object) -> None:
-        self.give()
-
-    def take(self) -> None:
-        """Wait for the turn."""
-        self._door.take()
-        self._turn.take()
-        self._door.give()
-
-    def give(self) -> None:
-        """Let another rank have it."""
-        self._turn.give()
+    def release(self) -> None:
+        self._core.give()
 
 
-class _Baton:
+class _Token:
     """What one process has at a time: one byte in a FIFO, and beside it the process that took it out last.
 
     However long that one keeps it, the others wait, unless it has died or is frozen: who finds that goes on with a
-    baton of his own, and batons of which there are too many are thrown away as they are given back. Where there is no
+    token of its own, and tokens of which there are too many are thrown away as they are given back. Where there is no
     /proc to ask, everybody counts as dead who keeps it for longer than ``PATIENCE``.
     """
 

@@ -1,39 +1,33 @@
 """The testbed as one rank sees it: what the file of HETERO_TESTBED says about its chip's speed and its links.
 
 ``hetero-megatron testbed run`` writes the file that HETERO_TESTBED names; ``clock``, ``soft`` and ``paced`` happen in
-the rank (here), ``quota`` and ``namespaces`` outside it.
+the rank (here), ``namespaces`` outside it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from hetero_megatron.comm.clock import EmulatedClock, OperatorSeconds, RealClock
-from hetero_megatron.comm.pacing import NodeLanes, Pacer
-from hetero_megatron.comm.pauses import Pauses
-from hetero_megatron.comm.turns import Turns
-from hetero_megatron.comm.yardstick import Yardstick
+from hetero_megatron.comm.hooks import Clock, Hooks, start_now
+from hetero_megatron.emulation.clock import EmulatedClock, OperatorSeconds
+from hetero_megatron.emulation.core_lock import CoreLock
+from hetero_megatron.emulation.pacing import NodeLanes, Pacer
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import read_json_object
 from hetero_megatron.launcher import TESTBED, LauncherEnvironment
-from hetero_megatron.testbed.quota import PERIOD_US
 from hetero_megatron.testbed.report import MEANING
-from hetero_megatron.testbed.state import CLOCK, CLOCKS, HERE, LOAD, PAUSES, READY, write_json
-from hetero_megatron.testbed.usual import Unit
+from hetero_megatron.testbed.state import CLOCK, CLOCKS, LOAD, READY
 
-MEET_SECONDS = 10.0  # that a rank waits for the others as a quota begins
 FAULTS_EVERY = 1.0  # seconds between two looks at the control file
 
 
 class Emulation:
-    """Clock and pacer of one rank; without a testbed, a real clock and no pacer.
+    """Clock and pacer of one rank; without a testbed, a clock of the chip at hand and no pacer.
 
     Attributes:
         chips, links: the modes, as reported; ``none`` where nothing is emulated.
@@ -54,21 +48,21 @@ class Emulation:
         self._control = Path(described["control"]) if described.get("control") else None
         self._looked, self._faults = 0.0, {}  # type: float, dict[str, Any]
         self._cores = list(described.get("cores", ()))
-        self._usual = described.get("usual")
         self._node_of = list(described.get("node_of", ()))
         self.clock, self.pacer = self._make_clock(), self._make_pacer(described.get("pace"))
 
     @staticmethod
-    def of(launcher: LauncherEnvironment, rank: int, timeout: float | None = None) -> Emulation:
+    def of(launcher: LauncherEnvironment, position: int | None = None, timeout: float | None = None) -> Emulation:
         """What the testbed that launched this process says; without one nothing is emulated.
 
         Args:
-            rank: in the plan.
+            position: rank in the plan, as ``start_comm`` is told; None: the launcher's.
             timeout: seconds that a message may wait for an emulated link.
 
         Raises:
             UserError: the file is not one that a testbed wrote.
         """
+        rank = launcher.rank if position is None else position
         file, directory = launcher.testbed, launcher.testbed_directory
         if file is None:
             return Emulation(rank)
@@ -79,33 +73,15 @@ class Emulation:
             problem = f"does not describe a testbed with a rank {rank} ({type(error).__name__})"
             raise UserError(problem, field=TESTBED, value=file, accepted="as the testbed sets it") from None
 
+    def hooks(self) -> Hooks:
+        """For ``start_comm``."""
+        submit = start_now if self.pacer is None else self.pacer.submit
+        return Hooks(self.clock, submit, self.on_other_cores, self.cut_ranks)
+
     def started(self) -> None:
-        """Start-up is over. A quota begins now; for some seconds all ranks measure what its pauses cost."""
-        if self.directory is None:
-            return
-        if self.chips != "quota":
-            self._file(READY).touch()
-            return
-        pauses, turns = Pauses(), self._make_turns()
-        present = self._meet(HERE, range(len(self._cores)))
-        with turns or contextlib.nullcontext():
-            alone = pauses.alone()
-        every = self._meet(READY, present, alone)
-        write_json(self._file(PAUSES), pauses.cost(median(every.values()), PERIOD_US / 1e6))
-
-    def _meet(self, sign: str, ranks: Collection[int], value: float = 0.0) -> dict[int, float]:
-        """Give a value and wait for the others'; not forever, since some may have no work. Returns those that came."""
-        write_json(self._file(sign), value)
-        end = time.monotonic() + MEET_SECONDS
-        while True:
-            present = [rank for rank in ranks if self._file(sign, rank).exists()]
-            if len(present) == len(ranks) or time.monotonic() > end:
-                return {rank: float(self._file(sign, rank).read_text(encoding="utf-8")) for rank in present}
-            time.sleep(0.01)
-
-    def _file(self, name: str, rank: int | None = None) -> Path:
-        assert self.directory is not None
-        return self.directory / name.format(self.rank if rank is None else rank)
+        """Tell the launcher that start-up is over, and what follows is emulated."""
+        if self.directory is not None:
+            (self.directory / READY.format(self.rank)).touch()
 
     @contextlib.contextmanager
     def on_other_cores(self) -> Iterator[None]:
@@ -134,18 +110,17 @@ class Emulation:
         if self.chips == self.links == "none":
             return {}
         load = self.directory / LOAD if self.directory is not None else None
-        seen = json.loads(load.read_text(encoding="utf-8")) if load is not None and load.exists() else {}
+        seen = read_json_object(load) if load is not None and load.exists() else {}
         return {"chips": self.chips, "links": self.links, **seen}
 
-    def _make_clock(self) -> RealClock:
-        if self.chips not in ("clock", "soft"):
-            return RealClock()
-        tell = self._make_tell()
+    def _make_clock(self) -> Clock:
+        if self.chips == "none":
+            return Clock()
         if self.chips == "clock":
-            return EmulatedClock(self._speed_now, OperatorSeconds(), tell=tell)
-        shared = self.directory / f"yardstick-{self._cores[self.rank]}" if self.directory and self._cores else None
-        yardstick = Yardstick(Unit(*self._usual), shared) if self._usual else None
-        return EmulatedClock(self._speed_now, turns=self._make_turns(), yardstick=yardstick, tell=tell)
+            return EmulatedClock(self._speed_now, OperatorSeconds(), tell=self._make_tell())
+        if self.chips != "soft":
+            raise ValueError(self.chips)
+        return EmulatedClock(self._speed_now, core=self._make_core_lock(), tell=self._make_tell())
 
     def _make_tell(self) -> Callable[[float, float, float], object]:
         """Writes the clock's figures where the launcher reads them, also of a rank that dies later."""
@@ -154,11 +129,11 @@ class Emulation:
         file = os.open(self.directory / CLOCKS, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         return lambda *seconds: os.pwrite(file, CLOCK.pack(*seconds), self.rank * CLOCK.size)
 
-    def _make_turns(self) -> Turns | None:
+    def _make_core_lock(self) -> CoreLock | None:
         core = self._cores[self.rank] if self._cores else -1
         if self.directory is None or self._cores.count(core) < 2:
             return None
-        return Turns(self.directory / f"turn-{core}")
+        return CoreLock(self.directory / f"core-{core}")
 
     def _make_pacer(self, pace: Mapping[str, Any] | None) -> Pacer | None:
         if self.links != "paced" or pace is None:
@@ -179,7 +154,7 @@ class Emulation:
         outward = [rate for peer, rate in rates.items() if self._node_of[peer] != node]
         return NodeLanes(self.directory / f"lanes-{node}", node, self._node_of, max(outward)) if outward else None
 
-    def cut_off(self) -> frozenset[int]:
+    def cut_ranks(self) -> frozenset[int]:
         """Ranks that a cut link of the testbed's (``paced``) keeps from this one now."""
         if self.pacer is None:
             return frozenset()
@@ -194,5 +169,5 @@ class Emulation:
         if self._control is not None and now - self._looked > FAULTS_EVERY:
             self._looked = now
             if self._control.exists():
-                self._faults = json.loads(self._control.read_text(encoding="utf-8") or "{}")
+                self._faults = read_json_object(self._control)
         return self._faults.get(key, default)

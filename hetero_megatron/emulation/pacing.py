@@ -18,6 +18,8 @@ from pathlib import Path
 from struct import Struct
 from typing import Any
 
+from hetero_megatron.comm.hooks import Work
+
 MENDED_EVERY = 0.2  # seconds between two looks whether a cut link is mended
 
 
@@ -125,9 +127,9 @@ class Pacer:
         threading.Thread(target=self._run, daemon=True, name="pacer").start()
 
     def submit(
-        self, sizes: Mapping[int, int], start: Callable[[], Any], group: tuple[int, ...] = ()
-    ) -> PacedWork | None:
-        """Have ``start`` called when all messages (bytes by peer) are through; None: nothing is paced, call it now."""
+        self, start: Callable[[], Work | None], sizes: Mapping[int, int], group: tuple[int, ...] = ()
+    ) -> Work | None:
+        """``start`` is called when all messages (bytes by peer) are through: now, where none is paced."""
         rates, now = self.rate(), time.perf_counter()
         due = self._group_free.get(group, 0.0) if group else 0.0
         paced = due > now
@@ -142,7 +144,7 @@ class Pacer:
                 free = max(free, self.shared.book(now, peer, size, seconds))
             due = max(due, free + self.latency.get(peer, 0.0))
         if not paced:
-            return None
+            return start()
         if group:
             self._group_free[group] = due
         future: Future[Any] = Future()
