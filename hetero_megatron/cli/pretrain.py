@@ -130,7 +130,7 @@ def refuse_over_memory(config: RunConfig, memory: Mapping[int, MemoryBytes], not
 
 def _over_memory(config: RunConfig, memory: Mapping[int, MemoryBytes]) -> UserError | None:
     from hetero_megatron.cluster import format_bytes
-    from hetero_megatron.plan import rank_ranges
+    from hetero_megatron.words import rank_ranges
 
     assert config.cluster is not None
     over: dict[str, dict[int, int]] = {}

@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.platform import Accelerator
+from hetero_megatron.platform import Accelerator, Platform
+
+
+class TorchDevice(Accelerator):
+    """A device that torch knows and no plugin."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type  # type: ignore[misc]
 
 
 class DeviceCopies:
@@ -37,3 +44,10 @@ class DeviceCopies:
             event = self._accelerator.event()
             event.record(stream)
         return event
+
+
+def copies_of(platform: Platform) -> DeviceCopies | None:
+    """None: the platform computes in host memory."""
+    if platform.device.type == "cpu":
+        return None
+    return DeviceCopies(platform.accelerator or TorchDevice(platform.device.type), platform.device)

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.comm.comm import Comm, Group, Handle
+from hetero_megatron.comm.comm import Comm
+from hetero_megatron.comm.group import Group
+from hetero_megatron.comm.handle import Handle
 from hetero_megatron.comm.values import decode, encode
 
 

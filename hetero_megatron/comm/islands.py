@@ -95,6 +95,10 @@ class Islands:
         """Number of the island that a rank is in."""
         return self._of[rank]
 
+    def uses_gloo(self, island: int) -> bool:
+        """Whether the library of an island is gloo, which the whole job is joined by."""
+        return self.endpoints[self.members[island][0]].library == "gloo"
+
     def crossed(self, ranks: Iterable[int]) -> bool:
         """Whether ``ranks`` are in more than one island."""
         return len({self._of[rank] for rank in ranks}) > 1

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from hetero_megatron.comm.comm import Comm
+from hetero_megatron.comm.device_copies import copies_of
+from hetero_megatron.comm.group import Group
 from hetero_megatron.comm.hooks import Hooks
+from hetero_megatron.comm.islands import AUTO, Endpoint, Islands
 from hetero_megatron.comm.meeting import Meeting
 from hetero_megatron.comm.reach import Reach, listen
 from hetero_megatron.errors import UserError
@@ -26,6 +30,7 @@ def start_comm(
     position: int | None = None,
     launcher: LauncherEnvironment | None = None,
     hooks: Hooks | None = None,
+    transport: str = AUTO,
 ) -> Comm:
     """Join the job that a launcher's environment describes (RANK, WORLD_SIZE, …), or be alone without it.
 
@@ -35,6 +40,7 @@ def start_comm(
             and does after a restart.
         launcher: None: this process's environment.
         hooks: None: nothing is emulated.
+        transport: ``auto``, or ``bridge``: between islands nothing else is used.
 
     Raises:
         UserError: two processes claim one position, or the launcher cannot renumber ranks.
@@ -59,13 +65,16 @@ def start_comm(
         store, members = meeting.join(beacon.address if beacon is not None else None)
         try:
             with hooks.on_other_cores():
-                dist.init_process_group(platform.backend, timeout=timeout, store=store, rank=rank, world_size=total)
+                dist.init_process_group("gloo", timeout=timeout, store=store, rank=rank, world_size=total)
         except RuntimeError as error:
             raise meeting.failed(error) from error
         reach = Reach(rank, [member.address for member in members], beacon, hooks.cut_ranks)
     comm = Comm(rank, platform.device, timeout, hooks, reach, launcher)
-    if total > 1 and platform.device.type != "cpu":
-        comm.open_ways()
+    if total > 1:
+        everyone = Group(comm, tuple(range(total)), dist.group.WORLD)
+        mine = Endpoint.of(platform, torch.__version__, transport)
+        islands = Islands(everyone.gather_objects(mine, Endpoint))
+        comm.open_ways(islands, copies_of(platform))
     return comm
 
 

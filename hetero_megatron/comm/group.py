@@ -1,0 +1,181 @@
+"""Ranks that exchange data together, by the library of their island or over the bridge."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hetero_megatron.comm.bridge import Bridge
+from hetero_megatron.comm.handle import Handle, Works
+from hetero_megatron.comm.values import MAX_BYTES, decode, encode
+from hetero_megatron.errors import UserError
+from hetero_megatron.words import plural
+
+if TYPE_CHECKING:
+    from hetero_megatron.comm.comm import Comm
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that exchange data together, in any order; ``index`` is this rank's place among them.
+
+    torch numbers the members of its groups by ascending rank. Where a call has an entry per member (``exchange``,
+    ``gather_vectors``), entries are in the order of ``ranks``, at no cost. A flat buffer would have to be copied for
+    it, so ``all_to_all`` is for groups in ascending order, as is ``gather_objects``.
+
+    A group whose members are in several islands, which no library reaches together, has a ``_bridge``: then whatever
+    is exchanged goes as messages over it, and ``_handle`` is of gloo.
+    """
+
+    comm: Comm
+    ranks: tuple[int, ...]
+    _handle: dist.ProcessGroup | None
+    _bridge: Bridge | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def index(self) -> int:
+        return self.ranks.index(self.comm.rank)
+
+    def _ascending(self, by_member: Sequence[T]) -> list[T]:
+        """One entry per member, in torch's order of the members."""
+        return [entry for _, entry in sorted(zip(self.ranks, by_member, strict=True), key=lambda pair: pair[0])]
+
+    def all_to_all(
+        self,
+        send: torch.Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        into: torch.Tensor | None = None,
+    ) -> Handle:
+        """Ragged exchange of a flat buffer; the group's ranks ascend.
+
+        Args:
+            send: [sum(send_counts)], parts for the members in group order, contiguous.
+            send_counts, recv_counts: elements per member; zeros are fine. The own part goes through the buffer too.
+            into: what comes is written here, [sum(recv_counts)], contiguous; None: into new memory.
+
+        Returns:
+            A handle whose result is [sum(recv_counts)], parts in group order.
+        """
+        if self._handle is None:
+            return Handle(self.comm, None, send, ())
+        assert list(self.ranks) == sorted(self.ranks), f"parts of a flat buffer are in ascending order: {self.ranks}"
+        self.count(send, send_counts)
+        recv = send.new_empty(sum(recv_counts)) if into is None else into
+        sizes = {r: n * send.element_size() for r, n in zip(self.ranks, send_counts) if r != self.comm.rank}
+
+        def start() -> dist.Work | Works:
+            if self._bridge is not None:
+                gives, takes = send.split(list(send_counts)), recv.split(list(recv_counts))
+                takes[self.index].copy_(gives[self.index])
+                return self._messages(gives, takes)
+            return dist.all_to_all_single(
+                recv, send, list(recv_counts), list(send_counts), group=self._handle, async_op=True
+            )
+
+        work = self.comm.start(self._others(), start, sizes, self.ranks)
+        return Handle(self.comm, work, recv, self._others(), send, collective=True)
+
+    def exchange(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> Handle:
+        """Send part i to member i and receive member i's part into ``receive[i]``, nothing being packed.
+
+        Parts are contiguous; this rank's own are not looked at. Host memory goes as single messages, which over gloo
+        take half the time of its all-to-all (benchmarks/bench_tp.py); devices do it in one launch.
+        """
+        if self._handle is None:
+            return Handle(self.comm, None, None, ())
+        self.count(send[0], [x.numel() for x in send])
+        sizes = {r: x.nbytes for r, x in zip(self.ranks, send, strict=True) if r != self.comm.rank}
+        messages = self._bridge is not None or self.comm.device.type == "cpu"
+        start = self._messages if messages else self._one_launch
+        work = self.comm.start(self._others(), lambda: start(send, receive), sizes, tuple(sorted(self.ranks)))
+        return Handle(self.comm, work, None, self._others(), send, collective=True)
+
+    def _messages(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> Works:
+        peers = [(i, rank) for i, rank in enumerate(self.ranks) if rank != self.comm.rank]
+        if self._bridge is not None:
+            arriving = [w for i, rank in peers for w in self._bridge.irecv(receive[i], rank)]
+            return Works(arriving + [w for i, rank in peers for w in self._bridge.isend(send[i], rank)])
+        works = [dist.irecv(receive[i], rank, self._handle) for i, rank in peers if receive[i].numel()]
+        works += [dist.isend(send[i], rank, self._handle) for i, rank in peers if send[i].numel()]
+        return Works([work for work in works if work is not None])
+
+    def _one_launch(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> dist.Work | None:
+        own = send[self.index].new_empty(0)
+        gives = self._ascending([own if i == self.index else x for i, x in enumerate(send)])
+        takes = self._ascending([own if i == self.index else x for i, x in enumerate(receive)])
+        return dist.all_to_all(takes, gives, group=self._handle, async_op=True)  # type: ignore[no-any-return]
+
+    def count(self, send: torch.Tensor, send_counts: Sequence[int]) -> None:
+        """Book the bytes that go to each other member."""
+        for peer, count in zip(self.ranks, send_counts, strict=True):
+            if peer != self.comm.rank:
+                self.comm.sent_bytes[peer] += count * send.element_size()
+
+    def gather_vectors(self, vector: torch.Tensor) -> torch.Tensor:
+        """[n] from every member -> [members, n], same on all; for a few numbers per step."""
+        if self._handle is None:
+            return vector[None]
+        mine = vector if self._bridge is None else vector.cpu()
+        out = [torch.empty_like(mine) for _ in self.ranks]
+        sizes = dict.fromkeys(self._others(), vector.numel() * vector.element_size())
+        work = self.comm.start(
+            self._others(),
+            lambda: dist.all_gather(self._ascending(out), mine, group=self._handle, async_op=True),
+            sizes,
+            tuple(sorted(self.ranks)),
+        )
+        Handle(self.comm, work, None, self._others(), collective=True).wait()
+        return torch.stack(out).to(vector.device)
+
+    def gather_objects(self, value: object, kind: Any = Any) -> list[Any]:
+        """A value from every member, in group order; for agreement at start-up and reports only.
+
+        Args:
+            kind: of the value; see :mod:`~hetero_megatron.comm.values`.
+
+        Raises:
+            UserError: a member sent something else.
+        """
+        data = encode(value)
+        every = [data] if self._handle is None else self._gather_bytes(data)
+        return [decode(text, kind, f"rank {rank}") for rank, text in zip(self.ranks, every, strict=True)]
+
+    def _gather_bytes(self, data: bytes) -> list[bytes]:
+        """First the lengths, then the bytes, padded to the longest. Not paced: this is no part of a step."""
+        on_host = "cpu:" in dist.get_backend_config(self._handle)
+        device = torch.device("cpu") if on_host else self.comm.device
+        length = torch.tensor([len(data)], dtype=torch.int64, device=device)
+        lengths = self._gather_now(length).flatten().tolist()
+        for rank, size in zip(self.ranks, lengths, strict=True):
+            if not 0 <= size <= MAX_BYTES:
+                problem = f"rank {rank} announced a value of {plural(size, 'byte')}"
+                raise UserError(problem, accepted=f"at most {MAX_BYTES:,}")
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = self._gather_now(padded).cpu().numpy()
+        return [row[:size].tobytes() for row, size in zip(rows, lengths, strict=True)]
+
+    def _gather_now(self, mine: torch.Tensor) -> torch.Tensor:
+        """[n] from every member -> [members, n]."""
+        out = [torch.empty_like(mine) for _ in self.ranks]
+        start = time.perf_counter()
+        try:
+            dist.all_gather(out, mine, group=self._handle)
+        except RuntimeError as error:
+            raise self.comm.failure(self._others(), time.perf_counter() - start, error) from error
+        return torch.stack(out)
+
+    def _others(self) -> tuple[int, ...]:
+        return tuple(r for r in self.ranks if r != self.comm.rank)

@@ -1,0 +1,79 @@
+"""Transfers under way, and the time that a rank was blocked in them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from hetero_megatron.comm.hooks import Work
+
+if TYPE_CHECKING:
+    from hetero_megatron.comm.comm import Comm
+
+
+class Works:
+    """Several transfers waited for as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class Handle:
+    """A transfer under way. ``wait`` returns the received tensor (None for a send)."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        work: Work | None,
+        result: torch.Tensor | None,
+        peers: tuple[int, ...],
+        keep: object = None,
+        collective: bool = False,
+    ) -> None:
+        self._comm, self._work, self._result, self._peers = comm, work, result, peers
+        self._keep, self._collective = keep, collective  # what is being sent must live until then
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return at once; never raises."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> torch.Tensor | None:
+        if self._work is not None:
+            self._comm.clock.pause()
+            start = time.perf_counter()
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise self._comm.failure(self._peers, time.perf_counter() - start, error) from error
+            seconds = time.perf_counter() - start
+            self._comm.seconds.add(seconds, self._collective)
+            self._comm.clock.resume(seconds)
+            self._work = None
+        self._keep = None
+        return self._result
+
+
+@dataclass
+class WaitSeconds:
+    """Seconds blocked so far: in point-to-point transfers (pipeline neighbours) and in collectives."""
+
+    neighbours: float = 0.0
+    collectives: float = 0.0
+
+    def add(self, seconds: float, collective: bool) -> None:
+        if collective:
+            self.collectives += seconds
+        else:
+            self.neighbours += seconds
