@@ -182,4 +182,4 @@ def build_distributed(args: Arguments) -> DistributedConfig:
     minutes = args["distributed_timeout_minutes"]
     if not minutes > 0:
         raise flag_error("distributed_timeout_minutes", minutes, "out of range", "a number > 0")
-    return DistributedConfig(args["distributed_backend"], minutes)
+    return DistributedConfig(args["distributed_backend"], minutes, args["transport"])

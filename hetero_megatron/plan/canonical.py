@@ -161,6 +161,7 @@ class Plan:
     schedule: str
     pipelines: tuple[Pipeline, ...]
     islands: tuple[tuple[int, ...], ...] = ()
+    allow_bridge: bool = field(default=False, compare=False)  # TP and context groups may cross backend islands
     made_for: MadeFor | None = field(default=None, compare=False)  # no part of its meaning, nor of the fingerprint
     _cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False, hash=False)
 

@@ -35,6 +35,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "global_batch_size": plan.global_batch_size,
         "schedule": plan.schedule,
         **({"islands": [rank_ranges(ranks) for ranks in plan.islands]} if plan.islands else {}),
+        **({"allow_bridge": True} if plan.allow_bridge else {}),
         **({"made_for": plan.made_for.plain()} if plan.made_for is not None else {}),
         "pipelines": pipelines,
     }

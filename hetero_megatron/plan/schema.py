@@ -54,7 +54,9 @@ if TYPE_CHECKING:
     from hetero_megatron.spec import ModelSpec
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "adaptive")
-PLAN_KEYS = ("version", "seq_length", "global_batch_size", "schedule", "islands", "made_for", "pipelines")
+PLAN_KEYS = (
+    "version", "seq_length", "global_batch_size", "schedule", "islands", "allow_bridge", "made_for", "pipelines",
+)  # fmt: skip
 PIPELINE_KEYS = ("micro_batch_size", "num_micro_batches", "repeat", "stages")
 STAGE_KEYS = (
     "ranks", "layers", "tp", "tp_split", "dp_split", "context", "embed", "head",
@@ -157,6 +159,7 @@ def expand(document: Entry, num_heads: int) -> tuple[Plan, Source]:
         schedule=keys["schedule"].choice(SCHEDULES) if "schedule" in keys else "1f1b",
         pipelines=tuple(pipelines),
         islands=_islands(keys["islands"]) if "islands" in keys else (),
+        allow_bridge=keys["allow_bridge"].flag() if "allow_bridge" in keys else False,
         made_for=read_made_for(keys["made_for"]) if "made_for" in keys else None,
     )
     return plan, Source(document.file, dict(document.lines()), tuple(origin))

@@ -134,10 +134,12 @@ class FailureConfig:
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    """``backend``: of torch.distributed (None: the device's own); ``timeout_minutes``: how long a rank waits."""
+    """``backend``: of torch.distributed (None: the device's own); ``timeout_minutes``: how long a rank waits;
+    ``transport``: between chips of unlike vendors, see :mod:`~hetero_megatron.comm.islands`."""
 
     backend: str | None = None
     timeout_minutes: float = 10.0
+    transport: str = "auto"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from hetero_megatron.training.config import OptimizerConfig, RunConfig
 from hetero_megatron.training.diagnosis import say_joined
 from hetero_megatron.training.exit import INTERRUPTED, ExitConditions
 from hetero_megatron.training.failure import StepGuard
+from hetero_megatron.training.islands import describe_islands, plan_for
 from hetero_megatron.training.kernels import agree_on_kernels, rank_kernels
 from hetero_megatron.training.report import Reporter
 from hetero_megatron.training.runtime import Runtime
@@ -77,7 +79,7 @@ def train(config: RunConfig, launcher: LauncherEnvironment | None = None) -> int
     place = position(config.cluster, launcher)
     timeout = 60 * config.distributed.timeout_minutes
     emulation = Emulation.of(launcher, place, timeout)
-    comm = start_comm(platform, timeout, place, launcher, emulation.hooks())
+    comm = start_comm(platform, timeout, place, launcher, emulation.hooks(), config.distributed.transport)
     say_joined(comm.rank, launcher.diagnoses)
     code, everyone = 0, tuple(range(world))
     try:
@@ -85,10 +87,13 @@ def train(config: RunConfig, launcher: LauncherEnvironment | None = None) -> int
         check_agreement(comm.group(everyone), run_facts(config))  # before anything that depends on options
         if comm.rank == 0:
             announce(config, world, platform, plugins, emulation.describe())
+            for line in describe_islands(comm.islands):
+                print(line, flush=True)
             if launcher.started_by:
                 print(f"ranks: the tasks that {launcher.started_by} started, by their numbers", flush=True)
             if notice := open_to_others(launcher):
                 print(notice_line(notice), flush=True)
+        config = replace(config, plan=plan_for(config.plan, comm.islands))
         # All at once, on idle ranks too (torch wants every rank to take part): a refusal then leaves nobody waiting.
         comm.create_groups(plan_groups(config.plan, make_buckets(config.plan, config.spec)))
         comm.background_group(config.plan.ranks, WRITE_TIMEOUT)

@@ -122,6 +122,14 @@ FLAGS = (
         "backend of torch.distributed; gloo keeps to the CPU",
         differs="nccl in Megatron; here the one that torch names for the device",
     ),
+    value(
+        "--transport",
+        str,
+        "auto",
+        "between chips of unlike vendors: a backend that reaches both, where their plugins name one, else the bridge "
+        "through host memory; bridge: that in any case",
+        choices=("auto", "bridge"),
+    ),
     value("--distributed-timeout-minutes", float, 10.0, "how long a rank waits for another before the job ends",
           most=1e6),
     switch("--use-tp-pp-dp-mapping", "number the ranks through pipeline before data parallelism"),
@@ -207,8 +215,8 @@ HETERO = (
     refused("--expert-tensor-parallel-size-per-process-mesh", _EXPERTS, nargs="+"),
     refused(
         "--hetero-use-cpu-communication",
-        "transports between chips of unlike vendors are not built yet",
-        "--distributed-backend gloo, which also computes on the CPU",
+        "chips of unlike vendors exchange tensors over the bridge through host memory by themselves",
+        "--transport bridge, which rules out other ways",
     ),
     notice("--use-partial-reduce-for-shared-embedding", "tied weights are reduced over whatever holders there are"),
     value("--recompute-granularity-per-stage-micro-batch", rows, None, "FlagScale's run-length lists, as JSON",
