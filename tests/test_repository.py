@@ -214,10 +214,12 @@ def test_no_string_names_a_module_of_another_layer() -> None:
     found = []
     for path in package.rglob("*.py"):
         own = path.relative_to(package).parts[0]
+        if own == "cli":
+            continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
-                named = {name for name in re.findall(r"\bhetero_megatron\.(\w+)", node.value) if (package / name).is_dir()}
-                found += [(path, node.lineno, name) for name in named - {own} if own != "cli"]
+                named = set(re.findall(r"\bhetero_megatron\.(\w+)", node.value)) - {own}
+                found += [(path, node.lineno, name) for name in named if (package / name).is_dir()]
     assert not found
