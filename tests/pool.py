@@ -17,7 +17,7 @@ from typing import Any
 
 RANKS = 8
 COMM_TIMEOUT = float(os.environ.get("POOL_COMM_TIMEOUT", "20"))
-JOB_TIMEOUT = float(os.environ.get("POOL_TIMEOUT", "60"))  # a busy machine takes longer to start torch 8 times
+JOB_TIMEOUT = float(os.environ.get("POOL_TIMEOUT", "240"))  # a busy machine takes longer to start torch 8 times
 
 
 def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:

@@ -403,6 +403,7 @@ def test_a_calibration_gives_what_the_clock_says() -> None:
     assert layer["small", 1, 2] == pytest.approx([2 * s for s in layer["big", 1, 2]], rel=0.02)
     assert set(slow) == {(5,)} and slow[5,] == pytest.approx(2.0, rel=0.1)
     big, small = (rates["chips"][chip]["fp32"] for chip in ("big", "small"))
+    assert big["spread"] == small["spread"] == pytest.approx(0.0, abs=1e-3)  # nominal seconds do not vary
     for name in ("pack_beta", "add_beta", "unpack_beta"):  # of which the straggler measured a half
         assert small[name] == pytest.approx(2 * big[name], rel=0.1)
     cluster = cluster_from_dict({**CLUSTER, "rates": rates})

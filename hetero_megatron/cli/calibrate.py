@@ -25,7 +25,7 @@ from hetero_megatron.cluster.cluster import Rank
 from hetero_megatron.cluster.rates_section import merge_rates, read_rates, write_rates
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import read_json_object
-from hetero_megatron.launcher import TESTBED, read_launcher
+from hetero_megatron.launcher import TESTBED, LauncherEnvironment, read_launcher
 from hetero_megatron.planner.rates import refuse_twice
 from hetero_megatron.training.exit import import_torch
 from hetero_megatron.words import dtype_name, plural
@@ -176,6 +176,18 @@ def _known_fixed(cluster: Cluster, dtype: str, length: int) -> dict[str, tuple[f
     return found
 
 
+def _launcher(cluster: Cluster) -> LauncherEnvironment:
+    """This process's environment, of a job with a rank for each chip."""
+    launcher = read_launcher()
+    if launcher.world_size != cluster.world_size:
+        raise UserError(
+            f"the cluster has {plural(cluster.world_size, 'chip')}, one per rank", field="WORLD_SIZE",
+            value=launcher.world_size,
+            accepted=f"{plural(cluster.world_size, 'rank')} (torchrun, or hetero-megatron testbed run)",
+        )  # fmt: skip
+    return launcher
+
+
 def _measure(
     cluster: Cluster, options: argparse.Namespace, out: str
 ) -> tuple[dict[str, Any], str, bool, Rank | None]:
@@ -195,13 +207,7 @@ def _measure(
     if options.steps < 1:
         raise UserError("too small", field="--steps", value=options.steps, accepted="an integer >= 1")
     spec = load_model(options.model)
-    launcher = read_launcher()
-    world = launcher.world_size
-    if world != cluster.world_size:
-        raise UserError(
-            f"the cluster has {plural(cluster.world_size, 'chip')}, one per rank", field="WORLD_SIZE", value=world,
-            accepted=f"{plural(cluster.world_size, 'rank')} (torchrun, or hetero-megatron testbed run)",
-        )  # fmt: skip
+    launcher = _launcher(cluster)
     plugins = load_plugins()
     platform = choose_platform(plugins.platforms.values(), None, None, launcher.device_index)
     tp = _numbers(options.tp, "--tp") if options.tp else degrees(cluster, spec)

@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from struct import Struct
-from typing import Any
 
 from hetero_megatron.comm.hooks import Work
 
@@ -30,11 +29,14 @@ class PacedWork:
         timeout: seconds for the link; None: for ever.
     """
 
-    def __init__(self, started: Future[Any], timeout: float | None = None) -> None:
+    def __init__(self, started: Future[Work | None], timeout: float | None = None) -> None:
         self._started, self._timeout = started, timeout
 
     def is_completed(self) -> bool:
-        return self._started.done() and (self._started.exception() is not None or self._started.result().is_completed())
+        if not self._started.done():
+            return False
+        work = None if self._started.exception() is not None else self._started.result()
+        return work is None or work.is_completed()
 
     def wait(self) -> None:
         """Raises RuntimeError when the link did not carry it in time, or the transfer failed."""
@@ -42,15 +44,16 @@ class PacedWork:
             work = self._started.result(self._timeout)
         except TimeoutError:
             raise RuntimeError(f"timed out after {self._timeout:g} s: the emulated link carries nothing") from None
-        work.wait()
+        if work is not None:
+            work.wait()
 
 
 @dataclass(order=True)
 class _Message:
     due: float
     number: int
-    start: Callable[[], Any] = field(compare=False)
-    future: Future[Any] = field(compare=False)
+    start: Callable[[], Work | None] = field(compare=False)
+    future: Future[Work | None] = field(compare=False)
     peers: frozenset[int] = field(compare=False)
     group: tuple[int, ...] = field(compare=False)
 
@@ -147,7 +150,7 @@ class Pacer:
             return start()
         if group:
             self._group_free[group] = due
-        future: Future[Any] = Future()
+        future: Future[Work | None] = Future()
         peers = frozenset(peer for peer, size in sizes.items() if size)
         with self._wake:
             heapq.heappush(self._queue, _Message(due, next(self._numbers), start, future, peers, group))

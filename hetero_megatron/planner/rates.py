@@ -26,6 +26,7 @@ name; not both)::
             exchange_seconds: 0.0                     # fixed host seconds of packing or unpacking one bucket
             accumulate_beta: 0.0                      # s per byte of weights: what the first backward of a step saves
             jitter: 0.0                               # of t seconds of compute the standard deviation is jitter x t^0.5
+            spread: 0.0                               # (largest - smallest) / median of an action when it was measured
             overhead_bytes: 0                         # memory that the framework takes before any tensor
             layers: [[fingerprint, tp, micro_batch_size, seq_length, forward s, backward s], …]
             embed: / head:                            # rows like layers; head is final norm, output matrix and loss
@@ -83,7 +84,7 @@ ROWS = {"gemm": 4, "attention": 5, "layers": 6, "embed": 6, "head": 6, "optimize
 NUMBERS = (
     "gemm_flops", "gemm_half", "attention_flops", "bytes_per_second", "layer_seconds", "action_seconds",
     "message_seconds", "step_seconds", "overhead_bytes", "score_seconds", "layer_backward_seconds", "pack_beta",
-    "add_beta", "unpack_beta", "exchange_seconds", "accumulate_beta", "jitter",
+    "add_beta", "unpack_beta", "exchange_seconds", "accumulate_beta", "jitter", "spread",
 )  # fmt: skip
 
 Row = tuple[float, ...]
@@ -134,6 +135,7 @@ class ChipRates:
     exchange_seconds: float = 0.0
     accumulate_beta: float = 0.0
     jitter: float = 0.0
+    spread: float = 0.0  # for readers of the file: how far the other rates can be believed
 
     @property
     def pack(self) -> float:

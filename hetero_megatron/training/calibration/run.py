@@ -259,6 +259,7 @@ def _document(found: Calibration, cluster: Cluster, spec: ModelSpec, options: Ca
         rows["step_seconds"] = _digits(found.step_seconds[chip])
         rows["accumulate_beta"] = _digits(found.saved[chip])
         rows["jitter"] = _digits(found.jitter[chip])
+        rows["spread"] = _digits(max(s for (c, _, _), s in found.spreads.items() if c == chip))
         if chip in found.exchange:
             names = ("pack_beta", "add_beta", "unpack_beta", "exchange_seconds")
             rows |= {key: _digits(value) for key, value in zip(names, found.exchange[chip])}
