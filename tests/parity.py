@@ -16,6 +16,7 @@ from hetero_megatron.layout import Box
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.spec import LogicalTensor, ModelSpec
+from hetero_megatron.training.islands import plan_for
 from hetero_megatron.training.runtime import Runtime
 from tests.hf_reference import hf_grads, hf_loss_sum, hf_to_logical, make_hf
 from tests.random_plans import random_model, random_plan
@@ -135,7 +136,7 @@ def reference(case: Case, dtype: torch.dtype) -> tuple[Outcome, ModelSpec, dict[
 
 def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[str, np.ndarray]) -> dict[str, Any]:
     """One rank of the runtime; returns what it saw, with the box of every array."""
-
+    plan = plan_for(plan, comm.islands)
     if comm.rank not in plan.ranks:
         comm.create_groups(plan_groups(plan, make_buckets(plan, spec)))
         return {}
@@ -154,7 +155,7 @@ def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[
         grads.clear()
         for exchange, tensors in zip(runtime.sync.exchanges, per, strict=True):
             for piece, tensor in zip(exchange.pieces, tensors, strict=True):
-                grads.append((piece.name, piece.box, (tensor * coefficient).numpy()))
+                grads.append((piece.name, piece.box, (tensor * coefficient).cpu().numpy()))
         step(per, coefficient)
 
     runtime.optimizer.step = recording_step  # type: ignore[method-assign]
@@ -163,7 +164,7 @@ def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[
         runtime.train_step(data.fetch, i * batch, batch, case.lr, case.weight_decay, case.clip_grad)
         for i in range(STEPS)
     ]
-    weights = [(n, runtime.boxes[n], p.detach().double().numpy().copy()) for n, p in runtime.sync.params.items()]
+    weights = [(n, runtime.boxes[n], p.detach().cpu().double().numpy().copy()) for n, p in runtime.sync.params.items()]
     return {
         "losses": [s.loss for s in stats],
         "norms": [s.grad_norm for s in stats],

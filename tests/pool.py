@@ -11,7 +11,7 @@ import multiprocessing as mp
 import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -20,15 +20,15 @@ COMM_TIMEOUT = float(os.environ.get("POOL_COMM_TIMEOUT", "20"))
 JOB_TIMEOUT = float(os.environ.get("POOL_TIMEOUT", "240"))  # a busy machine takes longer to start torch 8 times
 
 
-def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, world: int, port: int, pipe: Connection, vendor: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     import torch
 
     from hetero_megatron.comm import start_comm
-    from hetero_megatron.platform import Platform
+    from tests.walled import platform
 
     torch.set_num_threads(1)
-    comm = start_comm(Platform(torch.device("cpu"), "gloo"), COMM_TIMEOUT)
+    comm = start_comm(platform(vendor), COMM_TIMEOUT)
     while True:
         job, args = pipe.recv()
         try:
@@ -42,7 +42,10 @@ class JobFailed(AssertionError):
 
 
 class Pool:
-    def __init__(self, size: int = RANKS) -> None:
+    """``vendors``: of each rank, see :mod:`tests.walled`."""
+
+    def __init__(self, vendors: Sequence[str] = ("cpu",) * RANKS) -> None:
+        size = len(vendors)
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "hetero_megatron.comm"])
         with socket.socket() as probe:
@@ -50,9 +53,9 @@ class Pool:
             port = probe.getsockname()[1]
         self.pipes: list[Connection] = []
         self.processes = []
-        for rank in range(size):
+        for rank, vendor in enumerate(vendors):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, port, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, port, there, vendor), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)
@@ -88,16 +91,16 @@ class Pool:
             process.kill()
         for process in self.processes:
             process.join()
-        if _POOLS.get("pool") is self:
-            del _POOLS["pool"]
+        for vendors in [key for key, pool in _POOLS.items() if pool is self]:
+            del _POOLS[vendors]
 
 
-_POOLS: dict[str, Pool] = {}
+_POOLS: dict[tuple[str, ...], Pool] = {}
 
 
-def shared_pool() -> Pool:
-    """The session's pool, started on first use."""
-    if "pool" not in _POOLS:
-        _POOLS["pool"] = Pool()
-        atexit.register(_POOLS["pool"].close)
-    return _POOLS["pool"]
+def shared_pool(vendors: tuple[str, ...] = ("cpu",) * RANKS) -> Pool:
+    """The session's pool of such ranks, started on first use."""
+    if vendors not in _POOLS:
+        _POOLS[vendors] = Pool(vendors)
+        atexit.register(_POOLS[vendors].close)
+    return _POOLS[vendors]
