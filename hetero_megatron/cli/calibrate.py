@@ -94,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(list(argv))
-    file = options.cluster or _testbed_cluster()
+    file = options.cluster or testbed_cluster()
     if file is None:
         raise UserError("says which chips and links there are", field="--cluster", accepted="a cluster file")
     cluster = load_cluster(file)
@@ -127,7 +127,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _testbed_cluster() -> str | None:
+def testbed_cluster() -> str | None:
+    """The cluster file of the testbed that this process runs in; None: in none."""
     described = read_launcher(joins=False).testbed
     return str(read_json_object(described, TESTBED).get("cluster", "")) if described is not None else None
 

@@ -16,6 +16,7 @@ from hetero_megatron.training.exit import INTERRUPTED, at_once
 # Each is a module of this package with a function main(arguments) -> exit code, imported when it is called.
 _COMMANDS = {
     "calibrate": "measure the chips and links of a cluster, and write the rates into its file",
+    "comm": "check that all ranks reach each other, byte by byte, and measure how fast",
     "convert": "Hugging Face checkpoint <-> native checkpoint",
     "doctor": "what this machine has, what is missing, how to mend it",
     "plan": "search for the best plan of a model on a cluster",

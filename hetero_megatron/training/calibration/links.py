@@ -12,8 +12,9 @@ import torch
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import Comm
+from hetero_megatron.comm.check import SMALL, one_way
 
-SMALL, FIRST = 8, 256 << 10  # bytes: of a ping, and of the message that says how large the next ones should be
+FIRST = 256 << 10  # bytes of the message that says how large the next ones should be
 LARGE_SECONDS = 0.06  # how long the large message is to take
 MAX_LARGE = 8 << 20
 PINGS, REPEATS = 20, 9
@@ -72,13 +73,13 @@ def measure_links(comm: Comm, cluster: Cluster) -> list[LinkRow]:
 
 def _measure(comm: Comm, cluster: Cluster, a: int, b: int, tag: int) -> LinkRow:
     comm.connect([a + b - comm.rank])
-    ping = [_one_way(comm, a, b, SMALL, tag) for _ in range(PINGS)]
-    first = median(_one_way(comm, a, b, FIRST, tag) for _ in range(3))
+    ping = [one_way(comm, a, b, SMALL, tag) for _ in range(PINGS)]
+    first = median(one_way(comm, a, b, FIRST, tag) for _ in range(3))
     rate = FIRST / max(first - median(ping) / 2, 1e-6)
     large = int(min(MAX_LARGE, max(2 * FIRST, rate * LARGE_SECONDS)))
     large = int(_agree(comm, a, b, float(large), tag))
-    small = [_one_way(comm, a, b, FIRST, tag) for _ in range(REPEATS)]
-    big = [_one_way(comm, a, b, large, tag) for _ in range(REPEATS)]
+    small = [one_way(comm, a, b, FIRST, tag) for _ in range(REPEATS)]
+    big = [one_way(comm, a, b, large, tag) for _ in range(REPEATS)]
     beta = max(0.0, median(big) - median(small)) / (large - FIRST)
     alpha = max(0.0, median(small) - median(ping) / 2 - beta * FIRST)
     message = median(_host_seconds(comm, a, b, tag) for _ in range(PINGS))
@@ -91,23 +92,6 @@ def _measure(comm: Comm, cluster: Cluster, a: int, b: int, tag: int) -> LinkRow:
         source.group, target.group, source.node == target.node, max(alpha, median(ping) / 2), beta, message,
         swap, exchange, (max(big) - min(big)) / median(big),
     )  # fmt: skip
-
-
-def _one_way(comm: Comm, a: int, b: int, size: int, tag: int) -> float:
-    """Seconds until b's acknowledgement of a message of ``size`` bytes is back at a (half of it was spent on the way
-    back when the message is small); on b, a number without meaning."""
-    message, note = _buffer(comm, size), _buffer(comm, SMALL)
-    comm.clock.synchronize()
-    start = time.perf_counter()
-    if comm.rank == a:
-        back = comm.irecv(note, b, tag + 1)
-        comm.isend(message, b, tag).wait()
-        back.wait()
-    else:
-        comm.irecv(message, a, tag).wait()
-        comm.isend(note, a, tag + 1).wait()
-    comm.clock.synchronize()  # devices queue messages: "waited for" there means that what follows is in order
-    return time.perf_counter() - start
 
 
 def _agree(comm: Comm, a: int, b: int, value: float, tag: int) -> float:

@@ -1,0 +1,188 @@
+"""``hetero-megatron comm check``: whether all ranks of a job reach each other in every way training uses, and how fast.
+
+torchrun --nproc-per-node 4 -m hetero_megatron.cli.main comm check
+hetero-megatron testbed run --cluster cluster.yaml -- hetero-megatron comm check
+srun hetero-megatron comm check --cluster cluster.yaml --plan plan.yaml --model tiny --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from hetero_megatron.cli.arguments import ArgumentParser
+from hetero_megatron.cluster import Cluster, load_cluster
+from hetero_megatron.errors import UserError
+from hetero_megatron.launcher import LauncherEnvironment, read_launcher
+from hetero_megatron.training.exit import import_torch
+from hetero_megatron.words import format_bytes, format_rate, format_seconds, plural
+
+if TYPE_CHECKING:
+    from hetero_megatron.comm import Comm
+    from hetero_megatron.comm.check import Fault, Speed
+
+SLOW = 0.5  # of the bandwidth that the cluster file promises: less is a fault
+MOST_BYTES = 1 << 30
+
+
+def parser() -> argparse.ArgumentParser:
+    p = ArgumentParser("comm check", __doc__ or "")
+    p.formatter_class = argparse.RawTextHelpFormatter
+    p.add_argument("--cluster", help="cluster file: its links are measured, and compared with what it says\n"
+                   "(default: the testbed's)")  # fmt: skip
+    p.add_argument("--plan", help="plan file whose groups are checked (needs --model)")
+    p.add_argument("--model", help="preset, config.json or directory of the plan's model")
+    p.add_argument("--platform", help="of this rank (default: the accelerator that is here, or cpu)")
+    p.add_argument("--transport", choices=("auto", "bridge"), default="auto", help="between islands (default auto)")
+    p.add_argument("--bytes", type=int, default=8 << 20, help="size of the large messages (default 8 MiB)")
+    p.add_argument("--timeout", type=float, default=60.0, help="seconds for any transfer (default 60)")
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+    return p
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0: all is well; 1: something is wrong, which was printed; 3: ranks are lost."""
+    words = list(argv)
+    if words[:1] != ["check"]:
+        if words and words[0] not in ("-h", "--help"):
+            raise UserError("unknown command", field="comm", value=words[0], accepted="check")
+        parser().print_help()
+        return 0 if words else 2
+    options = parser().parse_args(words[1:])
+    if not 1 <= options.bytes <= MOST_BYTES:
+        raise UserError("no size of a message", field="--bytes", value=options.bytes, accepted=f"1 to {MOST_BYTES:,}")
+    if not 0 < options.timeout < 1e6:
+        raise UserError("no time-out", field="--timeout", value=options.timeout, accepted="seconds above 0")
+    if (options.plan is None) != (options.model is None):
+        raise UserError("go together", field="--plan and --model", accepted="both or none")
+    launcher = read_launcher()
+    if launcher.world_size == 1:
+        raise UserError(
+            "there is nobody to reach", field="WORLD_SIZE", value=1, accepted="2 ranks or more (torchrun, srun, or "
+            "hetero-megatron testbed run)",
+        )  # fmt: skip
+    cluster = _cluster(options.cluster, launcher)
+    import_torch()
+    return _check(options, launcher, cluster)
+
+
+def _cluster(file: str | None, launcher: LauncherEnvironment) -> Cluster | None:
+    from hetero_megatron.cli.calibrate import testbed_cluster
+
+    file = file or testbed_cluster()
+    cluster = load_cluster(file) if file is not None else None
+    if cluster is not None and cluster.world_size != launcher.world_size:
+        raise UserError(
+            f"the cluster has {plural(cluster.world_size, 'chip')}, one per rank", field="WORLD_SIZE",
+            value=launcher.world_size, accepted=plural(cluster.world_size, "rank"),
+        )  # fmt: skip
+    return cluster
+
+
+def _check(options: argparse.Namespace, launcher: LauncherEnvironment, cluster: Cluster | None) -> int:
+    from hetero_megatron.comm import start_comm, stop_comm
+    from hetero_megatron.emulation import Emulation
+    from hetero_megatron.platform import choose_platform
+    from hetero_megatron.platform.plugins import load_plugins
+    from hetero_megatron.training.loop import check_device, position
+
+    platform = choose_platform(load_plugins().platforms.values(), options.platform, None, launcher.device_index)
+    check_device(platform, launcher)
+    rank = position(cluster, launcher)
+    emulation = Emulation.of(launcher, rank, options.timeout)
+    comm = start_comm(platform, options.timeout, rank, launcher, emulation.hooks(), options.transport)
+    emulation.started()
+    if platform.device.type != "cpu":
+        comm.clock.synchronize = platform.synchronize
+    faults, speeds = _run(comm, options, launcher.world_size, cluster)
+    if comm.rank == 0:
+        _print(comm, faults, speeds, cluster, options)
+    stop_comm()
+    return 1 if faults else 0
+
+
+def _run(
+    comm: Comm, options: argparse.Namespace, world: int, cluster: Cluster | None
+) -> tuple[list[Fault], list[Speed]]:
+    """(faults, speeds) of all ranks, on all ranks."""
+    from hetero_megatron.comm import check
+    from hetero_megatron.training.calibration.links import pairs as pairs_of
+
+    assert comm.islands is not None
+    everyone = tuple(range(world))
+    groups = [everyone, *(m for m in comm.islands.members if 1 < len(m) < world)]
+    if options.plan is not None:
+        from hetero_megatron.plan import load_plan
+        from hetero_megatron.plan.buckets import make_buckets, plan_groups
+        from hetero_megatron.spec import load_model
+        from hetero_megatron.training.islands import plan_for
+
+        spec = load_model(options.model)
+        plan = plan_for(load_plan(options.plan, spec, cluster), comm.islands)
+        if plan.ranks[-1] >= world:
+            raise UserError("has more ranks than the job", field="--plan", value=options.plan, accepted=f"{world}")
+        groups += plan_groups(plan, make_buckets(plan, spec))
+    groups = list(dict.fromkeys(groups))
+    comm.create_groups(groups)
+    control = comm.group(everyone)
+
+    def tell(found: list[Fault]) -> list[Fault]:
+        return [fault for one in control.gather_objects(found, list[check.Fault]) for fault in one]
+
+    if faults := tell(check.check_pairs(comm, world, min(options.bytes, 1 << 16))):
+        return faults, []
+    if faults := tell(check.check_groups(comm, groups, min(options.bytes, 1 << 20))):
+        return faults, []
+    pairs = pairs_of(cluster) if cluster is not None else _pairs(comm)
+    both = list(dict.fromkeys(p for a, b in pairs for p in ((a, b), (b, a))))
+    mine = check.measure(comm, control, both, options.bytes)
+    speeds = [s for one in control.gather_objects(mine, list[check.Speed]) for s in one]
+    return [f for s in speeds if (f := _slow(s, cluster)) is not None], speeds
+
+
+def _pairs(comm: Comm) -> list[tuple[int, int]]:
+    """Two ranks of every island, and one of each two islands."""
+    assert comm.islands is not None
+    members = comm.islands.members
+    inside = [(m[0], m[1]) for m in members if len(m) > 1]
+    return inside + [(a[0], b[0]) for i, a in enumerate(members) for b in members[i + 1 :]]
+
+
+def _promised(speed: Speed, cluster: Cluster | None) -> float | None:
+    """Bytes/s by the cluster file, or as the testbed is to emulate it; None: it does not say."""
+    link = cluster.link(speed.source, speed.target) if cluster is not None else None
+    return None if link is None else link.emulated or link.bandwidth
+
+
+def _slow(speed: Speed, cluster: Cluster | None) -> Fault | None:
+    from hetero_megatron.comm.check import Fault
+
+    promised = _promised(speed, cluster)
+    if promised is None or speed.bandwidth >= SLOW * promised:
+        return None
+    assert cluster is not None
+    what = f"{format_rate(speed.bandwidth)} measured, where {cluster.file} says {format_rate(promised)}"
+    return Fault(speed.source, speed.target, what)
+
+
+def _print(
+    comm: Comm, faults: list[Fault], speeds: list[Speed], cluster: Cluster | None, options: argparse.Namespace
+) -> None:
+    if options.json:
+        found = {"faults": [asdict(f) for f in faults], "speeds": [asdict(s) for s in speeds], "ok": not faults}
+        print(json.dumps(found))
+        return
+    print(comm.islands)
+    for s in speeds:
+        promised = _promised(s, cluster)
+        said = f", {format_rate(promised)} promised" if promised is not None else ""
+        print(
+            f"  rank {s.source} to {s.target}: {s.route}; latency {format_seconds(s.latency)}, "
+            f"{format_rate(s.bandwidth)} at {format_bytes(options.bytes)} (spread {s.spread:.0%}){said}"
+        )
+    for fault in faults:
+        print(f"FAULT {fault}")
+    print("communication is not in order" if faults else "every byte arrived, on every pair and in every group")
