@@ -52,7 +52,7 @@ def runtime_of_two(layers: int) -> tuple[Any, Any, Callable[[], Any]]:
     stages = [{"ranks": [0, 1], "layers": [0, layers], "tp": 2}]
     pipelines = [{"micro_batch_size": 1, "num_micro_batches": 2, "stages": stages}]
     plan = plan_from_dict({"seq_length": SEQUENCE, "global_batch_size": 2, "pipelines": pipelines}, spec)
-    comm = start_comm(Platform(torch.device("cpu"), "cpu:gloo"), 600)
+    comm = start_comm(Platform(torch.device("cpu"), "gloo"), 600)
     torch.manual_seed(0)
     tokens = torch.randint(0, VOCAB, (1, SEQUENCE + 1))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.arange(SEQUENCE).expand(1, SEQUENCE))

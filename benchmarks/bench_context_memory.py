@@ -45,7 +45,7 @@ def one_rank(count: int, own: int, block: int, transport: str) -> None:
     pipeline = {"micro_batch_size": 1, "num_micro_batches": 1, "stages": [stage]}
     plan = plan_from_dict({"seq_length": length, "global_batch_size": 1, "pipelines": [pipeline]}, spec)
     built = plan.pipelines[0].stages[0]
-    comm = start_comm(Platform(torch.device("cpu"), "cpu:gloo"), 600)
+    comm = start_comm(Platform(torch.device("cpu"), "gloo"), 600)
     comm.create_groups([plan.ranks, *context_groups(built, length)])
     (context,) = stage_contexts(spec, built, length)
     shared = StageAttention(context, comm, None)

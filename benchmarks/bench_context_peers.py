@@ -69,7 +69,7 @@ def one_rank(length: int, rounds: int) -> None:
     from hetero_megatron.platform import Platform
 
     torch.set_num_threads(1)
-    comm = start_comm(Platform(torch.device("cpu"), "cpu:gloo"), 600)
+    comm = start_comm(Platform(torch.device("cpu"), "gloo"), 600)
     world = dist.get_world_size()
     torch.manual_seed(0)
     whole = [torch.randn(1, length, HEADS, HEAD_DIM) for _ in range(4)]

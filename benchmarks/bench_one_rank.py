@@ -110,7 +110,7 @@ def run_ours(case: str, steps: int) -> None:
     torch.manual_seed(0)
     tokens = torch.randint(0, spec.vocab_size, (b, s + 1))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.arange(s).expand(b, s))
-    comm = start_comm(Platform(torch.device("cpu"), "cpu:gloo"), 60)
+    comm = start_comm(Platform(torch.device("cpu"), "gloo"), 60)
     import_lazily_loaded()
     before = peak_rss()
     runtime = Runtime(

@@ -50,7 +50,7 @@ def make_runtime(pipelines: list[dict[str, Any]], samples: int) -> tuple[Any, Ca
 
     spec = from_hf_config(MODEL)
     plan = plan_from_dict({"seq_length": SEQ, "global_batch_size": samples, "pipelines": pipelines}, spec)
-    comm = start_comm(Platform(torch.device("cpu"), "cpu:gloo"), 60)
+    comm = start_comm(Platform(torch.device("cpu"), "gloo"), 60)
     torch.manual_seed(0)
     tokens = torch.randint(0, spec.vocab_size, (MICRO_BATCH, SEQ + 1))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.arange(SEQ).expand(MICRO_BATCH, SEQ))

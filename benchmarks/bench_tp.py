@@ -35,7 +35,7 @@ def run(rounds: int) -> None:
     from hetero_megatron.parallel.collectives import gather_tokens, scatter_tokens
     from hetero_megatron.platform import Platform
 
-    comm = start_comm(Platform(torch.device("cpu"), "cpu:gloo"), 60)
+    comm = start_comm(Platform(torch.device("cpu"), "gloo"), 60)
     comm.create_groups([(0, 1)])
     group, me = comm.group((0, 1)), comm.rank
     out: dict[str, dict[str, list[float]]] = {}

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 CHUNK_BYTES = 512 << 10  # of 8 MiB, copies and network overlap in 15 of 16 chunks; smaller ones cost gloo more
-BUFFERS = 2  # per channel: one is copied while the other is in the network
+BUFFERS = 3  # per channel: one is copied while the other is in the network
 
 
 class Event(Protocol):
@@ -88,10 +88,13 @@ class _Channel:
 
     Args:
         transfer: (host buffer, tag) -> work of gloo.
+        chunk_bytes: of each buffer.
     """
 
-    def __init__(self, copies: Copies, sends: bool, transfer: Callable[[torch.Tensor, int], dist.Work]) -> None:
-        self._copies, self._sends, self._transfer = copies, sends, transfer
+    def __init__(
+        self, copies: Copies, sends: bool, transfer: Callable[[torch.Tensor, int], dist.Work], chunk_bytes: int
+    ) -> None:
+        self._copies, self._sends, self._transfer, self._chunk_bytes = copies, sends, transfer, chunk_bytes
         self._queue: SimpleQueue[list[_Chunk] | None] = SimpleQueue()
         self._pending: deque[_UnderWay] = deque()
         self._failed: BaseException | None = None
@@ -122,7 +125,7 @@ class _Channel:
                 done.set_exception(RuntimeError(str(self._failed)))
 
     def _open(self) -> None:
-        self._buffers = self._copies.buffer(BUFFERS * CHUNK_BYTES).split(CHUNK_BYTES)
+        self._buffers = self._copies.buffer(BUFFERS * self._chunk_bytes).split(self._chunk_bytes)
         self._copied: list[Event | None] = [None] * BUFFERS  # received bytes, out of a buffer
         self._stream, self._slot = self._copies.stream(), 0
 
@@ -171,10 +174,13 @@ class Bridge:
         group: of gloo, used by this bridge alone.
         copies: of this rank's device; None: its tensors are in host memory, and gloo takes them as they are.
         timeout: seconds for a message, once it is waited for.
+        chunk_bytes: most bytes of a chunk; the same on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, copies: Copies | None, timeout: float) -> None:
-        self._group, self._copies, self._timeout = group, copies, timeout
+    def __init__(
+        self, group: dist.ProcessGroup, copies: Copies | None, timeout: float, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
+        self._group, self._copies, self._timeout, self._chunk_bytes = group, copies, timeout, chunk_bytes
         self._channels: dict[tuple[int, bool], _Channel] = {}
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> list[dist.Work | BridgeWork]:
@@ -186,7 +192,7 @@ class Bridge:
         return self._start(tensor, src, tag, False)
 
     def _start(self, tensor: torch.Tensor, peer: int, tag: int, sends: bool) -> list[dist.Work | BridgeWork]:
-        parts = _chunks(tensor)
+        parts = _chunks(tensor, self._chunk_bytes)
         if not parts:
             return []
         if self._copies is None:
@@ -202,7 +208,7 @@ class Bridge:
         key = (peer, sends)
         if key not in self._channels:
             assert self._copies is not None
-            self._channels[key] = _Channel(self._copies, sends, self._transfer(peer, sends))
+            self._channels[key] = _Channel(self._copies, sends, self._transfer(peer, sends), self._chunk_bytes)
         return self._channels[key]
 
     def _transfer(self, peer: int, sends: bool) -> Callable[[torch.Tensor, int], dist.Work]:
@@ -221,8 +227,8 @@ class Bridge:
             channel.put(None)
 
 
-def _chunks(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """A contiguous tensor as pieces of [at most ``CHUNK_BYTES``] uint8."""
+def _chunks(tensor: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """A contiguous tensor as pieces of [at most ``size``] uint8."""
     assert tensor.is_contiguous(), f"a message of shape {list(tensor.shape)} is not contiguous"
     flat = tensor.detach().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
-    return [part for part in flat.split(CHUNK_BYTES) if part.numel()]
+    return [part for part in flat.split(size) if part.numel()]
