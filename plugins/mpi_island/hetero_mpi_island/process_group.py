@@ -22,7 +22,7 @@ from mpi4py import MPI
 
 from hetero_mpi_island.platform import BACKEND
 from hetero_mpi_island.work import MpiWork, Part
-from hetero_mpi_island.world import LAUNCH, World
+from hetero_mpi_island.world import LAUNCH, World, wait_until
 
 _TYPES = {
     torch.float32: MPI.FLOAT,
@@ -79,14 +79,12 @@ def _meet(options: Any, ranks: Sequence[int]) -> None:
     """Wait for all members: making a communicator has no time-out."""
     keys = [f"{BACKEND}/{rank}" for rank in ranks]
     options.store.set(keys[options.group_rank], "here")
-    try:
-        options.store.wait(keys, options.timeout)
-    except dist.DistStoreError as error:
-        missing = [str(rank) for rank, key in zip(ranks, keys) if not options.store.check([key])]
+    seconds = options.timeout.total_seconds()
+    if not wait_until(lambda: bool(options.store.check(keys)), seconds):
+        missing = ", ".join(str(rank) for rank, key in zip(ranks, keys) if not options.store.check([key]))
         raise RuntimeError(
-            f"{BACKEND}: rank {', '.join(missing)} did not come to make the group {list(ranks)} within "
-            f"{options.timeout.total_seconds():g} s"
-        ) from error
+            f"{BACKEND}: rank {missing} did not come to make the group {list(ranks)} within {seconds:g} s"
+        )
 
 
 class MpiProcessGroup(dist.ProcessGroup):
