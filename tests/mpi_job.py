@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -168,7 +169,7 @@ def islands() -> dict[str, Any]:
 
 
 def absent() -> dict[str, Any]:
-    """Rank 2 does not come: everyone who waits for it says so in time."""
+    """Rank 2 does not come, then is killed: everyone who waits for it says so in time."""
     rank, limit = dist.get_rank(), timedelta(seconds=2)
     group = dist.new_group([0, 1, 2], limit, BACKEND)
     said: dict[str, tuple[str, float]] = {}
@@ -189,6 +190,10 @@ def absent() -> dict[str, Any]:
         note("given", lambda: dist.irecv(x, 2, group, 1).wait(timedelta(seconds=0.5)))
         note("group", lambda: dist.new_group([0, 1, 2], limit, BACKEND))
     dist.barrier()  # gloo's: rank 2 is there, only not for MPI
+    if rank == 2:
+        print(json.dumps({"rank": rank, "said": said}), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    note("killed", lambda: dist.recv(x, 2, group, 2))
     return {"said": said}
 
 

@@ -62,8 +62,8 @@ def island(base: int, size: int, world: int, port: int, command: list[str]) -> s
     )  # fmt: skip
 
 
-def run(sizes: list[int], *command: str) -> str:
-    """A job of islands of these sizes; what they print."""
+def run(sizes: list[int], *command: str, code: int = 0) -> str:
+    """A job of islands of these sizes; what they print. ``code``: how mpiexec ends."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -75,14 +75,14 @@ def run(sizes: list[int], *command: str) -> str:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
     for process, (out, err) in zip(started, printed):
-        assert process.returncode == 0, out + err
+        assert process.returncode == code, out + err
         assert "Warning" not in err and "Traceback" not in err, err
     return "".join(out for out, _ in printed)
 
 
-def case(sizes: list[int], *words: str) -> list[dict[str, Any]]:
+def case(sizes: list[int], *words: str, code: int = 0) -> list[dict[str, Any]]:
     """What each rank of a case of mpi_job.py found, in the order of the ranks."""
-    text, found, decoder = run(sizes, "tests/mpi_job.py", *words), [], json.JSONDecoder()
+    text, found, decoder = run(sizes, "tests/mpi_job.py", *words, code=code), [], json.JSONDecoder()
     while (begin := text.find("{")) >= 0:  # mpiexec mixes the lines of its processes
         value, end = decoder.raw_decode(text[begin:])
         found.append(value)
@@ -119,11 +119,11 @@ def test_islands_reach_each_other_over_gloo_only() -> None:
 
 
 @needs_mpi
-def test_a_peer_that_does_not_come_is_named_in_time() -> None:
-    zero, one, two = case([3], "absent")
+def test_a_peer_that_does_not_come_or_was_killed_is_named_in_time() -> None:
+    zero, one, two = case([3], "absent", code=signal.SIGKILL)
     for found in (zero, one):
-        for name, limit in (("receive", 2.0), ("exchange", 2.0), ("sum", 2.0), ("given", 0.5), ("group", 2.0)):
-            text, seconds = found["said"][name]
+        for name in ("receive", "exchange", "sum", "given", "group", "killed"):
+            (text, seconds), limit = found["said"][name], 0.5 if name == "given" else 2.0
             assert "rank 2 did not" in text or (name == "sum" and "2 did not answer" in text), text
             assert limit <= seconds < 20, (name, seconds)
     assert "rank 0 sent 16 bytes, 20 were expected" in two["said"]["short"][0]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -72,6 +73,8 @@ def main(words: Sequence[str]) -> int:
         if task is None or not task.rank:  # the others have the same to say
             print(f"error: {error}", file=sys.stderr)
         return 2
+    # MPICH's mpiexec sends it to all others when a rank dies, which would end them before they say who is missing.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     os.execve(sys.executable, [sys.executable, *given.command], made)
 
 

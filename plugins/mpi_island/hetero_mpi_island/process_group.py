@@ -95,7 +95,7 @@ class MpiProcessGroup(dist.ProcessGroup):
     """
 
     def __init__(self, world: World, ranks: tuple[int, ...], options: Any) -> None:
-        super().__init__(options.group_rank, options.group_size)
+        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
         self._world, self._ranks, self._me = world, ranks, int(options.group_rank)
         self._seconds = options.timeout.total_seconds()
         world.longest = max(world.longest, self._seconds)
