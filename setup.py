@@ -29,6 +29,7 @@ EXTRAS = {
     "planner": ["scipy>=1.14", "pymetis>=2025.1"],
     "deepspeed": ["deepspeed>=0.18"],
     "triton": ["triton>=3.5"],
+    "mpi": ["mpich>=4.0", "mpi4py>=4.0"],  # for plugins/mpi_island
     "dev": [
         "pytest>=8.0",
         "pytest-timeout>=2.3",
@@ -37,6 +38,8 @@ EXTRAS = {
         "mypy>=1.15",
         "types-PyYAML",
         "import-linter>=2.5",
+        "mpich>=4.0",
+        "mpi4py>=4.0",
     ],
 }
 
