@@ -38,7 +38,7 @@ from hetero_megatron.training.calibration.runs import (
 )
 
 STRAGGLER = 0.1  # slower than its fellows by more than this share
-ALONE = 9  # calls of what is timed alone that count, for each step
+ALONE = 5  # calls of what is timed alone that count, for each step
 
 
 @dataclass(frozen=True)
