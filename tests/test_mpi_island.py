@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,6 +51,15 @@ THREE = """
 """
 
 
+FIVE = """
+  - micro_batch_size: 1
+    num_micro_batches: 2
+    stages: [{ranks: "0,1", layers: [0, 2], tp: 2}, {ranks: 2, layers: [2, 6]}]
+  - {micro_batch_size: 1, num_micro_batches: 2, stages: [{ranks: 3, layers: [0, 4]}, {ranks: 4, layers: [4, 6]}]}
+"""
+ACROSS = "  - {micro_batch_size: 4, num_micro_batches: 1, stages: [{ranks: '0,1', layers: [0, 6], tp: 2}]}\n"
+
+
 def island(base: int, size: int, world: int, port: int, command: list[str]) -> subprocess.Popen[str]:
     """One mpiexec."""
     assert MPIEXEC is not None
@@ -62,12 +71,25 @@ def island(base: int, size: int, world: int, port: int, command: list[str]) -> s
     )  # fmt: skip
 
 
-def run(sizes: list[int], *command: str, code: int = 0) -> str:
-    """A job of islands of these sizes; what they print. ``code``: how mpiexec ends."""
+def alone(rank: int, world: int, port: int, command: list[str]) -> subprocess.Popen[str]:
+    """A rank of no MPI world."""
+    told = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return subprocess.Popen(
+        [sys.executable, *command], cwd=ROOT, env={**ENVIRONMENT, **told}, text=True, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+
+
+def run(sizes: list[int], *command: str, code: int = 0, others: Sequence[str] = ()) -> str:
+    """A job of islands of these sizes; what they print, errors too where there should be some. ``code``: how mpiexec
+    ends; ``others``: the command of one more
+    rank, outside all of them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    started = [island(sum(sizes[:i]), n, sum(sizes), port, list(command)) for i, n in enumerate(sizes)]
+    world = sum(sizes) + bool(others)
+    started = [island(sum(sizes[:i]), n, world, port, list(command)) for i, n in enumerate(sizes)]
+    started += [alone(world - 1, world, port, list(others))] if others else []
     try:
         printed = [process.communicate(timeout=240) for process in started]
     finally:
@@ -77,7 +99,7 @@ def run(sizes: list[int], *command: str, code: int = 0) -> str:
     for process, (out, err) in zip(started, printed):
         assert process.returncode == code, out + err
         assert "Warning" not in err and "Traceback" not in err, err
-    return "".join(out for out, _ in printed)
+    return "".join(out + err * bool(code) for out, err in printed)
 
 
 def case(sizes: list[int], *words: str, code: int = 0) -> list[dict[str, Any]]:
@@ -129,25 +151,41 @@ def test_a_peer_that_does_not_come_or_was_killed_is_named_in_time() -> None:
     assert "rank 0 sent 16 bytes, 20 were expected" in two["said"]["short"][0]
 
 
-def losses(directory: Path, pipelines: str, ranks: int, script: str) -> list[float]:
+def losses(directory: Path, pipelines: str, islands: list[int], alone: bool = False) -> tuple[list[float], str]:
+    """Of a run in these islands, perhaps with one rank outside them, and what it printed."""
     directory.mkdir()
     (directory / "plan.yaml").write_text(PLAN + pipelines)
     words = [*TRAINING, "--plan", str(directory / "plan.yaml"), "--save", str(directory / "run")]
-    if ranks == 1:
-        done = subprocess.run([sys.executable, script, *words], cwd=ROOT, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stdout + done.stderr
+    program = ["pretrain_gpt.py", *words]
+    if islands:
+        printed = run(islands, *program, "--platform", "mpi_host", others=[*program, "--platform", "cpu"] * alone)
+        assert "done: 2 steps" in printed
     else:
-        assert "done: 2 steps" in run([ranks], script, *words, "--platform", "mpi_host")
+        done = subprocess.run([sys.executable, *program], cwd=ROOT, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+        printed = done.stdout
     lines = (directory / "run" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+    return [json.loads(line)["loss"] for line in lines], printed
 
 
 @needs_mpi
-def test_training_in_one_island_equals_one_process(tmp_path: Path) -> None:
-    """Every message goes through MPI: mpi_train.py opens the world by the platform's backend."""
-    one = losses(tmp_path / "one", ONE, 1, "pretrain_gpt.py")
-    three = losses(tmp_path / "three", THREE, 3, "tests/mpi_train.py")
-    assert len(one) == 2 and three == pytest.approx(one, rel=1e-12)
+def test_training_over_mpi_islands_equals_one_process(tmp_path: Path) -> None:
+    """In one island; in two, between which stages and gradients cross; in two and a rank that speaks gloo only."""
+    one, _ = losses(tmp_path / "one", ONE, [])
+    three, printed = losses(tmp_path / "three", THREE, [3])
+    assert "communication: 1 island\n  island 0: ranks 0-2, mpi_host (mpi; " in printed
+    crossing, printed = losses(tmp_path / "crossing", FIVE, [2, 2], alone=True)
+    assert "communication: 3 islands" in printed and "island 0 with 1: bridge" in printed
+    assert len(one) == 2 and three == pytest.approx(one, rel=1e-12) and crossing == pytest.approx(one, rel=1e-12)
+
+
+@needs_mpi
+def test_a_layer_s_group_across_islands_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text(PLAN + ACROSS)
+    words = [*TRAINING, "--plan", str(tmp_path / "plan.yaml"), "--platform", "mpi_host"]
+    printed = run([1, 1], "pretrain_gpt.py", *words, code=2)
+    assert "ranks 0-1 are one tensor-parallel or context group" in printed
+    assert "allow_bridge: true" in printed
 
 
 @needs_mpi

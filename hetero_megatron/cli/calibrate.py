@@ -264,5 +264,5 @@ def _measure(
                 invalid = cluster.ranks[found.clock.worst_rank]
             tables.append(f"{one.dtype}, {plural(one.seq_length, 'token')}\n{format_calibration(found)}")
     finally:
-        stop_comm()
+        stop_comm(platform)
     return rates, "\n\n".join(tables), first, invalid

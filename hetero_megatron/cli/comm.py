@@ -100,7 +100,7 @@ def _check(options: argparse.Namespace, launcher: LauncherEnvironment, cluster: 
     faults, speeds = _run(comm, options, launcher.world_size, cluster)
     if comm.rank == 0:
         _print(comm, faults, speeds, cluster, options)
-    stop_comm()
+    stop_comm(platform)
     return 1 if faults else 0
 
 

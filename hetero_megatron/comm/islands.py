@@ -1,7 +1,8 @@
 """Which ranks reach each other through a communication library, and how the others do.
 
-A *backend island* is all ranks whose platforms are of one vendor and speak one library. Two vendors may call their
-devices and their libraries alike (ROCm's torch says ``cuda`` and ``nccl``), so neither name alone decides.
+A *backend island* is all ranks whose platforms are of one vendor, speak one library, and say that they reach each other
+by it. Two vendors may call their devices and their libraries alike (ROCm's torch says ``cuda`` and ``nccl``), so
+neither name alone decides.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Endpoint:
 
     Attributes:
         platform, vendor, chip: of its device; chip is the name that the driver gives.
-        library: that its backend speaks; backend: string for ``torch.distributed.new_group``.
+        library: that its backend speaks; reach: what those who reach each other by it have in common.
+        backend: string for ``torch.distributed.new_group``.
         direct: backends that reach other vendors' chips, best first.
         torch: its version.
         transport: what ``--transport`` says there.
@@ -33,6 +35,7 @@ class Endpoint:
     vendor: str
     chip: str
     library: str
+    reach: str
     backend: str
     direct: tuple[str, ...]
     torch: str
@@ -41,8 +44,8 @@ class Endpoint:
     @classmethod
     def of(cls, platform: Platform, torch: str, transport: str = AUTO) -> Endpoint:
         return cls(
-            platform.name, platform.vendor, platform.chip(), platform.library, platform.backend, platform.direct,
-            torch, transport,
+            platform.name, platform.vendor, platform.chip(), platform.library, platform.reach(), platform.backend,
+            platform.direct, torch, transport,
         )  # fmt: skip
 
 
@@ -79,10 +82,10 @@ class Islands:
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
         self.endpoints = tuple(endpoints)
-        found: dict[tuple[str, str], list[int]] = {}
+        found: dict[tuple[str, str, str], list[int]] = {}
         for rank, one in enumerate(endpoints):
-            vendor = "" if one.library == "gloo" else one.vendor  # gloo reaches everyone
-            found.setdefault((vendor, one.library), []).append(rank)
+            key = ("", "gloo", "") if one.library == "gloo" else (one.vendor, one.library, one.reach)
+            found.setdefault(key, []).append(rank)  # gloo reaches everyone
         self.members = tuple(tuple(ranks) for ranks in found.values())
         self._of = {rank: i for i, ranks in enumerate(self.members) for rank in ranks}
         said = {one.transport for one in endpoints}

@@ -83,7 +83,9 @@ def _gloo_on_loopback() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
 
 
-def stop_comm() -> None:
+def stop_comm(platform: Platform | None = None) -> None:
     """Leave the job; safe to call when never started."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        if platform is not None and platform.accelerator is not None:
+            platform.accelerator.stop()

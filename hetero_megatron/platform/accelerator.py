@@ -154,6 +154,14 @@ class Accelerator:
         with self.module().stream(stream):
             yield
 
+    def reach(self) -> str:
+        """What ranks of this vendor and library have in common if they reach each other by it, such as the job that
+        their library was started as; empty: all of them do."""
+        return ""
+
+    def stop(self) -> None:
+        """End the communication library, where that needs more than taking its groups down. Every rank calls it."""
+
     def host_memory(self, size: int) -> torch.Tensor:
         """[size] uint8 in host memory that the device copies from and to while the host goes on."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)

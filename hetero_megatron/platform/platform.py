@@ -45,6 +45,10 @@ class Platform:
         """Backends that reach other vendors' chips, best first."""
         return self.accelerator.direct if self.accelerator is not None else ()
 
+    def reach(self) -> str:
+        """See :meth:`Accelerator.reach`."""
+        return self.accelerator.reach() if self.accelerator is not None else ""
+
     def chip(self) -> str:
         """Name of the device as its driver says it."""
         return self.accelerator.chip(self.device.index or 0) if self.accelerator is not None else self.device.type

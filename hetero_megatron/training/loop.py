@@ -113,9 +113,9 @@ def train(config: RunConfig, launcher: LauncherEnvironment | None = None) -> int
         raise  # without a farewell: taking groups down waits for transfers that will never end (a save, for hours)
     except BaseException as error:
         if out_of_memory(error) is None:  # which only this rank is perhaps: then as above
-            stop_comm()
+            stop_comm(platform)
         raise
-    stop_comm()
+    stop_comm(platform)
     return code
 
 

@@ -42,6 +42,12 @@ class MpiHost(CPU):
         World.open()
         return super().device(index)
 
+    def reach(self) -> str:
+        """The ranks of this MPI world: no other reaches them."""
+        from hetero_mpi_island.world import World
+
+        return ",".join(map(str, World.open().ranks))
+
     def stop(self) -> None:
         """End MPI, where it was started, together with the other processes of this MPI world. For programs that leave
         by ``os._exit``; others do so when they exit."""
