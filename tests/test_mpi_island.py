@@ -82,8 +82,7 @@ def alone(rank: int, world: int, port: int, command: list[str]) -> subprocess.Po
 
 def run(sizes: list[int], *command: str, code: int = 0, others: Sequence[str] = ()) -> str:
     """A job of islands of these sizes; what they print, errors too where there should be some. ``code``: how mpiexec
-    ends; ``others``: the command of one more
-    rank, outside all of them."""
+    ends; ``others``: the command of one more rank, outside all of them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
