@@ -58,6 +58,8 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
             optimizer_factory(config.optimizer), kernels=shape_kernels(config, rank, DTYPES[config.dtype]),
             logits_bytes=config.logits_bytes,
         )  # fmt: skip
+        for hop in (hop for exchange in runtime.sync.exchanges for hop in exchange.hops):
+            hop.adds = False  # of hundreds of replicas each would be a fake operator per bucket
         assert runtime.optimizer is not None
         offload = runtime.optimizer.offload
         if offload:
