@@ -52,7 +52,8 @@ def validate_collectives(
         ScheduleError: a rank that never meets the others, with the rows of those concerned.
     """
     numbers = _Numbers()
-    kind_of: dict[int, Hashable] = {rank: (id(row), rank if alike is None else alike(rank)) for rank, row in rows.items()}
+    kind_of: dict[int, Hashable]
+    kind_of = {rank: (id(row), rank if alike is None else alike(rank)) for rank, row in rows.items()}
     first: dict[Hashable, int] = {}  # rank of every kind
     for rank, kind in kind_of.items():
         first.setdefault(kind, rank)
