@@ -33,10 +33,10 @@ class HopExchange:
 
     Attributes:
         runs: of its routes; None packs and unpacks also where that is not needed.
-        adds: False for a dry run: the sums take their memory, and nothing is added up.
+        fills: False for a dry run: messages and sums take their memory, and nothing is copied or added there.
     """
 
-    adds = True
+    fills = True
 
     def __init__(
         self, routes: HopRoutes, group: Group, sources: Sequence[OwnedPiece], targets: Sequence[OwnedPiece]
@@ -83,8 +83,11 @@ class HopExchange:
         if self.group.size == 1:
             return
         if self.runs is None:
-            parts = [arrays[i][at].reshape(-1) for i, at in self.routes.given]
-            send = torch.cat(parts) if parts else empty
+            if self.fills:
+                parts = [arrays[i][at].reshape(-1) for i, at in self.routes.given]
+                send = torch.cat(parts) if parts else empty
+            else:
+                send = empty.new_empty(self.given)
             self._handle = self.group.all_to_all(send, self.routes.give_counts, self.routes.take_counts)
             return
         assert memory is not None
@@ -125,7 +128,7 @@ class HopExchange:
         else:
             total = received[: self.size].clone()
         views = [total[t.offset : t.offset + t.box.size].view(t.box.shape) for t in self.targets]
-        if self.adds:
+        if self.fills:
             self._add_up(views, total, received, arrays, begin)
         return views
 
@@ -170,7 +173,7 @@ class HopExchange:
         if self.runs is None:
             device = self.group.comm.device  # masters may be in host memory
             send, at = torch.empty(self.taken, dtype=dtype, device=device), 0
-            for ranks, wanted in self.routes.wanted:
+            for ranks, wanted in self.routes.wanted if self.fills else ():
                 parts = [arrays[i][inside].reshape(-1) for i, inside in wanted]
                 block = (torch.cat(parts) if len(parts) > 1 else parts[0]).to(device, dtype)
                 send[at : at + ranks * block.numel()].view(ranks, -1).copy_(block)  # once for each of them
@@ -191,7 +194,7 @@ class HopExchange:
         if self.group.size == 1:
             return
         received = self._wait()
-        if self.runs is not None:
+        if self.runs is not None or not self.fills:
             return
         targets = [arrays[i][at] for i, at in self.routes.given]
         if targets:  # one launch, however many pieces

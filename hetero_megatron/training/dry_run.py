@@ -60,7 +60,7 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
             logits_bytes=config.logits_bytes,
         )  # fmt: skip
         for hop in (hop for exchange in runtime.sync.exchanges for hop in exchange.hops):
-            hop.adds = False  # of hundreds of replicas each would be a fake operator per bucket
+            hop.fills = False  # hundreds of replicas would be as many fake operators in every bucket
         assert runtime.optimizer is not None
         offload = runtime.optimizer.offload
         if offload:
