@@ -42,6 +42,7 @@ def runtime_of_two(layers: int) -> tuple[Any, Any, Callable[[], Any]]:
     from hetero_megatron.data.batch import Batch
     from hetero_megatron.model import initial_values
     from hetero_megatron.plan import plan_from_dict
+    from hetero_megatron.plan.compile import CompiledPlan
     from hetero_megatron.platform import Platform
     from hetero_megatron.spec import from_hf_config
     from hetero_megatron.training.config import OptimizerConfig
@@ -56,8 +57,10 @@ def runtime_of_two(layers: int) -> tuple[Any, Any, Callable[[], Any]]:
     torch.manual_seed(0)
     tokens = torch.randint(0, VOCAB, (1, SEQUENCE + 1))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.arange(SEQUENCE).expand(1, SEQUENCE))
+    compiled = CompiledPlan(plan, spec)
+    comm.create_groups(compiled.groups)
     runtime = Runtime(
-        plan, spec, comm, torch.float32, lambda t, box: initial_values(t, box, spec, 0),
+        compiled, comm, torch.float32, lambda t, box: initial_values(t, box, spec, 0),
         optimizer_factory(OptimizerConfig()),
     )  # fmt: skip
 

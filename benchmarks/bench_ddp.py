@@ -100,6 +100,7 @@ def run_ours(case: str, steps: int) -> None:
     from hetero_megatron.data.batch import Batch
     from hetero_megatron.model import initial_values
     from hetero_megatron.plan import plan_from_dict
+    from hetero_megatron.plan.compile import CompiledPlan
     from hetero_megatron.platform import Platform
     from hetero_megatron.spec import from_hf_config
     from hetero_megatron.training.config import OptimizerConfig
@@ -119,9 +120,10 @@ def run_ours(case: str, steps: int) -> None:
     comm = start_comm(Platform(torch.device("cpu"), "gloo"), 60)
     import_lazily_loaded()
     before = peak_rss()
+    compiled = CompiledPlan(plan, spec)
+    comm.create_groups(compiled.groups)
     runtime = Runtime(
-        plan,
-        spec,
+        compiled,
         comm,
         torch.float32,
         lambda t, box: initial_values(t, box, spec, 0),

@@ -44,6 +44,7 @@ def make_runtime(pipelines: list[dict[str, Any]], samples: int) -> tuple[Any, Ca
     from hetero_megatron.data.batch import Batch
     from hetero_megatron.model import initial_values
     from hetero_megatron.plan import plan_from_dict
+    from hetero_megatron.plan.compile import CompiledPlan
     from hetero_megatron.platform import Platform
     from hetero_megatron.spec import from_hf_config
     from hetero_megatron.training.runtime import Runtime
@@ -55,7 +56,9 @@ def make_runtime(pipelines: list[dict[str, Any]], samples: int) -> tuple[Any, Ca
     tokens = torch.randint(0, spec.vocab_size, (MICRO_BATCH, SEQ + 1))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.arange(SEQ).expand(MICRO_BATCH, SEQ))
     # The optimizer takes no part in what is measured.
-    runtime = Runtime(plan, spec, comm, torch.float32, lambda t, box: initial_values(t, box, spec, 0), None)
+    compiled = CompiledPlan(plan, spec)
+    comm.create_groups(compiled.groups)
+    runtime = Runtime(compiled, comm, torch.float32, lambda t, box: initial_values(t, box, spec, 0), None)
     return runtime, lambda: runtime.work(lambda _: batch, 0, samples)
 
 

@@ -18,6 +18,7 @@ from hetero_megatron.data.batch import Batch
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
 from hetero_megatron.plan import plan_from_dict
+from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.platform import detect_platform
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.training.config import OptimizerConfig
@@ -51,7 +52,9 @@ def main() -> None:
     tracker = MemoryTracker() if work["live"] else None
     with tracker or nullcontext():
         factory = optimizer_factory(OptimizerConfig())
-        runtime = Runtime(plan, spec, comm, DTYPES[work["dtype"]], initialize, factory)
+        compiled = CompiledPlan(plan, spec)
+        comm.create_groups(compiled.groups)
+        runtime = Runtime(compiled, comm, DTYPES[work["dtype"]], initialize, factory)
         marks = {"built": status("VmHWM") - before}
         for step in range(work["steps"]):
             # The first one makes the optimizer's states: a micro-batch per pipeline is enough.

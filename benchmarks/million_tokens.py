@@ -75,6 +75,7 @@ def one_rank_of_the_job(options: argparse.Namespace) -> None:
     from hetero_megatron.data.batch import Batch
     from hetero_megatron.model import initial_values
     from hetero_megatron.plan import plan_from_dict
+    from hetero_megatron.plan.compile import CompiledPlan
     from hetero_megatron.platform import detect_platform
     from hetero_megatron.spec import from_hf_config
     from hetero_megatron.training.runtime import Runtime
@@ -84,8 +85,10 @@ def one_rank_of_the_job(options: argparse.Namespace) -> None:
     spelled = spelled_plan(options.run_tokens, options.ranks, options.layers, options.heads)
     plan = plan_from_dict(spelled, spec)
     comm = start_comm(detect_platform(options.backend, int(os.environ.get("LOCAL_RANK", "0"))), 3600)
+    compiled = CompiledPlan(plan, spec)
+    comm.create_groups(compiled.groups)
     runtime = Runtime(
-        plan, spec, comm, torch.float32, lambda t, box: initial_values(t, box, spec, SEED),
+        compiled, comm, torch.float32, lambda t, box: initial_values(t, box, spec, SEED),
         lambda groups: torch.optim.SGD(groups, lr=0.0), logits_bytes=64 << 20,
     )  # fmt: skip
     assert runtime.optimizer is not None

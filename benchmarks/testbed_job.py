@@ -27,7 +27,7 @@ from hetero_megatron.launcher import read_launcher
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
 from hetero_megatron.plan import Plan, plan_from_dict
-from hetero_megatron.plan.buckets import make_buckets, plan_groups
+from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.dump import to_dict
 from hetero_megatron.planner.place import renumbered
 from hetero_megatron.planner.predict import predict
@@ -194,8 +194,9 @@ def run(
 ) -> Steps | None:
     """``steps`` steps after one that allocates, of ``1 / warm_up`` of the batch; None on ranks that the plan leaves
     out."""
+    compiled = CompiledPlan(plan, spec)
+    comm.create_groups(compiled.groups)
     if comm.rank not in plan.ranks:
-        comm.create_groups(plan_groups(plan, make_buckets(plan, spec)))
         return None
 
     def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
@@ -206,7 +207,7 @@ def run(
         tokens = torch.randint(0, spec.vocab_size, (len(indices), plan.seq_length), generator=generator)
         return Batch(tokens, tokens, torch.arange(plan.seq_length).expand(tokens.shape))
 
-    runtime = Runtime(plan, spec, comm, torch.float32, initialize, build)
+    runtime = Runtime(compiled, comm, torch.float32, initialize, build)
     seconds, computed, losses, late = [], [], [], []
     least = sum(p.micro_batch_size for p in plan.pipelines)
     for step in range(steps + 1):

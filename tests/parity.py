@@ -14,7 +14,7 @@ from hetero_megatron.data.batch import Batch, BatchOptions, make_batch
 from hetero_megatron.data.sample import Sample
 from hetero_megatron.layout import Box
 from hetero_megatron.plan import Plan, plan_from_dict
-from hetero_megatron.plan.buckets import make_buckets, plan_groups
+from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.training.islands import plan_for
 from hetero_megatron.training.runtime import Runtime
@@ -137,15 +137,16 @@ def reference(case: Case, dtype: torch.dtype) -> tuple[Outcome, ModelSpec, dict[
 def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[str, np.ndarray]) -> dict[str, Any]:
     """One rank of the runtime; returns what it saw, with the box of every array."""
     plan = plan_for(plan, comm.islands)
+    compiled = CompiledPlan(plan, spec)
+    comm.create_groups(compiled.groups)
     if comm.rank not in plan.ranks:
-        comm.create_groups(plan_groups(plan, make_buckets(plan, spec)))
         return {}
 
     def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
         return torch.from_numpy(initial[tensor.name][box.slices()])
 
     options = {"logits_bytes": 4000} if case.chunked_loss else {}
-    runtime = Runtime(plan, spec, comm, DTYPES[case.dtype], initialize, build_optimizer(case), **options)
+    runtime = Runtime(compiled, comm, DTYPES[case.dtype], initialize, build_optimizer(case), **options)
     data = RandomSamples(case, spec.vocab_size)
     assert runtime.optimizer is not None
     grads: list[tuple[str, Box, np.ndarray]] = []

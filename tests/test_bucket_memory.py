@@ -42,8 +42,9 @@ def buffered(run: RunConfig, rank: int) -> int:
     comm = FakeComm(rank, torch.device("cpu"))
     dtype = DTYPES[run.dtype]
     with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker() as memory:
+        comm.create_groups(run.compiled.groups)
         runtime = Runtime(
-            run.plan, run.spec, comm, dtype, lambda _, box: torch.empty(box.shape), optimizer_factory(run.optimizer),
+            run.compiled, comm, dtype, lambda _, box: torch.empty(box.shape), optimizer_factory(run.optimizer),
             kernels=shape_kernels(run, rank, dtype), logits_bytes=run.logits_bytes,
         )  # fmt: skip
         assert runtime.optimizer is not None

@@ -19,7 +19,7 @@ from hetero_megatron.checkpoint.state import load_tensors, merge_numbers, owned_
 from hetero_megatron.comm import Comm
 from hetero_megatron.layout import Box
 from hetero_megatron.plan import Plan, plan_from_dict
-from hetero_megatron.plan.buckets import make_buckets, plan_groups
+from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.training.runtime import Runtime
 from tests.hf_reference import hf_to_logical, make_hf
@@ -37,15 +37,16 @@ Seen = dict[str, Any]
 
 def build(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[str, np.ndarray]) -> Runtime | None:
     """This rank's runtime, from given weights; None for a rank that is not in the plan."""
+    compiled = CompiledPlan(plan, spec)
+    comm.create_groups(compiled.groups)
     if comm.rank not in plan.ranks:
-        comm.create_groups(plan_groups(plan, make_buckets(plan, spec)))
         comm.background_group(plan.ranks)
         return None
 
     def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
         return torch.from_numpy(initial[tensor.name][box.slices()])
 
-    runtime = Runtime(plan, spec, comm, DTYPES[case.dtype], initialize, build_optimizer(case))
+    runtime = Runtime(compiled, comm, DTYPES[case.dtype], initialize, build_optimizer(case))
     comm.background_group(plan.ranks)
     return runtime
 

@@ -18,7 +18,6 @@ from hetero_megatron.comm.fake import FakeComm
 from hetero_megatron.errors import UserError
 from hetero_megatron.model import initial_values
 from hetero_megatron.plan import Plan, dump_yaml, plan_from_dict
-from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.planner.footprint import estimate_memory, format_memory
 from hetero_megatron.spec import load_model
 from hetero_megatron.spec.flops import LOGITS_BYTES
@@ -71,12 +70,11 @@ def config(dtype: str, directory: Path, spelled: Any = SPELLED) -> RunConfig:
 
 def real_step(comm: Comm, run: RunConfig) -> tuple[dict[int, int], int, int] | None:
     """(bytes sent by rank, bytes of weights, bytes of moments and copied masters) of one real step."""
+    comm.create_groups(run.compiled.groups)
     if comm.rank not in run.plan.ranks:
-        comm.create_groups(plan_groups(run.plan, make_buckets(run.plan, run.spec)))
         return None
     runtime = Runtime(
-        run.plan,
-        run.spec,
+        run.compiled,
         comm,
         DTYPES[run.dtype],
         lambda t, box: initial_values(t, box, run.spec, 0),
@@ -166,8 +164,10 @@ def test_the_peak_is_that_of_a_later_step(kind: str, tmp_path: Path) -> None:
 
 def peaks_of_steps(run: RunConfig, rank: int) -> tuple[int, int]:
     with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker() as memory:
+        comm = FakeComm(rank, torch.device("cpu"))
+        comm.create_groups(run.compiled.groups)
         runtime = Runtime(
-            run.plan, run.spec, FakeComm(rank, torch.device("cpu")), DTYPES[run.dtype],
+            run.compiled, comm, DTYPES[run.dtype],
             lambda _, box: torch.empty(box.shape), optimizer_factory(run.optimizer),
             kernels=shape_kernels(run, rank, DTYPES[run.dtype]), logits_bytes=run.logits_bytes,
         )  # fmt: skip

@@ -13,7 +13,7 @@ from hetero_megatron.model import initial_values
 from hetero_megatron.ops.optimizer_ops import adamw_aten
 from hetero_megatron.parallel.update import SGD, AdamW
 from hetero_megatron.plan import Plan, plan_from_dict
-from hetero_megatron.plan.buckets import make_buckets, plan_groups
+from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import from_hf_config
 from hetero_megatron.training.runtime import Runtime
 from tests.pool import shared_pool
@@ -39,12 +39,13 @@ def replicas(tps: list[int], **model: Any) -> Plan:
 def look(comm: Comm, plan: Plan, model: dict[str, Any]) -> dict[str, Any]:
     """Two steps on one rank: what was packed, and whose gradients came through autograd."""
     spec = from_hf_config(MODEL | model)
+    compiled = CompiledPlan(plan, spec, bucket_bytes=8 << 10)
+    comm.create_groups(compiled.groups)
     if comm.rank not in plan.ranks:
-        comm.create_groups(plan_groups(plan, make_buckets(plan, spec)))
         return {}
     runtime = Runtime(
-        plan, spec, comm, torch.bfloat16, lambda t, box: initial_values(t, box, spec, 0),
-        lambda groups: AdamW(groups, adamw_aten, (0.9, 0.95), 1e-8), bucket_bytes=8 << 10,
+        compiled, comm, torch.bfloat16, lambda t, box: initial_values(t, box, spec, 0),
+        lambda groups: AdamW(groups, adamw_aten, (0.9, 0.95), 1e-8),
     )  # fmt: skip
     sync, seen = runtime.sync, set()
     for name, param in sync.params.items():

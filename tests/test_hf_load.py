@@ -23,7 +23,7 @@ from hetero_megatron.comm.fake import FakeComm
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.plan import Plan, plan_from_dict
-from hetero_megatron.plan.buckets import make_buckets, plan_groups
+from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import ModelSpec, load_model, logical_tensors
 from hetero_megatron.training.runtime import Runtime
 from tests.hf_reference import hf_loss_sum, hf_to_logical, make_hf
@@ -58,11 +58,12 @@ def save(directory: Path, name: str, dtype: torch.dtype = torch.float64, shards:
 
 
 def evaluate(comm: Comm, chosen: Plan, spec: ModelSpec, directory: str, case: Any) -> tuple[float, int] | None:
+    compiled = CompiledPlan(chosen, spec)
+    comm.create_groups(compiled.groups)
     if comm.rank not in chosen.ranks:
-        comm.create_groups(plan_groups(chosen, make_buckets(chosen, spec)))
         return None
     weights = HFWeights(directory, spec)
-    runtime = Runtime(chosen, spec, comm, torch.float64, weights.read, None)
+    runtime = Runtime(compiled, comm, torch.float64, weights.read, None)
     return runtime.evaluate(RandomSamples(case, spec.vocab_size).fetch, 0, chosen.global_batch_size)
 
 
@@ -196,7 +197,9 @@ def import_as(rank: int, directory: str, spelled: dict[str, Any], pipe: Connecti
             peak[0] = max(peak[0], anonymous_bytes())
 
     def build(read: Callable[..., torch.Tensor]) -> Runtime:
-        return Runtime(chosen, spec, FakeComm(rank, torch.device("cpu")), torch.float32, read, None)
+        comm, compiled = FakeComm(rank, torch.device("cpu")), CompiledPlan(chosen, spec)
+        comm.create_groups(compiled.groups)
+        return Runtime(compiled, comm, torch.float32, read, None)
 
     build(lambda tensor, box: torch.zeros(()))  # whatever building makes torch import or allocate once
     weights = HFWeights(directory, spec)

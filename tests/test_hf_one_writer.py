@@ -25,7 +25,7 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.plan import Plan, plan_from_dict
-from hetero_megatron.plan.buckets import make_buckets, plan_groups
+from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import ModelSpec, from_hf_config, load_model, logical_tensors
 from hetero_megatron.training.runtime import Runtime
 from tests.parity import RandomSamples, build_optimizer, fixed_case
@@ -52,11 +52,12 @@ def export_twice(
     comm: Comm, plan: Plan, spec: ModelSpec, root: str, case: Any, dtype: torch.dtype
 ) -> tuple[int, int] | None:
     """Load, train a step, save to one directory for all and to the own one; bytes (sent to the first rank, owned)."""
+    compiled = CompiledPlan(plan, spec)
+    comm.create_groups(compiled.groups)
     if comm.rank not in plan.ranks:
-        comm.create_groups(plan_groups(plan, make_buckets(plan, spec)))
         return None
     source = f"{root}/in"
-    runtime = Runtime(plan, spec, comm, torch.float64, HFWeights(source, spec).read, build_optimizer(case))
+    runtime = Runtime(compiled, comm, torch.float64, HFWeights(source, spec).read, build_optimizer(case))
     size = plan.global_batch_size
     runtime.train_step(RandomSamples(case, spec.vocab_size).fetch, 0, size, case.lr)
     assert runtime.optimizer is not None

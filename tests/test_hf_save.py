@@ -15,7 +15,7 @@ from hetero_megatron.checkpoint.hf_save import save_hf
 from hetero_megatron.comm import Comm
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, plan_from_dict
-from hetero_megatron.plan.buckets import make_buckets, plan_groups
+from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.training.runtime import Runtime
 from tests.hf_reference import hf_loss_sum, make_exact
@@ -28,10 +28,11 @@ def round_trip(
     comm: Comm, plan: Plan, spec: ModelSpec, source: str, target: str, case: Any, steps: int, dtype: torch.dtype
 ) -> tuple[float, int] | None:
     """Load, train, save; the evaluation after it."""
+    compiled = CompiledPlan(plan, spec)
+    comm.create_groups(compiled.groups)
     if comm.rank not in plan.ranks:
-        comm.create_groups(plan_groups(plan, make_buckets(plan, spec)))
         return None
-    runtime = Runtime(plan, spec, comm, torch.float64, HFWeights(source, spec).read, build_optimizer(case))
+    runtime = Runtime(compiled, comm, torch.float64, HFWeights(source, spec).read, build_optimizer(case))
     fetch, size = RandomSamples(case, spec.vocab_size).fetch, plan.global_batch_size
     for step in range(steps):
         runtime.train_step(fetch, step * size, size, case.lr)

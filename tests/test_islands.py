@@ -16,7 +16,8 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, Layout, assign_owners, reduction, representatives
 from hetero_megatron.plan import dump_yaml, load_plan, plan_from_dict, to_dict
 from hetero_megatron.plan.buckets import layer_groups, make_buckets, plan_groups, sync_actions
-from hetero_megatron.plan.islands import crossing, format_islands, hop_elements, with_islands
+from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plan.islands import add_islands, crossing, format_islands, hop_elements
 from hetero_megatron.plan.program import Collectives, format_step, step_schedules, validate_step
 from hetero_megatron.planner.costs import CostModel, CostOptions
 from hetero_megatron.planner.fit import read_runs
@@ -24,7 +25,16 @@ from hetero_megatron.planner.network import Network
 from hetero_megatron.planner.predict import predict
 from hetero_megatron.planner.search import SearchOptions, search
 from hetero_megatron.planner.sync import Synchronisation
-from hetero_megatron.schedule import Action, Costs, Schedule, ScheduleError, format_grid, simulate, validate
+from hetero_megatron.schedule import (
+    Action,
+    Costs,
+    Schedule,
+    ScheduleError,
+    format_grid,
+    simulate,
+    validate,
+    validate_collectives,
+)
 from hetero_megatron.spec import from_hf_config
 from tests.parity import check_case, fixed_case, random_case
 from tests.pool import shared_pool
@@ -87,9 +97,9 @@ def test_bytes_between_islands() -> None:
     direct = plan_from_dict(replicas(4), SPEC)
     planned = plan_from_dict(replicas(4, ["0-1", [2, 3]]), SPEC)
     size = sum(b.owners[n].elements(r) for b in make_buckets(direct, SPEC) for n in b.names for r in b.ranks)
-    found = crossing(planned, SPEC)
+    found = crossing(CompiledPlan(planned, SPEC))
     assert (found.direct, found.planned, found.hops, found.buckets) == (8 * size, 4 * size, 1, 1)
-    assert "1 of 1 bucket is summed inside an island first" in format_islands(planned, SPEC)
+    assert "1 of 1 bucket is summed inside an island first" in format_islands(CompiledPlan(planned, SPEC))
 
 
 def test_islands_that_save_nothing_are_left_alone() -> None:
@@ -102,8 +112,10 @@ def test_islands_are_part_of_the_plan() -> None:
     plan = plan_from_dict(replicas(4, ["0-1", [3, 2]]), SPEC)
     assert plan.islands == ((0, 1), (2, 3)) and "islands: [0-1, 2-3]" in dump_yaml(plan)
     again = plan_from_dict(to_dict(plan), SPEC)
-    assert again == plan and again.fingerprint() == plan.fingerprint()
-    assert plan.fingerprint() != plan_from_dict(replicas(4), SPEC).fingerprint()
+    bare = plan_from_dict(replicas(4), SPEC)
+    assert again == plan != bare
+    # Which way gradients travel changes neither what a checkpoint holds nor who reads what of it.
+    assert again.fingerprint() == plan.fingerprint() == bare.fingerprint()
 
 
 @pytest.mark.parametrize("islands, message", [([[0, 1], [1, 2]], "two islands"), ([[0, 9]], "in no stage")])
@@ -122,13 +134,13 @@ def nodes(inter: str, groups: tuple[tuple[str, int], ...] = (("a", 2),), **links
 
 def test_islands_of_a_cluster() -> None:
     plan = plan_from_dict(replicas(4), SPEC)
-    assert with_islands(plan, SPEC, nodes("50 MB/s")).islands == ((0, 1), (2, 3))
-    assert with_islands(plan, SPEC, nodes("2 GB/s")) is plan  # no link is slower than another
-    named = replace(plan, islands=((0, 2),), _cache={})
-    assert with_islands(named, SPEC, nodes("50 MB/s")) is named
+    assert add_islands(plan, SPEC, nodes("50 MB/s")).islands == ((0, 1), (2, 3))
+    assert add_islands(plan, SPEC, nodes("2 GB/s")) is plan  # no link is slower than another
+    named = replace(plan, islands=((0, 2),))
+    assert add_islands(named, SPEC, nodes("50 MB/s")) is named
     uneven = [{"between": ["a", "b"], "bandwidth": "5 MB/s"}]
     eight = plan_from_dict(replicas(8), SPEC)  # two vendors of two nodes each: the slow link between vendors decides
-    assert with_islands(eight, SPEC, nodes("1 GB/s", (("a", 2), ("b", 2)), pairs=uneven)).islands == (
+    assert add_islands(eight, SPEC, nodes("1 GB/s", (("a", 2), ("b", 2)), pairs=uneven)).islands == (
         (0, 1, 2, 3), (4, 5, 6, 7),
     )  # fmt: skip
 
@@ -138,15 +150,18 @@ def test_files_runs_and_searches_have_the_same_islands(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text(json.dumps(replicas(4) | {"version": 1}))
     (tmp_path / "m.json").write_text(json.dumps(MODEL))
     (tmp_path / "runs.csv").write_text(f"plan,model,seconds\np.json,{tmp_path / 'm.json'},1\n")
-    assert load_plan(tmp_path / "p.json", SPEC).islands == ()
-    assert load_plan(tmp_path / "p.json", SPEC, cluster).islands == ((0, 1), (2, 3))
-    assert [run.plan.islands for run in read_runs(str(tmp_path / "runs.csv"), cluster)] == [((0, 1), (2, 3))]
+    read = load_plan(tmp_path / "p.json", SPEC, cluster)
+    assert read == load_plan(tmp_path / "p.json", SPEC) and read.islands == ()  # reading adds nothing
+    added, said = add_islands(read, SPEC, cluster), list[str]()
+    assert added.islands == ((0, 1), (2, 3)) and added.fingerprint() == read.fingerprint()
+    assert [run.plan for run in read_runs(str(tmp_path / "runs.csv"), cluster, said.append)] == [added]
+    assert len(said) == 1 and "runs.csv:2: islands 0-1 | 2-3 added" in said[0]
     found = search(SPEC, cluster, 8, 8, SearchOptions(dtype="fp32"))
     several = [c for c in (found.best, *found.others) if len(c.plan.pipelines) > 1]
     assert several
     for choice in several:
-        bare = replace(choice.plan, islands=(), _cache={})
-        assert with_islands(bare, SPEC, cluster).fingerprint() == choice.plan.fingerprint()
+        bare = replace(choice.plan, islands=())
+        assert add_islands(bare, SPEC, cluster) == choice.plan
 
 
 def test_two_hops_take_turns() -> None:
@@ -266,6 +281,38 @@ def test_collectives_in_another_order_are_refused() -> None:
     with pytest.raises(ScheduleError, match=r"rank 0: REDUCE1 .* never begins: rank 1 of them is at REDUCE2") as caught:
         validate_step(plan, buckets, bad)
     assert str(caught.value).count("<-- ERROR HERE") == 1 and "rank 2: " in str(caught.value)
+
+
+@pytest.mark.parametrize("islands", [None, ["0-2", "3-5"], ["0-3", [4, 5]]])
+def test_ranks_that_meet_alike_are_checked_as_all_of_them_would_be(islands: Any) -> None:
+    """With and without damage, the same verdict whether one rank stands for others or each for itself."""
+    plan = plan_from_dict(replicas(6, islands), SPEC)
+    buckets = make_buckets(plan, SPEC, 8 << 10)
+    good, meet = step_schedules(plan, buckets), Collectives(plan, buckets)
+    assert good[0] is good[1]  # equal pipelines do the same list
+    found = []
+    for a, b in ((0, 0), (1, 2), (0, 1)):
+        rows = {}
+        for p, schedule in enumerate(swapped(good, 4, Action("REDUCE", a), Action("REDUCE", b))):
+            rows.update(dict.fromkeys(plan.pipelines[p].ranks, schedule.stages[0]))
+        errors = []
+        for alike in (None, meet.kinds().get):
+            try:
+                validate_collectives(rows, meet, alike)
+                errors.append("")
+            except ScheduleError as error:
+                errors.append(str(error))
+        assert errors[0] == errors[1]
+        found.append(errors[0])
+    assert not found[0] and found[1] and found[2]
+
+
+def test_a_plan_is_compiled_once() -> None:
+    compiled = CompiledPlan(plan_from_dict(replicas(4, ["0-1", "2-3"]), SPEC), SPEC)
+    assert compiled.buckets is compiled.buckets and compiled.schedules() is compiled.schedules(4)
+    assert set(compiled.groups) == set(plan_groups(compiled.plan, compiled.buckets))
+    other = replace(compiled.plan, islands=())  # has nothing of the first one's
+    assert other.fingerprint() == compiled.plan.fingerprint() and CompiledPlan(other, SPEC).buckets != compiled.buckets
 
 
 @pytest.mark.parametrize("seed", range(40))

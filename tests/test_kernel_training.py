@@ -19,7 +19,7 @@ from hetero_megatron.model import initial_values
 from hetero_megatron.ops import KernelPlan, Registry, Signature, resolve
 from hetero_megatron.ops.stage import stage_signatures
 from hetero_megatron.plan import Plan, load_plan, locate, plan_from_dict, stage_at, unit_at
-from hetero_megatron.plan.buckets import make_buckets, plan_groups
+from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.context_plan import stage_contexts
 from hetero_megatron.plan.kernels import with_kernels
 from hetero_megatron.platform.plugins import load_plugins
@@ -70,8 +70,9 @@ def kernels_of(
 def train(
     comm: Comm, plan: Plan, spec: ModelSpec, backend: str | None = None, registry: Registry | None = None
 ) -> tuple[list[float], Any, str]:
+    compiled = CompiledPlan(plan, spec)
+    comm.create_groups(compiled.groups)
     if comm.rank not in plan.ranks:
-        comm.create_groups(plan_groups(plan, make_buckets(plan, spec)))
         return [], {}, ""
 
     def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
@@ -80,7 +81,7 @@ def train(
     kernels = kernels_of(plan, spec, comm.rank, backend is not None, registry)
     factory = optimizer_factory(OptimizerConfig(), kernel=kernels.adamw)
     runtime = Runtime(
-        plan, spec, comm, torch.float32, initialize, factory, kernels=kernels, compile_backend=backend
+        compiled, comm, torch.float32, initialize, factory, kernels=kernels, compile_backend=backend
     )
     data = batch()
 

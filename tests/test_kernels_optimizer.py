@@ -12,6 +12,7 @@ from hetero_megatron.comm.fake import FakeComm
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.model import initial_values
 from hetero_megatron.parallel.update import AdamW
+from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.spec import from_hf_config
 from hetero_megatron.training.runtime import Runtime
@@ -148,7 +149,8 @@ def test_16_bit_weights_are_what_the_update_wrote() -> None:
             copy.copy_(p + 0.5)
 
     runtime = Runtime(
-        plan, spec, FakeComm(0, torch.device("cpu")), torch.bfloat16, lambda t, box: initial_values(t, box, spec, 7),
+        CompiledPlan(plan, spec), FakeComm(0, torch.device("cpu")), torch.bfloat16,
+        lambda t, box: initial_values(t, box, spec, 7),
         lambda groups: AdamW(groups, kernel, (0.9, 0.95), 1e-8),
     )  # fmt: skip
     assert runtime.optimizer is not None
@@ -169,7 +171,8 @@ def test_a_training_step_leaves_scaling_to_the_optimizer() -> None:
         seen.append((sum(float(g.double().square().sum()) for g in grads), rest[-1]))
 
     runtime = Runtime(
-        plan, spec, FakeComm(0, torch.device("cpu")), FP32, lambda t, box: initial_values(t, box, spec, 7),
+        CompiledPlan(plan, spec), FakeComm(0, torch.device("cpu")), FP32,
+        lambda t, box: initial_values(t, box, spec, 7),
         lambda groups: AdamW(groups, kernel, (0.9, 0.95), 1e-8),
     )  # fmt: skip
     data = batch()

@@ -23,7 +23,7 @@ from hetero_megatron.ops.stage import stage_signatures
 from hetero_megatron.ops.vocab_cross_entropy import gradient, statistics
 from hetero_megatron.parallel.long_loss import chunked_loss, loss_chunk
 from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.plan.buckets import make_buckets, plan_groups
+from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.spec import ModelSpec, from_hf_config, shares
 from hetero_megatron.training.kernels import agree_on_kernels
@@ -100,8 +100,8 @@ def test_a_chunked_head_runs_what_its_kernel_plan_says() -> None:
     comm, losses = FakeComm(0, torch.device("cpu")), []
     for given, limit in ((kernels, 4 * 101 * 16), (None, 1 << 30)):
         runtime = Runtime(
-            plan, spec, comm, torch.float32, lambda t, box: initial_values(t, box, spec, 7), None, kernels=given,
-            logits_bytes=limit,
+            CompiledPlan(plan, spec), comm, torch.float32, lambda t, box: initial_values(t, box, spec, 7), None,
+            kernels=given, logits_bytes=limit,
         )  # fmt: skip
         assert (runtime.loss_chunk is None) == (given is None)
         data = batch()
@@ -162,10 +162,11 @@ def agreed(comm: Comm, stage: dict[str, Any]) -> set[str]:
     data = {"seq_length": LENGTH, "global_batch_size": 2,
             "pipelines": [{"micro_batch_size": 2, "num_micro_batches": 1, "stages": [stage]}]}  # fmt: skip
     plan = plan_from_dict(data, spec)
+    compiled = CompiledPlan(plan, spec)
+    comm.create_groups(compiled.groups)
     if comm.rank not in plan.ranks:
-        comm.create_groups(plan_groups(plan, make_buckets(plan, spec)))
         return set()
-    runtime = Runtime(plan, spec, comm, torch.float32, lambda t, box: initial_values(t, box, spec, 7), None)
+    runtime = Runtime(compiled, comm, torch.float32, lambda t, box: initial_values(t, box, spec, 7), None)
     agree_on_kernels(runtime)
     return set(runtime.apart())
 

@@ -148,6 +148,7 @@ def test_a_nodes_cards_are_shared() -> None:
 def test_bytes_are_the_runtimes(tmp_path: Path) -> None:
     """Boundaries, gradients and parameters: the same bytes between the same ranks as in a dry run of each rank."""
     from hetero_megatron.planner.predict import _Step
+    from hetero_megatron.planner.prepared import PreparedPlan
     from hetero_megatron.training.dry_run import run_rank
     from tests.test_dry_run import config
 
@@ -158,7 +159,7 @@ def test_bytes_are_the_runtimes(tmp_path: Path) -> None:
             "links": {"inter_node": {"bandwidth": "1 GB/s"}},
         }
     )
-    step = _Step(ready.plan, CostModel(ready.spec, where, ready.plan.seq_length, "bf16"))
+    step = _Step(PreparedPlan(ready.compiled), CostModel(ready.spec, where, ready.plan.seq_length, "bf16"))
     for rank in (0, 2, 3):  # of an uneven TP pair, of a second stage, of inner replicas
         sent = run_rank(ready, rank).sent
         want = {"pipeline": sent["pipeline"], "gradients": sent["gradients"], "weights": sent["weights"]}

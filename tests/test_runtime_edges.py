@@ -13,7 +13,7 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.layout import Box
 from hetero_megatron.plan import Plan, plan_from_dict
-from hetero_megatron.plan.buckets import make_buckets, plan_groups
+from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.training.loss_scale import LossScale
 from hetero_megatron.training.runtime import Runtime
@@ -39,14 +39,15 @@ def job(
     comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: Any, sizes: tuple[int, ...], scale: LossScale
 ) -> dict[str, Any]:
     """Train one step per batch size, evaluating before and after."""
+    compiled = CompiledPlan(plan, spec)
+    comm.create_groups(compiled.groups)
     if comm.rank not in plan.ranks:
-        comm.create_groups(plan_groups(plan, make_buckets(plan, spec)))
         return {}
 
     def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
         return torch.from_numpy(initial[tensor.name][box.slices()])
 
-    runtime = Runtime(plan, spec, comm, DTYPES[case.dtype], initialize, build_optimizer(case))
+    runtime = Runtime(compiled, comm, DTYPES[case.dtype], initialize, build_optimizer(case))
     data = RandomSamples(case, spec.vocab_size)
     evaluations = [runtime.evaluate(data.fetch, 100, n) for n in (1, 2, plan.global_batch_size)]
     stats, scales, kept, first = [], [], [], 0

@@ -28,7 +28,7 @@ from hetero_megatron.files import read_json_object
 from hetero_megatron.launcher import TESTBED, LauncherEnvironment, read_launcher
 from hetero_megatron.planner.rates import refuse_twice
 from hetero_megatron.training.exit import import_torch
-from hetero_megatron.words import dtype_name, plural
+from hetero_megatron.words import dtype_name, notice_line, plural
 
 TIMEOUT = 600.0  # seconds, of every transfer
 
@@ -159,7 +159,11 @@ def _fit(cluster: Cluster, options: argparse.Namespace, rates: dict[str, Any]) -
     dtype, *more = _dtypes(options.dtype, "bf16")
     if more:
         raise UserError("the runs had one", field="--dtype", value=options.dtype, accepted="one of them")
-    fit = fit_rates(read_runs(options.from_runs, cluster), load_rates(cluster, dtype))
+
+    def say(text: str) -> None:
+        print(notice_line(text), file=sys.stderr, flush=True)
+
+    fit = fit_rates(read_runs(options.from_runs, cluster, say), load_rates(cluster, dtype))
     if not options.json:
         print(format_fit(fit), flush=True)
     return merge_rates(rates, rates_section(fit))

@@ -116,7 +116,7 @@ def _run(
     groups = [everyone, *(m for m in comm.islands.members if 1 < len(m) < world)]
     if options.plan is not None:
         from hetero_megatron.plan import load_plan
-        from hetero_megatron.plan.buckets import make_buckets, plan_groups
+        from hetero_megatron.plan.compile import CompiledPlan
         from hetero_megatron.spec import load_model
         from hetero_megatron.training.islands import plan_for
 
@@ -124,7 +124,7 @@ def _run(
         plan = plan_for(load_plan(options.plan, spec, cluster), comm.islands)
         if plan.ranks[-1] >= world:
             raise UserError("has more ranks than the job", field="--plan", value=options.plan, accepted=f"{world}")
-        groups += plan_groups(plan, make_buckets(plan, spec))
+        groups += CompiledPlan(plan, spec).groups
     groups = list(dict.fromkeys(groups))
     comm.create_groups(groups)
     control = comm.group(everyone)

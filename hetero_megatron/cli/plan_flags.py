@@ -10,6 +10,7 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.launcher import LauncherEnvironment
 from hetero_megatron.plan import FlagScaleParallel, MegatronParallel, Plan, from_flagscale, from_megatron, load_plan
+from hetero_megatron.plan.islands import add_islands, format_added
 from hetero_megatron.plan.made_for import made_for_of
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.words import plural
@@ -87,6 +88,9 @@ def _from_file(
     if made is not None:  # first: what else does not fit another model would be a riddle
         made.agree_on_model(spec, args["plan"])
     plan = load_plan(args["plan"], spec, cluster, dtype)
+    if cluster is not None and (added := add_islands(plan, spec, cluster)) is not plan:
+        plan = added
+        args.notices.append(format_added(plan, cluster))
     for key, mine in (("seq_length", plan.seq_length), ("global_batch_size", plan.global_batch_size)):
         if key in args.given and args[key] != mine:
             raise flag_error(key, args[key], f"the plan file says {mine}", f"{mine}, or leave the flag out")

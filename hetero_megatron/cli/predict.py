@@ -11,14 +11,15 @@ from hetero_megatron.cli.output import write_text
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import load_plan
-from hetero_megatron.plan.buckets import make_buckets
-from hetero_megatron.plan.islands import format_islands
+from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plan.islands import add_islands, format_added, format_islands
 from hetero_megatron.plan.made_for import made_for_of
 from hetero_megatron.plan.program import format_step
 from hetero_megatron.planner.costs import CostModel, CostOptions
 from hetero_megatron.planner.memory import ITEM_BYTES, moments_of
 from hetero_megatron.planner.page import html_page
 from hetero_megatron.planner.predict import predict
+from hetero_megatron.planner.prepared import PreparedPlan
 from hetero_megatron.planner.report import as_json, format_prediction
 from hetero_megatron.planner.timeline import format_timeline, perfetto_trace
 from hetero_megatron.spec import load_model
@@ -64,12 +65,17 @@ def main(argv: Sequence[str]) -> int:
             setattr(args, key, usual if made is None else getattr(made, key))
         elif made is not None:
             made.agree(key, f"--{key}", getattr(args, key), args.plan)
-    plan = load_plan(args.plan, model, cluster, args.dtype)
+    written = load_plan(args.plan, model, cluster, args.dtype)
+    plan = add_islands(written, model, cluster)
+    if plan is not written:
+        print(notice_line(format_added(plan, cluster)), file=sys.stderr)
+    compiled = CompiledPlan(plan, model)
     less = made.less_memory(cluster, plan.ranks, args.plan) if made is not None else None
     if less is not None:  # no refusal: what it means for this cluster is what is asked here
         print(notice_line(less.problem), file=sys.stderr)
     options = CostOptions(margin=args.memory_margin, moments=moments_of(args.optimizer))
-    found = predict(plan, model, cluster, args.dtype, CostModel(model, cluster, plan.seq_length, args.dtype, options))
+    costs = CostModel(model, cluster, plan.seq_length, args.dtype, options)
+    found = predict(plan, model, cluster, args.dtype, costs, prepared=PreparedPlan(compiled))
     if args.html:
         write_text(args.html, "--html", html_page(found, model.name))
     if args.trace:
@@ -79,10 +85,10 @@ def main(argv: Sequence[str]) -> int:
     else:
         print(format_prediction(found))
         if plan.islands:
-            print(format_islands(plan, model))
+            print(format_islands(compiled))
         print(format_timeline(found, args.width))
         if args.schedule:
-            print(format_step(plan, make_buckets(plan, model)))
+            print(format_step(plan, compiled.buckets))
     if found.over:
         print(f"error: the plan does not fit: {found.over[0]}", file=sys.stderr)
         return 1

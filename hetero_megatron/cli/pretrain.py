@@ -90,7 +90,7 @@ def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
     cluster = config.cluster
     print(format_plan(config.plan, config.spec, None if cluster is None else [r.chip for r in cluster.ranks]))
     if config.plan.islands:
-        print(format_islands(config.plan, config.spec))
+        print(format_islands(config.compiled))
     for sentence in config.notices:
         print(notice_line(sentence))
     memory = _memory(config)
@@ -110,7 +110,8 @@ def _memory(config: RunConfig) -> Mapping[int, MemoryBytes]:
     from hetero_megatron.planner.memory import moments_of
 
     moments = moments_of(config.optimizer.name)
-    return estimate_memory(config.plan, config.spec, config.dtype, moments, logits_bytes=config.logits_bytes)
+    buckets = config.compiled.buckets
+    return estimate_memory(config.plan, config.spec, config.dtype, moments, buckets, config.logits_bytes)
 
 
 def refuse_over_memory(config: RunConfig, memory: Mapping[int, MemoryBytes], notify: bool) -> None:

@@ -7,7 +7,7 @@ space; everything that knows about uneven shapes lives here.
 from hetero_megatron.layout.box import Box
 from hetero_megatron.layout.cut import cut, largest_remainder
 from hetero_megatron.layout.layout import Layout
-from hetero_megatron.layout.owners import assign_owners, representatives
+from hetero_megatron.layout.owners import assign_owners, crossing_elements, representatives
 from hetero_megatron.layout.refine import Cell, refine
 from hetero_megatron.layout.tiling import tiles
 from hetero_megatron.layout.transfer import Piece, Transfer, reduction, transfer
@@ -19,6 +19,7 @@ __all__ = [
     "Piece",
     "Transfer",
     "assign_owners",
+    "crossing_elements",
     "cut",
     "largest_remainder",
     "reduction",

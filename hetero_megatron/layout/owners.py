@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from hetero_megatron.layout.box import Box
@@ -76,18 +77,39 @@ def representatives(
     """
     found: dict[str, dict[int, tuple[Box, ...]]] = {name: {} for name in holders}
     for island in islands:
-        inside = set(island)
         rest = {}
         for name, layout in holders.items():
-            far = [box for rank, box in owners[name].items() if rank not in inside]
-            rest[name] = Layout(
-                layout.shape,
-                {r: tuple(x for b in layout.of(r) for o in far if (x := b.intersect(o))) for r in island},
-            )
+            # Ranks that hold the same lack the same: found once for all of them, of hundreds.
+            own = _join([box for rank in island for box in owners[name].of(rank)])
+            kinds = {layout.of(r) for r in island}
+            left = {held: tuple(x for box in held for x in _without(box, own)) for held in kinds}
+            rest[name] = Layout(layout.shape, {r: left[layout.of(r)] for r in island})
         for name, layout in assign_owners(rest, whole_below=whole_below).items():
             for rank in island:
                 found[name][rank] = (*owners[name].of(rank), *layout.of(rank))
     return {name: Layout(holders[name].shape, boxes) for name, boxes in found.items()}
+
+
+def crossing_elements(
+    holders: Mapping[str, Layout], owners: Mapping[str, Layout], islands: Sequence[Sequence[int]]
+) -> int:
+    """Elements that go from holders in one island to owners in another, one for each holder; the owners are holders."""
+    total = 0
+    for island in islands:
+        for name, layout in holders.items():
+            own = _join([box for rank in island for box in owners[name].of(rank)])
+            for held, count in Counter(map(layout.of, island)).items():
+                inside = (x.size for box in held for o in own if (x := box.intersect(o)))
+                total += count * (sum(box.size for box in held) - sum(inside))
+    return total
+
+
+def _without(box: Box, own: Sequence[Box]) -> list[Box]:
+    """What is left of a box without others, which are disjoint."""
+    common = tuple(x for o in own if (x := box.intersect(o)))
+    if not common:
+        return [box]
+    return [cell.box for cell in refine(Layout(box.hi, {0: (box,), 1: common})) if cell.holders == (0,)]
 
 
 def _shares(

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from hetero_megatron.comm import Comm, Group, Handle
-from hetero_megatron.layout import Box, Layout, reduction
-from hetero_megatron.plan.buckets import Bucket, Hop
-
-Slices = tuple[slice, ...]
-Parts = list[tuple[int, Slices]]  # (which array, where in it)
+from hetero_megatron.layout import Box
+from hetero_megatron.parallel.routes import HopRoutes, OwnedPiece, Parts, Slices, local_pieces
+from hetero_megatron.plan.buckets import Bucket
 
 
 class FlatTensors:
@@ -31,80 +27,38 @@ class FlatTensors:
         self.views = {name: part.view(*shape) for (name, shape), part in parts}
 
 
-@dataclass(frozen=True)
-class OwnedPiece:
-    """A box of one tensor that this rank sums up. ``slices`` index it inside the local parameter."""
-
-    name: str
-    box: Box
-    slices: Slices
-    offset: int  # of its first element in the bucket's flat gradient
-
-
 class HopExchange:
     """One hop on one rank: arrays of ``sources`` are summed into arrays of ``targets``; back, values go from targets
     into sources.
 
-    Messages between two ranks list the common boxes in (tensor, position) order on both sides, so no index
-    travels with the data.
-
     Attributes:
-        runs: by rank, in group order, where in the memory of my sources lies what that rank sums up, when they are kept
-            one after the other and the bucket is dense; None: there is no such order, parts are packed and unpacked.
+        runs: of its routes; None packs and unpacks also where that is not needed.
+        fills: False for a dry run: messages and sums take their memory, and nothing is copied or added there.
     """
 
+    fills = True
+
     def __init__(
-        self, hop: Hop, group: Group, sources: Sequence[OwnedPiece], targets: Sequence[OwnedPiece], dense: bool = False
+        self, routes: HopRoutes, group: Group, sources: Sequence[OwnedPiece], targets: Sequence[OwnedPiece]
     ) -> None:
-        self.group, self.me = group, group.comm.rank
-        self.sources, self.targets = sources, targets
-        self._give: dict[int, Parts] = defaultdict(list)  # by receiver: parts of my sources
-        self._take: dict[int, Parts] = defaultdict(list)  # by sender: parts of my targets
-        for name, layout in hop.sources.items():
-            # Only what goes from or to this rank: all that move between all members would be their number squared.
-            held, wanted = layout.only(group.ranks), hop.targets[name].only(group.ranks)
-            mine = [(i, s.box) for i, s in enumerate(sources) if s.name == name]
-            summed = [(i, t.box) for i, t in enumerate(targets) if t.name == name]
-            for piece in reduction(held.only((self.me,)), wanted).pieces:
-                self._give[piece.dst].append(_inside(piece.box, mine))
-            for piece in reduction(held, wanted.only((self.me,))).pieces:
-                self._take[piece.src].append(_inside(piece.box, summed))
-        self.size = sum(t.box.size for t in targets)
-        self._give_counts = [0 if r == self.me else _volume(self._give[r]) for r in group.ranks]
-        self._take_counts = [0 if r == self.me else _volume(self._take[r]) for r in group.ranks]
-        everything = [(i, Box.whole(t.box.shape).slices()) for i, t in enumerate(targets)]
-        self._sends_all = {r for r in group.ranks if self._take[r] == everything}
-        # By operator what could be by member: one for all parts that lie one after the other on both sides.
-        self._given = _joined([part for r in group.ranks if r != self.me for part in self._give[r]])
-        self._wanted = _alike(self._take[r] for r in group.ranks if r != self.me)
-        self.kept = {i for i, _ in self._give[self.me]}  # sources that are still needed once they are packed
-        self.runs = self._find_runs() if dense else None
+        self.routes, self.group, self.me = routes, group, group.comm.rank
+        self.sources, self.targets, self.runs = sources, targets, routes.runs
         self._handle: Handle | None = None
 
-    def _find_runs(self) -> list[slice]:
-        """What :attr:`Bucket.dense` promises: my sources from first to last are owner after owner's."""
-        runs, at = [], 0
-        for rank in self.group.ranks:
-            size = _volume(self._give[rank])
-            runs.append(slice(at, at + size))
-            for i, part in self._give[rank]:
-                source = self.sources[i]
-                rows = source.box.size // source.box.shape[0]
-                whole = all(s == slice(0, n) for s, n in zip(part[1:], source.box.shape[1:], strict=True))
-                assert whole and source.offset + part[0].start * rows == at, f"{source.name} is out of its run"
-                at += (part[0].stop - part[0].start) * rows
-        assert at == sum(s.box.size for s in self.sources)
-        return runs
+    @property
+    def size(self) -> int:
+        """Elements that this rank sums up."""
+        return self.routes.size
 
     @property
     def given(self) -> int:
         """Elements of partial sums that others add up, and of parameters that come back."""
-        return sum(self._give_counts)
+        return sum(self.routes.give_counts)
 
     @property
     def taken(self) -> int:
         """Elements of partial sums that come from others, and of parameters that they get."""
-        return sum(self._take_counts)
+        return sum(self.routes.take_counts)
 
     @property
     def arrived(self) -> bool:
@@ -129,9 +83,12 @@ class HopExchange:
         if self.group.size == 1:
             return
         if self.runs is None:
-            parts = [arrays[i][at].reshape(-1) for i, at in self._given]
-            send = torch.cat(parts) if parts else empty
-            self._handle = self.group.all_to_all(send, self._give_counts, self._take_counts)
+            if self.fills:
+                parts = [arrays[i][at].reshape(-1) for i, at in self.routes.given]
+                send = torch.cat(parts) if parts else empty
+            else:
+                send = empty.new_empty(self.given)
+            self._handle = self.group.all_to_all(send, self.routes.give_counts, self.routes.take_counts)
             return
         assert memory is not None
         if self.group.size == 2:
@@ -145,12 +102,13 @@ class HopExchange:
     def finish(
         self, arrays: Sequence[torch.Tensor | None], memory: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
-        """The sums, one array per target, partial sums added in rank order; ``arrays`` not in ``kept`` may be None.
+        """The sums, one array per target, partial sums added in rank order; ``arrays`` that the routes do not keep
+        may be None.
 
         With ``runs`` the sums lie in ``memory``, where my own part was.
         """
         if self.group.size == 1:
-            return [_part(arrays, i, at) for i, at in self._give[self.me]]
+            return [_part(arrays, i, at) for i, at in self.routes.give.get(self.me, ())]
         received = self._wait()
         if self.runs is not None:
             assert memory is not None
@@ -160,28 +118,45 @@ class HopExchange:
             else:
                 torch.sum(received.view(self.group.size, self.size), 0, out=own)
             return [own[t.offset : t.offset + t.box.size].view(t.box.shape) for t in self.targets]
-        chunks = dict(zip(self.group.ranks, received.split(self._take_counts), strict=True))
-        others = [r for r in self.group.ranks if r != self.me]
-        first = others[0]
-        if first in self._sends_all:  # its part becomes the sum; of the first two it does not matter which is added
-            total = chunks[first] if len(others) == 1 else chunks[first].clone()
-            order = [r for r in self.group.ranks if r != first]
+        # Who sends nothing has no chunk: of hundreds of members most may hold nothing of what is summed up here.
+        senders = [r for r in self.group.ranks if r != self.me and r in self.routes.take]
+        begin = senders[0] if senders and senders[0] in self.routes.sends_all else None
+        if begin is None:
+            total = received.new_zeros(self.size)
+        elif len(senders) == 1:  # its part becomes the sum; of the first two it does not matter which is added
+            total = received
         else:
-            total, order = received.new_zeros(self.size), list(self.group.ranks)
+            total = received[: self.size].clone()
         views = [total[t.offset : t.offset + t.box.size].view(t.box.shape) for t in self.targets]
-        for rank in order:
-            if rank == self.me:
-                if self._take[rank]:  # one launch, however many pieces
-                    mine = [_part(arrays, i, at) for i, at in self._give[rank]]
-                    torch._foreach_add_([views[to][inside] for to, inside in self._take[rank]], mine)
-            elif rank in self._sends_all:
-                total += chunks[rank]
-            else:
-                self._add(views, chunks[rank], self._take[rank])
+        if self.fills:
+            self._add_up(views, total, received, arrays, begin)
         return views
 
+    def _add_up(
+        self,
+        views: list[torch.Tensor],
+        total: torch.Tensor,
+        received: torch.Tensor,
+        arrays: Sequence[torch.Tensor | None],
+        begin: int | None,
+    ) -> None:
+        """Add to ``total`` (in pieces: ``views``) what all but ``begin`` sent, and this rank's own part."""
+        take = self.routes.take
+        counts = {r: n for r, n in zip(self.group.ranks, self.routes.take_counts, strict=True) if n}
+        chunks = dict(zip(counts, received.split(list(counts.values())), strict=True))
+        for rank in self.group.ranks:
+            if rank == begin or rank not in take:
+                continue
+            if rank == self.me:  # one launch, however many pieces
+                mine = [_part(arrays, i, at) for i, at in self.routes.give[rank]]
+                torch._foreach_add_([views[to][inside] for to, inside in take[rank]], mine)
+            elif rank in self.routes.sends_all:
+                total += chunks[rank]
+            else:
+                self._add(views, chunks[rank], take[rank])
+
     @staticmethod
-    def _add(views: list[torch.Tensor], chunk: torch.Tensor, parts: list[tuple[int, Slices]]) -> None:
+    def _add(views: list[torch.Tensor], chunk: torch.Tensor, parts: Parts) -> None:
         start = 0
         for to, inside in parts:
             target = views[to][inside]
@@ -197,11 +172,13 @@ class HopExchange:
             return
         if self.runs is None:
             device = self.group.comm.device  # masters may be in host memory
-            parts: list[torch.Tensor] = []
-            for ranks, wanted in self._wanted:
-                parts += [arrays[i][at].reshape(-1) for i, at in wanted] * ranks
-            send = torch.cat(parts).to(device, dtype) if parts else torch.empty(0, dtype=dtype, device=device)
-            self._handle = self.group.all_to_all(send, self._take_counts, self._give_counts)
+            send, at = torch.empty(self.taken, dtype=dtype, device=device), 0
+            for ranks, wanted in self.routes.wanted if self.fills else ():
+                parts = [arrays[i][inside].reshape(-1) for i, inside in wanted]
+                block = (torch.cat(parts) if len(parts) > 1 else parts[0]).to(device, dtype)
+                send[at : at + ranks * block.numel()].view(ranks, -1).copy_(block)  # once for each of them
+                at += ranks * block.numel()
+            self._handle = self.group.all_to_all(send, self.routes.take_counts, self.routes.give_counts)
             return
         assert memory is not None
         send, counts = memory[self.runs[self.group.index]], [x.stop - x.start for x in self.runs]
@@ -217,9 +194,9 @@ class HopExchange:
         if self.group.size == 1:
             return
         received = self._wait()
-        if self.runs is not None:
+        if self.runs is not None or not self.fills:
             return
-        targets = [arrays[i][at] for i, at in self._given]
+        targets = [arrays[i][at] for i, at in self.routes.given]
         if targets:  # one launch, however many pieces
             parts = received.split([t.numel() for t in targets])
             torch._foreach_copy_(targets, [part.view(t.shape) for part, t in zip(parts, targets, strict=True)])
@@ -235,17 +212,26 @@ class BucketExchange:
     """Gradients to owners, parameters to holders, for one bucket, in one hop or two.
 
     What lies between two hops are boxes of this rank's own parameters, so new values need no memory on their way back.
+
+    Args:
+        boxes: of this rank's parameters in their logical tensors.
+        known: routes by layouts (which live as long as the buckets do), of other buckets of this rank; added to.
     """
 
-    def __init__(self, bucket: Bucket, comm: Comm, boxes: Mapping[str, Box]) -> None:
+    def __init__(
+        self, bucket: Bucket, comm: Comm, boxes: Mapping[str, Box], known: dict[tuple[object, ...], HopRoutes]
+    ) -> None:
         self.bucket = bucket
-        layers = [_pieces(bucket.hops[0].sources, comm.rank, boxes)]
-        layers += [_pieces(hop.targets, comm.rank, boxes) for hop in bucket.hops]
+        layers = [local_pieces(bucket.hops[0].sources, comm.rank, boxes)]
+        layers += [local_pieces(hop.targets, comm.rank, boxes) for hop in bucket.hops]
         self.pieces = layers[-1]
-        self.hops = [
-            HopExchange(hop, comm.group(hop.group(comm.rank), lane=-1), sources, targets, bucket.dense)
-            for hop, sources, targets in zip(bucket.hops, layers[:-1], layers[1:], strict=True)
-        ]
+        self.hops = []
+        for hop, sources, targets in zip(bucket.hops, layers[:-1], layers[1:], strict=True):
+            ranks = hop.group(comm.rank)
+            key = (ranks, bucket.dense, *map(id, hop.sources.values()), *map(id, hop.targets.values()))
+            if key not in known:
+                known[key] = HopRoutes(hop, ranks, comm.rank, sources, targets, bucket.dense)
+            self.hops.append(HopExchange(known[key], comm.group(ranks, lane=-1), sources, targets))
         self._arrays: list[torch.Tensor | None] = []
         self._memory = torch.empty(0)
 
@@ -262,7 +248,7 @@ class BucketExchange:
             self._memory = grads.memory
         arrays: list[torch.Tensor] = self._arrays  # type: ignore[assignment]  # all are there until they are packed
         exchange.start(arrays, self._memory[:0], self._memory)
-        self._arrays = [x if i in exchange.kept else None for i, x in enumerate(self._arrays)]
+        self._arrays = [x if i in exchange.routes.kept else None for i, x in enumerate(self._arrays)]
 
     def finish_reduce(self, hop: int) -> list[torch.Tensor]:
         """The sums of the hop's targets: after the last hop, of the owned pieces."""
@@ -292,58 +278,11 @@ class BucketExchange:
         exchange.finish_back(_views(exchange.sources, params))
 
 
-def _pieces(layouts: Mapping[str, Layout], rank: int, boxes: Mapping[str, Box]) -> list[OwnedPiece]:
-    """A rank's boxes of every tensor, and where they lie in its parameters and in a flat buffer."""
-    pieces, offset = [], 0
-    for name, layout in layouts.items():
-        for box in layout.of(rank):
-            pieces.append(OwnedPiece(name, box, box.slices(boxes[name]), offset))
-            offset += box.size
-    return pieces
-
-
 def _views(pieces: Sequence[OwnedPiece], params: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     return [params[p.name][p.slices] for p in pieces]
-
-
-def _inside(box: Box, among: Sequence[tuple[int, Box]]) -> tuple[int, Slices]:
-    """(index of the box that contains ``box``, where it is in there)."""
-    return next((i, box.slices(origin)) for i, origin in among if origin.contains(box))
-
-
-def _alike(by_rank: Iterable[Parts]) -> list[tuple[int, Parts]]:
-    """(how many ranks one after the other have the same parts, which); those who have none are left out."""
-    found: list[tuple[int, Parts]] = []
-    for parts in by_rank:
-        if parts and found and found[-1][1] == parts:
-            found[-1] = (found[-1][0] + 1, parts)
-        elif parts:
-            found.append((1, parts))
-    return found
-
-
-def _joined(parts: Parts) -> Parts:
-    """The same elements in the same order: rows of one tensor that follow each other are one part."""
-    out: Parts = []
-    for i, at in parts:
-        if out and out[-1][0] == i and out[-1][1][1:] == at[1:] and out[-1][1][0].stop == at[0].start:
-            out[-1] = (i, (slice(out[-1][1][0].start, at[0].stop), *at[1:]))
-        else:
-            out.append((i, at))
-    return out
 
 
 def _part(arrays: Sequence[torch.Tensor | None], index: int, at: Slices) -> torch.Tensor:
     array = arrays[index]
     assert array is not None, "given up before it was summed"
     return array[at]
-
-
-def _volume(parts: Sequence[tuple[int, Slices]]) -> int:
-    total = 0
-    for _, slices in parts:
-        size = 1
-        for s in slices:
-            size *= s.stop - s.start
-        total += size
-    return total

@@ -11,6 +11,7 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.layout import Box
 from hetero_megatron.ops.gemm import WeightGradients
 from hetero_megatron.parallel.exchange import BucketExchange, FlatTensors
+from hetero_megatron.parallel.routes import HopRoutes
 from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, sync_actions
 from hetero_megatron.schedule import Action
 
@@ -39,7 +40,8 @@ class GradientSync:
         self, comm: Comm, params: Mapping[str, torch.nn.Parameter], boxes: Mapping[str, Box], buckets: Sequence[Bucket]
     ) -> None:
         self.params = params
-        self.exchanges = [BucketExchange(b, comm, boxes) for b in buckets if comm.rank in b.ranks]
+        routes: dict[tuple[object, ...], HopRoutes] = {}
+        self.exchanges = [BucketExchange(b, comm, boxes, routes) for b in buckets if comm.rank in b.ranks]
         self.by_bucket = {e.bucket.index: e for e in self.exchanges}
         self.reduces, self.spreads = sync_actions(buckets, comm.rank)
         self.flat = {e.bucket.index: self._flatten(e.bucket) for e in self.exchanges if e.bucket.dense}

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from hetero_megatron.comm import Comm, Handle
-from hetero_megatron.layout import Box, Layout, transfer
+from hetero_megatron.layout import Box, Layout
+from hetero_megatron.plan.compile import StageBoundary
 
 MAX_PIECES = 256  # messages between two ranks for one action; part of the tag
 
@@ -20,15 +21,14 @@ class Boundary:
     """Both directions between stage ``s`` (upstream) and ``s + 1``, for one micro-batch size.
 
     Args:
-        upstream, downstream: activation layouts of the two stages, same shape.
+        moves: the activation layouts of the two stages, and what goes from one to the other.
     """
 
-    def __init__(self, comm: Comm, upstream: Layout, downstream: Layout) -> None:
-        forward = transfer(upstream, downstream)
-        backward = forward.adjoint()
+    def __init__(self, comm: Comm, moves: StageBoundary) -> None:
+        forward, backward = moves.forward, moves.forward.adjoint()
         me = comm.rank
         self._comm = comm
-        self._layouts = (upstream, downstream)
+        self._layouts = (moves.upstream, moves.downstream)
         self._sends = (forward.sends(me), backward.sends(me))
         self._receives = (forward.receives(me), backward.receives(me))
 

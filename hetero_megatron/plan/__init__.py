@@ -5,6 +5,7 @@ from hetero_megatron.plan.canonical import (
     KeyValues,
     Optimizer,
     Pipeline,
+    Place,
     Plan,
     Recompute,
     Stage,
@@ -16,13 +17,11 @@ from hetero_megatron.plan.from_flagscale import FlagScaleParallel, from_flagscal
 from hetero_megatron.plan.from_megatron import MegatronParallel, from_megatron
 from hetero_megatron.plan.schema import load_plan, plan_from_dict
 from hetero_megatron.plan.shares import (
-    Place,
     activation_layout,
     locate,
     micro_batch_sizes,
     pipeline_samples,
     pipeline_shares,
-    places,
     stage_at,
     token_intervals,
     unit_at,
@@ -54,7 +53,6 @@ __all__ = [
     "micro_batch_sizes",
     "pipeline_samples",
     "pipeline_shares",
-    "places",
     "plan_from_dict",
     "stage_at",
     "supports",

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hetero_megatron.layout import Box, Layout, assign_owners, reduction, representatives
+from hetero_megatron.layout import Box, Layout, assign_owners, crossing_elements, representatives
 from hetero_megatron.plan.canonical import Plan
 from hetero_megatron.plan.context_plan import context_groups
 from hetero_megatron.schedule import Action
@@ -108,10 +108,11 @@ def backward_order(tensors: tuple[LogicalTensor, ...]) -> list[list[LogicalTenso
 
 
 def make_buckets(
-    plan: Plan, spec: ModelSpec, bucket_bytes: int = BUCKET_BYTES, itemsize: int = 4
-) -> tuple[Bucket, ...]:
-    """The same buckets on every rank, computed without talking."""
-    holders = tensor_holders(plan, spec)
+    plan: Plan, spec: ModelSpec, bucket_bytes: int = BUCKET_BYTES, itemsize: int = 4,
+    holders: Mapping[str, Layout] | None = None,
+) -> tuple[Bucket, ...]:  # fmt: skip
+    """The same buckets on every rank, computed without talking; ``holders``: of the tensors, where they are known."""
+    holders = tensor_holders(plan, spec) if holders is None else holders
     weights = {rank: float(s.optimizer.share) for p in plan.pipelines for s in p.stages for rank in s.ranks}
     runs: list[tuple[tuple[int, ...], list[str], int]] = []
     for segment in backward_order(logical_tensors(spec)):
@@ -178,13 +179,19 @@ def island_layouts(
     if len(islands) < 2 or all(len(island) == 1 for island in islands):
         return None
     middle = representatives(holders, owners, islands, whole_below)
-    island = {rank: i for i, members in enumerate(islands) for rank in members}
+    direct = crossing_elements(holders, owners, islands)
+    return middle if _representing(middle, owners) < (1 - WORTH_A_HOP) * direct else None
 
-    def crossing(sources: Mapping[str, Layout]) -> int:
-        pieces = (p for name, layout in sources.items() for p in reduction(layout, owners[name]).pieces)
-        return sum(p.box.size for p in pieces if island[p.src] != island[p.dst])
 
-    return middle if crossing(middle) < (1 - WORTH_A_HOP) * crossing(holders) else None
+def _representing(middle: Mapping[str, Layout], owners: Mapping[str, Layout]) -> int:
+    """Elements that cross between islands by way of ``middle``: all that an island's ranks represent and do not own."""
+    return sum(int(layout.counts().sum() - owners[name].counts().sum()) for name, layout in middle.items())
+
+
+def bucket_crossing(bucket: Bucket, islands: Sequence[tuple[int, ...]]) -> tuple[int, int]:
+    """Elements of a bucket that cross between its ranks' islands on the way to the owners: straight, and as planned."""
+    direct = crossing_elements(bucket.holders, bucket.owners, islands)
+    return direct, direct if len(bucket.hops) == 1 else _representing(bucket.hops[1].sources, bucket.owners)
 
 
 def sync_actions(buckets: Sequence[Bucket], rank: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 from hetero_megatron.plan.made_for import MadeFor
@@ -151,6 +152,17 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a rank stands: indices of its pipeline, of the stage in it, of the unit in that, and in the
+    TP group."""
+
+    pipeline: int
+    stage: int
+    unit: int
+    tp_rank: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """Which ranks hold which layers, heads, tokens and sequences. ``global_batch_size`` is in sequences
     per step; ``islands``: groups of ranks with slower links between them, over which gradients and parameters go in two
@@ -163,12 +175,22 @@ class Plan:
     islands: tuple[tuple[int, ...], ...] = ()
     allow_bridge: bool = field(default=False, compare=False)  # TP and context groups may cross backend islands
     made_for: MadeFor | None = field(default=None, compare=False)  # no part of its meaning, nor of the fingerprint
-    _cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False, hash=False)
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """All ranks, ascending."""
         return tuple(sorted(rank for pipeline in self.pipelines for rank in pipeline.ranks))
+
+    @cached_property
+    def places(self) -> Mapping[int, Place]:
+        """Where every rank stands."""
+        return {
+            rank: Place(p, s, u, t)
+            for p, pipeline in enumerate(self.pipelines)
+            for s, stage in enumerate(pipeline.stages)
+            for u, unit in enumerate(stage.units)
+            for t, rank in enumerate(unit.ranks)
+        }
 
     @property
     def world_size(self) -> int:
@@ -176,18 +198,23 @@ class Plan:
 
     def fingerprint(self) -> str:
         """16 hex digits that depend on the meaning of the plan only: equal plans, however spelled, agree."""
-        if "fingerprint" not in self._cache:
-            text = json.dumps(self.canonical_json(), sort_keys=True, separators=(",", ":"))
-            self._cache["fingerprint"] = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return str(self._cache["fingerprint"])
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        text = json.dumps(self.canonical_json(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def canonical_json(self) -> Mapping[str, Any]:
-        """The plan as JSON data, one entry per dataclass field."""
+        """What the plan means as JSON data, one entry per dataclass field.
+
+        Islands are left out. They say on which way gradients travel, not who computes, holds or owns what: a checkpoint
+        is read alike with others, and one file is one plan, with the islands of a cluster file and without.
+        """
         return {
             "version": VERSION,
             "seq_length": self.seq_length,
             "global_batch_size": self.global_batch_size,
             "schedule": self.schedule,
             "pipelines": [asdict(pipeline) for pipeline in self.pipelines],
-            **({"islands": self.islands} if self.islands else {}),
         }

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.layout import reduction
-from hetero_megatron.plan.buckets import Bucket, Hop, islands_of, make_buckets
+from hetero_megatron.plan.buckets import Bucket, Hop, bucket_crossing, islands_of, make_buckets
 from hetero_megatron.plan.canonical import Plan
+from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.words import format_bytes, plural, rank_ranges, word
 
@@ -29,7 +30,7 @@ class Crossing:
     buckets: int
 
 
-def with_islands(plan: Plan, model: ModelSpec, cluster: Cluster) -> Plan:
+def add_islands(plan: Plan, model: ModelSpec, cluster: Cluster) -> Plan:
     """The plan with the islands of the cluster where they save bytes over its slow links, else the plan as it is; so
     too where it names islands already.
 
@@ -42,7 +43,7 @@ def with_islands(plan: Plan, model: ModelSpec, cluster: Cluster) -> Plan:
         return plan
     found = []
     for islands in divisions(plan, cluster):
-        divided = replace(plan, islands=islands, _cache={})
+        divided = replace(plan, islands=islands)
         buckets = make_buckets(divided, model)
         if any(len(b.hops) > 1 for b in buckets):
             found.append((divided, *_link_seconds(buckets, cluster)))
@@ -54,9 +55,15 @@ def with_islands(plan: Plan, model: ModelSpec, cluster: Cluster) -> Plan:
     return found[min(equal)[1]][0]
 
 
+def format_added(plan: Plan, cluster: Cluster) -> str:
+    """One line about islands that :func:`add_islands` added."""
+    names = " | ".join(rank_ranges(ranks) for ranks in plan.islands)
+    return f"islands {names} added: the links between them are slow in {cluster.file or 'the cluster'}"
+
+
 def with_islands_where_quick(plan: Plan, model: ModelSpec, cluster: Cluster) -> Plan:
     """For a search: the plan as all that read it with the cluster will have it, up to ``SEARCHED`` chips."""
-    return with_islands(plan, model, cluster) if cluster.world_size <= SEARCHED else plan
+    return add_islands(plan, model, cluster) if cluster.world_size <= SEARCHED else plan
 
 
 def divisions(plan: Plan, cluster: Cluster) -> list[Islands]:
@@ -151,24 +158,24 @@ def hop_elements(hop: Hop) -> dict[tuple[int, int], int]:
     return dict(total)
 
 
-def crossing(plan: Plan, model: ModelSpec, itemsize: int = 4) -> Crossing:
+def crossing(compiled: CompiledPlan, itemsize: int = 4) -> Crossing:
     """What of the gradients crosses between the plan's islands, and what would without them."""
-    island = {rank: i for i, ranks in enumerate(islands_of(plan, plan.ranks)) for rank in ranks}
-
-    def between(hops: Sequence[Hop]) -> int:
-        pairs = (pair for hop in hops for pair in hop_elements(hop).items())
-        return itemsize * sum(count for (a, b), count in pairs if island[a] != island[b])
-
-    buckets = [b for b in make_buckets(plan, model) if len(b.ranks) > 1]
-    direct = sum(between((Hop((b.ranks,), b.holders, b.owners),)) for b in buckets)
+    buckets = [b for b in compiled.buckets if len(b.ranks) > 1]
+    known: dict[tuple[int, ...], tuple[int, int]] = {}  # equal layers share their layouts
+    direct = planned = 0
+    for bucket in buckets:
+        key = tuple(id(layout) for layout in (*bucket.holders.values(), *bucket.owners.values()))
+        if key not in known:
+            known[key] = bucket_crossing(bucket, islands_of(compiled.plan, bucket.ranks))
+        direct, planned = direct + known[key][0], planned + known[key][1]
     two = sum(len(b.hops) > 1 for b in buckets)
-    return Crossing(direct, sum(between(b.hops) for b in buckets), two, len(buckets))
+    return Crossing(itemsize * direct, itemsize * planned, two, len(buckets))
 
 
-def format_islands(plan: Plan, model: ModelSpec) -> str:
+def format_islands(compiled: CompiledPlan) -> str:
     """One line: the islands, and what they save."""
-    found = crossing(plan, model)
-    names = " | ".join(rank_ranges(ranks) for ranks in plan.islands)
+    found = crossing(compiled)
+    names = " | ".join(rank_ranges(ranks) for ranks in compiled.plan.islands)
     return (
         f"islands {names}: {found.hops} of {plural(found.buckets, 'bucket')} {word(found.hops, 'is')} "
         "summed inside an island first; per step "

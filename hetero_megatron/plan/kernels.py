@@ -44,7 +44,7 @@ def with_kernels(plan: Plan, words: Sequence[str]) -> Plan:
     for p, pipeline in enumerate(plan.pipelines):
         stages = tuple(_stage(stage, (p, s), wishes) for s, stage in enumerate(pipeline.stages))
         pipelines.append(replace(pipeline, stages=stages))
-    return replace(plan, pipelines=tuple(pipelines), _cache={})
+    return replace(plan, pipelines=tuple(pipelines))
 
 
 def _parse(word: str, plan: Plan) -> tuple[tuple[int, int] | None, str, str]:

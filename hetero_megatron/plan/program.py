@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from hetero_megatron.plan.buckets import Bucket, sync_actions
@@ -27,11 +28,22 @@ def step_schedules(plan: Plan, buckets: Sequence[Bucket], batch_size: int | None
     """Per pipeline, all that its stages do in a step of ``batch_size`` sequences (default: the plan's): forwards,
     backwards and transfers, then the sums of gradients, the update, and the way back of the parameters."""
     out = []
+    rows: dict[tuple[object, ...], SyncActions] = {}  # stages that hold the same take part in the same buckets
+    known: dict[tuple[object, ...], Schedule] = {}
     for pipeline, (start, stop) in zip(plan.pipelines, pipeline_samples(plan, batch_size or plan.global_batch_size)):
         count = len(micro_batch_sizes(pipeline, stop - start))
-        rows = [sync_actions(buckets, stage.ranks[0]) for stage in pipeline.stages]
-        out.append(with_synchronisation(lowered(plan.schedule, len(pipeline.stages), count), rows))
+        held = tuple((stage.layers, stage.embed, stage.head) for stage in pipeline.stages)
+        for key, stage in zip(held, pipeline.stages, strict=True):
+            if key not in rows:
+                rows[key] = sync_actions(buckets, stage.ranks[0])
+        if (held, count) not in known:
+            plain = lowered(plan.schedule, len(pipeline.stages), count)
+            known[held, count] = with_synchronisation(plain, [rows[key] for key in held])
+        out.append(known[held, count])
     return tuple(out)
+
+
+SyncActions = tuple[tuple[Action, ...], tuple[Action, ...]]  # REDUCEs, SPREADs
 
 
 class Collectives:
@@ -59,6 +71,19 @@ class Collectives:
             group = self._buckets[index].hops[hop].group(rank)
             return (group,) if len(group) > 1 else ()
         return self._everyone if kind == "UPDATE" else ()
+
+    def synchronising(self, rank: int, action: Action) -> tuple[tuple[int, ...], ...]:
+        """Only of actions in which stages may meet: groups of forward and backward lie inside one."""
+        return self(rank, action) if action[0] in SYNCHRONISATION else ()
+
+    def kinds(self) -> dict[int, tuple[int, ...]]:
+        """By rank: equal for ranks that are in the same groups in all REDUCEs and SPREADs that both of them do."""
+        groups = dict.fromkeys(g for b in self._buckets.values() for hop in b.hops for g in hop.groups)
+        inside: dict[int, list[int]] = defaultdict(list)
+        for number, group in enumerate(groups):
+            for rank in group:
+                inside[rank].append(number)
+        return {rank: tuple(numbers) for rank, numbers in inside.items()}
 
 
 def format_step(plan: Plan, buckets: Sequence[Bucket], most: int = 24) -> str:
@@ -107,7 +132,7 @@ def validate_step(plan: Plan, buckets: Sequence[Bucket], schedules: Sequence[Sch
     Raises:
         ScheduleError: with the place marked.
     """
-    for schedule in dict.fromkeys(schedules):
+    for schedule in {id(s): s for s in schedules}.values():
         validate(schedule)
     rows = {
         rank: schedule.stages[s]
@@ -115,4 +140,5 @@ def validate_step(plan: Plan, buckets: Sequence[Bucket], schedules: Sequence[Sch
         for s, stage in enumerate(pipeline.stages)
         for rank in stage.ranks
     }
-    validate_collectives(rows, Collectives(plan, buckets))
+    collectives = Collectives(plan, buckets)
+    validate_collectives(rows, collectives.synchronising, collectives.kinds().get)

@@ -109,15 +109,16 @@ class Dimensions:
 def load_plan(
     path: str | os.PathLike[str], spec: ModelSpec, cluster: Cluster | None = None, dtype: str | None = None
 ) -> Plan:
-    """Read, expand and validate a plan file (YAML, or JSON by its suffix); with a cluster, its islands are filled in.
+    """Read, expand and validate a plan file (YAML, or JSON by its suffix).
+
+    Args:
+        cluster: the plan is also checked against it, with the ``dtype`` that its chips must have. It adds nothing to
+            the plan: :func:`~hetero_megatron.plan.islands.add_islands` does, where that is wanted.
 
     Raises:
         UserError: names the field, the value, what would be accepted, and file:line.
     """
-    from hetero_megatron.plan.islands import with_islands
-
-    plan = _load(read_document(path), spec, cluster, dtype)
-    return plan if cluster is None else with_islands(plan, spec, cluster)
+    return _load(read_document(path), spec, cluster, dtype)
 
 
 def plan_from_dict(

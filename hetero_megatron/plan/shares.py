@@ -2,40 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from hetero_megatron.layout import Box, Layout, cut, largest_remainder
-from hetero_megatron.plan.canonical import Interval, Pipeline, Plan, Stage, Unit
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank stands: indices of its pipeline, of the stage in it, of the unit in that, and in the
-    TP group."""
-
-    pipeline: int
-    stage: int
-    unit: int
-    tp_rank: int
-
-
-def places(plan: Plan) -> dict[int, Place]:
-    """The place of every rank, cached on the plan."""
-    if "places" not in plan._cache:
-        plan._cache["places"] = {
-            rank: Place(p, s, u, t)
-            for p, pipeline in enumerate(plan.pipelines)
-            for s, stage in enumerate(pipeline.stages)
-            for u, unit in enumerate(stage.units)
-            for t, rank in enumerate(unit.ranks)
-        }
-    found: dict[int, Place] = plan._cache["places"]
-    return found
+from hetero_megatron.plan.canonical import Interval, Pipeline, Place, Plan, Stage, Unit
 
 
 def locate(plan: Plan, rank: int) -> Place:
     """The place of one rank; KeyError for a rank that the plan does not use."""
-    return places(plan)[rank]
+    return plan.places[rank]
 
 
 def stage_at(plan: Plan, place: Place) -> Stage:

@@ -24,12 +24,17 @@ ByGroup = dict[int, float]
 
 
 class ContextSeconds:
-    """Prices of the context stages of one plan."""
+    """Prices of the context stages of one plan; ``traffic``: of its stages, what is known; added to."""
 
-    def __init__(self, plan: Plan, model: CostModel, network: Network) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        model: CostModel,
+        network: Network,
+        traffic: dict[Stage, list[LayerTraffic]] | None = None,
+    ) -> None:
         self.plan, self.model, self.network = plan, model, network
-        # Independent of rates, so kept with the plan.
-        self._traffic: dict[Stage, list[LayerTraffic]] = plan._cache.setdefault("context traffic", {})
+        self._traffic = {} if traffic is None else traffic
         self._layers: dict[Stage, Pair] = {}
 
     def traffic(self, stage: Stage) -> list[LayerTraffic]:

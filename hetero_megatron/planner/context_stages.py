@@ -326,7 +326,7 @@ class ContextSearch:
             replace(p, stages=tuple(replace(s, kv=kv) for s, kv in zip(p.stages, chosen, strict=True)))
             for p in plan.pipelines
         )
-        return None if pipelines == plan.pipelines else replace(plan, pipelines=pipelines, _cache={})
+        return None if pipelines == plan.pipelines else replace(plan, pipelines=pipelines)
 
 
 def _with_first(plan: Plan, s: int, count: int) -> Plan:
@@ -336,7 +336,7 @@ def _with_first(plan: Plan, s: int, count: int) -> Plan:
         stages = list(pipeline.stages)
         stages[s] = replace(stages[s], recompute=first_layers(count, stages[s].num_layers))
         pipelines.append(replace(pipeline, stages=tuple(stages)))
-    return replace(plan, pipelines=tuple(pipelines), _cache={})
+    return replace(plan, pipelines=tuple(pipelines))
 
 
 def _groups(stage: Stage) -> set[int]:

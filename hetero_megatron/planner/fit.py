@@ -11,8 +11,9 @@ from __future__ import annotations
 import csv
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import json_lines, read_text
 from hetero_megatron.plan import Plan, load_plan
+from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plan.islands import add_islands, format_added
 from hetero_megatron.planner.costs import CostModel, CostOptions
 from hetero_megatron.planner.predict import pipeline_seconds, step_seconds
+from hetero_megatron.planner.prepared import PreparedPlan
 from hetero_megatron.planner.rates import ChipRates, LinkRates, Rates, as_document, link_document, scaled_rows
 from hetero_megatron.spec import ModelSpec, load_model
 
@@ -61,6 +65,11 @@ class Run:
     seconds: float
     label: str = ""
 
+    @cached_property
+    def prepared(self) -> PreparedPlan:
+        """For its predictions with many rates."""
+        return PreparedPlan(CompiledPlan(self.plan, self.model))
+
 
 @dataclass(frozen=True)
 class FittedRate:
@@ -92,7 +101,7 @@ def predict_runs(runs: Sequence[Run], rates: Rates, options: CostOptions, pipeli
         key = (run.model, run.plan.seq_length)
         if key not in costs:
             costs[key] = CostModel(run.model, rates.cluster, run.plan.seq_length, rates.dtype, options, rates)
-        out.append(predicted(run.plan, costs[key]))
+        out.append(predicted(run.prepared, costs[key]))
     return out
 
 
@@ -345,9 +354,10 @@ def _first(start: Rates, knob: _Knob) -> float:
     return knob.value(start) or LEAST.get(knob.rate, LEAST_SECONDS)
 
 
-def read_runs(path: str, cluster: Cluster) -> list[Run]:
+def read_runs(path: str, cluster: Cluster, say: Callable[[str], None] = lambda _: None) -> list[Run]:
     """Measured runs from a CSV file with the columns ``plan``, ``model`` and either ``seconds`` or ``metrics`` (a
-    metrics.jsonl, of which the median step counts). Paths are relative to the CSV file.
+    metrics.jsonl, of which the median step counts). Paths are relative to the CSV file; ``say`` is told of plans that
+    get the cluster's islands.
 
     Raises:
         UserError: names file and line.
@@ -365,7 +375,10 @@ def read_runs(path: str, cluster: Cluster) -> list[Run]:
             what = missing[0] if missing else "seconds"
             raise UserError("a column is missing", field=what, where=where, accepted="plan, model, seconds or metrics")
         model = load_model(row["model"])
-        plan = load_plan(base / row["plan"], model, cluster)
+        written = load_plan(base / row["plan"], model, cluster)
+        plan = add_islands(written, model, cluster)  # as the run that was measured had it
+        if plan is not written:
+            say(f"{where}: {format_added(plan, cluster)}")
         seconds = _seconds(row, base, where)
         runs.append(Run(plan, model, seconds, where))
     return runs

@@ -90,11 +90,13 @@ class Order:
 
 
 class Structure:
-    """All buckets of a plan; arrays are over the plan's ranks in ascending order."""
+    """All buckets of a plan; arrays are over the plan's ranks in ascending order. ``buckets``: where they are known."""
 
-    def __init__(self, plan: Plan, model: CostModel, network: Network) -> None:
+    def __init__(
+        self, plan: Plan, model: CostModel, network: Network, buckets: tuple[Bucket, ...] | None = None
+    ) -> None:
         self.model, self.cluster, self.network = model.model, model.cluster, network
-        self.buckets = make_buckets(plan, model.model)
+        self.buckets = make_buckets(plan, model.model) if buckets is None else buckets
         self.places = Places(plan.ranks, network)
         self.owned = np.zeros(len(plan.ranks), np.int64)
         self.held = np.zeros(len(plan.ranks), np.int64)

@@ -16,14 +16,16 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, validate
 from hetero_megatron.plan.buckets import Bucket
+from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.planner.costs import CostModel, CostOptions, UnitSeconds
 from hetero_megatron.planner.footprint import OverLimit, estimate_memory, over_limit, refuse
 from hetero_megatron.planner.jitter import late_seconds
 from hetero_megatron.planner.memory import MemoryBytes, state_bytes
+from hetero_megatron.planner.prepared import PreparedPlan
 from hetero_megatron.planner.rates import source_of
 from hetero_megatron.planner.stages import PipelineCosts, StageCosts
 from hetero_megatron.planner.sync import Span, Synchronisation
-from hetero_megatron.schedule import Schedule, Timeline, lowered, simulate
+from hetero_megatron.schedule import Timeline, simulate
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import sequence_flops
 from hetero_megatron.words import plural
@@ -89,11 +91,13 @@ def predict(
     dtype: str = "bf16",
     costs: CostModel | None = None,
     options: CostOptions | None = None,
+    prepared: PreparedPlan | None = None,
 ) -> Prediction:
     """Predict one step of a valid plan on the chips that the cluster gives to its ranks.
 
     Args:
         costs: the cost model, when the caller has one for this model, cluster, sequence length and dtype.
+        prepared: the plan, when the caller has compiled it.
 
     Raises:
         UserError: a plan that the cluster cannot hold, missing rates or links.
@@ -102,7 +106,11 @@ def predict(
         validate(plan, model, cluster, dtype=dtype)
         costs = CostModel(model, cluster, plan.seq_length, dtype, options or CostOptions())
     _check(plan, costs)
-    return _Step(plan, costs).prediction()
+    return _Step(prepared or _prepare(plan, costs), costs).prediction()
+
+
+def _prepare(plan: Plan, costs: CostModel) -> PreparedPlan:
+    return PreparedPlan(CompiledPlan(plan, costs.model))
 
 
 def _check(plan: Plan, costs: CostModel) -> None:
@@ -114,17 +122,17 @@ def _check(plan: Plan, costs: CostModel) -> None:
     assert costs.seq_length == plan.seq_length, "costs for another sequence length"
 
 
-def step_seconds(plan: Plan, costs: CostModel) -> float:
+def step_seconds(prepared: PreparedPlan, costs: CostModel) -> float:
     """Only the time of :func:`predict`, for a plan that is known to be valid."""
-    _check(plan, costs)
-    return _Step(plan, costs).times().end
+    _check(prepared.plan, costs)
+    return _Step(prepared, costs).times().end
 
 
 def over_memory(plan: Plan, costs: CostModel) -> tuple[tuple[OverLimit, ...], Mapping[int, MemoryBytes]]:
     """Only the ranks of :func:`predict` that do not fit, worst first, and what every rank needs, for a plan that is
     known to be valid."""
     _check(plan, costs)
-    step = _Step(plan, costs)
+    step = _Step(_prepare(plan, costs), costs)
     memory, limits = step.memory()
     return over_limit(memory, limits, step.chips), memory
 
@@ -143,25 +151,23 @@ def computing_seconds(plan: Plan, costs: CostModel) -> dict[int, float]:
     }
 
 
-def pipeline_seconds(plan: Plan, costs: CostModel) -> float:
+def pipeline_seconds(prepared: PreparedPlan, costs: CostModel) -> float:
     """Until the last backward has ended, for a plan that is known to be valid."""
+    plan = prepared.plan
     _check(plan, costs)
-    stages = StageCosts(plan, costs)
-    return max(timeline.step_seconds for timeline in _timelines(plan, [stages.of(p) for p in plan.pipelines]))
+    stages = StageCosts(plan, costs, prepared.transfers)
+    return max(timeline.step_seconds for timeline in _timelines(prepared, [stages.of(p) for p in plan.pipelines]))
 
 
-def _timelines(plan: Plan, pipelines: list[PipelineCosts]) -> tuple[Timeline, ...]:
+def _timelines(prepared: PreparedPlan, pipelines: list[PipelineCosts]) -> tuple[Timeline, ...]:
     """One simulation per distinct pipeline."""
-    schedules: dict[tuple[int, int], Schedule] = plan._cache.setdefault("schedules", {})
     known: dict[tuple[int, int], Timeline] = {}
     out = []
-    for costs, pipeline in zip(pipelines, plan.pipelines, strict=True):
-        shape = (len(pipeline.stages), pipeline.num_micro_batches)
-        if shape not in schedules:
-            schedules[shape] = lowered(plan.schedule, *shape)
+    for costs, pipeline in zip(pipelines, prepared.plan.pipelines, strict=True):
         key = (id(costs), pipeline.num_micro_batches)
         if key not in known:
-            known[key] = simulate(schedules[shape], costs.costs)
+            schedule = prepared.schedule(len(pipeline.stages), pipeline.num_micro_batches)
+            known[key] = simulate(schedule, costs.costs)
         out.append(known[key])
     return tuple(out)
 
@@ -178,16 +184,17 @@ class _Times:
 class _Step:
     """One step in the making: pipelines, then reduction, then optimizer, then spread."""
 
-    def __init__(self, plan: Plan, costs: CostModel) -> None:
-        self.plan, self.costs = plan, costs
-        self.chips = {r: costs.cluster.ranks[r].chip for r in plan.ranks}
-        self.stages = StageCosts(plan, costs)
-        self.sync = Synchronisation(plan, costs, self.stages.network)
+    def __init__(self, prepared: PreparedPlan, costs: CostModel) -> None:
+        self.prepared, self.plan, self.costs = prepared, prepared.plan, costs
+        self.chips = {r: costs.cluster.ranks[r].chip for r in self.plan.ranks}
+        self.stages = StageCosts(self.plan, costs, prepared.transfers)
+        network = self.stages.network
+        self.sync = Synchronisation(self.plan, costs, network, prepared.structure(costs, network))
 
     def times(self) -> _Times:
         costs = self.costs
         pipelines = [self.stages.of(p) for p in self.plan.pipelines]
-        timelines = _timelines(self.plan, pipelines)
+        timelines = _timelines(self.prepared, pipelines)
         late = late_seconds(self.plan, self.stages, timelines)
         computed, begin, parts = self._last_backwards(pipelines, timelines, late)
 

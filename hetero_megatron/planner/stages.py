@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hetero_megatron.layout import Box, Layout, transfer
 from hetero_megatron.plan import Pipeline, Plan, Stage, Unit, token_intervals, unit_sequences
 from hetero_megatron.plan.context_plan import has_context
 from hetero_megatron.planner.context_seconds import ContextSeconds
+from hetero_megatron.planner.context_traffic import LayerTraffic
 from hetero_megatron.planner.costs import CostModel, UnitSeconds
 from hetero_megatron.planner.network import Exchange, Flow, Network
 from hetero_megatron.schedule import Costs
@@ -27,16 +28,24 @@ class PipelineCosts:
     parts: tuple[UnitSeconds, ...]
 
 
+@dataclass(frozen=True)
+class StageTransfers:
+    """Who sends how many elements to whom at the boundaries and in the context groups of one plan: independent of
+    rates, so fits, which predict the same plans over and over, keep it."""
+
+    pieces: dict[tuple[object, ...], tuple[Piece, ...]] = field(default_factory=dict)
+    context: dict[Stage, list[LayerTraffic]] = field(default_factory=dict)
+
+
 class StageCosts:
     """Costs of the pipelines of one plan; equal structures are computed once."""
 
-    def __init__(self, plan: Plan, model: CostModel) -> None:
+    def __init__(self, plan: Plan, model: CostModel, transfers: StageTransfers | None = None) -> None:
         self.plan, self.model = plan, model
         self.network = Network(model.rates)
-        self.context = ContextSeconds(plan, model, self.network)
+        self._transfers = StageTransfers() if transfers is None else transfers
+        self.context = ContextSeconds(plan, model, self.network, self._transfers.context)
         self.sharing = self._sharing()
-        # Independent of rates, so kept with the plan: fits predict the same plans over and over.
-        self._pieces: dict[tuple[object, ...], tuple[Piece, ...]] = plan._cache.setdefault("pieces", {})
         self._known: dict[tuple[object, ...], PipelineCosts] = {}
 
     def _sharing(self) -> Mapping[str, int]:
@@ -146,12 +155,13 @@ class StageCosts:
             tuple((u.tp, u.sequences, u.tokens) for u in down.units),
         )
         same = tuple(up.ranks.index(r) if r in up.ranks else -1 for r in down.ranks)
-        if (key, same, size) not in self._pieces:
+        pieces = self._transfers.pieces
+        if (key, same, size) not in pieces:
             seq = self.plan.seq_length
             moves = transfer(_layout(up, size, seq), _layout(down, size, seq))
             index = {r: i for i, r in enumerate(down.ranks)}
             local = {r: i for i, r in enumerate(up.ranks)}
-            self._pieces[key, same, size] = tuple((local[m.src], index[m.dst], m.box.size) for m in moves.pieces)
+            pieces[key, same, size] = tuple((local[m.src], index[m.dst], m.box.size) for m in moves.pieces)
         width = self.model.model.hidden_size * self.model.item
         if self.model.options.whole_transfers and [u.tp for u in up.units] == [u.tp for u in down.units]:
             rows = {r: u for u in up.units for r in u.ranks}
@@ -159,7 +169,7 @@ class StageCosts:
                 (a, b, rows[a].micro_batch_tokens * width)
                 for a, b in zip(up.ranks, down.ranks)
             ]
-        return [(up.ranks[i], down.ranks[j], n * width) for i, j, n in self._pieces[key, same, size]]
+        return [(up.ranks[i], down.ranks[j], n * width) for i, j, n in pieces[key, same, size]]
 
 
 def _full(stage: Stage) -> int:

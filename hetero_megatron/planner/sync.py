@@ -40,14 +40,14 @@ class Span:
 
 
 class Synchronisation:
-    """All buckets of a plan and their prices. What does not depend on rates is kept with the plan, for fits."""
+    """All buckets of a plan and their prices; ``structure``: what does not depend on rates, where it is known."""
 
-    def __init__(self, plan: Plan, model: CostModel, network: Network) -> None:
+    def __init__(
+        self, plan: Plan, model: CostModel, network: Network, structure: Structure | None = None
+    ) -> None:
         self.plan, self.model, self.network = plan, model, network
-        known: Structure | None = plan._cache.get("sync")
-        if known is None or not known.serves(model):
-            known = plan._cache["sync"] = Structure(plan, model, network)
-        self.structure = known
+        self.structure = Structure(plan, model, network) if structure is None else structure
+        assert self.structure.serves(model), "of another model or cluster"
         self.all_buckets = self.structure.buckets
         self.buckets = [b for b in self.all_buckets if len(b.ranks) > 1]
         self.layer_of = {t.name: t.layer for t in logical_tensors(model.model)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from hetero_megatron.schedule.actions import Action
 from hetero_megatron.schedule.show import format_rows
@@ -12,7 +12,6 @@ Groups = Callable[[int, Action], Sequence[tuple[int, ...]]]
 SHOWN = 8
 
 Meeting = tuple[Action, tuple[int, ...]]
-
 
 
 class _Numbers:
@@ -35,7 +34,9 @@ class _Numbers:
         return number
 
 
-def validate_collectives(rows: Mapping[int, Sequence[Action]], groups: Groups) -> None:
+def validate_collectives(
+    rows: Mapping[int, Sequence[Action]], groups: Groups, alike: Callable[[int], Hashable] | None = None
+) -> None:
     """Prove that any two ranks meet their common collectives in the same order, and that no ring of ranks waits.
 
     A rank meets the groups of its actions one after the other; a meeting ends when all its members are at it. That is
@@ -44,47 +45,64 @@ def validate_collectives(rows: Mapping[int, Sequence[Action]], groups: Groups) -
     Args:
         rows: the actions of every rank; ranks of one stage share one sequence.
         groups: of a rank in an action, each with at least two members.
+        alike: equal for ranks of one sequence that meet the same groups in all its actions, so that they are always at
+            the same place and one stands for all; None: every rank is a kind of its own.
 
     Raises:
         ScheduleError: a rank that never meets the others, with the rows of those concerned.
     """
     numbers = _Numbers()
-    meetings = {rank: _meetings(rank, row, rows, groups, numbers) for rank, row in rows.items()}
-    at = dict.fromkeys(rows, 0)
-    waiting: dict[tuple[Action, int], set[int]] = {}
-    ready = list(rows)
+    kind_of: dict[int, Hashable]
+    kind_of = {rank: (id(row), rank if alike is None else alike(rank)) for rank, row in rows.items()}
+    first: dict[Hashable, int] = {}  # rank of every kind
+    for rank, kind in kind_of.items():
+        first.setdefault(kind, rank)
+    begins = _begins(first.values(), rows, groups)
+    meetings = {
+        kind: _meetings(rank, rows[rank], begins[id(rows[rank])], groups, numbers) for kind, rank in first.items()
+    }
+    members = [{kind_of[rank] for rank in group} for group in numbers.groups]
+    at = dict.fromkeys(meetings, 0)
+    waiting: dict[tuple[Action, int], set[Hashable]] = {}
+    ready = list(meetings)
     while ready:
-        rank = ready.pop()
-        mine = meetings[rank]
-        if at[rank] == len(mine):
+        kind = ready.pop()
+        mine = meetings[kind]
+        if at[kind] == len(mine):
             continue
-        key = mine[at[rank]][1:]
+        key = mine[at[kind]][1:]
         there = waiting.setdefault(key, set())
-        there.add(rank)
-        members = numbers.groups[key[1]]
-        if len(there) == len(members):
+        there.add(kind)
+        if len(there) == len(members[key[1]]):
             del waiting[key]
-            for member in members:
+            for member in members[key[1]]:
                 at[member] += 1
                 ready.append(member)
-    stuck = {rank: meetings[rank][at[rank]] for rank in rows if at[rank] < len(meetings[rank])}
-    if stuck:
+    if any(at[kind] < len(mine) for kind, mine in meetings.items()):
+        stuck = {r: meetings[kind][at[kind]] for r, kind in kind_of.items() if at[kind] < len(meetings[kind])}
         raise _error(rows, {rank: (i, (action, numbers.groups[n])) for rank, (i, action, n) in stuck.items()})
 
 
-def _meetings(
-    rank: int, row: Sequence[Action], rows: Mapping[int, Sequence[Action]], groups: Groups, numbers: _Numbers
-) -> list[tuple[int, Action, int]]:
-    """(index of the action, action, number of the group) of one rank's meetings, from the first action in which it
-    meets ranks of other rows on: before, all members do the same list, so they cannot but be in order."""
-    found, foreign = [], False
-    for i in range(len(row)):
-        action = row[i]
-        for group in groups(rank, action):
-            foreign = foreign or any(rows.get(r) is not row for r in group)
-            if foreign:
-                found.append((i, action, numbers(group)))
+def _begins(ranks: Iterable[int], rows: Mapping[int, Sequence[Action]], groups: Groups) -> dict[int, int]:
+    """By identity of a sequence, the first action in which some rank that does it meets ranks of other sequences:
+    before, all members do the same list, so they cannot but be in order."""
+    found: dict[int, int] = {}
+    for rank in ranks:
+        row = rows[rank]
+        for i in range(found.get(id(row), len(row))):
+            if any(rows.get(r) is not row for group in groups(rank, row[i]) for r in group):
+                found[id(row)] = i
+                break
+        else:
+            found.setdefault(id(row), len(row))
     return found
+
+
+def _meetings(
+    rank: int, row: Sequence[Action], begin: int, groups: Groups, numbers: _Numbers
+) -> list[tuple[int, Action, int]]:
+    """(index of the action, action, number of the group) of one rank's meetings, from action ``begin`` on."""
+    return [(i, row[i], numbers(group)) for i in range(begin, len(row)) for group in groups(rank, row[i])]
 
 
 def _error(rows: Mapping[int, Sequence[Action]], stuck: Mapping[int, tuple[int, Meeting]]) -> ScheduleError:

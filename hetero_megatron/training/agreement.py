@@ -22,7 +22,8 @@ PLACES = ("save", "load", "pretrained")  # of ``checkpoint``: directories, which
 def run_facts(config: RunConfig) -> Mapping[str, object]:
     """Everything that changes a number, or what ranks do together; not where a node keeps its files, what it logs, or
     with which kernels it computes."""
-    facts: dict[str, object] = {"plan fingerprint": config.plan.fingerprint()}
+    # Islands are no part of the fingerprint, and in others than its peers' a rank would wait for messages for ever.
+    facts: dict[str, object] = {"plan fingerprint": config.plan.fingerprint(), "plan islands": config.plan.islands}
     for name in ALIKE:
         facts.update(_walk(name, getattr(config, name)))
     for name in NAMES:

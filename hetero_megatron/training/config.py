@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.data import DataConfig
 from hetero_megatron.plan import Plan
+from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.training.batch_size import BatchSize
@@ -222,6 +224,11 @@ class RunConfig:
     as_rank: int | None = None
     allow_over_memory: bool = False
     notices: tuple[str, ...] = ()
+
+    @cached_property
+    def compiled(self) -> CompiledPlan:
+        """The plan for the model, compiled once for all that this process does with it."""
+        return CompiledPlan(self.plan, self.spec)
 
     @property
     def steps(self) -> int:

@@ -35,9 +35,10 @@ class Trace:
 class RepeatingExecutor(PipelineExecutor):
     """The same as the executor of which it takes over the stage, but most micro-batches only allocate what another did.
 
-    In a step of equal micro-batches all do the same, except the first one, which makes what later ones add to, and the
-    last one, in whose backward gradients travel. The second forward and the second backward are traced. Others make one
-    tensor as large as all that the traced forward kept, and go as far beyond the bytes at their start as those did.
+    In a step of equal micro-batches all do the same, except the first one, which makes what later ones add to. (In a
+    real step gradients travel during the last backward; here they wait for its end.) The second forward and the second
+    backward are traced. Others make one tensor as large as all that the traced forward kept, and go as far beyond the
+    bytes at their start as those did.
     Transfers between stages are always made, as it depends on their place in the schedule how long buffers live.
     """
 
@@ -53,7 +54,7 @@ class RepeatingExecutor(PipelineExecutor):
         order = {kind: [a.micro_batch for a in work.actions if a.kind == kind] for kind in ("F", "B")}
         self._real = set(order["F"])
         if len(self._real) > 1 and len(set(work.sizes)) == 1 and all(batch is not None for batch in work.batches):
-            self._real = {*order["F"][:2], *order["B"][:2], order["B"][-1]}
+            self._real = {*order["F"][:2], *order["B"][:2]}
             self._traced = {kind: row[1] for kind, row in order.items()}
         return super().run(work, reducer)
 

@@ -46,4 +46,4 @@ def plan_for(plan: Plan, islands: Islands | None) -> Plan:
     for i, near in enumerate(islands_of(plan, plan.ranks) if plan.islands else [plan.ranks]):
         for rank in near:
             found.setdefault((i, islands.of(rank)), []).append(rank)
-    return replace(plan, islands=tuple(sorted(tuple(ranks) for ranks in found.values())), _cache={})
+    return replace(plan, islands=tuple(sorted(tuple(ranks) for ranks in found.values())))

@@ -32,7 +32,6 @@ from hetero_megatron.out_of_memory import out_of_memory
 from hetero_megatron.parallel.offload import check_offload, cpu_adam
 from hetero_megatron.parallel.update import SGD, AdamW, Optimizer, OptimizerFactory
 from hetero_megatron.plan import format_plan, idle_ranks, locate, stage_at
-from hetero_megatron.plan.buckets import make_buckets, plan_groups
 from hetero_megatron.plan.islands import format_islands
 from hetero_megatron.platform import Platform, choose_platform
 from hetero_megatron.platform.plugins import Plugins, load_plugins
@@ -95,7 +94,7 @@ def train(config: RunConfig, launcher: LauncherEnvironment | None = None) -> int
                 print(notice_line(notice), flush=True)
         config = replace(config, plan=plan_for(config.plan, comm.islands))
         # All at once, on idle ranks too (torch wants every rank to take part): a refusal then leaves nobody waiting.
-        comm.create_groups(plan_groups(config.plan, make_buckets(config.plan, config.spec)))
+        comm.create_groups(config.compiled.groups)
         comm.background_group(config.plan.ranks, WRITE_TIMEOUT)
         if comm.rank in config.plan.ranks:
             training = Training(config, comm, platform, plugins, emulation)
@@ -170,7 +169,7 @@ def announce(config: RunConfig, world: int, platform: Platform, plugins: Plugins
     chips = [cluster.chip_of(r).name for r in range(cluster.world_size)] if cluster is not None else None
     print(format_plan(config.plan, config.spec, chips), flush=True)
     if config.plan.islands:
-        print(format_islands(config.plan, config.spec), flush=True)
+        print(format_islands(config.compiled), flush=True)
     print(f"device: {platform.device.type}, backend {platform.backend}, {config.dtype}", flush=True)
     if testbed:
         print(testbed, flush=True)
@@ -226,7 +225,7 @@ class Training:
         kernels = self.alignment.wrap(chosen, comm.rank)
         factory = optimizer_factory(config.optimizer, offload, kernels.adamw)
         self.runtime = Runtime(
-            config.plan, config.spec, comm, dtype, self._initialize, factory, kernels=kernels,
+            config.compiled, comm, dtype, self._initialize, factory, kernels=kernels,
             compile_backend=config.compile, logits_bytes=config.logits_bytes,
         )  # fmt: skip
         self._complete_import()

@@ -20,6 +20,7 @@ from hetero_megatron.planner.costs import CostModel, CostOptions
 from hetero_megatron.planner.memory import moments_of
 from hetero_megatron.planner.page import prediction_charts
 from hetero_megatron.planner.predict import Prediction, computing_seconds, predict
+from hetero_megatron.planner.prepared import PreparedPlan
 from hetero_megatron.training.config import RunConfig
 
 FILE = "events.jsonl"
@@ -43,7 +44,8 @@ def expectation(config: RunConfig) -> tuple[Prediction | None, str]:
     if config.cluster is None:
         return None, ""
     try:
-        found = predict(config.plan, config.spec, config.cluster, config.dtype, options=_options(config))
+        options, prepared = _options(config), PreparedPlan(config.compiled)
+        found = predict(config.plan, config.spec, config.cluster, config.dtype, options=options, prepared=prepared)
     except UserError as error:
         return None, f"no prediction of the step time: {error}"
     if found.assumed:

@@ -33,8 +33,6 @@ from hetero_megatron.pipeline import PipelineExecutor
 from hetero_megatron.pipeline.boundary import Boundary
 from hetero_megatron.pipeline.executor import StageWork, StepResult, TimedAction
 from hetero_megatron.plan import (
-    Plan,
-    activation_layout,
     locate,
     micro_batch_sizes,
     pipeline_samples,
@@ -42,11 +40,10 @@ from hetero_megatron.plan import (
     unit_at,
     unit_sequences,
 )
-from hetero_megatron.plan.buckets import make_buckets, plan_groups
+from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.context_plan import stage_contexts
-from hetero_megatron.plan.program import step_schedules, validate_step
 from hetero_megatron.schedule import Action
-from hetero_megatron.spec import LogicalTensor, ModelSpec, shares, stage_tensors, tensor_box
+from hetero_megatron.spec import LogicalTensor, shares, stage_tensors, tensor_box
 from hetero_megatron.spec.flops import LOGITS_BYTES
 
 Fetch = Callable[[Sequence[int]], Batch]  # global sample indices -> batch on the CPU
@@ -78,9 +75,10 @@ class StepStats:
 
 
 class Runtime:
-    """Built alike on every rank of ``plan``; see the module docstring.
+    """Built alike on every rank of the plan; see the module docstring.
 
     Args:
+        compiled: its groups have been created, on all ranks of the job.
         dtype: of parameters and activations (fp64, fp32, bf16, fp16).
         initialize: initial values by logical tensor and box.
         optimizer: makes the optimizer; None for evaluation only.
@@ -91,18 +89,17 @@ class Runtime:
 
     def __init__(
         self,
-        plan: Plan,
-        spec: ModelSpec,
+        compiled: CompiledPlan,
         comm: Comm,
         dtype: torch.dtype,
         initialize: Initialize,
         optimizer: OptimizerFactory | None,
-        bucket_bytes: int | None = None,
         kernels: KernelPlan | None = None,
         compile_backend: str | None = None,
         logits_bytes: int = LOGITS_BYTES,
     ) -> None:
-        self.plan, self.spec, self.comm, self.dtype = plan, spec, comm, dtype
+        plan, spec = compiled.plan, compiled.spec
+        self.compiled, self.plan, self.spec, self.comm, self.dtype = compiled, plan, spec, comm, dtype
         self.place = locate(plan, comm.rank)
         self.stage, self.unit = stage_at(plan, self.place), unit_at(plan, self.place)
         self.share = shares(spec, self.unit.tp_split)[self.place.tp_rank]
@@ -114,8 +111,6 @@ class Runtime:
             f"pipelines[{self.place.pipeline}].stages[{self.place.stage}].kernels", compile_backend is not None,
             chunk is not None, bool(contexts),
         )  # fmt: skip
-        self.buckets = make_buckets(plan, spec, *([bucket_bytes] if bucket_bytes else []))
-        comm.create_groups(plan_groups(plan, self.buckets))
         self.world, self.tp_group = comm.group(plan.ranks), comm.group(self.unit.ranks)
         self.model, self.boxes = self._build_model(initialize)
         if compile_backend is not None:
@@ -128,7 +123,7 @@ class Runtime:
         self.executor = self._build_executor()
         self._schedules: dict[tuple[int, bool], tuple[Action, ...]] = {}
         self._boundaries: dict[tuple[int, int], Boundary] = {}
-        self.sync = GradientSync(comm, dict(self.model.named_parameters()), self.boxes, self.buckets)
+        self.sync = GradientSync(comm, dict(self.model.named_parameters()), self.boxes, compiled.buckets)
         if compile_backend is None:
             self.sync.take_products(self._products(), self.kernels.weight_gradients)
         offload = self.stage.optimizer.offload
@@ -193,11 +188,8 @@ class Runtime:
 
     def _boundary(self, upstream: int, size: int) -> Boundary:
         if (upstream, size) not in self._boundaries:
-            up, down = (
-                activation_layout(self.plan, self.place.pipeline, s, size, self.spec.hidden_size)
-                for s in (upstream, upstream + 1)
-            )
-            self._boundaries[upstream, size] = Boundary(self.comm, up, down)
+            moves = self.compiled.boundary(self.place.pipeline, upstream, size)
+            self._boundaries[upstream, size] = Boundary(self.comm, moves)
         return self._boundaries[upstream, size]
 
     def _loss(self, out: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -240,9 +232,7 @@ class Runtime:
         """This stage's actions up to the update; a schedule is validated before it first runs."""
         key = (batch_size, forward_only)
         if key not in self._schedules:
-            schedules = step_schedules(self.plan, self.buckets, batch_size)
-            validate_step(self.plan, self.buckets, schedules)
-            actions = schedules[self.place.pipeline].stages[self.place.stage]
+            actions = self.compiled.schedules(batch_size)[self.place.pipeline].stages[self.place.stage]
             left_out = ("B", "SEND_B", "RECV_B", "REDUCE") if forward_only else ()
             self._schedules[key] = tuple(a for a in actions if a.kind not in ("UPDATE", "SPREAD", *left_out))
         return self._schedules[key]

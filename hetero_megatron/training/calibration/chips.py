@@ -16,7 +16,7 @@ from hetero_megatron.ops import KernelPlan
 from hetero_megatron.parallel.exchange import HopExchange
 from hetero_megatron.parallel.update import OptimizerFactory
 from hetero_megatron.plan import Plan
-from hetero_megatron.plan.buckets import make_buckets, plan_groups
+from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.training.calibration.runs import Observation, Phase, Run, steady
 from hetero_megatron.training.runtime import Runtime
@@ -119,15 +119,16 @@ def observe_exchange(run: Run, chip: str, job: Job, steps: int) -> list[Phase]:
 def _runtime(run: Run, job: Job) -> Runtime | None:
     """This rank of the run; one that its plan leaves out makes the groups with the others, and gets None."""
     comm = job.comm
+    compiled = CompiledPlan(run.plan, run.spec)
+    comm.create_groups(compiled.groups)
     if comm.rank not in run.plan.ranks:
-        comm.create_groups(plan_groups(run.plan, make_buckets(run.plan, run.spec)))
         return None
 
     def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
         return initial_values(tensor, box, run.spec, seed=0)
 
     chosen = job.kernels(run.plan, run.spec) if job.kernels is not None else None
-    return Runtime(run.plan, run.spec, comm, job.dtype, initialize, job.optimizer, kernels=chosen)
+    return Runtime(compiled, comm, job.dtype, initialize, job.optimizer, kernels=chosen)
 
 
 def _time_phases(exchange: HopExchange, chip: str, dtype: torch.dtype, found: list[Phase]) -> None:

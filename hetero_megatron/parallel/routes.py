@@ -1,0 +1,138 @@
+"""Which parts of a rank's arrays go to whom in one hop of a bucket. No tensors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hetero_megatron.layout import Box, Layout, reduction
+from hetero_megatron.plan.buckets import Hop
+
+Slices = tuple[slice, ...]
+Parts = list[tuple[int, Slices]]  # (which array, where in it)
+
+
+@dataclass(frozen=True)
+class OwnedPiece:
+    """A box of one tensor that this rank sums up. ``slices`` index it inside the local parameter."""
+
+    name: str
+    box: Box
+    slices: Slices
+    offset: int  # of its first element in the bucket's flat gradient
+
+
+def local_pieces(layouts: Mapping[str, Layout], rank: int, boxes: Mapping[str, Box]) -> list[OwnedPiece]:
+    """A rank's boxes of every tensor, and where they lie in its parameters and in a flat buffer."""
+    pieces, offset = [], 0
+    for name, layout in layouts.items():
+        for box in layout.of(rank):
+            pieces.append(OwnedPiece(name, box, box.slices(boxes[name]), offset))
+            offset += box.size
+    return pieces
+
+
+class HopRoutes:
+    """One hop as one rank sees it: the same for all buckets of equal layouts, so equal layers share it.
+
+    Messages between two ranks list the common boxes in (tensor, position) order on both sides, so no index
+    travels with the data.
+
+    Args:
+        ranks: the members of this rank's group, ascending; me: this rank.
+        sources, targets: its pieces on both sides of the hop.
+        dense: the bucket is (:attr:`Bucket.dense`).
+
+    Attributes:
+        give: by receiver, parts of my sources; take: by sender, parts of my targets. Ranks without parts are left out.
+        give_counts, take_counts: elements to and from each member, in group order; 0 for myself.
+        given: what others get, parts joined where they lie one after the other.
+        wanted: (how many members one after the other, of those that take part, have the same parts; which).
+        sends_all: members that send all that I sum up.
+        kept: sources that are still needed once they are packed.
+        size: elements of my targets.
+        runs: by member, in group order, where in the memory of my sources lies what that rank sums up, when they are
+            kept one after the other and the bucket is dense; None: there is no such order, parts are packed and
+            unpacked.
+    """
+
+    def __init__(
+        self, hop: Hop, ranks: tuple[int, ...], me: int, sources: Sequence[OwnedPiece], targets: Sequence[OwnedPiece],
+        dense: bool,
+    ) -> None:  # fmt: skip
+        give: dict[int, Parts] = defaultdict(list)
+        take: dict[int, Parts] = defaultdict(list)
+        for name, layout in hop.sources.items():
+            # Only what goes from or to this rank: all that move between all members would be their number squared.
+            held, wanted = layout.only(ranks), hop.targets[name].only(ranks)
+            mine = [(i, s.box) for i, s in enumerate(sources) if s.name == name]
+            summed = [(i, t.box) for i, t in enumerate(targets) if t.name == name]
+            for piece in reduction(held.only((me,)), wanted).pieces:
+                give[piece.dst].append(_inside(piece.box, mine))
+            for piece in reduction(held, wanted.only((me,))).pieces:
+                take[piece.src].append(_inside(piece.box, summed))
+        self.give, self.take = dict(give), dict(take)
+        self.size = sum(t.box.size for t in targets)
+        self.give_counts = [0 if r == me else _volume(give.get(r, ())) for r in ranks]
+        self.take_counts = [0 if r == me else _volume(take.get(r, ())) for r in ranks]
+        everything = [(i, Box.whole(t.box.shape).slices()) for i, t in enumerate(targets)]
+        self.sends_all = frozenset(r for r, parts in take.items() if parts == everything)
+        # By operator what could be by member: one for all parts that lie one after the other on both sides.
+        self.given = _joined([part for r in ranks if r != me for part in give.get(r, ())])
+        self.wanted = _alike(take.get(r, []) for r in ranks if r != me)
+        self.kept = frozenset(i for i, _ in give.get(me, ()))
+        self.runs = self._find_runs(ranks, sources) if dense else None
+
+    def _find_runs(self, ranks: Sequence[int], sources: Sequence[OwnedPiece]) -> list[slice]:
+        """What :attr:`Bucket.dense` promises: my sources from first to last are owner after owner's."""
+        runs, at = [], 0
+        for rank in ranks:
+            parts = self.give.get(rank, [])
+            size = _volume(parts)
+            runs.append(slice(at, at + size))
+            for i, part in parts:
+                source = sources[i]
+                rows = source.box.size // source.box.shape[0]
+                whole = all(s == slice(0, n) for s, n in zip(part[1:], source.box.shape[1:], strict=True))
+                assert whole and source.offset + part[0].start * rows == at, f"{source.name} is out of its run"
+                at += (part[0].stop - part[0].start) * rows
+        assert at == sum(s.box.size for s in sources)
+        return runs
+
+
+def _inside(box: Box, among: Sequence[tuple[int, Box]]) -> tuple[int, Slices]:
+    """(index of the box that contains ``box``, where it is in there)."""
+    return next((i, box.slices(origin)) for i, origin in among if origin.contains(box))
+
+
+def _alike(by_rank: Iterable[Parts]) -> list[tuple[int, Parts]]:
+    """(how many ranks one after the other have the same parts, which); those who have none are left out."""
+    found: list[tuple[int, Parts]] = []
+    for parts in by_rank:
+        if parts and found and found[-1][1] == parts:
+            found[-1] = (found[-1][0] + 1, parts)
+        elif parts:
+            found.append((1, parts))
+    return found
+
+
+def _joined(parts: Parts) -> Parts:
+    """The same elements in the same order: rows of one tensor that follow each other are one part."""
+    out: Parts = []
+    for i, at in parts:
+        if out and out[-1][0] == i and out[-1][1][1:] == at[1:] and out[-1][1][0].stop == at[0].start:
+            out[-1] = (i, (slice(out[-1][1][0].start, at[0].stop), *at[1:]))
+        else:
+            out.append((i, at))
+    return out
+
+
+def _volume(parts: Iterable[tuple[int, Slices]]) -> int:
+    total = 0
+    for _, slices in parts:
+        size = 1
+        for s in slices:
+            size *= s.stop - s.start
+        total += size
+    return total
