@@ -18,6 +18,7 @@ from public_data import (
     DEEPSPEED,
     MEGATRON,
     SAILOR,
+    WHERE,
     Published,
     a100_cluster,
     data,
@@ -188,7 +189,7 @@ def main(names: Sequence[str]) -> None:
         if name not in SETS:
             raise SystemExit(f"no such set: {name}; there are {', '.join(SETS)}")
         if name != "megatron" and data("vtrain" if "vtrain" in name else "sailor") is None:
-            print(f"{name}: the folder shared/data is not here, so this set is left out")
+            print(f"{name} is left out: {WHERE}")
             continue
         print(f"\n## {name}\n")
         SETS[name]()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import machine
-from public_data import data
+from public_data import WHERE, data
 from sailor_judge import Judge, Verdict, spelled
 from sailor_rules import SPACE, SailorCosts, SailorEvaluator
 
@@ -133,7 +133,7 @@ def _first(best: dict[int, tuple[float, Candidate]], count: int) -> list[tuple[f
 def main(names: Sequence[str]) -> None:
     folder = data("sailor")
     if folder is None:
-        print("sailor: the folder shared/data is not here, so there is nothing to compare")
+        print(f"nothing to compare: {WHERE}")
         return
     print(f"{machine()}\n")
     judge = Judge(folder)

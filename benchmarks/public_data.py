@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +22,7 @@ from hetero_megatron.planner.rates import Rates, load_rates, model_fingerprint
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.spec.paper_models import gpt
 
-DATA = Path(__file__).resolve().parent.parent / "shared" / "data"
-PLACES = (DATA, Path("/work/shared/data"))
+DATA = Path(os.environ.get("HETERO_PUBLIC_DATA") or Path(__file__).resolve().parent.parent / "shared" / "data")
 
 # Megatron-DeepSpeed 2022: fp16 all-reduce after the last backward, whole optimizer on every replica, all-reduces in TP;
 # its fused softmax is for sequences x local heads that 4 divides (FusedScaleMaskSoftmax.is_kernel_available).
@@ -34,9 +34,15 @@ DEEPSPEED = CostOptions(
 SAILOR = replace(DEEPSPEED, gradient_bytes=4)
 
 
+WHERE = (
+    f"the public measurements are not in {DATA}: set HETERO_PUBLIC_DATA to a folder with vtrain/ (measured_*.csv of "
+    "github.com/VIA-Research/vTrain) and sailor/ (profiles, llm_info and configurations of Sailor, SOSP'25)"
+)
+
+
 def data(name: str) -> Path | None:
     """A file or folder of the public data; None where it is not there."""
-    return next((place / name for place in PLACES if (place / name).exists()), None)
+    return DATA / name if (DATA / name).exists() else None
 
 
 def a100_cluster(nodes: int) -> Cluster:
