@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +41,13 @@ def test_options_that_change_numbers_are_facts(more: str, name: str) -> None:
     words = FLAGS.replace("--train-iters 4", "") if "--train-samples" in more else FLAGS
     plain, other = run_facts(configure(FLAGS.split(), {})), run_facts(configure([*words.split(), *more.split()], {}))
     assert plain.keys() == other.keys() and plain[name] != other[name]
+
+
+def test_islands_are_facts_beside_the_fingerprint() -> None:
+    """A rank that read no cluster file would exchange gradients in other groups than its peers."""
+    one = configure(FLAGS.split(), {})
+    plain, other = run_facts(one), run_facts(replace(one, plan=replace(one.plan, islands=((0,),))))
+    assert {name for name in plain if plain[name] != other[name]} == {"plan islands"}
 
 
 def test_places_and_names_are_no_facts(tmp_path: Path) -> None:
