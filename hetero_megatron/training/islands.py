@@ -1,9 +1,15 @@
-"""What backend islands mean for a plan: which of its groups may cross them, and how gradients do."""
+"""What backend islands mean for a plan: which of its groups may cross them, and how gradients do; and whether the chips
+are those that it was made for."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
+from hetero_megatron.cluster import Cluster
+from hetero_megatron.cluster.catalogue import CHIPS
 from hetero_megatron.comm.islands import Islands
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan
@@ -23,6 +29,50 @@ def describe_islands(islands: Islands | None) -> list[str]:
         said = ", ".join(f"{version} on ranks {rank_ranges(ranks)}" for version, ranks in versions.items())
         lines.append(notice_line(f"ranks have unlike versions of torch: {said}"))
     return lines
+
+
+def check_chips(plan: Plan, cluster: Cluster | None, islands: Islands | None) -> None:
+    """The chips of a plan, or of a cluster file, are those that the drivers name, as far as both are known by name.
+
+    Raises:
+        UserError: a rank has another chip.
+    """
+    expected = {} if cluster is None else {r.rank: r.chip for r in cluster.ranks if cluster.chips[r.chip].speed is None}
+    if cluster is None:  # an emulated chip has a name of the plan as well
+        expected = {r: s.chip for p in plan.pipelines for s in p.stages if s.chip is not None for r in s.ranks}
+    for rank, chip in expected.items() if islands is not None else ():
+        assert islands is not None
+        said = islands.endpoints[rank].chip if rank < len(islands.endpoints) else ""
+        if chip in CHIPS and (known := _known_chips(said)) and chip not in known:
+            raise UserError(
+                f"rank {rank} is to be a {chip}, and its driver says {said}",
+                field="--cluster" if cluster else "--plan", value=chip,
+                accepted=f"{', '.join(known)} there, or the ranks in another order",
+            )  # fmt: skip
+
+
+def _known_chips(said: str) -> list[str]:
+    """The chips of the catalogue that a driver may mean: their model (A100, MI300X, …) is a word of what it says."""
+    words = set(re.split(r"[^A-Z0-9]+", said.upper()))
+    return [name for name in CHIPS if (set(re.split(r"[^A-Z0-9]+", name.upper())) & words) - _COMMON]
+
+
+_COMMON = {"SXM", "SXM2", "PCIE", "80", "40", "16", "32", "96", "141", "AI", "BI"}  # no models
+MOST_COMMUNICATORS = 32  # libraries keep buffers of some MiB for each
+
+
+def communicators(islands: Islands | None, groups: Sequence[tuple[int, ...]]) -> list[str]:
+    """A notice, where a rank has many communicators of its island's library."""
+    if islands is None:
+        return []
+    counts = Counter(
+        rank for ranks in groups if len(ranks) > 1 and not islands.crossed(ranks) for rank in ranks
+        if not islands.uses_gloo(islands.of(rank))
+    )  # fmt: skip
+    rank, count = max(counts.items(), key=lambda item: (item[1], -item[0]), default=(0, 0))
+    if count <= MOST_COMMUNICATORS:
+        return []
+    return [notice_line(f"rank {rank} has {count} communicators, and its library keeps memory for each")]
 
 
 def plan_for(plan: Plan, islands: Islands | None) -> Plan:

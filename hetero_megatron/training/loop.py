@@ -43,7 +43,7 @@ from hetero_megatron.training.config import OptimizerConfig, RunConfig
 from hetero_megatron.training.diagnosis import say_joined
 from hetero_megatron.training.exit import INTERRUPTED, ExitConditions
 from hetero_megatron.training.failure import StepGuard
-from hetero_megatron.training.islands import describe_islands, plan_for
+from hetero_megatron.training.islands import check_chips, communicators, describe_islands, plan_for
 from hetero_megatron.training.kernels import agree_on_kernels, rank_kernels
 from hetero_megatron.training.report import Reporter
 from hetero_megatron.training.runtime import Runtime
@@ -92,7 +92,10 @@ def train(config: RunConfig, launcher: LauncherEnvironment | None = None) -> int
                 print(f"ranks: the tasks that {launcher.started_by} started, by their numbers", flush=True)
             if notice := open_to_others(launcher):
                 print(notice_line(notice), flush=True)
+        check_chips(config.plan, config.cluster, comm.islands)
         config = replace(config, plan=plan_for(config.plan, comm.islands))
+        for line in communicators(comm.islands, config.compiled.groups) if comm.rank == 0 else ():
+            print(line, flush=True)
         # All at once, on idle ranks too (torch wants every rank to take part): a refusal then leaves nobody waiting.
         comm.create_groups(config.compiled.groups)
         comm.background_group(config.plan.ranks, WRITE_TIMEOUT)
