@@ -154,7 +154,7 @@ def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[
         grads.clear()
         for exchange, tensors in zip(runtime.sync.exchanges, per, strict=True):
             for piece, tensor in zip(exchange.pieces, tensors, strict=True):
-                grads.append((piece.name, piece.box, (tensor * coefficient).numpy()))
+                grads.append((piece.name, piece.box, (tensor * coefficient).cpu().numpy()))
         step(per, coefficient)
 
     runtime.optimizer.step = recording_step  # type: ignore[method-assign]
@@ -163,7 +163,7 @@ def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[
         runtime.train_step(data.fetch, i * batch, batch, case.lr, case.weight_decay, case.clip_grad)
         for i in range(STEPS)
     ]
-    weights = [(n, runtime.boxes[n], p.detach().double().numpy().copy()) for n, p in runtime.sync.params.items()]
+    weights = [(n, runtime.boxes[n], p.detach().double().cpu().numpy().copy()) for n, p in runtime.sync.params.items()]
     return {
         "losses": [s.loss for s in stats],
         "norms": [s.grad_norm for s in stats],

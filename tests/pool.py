@@ -13,7 +13,10 @@ import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hetero_megatron.platform import Platform
 
 RANKS = 8
 COMM_TIMEOUT = float(os.environ.get("POOL_COMM_TIMEOUT", "20"))
@@ -21,14 +24,22 @@ JOB_TIMEOUT = float(os.environ.get("POOL_TIMEOUT", "60"))  # a busy machine take
 
 
 def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
+    import torch
+
+    from hetero_megatron.platform import Platform
+
+    serve_jobs(rank, world, port, pipe, Platform(torch.device("cpu"), "gloo"))
+
+
+def serve_jobs(rank: int, world: int, port: int, pipe: Connection, platform: Platform) -> None:
+    """Join the job as ``rank`` and run what comes through the pipe until the process is killed."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     import torch
 
     from hetero_megatron.comm import start_comm
-    from hetero_megatron.platform import Platform
 
     torch.set_num_threads(1)
-    comm = start_comm(Platform(torch.device("cpu"), "gloo"), COMM_TIMEOUT)
+    comm = start_comm(platform, COMM_TIMEOUT)
     while True:
         job, args = pipe.recv()
         try:
@@ -42,7 +53,7 @@ class JobFailed(AssertionError):
 
 
 class Pool:
-    def __init__(self, size: int = RANKS) -> None:
+    def __init__(self, size: int = RANKS, serve: Callable[[int, int, int, Connection], None] = _serve) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "hetero_megatron.comm"])
         with socket.socket() as probe:
@@ -52,7 +63,7 @@ class Pool:
         self.processes = []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, port, there), daemon=True)
+            process = context.Process(target=serve, args=(rank, size, port, there), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)

@@ -44,6 +44,7 @@ class Accelerator:
         backends: process-group backends that move its tensors, best first.
         dtypes: it computes in.
         tested: whether this project has run on such a device.
+        automatic: whether a run that names no platform may take it.
     """
 
     name: ClassVar[str] = ""
@@ -54,6 +55,7 @@ class Accelerator:
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
     limits: ClassVar[Limits] = Limits()
     tested: ClassVar[bool] = False
+    automatic: ClassVar[bool] = True
 
     def installed(self) -> bool:
         """Whether its adapter is there; nothing is imported."""
