@@ -181,8 +181,8 @@ def waits_for_the_wrong_device(right: bool) -> None:
 
 
 def no_such_device(right: bool) -> None:
-    torch.emu.set_device(1 if right else 2)  # type: ignore[attr-defined]
-    torch.emu.set_device(0)  # type: ignore[attr-defined]
+    emu = torch.emu  # type: ignore[attr-defined]
+    emu.set_device(emu.device_count() - right)
 
 
 def operand_on_the_host(right: bool) -> None:
@@ -205,7 +205,7 @@ BUGS: dict[Planted, tuple[str, ...]] = {
     operands_on_two_devices: ("same device", "emu:0 and emu:1"),
     event_of_another_device: ("wrong device", "emu:0", "emu:1"),
     waits_for_the_wrong_device: ("the host reads a buffer of 8000 bytes", "emu:1"),
-    no_such_device: ("wrong device", "emu:2"),
+    no_such_device: ("wrong device", "emu:8"),
     operand_on_the_host: ("same device", "emu:0 and cpu"),
 }
 
@@ -243,14 +243,14 @@ def touch_device_memory() -> None:
 
 
 def serve(rank: int, world: int, port: int, pipe: Connection) -> None:
-    """A rank of a pool on the emulated device; odd ranks use the second one."""
+    """A rank of a pool on the emulated device."""
     device()
     from hetero_emulated_vendor.platform import EmulatedVendor
 
     from hetero_megatron.platform import Platform
 
     accelerator = EmulatedVendor()
-    here = Platform(accelerator.device(rank % 2), "cpu:gloo,emu:emuccl", accelerator)
+    here = Platform(accelerator.device(rank), "cpu:gloo,emu:emuccl", accelerator)
     serve_jobs(rank, world, port, pipe, here)
 
 
@@ -301,7 +301,7 @@ def summed_while_it_changes(comm: Any, right: bool) -> None:
 
 
 def tensor_of_another_device(comm: Any, right: bool) -> None:
-    exchange(comm, comm.device.index if right else 1 - comm.device.index)
+    exchange(comm, comm.device.index if right else comm.device.index + 1)
 
 
 TRANSFER_BUGS: dict[Callable[[Any, bool], None], tuple[str, ...]] = {

@@ -141,5 +141,30 @@ def test_parity(name: str, pool: Pool) -> None:
     check_case(fixed_case(LLAMA, PLANS[name], dtype="fp64"), pool)
 
 
-def last_losses(text: str) -> list[str]:
-    return re.findall(r"lm loss:? +([0-9.E+-]+)", text)
+
+def losses(directory: Path, *words: str, ranks: int = 1) -> list[float]:
+    """Of a whole run of the program, which says nothing of a race."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    done = call(*launcher, *RUN, *words, "--save", str(directory))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "race" not in done.stderr, done.stderr
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [line["loss"] for line in map(json.loads, lines) if "loss" in line]
+
+
+def test_the_program_trains_on_it_and_its_checkpoints_go_to_the_host_and_back(tmp_path: Path) -> None:
+    emulated, one = ("--platform", "emulated_vendor"), ("--micro-batch-size", "2")
+    (tmp_path / "plan.yaml").write_text(TWO_BY_TWO)
+    host = losses(tmp_path / "host", "--platform", "cpu", *one)
+    assert len(host) == 3
+    assert losses(tmp_path / "one", *emulated, *one) == pytest.approx(host, rel=1e-11)
+    several = (*emulated, "--plan", str(tmp_path / "plan.yaml"), "--save-interval", "2")
+    assert losses(tmp_path / "four", *several, "--exit-interval", "2", ranks=4) == pytest.approx(host[:2], rel=1e-11)
+    resumed = losses(tmp_path / "four", "--platform", "cpu", *one, "--load", str(tmp_path / "four"))
+    assert resumed == pytest.approx(host, rel=1e-11)
+
+
+def test_it_is_taken_only_if_it_is_asked_for(tmp_path: Path) -> None:
+    done = call(*RUN, "--micro-batch-size", "2", "--save", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    assert "device: cpu" in done.stdout

@@ -104,8 +104,11 @@ at::Generator new_generator(c10::DeviceIndex index) {
 }
 
 const at::Generator& default_generator_at(int index) {
-  static auto* made = new std::vector<at::Generator>{new_generator(0), new_generator(1)};
-  static_assert(kDevices == 2);
+  static auto* made = [] {
+    auto* all = new std::vector<at::Generator>;
+    for (int device = 0; device < kDevices; ++device) all->push_back(new_generator(device));
+    return all;
+  }();
   return made->at(index < 0 ? current_device() : index);
 }
 

@@ -11,7 +11,7 @@
 
 namespace emu {
 
-constexpr int kDevices = 2;
+constexpr int kDevices = 8;  // of a machine; each process has memory of its own on all of them
 
 struct Block {
   char* address;  // as tensors see it
