@@ -141,6 +141,22 @@ def test_parity(name: str, pool: Pool) -> None:
     check_case(fixed_case(LLAMA, PLANS[name], dtype="fp64"), pool)
 
 
+RUN = [
+    "pretrain_gpt.py", "--model", "tiny", "--mock-data", "--seq-length", "32", "--fp64", "--seed", "7",
+    "--global-batch-size", "4", "--lr", "1e-3", "--train-iters", "3",
+]  # fmt: skip
+TWO_BY_TWO = """
+version: 1
+seq_length: 32
+global_batch_size: 4
+pipelines:
+  - micro_batch_size: 2
+    num_micro_batches: 2
+    stages:
+      - {ranks: [0, 1], layers: [0, 4], tp: 2, tp_split: [3, 1], recompute: {first: 1}}
+      - {ranks: [2, 3], layers: [4, 6], context: [{ranks: [2, 3], tokens: [20, 12], heads: [4, 4]}]}
+"""
+
 
 def losses(directory: Path, *words: str, ranks: int = 1) -> list[float]:
     """Of a whole run of the program, which says nothing of a race."""
