@@ -308,7 +308,7 @@ TRANSFER_BUGS: dict[Callable[[Any, bool], None], tuple[str, ...]] = {
     read_before_received: ("aten::sum", "reads", "8000 bytes", "emuccl receive from member", "writes"),
     buffer_reused_before_sent: ("aten::fill_", "writes", "8000 bytes", "emuccl send to member", "reads"),
     waited_on_another_stream: ("aten::sum", "reads", "8000 bytes", "emuccl receive from member", "writes"),
-    summed_while_it_changes: ("aten::mul_", "writes", "800 bytes", "emuccl all-reduce"),
+    summed_while_it_changes: ("aten::mul", "800 bytes", "emuccl all-reduce"),
     tensor_of_another_device: ("wrong device", "the group is on emu:"),
 }
 

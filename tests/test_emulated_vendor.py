@@ -104,18 +104,18 @@ def test_collectives_move_what_they_should(pool: Pool) -> None:
 
 
 def test_a_silent_peer_fails_the_transfer_in_time(pool: Pool) -> None:
-    answers = pool.run(jobs.nobody_sends)
-    assert "ime" in answers[0] and answers[0] != "in time"
+    """And not the host, which waits for its device only."""
+    assert "Timed out" in pool.run(jobs.nobody_sends)[0]
 
 
-def stage(*ranks: int, layers: tuple[int, int], **more: Any) -> list[dict[str, Any]]:
-    return [{"ranks": list(ranks), "layers": list(layers), **more}]
+def stage(*ranks: int, layers: tuple[int, int], **more: Any) -> dict[str, Any]:
+    return {"ranks": list(ranks), "layers": list(layers), **more}
 
 
-def plan_of(*pipelines: list[list[dict[str, Any]]], **more: Any) -> dict[str, Any]:
+def plan_of(*pipelines: list[dict[str, Any]]) -> dict[str, Any]:
     each = [{"micro_batch_size": 1, "num_micro_batches": 2, "stages": stages} for stages in pipelines]
     size = 2 * len(pipelines)
-    return {"version": 1, "seq_length": 8, "global_batch_size": size, "schedule": "1f1b", "pipelines": each, **more}
+    return {"version": 1, "seq_length": 8, "global_batch_size": size, "schedule": "1f1b", "pipelines": each}
 
 
 CONTEXT = [{"ranks": [0, 1], "tokens": [5, 3], "heads": [2, 2]}]
