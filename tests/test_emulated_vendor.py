@@ -31,6 +31,9 @@ LLAMA = {
 }  # fmt: skip
 
 
+pytestmark = pytest.mark.timeout(1800)  # building takes minutes, and more on a busy machine
+
+
 def call(*command: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, timeout=timeout
@@ -168,19 +171,12 @@ def losses(directory: Path, *words: str, ranks: int = 1) -> list[float]:
     return [line["loss"] for line in map(json.loads, lines) if "loss" in line]
 
 
-def test_the_program_trains_on_it_and_its_checkpoints_go_to_the_host_and_back(tmp_path: Path) -> None:
-    emulated, one = ("--platform", "emulated_vendor"), ("--micro-batch-size", "2")
+def test_the_program_trains_on_it_and_its_checkpoint_goes_on_on_the_host(tmp_path: Path) -> None:
+    one = ("--micro-batch-size", "2")
     (tmp_path / "plan.yaml").write_text(TWO_BY_TWO)
     host = losses(tmp_path / "host", "--platform", "cpu", *one)
     assert len(host) == 3
-    assert losses(tmp_path / "one", *emulated, *one) == pytest.approx(host, rel=1e-11)
-    several = (*emulated, "--plan", str(tmp_path / "plan.yaml"), "--save-interval", "2")
-    assert losses(tmp_path / "four", *several, "--exit-interval", "2", ranks=4) == pytest.approx(host[:2], rel=1e-11)
+    four = ("--platform", "emulated_vendor", "--plan", str(tmp_path / "plan.yaml"), "--exit-interval", "2")
+    assert losses(tmp_path / "four", *four, ranks=4) == pytest.approx(host[:2], rel=1e-11)
     resumed = losses(tmp_path / "four", "--platform", "cpu", *one, "--load", str(tmp_path / "four"))
     assert resumed == pytest.approx(host, rel=1e-11)
-
-
-def test_it_is_taken_only_if_it_is_asked_for(tmp_path: Path) -> None:
-    done = call(*RUN, "--micro-batch-size", "2", "--save", str(tmp_path / "run"))
-    assert done.returncode == 0, done.stderr
-    assert "device: cpu" in done.stdout
