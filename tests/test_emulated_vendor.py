@@ -82,6 +82,13 @@ def test_host_code_that_touches_device_memory_faults() -> None:
     assert done.returncode == -signal.SIGSEGV
 
 
+def test_it_passes_the_conformance_kit() -> None:
+    done = call("-m", "hetero_megatron.cli.main", "plugins", "check", "emulated_vendor", "--json", "--no-speed")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["ok"] and {f["status"] for f in report["findings"]} == {"pass"}
+
+
 @pytest.mark.parametrize("bug", jobs.TRANSFER_BUGS, ids=lambda bug: bug.__name__)
 def test_bugs_around_transfers(bug: Any, pool: Pool) -> None:
     """Every rank of a pair plants it; both must find it, and find nothing in the corrected program."""
