@@ -31,6 +31,7 @@ env: $(STAMP)  ## build .venv with the pinned versions (again only when they cha
 
 $(STAMP): setup.py constraints.txt
 	@tools/make_venv.sh "$(VENV)" "$(EXTRAS)" "$(PYTHON)"
+	-@PYTHONPATH=plugins/emulated_vendor $(PY) -m hetero_emulated_vendor.build
 	@touch $@
 
 demo: env  ## pretrain a small model on 4 unequal ranks of this machine (about 2 minutes)

@@ -25,10 +25,10 @@ def _serve(rank: int, world: int, port: int, pipe: Connection, vendor: str) -> N
     import torch
 
     from hetero_megatron.comm import start_comm
-    from tests.walled import platform
+    from tests.vendors import platform
 
     torch.set_num_threads(1)
-    comm = start_comm(platform(vendor), COMM_TIMEOUT)
+    comm = start_comm(platform(vendor, rank), COMM_TIMEOUT)
     while True:
         job, args = pipe.recv()
         try:
@@ -42,7 +42,7 @@ class JobFailed(AssertionError):
 
 
 class Pool:
-    """``vendors``: of each rank, see :mod:`tests.walled`."""
+    """``vendors``: of each rank, see :mod:`tests.vendors`."""
 
     def __init__(self, vendors: Sequence[str] = ("cpu",) * RANKS) -> None:
         size = len(vendors)

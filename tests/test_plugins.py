@@ -243,6 +243,19 @@ def test_two_vendors_in_one_process_must_be_told_which(monkeypatch: pytest.Monke
         choose_platform(found.values(), None, None, 0)
 
 
+def test_a_platform_that_is_not_automatic_is_taken_only_by_name() -> None:
+    class Unasked(CPU):
+        name, device_type, automatic = "unasked", "meta", False
+
+        def failure(self) -> str:
+            return "it was asked without need"
+
+    known = [CPU(), Unasked()]
+    assert choose_platform(known, None, None, 0).name == "cpu"
+    with pytest.raises(UserError, match="it was asked without need"):
+        choose_platform(known, "unasked", None, 0)
+
+
 @pytest.mark.parametrize("stub", ["ascend"], indirect=True)
 def test_an_adapter_that_raises_is_named_and_stops_nobody(
     stub: tuple[Accelerator, StubDevice], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

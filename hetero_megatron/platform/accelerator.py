@@ -47,6 +47,7 @@ class Accelerator:
         direct: backends that also reach other vendors' chips, if both sides have them, best first.
         dtypes: it computes in.
         tested: whether this project has run on such a device.
+        automatic: whether a run that names no platform may take it.
     """
 
     name: ClassVar[str] = ""
@@ -59,6 +60,7 @@ class Accelerator:
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
     limits: ClassVar[Limits] = Limits()
     tested: ClassVar[bool] = False
+    automatic: ClassVar[bool] = True
 
     def installed(self) -> bool:
         """Whether its adapter is there; nothing is imported."""

@@ -121,7 +121,7 @@ def platform_here(accelerators: Iterable[Accelerator], backend: str | None = Non
     Raises:
         UserError: several are here.
     """
-    known = {a.name: a for a in accelerators}
+    known = {a.name: a for a in accelerators if a.automatic}
     if backend == "gloo":
         return "cpu" if "cpu" in known else None
     for a in known.values():

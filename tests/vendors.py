@@ -1,8 +1,10 @@
-"""A vendor whose library is gloo behind a wall: it refuses ranks that are not its own, and notes what it carried."""
+"""Platforms of the ranks of a pool. ``walled`` is a vendor whose library is gloo, for its own ranks only."""
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from hetero_megatron.platform import CPU, Platform
 
 BACKEND = "walled"
+PLUGINS = Path(__file__).resolve().parents[1] / "plugins"
 
 
 class Walled(CPU):
@@ -27,10 +30,17 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist
     return dist.ProcessGroupGloo(dist.PrefixStore("walled", store), rank, size, timeout)
 
 
-def platform(name: str) -> Platform:
+def platform(name: str, rank: int) -> Platform:
+    """``cpu``, ``walled``, or ``emulated``: a device of plugins/emulated_vendor, which has to be built."""
     if name == "cpu":
         return Platform(torch.device("cpu"), "gloo")
-    assert name == "walled", name
-    vendor = Walled()
-    vendor.load()
-    return Platform(torch.device("cpu"), BACKEND, vendor)
+    if name == "walled":
+        vendor = Walled()
+        vendor.load()
+        return Platform(torch.device("cpu"), BACKEND, vendor)
+    assert name == "emulated", name
+    sys.path.insert(0, str(PLUGINS / "emulated_vendor"))
+    from hetero_emulated_vendor.platform import EmulatedVendor
+
+    emulated = EmulatedVendor()
+    return Platform(emulated.device(rank % emulated.device_count()), "cpu:gloo,emu:emuccl", emulated)

@@ -1,0 +1,1 @@
+"""Hetero-Megatron plugin: an emulated device that finds missing waits."""

@@ -1,0 +1,217 @@
+#include "backend.h"
+
+#include <c10/core/DeviceGuard.h>
+
+namespace emu {
+
+DeviceWork::DeviceWork(int rank, c10d::OpType type, Event end, Tensors outputs)
+    : Work(rank, type), end_(std::move(end)), outputs_(std::move(outputs)) {}
+
+bool DeviceWork::isCompleted() {
+  if (!end_.mark->done()) return false;
+  if (!end_.mark->error()) Checker::get().host_wait(end_.clock);
+  return true;
+}
+
+bool DeviceWork::isSuccess() const { return end_.mark->done() && !end_.mark->error(); }
+
+std::exception_ptr DeviceWork::exception() const { return end_.mark->done() ? end_.mark->error() : nullptr; }
+
+bool DeviceWork::wait(Milliseconds timeout) {
+  if (timeout != kNoTimeout) {
+    TORCH_CHECK(end_.mark->wait_for(timeout), "emuccl: no answer within ", timeout.count(), " ms");
+  }
+  if (const std::exception_ptr error = exception()) std::rethrow_exception(error);
+  end_.block(current_stream(end_.device));
+  return true;
+}
+
+void DeviceWork::synchronize() { wait(kNoTimeout); }
+
+void meet(c10d::Store& store, const std::string& vendor, int rank, int size, Milliseconds timeout) {
+  const auto key = [](int member) { return "emuccl/vendor/" + std::to_string(member); };
+  store.set(key(rank), std::vector<uint8_t>(vendor.begin(), vendor.end()));
+  for (int peer = 0; peer < size; ++peer) {
+    try {
+      store.wait({key(peer)}, timeout);
+    } catch (const std::exception&) {
+      TORCH_CHECK(
+          false, "emuccl: member ", peer, " of the group did not come within ", timeout.count(),
+          " ms: it is not of the vendor ", vendor, ", or it is dead");
+    }
+    const std::vector<uint8_t> theirs = store.get(key(peer));
+    const std::string name(theirs.begin(), theirs.end());
+    TORCH_CHECK(
+        name == vendor, "emuccl: member ", peer, " of the group is a foreign rank, of the vendor ", name, "; this is ",
+        vendor);
+  }
+}
+
+DeviceBackend::DeviceBackend(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size)
+    : Backend(rank, size), inner_(std::move(inner)) {}
+
+void DeviceBackend::require(const Tensors& tensors, const char* name) {
+  for (const at::Tensor& tensor : tensors) {
+    TORCH_CHECK(
+        on_device(tensor), "emuccl: ", name, " got a tensor on ", tensor.device(),
+        "; it moves memory of the emulated device only");
+    TORCH_CHECK(tensor.is_contiguous(), "emuccl: ", name, " takes contiguous tensors");
+    if (device_ == -1) device_ = tensor.device().index();
+    TORCH_CHECK(
+        tensor.device().index() == device_, "emuccl: wrong device: ", name, " got a tensor on ", tensor.device(),
+        ", the group is on emu:", device_);
+  }
+}
+
+Stream& DeviceBackend::stream_for(int peer) {
+  Stream*& stream = streams_[peer];
+  if (stream == nullptr) stream = &new_stream(device_);
+  return *stream;
+}
+
+DeviceBackend::Work DeviceBackend::start(
+    c10d::OpType type, const std::string& name, int peer, const Tensors& reads, const Tensors& writes,
+    Transfer transfer) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  require(reads, name.c_str());
+  require(writes, name.c_str());
+  if (device_ == -1) device_ = current_device();
+  Stream& stream = stream_for(peer);
+  ++started_;
+  Event begin, end;
+  begin.record(current_stream(device_));
+  begin.block(stream);
+  std::vector<Use> uses;
+  std::vector<c10::Storage> kept;
+  for (const auto& [tensors, kind] : {std::pair(&reads, Kind::Read), std::pair(&writes, Kind::Write)}) {
+    for (const at::Tensor& tensor : *tensors) {
+      const Use use = use_of(tensor, kind);
+      if (use.shadow == nullptr) continue;
+      uses.push_back(use);
+      kept.push_back(tensor.storage());
+      Checker::get().record_stream(*use.shadow, stream.actor);
+    }
+  }
+  Checker::get().run(stream.actor, "emuccl " + name, uses);
+  auto failed = std::make_shared<std::exception_ptr>();
+  stream.enqueue([inner = inner_, transfer = std::move(transfer), kept = std::move(kept), failed] {
+    try {
+      transfer(*inner);
+    } catch (...) {
+      *failed = std::current_exception();
+    }
+  });
+  end.device = device_;
+  end.mark = std::make_shared<Mark>();
+  end.clock = Checker::get().record(stream.actor);
+  stream.enqueue([mark = end.mark, failed] { mark->set(*failed); });
+  return c10::make_intrusive<DeviceWork>(rank_, type, std::move(end), writes);
+}
+
+namespace {
+
+Tensors views_of(const Tensors& tensors) {
+  Tensors views;
+  for (const at::Tensor& tensor : tensors) views.push_back(kernel_view(tensor));
+  return views;
+}
+
+}  // namespace
+
+DeviceBackend::Work DeviceBackend::send(Tensors& tensors, int to, int) {
+  return start(
+      c10d::OpType::SEND, "send to member " + std::to_string(to), to, tensors, {},
+      [views = views_of(tensors), to](c10d::Backend& inner) mutable { inner.send(views, to, 0)->wait(); });
+}
+
+DeviceBackend::Work DeviceBackend::recv(Tensors& tensors, int from, int) {
+  return start(
+      c10d::OpType::RECV, "receive from member " + std::to_string(from), from, {}, tensors,
+      [views = views_of(tensors), from](c10d::Backend& inner) mutable { inner.recv(views, from, 0)->wait(); });
+}
+
+DeviceBackend::Work DeviceBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  const bool source = rank_ == options.rootRank;
+  return start(
+      c10d::OpType::BROADCAST, "broadcast", -1, source ? tensors : Tensors{}, source ? Tensors{} : tensors,
+      [views = views_of(tensors), options](c10d::Backend& inner) mutable { inner.broadcast(views, options)->wait(); });
+}
+
+DeviceBackend::Work DeviceBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  return start(
+      c10d::OpType::ALLREDUCE, "all-reduce", -1, {}, tensors,
+      [views = views_of(tensors), options](c10d::Backend& inner) mutable { inner.allreduce(views, options)->wait(); });
+}
+
+DeviceBackend::Work DeviceBackend::allgather(
+    std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions&) {
+  TORCH_CHECK(outputs.size() == 1 && inputs.size() == 1, "emuccl: all-gather takes one input");
+  return start(
+      c10d::OpType::ALLGATHER, "all-gather", -1, inputs, outputs[0],
+      [to = std::vector<Tensors>{views_of(outputs[0])}, from = views_of(inputs)](c10d::Backend& inner) mutable {
+        inner.allgather(to, from)->wait();
+      });
+}
+
+DeviceBackend::Work DeviceBackend::_allgather_base(
+    at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions&) {
+  require({output, input}, "all-gather");
+  return start(
+      c10d::OpType::_ALLGATHER_BASE, "all-gather", -1, {input}, {output},
+      [to = kernel_view(output), from = kernel_view(input)](c10d::Backend& inner) mutable {
+        inner._allgather_base(to, from)->wait();
+      });
+}
+
+DeviceBackend::Work DeviceBackend::_reduce_scatter_base(
+    at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
+  require({output, input}, "reduce-scatter");
+  return start(
+      c10d::OpType::_REDUCE_SCATTER_BASE, "reduce-scatter", -1, {input}, {output},
+      [to = kernel_view(output), from = kernel_view(input), options](c10d::Backend& inner) mutable {
+        inner._reduce_scatter_base(to, from, options)->wait();
+      });
+}
+
+DeviceBackend::Work DeviceBackend::alltoall_base(
+    at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes, std::vector<int64_t>& input_sizes,
+    const c10d::AllToAllOptions& options) {
+  require({output, input}, "all-to-all");
+  return start(
+      c10d::OpType::ALLTOALL_BASE, "all-to-all", -1, {input}, {output},
+      [to = kernel_view(output), from = kernel_view(input), output_sizes, input_sizes,
+       options](c10d::Backend& inner) mutable {
+        inner.alltoall_base(to, from, output_sizes, input_sizes, options)->wait();
+      });
+}
+
+DeviceBackend::Work DeviceBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions&) {
+  TORCH_CHECK(
+      static_cast<int>(outputs.size()) == size_ && static_cast<int>(inputs.size()) == size_,
+      "emuccl: all-to-all takes one input and one output per member");
+  require(outputs, "all-to-all");
+  require(inputs, "all-to-all");
+  return start(
+      c10d::OpType::ALLTOALL, "all-to-all", -1, inputs, outputs,
+      [to = views_of(outputs), from = views_of(inputs), rank = rank_, size = size_](c10d::Backend& inner) mutable {
+        constexpr int kTag = 1;  // beside the messages of the pairs
+        std::vector<Work> works;
+        to[rank].copy_(from[rank]);
+        for (int peer = 0; peer < size; ++peer) {
+          Tensors in{to[peer]}, out{from[peer]};
+          if (peer != rank && in[0].numel() != 0) works.push_back(inner.recv(in, peer, kTag));
+          if (peer != rank && out[0].numel() != 0) works.push_back(inner.send(out, peer, kTag));
+        }
+        for (auto& work : works) work->wait();
+      });
+}
+
+DeviceBackend::Work DeviceBackend::barrier(const c10d::BarrierOptions&) {
+  Work work = start(
+      c10d::OpType::BARRIER, "barrier", -1, {}, {}, [](c10d::Backend& inner) { inner.barrier()->wait(); });
+  work->wait(kNoTimeout);
+  synchronize_stream(current_stream(device_));  // a barrier holds up the host
+  return work;
+}
+
+}  // namespace emu

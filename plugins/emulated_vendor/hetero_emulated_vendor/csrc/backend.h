@@ -1,0 +1,81 @@
+// The process-group backend of the emulated device.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <map>
+#include <mutex>
+
+#include "kernels.h"
+
+namespace emu {
+
+using Milliseconds = std::chrono::milliseconds;
+using Tensors = std::vector<at::Tensor>;
+
+// A transfer on a stream of its own. As NCCL's, `wait` holds up the current stream, not the host.
+class DeviceWork final : public c10d::Work {
+ public:
+  DeviceWork(int rank, c10d::OpType type, Event end, Tensors outputs);
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  bool wait(Milliseconds timeout) override;
+  void synchronize() override;
+  Tensors result() override { return outputs_; }
+
+ private:
+  Event end_;
+  Tensors outputs_;
+};
+
+// Returns once all members of a group have said whose they are. Throws if one is not of `vendor`, or does not come.
+void meet(c10d::Store& store, const std::string& vendor, int rank, int size, Milliseconds timeout);
+
+// Moves device memory between processes of one host: refuses host tensors, and tensors of another device than its first.
+// Transfers of a pair of ranks queue up in the order
+// of their start, whatever their tags, as do the collectives of the group.
+class DeviceBackend final : public c10d::Backend {
+ public:
+  // `inner` moves what the kernels see, in host memory.
+  DeviceBackend(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size);
+
+  using Work = c10::intrusive_ptr<c10d::Work>;
+
+  const std::string getBackendName() const override { return "emuccl"; }
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return started_; }
+
+  Work send(Tensors& tensors, int to, int tag) override;
+  Work recv(Tensors& tensors, int from, int tag) override;
+  Work broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  Work allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  Work allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
+  Work _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
+  Work _reduce_scatter_base(
+      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override;
+  Work alltoall_base(
+      at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes, std::vector<int64_t>& input_sizes,
+      const c10d::AllToAllOptions& options) override;
+  Work alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
+  Work barrier(const c10d::BarrierOptions& options) override;
+
+ private:
+  using Transfer = std::function<void(c10d::Backend&)>;
+
+  void require(const Tensors& tensors, const char* name);
+  // Queue a transfer on the stream of `peer` (-1: of the collectives), after the current stream.
+  Work start(
+      c10d::OpType type, const std::string& name, int peer, const Tensors& reads, const Tensors& writes,
+      Transfer transfer);
+  Stream& stream_for(int peer);
+
+  c10::intrusive_ptr<c10d::Backend> inner_;
+  std::mutex mutex_;
+  std::map<int, Stream*> streams_;
+  int device_ = -1;  // of the first tensor
+  uint64_t started_ = 0;
+};
+
+}  // namespace emu
