@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -15,16 +17,38 @@ from hetero_megatron.spec import ModelSpec
 from tests.parity import STEPS, Case, check_case, fixed_case, random_case, reference, run_rank
 from tests.pool import shared_pool
 from tests.test_parity import LLAMA, plan
+from tests.vendors import PLUGINS
 
 SEED = int(os.environ.get("SEED", "34"))
 COUNT = int(os.environ.get("N", "20"))
-VENDORS = ("cpu", "walled", "walled", "cpu", "walled", "cpu", "cpu", "walled")  # so that most groups cross
+# So that most groups cross.
+HOSTS = ("cpu", "walled", "walled", "cpu", "walled", "cpu", "cpu", "walled")
+DEVICES = ("emulated", "walled", "emulated", "cpu", "walled", "emulated", "cpu", "emulated")
 
 
-@pytest.mark.parametrize("index", range(COUNT))
+@pytest.fixture(scope="module")
+def devices() -> tuple[str, ...]:
+    """Ranks on an emulated device, on gloo, and on a library of their own."""
+    command = [sys.executable, "-m", "hetero_emulated_vendor.build"]
+    told = {**os.environ, "PYTHONPATH": str(PLUGINS / "emulated_vendor")}
+    done = subprocess.run(command, capture_output=True, text=True, env=told)
+    if "no C++ compiler" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+    return DEVICES
+
+
+@pytest.mark.timeout(1800)  # building the device takes minutes
+@pytest.mark.parametrize("index", range(COUNT // 2))
+def test_random_plan_over_unlike_devices_equals_one_process(index: int, devices: tuple[str, ...]) -> None:
+    case = random_case(SEED + 1000 + index)
+    check_case(replace(case, plan=case.plan | {"allow_bridge": True}), shared_pool(devices))
+
+
+@pytest.mark.parametrize("index", range(COUNT // 2))
 def test_random_plan_over_islands_equals_one_process(index: int) -> None:
     case = random_case(SEED + index)
-    check_case(replace(case, plan=case.plan | {"allow_bridge": True}), shared_pool(VENDORS))
+    check_case(replace(case, plan=case.plan | {"allow_bridge": True}), shared_pool(HOSTS))
 
 
 def stage(ranks: list[int], layers: list[int], tp: int, **more: object) -> dict[str, object]:

@@ -43,4 +43,5 @@ def platform(name: str, rank: int) -> Platform:
     from hetero_emulated_vendor.platform import EmulatedVendor
 
     emulated = EmulatedVendor()
+    emulated.load()
     return Platform(emulated.device(rank % emulated.device_count()), "cpu:gloo,emu:emuccl", emulated)
