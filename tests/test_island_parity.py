@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +15,7 @@ from hetero_megatron.spec import ModelSpec
 from tests.parity import STEPS, Case, check_case, fixed_case, random_case, reference, run_rank
 from tests.pool import shared_pool
 from tests.test_parity import LLAMA, plan
-from tests.vendors import PLUGINS
+from tests.vendors import build_emulated
 
 SEED = int(os.environ.get("SEED", "34"))
 COUNT = int(os.environ.get("N", "20"))
@@ -29,12 +27,7 @@ DEVICES = ("emulated", "walled", "emulated", "cpu", "walled", "emulated", "cpu",
 @pytest.fixture(scope="module")
 def devices() -> tuple[str, ...]:
     """Ranks on an emulated device, on gloo, and on a library of their own."""
-    command = [sys.executable, "-m", "hetero_emulated_vendor.build"]
-    told = {**os.environ, "PYTHONPATH": str(PLUGINS / "emulated_vendor")}
-    done = subprocess.run(command, capture_output=True, text=True, env=told)
-    if "no C++ compiler" in done.stderr:
-        pytest.skip(done.stderr.strip())
-    assert done.returncode == 0, done.stderr
+    build_emulated()
     return DEVICES
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -28,6 +31,16 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist
     store.set(f"walled/{rank}", Walled.vendor)
     store.wait([f"walled/{r}" for r in range(size)], timeout)
     return dist.ProcessGroupGloo(dist.PrefixStore("walled", store), rank, size, timeout)
+
+
+def build_emulated() -> None:
+    """Build the emulated device unless it is there; the test is skipped where there is no compiler."""
+    told = {**os.environ, "PYTHONPATH": str(PLUGINS / "emulated_vendor")}
+    command = [sys.executable, "-m", "hetero_emulated_vendor.build"]
+    done = subprocess.run(command, capture_output=True, text=True, env=told)
+    if "no C++ compiler" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
 
 
 def platform(name: str, rank: int) -> Platform:

@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeGuard
 
 from hetero_megatron.cli.say import record_error, say_error
@@ -50,7 +51,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
         with at_once(launcher.rank == 0):  # until training catches it: nothing is written before
             from hetero_megatron.training.loop import train
 
-            return train(config, launcher)
+            return train(config, launcher, partial(_end, launcher=launcher, environment=environment))
     except UserError as error:
         say_error(str(error), environment)
         return USER_ERROR
@@ -64,11 +65,26 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
         if not _is_lost_peer(error):
             record_error(traceback.format_exc(), environment)
             raise
-        from hetero_megatron.training.diagnosis import leave_diagnosis
+        return _peer_error(error, launcher, environment)
 
+
+def _peer_error(error: CommError, launcher: LauncherEnvironment, environment: Mapping[str, str]) -> int:
+    from hetero_megatron.training.diagnosis import leave_diagnosis
+
+    say_error(str(error), environment)
+    leave_diagnosis(error, launcher.diagnoses)
+    return PEER_ERROR
+
+
+def _end(error: Exception, launcher: LauncherEnvironment, environment: Mapping[str, str]) -> None:
+    """End the process from a thread: its main one waits for the device, which waits for a peer."""
+    code = USER_ERROR
+    if _is_lost_peer(error):
+        code = _peer_error(error, launcher, environment)
+    else:
         say_error(str(error), environment)
-        leave_diagnosis(error, launcher.diagnoses)
-        return PEER_ERROR
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def _is_lost_peer(error: Exception) -> TypeGuard[CommError]:

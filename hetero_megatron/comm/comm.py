@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from itertools import combinations
@@ -22,6 +23,7 @@ from hetero_megatron.comm.handle import Handle, WaitSeconds, Works
 from hetero_megatron.comm.hooks import Hooks, Work
 from hetero_megatron.comm.islands import Islands
 from hetero_megatron.comm.reach import Reach, explain
+from hetero_megatron.comm.watch import Watch
 from hetero_megatron.errors import UserError
 from hetero_megatron.launcher import LauncherEnvironment
 from hetero_megatron.out_of_memory import out_of_memory
@@ -44,6 +46,7 @@ class Comm:
         launcher: what it said of this process.
         islands: which ranks share a communication library; None: all use gloo.
         copies: of this rank's device, for the bridge; None: tensors are in host memory.
+        watch: looks after transfers that do not hold up the host; None: all do.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Comm:
         self.activity = "start-up"
         self.sent_bytes: dict[int, int] = defaultdict(int)
         self.seconds = WaitSeconds()
+        self.watch: Watch | None = None
         self.islands: Islands | None = None
         self.copies: Copies | None = None
         self._groups: dict[tuple[int, ...], list[Group]] = {}
@@ -110,9 +114,11 @@ class Comm:
         backend = "gloo"
         if route is not None and not route.bridged and self.rank in ranks:
             backend = self._backend(route.direct)
+        # A library whose own watchdog ends the process must not do so before the watch has said why.
+        patience = self.timeout if backend == "gloo" or self.watch is None else 2 * self.timeout
         with self.hooks.on_other_cores():
             try:
-                made = dist.new_group(list(ranks), timeout=self.timeout, backend=backend)
+                made = dist.new_group(list(ranks), timeout=patience, backend=backend)
             except (RuntimeError, ValueError) as error:
                 raise UserError(
                     f"rank {self.rank} cannot make a group of ranks {rank_ranges(ranks)} with it: {first_line(error)}",
@@ -210,8 +216,21 @@ class Comm:
             work = transfer() if sizes is None else self.hooks.submit(transfer, sizes, group)
         except RuntimeError as error:
             raise self.failure(peers, 0.0, error) from error
+        if self.watch is not None and work is not None:
+            self.watch.add(work, peers, self.activity)
         self.clock.resume()
         return work
+
+    def watch_devices(
+        self, aside: Callable[[], AbstractContextManager[object]], lost: Callable[[Exception], None]
+    ) -> None:
+        """From now on look after transfers in a thread; before groups are made. See :class:`Watch`."""
+        self.watch = Watch(self.timeout.total_seconds(), self.failure, aside)
+        self.watch.start(lost)
+
+    def lost(self) -> Exception | None:
+        """Where a device's operator failed: what became of the transfer that it waited for, if there is such a one."""
+        return self.watch.look() if self.watch is not None else None
 
     def failure(
         self, peers: tuple[int, ...], seconds: float, error: Exception, activity: str | None = None

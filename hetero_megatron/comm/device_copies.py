@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ class DeviceCopies:
     """See :class:`~hetero_megatron.comm.bridge.Copies`."""
 
     def __init__(self, accelerator: Accelerator, device: torch.device) -> None:
-        self._accelerator, self._device = accelerator, device
+        self._accelerator, self._device, self._aside = accelerator, device, None
 
     def buffer(self, size: int) -> torch.Tensor:
         return self._accelerator.host_memory(size)
@@ -36,6 +38,13 @@ class DeviceCopies:
     def stream(self) -> Any:
         self._accelerator.module().set_device(self._device.index or 0)  # of a new thread, the first one is current
         return self._accelerator.stream()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """A stream of its own is the current one, for a thread that only looks."""
+        self._aside = self._aside or self.stream()
+        with self._accelerator.on_stream(self._aside):
+            yield
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Any) -> Any:
         with self._accelerator.on_stream(stream):

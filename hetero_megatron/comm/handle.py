@@ -19,13 +19,13 @@ class Works:
     """Several transfers waited for as one."""
 
     def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
+        self.works = works
 
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        return all(work.is_completed() for work in self.works)
 
     def wait(self) -> None:
-        for work in self._works:
+        for work in self.works:
             work.wait()
 
 

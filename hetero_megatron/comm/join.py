@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -31,6 +32,7 @@ def start_comm(
     launcher: LauncherEnvironment | None = None,
     hooks: Hooks | None = None,
     transport: str = AUTO,
+    lost: Callable[[Exception], None] | None = None,
 ) -> Comm:
     """Join the job that a launcher's environment describes (RANK, WORLD_SIZE, …), or be alone without it.
 
@@ -41,6 +43,7 @@ def start_comm(
         launcher: None: this process's environment.
         hooks: None: nothing is emulated.
         transport: ``auto``, or ``bridge``: between islands nothing else is used.
+        lost: called, in a thread, where a device waits for a transfer that does not end: the host may hang in anything.
 
     Raises:
         UserError: two processes claim one position, or the launcher cannot renumber ranks.
@@ -71,10 +74,13 @@ def start_comm(
         reach = Reach(rank, [member.address for member in members], beacon, hooks.cut_ranks)
     comm = Comm(rank, platform.device, timeout, hooks, reach, launcher)
     if total > 1:
+        copies = copies_of(platform)
+        if copies is not None and lost is not None:
+            comm.watch_devices(copies.aside, lost)
         everyone = Group(comm, tuple(range(total)), dist.group.WORLD)
         mine = Endpoint.of(platform, torch.__version__, transport)
         islands = Islands(everyone.gather_objects(mine, Endpoint))
-        comm.open_ways(islands, copies_of(platform))
+        comm.open_ways(islands, copies)
     return comm
 
 

@@ -54,11 +54,16 @@ from hetero_megatron.words import notice_line, plural
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def train(config: RunConfig, launcher: LauncherEnvironment | None = None) -> int:
+def train(
+    config: RunConfig,
+    launcher: LauncherEnvironment | None = None,
+    lost: Callable[[Exception], None] | None = None,
+) -> int:
     """Run ``config`` on this rank of the job that its launcher's environment describes.
 
     Args:
         launcher: None: this process's environment.
+        lost: see :func:`~hetero_megatron.comm.start_comm`; it is to end the process.
 
     Returns:
         the exit code: 0, or ``DRIFT`` where the launcher is to plan again.
@@ -78,7 +83,7 @@ def train(config: RunConfig, launcher: LauncherEnvironment | None = None) -> int
     place = position(config.cluster, launcher)
     timeout = 60 * config.distributed.timeout_minutes
     emulation = Emulation.of(launcher, place, timeout)
-    comm = start_comm(platform, timeout, place, launcher, emulation.hooks(), config.distributed.transport)
+    comm = start_comm(platform, timeout, place, launcher, emulation.hooks(), config.distributed.transport, lost)
     say_joined(comm.rank, launcher.diagnoses)
     code, everyone = 0, tuple(range(world))
     try:
@@ -114,6 +119,8 @@ def train(config: RunConfig, launcher: LauncherEnvironment | None = None) -> int
     except (CommError, KeyboardInterrupt):
         raise  # without a farewell: taking groups down waits for transfers that will never end (a save, for hours)
     except BaseException as error:
+        if isinstance(error, RuntimeError) and (found := comm.lost()) is not None:
+            raise found from error
         if out_of_memory(error) is None:  # which only this rank is perhaps: then as above
             stop_comm(platform)
         raise

@@ -1,0 +1,82 @@
+"""Transfers of a device that never end. Its library's ``wait`` makes the device wait, not the host, so that a dead peer
+would show up as a host that hangs in something else; somebody has to look."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from hetero_megatron.comm.handle import Works
+from hetero_megatron.comm.hooks import Work
+
+LOOK_SECONDS = 1.0  # between two looks, so that a work that has ended, and what it holds, is kept no longer
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    work: Work
+    peers: tuple[int, ...]
+    activity: str
+    started: float
+
+
+class Watch:
+    """Keeps the transfers of one rank until they have ended.
+
+    Args:
+        timeout: seconds after which one that has not ended is lost.
+        failure: (peers, seconds, error, activity) -> what to say of it.
+        aside: a stream of the watching thread's own, so that asking a work for its error holds up no other stream.
+    """
+
+    def __init__(
+        self,
+        timeout: float,
+        failure: Callable[[tuple[int, ...], float, Exception, str], Exception],
+        aside: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self._timeout, self._failure, self._aside = timeout, failure, aside
+        self._transfers: deque[_Transfer] = deque()  # appended to by one thread, emptied under the lock
+        self._lock = threading.Lock()
+
+    def add(self, work: Work, peers: tuple[int, ...], activity: str) -> None:
+        """Called for every transfer that was started."""
+        for one in work.works if isinstance(work, Works) else (work,):
+            self._transfers.append(_Transfer(one, peers, activity, time.monotonic()))
+
+    def look(self) -> Exception | None:
+        """What became of the oldest transfer that failed, or has not ended in time; None: of none."""
+        with self._lock, self._aside():
+            for _ in range(len(self._transfers)):
+                transfer = self._transfers.popleft()
+                error = self._error(transfer)
+                if error is not None:
+                    seconds = time.monotonic() - transfer.started
+                    return self._failure(transfer.peers, seconds, error, transfer.activity)
+        return None
+
+    def _error(self, transfer: _Transfer) -> Exception | None:
+        if not transfer.work.is_completed():
+            if time.monotonic() - transfer.started > self._timeout:
+                return RuntimeError("the device still waits for it")
+            self._transfers.append(transfer)
+            return None
+        try:
+            transfer.work.wait()  # which returns at once now
+        except RuntimeError as error:
+            return error
+        return None
+
+    def start(self, lost: Callable[[Exception], None]) -> None:
+        """Look again and again, in a thread; ``lost`` is called there, once."""
+
+        def run() -> None:
+            while (error := self.look()) is None:
+                time.sleep(LOOK_SECONDS)
+            lost(error)
+
+        threading.Thread(target=run, daemon=True, name="watch").start()
