@@ -23,7 +23,8 @@ pipelines:
     num_micro_batches: 4
     stages: [{ranks: 0, layers: [0, 3]}, {ranks: 1, layers: [3, 6]}]
 """
-WORDS = ["pretrain_gpt.py", "--model", "tiny", "--mock-data", "--log-interval", "1", "--train-iters", "1000000", "--lr", "1e-3", "--plan"]
+WORDS = ["pretrain_gpt.py", "--model", "tiny", "--mock-data", "--log-interval", "1", "--train-iters", "1000000", "--lr",
+         "1e-3", "--plan"]  # fmt: skip
 
 
 def start(rank: int, platform: str, port: int, plan: Path) -> subprocess.Popen[str]:
@@ -38,7 +39,7 @@ def start(rank: int, platform: str, port: int, plan: Path) -> subprocess.Popen[s
 
 
 @pytest.mark.timeout(1800)  # building the device takes minutes
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("platforms", "victim"),
     [(("emulated_vendor", "emulated_vendor"), 1), (("emulated_vendor", "cpu"), 0), (("emulated_vendor", "cpu"), 1)],
