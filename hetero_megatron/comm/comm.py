@@ -6,6 +6,7 @@ dead or silent peer into a :class:`CommError` that says who waited for whom in w
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -116,10 +117,14 @@ class Comm:
             backend = self._backend(route.direct)
         # A library whose own watchdog ends the process must not do so before the watch has said why.
         patience = self.timeout if backend == "gloo" or self.watch is None else 2 * self.timeout
+        start = time.perf_counter()
         with self.hooks.on_other_cores():
             try:
                 made = dist.new_group(list(ranks), timeout=patience, backend=backend)
             except (RuntimeError, ValueError) as error:
+                if backend == "gloo":
+                    others = tuple(r for r in ranks if r != self.rank)
+                    raise self.failure(others, time.perf_counter() - start, error, "making a group") from error
                 raise UserError(
                     f"rank {self.rank} cannot make a group of ranks {rank_ranges(ranks)} with it: {first_line(error)}",
                     field="--distributed-backend", value=backend,
