@@ -73,7 +73,7 @@ def test_a_chip_that_takes_twice_as_long_does_so_in_every_rate() -> None:
     rates = ChipRates("a", "fp32", **{**numbers, **tables, "optimizer": ((8, 2.0),)}, layers=(row,))  # type: ignore[arg-type]
     twice = slower(rates, 2.0)
     same = {f.name for f in fields(ChipRates) if getattr(twice, f.name) == getattr(rates, f.name)}
-    assert same == {"chip", "dtype", "gemm_half", "overhead_bytes", "embed", "head", "calibrated", "jitter"}
+    assert same == {"chip", "dtype", "gemm_half", "overhead_bytes", "embed", "head", "calibrated", "jitter", "spread"}
     assert (twice.gemm_flops, twice.pack_beta, twice.layers[0].backward) == (1.0, 4.0, 2.0)
     assert twice.visits[0][3:] == (4.0, 4.0) and twice.waiting == twice.layers
 

@@ -83,11 +83,11 @@ class HopExchange:
         if self.group.size == 1:
             return
         if self.runs is None:
-            if self.fills:
-                parts = [arrays[i][at].reshape(-1) for i, at in self.routes.given]
-                send = torch.cat(parts) if parts else empty
-            else:
-                send = empty.new_empty(self.given)
+            send = empty.new_empty(self.given)
+            if self.fills and self.given:  # straight into the message: parts with gaps would need copies of their own
+                parts = [arrays[i][at] for i, at in self.routes.given]
+                rows = send.split([part.numel() for part in parts])
+                torch._foreach_copy_([row.view(part.shape) for row, part in zip(rows, parts, strict=True)], parts)
             self._handle = self.group.all_to_all(send, self.routes.give_counts, self.routes.take_counts)
             return
         assert memory is not None
@@ -174,10 +174,13 @@ class HopExchange:
             device = self.group.comm.device  # masters may be in host memory
             send, at = torch.empty(self.taken, dtype=dtype, device=device), 0
             for ranks, wanted in self.routes.wanted if self.fills else ():
-                parts = [arrays[i][inside].reshape(-1) for i, inside in wanted]
-                block = (torch.cat(parts) if len(parts) > 1 else parts[0]).to(device, dtype)
-                send[at : at + ranks * block.numel()].view(ranks, -1).copy_(block)  # once for each of them
-                at += ranks * block.numel()
+                parts = [arrays[i][inside] for i, inside in wanted]
+                size = sum(part.numel() for part in parts)
+                rows, begin = send[at : at + ranks * size].view(ranks, size), 0
+                for part in parts:  # once for each of them
+                    rows[:, begin : begin + part.numel()].view(ranks, *part.shape).copy_(part)
+                    begin += part.numel()
+                at += ranks * size
             self._handle = self.group.all_to_all(send, self.routes.take_counts, self.routes.give_counts)
             return
         assert memory is not None
