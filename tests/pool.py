@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 RANKS = 8
-COMM_TIMEOUT = float(os.environ.get("POOL_COMM_TIMEOUT", "20"))
+COMM_TIMEOUT = float(os.environ.get("POOL_COMM_TIMEOUT", "60"))
 JOB_TIMEOUT = float(os.environ.get("POOL_TIMEOUT", "240"))  # a busy machine takes longer to start torch 8 times
 
 

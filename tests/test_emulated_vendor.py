@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 
 from tests import emulated_jobs as jobs
 from tests.parity import check_case, fixed_case
-from tests.pool import Pool
+from tests.pool import Pool, shared_pool
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {
@@ -57,11 +56,9 @@ def found(extension: None) -> dict[str, list[str]]:
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
-@pytest.fixture(scope="module")
-def pool(extension: None) -> Iterator[Pool]:
-    made = Pool(("emulated",) * 4)
-    yield made
-    made.close()
+@pytest.fixture
+def pool(extension: None) -> Pool:
+    return shared_pool(("emulated",) * 4)
 
 
 @pytest.mark.parametrize("bug", jobs.BUGS, ids=lambda bug: bug.__name__)
