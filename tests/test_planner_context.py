@@ -19,6 +19,7 @@ from hetero_megatron.planner.context_problem import ContextOptions
 from hetero_megatron.planner.costs import CostModel
 from hetero_megatron.planner.footprint import estimate_memory
 from hetero_megatron.planner.predict import _Step, predict
+from hetero_megatron.planner.prepared import PreparedPlan
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.dry_run import run_rank
 from tests.random_plans import random_context
@@ -79,7 +80,7 @@ def test_bytes_of_context_stages_are_the_runtimes(seed: int, tmp_path: Path) -> 
     flags = ["--bf16"] if dtype == "bf16" else []
     words = ["--plan", str(path), "--model", "tiny", "--dry-run", *flags]
     ready = configure(words, {"WORLD_SIZE": str(plan.world_size)})
-    step = _Step(plan, CostModel(TINY, nodes(plan.world_size), SEQ, dtype))
+    step = _Step(PreparedPlan(ready.compiled), CostModel(TINY, nodes(plan.world_size), SEQ, dtype))
     assert step.times().end > 0
     pipeline = plan.pipelines[0]
     stage = next(s for s in pipeline.stages if len(s.ranks) > 1)
