@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
+
+from tests.pool import close_special_pools
 
 # Ranks share two cores: one thread each. Nothing is looked up on a hub.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,3 +23,9 @@ if not any(os.path.exists(device) for device in ("/dev/nvidiactl", "/dev/kfd")):
 settings.register_profile("local", deadline=None, print_blob=True)
 settings.register_profile("ci", parent=settings.get_profile("local"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pools_end_with_their_module() -> Iterator[None]:
+    yield
+    close_special_pools()

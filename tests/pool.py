@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 RANKS = 8
+JOBS = 24  # of one pool: every gloo group that a job makes has a thread that wakes up 100 times a second, for ever
 COMM_TIMEOUT = float(os.environ.get("POOL_COMM_TIMEOUT", "60"))
 JOB_TIMEOUT = float(os.environ.get("POOL_TIMEOUT", "240"))  # a busy machine takes longer to start torch 8 times
 
@@ -45,7 +46,7 @@ class Pool:
     """``vendors``: of each rank, see :mod:`tests.vendors`."""
 
     def __init__(self, vendors: Sequence[str] = ("cpu",) * RANKS) -> None:
-        size = len(vendors)
+        size, self.jobs = len(vendors), 0
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "hetero_megatron.comm"])
         with socket.socket() as probe:
@@ -64,6 +65,7 @@ class Pool:
     def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
         """``job(comm, *args)`` on every rank of the pool; a job for fewer ranks lets the others create groups only."""
         size = len(self.pipes)
+        self.jobs += 1
         for pipe in self.pipes:
             pipe.send((job, args))
         results: dict[int, Any] = {}
@@ -99,8 +101,16 @@ _POOLS: dict[tuple[str, ...], Pool] = {}
 
 
 def shared_pool(vendors: tuple[str, ...] = ("cpu",) * RANKS) -> Pool:
-    """The session's pool of such ranks, started on first use."""
+    """The pool of such ranks, started on first use and again after ``JOBS`` jobs."""
+    if vendors in _POOLS and _POOLS[vendors].jobs >= JOBS:
+        _POOLS[vendors].close()
     if vendors not in _POOLS:
         _POOLS[vendors] = Pool(vendors)
         atexit.register(_POOLS[vendors].close)
     return _POOLS[vendors]
+
+
+def close_special_pools() -> None:
+    """All but the one that most tests use."""
+    for vendors in [key for key in _POOLS if key != ("cpu",) * RANKS]:
+        _POOLS[vendors].close()
