@@ -24,7 +24,7 @@ BYTES_ONLY = (torch.bool, torch.complex64, torch.float8_e4m3fn)
 # Their names before torch 2.13 are deprecated in it.
 GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-PATIENCE = timedelta(seconds=60)
+PATIENCE = timedelta(seconds=180)
 
 
 def tensor(random: random.Random, count: int, dtype: torch.dtype) -> torch.Tensor:

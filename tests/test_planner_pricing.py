@@ -9,11 +9,13 @@ import pytest
 
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.plan import plan_from_dict
+from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.planner.bound import price_bound
 from hetero_megatron.planner.costs import CostModel
 from hetero_megatron.planner.place import place, to_plan
 from hetero_megatron.planner.pool import Pool
 from hetero_megatron.planner.predict import predict
+from hetero_megatron.planner.prepared import PreparedPlan
 from hetero_megatron.planner.search import SearchOptions, make_evaluator
 from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape
 from hetero_megatron.planner.space import Space
@@ -161,7 +163,9 @@ def test_hosts_pack_sum_and_unpack(dense: bool) -> None:
     assert before == pytest.approx(1.5 / 2 + 0.02, rel=0.02) and after == pytest.approx(2.0 / 2 * 2 + 0.04, rel=0.02)
     before, after = (of_rank[1] for of_rank in sync.host_seconds(meeting, 4, True))
     assert before == pytest.approx(1.5 / 2 + 0.02, rel=0.02) and after == pytest.approx(1.0 / 2 + 0.02, rel=0.02)
-    parts = predict(found, MODEL, there, "fp32", costs).parts
+    compiled = CompiledPlan(found, MODEL)
+    compiled.buckets[0].__dict__["dense"] = False
+    parts = predict(found, MODEL, there, "fp32", costs, prepared=PreparedPlan(compiled)).parts
     # One micro-batch of 11 layers, 1 s forward and 2 s backward each, the first backward cheaper.
     assert parts["pipelines"] == pytest.approx(33 - 0.5, rel=1e-3)
     assert parts["gradients"] == pytest.approx(0.77 + 2.04 + 2 * 0.01, rel=0.02)
