@@ -394,13 +394,13 @@ def edited(content: Any, old: bytes, new: bytes) -> bytes:
 
 PICKLES: dict[str, tuple[Callable[[], bytes], str]] = {
     "integer keys": (lambda: saved({1: torch.zeros(2)}), "it has the key 1"),
-    "nested": (lambda: saved({"model": {NORM: torch.zeros(2)}}), "model is a dict"),
+    "nested": (lambda: saved({"model": {NORM: torch.zeros(2)}}), "model is no tensor"),
     "a list": (lambda: saved([torch.zeros(2)]), "no dictionary"),
-    "numbers": (lambda: saved({"epoch": 3}), "epoch is a int"),
+    "numbers": (lambda: saved({"epoch": 3}), "epoch is no tensor"),
     "sparse": (lambda: saved({NORM: torch.zeros(2).to_sparse()}), "_rebuild_sparse_tensor"),
     "meta": (lambda: saved({NORM: torch.zeros(2, device="meta")}), "_rebuild_meta_tensor_no_storage"),
     "quantized": (lambda: saved({NORM: torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.quint8)}), "qtensor"),
-    "old and nested": (lambda: saved({"model": {}}, legacy=True), "model is a dict"),
+    "old and nested": (lambda: saved({"model": {}}, legacy=True), "model is no tensor"),
     "a module": (lambda: saved(torch.nn.Linear(2, 2)), "torch.nn.modules.linear.Linear"),
     "an old module": (lambda: saved(torch.nn.Linear(2, 2), legacy=True), "torch.nn.modules.linear.Linear"),
     "a function": (lambda: saved({"a": print}), "print"),
