@@ -404,8 +404,8 @@ def test_a_calibration_gives_what_the_clock_says() -> None:
     assert set(slow) == {(5,)} and slow[5,] == pytest.approx(2.0, rel=0.1)
     big, small = (rates["chips"][chip]["fp32"] for chip in ("big", "small"))
     assert big["spread"] == small["spread"] == pytest.approx(0.0, abs=1e-3)  # nominal seconds do not vary
-    for name in ("pack_beta", "add_beta", "unpack_beta"):  # copies are timed on the machine at hand, which may be busy
-        assert small[name] >= 0 and big[name] >= 0
+    for name in ("pack_beta", "add_beta", "unpack_beta"):  # of which the straggler measured a half
+        assert small[name] == pytest.approx(2 * big[name], rel=0.1)
     cluster = cluster_from_dict({**CLUSTER, "rates": rates})
     costs = CostModel(SMALL, cluster, 32, "fp32")
     stage = StageChoice("big", 1, 1, 3, False, False)

@@ -121,10 +121,10 @@ def _run(
         from hetero_megatron.training.islands import plan_for
 
         spec = load_model(options.model)
-        plan = plan_for(load_plan(options.plan, spec, cluster), comm.islands)
+        plan = load_plan(options.plan, spec, cluster)
         if plan.ranks[-1] >= world:
             raise UserError("has more ranks than the job", field="--plan", value=options.plan, accepted=f"{world}")
-        groups += CompiledPlan(plan, spec).groups
+        groups += CompiledPlan(plan_for(plan, comm.islands), spec).groups
     groups = list(dict.fromkeys(groups))
     comm.create_groups(groups)
     control = comm.group(everyone)

@@ -173,14 +173,19 @@ class HopExchange:
         if self.runs is None:
             device = self.group.comm.device  # masters may be in host memory
             send, at = torch.empty(self.taken, dtype=dtype, device=device), 0
+            targets: list[torch.Tensor] = []
+            sources: list[torch.Tensor] = []
             for ranks, wanted in self.routes.wanted if self.fills else ():
                 parts = [arrays[i][inside] for i, inside in wanted]
                 size = sum(part.numel() for part in parts)
                 rows, begin = send[at : at + ranks * size].view(ranks, size), 0
                 for part in parts:  # once for each of them
-                    rows[:, begin : begin + part.numel()].view(ranks, *part.shape).copy_(part)
+                    targets.append(rows[:, begin : begin + part.numel()].view(ranks, *part.shape))
+                    sources.append(part.expand(ranks, *part.shape))
                     begin += part.numel()
                 at += ranks * size
+            if targets:  # one launch, however many pieces
+                torch._foreach_copy_(targets, sources)
             self._handle = self.group.all_to_all(send, self.routes.take_counts, self.routes.give_counts)
             return
         assert memory is not None
