@@ -141,7 +141,7 @@ def test_islands_reach_each_other_over_gloo_only() -> None:
 
 @needs_mpi
 def test_a_peer_that_does_not_come_or_was_killed_is_named_in_time() -> None:
-    zero, one, two = case([3], "absent", code=signal.SIGKILL)
+    zero, one, two = case([3], "absent", code=128 + signal.SIGKILL)
     for found in (zero, one):
         for name in ("receive", "exchange", "sum", "given", "group", "killed"):
             (text, seconds), limit = found["said"][name], 0.5 if name == "given" else 5.0

@@ -5,7 +5,7 @@
     mpiexec -disable-auto-cleanup -n 2 python -m hetero_mpi_island.launch --base-rank 2 --world-size 4 ...
 
 It sets RANK (--base-rank plus the rank in this MPI world), WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, and
-becomes ``python`` with the words after ``--``.
+runs ``python`` with the words after ``--``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -64,7 +65,7 @@ def variables(given: argparse.Namespace, environment: Mapping[str, str]) -> dict
 
 
 def main(words: Sequence[str]) -> int:
-    """Does not return, unless the request is refused (2)."""
+    """The exit code of the rank; 2: the request is refused."""
     try:
         given = parse(words)
         made = variables(given, os.environ)
@@ -73,9 +74,24 @@ def main(words: Sequence[str]) -> int:
         if task is None or not task.rank:  # the others have the same to say
             print(f"error: {error}", file=sys.stderr)
         return 2
-    # MPICH's mpiexec sends it to all others when a rank dies, which would end them before they say who is missing.
+    return supervise([sys.executable, *given.command], made)
+
+
+def supervise(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run a rank as a child; its exit code, or 128 and the number of the signal that ended it.
+
+    Not by ``exec``: when a process of its own is ended by a signal, mpiexec of MPICH kills all others of the island,
+    ``-disable-auto-cleanup`` or not, before they can say which rank is missing.
+    """
+    # mpiexec sends it to all others when a rank dies, which would end them before they say who is missing.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    os.execve(sys.executable, [sys.executable, *given.command], made)
+    rank = subprocess.Popen(command, env=environment, close_fds=False)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # mpiexec sends them to the rank too
+        signal.signal(number, signal.SIG_IGN)
+    if connection := environment.get("PMI_FD", ""):
+        os.close(int(connection))
+    code = rank.wait()
+    return code if code >= 0 else 128 - code  # as a shell says it
 
 
 if __name__ == "__main__":

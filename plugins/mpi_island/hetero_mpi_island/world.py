@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import signal
 import sys
 import threading
 import time
@@ -38,6 +39,16 @@ def wait_until(done: Callable[[], bool], seconds: float) -> bool:
         time.sleep(pause)
         pause = min(2 * pause + 2e-5, LONGEST_PAUSE)
     return True
+
+
+def _restore_handlers() -> None:
+    """Undo what MPICH's start does to signals: mpiexec sends SIGUSR1 to all others when a rank dies, and its handler
+    can end them before they say who is missing; SIGHUP is the training loop's own."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGUSR1, signal.SIGHUP):
+            handler = signal.getsignal(number)  # as Python knows it: before MPICH
+            if handler is not None:
+                signal.signal(number, handler)
 
 
 class World:
@@ -76,6 +87,7 @@ class World:
                 rank = read_launcher().rank
                 if not MPI.Is_initialized():
                     MPI.Init_thread(MPI.THREAD_MULTIPLE)
+                    _restore_handlers()
                 if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
                     raise UserError(
                         "this MPI library allows calls of one thread only", field="mpi_island",
