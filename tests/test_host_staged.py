@@ -87,7 +87,7 @@ def test_it_survives_being_written() -> None:
     cluster = two(2, "host-staged")
     again = cluster_from_dict(document(cluster))
     assert again.pairs == cluster.pairs and again.chips == cluster.chips
-    assert next(iter(again.pairs.values())).staged
+    assert next(iter(again.pairs.values())).transport == "host-staged"
 
 
 def test_islands_are_cut_along_staged_links() -> None:
@@ -108,7 +108,7 @@ def staged(case: Case, seed: int) -> Case:
     """The same with all links between nodes through hosts."""
     rng = random.Random(seed)
     assert case.cluster.inter_node is not None
-    link = replace(case.cluster.inter_node, staged=True)
+    link = replace(case.cluster.inter_node, transport="host-staged")
     chips = {n: replace(c, host_bandwidth=rng.choice([0.5, 2, 15]) * 1e9) for n, c in case.cluster.chips.items()}
     return replace(case, cluster=replace(case.cluster, inter_node=link, chips=chips))
 

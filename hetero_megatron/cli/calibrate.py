@@ -214,7 +214,9 @@ def _measure(
     spec = load_model(options.model)
     launcher = _launcher(cluster)
     plugins = load_plugins()
-    platform = choose_platform(plugins.platforms.values(), None, None, launcher.device_index)
+    rank = position(cluster, launcher)
+    vendor = cluster.emulated_vendor(rank)
+    platform = choose_platform(plugins.platforms.values(), None, None, launcher.device_index, vendor)
     tp = _numbers(options.tp, "--tp") if options.tp else degrees(cluster, spec)
     if options.tp and (large := [n for n in tp if not tp_groups(cluster, n)]):
         raise UserError("no chip type has so many chips", field="--tp", value=large[0], accepted="smaller degrees")
@@ -231,7 +233,6 @@ def _measure(
         for dtype, n in product(dtypes, sorted(tokens))
     ]
     refuse_twice(cluster, {chip: {one.dtype: {} for one in wanted} for chip in cluster.chips})
-    rank = position(cluster, launcher)
     if rank == 0:
         check_writable(out, "--out")
     emulation = Emulation.of(launcher, rank, TIMEOUT)

@@ -87,13 +87,17 @@ def _check(options: argparse.Namespace, launcher: LauncherEnvironment, cluster: 
     from hetero_megatron.emulation import Emulation
     from hetero_megatron.platform import choose_platform
     from hetero_megatron.platform.plugins import load_plugins
+    from hetero_megatron.training.islands import transport_of
     from hetero_megatron.training.loop import check_device, position
 
-    platform = choose_platform(load_plugins().platforms.values(), options.platform, None, launcher.device_index)
-    check_device(platform, launcher)
     rank = position(cluster, launcher)
+    vendor = cluster.emulated_vendor(rank) if cluster is not None else ""
+    known = load_plugins().platforms.values()
+    platform = choose_platform(known, options.platform, None, launcher.device_index, vendor)
+    check_device(platform, launcher)
     emulation = Emulation.of(launcher, rank, options.timeout)
-    comm = start_comm(platform, options.timeout, rank, launcher, emulation.hooks(), options.transport)
+    transport = transport_of(options.transport, cluster)
+    comm = start_comm(platform, options.timeout, rank, launcher, emulation.hooks(), transport)
     emulation.started()
     if platform.device.type != "cpu":
         comm.clock.synchronize = platform.synchronize
@@ -154,7 +158,11 @@ def _pairs(comm: Comm) -> list[tuple[int, int]]:
 def _promised(speed: Speed, cluster: Cluster | None) -> float | None:
     """Bytes/s by the cluster file, or as the testbed is to emulate it; None: it does not say."""
     link = cluster.link(speed.source, speed.target) if cluster is not None else None
-    return None if link is None else link.emulated or link.bandwidth
+    if link is None:
+        return None
+    assert cluster is not None
+    one, two = cluster.group_of(speed.source), cluster.group_of(speed.target)
+    return 1 / cluster.seconds_per_byte(link, one, two, shared=False, rate=link.emulated)
 
 
 def _slow(speed: Speed, cluster: Cluster | None) -> Fault | None:

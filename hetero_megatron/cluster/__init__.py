@@ -1,10 +1,19 @@
 """Clusters: chips, nodes, links and their rates. No torch."""
 
 from hetero_megatron.cluster.catalogue import CHIPS, Chip
-from hetero_megatron.cluster.cluster import Cluster, Link, NodeGroup, Rank, cluster_from_dict, load_cluster
+from hetero_megatron.cluster.cluster import (
+    BRIDGE_CHUNK,
+    Cluster,
+    Link,
+    NodeGroup,
+    Rank,
+    cluster_from_dict,
+    load_cluster,
+)
 from hetero_megatron.cluster.units import format_bytes, format_rate, quantity
 
 __all__ = [
+    "BRIDGE_CHUNK",
     "CHIPS",
     "Chip",
     "Cluster",

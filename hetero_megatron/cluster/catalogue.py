@@ -29,6 +29,7 @@ class Chip:
         memory_budget: bytes that an emulated chip may use; None: ``memory``.
         rates: measured rates, as calibration wrote them.
         cost_per_hour: in any currency, the same for all chips; None when unknown.
+        vendor: whose communication library it speaks, as platform plugins name it; "" when unknown.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Chip:
     memory_budget: int | None = None
     rates: Mapping[str, object] = field(default_factory=dict)
     cost_per_hour: float | None = None
+    vendor: str = ""
 
 
 def _chip(
@@ -66,7 +68,8 @@ def _chip(
     dtypes = tuple(d for d in DTYPES if d in flops or d in ("fp32", "fp16") or (d == "bf16" and bf16))
     own = None if link is None else link * 1e9
     host = next((rate for names, rate in HOST_LINKS.items() if name.startswith(names)), PCIE_4)
-    return Chip(name, int(gib * GIB), flops, tb_s * 1e12, own, host * 1e9, dtypes, source)
+    vendor = next(vendor for vendor, names in VENDORS.items() if name.startswith(names))
+    return Chip(name, int(gib * GIB), flops, tb_s * 1e12, own, host * 1e9, dtypes, source, vendor=vendor)
 
 
 # GB/s in one direction of 16 lanes (PCI-SIG: 8, 16 and 32 GT/s per lane, 128 of 130 bits). Which one a chip has is from
@@ -77,6 +80,12 @@ HOST_LINKS = {
     ("H100", "H800", "H200", "H20", "B200", "MI300X", "MI325X", "Gaudi3", "MTT-S"): PCIE_5,
     ("GH200",): 450,  # NVLink-C2C
 }
+
+VENDORS = {  # as the platform plugins have them, by the beginning of a chip's name
+    "AMD": ("MI",), "Intel Habana": ("Gaudi",), "Huawei": ("Ascend",), "Cambricon": ("MLU",), "Moore Threads": ("MTT",),
+    "Hygon": ("Hygon",), "Kunlunxin": ("Kunlun",), "MetaX": ("MetaX",), "Iluvatar CoreX": ("Iluvatar",),
+    "NVIDIA": ("A", "B", "G", "H", "L", "R", "T", "V"),
+}  # fmt: skip
 
 
 CHIPS: dict[str, Chip] = {

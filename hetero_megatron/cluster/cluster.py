@@ -6,6 +6,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from hetero_megatron.cluster.catalogue import CHIPS, DTYPES, Chip
@@ -18,10 +19,11 @@ CLUSTER_KEYS = ("version", "nodes", "chips", "links", "rates")
 NODE_KEYS = ("name", "count", "chip", "chips_per_node")
 CHIP_KEYS = (
     "memory", "tflops", "memory_bandwidth", "link_bandwidth", "host_bandwidth", "dtypes", "emulate", "rates", "source",
-    "cost_per_hour",
+    "cost_per_hour", "vendor",
 )  # fmt: skip
 LINK_KEYS = ("bandwidth", "latency", "transport", "emulate")
-TRANSPORTS = ("direct", "host-staged")
+DIRECT, BRIDGE, STAGED = TRANSPORTS = ("direct", "bridge", "host-staged")
+BRIDGE_CHUNK = 512 << 10  # bytes that the bridge copies and sends at a time
 MAX_RANKS = 1 << 17  # of a cluster or a plan
 
 
@@ -42,13 +44,14 @@ class NodeGroup:
 @dataclass(frozen=True)
 class Link:
     """One direction of a link: bytes/s and seconds; ``emulated`` bytes/s and ``emulated_latency`` when the testbed
-    is to shape it otherwise. ``staged``: messages go through the memory of the hosts at both ends."""
+    is to shape it otherwise. ``transport``: one of ``TRANSPORTS``; None: the bridge between chips of unlike vendors,
+    else direct (:meth:`Cluster.transport`)."""
 
     bandwidth: float
     latency: float = 0.0
     emulated: float | None = None
     emulated_latency: float | None = None
-    staged: bool = False
+    transport: str | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,10 @@ class Cluster:
     def chip_of(self, rank: int) -> Chip:
         return self.chips[self.ranks[rank].chip]
 
+    def emulated_vendor(self, rank: int | None) -> str:
+        """The vendor that the file gives the emulated chip of a rank: that of the platform which the rank is to use."""
+        return "" if rank is None or self.chip_of(rank).speed is None else self.chip_of(rank).vendor
+
     def link(self, a: int, b: int) -> Link | None:
         """The link from rank ``a`` to ``b``; None when the file and the catalogue say nothing about it."""
         first, second = self.ranks[a], self.ranks[b]
@@ -100,15 +107,65 @@ class Cluster:
             return self.intra_node or (Link(known) if known is not None else None)
         return self.pairs.get(frozenset((first.group, second.group)), self.inter_node)
 
-    def host_seconds(self, link: Link, a: NodeGroup, b: NodeGroup, shared: bool) -> float:
-        """Seconds per byte that a message from ``a`` to ``b`` is on the host links of sender and receiver, before and
-        after it is on the link itself: 0 where that is direct. ``shared``: by all chips of a node at a time, each with
-        a part of it."""
-        if not link.staged:
+    @property
+    def forces_bridge(self) -> bool:
+        """Whether a link is written to use the bridge, which a run then does wherever no library joins ranks."""
+        return any(link is not None and link.transport == BRIDGE for link in (*self.pairs.values(), self.inter_node))
+
+    def group_of(self, rank: int) -> NodeGroup:
+        return self._groups[self.ranks[rank].group][0]
+
+    def library_of(self, rank: int) -> int:
+        """Number of the communication library that joins a rank's chip with others: of chips of unlike vendors one all
+        the same where their link is direct."""
+        return self._groups[self.ranks[rank].group][1]
+
+    @cached_property
+    def _groups(self) -> dict[str, tuple[NodeGroup, int]]:
+        """By name: a node group, and its library."""
+        library = list(range(len(self.nodes)))
+        for i, a in enumerate(self.nodes):
+            for j, b in enumerate(self.nodes[:i]):
+                link = self.pairs.get(frozenset((a.name, b.name)), self.inter_node)
+                if self.one_library(a, b) or (link is not None and link.transport == DIRECT):
+                    library = [library[j] if x == library[i] else x for x in library]
+        return {group.name: (group, library[i]) for i, group in enumerate(self.nodes)}
+
+    def transport(self, link: Link, a: NodeGroup, b: NodeGroup) -> str:
+        """How messages between chips of ``a`` and ``b`` go over their link: ``direct``, from device to device by a
+        library of both; ``bridge``, through the memory of the hosts in chunks, as this project's runtime sends where
+        there is none; or ``host-staged``, copied there whole, sent, and copied on."""
+        if link.transport is not None:
+            return link.transport
+        return DIRECT if self.one_library(a, b) else BRIDGE
+
+    def one_library(self, a: NodeGroup, b: NodeGroup) -> bool:
+        """Whether chips of both groups are of one vendor; where only one vendor is known, all are taken to be its."""
+        one, two = self.chips[a.chip].vendor, self.chips[b.chip].vendor
+        return one == two or len({chip.vendor for chip in self.chips.values() if chip.vendor}) == 1
+
+    def seconds_per_byte(
+        self, link: Link, a: NodeGroup, b: NodeGroup, shared: bool, rate: float | None = None, share: float = 1.0
+    ) -> float:
+        """Of messages from ``a`` to ``b``. ``shared``: by all chips of a node at a time, each of which has a host link
+        of its own; ``rate``: bytes/s of the link itself, instead of its bandwidth; ``share``: achieved, of host
+        links'."""
+        way, wire = self.transport(link, a, b), 1 / (rate or link.bandwidth)
+        if way == DIRECT:
+            return wire
+        copies = []
+        for group in (a, b):
+            known = self.chips[group.chip].host_bandwidth
+            assert known, "refused where the file is read"
+            copies.append(1 / known / share / (group.chips_per_node if shared else 1))
+        return max(wire, *copies) if way == BRIDGE else wire + sum(copies)
+
+    def first_chunk_seconds(self, link: Link, a: NodeGroup, b: NodeGroup) -> float:
+        """What the copies of a message's first chunk add to its latency on a bridge."""
+        if self.transport(link, a, b) != BRIDGE:
             return 0.0
         rates = [self.chips[group.chip].host_bandwidth for group in (a, b)]
-        assert rates[0] and rates[1], "refused where the file is read"
-        return 1 / rates[0] / (a.chips_per_node if shared else 1) + 1 / rates[1] / (b.chips_per_node if shared else 1)
+        return sum(BRIDGE_CHUNK / rate for rate in rates if rate)
 
     def find(self, node: str, local: int) -> Rank:
         """The rank of a chip by node name and local index; UserError when the cluster has no such chip."""
@@ -157,24 +214,38 @@ def _cluster(document: Entry) -> Cluster:
         rates=read_rates(keys["rates"]) if "rates" in keys else {},
         file=document.file,
     )
-    for name, entry in links.items():
-        for row in entry.items() if name == "pairs" else [entry]:
-            _check_hosts(row, cluster)
+    _check_hosts(document, links, cluster)
     return cluster
 
 
-def _check_hosts(entry: Entry, cluster: Cluster) -> None:
-    """Refuse a host-staged link of chips about whose host links nothing is known."""
-    keys = entry.any_mapping()
-    if "transport" not in keys or keys["transport"].value == "direct":
+def _check_hosts(document: Entry, links: Mapping[str, Entry], cluster: Cluster) -> None:
+    """Refuse links through hosts of chips about whose host links nothing is known."""
+    rows = {frozenset(e.value for e in row.any_mapping()["between"].items()): row for row in _pair_rows(links)}
+    for i, a in enumerate(cluster.nodes):
+        if cluster.intra_node is not None:
+            _check_host(links["intra_node"], cluster.intra_node, a, a, cluster)
+        for b in cluster.nodes[i if a.count > 1 else i + 1 :]:
+            pair = frozenset((a.name, b.name))
+            link = cluster.pairs.get(pair, cluster.inter_node)
+            if link is not None:
+                _check_host(rows.get(pair) or links["inter_node"], link, a, b, cluster)
+
+
+def _pair_rows(links: Mapping[str, Entry]) -> list[Entry]:
+    return list(links["pairs"].items()) if "pairs" in links else []
+
+
+def _check_host(entry: Entry, link: Link, a: NodeGroup, b: NodeGroup, cluster: Cluster) -> None:
+    chip = next((g.chip for g in (a, b) if cluster.chips[g.chip].host_bandwidth is None), None)
+    way = cluster.transport(link, a, b)
+    if chip is None or way == DIRECT:
         return
-    ends = keys["between"].plain() if "between" in keys else [group.name for group in cluster.nodes]
-    for group in cluster.nodes:
-        if group.name in ends and cluster.chips[group.chip].host_bandwidth is None:
-            keys["transport"].fail(
-                f"nothing says how fast chip {group.chip} reaches its host",
-                accepted=f"chips: {{{group.chip}: {{host_bandwidth: 25 GB/s}}}} beside it, or transport: direct",
-            )
+    keys = entry.any_mapping()
+    unlike = f"{a.name} and {b.name} are of unlike vendors, whose messages go through hosts, and "
+    keys.get("transport", entry).fail(
+        f"{'' if 'transport' in keys else unlike}nothing says how fast chip {chip} reaches its host",
+        accepted=f"chips: {{{chip}: {{host_bandwidth: 25 GB/s}}}} beside it, or transport: direct",
+    )
 
 
 def _nodes(entry: Entry, chips: Mapping[str, Chip]) -> tuple[NodeGroup, ...]:
@@ -221,7 +292,7 @@ def _chip(name: str, entry: Entry) -> Chip:
     """A chip of the file; a chip of the catalogue with the same name gives what is not written."""
     keys = entry.mapping(CHIP_KEYS, required=() if name in CHIPS else ("memory",))
     chip = CHIPS.get(name) or Chip(name, 0, source="cluster file")
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {"vendor": keys["vendor"].text()} if "vendor" in keys else {}
     if "memory" in keys:
         changes["memory"] = int(quantity(keys["memory"], "bytes"))
     for key in ("memory_bandwidth", "link_bandwidth", "host_bandwidth"):
@@ -244,6 +315,7 @@ def _chip(name: str, entry: Entry) -> Chip:
         emulate = keys["emulate"].mapping(("speed", "memory"))
         if "speed" in emulate:
             changes["speed"] = emulate["speed"].number(1e-6, 1000)  # 1.0 = one core of this machine
+            changes.setdefault("vendor", "")  # all emulated chips are this machine's cores
         if "memory" in emulate:
             changes["memory_budget"] = int(quantity(emulate["memory"], "bytes"))
             if changes["memory_budget"] > changes.get("memory", chip.memory):
@@ -271,7 +343,7 @@ def _link(entry: Entry, keys: dict[str, Entry] | None = None) -> Link:
         latency=quantity(keys["latency"], "seconds") if "latency" in keys else 0.0,
         emulated=quantity(emulate["bandwidth"], "bytes/s") if "bandwidth" in emulate else None,
         emulated_latency=quantity(emulate["latency"], "seconds") if "latency" in emulate else None,
-        staged="transport" in keys and keys["transport"].choice(TRANSPORTS) == "host-staged",
+        transport=keys["transport"].choice(TRANSPORTS) if "transport" in keys else None,
     )
 
 

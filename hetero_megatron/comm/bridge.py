@@ -18,7 +18,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-CHUNK_BYTES = 512 << 10  # of 8 MiB, copies and network overlap in 15 of 16 chunks; smaller ones cost gloo more
+from hetero_megatron.cluster import BRIDGE_CHUNK
+
+CHUNK_BYTES = BRIDGE_CHUNK  # of 8 MiB, copies and network overlap in 15 of 16 chunks; smaller ones cost gloo more
 BUFFERS = 3  # per channel: one is copied while the other is in the network
 
 

@@ -37,6 +37,8 @@ TABLE: dict[str, Capability] = {
     "optimizer.offload": Capability(True, "offload of the optimizer to host memory"),
     "optimizer.shard_weights": Capability(False, "sharding of weights between steps", "shard_weights: false"),
     "kernels": Capability(True, "a kernel plan per stage"),
+    "islands": Capability(True, "gradients summed inside islands of ranks first"),
+    "allow_bridge": Capability(True, "tensor-parallel and context groups that no communication library joins"),
     "expert": Capability(False, "expert parallelism", "1"),
 }
 
@@ -49,6 +51,10 @@ def supports(feature: str) -> bool:
 def used_features(plan: Plan) -> Iterator[tuple[str, str, object]]:
     """(feature, path, value) of everything in a plan that needs a capability."""
     yield f"schedule.{plan.schedule}", "schedule", plan.schedule
+    if plan.islands:
+        yield "islands", "islands", [list(ranks) for ranks in plan.islands]
+    if plan.allow_bridge:
+        yield "allow_bridge", "allow_bridge", True
     seen = set()
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_megatron.cluster import Cluster
+from hetero_megatron.errors import UserError
 from hetero_megatron.layout import reduction
 from hetero_megatron.plan.buckets import Bucket, Hop, bucket_crossing, islands_of, make_buckets
 from hetero_megatron.plan.canonical import Plan
@@ -31,16 +32,66 @@ class Crossing:
 
 
 def add_islands(plan: Plan, model: ModelSpec, cluster: Cluster) -> Plan:
-    """The plan with the islands of the cluster where they save bytes over its slow links, else the plan as it is; so
-    too where it names islands already.
+    """The plan with the islands of the cluster: always ranks that no communication library joins, and parts of these
+    where they save bytes over slow links. As it is where nothing is to be added, and where it has further ranks.
+
+    Raises:
+        UserError: a tensor-parallel or context group crosses vendors; see :func:`over_libraries`.
+    """
+    if plan.ranks[-1] >= cluster.world_size:
+        return plan
+    near = plan if plan.islands else _near(plan, model, cluster)
+    return over_libraries(near, cluster.library_of, lambda rank: cluster.ranks[rank].chip)
+
+
+def over_libraries(plan: Plan, library: Callable[[int], int], name: Callable[[int], str]) -> Plan:
+    """The plan as it runs where communication libraries join only some ranks: gradients that cross from one library's
+    ranks to another's are summed among the former first.
+
+    Args:
+        library: number of the one that a rank is joined by; name: of a rank's chip or platform, for messages.
+
+    Raises:
+        UserError: a tensor-parallel or context group has ranks of two, which the plan does not say may be.
+    """
+    if len({library(rank) for rank in plan.ranks}) == 1:
+        return plan
+    for group in sorted(replicas(plan)):
+        if not plan.allow_bridge and len({library(rank) for rank in group}) > 1:
+            parts = {library(rank): rank for rank in reversed(group)}
+            ends = " and ".join(f"rank {rank} ({name(rank)})" for rank in sorted(parts.values()))
+            raise UserError(
+                f"ranks {rank_ranges(group)} are one tensor-parallel or context group, and {ends} have no "
+                "communication library in common: every layer would wait for the bridge", field="plan",
+                accepted="such groups of one library's chips, or allow_bridge: true in the plan",
+            )  # fmt: skip
+    found: dict[tuple[int, int], list[int]] = {}
+    for i, near in enumerate(islands_of(plan, plan.ranks) if plan.islands else [plan.ranks]):
+        for rank in near:
+            found.setdefault((i, library(rank)), []).append(rank)
+    islands = tuple(sorted(tuple(ranks) for ranks in found.values()))
+    return plan if islands == plan.islands else replace(plan, islands=islands)
+
+
+def replicas(plan: Plan) -> set[tuple[int, ...]]:
+    """Ranks that work on the same sequences in the same layers, and so exchange data in every one of these: TP groups,
+    or all ranks of context parallelism, whether they exchange by collectives or round a ring."""
+    found: dict[object, list[int]] = {}
+    for i, pipeline in enumerate(plan.pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            for unit in stage.units:
+                found.setdefault((i, s, unit.sequences), []).extend(unit.ranks)
+    return {tuple(sorted(ranks)) for ranks in found.values()}
+
+
+def _near(plan: Plan, model: ModelSpec, cluster: Cluster) -> Plan:
+    """The plan with islands where they save bytes over slow links, else as it is.
 
     Islands are what remains together when all links up to a bandwidth are cut: nodes, or groups of nodes. Of several
     such divisions the one is taken under which the exchange of gradients takes least, hop after hop, by the bandwidths
     of links and of what a node has for all others together; of those that take about equally long, the one that loads
     links the least in all.
     """
-    if plan.islands or plan.ranks[-1] >= cluster.world_size:
-        return plan
     found = []
     for islands in divisions(plan, cluster):
         divided = replace(plan, islands=islands)
@@ -58,7 +109,9 @@ def add_islands(plan: Plan, model: ModelSpec, cluster: Cluster) -> Plan:
 def format_added(plan: Plan, cluster: Cluster) -> str:
     """One line about islands that :func:`add_islands` added."""
     names = " | ".join(rank_ranges(ranks) for ranks in plan.islands)
-    return f"islands {names} added: the links between them are slow in {cluster.file or 'the cluster'}"
+    unlike = len({cluster.library_of(rank) for rank in plan.ranks}) > 1
+    why = "no communication library joins them" if unlike else "the links between them are slow"
+    return f"islands {names} added: {why} in {cluster.file or 'the cluster'}"
 
 
 def with_islands_where_quick(plan: Plan, model: ModelSpec, cluster: Cluster) -> Plan:
@@ -107,13 +160,12 @@ def _ends(ranks: Sequence[int], cluster: Cluster, every: bool = False) -> list[t
 
 
 def _bandwidth(cluster: Cluster, a: int, b: int) -> float | None:
+    """Bytes/s end to end."""
     link = cluster.link(a, b)
-    if link is None or not link.staged:
-        return link.bandwidth if link is not None else None
-    groups = {group.name: group for group in cluster.nodes}
-    first, second = (groups[cluster.ranks[r].group] for r in (a, b))
-    shared = cluster.ranks[a].node != cluster.ranks[b].node
-    return 1 / (1 / link.bandwidth + cluster.host_seconds(link, first, second, shared))
+    if link is None:
+        return None
+    one, two = cluster.group_of(a), cluster.group_of(b)
+    return 1 / cluster.seconds_per_byte(link, one, two, cluster.ranks[a].node != cluster.ranks[b].node)
 
 
 def _link_seconds(buckets: Sequence[Bucket], cluster: Cluster) -> tuple[float, float]:

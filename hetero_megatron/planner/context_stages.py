@@ -150,9 +150,14 @@ class ContextSearch:
                     for ranks in _stagings([p for p in parts if p is not None], copies, together):
                         for tp in self._degrees(ranks):
                             one = Structure(ranks, tp)
-                            if one not in seen and 1 <= one.stages <= self.model.num_layers:
+                            if one not in seen and 1 <= one.stages <= self.model.num_layers and self._joined(one):
                                 seen.add(one)
                                 yield one
+
+    def _joined(self, structure: Structure) -> bool:
+        """Whether a communication library joins the ranks of every stage."""
+        library = self.cluster.library_of
+        return all(len({library(r) for r in ranks}) == 1 for stages in structure.ranks for ranks in stages)
 
     def _degrees(self, ranks: tuple[tuple[Ranks, ...], ...]) -> Iterator[int]:
         """Members' sizes that divide the ranks of every node of every stage."""

@@ -248,10 +248,12 @@ class Rates:
         rate = link.emulated or link.bandwidth * (1.0 if exact else LINK_BANDWIDTH)
         alpha = link.latency if written and link.latency else LATENCY["intra" if same_node else "inter"]
         alpha = alpha if link.emulated_latency is None else link.emulated_latency
-        # Through hosts a message is copied there whole, sent, and copied on; a node's chips copy side by side.
         share = 1.0 if exact else LINK_BANDWIDTH
-        together, single = (cluster.host_seconds(link, a, b, n) / share for n in (not same_node, False))
-        return LinkRates(alpha, 1 / rate + together, same_node=same_node, alone=single - together)
+        alpha += cluster.first_chunk_seconds(link, a, b)
+        together, single = (
+            cluster.seconds_per_byte(link, a, b, shared, rate, share) for shared in (not same_node, False)
+        )
+        return LinkRates(alpha, together, same_node=same_node, alone=single - together)
 
 
 def load_rates(cluster: Cluster, dtype: str) -> Rates:

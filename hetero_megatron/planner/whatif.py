@@ -127,6 +127,8 @@ def _chip(chip: Chip) -> dict[str, Any]:
         data["emulate"] = emulate
     if chip.rates:
         data["rates"] = dict(chip.rates)
+    if chip.vendor:
+        data["vendor"] = chip.vendor
     if chip.cost_per_hour is not None:
         data["cost_per_hour"] = chip.cost_per_hour
     return data
@@ -134,8 +136,8 @@ def _chip(chip: Chip) -> dict[str, Any]:
 
 def _link(link: Link) -> dict[str, Any]:
     data: dict[str, Any] = {"bandwidth": f"{link.bandwidth:.17g} B/s", "latency": f"{link.latency:.17g} s"}
-    if link.staged:
-        data["transport"] = "host-staged"
+    if link.transport is not None:
+        data["transport"] = link.transport
     emulate = {}
     if link.emulated is not None:
         emulate["bandwidth"] = f"{link.emulated:.17g} B/s"

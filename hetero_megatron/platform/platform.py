@@ -73,11 +73,12 @@ class Platform:
 
 
 def choose_platform(
-    accelerators: Iterable[Accelerator], name: str | None, backend: str | None, local_rank: int
+    accelerators: Iterable[Accelerator], name: str | None, backend: str | None, local_rank: int, vendor: str = ""
 ) -> Platform:
-    """The platform called ``name``, or the one accelerator that is here, or the CPU.
+    """The platform called ``name``, or that of ``vendor``, or the one accelerator that is here, or the CPU.
 
     Args:
+        vendor: that the cluster file gives an emulated chip, whose platform is not to be guessed from what is here.
         backend: value of ``--distributed-backend``; None or ``auto``: the platform's best; ``gloo`` means the CPU.
         local_rank: index of the device on this node.
 
@@ -90,6 +91,12 @@ def choose_platform(
         from hetero_megatron.ops.registry import unknown
 
         raise unknown("platform", name, known, "--platform")
+    if name is None and vendor:
+        its = sorted((a for a in known.values() if a.vendor == vendor), key=lambda a: (not a.tested, a.name))
+        if not its:
+            vendors = ", ".join(dict.fromkeys(a.vendor for a in known.values()))
+            raise UserError("no plugin's platform is of this vendor", field="vendor", value=vendor, accepted=vendors)
+        name = its[0].name
     if name is None:
         name = platform_here(known.values(), backend)
         if name is None:

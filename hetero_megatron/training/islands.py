@@ -6,14 +6,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from itertools import combinations
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.catalogue import CHIPS
-from hetero_megatron.comm.islands import Islands
+from hetero_megatron.comm.islands import BRIDGE, Islands
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan
-from hetero_megatron.plan.buckets import islands_of, layer_groups
+from hetero_megatron.plan.islands import over_libraries
 from hetero_megatron.words import notice_line, rank_ranges
 
 
@@ -29,6 +29,26 @@ def describe_islands(islands: Islands | None) -> list[str]:
         said = ", ".join(f"{version} on ranks {rank_ranges(ranks)}" for version, ranks in versions.items())
         lines.append(notice_line(f"ranks have unlike versions of torch: {said}"))
     return lines
+
+
+def transport_of(said: str, cluster: Cluster | None) -> str:
+    """What ``--transport`` says, or the bridge where a link of the cluster is written to use it."""
+    return BRIDGE if cluster is not None and cluster.forces_bridge else said
+
+
+def unlike_cluster(islands: Islands | None, cluster: Cluster | None) -> list[str]:
+    """A notice for each pair of islands that bridge where the cluster file says that they are joined directly."""
+    if islands is None or cluster is None or len(islands.endpoints) > cluster.world_size:
+        return []
+    firsts = [ranks[0] for ranks in islands.members]
+    return [
+        notice_line(
+            f"{cluster.file or 'the cluster'} says that ranks {a} and {b} reach each other directly, and they use the "
+            "bridge: what was predicted is too fast"
+        )
+        for a, b in combinations(firsts, 2)
+        if islands.route((a, b)).bridged and cluster.library_of(a) == cluster.library_of(b)
+    ]
 
 
 def check_chips(plan: Plan, cluster: Cluster | None, islands: Islands | None) -> None:
@@ -76,24 +96,11 @@ def communicators(islands: Islands | None, groups: Sequence[tuple[int, ...]]) ->
 
 
 def plan_for(plan: Plan, islands: Islands | None) -> Plan:
-    """The plan as it runs over these islands: gradients that cross them are summed inside each island first.
+    """The plan as it runs over these islands; see :func:`~hetero_megatron.plan.islands.over_libraries`.
 
     Raises:
         UserError: a TP or context group crosses islands, which the plan does not say may be.
     """
-    if islands is None or not islands.crossed(plan.ranks):
+    if islands is None:
         return plan
-    for group in sorted(layer_groups(plan)):
-        if not plan.allow_bridge and islands.crossed(group):
-            parts = {islands.endpoints[rank].platform: rank for rank in reversed(group)}
-            ends = " and ".join(f"rank {rank} ({name})" for name, rank in sorted(parts.items(), key=lambda p: p[1]))
-            raise UserError(
-                f"ranks {rank_ranges(group)} are one tensor-parallel or context group, and {ends} have no "
-                "communication library in common: every layer would wait for the bridge", field="plan",
-                accepted="such groups inside one island, or allow_bridge: true in the plan",
-            )  # fmt: skip
-    found: dict[tuple[int, int], list[int]] = {}
-    for i, near in enumerate(islands_of(plan, plan.ranks) if plan.islands else [plan.ranks]):
-        for rank in near:
-            found.setdefault((i, islands.of(rank)), []).append(rank)
-    return replace(plan, islands=tuple(sorted(tuple(ranks) for ranks in found.values())))
+    return over_libraries(plan, islands.of, lambda rank: islands.endpoints[rank].platform)

@@ -43,7 +43,14 @@ from hetero_megatron.training.config import OptimizerConfig, RunConfig
 from hetero_megatron.training.diagnosis import say_joined
 from hetero_megatron.training.exit import INTERRUPTED, ExitConditions
 from hetero_megatron.training.failure import StepGuard
-from hetero_megatron.training.islands import check_chips, communicators, describe_islands, plan_for
+from hetero_megatron.training.islands import (
+    check_chips,
+    communicators,
+    describe_islands,
+    plan_for,
+    transport_of,
+    unlike_cluster,
+)
 from hetero_megatron.training.kernels import agree_on_kernels, rank_kernels
 from hetero_megatron.training.report import Reporter
 from hetero_megatron.training.runtime import Runtime
@@ -76,14 +83,16 @@ def train(
     world = launcher.world_size
     check_world(config, world)
     plugins = load_plugins()
+    place = position(config.cluster, launcher)
+    vendor = config.cluster.emulated_vendor(place) if config.cluster is not None else ""
     platform = choose_platform(
-        plugins.platforms.values(), config.platform, config.distributed.backend, launcher.device_index
+        plugins.platforms.values(), config.platform, config.distributed.backend, launcher.device_index, vendor
     )
     check_device(platform, launcher)
-    place = position(config.cluster, launcher)
     timeout = 60 * config.distributed.timeout_minutes
     emulation = Emulation.of(launcher, place, timeout)
-    comm = start_comm(platform, timeout, place, launcher, emulation.hooks(), config.distributed.transport, lost)
+    transport = transport_of(config.distributed.transport, config.cluster)
+    comm = start_comm(platform, timeout, place, launcher, emulation.hooks(), transport, lost)
     say_joined(comm.rank, launcher.diagnoses)
     code, everyone = 0, tuple(range(world))
     try:
@@ -91,7 +100,7 @@ def train(
         check_agreement(comm.group(everyone), run_facts(config))  # before anything that depends on options
         if comm.rank == 0:
             announce(config, world, platform, plugins, emulation.describe())
-            for line in describe_islands(comm.islands):
+            for line in (*describe_islands(comm.islands), *unlike_cluster(comm.islands, config.cluster)):
                 print(line, flush=True)
             if launcher.started_by:
                 print(f"ranks: the tasks that {launcher.started_by} started, by their numbers", flush=True)
