@@ -82,8 +82,9 @@ HOST_LINKS = {
 }
 
 VENDORS = {  # as the platform plugins have them, by the beginning of a chip's name
-    "AMD": ("MI",), "Intel Habana": ("Gaudi",), "Huawei": ("Ascend",), "Cambricon": ("MLU",), "Moore Threads": ("MTT",),
-    "Hygon": ("Hygon",), "Kunlunxin": ("Kunlun",), "MetaX": ("MetaX",), "Iluvatar CoreX": ("Iluvatar",),
+    "AMD": ("MI",), "Intel Habana": ("Gaudi",), "Huawei": ("Ascend",), "Cambricon": ("MLU3", "MLU5"),
+    "Moore Threads": ("MTT",), "Hygon": ("Hygon",), "Kunlunxin": ("Kunlun",), "MetaX": ("MetaX",),
+    "Iluvatar CoreX": ("Iluvatar",),
     "NVIDIA": ("A", "B", "G", "H", "L", "R", "T", "V"),
 }  # fmt: skip
 
