@@ -23,7 +23,7 @@ from hetero_megatron.data.batch import Batch
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
 from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.plan.buckets import make_buckets, plan_groups
+from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.planner.place import renumbered
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.training.runtime import Runtime
@@ -58,7 +58,7 @@ def alone(work: dict[str, Any], spec: ModelSpec, cluster: Cluster, comm: Comm) -
     plan = plan_from_dict({**head, "schedule": "1f1b", "pipelines": [pipeline]}, spec)
     for rank in range(cluster.world_size):  # groups are made by all ranks; each trains its own plan of one rank
         mine = renumbered(plan, {0: rank})
-        comm.create_groups(plan_groups(mine, make_buckets(mine, spec)))
+        comm.create_groups(CompiledPlan(mine, spec).groups)
 
     def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
         return initial_values(tensor, box, spec, seed=0)
@@ -72,7 +72,8 @@ def alone(work: dict[str, Any], spec: ModelSpec, cluster: Cluster, comm: Comm) -
 
     speeds = [cluster.chip_of(r).speed or 1.0 for r in range(cluster.world_size)]
     count = round(work["micro_batches"] * speeds[comm.rank] / min(speeds))
-    return Runtime(renumbered(plan, {0: comm.rank}), spec, comm, torch.float32, initialize, build), fetch, count
+    compiled = CompiledPlan(renumbered(plan, {0: comm.rank}), spec)
+    return Runtime(compiled, comm, torch.float32, initialize, build), fetch, count
 
 
 if __name__ == "__main__":

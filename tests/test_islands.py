@@ -15,7 +15,7 @@ from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, Layout, assign_owners, reduction, representatives
 from hetero_megatron.plan import dump_yaml, load_plan, plan_from_dict, to_dict
-from hetero_megatron.plan.buckets import layer_groups, make_buckets, plan_groups, sync_actions
+from hetero_megatron.plan.buckets import Hop, layer_groups, make_buckets, plan_groups, sync_actions
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.islands import add_islands, crossing, format_islands, hop_elements
 from hetero_megatron.plan.program import Collectives, format_step, step_schedules, validate_step
@@ -325,3 +325,22 @@ def test_every_random_plan_has_a_valid_step(seed: int) -> None:
     for rank in plan.ranks:
         reduces, spreads = sync_actions(buckets, rank)
         assert len(reduces) == len(spreads) == sum(len(b.hops) for b in buckets if rank in b.ranks)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_elements_between_ranks_are_those_of_the_pieces(seed: int) -> None:
+    rng = random.Random(seed)
+    shape = (rng.randint(6, 9), rng.randint(1, 5))
+
+    def some() -> Layout:
+        rows = {r: sorted(rng.sample(range(shape[0] + 1), 2)) for r in range(rng.randint(1, 6))}
+        return Layout(shape, {r: (Box((a, 0), (b, shape[1])),) for r, (a, b) in rows.items()})
+
+    holders, owners = {"x": some(), "y": some()}, {"x": some(), "y": some()}
+    hop = Hop((tuple(range(4)), (4, 5)), holders, owners)
+    expected: dict[tuple[int, int], int] = {}
+    for ranks in hop.groups:
+        for name, layout in holders.items():
+            for piece in reduction(layout.only(ranks), owners[name].only(ranks)).pieces:
+                expected[piece.src, piece.dst] = expected.get((piece.src, piece.dst), 0) + piece.box.size
+    assert hop_elements(hop) == expected

@@ -33,12 +33,13 @@ class Layout:
         for rank in sorted(self.boxes):
             given = self.boxes[rank]
             if id(given) not in known:
-                mine = tuple(sorted(b for b in given if b.size))
-                assert all(whole.contains(b) for b in mine), f"rank {rank}: {mine} outside {self.shape}"
+                sizes = [b.size for b in given]
+                mine = tuple(sorted(b for b, size in zip(given, sizes) if size))
+                assert all(map(whole.contains, mine)), f"rank {rank}: {mine} outside {self.shape}"
                 if len(mine) > 1:
                     lo, hi = box_arrays(mine)
                     assert len(overlapping_pairs(lo, hi, lo, hi)[0]) == len(mine), f"rank {rank}: boxes overlap: {mine}"
-                known[id(given)] = mine, sum(b.size for b in mine)
+                known[id(given)] = mine, sum(sizes)
             kept[rank], counts[rank] = known[id(given)]
         object.__setattr__(self, "boxes", kept)
         object.__setattr__(self, "_counts", counts)

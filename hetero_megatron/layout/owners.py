@@ -127,19 +127,20 @@ def _cut(
     """(tensor, rank, box) of every rank's run of the cells."""
     at, turn, stop = 0, 0, shares[0][1]  # elements passed; whose run it is, and where it should end
     for name, box in cells:
-        row, first = box.size // box.shape[0], 0
-        while first < box.shape[0]:
+        size, count, first = box.size, box.hi[0] - box.lo[0], 0
+        row = size // count
+        while first < count:
             last = turn + 1 == len(shares)
-            rows = box.shape[0] if last else min(max(round((stop - at) / row), first), box.shape[0])
-            if box.size < whole_below and not last:
-                rows = box.shape[0] if 2 * (stop - at) >= box.size else 0
+            rows = count if last else min(max(round((stop - at) / row), first), count)
+            if size < whole_below and not last:
+                rows = count if 2 * (stop - at) >= size else 0
             if rows > first:
                 yield name, shares[turn][0], box.rows(box.lo[0] + first, box.lo[0] + rows)
                 first = rows
-            if first < box.shape[0]:
+            if first < count:
                 turn += 1
                 stop += shares[turn][1]
-        at += box.size
+        at += size
 
 
 def _water_level(size: int, order: list[int], load: Mapping[int, float], weight: Mapping[int, float]) -> float:
@@ -156,6 +157,8 @@ def _water_level(size: int, order: list[int], load: Mapping[int, float], weight:
 
 def _join(boxes: list[Box]) -> list[Box]:
     """Merge row intervals of one rank that touch (equal columns)."""
+    if len(boxes) < 2:
+        return boxes
     out: list[Box] = []
     for box in sorted(boxes, key=lambda b: (b.lo[1:], b.hi[1:], b.lo[0])):
         last = out[-1] if out else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import itemgetter
 
 from hetero_megatron.layout.box import Box
 from hetero_megatron.layout.layout import Layout
@@ -27,6 +28,8 @@ def refine(*layouts: Layout) -> tuple[Cell, ...]:
     if not pairs:
         return ()
     assert len({layout.shape for layout in layouts}) == 1, "layouts of different spaces"
+    if len({box for _, box in pairs}) == 1:
+        return (Cell(pairs[0][1], tuple(sorted({rank for rank, _ in pairs}))),)
     cells = _grid_cells(pairs)
     for axis in reversed(range(len(layouts[0].shape))):
         cells = _merge(cells, axis)
@@ -63,11 +66,12 @@ def _merge(cells: Iterable[Cell], axis: int) -> list[Cell]:
         return (lo[:axis] + lo[axis + 1 :], hi[:axis] + hi[axis + 1 :], cell.holders, (lo[axis],))
 
     merged: list[Cell] = []
-    for cell in sorted(cells, key=key):
-        last = merged[-1] if merged else None
-        if last is not None and key(last)[:3] == key(cell)[:3] and last.box.hi[axis] == cell.box.lo[axis]:
+    line: tuple[tuple[int, ...], ...] = ()  # all of a cell but where it is along the axis
+    for found, cell in sorted(((key(cell), cell) for cell in cells), key=itemgetter(0)):
+        if found[:3] == line and (last := merged[-1]).box.hi[axis] == cell.box.lo[axis]:
             hi = last.box.hi[:axis] + (cell.box.hi[axis],) + last.box.hi[axis + 1 :]
             merged[-1] = Cell(Box(last.box.lo, hi), last.holders)
         else:
+            line = found[:3]
             merged.append(cell)
     return merged

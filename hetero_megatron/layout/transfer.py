@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hetero_megatron.layout.box import Box
-from hetero_megatron.layout.layout import Layout, box_arrays, overlapping_pairs
+from hetero_megatron.layout.layout import IntArray, Layout, box_arrays, overlapping_pairs
 from hetero_megatron.layout.refine import Cell, refine
 
 LinkCost = Callable[[int, int], float]  # seconds or any monotone cost of moving one element src -> dst
@@ -64,12 +64,24 @@ def _group(keyed: Iterable[tuple[int, Piece]]) -> dict[int, list[Piece]]:
 
 def reduction(holders: Layout, owners: Layout) -> Transfer:
     """Every holder of a point sends it to every owner of that point; the owner adds in source-rank order."""
+    src, dst, lo, hi = _overlaps(holders, owners)
+    boxes = map(Box, map(tuple, lo.tolist()), map(tuple, hi.tolist()))
+    return Transfer(tuple(map(Piece, src.tolist(), dst.tolist(), boxes)))
+
+
+def reduction_elements(holders: Layout, owners: Layout) -> tuple[IntArray, IntArray, IntArray]:
+    """(source, destination, elements) of every piece of :func:`reduction`, as int64."""
+    src, dst, lo, hi = _overlaps(holders, owners)
+    return src, dst, np.prod(hi - lo, axis=1)
+
+
+def _overlaps(holders: Layout, owners: Layout) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """(source [n], destination [n], lo [n, d], hi [n, d]) of all common boxes, ordered by (destination, position)."""
     src_rank, src_lo, src_hi = holders.arrays()
     dst_rank, dst_lo, dst_hi = owners.arrays()
     i, j = overlapping_pairs(dst_lo, dst_hi, src_lo, src_hi)
     lo, hi = np.maximum(dst_lo[i], src_lo[j]), np.minimum(dst_hi[i], src_hi[j])
-    boxes = map(Box, map(tuple, lo.tolist()), map(tuple, hi.tolist()))
-    return Transfer(tuple(map(Piece, src_rank[j].tolist(), dst_rank[i].tolist(), boxes)))
+    return src_rank[j], dst_rank[i], lo, hi
 
 
 def transfer(src: Layout, dst: Layout, cost: LinkCost | None = None) -> Transfer:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
-from hetero_megatron.layout import reduction
+from hetero_megatron.layout.layout import IntArray
+from hetero_megatron.layout.transfer import reduction_elements
 from hetero_megatron.plan.buckets import Bucket, Hop, bucket_crossing, islands_of, make_buckets
 from hetero_megatron.plan.canonical import Plan
 from hetero_megatron.plan.compile import CompiledPlan
@@ -171,43 +175,74 @@ def _bandwidth(cluster: Cluster, a: int, b: int) -> float | None:
 def _link_seconds(buckets: Sequence[Bucket], cluster: Cluster) -> tuple[float, float]:
     """Elements over bandwidth, hop after hop: of the busiest link or port, and of all links together."""
     busiest = together = 0.0
+    places = _Places(cluster)
     known: dict[tuple[int, ...], tuple[float, float]] = {}  # equal layers share their layouts
     for hop in (hop for bucket in buckets for hop in bucket.hops):
         key = tuple(id(layout) for layout in (*hop.sources.values(), *hop.targets.values()))
         if key not in known:
-            known[key] = _hop_seconds(hop_elements(hop), cluster)
+            known[key] = places.seconds(*_hop_pairs(hop))
         busiest, together = busiest + known[key][0], together + known[key][1]
     return busiest, together
 
 
-def _hop_seconds(elements: Mapping[tuple[int, int], int], cluster: Cluster) -> tuple[float, float]:
-    """The busiest link, or end of links: a chip inside its node, a node among others, which sends (and receives) all at
-    the rate of the fastest of its links; and the sum of all links. A link of unknown speed counts nothing."""
-    links: dict[tuple[object, object], float] = defaultdict(float)
-    ports: dict[tuple[str, object], float] = defaultdict(float)
-    fastest: dict[tuple[str, object], float] = {}
-    for (a, b), count in elements.items():
-        speed = _bandwidth(cluster, a, b) if a != b else None
-        if not speed:
-            continue
-        one, two = cluster.ranks[a].node, cluster.ranks[b].node
-        ends: tuple[object, object] = (a, b) if one == two else (one, two)
-        links[ends] += count / speed
-        for port in (("out", ends[0]), ("in", ends[1])):
-            ports[port] += count
-            fastest[port] = max(fastest.get(port, 0.0), speed)
-    busiest = max([*links.values(), *(count / fastest[port] for port, count in ports.items())], default=0.0)
-    return busiest, sum(links.values())
+class _Places:
+    """Where the ranks of a cluster are, as arrays: thousands of them exchange in millions of pairs."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        nodes, groups = ({name: i for i, name in enumerate(dict.fromkeys(names))} for names in
+                         ((r.node for r in cluster.ranks), (r.group for r in cluster.ranks)))  # fmt: skip
+        self.node = np.array([nodes[r.node] for r in cluster.ranks])
+        self.group = np.array([groups[r.group] for r in cluster.ranks])
+
+    def seconds(self, src: IntArray, dst: IntArray, elements: IntArray) -> tuple[float, float]:
+        """The busiest link, or end of links: a chip inside its node, a node among others, which sends (and receives)
+        all at the rate of the fastest of its links; and the sum of all links. A link of unknown speed counts
+        nothing."""
+        same = self.node[src] == self.node[dst]
+        speed = self._speeds(src, dst, same)
+        known = (src != dst) & (speed > 0)
+        src, dst, elements, same, speed = (x[known] for x in (src, dst, elements, same, speed))
+        if not len(src):
+            return 0.0, 0.0
+        ends = [np.where(same, rank, len(self.node) + self.node[rank]) for rank in (src, dst)]
+        _, link = np.unique(ends[0] * 2 * len(self.node) + ends[1], return_inverse=True)
+        together = np.bincount(link, elements / speed)
+        busiest = [together.max()]
+        for end in ends:
+            _, port = np.unique(end, return_inverse=True)
+            fastest = np.zeros(port.max() + 1)
+            np.maximum.at(fastest, port, speed)
+            busiest.append((np.bincount(port, elements) / fastest).max())
+        return float(max(busiest)), float(together.sum())
+
+    def _speeds(self, src: IntArray, dst: IntArray, same: IntArray) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Bytes/s of each pair; 0 where unknown. Pairs of the same node groups have the same."""
+        kinds = (self.group[src] * (self.group.max() + 1) + self.group[dst]) * 2 + same
+        _, first, kind = np.unique(kinds, return_index=True, return_inverse=True)
+        found = [_bandwidth(self.cluster, int(src[i]), int(dst[i])) or 0.0 for i in first]
+        return np.array(found)[kind]
 
 
 def hop_elements(hop: Hop) -> dict[tuple[int, int], int]:
     """Elements from every source to every target of one hop."""
-    total: dict[tuple[int, int], int] = defaultdict(int)
-    for ranks in hop.groups:
-        for name, layout in hop.sources.items():
-            for piece in reduction(layout.only(ranks), hop.targets[name].only(ranks)).pieces:
-                total[piece.src, piece.dst] += piece.box.size
-    return dict(total)
+    src, dst, elements = (x.tolist() for x in _hop_pairs(hop))
+    return dict(zip(zip(src, dst), elements))
+
+
+def _hop_pairs(hop: Hop) -> tuple[IntArray, IntArray, IntArray]:
+    """(source, target, elements) of every pair of ranks that exchanges something in a hop."""
+    parts = [
+        reduction_elements(layout.only(ranks), hop.targets[name].only(ranks))
+        for ranks in hop.groups
+        for name, layout in hop.sources.items()
+    ]
+    src, dst, elements = (np.concatenate(columns) for columns in zip(*parts))
+    width = int(dst.max(initial=0)) + 1
+    pairs, which = np.unique(src * width + dst, return_inverse=True)
+    total = np.zeros(len(pairs), np.int64)
+    np.add.at(total, which, elements)
+    return pairs // width, pairs % width, total
 
 
 def crossing(compiled: CompiledPlan, itemsize: int = 4) -> Crossing:
