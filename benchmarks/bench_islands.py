@@ -78,7 +78,7 @@ def main() -> None:
     if args.job:
         run(args.ranks, args.rounds)
         return
-    print(f"{machine()}; 2 islands of {args.ranks} ranks, gloo, 1 thread each, fp32, {args.rounds} rounds, ways alternate")
+    print(f"{machine()}; 2 islands of {args.ranks} ranks, gloo, 1 thread each, fp32, {args.rounds} rounds in turn")
     print(f"{'link':<12}{'straight ms':>13}{'islands ms':>13}{'ratio':>8}{'ceiling':>9}{'MB that cross':>22}")
     for rate in args.rates:
         with tempfile.TemporaryDirectory() as folder:

@@ -44,8 +44,8 @@ def _numbers(text: str, flag: str) -> tuple[int, ...]:
     return values
 
 
-def _dtypes(text: str, default: str) -> tuple[str, ...]:
-    names = tuple(map(dtype_name, text.split(","))) if text else (default,)
+def _dtypes(text: str) -> tuple[str, ...]:
+    names = tuple(map(dtype_name, text.split(",")))
     if unknown := [name for name in names if name not in DTYPES]:
         raise UserError("no such dtype", field="--dtype", value=unknown[0], accepted=", ".join(DTYPES))
     _refuse_repeated(names, text, "--dtype")
@@ -156,7 +156,7 @@ def _fit(cluster: Cluster, options: argparse.Namespace, rates: dict[str, Any]) -
     if options.model is not None:
         raise UserError("the CSV file names the models", field="--model", value=options.model, accepted="no --model")
     cluster = replace(cluster, rates=rates)
-    dtype, *more = _dtypes(options.dtype, "bf16")
+    dtype, *more = _dtypes(options.dtype or "bf16")
     if more:
         raise UserError("the runs had one", field="--dtype", value=options.dtype, accepted="one of them")
 
@@ -214,9 +214,6 @@ def _measure(
     spec = load_model(options.model)
     launcher = _launcher(cluster)
     plugins = load_plugins()
-    rank = position(cluster, launcher)
-    vendor = cluster.emulated_vendor(rank)
-    platform = choose_platform(plugins.platforms.values(), None, None, launcher.device_index, vendor)
     tp = _numbers(options.tp, "--tp") if options.tp else degrees(cluster, spec)
     if options.tp and (large := [n for n in tp if not tp_groups(cluster, n)]):
         raise UserError("no chip type has so many chips", field="--tp", value=large[0], accepted="smaller degrees")
@@ -226,8 +223,14 @@ def _measure(
     if max(tokens) > spec.max_position_embeddings:
         accepted = f"at most {spec.max_position_embeddings}"
         raise UserError("the model has no such position", field="--seq-length", value=max(tokens), accepted=accepted)
-    dtypes = _dtypes(options.dtype, "fp32" if platform.device.type == "cpu" else "bf16")
-    _check_dtypes(dtypes, cluster)
+    dtypes = _dtypes(options.dtype) if options.dtype else ()
+    _check_dtypes(dtypes, cluster)  # before this rank's place and device are looked for
+    rank = position(cluster, launcher)
+    vendor = cluster.emulated_vendor(rank)
+    platform = choose_platform(plugins.platforms.values(), None, None, launcher.device_index, vendor)
+    if not dtypes:
+        dtypes = ("fp32" if platform.device.type == "cpu" else "bf16",)
+        _check_dtypes(dtypes, cluster)
     wanted = [
         CalibrationOptions(n, dtype, sizes, tp, lengths or (n,), options.steps)
         for dtype, n in product(dtypes, sorted(tokens))

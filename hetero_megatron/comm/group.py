@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from hetero_megatron.comm.bridge import Bridge
-from hetero_megatron.comm.handle import Handle, Works
+from hetero_megatron.comm.handle import Handle, Messages, Works
+from hetero_megatron.comm.hooks import Work
 from hetero_megatron.comm.values import MAX_BYTES, decode, encode
 from hetero_megatron.errors import UserError
 from hetero_megatron.words import plural
@@ -19,6 +20,7 @@ from hetero_megatron.words import plural
 if TYPE_CHECKING:
     from hetero_megatron.comm.comm import Comm
 
+MOST_MESSAGES = 8  # members of a group whose all-to-all goes as messages: gloo's own sends one way at a time
 T = TypeVar("T")
 
 
@@ -75,8 +77,10 @@ class Group:
         recv = send.new_empty(sum(recv_counts)) if into is None else into
         sizes = {r: n * send.element_size() for r, n in zip(self.ranks, send_counts) if r != self.comm.rank}
 
+        messages = self.comm.device.type == "cpu" and self.size <= MOST_MESSAGES
+
         def start() -> dist.Work | Works:
-            if self._bridge is not None:
+            if self._bridge is not None or messages:
                 gives, takes = send.split(list(send_counts)), recv.split(list(recv_counts))
                 takes[self.index].copy_(gives[self.index])
                 return self._messages(gives, takes)
@@ -107,9 +111,10 @@ class Group:
         if self._bridge is not None:
             arriving = [w for i, rank in peers for w in self._bridge.irecv(receive[i], rank)]
             return Works(arriving + [w for i, rank in peers for w in self._bridge.isend(send[i], rank)])
-        works = [dist.irecv(receive[i], rank, self._handle) for i, rank in peers if receive[i].numel()]
-        works += [dist.isend(send[i], rank, self._handle) for i, rank in peers if send[i].numel()]
-        return Works([work for work in works if work is not None])
+        handle, works = self._handle, list[Work | None]()
+        works += [dist.irecv(receive[i], rank, handle) for i, rank in peers if receive[i].numel()]
+        works += [dist.isend(send[i], rank, handle) for i, rank in peers if send[i].numel()]
+        return Messages([work for work in works if work is not None])
 
     def _one_launch(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> dist.Work | None:
         own = send[self.index].new_empty(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,35 @@ class Works:
     def wait(self) -> None:
         for work in self.works:
             work.wait()
+
+
+class Messages(Works):
+    """Messages over gloo, which says that one has come only to who waits for it: a thread waits where that is asked."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        super().__init__(works)
+        self._thread: threading.Thread | None = None
+        self._error: RuntimeError | None = None
+
+    def is_completed(self) -> bool:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="gloo messages", daemon=True)
+            self._thread.start()
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            super().wait()
+        except RuntimeError as error:
+            self._error = error
+
+    def wait(self) -> None:
+        if self._thread is None:
+            super().wait()
+            return
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
 
 
 class Handle:

@@ -36,10 +36,7 @@ class Box:
         return Box(lo, hi) if all(a < b for a, b in zip(lo, hi, strict=True)) else None
 
     def contains(self, other: Box) -> bool:
-        for a, b, c, d in zip(self.lo, other.lo, other.hi, self.hi, strict=True):  # as often as size
-            if a > b or c > d:
-                return False
-        return True
+        return all(a <= b and c <= d for a, b, c, d in zip(self.lo, other.lo, other.hi, self.hi, strict=True))
 
     def slices(self, origin: Box | None = None) -> tuple[slice, ...]:
         """Index expression of this box in an array that stores ``origin`` (default: the whole space)."""
