@@ -153,7 +153,10 @@ class Comm:
                 known.append(self._create(key))
 
     def _create(self, key: tuple[int, ...]) -> Group:
-        return Group(self, key, None) if len(key) == 1 else Group(self, key, *self._new_group(key))
+        if len(key) == 1:
+            return Group(self, key, None)
+        handle, bridge = self._new_group(key)
+        return Group(self, key, handle, bridge, bridge is None and self.device.type != "cpu")
 
     def group(self, ranks: Sequence[int], lane: int = 0) -> Group:
         """The group of ``ranks``, which includes this rank and was created before, with its members in the order that

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,13 +33,15 @@ class Group:
     it, so ``all_to_all`` is for groups in ascending order, as is ``gather_objects``.
 
     A group whose members are in several islands, which no library reaches together, has a ``_bridge``: then whatever
-    is exchanged goes as messages over it, and ``_handle`` is of gloo.
+    is exchanged goes as messages over it, and ``_handle`` is of gloo. ``_library``: ``_handle`` is of the library of
+    devices.
     """
 
     comm: Comm
     ranks: tuple[int, ...]
     _handle: dist.ProcessGroup | None
     _bridge: Bridge | None = None
+    _library: bool = False
 
     @property
     def size(self) -> int:
@@ -105,6 +107,35 @@ class Group:
         start = self._messages if messages else self._one_launch
         work = self.comm.start(self._others(), lambda: start(send, receive), sizes, tuple(sorted(self.ranks)))
         return Handle(self.comm, work, None, self._others(), send, collective=True)
+
+    @property
+    def has_collectives(self) -> bool:
+        """Whether a library of devices serves :meth:`all_gather` and :meth:`reduce_scatter` in this order of ranks."""
+        return self._library and list(self.ranks) == sorted(self.ranks)
+
+    def all_gather(self, part: torch.Tensor, into: torch.Tensor) -> Handle:
+        """Every member's ``part`` [n] -> ``into`` [size x n] in group order, both contiguous; by the library."""
+        assert self.has_collectives and into.numel() == self.size * part.numel()
+        self.count(part, [part.numel()] * self.size)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the latter until torch 2.12
+        return self._collective(gather, into, part, part.nbytes)
+
+    def reduce_scatter(self, parts: torch.Tensor, into: torch.Tensor) -> Handle:
+        """``parts`` [size x n], a part for each member -> ``into`` [n], the sum of all members' parts for this one, in
+        the order and the precision of the library; both contiguous."""
+        assert self.has_collectives and parts.numel() == self.size * into.numel()
+        self.count(parts, [into.numel()] * self.size)
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return self._collective(scatter, into, parts, into.nbytes)
+
+    def _collective(
+        self, call: Callable[..., dist.Work], into: torch.Tensor, given: torch.Tensor, size: int
+    ) -> Handle:
+        sizes = dict.fromkeys(self._others(), size)
+        work = self.comm.start(
+            self._others(), lambda: call(into, given, group=self._handle, async_op=True), sizes, self.ranks
+        )
+        return Handle(self.comm, work, into, self._others(), given, collective=True)
 
     def _messages(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> Works:
         peers = [(i, rank) for i, rank in enumerate(self.ranks) if rank != self.comm.rank]
