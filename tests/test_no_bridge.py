@@ -44,9 +44,9 @@ def test_a_route_by_the_wrong_library_ends_the_job_in_time(others: tuple[str, st
             "MASTER_PORT": str(port), "PYTHONPATH": str(PLUGINS / "emulated_vendor"), "OMP_NUM_THREADS": "1",
             "HETERO_PLUGINS": "hetero_emulated_vendor.plugin", "HETERO_EMULATED_VENDOR": vendor,
         }  # fmt: skip
-        pipe = subprocess.PIPE
-        environment = {**ENVIRONMENT, **told}
-        ranks.append(subprocess.Popen([*words, platform], cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True))
+        environment, pipe = {**ENVIRONMENT, **told}, subprocess.PIPE
+        command = [*words, platform]
+        ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True))
     try:
         said = [rank.communicate(timeout=10 * SECONDS)[1] for rank in ranks]
     finally:
