@@ -294,3 +294,24 @@ def test_the_planner_is_asked_where_there_are_no_fallback_plans(tmp_path: Path) 
     plan = _configure(TRAIN, path, left, 2).plan
     assert (plan.global_batch_size, plan.seq_length) == (4, 48) and max(plan.ranks) <= 1
     assert dump_yaml(plan) == path.read_text()
+
+
+DEVICE_OF_RANK = """
+import os, pathlib
+if "RANK" in os.environ:
+    pathlib.Path(os.environ["FOUND"], "rank" + os.environ["RANK"]).write_text(os.environ["LOCAL_RANK"])
+"""
+
+
+def test_ranks_of_one_host_have_a_device_each(tmp_path: Path) -> None:
+    """Without a cluster file, which would name their chips."""
+    (tmp_path / "sitecustomize.py").write_text(DEVICE_OF_RANK)
+    (tmp_path / "plan.yaml").write_text(TWO.replace(", chip: big", "").replace(", chip: small", ""))
+    words = [sys.executable, "-m", "hetero_megatron.cli.main", "run", "--plan", str(tmp_path / "plan.yaml"), "--"]
+    words[4:4] = ["--on-failure", "stop"]
+    words += ["--model", "tiny", "--mock-data", "--train-iters", "1", "--lr", "1e-3"]
+    path = os.pathsep.join([str(tmp_path), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])])
+    environment = {**ENVIRONMENT, "PYTHONPATH": path, "FOUND": str(tmp_path)}
+    job = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert [(tmp_path / f"rank{r}").read_text() for r in (0, 1)] == ["0", "1"]

@@ -201,7 +201,7 @@ def _seats(config: RunConfig) -> tuple[Seat, ...]:
     """All chips of the cluster, or as many one-chip nodes as the plan has ranks."""
     if config.cluster is not None:
         return tuple(Seat(r.node, r.local) for r in config.cluster.ranks)
-    return tuple(Seat(f"rank{r}", 0) for r in range(max(config.plan.ranks) + 1))
+    return tuple(Seat(f"rank{r}", 0, device=r) for r in range(max(config.plan.ranks) + 1))
 
 
 def _same_work(other: RunConfig, config: RunConfig, path: Path) -> None:

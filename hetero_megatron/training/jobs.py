@@ -24,10 +24,12 @@ _REPORT = record({"exit_codes": numbered(integer(-128, 255))})
 
 @dataclass(frozen=True)
 class Seat:
-    """Where one rank runs."""
+    """Where one rank runs: ``local``, its index on ``node``. ``device``: index on this host, where that is another one
+    (without a cluster every rank counts as a node, but all share the host's devices)."""
 
     node: str
     local: int
+    device: int | None = None
 
 
 @dataclass(frozen=True)
@@ -181,9 +183,11 @@ def _arguments(pid: int) -> bytes:
 
 def _environment(setup: Setup, rank: int, seat: Seat, host: str, port: int, number: int) -> dict[str, str]:
     """What torchrun would set. The store is the launcher's, so ranks do not start one."""
-    together = sum(s.node == seat.node for s in setup.seats)
+    together = {"LOCAL_RANK": seat.local, "LOCAL_WORLD_SIZE": sum(s.node == seat.node for s in setup.seats)}
+    if seat.device is not None:  # devices of lost ranks stay unused, so the index may be above the number of ranks
+        together = {"LOCAL_RANK": seat.device}
     values = {
-        "RANK": rank, "WORLD_SIZE": len(setup.seats), "LOCAL_RANK": seat.local, "LOCAL_WORLD_SIZE": together,
+        "RANK": rank, "WORLD_SIZE": len(setup.seats), **together,
         "MASTER_ADDR": host, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_RESTART_COUNT": number, "HETERO_NODE": seat.node, SUPERVISED: 1,
     }  # fmt: skip
