@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -95,6 +97,20 @@ def _is_lost_peer(error: Exception) -> TypeGuard[CommError]:
     return isinstance(error, CommError)
 
 
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """For what plans of thousands of ranks are made of, millions of small objects without cycles: looking through them
+    for garbage takes a sixth of the time and finds none. Nor is it looked for in them afterwards."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()
+
+
 def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
     """Print the plan, memory per rank and the notices; with --as-rank run that rank with fake tensors (rank 0 only)."""
     from hetero_megatron.plan import format_plan
@@ -104,19 +120,21 @@ def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
     if launcher.rank != 0:
         return 0
     cluster = config.cluster
-    print(format_plan(config.plan, config.spec, None if cluster is None else [r.chip for r in cluster.ranks]))
-    if config.plan.islands:
-        print(format_islands(config.compiled))
-    for sentence in config.notices:
-        print(notice_line(sentence))
-    memory = _memory(config)
-    print(format_memory(memory), flush=True)
+    with _without_collector():
+        print(format_plan(config.plan, config.spec, None if cluster is None else [r.chip for r in cluster.ranks]))
+        if config.plan.islands:
+            print(format_islands(config.compiled))
+        for sentence in config.notices:
+            print(notice_line(sentence))
+        memory = _memory(config)
+        print(format_memory(memory), flush=True)
     refuse_over_memory(config, memory, notify=True)
     if config.as_rank is not None:
         import_torch()
         from hetero_megatron.training.dry_run import format_dry_run, run_rank
 
         print(format_dry_run(run_rank(config, config.as_rank), config), flush=True)
+    gc.unfreeze()
     return 0
 
 
