@@ -263,6 +263,8 @@ def format_islands(compiled: CompiledPlan) -> str:
     """One line: the islands, and what they save."""
     found = crossing(compiled)
     names = " | ".join(rank_ranges(ranks) for ranks in compiled.plan.islands)
+    if not found.direct:
+        return f"islands {names}: no gradients cross between them"
     return (
         f"islands {names}: {found.hops} of {plural(found.buckets, 'bucket')} {word(found.hops, 'is')} "
         "summed inside an island first; per step "
