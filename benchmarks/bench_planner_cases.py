@@ -1,0 +1,138 @@
+"""Plans of 60 cases by ``hetero-megatron plan``, recorded and compared: what a change does to the planner's answers.
+
+    python benchmarks/bench_planner_cases.py --record FILE [--only TEXT]
+    python benchmarks/bench_planner_cases.py --compare FILE [--only TEXT]
+
+The clusters of papers under examples/, clusters for the testbed, random ones, long contexts, offloaded optimizers, lost
+and added nodes. Only the command is used, so that the two sides may be unlike inside. A case that is predicted to be
+slower by more than 0.5 % than the record is named; exit code 1 where there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import math
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.common import machine
+
+CLUSTERS = Path(__file__).resolve().parent.parent / "examples" / "clusters"
+PAPERS = {  # cluster file: (model, tokens, sequences)
+    "h2_1024": ("llama2-70b", 4096, 1024), "hethub_768": ("llama2-70b", 4096, 1536),
+    "hethub_ascend": ("llama2-70b", 4096, 512), "hethub_metax": ("llama2-70b", 4096, 512),
+    "hethub_iluvatar": ("llama2-13b", 4096, 512), "hethub_mthreads": ("llama2-70b", 4096, 512),
+    "hexiscale_1": ("llama2-7b", 4096, 64), "hexiscale_2": ("llama2-13b", 4096, 64),
+    "hexiscale_3": ("llama2-7b", 4096, 64), "hexiscale_case": ("llama2-7b", 4096, 32),
+    "sailor_32_96": ("llama2-7b", 2048, 512), "sailor_80_240": ("llama2-7b", 2048, 512),
+    "selene_64": ("llama2-13b", 2048, 256),
+}  # fmt: skip
+CHIPS = ("A100-80-SXM", "A100-40-SXM", "H100-SXM", "H20", "L40S", "V100-32-SXM2", "RTX4090", "MI250X")
+LOSS = 0.005
+
+
+def cases(folder: Path) -> dict[str, list[str]]:
+    """Words for ``plan`` by name; random clusters are written to ``folder``."""
+    found: dict[str, list[str]] = {}
+
+    def add(name: str, cluster: Path, model: str, tokens: int, batch: int, *more: str) -> None:
+        found[name] = ["--cluster", str(cluster), "--model", model, "--seq-length", str(tokens)]
+        found[name] += ["--global-batch-size", str(batch), *more]
+
+    for name, (model, tokens, batch) in PAPERS.items():
+        add(name, CLUSTERS / "papers" / f"{name}.yaml", model, tokens, batch)
+    for name in ("hexiscale_1", "hexiscale_case", "sailor_32_96"):
+        model, tokens, batch = PAPERS[name]
+        add(f"{name}, offload", CLUSTERS / "papers" / f"{name}.yaml", model, tokens, batch, "--offload", "always")
+    add("selene_64, fp32", CLUSTERS / "papers" / "selene_64.yaml", "llama2-7b", 2048, 256, "--dtype", "fp32")
+    add("hexiscale_1, unlike TP", CLUSTERS / "papers" / "hexiscale_1.yaml", "llama2-7b", 4096, 64, "--unlike-tp")
+    for name in ("testbed", "testbed_context", "testbed_vendors", "two_nodes", "demo"):
+        add(name, CLUSTERS / f"{name}.yaml", "tiny", 256, 16, "--dtype", "fp32")
+    for name, tokens in (("testbed_context", 2048), ("two_nodes", 1024)):
+        add(f"{name}, context", CLUSTERS / f"{name}.yaml", "tiny", tokens, 2, "--dtype", "fp32", "--context", "always")
+    add("two_nodes, one lost", CLUSTERS / "two_nodes.yaml", "tiny", 256, 16, "--dtype", "fp32", "--without", "slow")
+    for seed in range(24):
+        rng = random.Random(seed)
+        path = folder / f"random-{seed}.json"
+        path.write_text(json.dumps(random_cluster(rng)))
+        model = rng.choice(["llama2-7b", "llama2-13b", "llama3-8b"])
+        add(f"random {seed}", path, model, rng.choice([2048, 4096]), rng.choice([32, 64, 96]))
+    for seed in range(6):
+        rng = random.Random(1000 + seed)
+        path = folder / f"long-{seed}.json"
+        path.write_text(json.dumps(random_cluster(rng)))
+        add(f"long {seed}", path, "llama3-8b", rng.choice([65536, 131072]), rng.choice([2, 4]), "--context", "always")
+    for seed in range(4):
+        rng = random.Random(seed)
+        path = folder / f"more-{seed}.json"
+        path.write_text(json.dumps(random_cluster(rng)))
+        more = ("--add", "1xH100-SXM") if seed % 2 else ("--without", "n0")
+        add(f"random {seed}, {' '.join(more)}", path, "llama2-7b", 4096, 64, *more)
+    return found
+
+
+def random_cluster(rng: random.Random) -> dict[str, Any]:
+    """2 to 4 types of chips in nodes of 1 to 8, of three speeds of network."""
+    nodes = [
+        {"name": f"n{i}", "chip": chip, "count": rng.randint(1, 3), "chips_per_node": rng.choice([1, 2, 4, 8])}
+        for i, chip in enumerate(rng.sample(CHIPS, rng.randint(2, 4)))
+    ]
+    link = {"bandwidth": f"{rng.choice([3, 12, 50])} GB/s", "latency": "15 us"}
+    return {"nodes": nodes, "links": {"inter_node": link}}
+
+
+def plan(words: list[str]) -> dict[str, Any]:
+    """What the command found, or why it found nothing."""
+    from hetero_megatron.cli.main import main
+
+    out, err, cpu = io.StringIO(), io.StringIO(), time.process_time()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(["plan", *words, "--json", "--no-baselines", "--quiet"])
+    cpu = time.process_time() - cpu
+    if code:
+        return {"refused": err.getvalue().strip()[:200], "cpu_seconds": round(cpu, 2)}
+    found = json.loads(out.getvalue())
+    return {k: found[k] for k in ("step_seconds", "fingerprint")} | {"cpu_seconds": round(cpu, 2)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--record", type=Path, metavar="FILE")
+    which.add_argument("--compare", type=Path, metavar="FILE")
+    parser.add_argument("--only", default="", help="cases whose names contain this")
+    args = parser.parse_args()
+    before: dict[str, Any] = json.loads(args.compare.read_text()) if args.compare else {}
+    found, slower = {}, []
+    print(machine())
+    with tempfile.TemporaryDirectory() as folder:
+        for name, words in cases(Path(folder)).items():
+            if args.only not in name:
+                continue
+            one, was = found.setdefault(name, plan(words)), before.get(name, {})
+            now, then = (side.get("step_seconds", math.inf) for side in (one, was))
+            if was and now > (1 + LOSS) * then:
+                slower.append(name)
+            seconds = f"{now:.5g} s" if "step_seconds" in one else "refused"
+            line = f"{name:<36}{seconds:>14}{one['cpu_seconds']:9.1f} CPU s"
+            if was:
+                same = one.get("fingerprint") == was.get("fingerprint")
+                line += f"{now / then if math.isfinite(then) else 1:9.4f}  {'the same' if same else 'another'} plan"
+            print(line, flush=True)
+    if args.record:
+        args.record.write_text(json.dumps(found, indent=1) + "\n")
+    if slower:
+        print(f"slower by more than {LOSS:.1%}: {', '.join(slower)}")
+    return 1 if slower else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
