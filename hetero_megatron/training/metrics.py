@@ -7,6 +7,7 @@ import math
 import os
 import re
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -254,7 +255,17 @@ def _tensorboard(directory: str, queue_size: int, purge_step: int | None) -> Any
             value=directory,
             accepted="pip install tensorboard, or leave the flag out",
         ) from error
+    _wait_for_a_later_second(directory)
     return SummaryWriter(directory, max_queue=queue_size, purge_step=purge_step)  # type: ignore[no-untyped-call]
+
+
+def _wait_for_a_later_second(directory: str) -> None:
+    """TensorBoard reads event files in the order of their names, which begin with the second: of two in one second the
+    later one might be read first, and what it says to purge would purge itself."""
+    names = (path.name.split(".") for path in Path(directory).glob("events.out.tfevents.*"))
+    newest = max((int(name[3]) for name in names if name[3].isdecimal()), default=0)
+    if 0 <= newest + 1 - time.time() <= 1:  # else it is old, or another machine's clock is ahead
+        time.sleep(newest + 1 - time.time())
 
 
 def _wandb(options: Mapping[str, Any]) -> Any:
