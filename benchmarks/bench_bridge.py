@@ -105,8 +105,9 @@ def run(rate: float, rounds: int) -> None:
     import torch
     import torch.distributed as dist
 
+    from hetero_megatron.cluster import BRIDGE_CHUNK
     from hetero_megatron.comm import start_comm, stop_comm
-    from hetero_megatron.comm.bridge import CHUNK_BYTES, Bridge
+    from hetero_megatron.comm.bridge import Bridge
     from hetero_megatron.platform import Platform
 
     comm = start_comm(Platform(torch.device("cpu"), "gloo"), 120)
@@ -116,7 +117,7 @@ def run(rate: float, rounds: int) -> None:
         sides = {}
         for ends in ("one end", "both ends"):
             copies = PacedCopies(rate if comm.rank == 0 or ends == "both ends" else float("inf"))
-            for way, chunk in (("whole", size), ("chunks", CHUNK_BYTES)):
+            for way, chunk in (("whole", size), ("chunks", BRIDGE_CHUNK)):
                 # The buffers of the whole message are all of it, so chunks of it are the message itself.
                 sides[f"{ends}, {way}"] = paced(Bridge(dist.new_group([0, 1]), copies, 120, chunk), rate)
         seconds: dict[str, list[float]] = {name: [] for name in sides}

@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hetero_megatron.cluster import BRIDGE_CHUNK
 from hetero_megatron.comm import Comm
-from hetero_megatron.comm.bridge import BUFFERS, CHUNK_BYTES, Bridge
+from hetero_megatron.comm.bridge import BUFFERS, Bridge
 from tests.pool import shared_pool
 
-SIZES = (0, 1, 7, 1000, CHUNK_BYTES // 4, CHUNK_BYTES // 4 + 1, BUFFERS * CHUNK_BYTES // 4, 700_001)
+SIZES = (0, 1, 7, 1000, BRIDGE_CHUNK // 4, BRIDGE_CHUNK // 4 + 1, BUFFERS * BRIDGE_CHUNK // 4, 700_001)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 
 

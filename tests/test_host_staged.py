@@ -14,10 +14,11 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan import plan_from_dict, validate
 from hetero_megatron.plan.islands import divisions
 from hetero_megatron.planner.bound import price_bound
+from hetero_megatron.planner.evaluate import Evaluator
 from hetero_megatron.planner.network import Network
 from hetero_megatron.planner.predict import predict
 from hetero_megatron.planner.rates import LINK_BANDWIDTH, load_rates
-from hetero_megatron.planner.search import SearchOptions, make_evaluator, search
+from hetero_megatron.planner.search import Result, SearchOptions, make_evaluator, search
 from hetero_megatron.planner.shape import StageShape
 from hetero_megatron.planner.space import Space
 from hetero_megatron.planner.whatif import document
@@ -113,6 +114,23 @@ def staged(case: Case, seed: int) -> Case:
     return replace(case, cluster=replace(case.cluster, inter_node=link, chips=chips))
 
 
+def search_as_good_as_exhaustive(case: Case) -> tuple[Result, Evaluator, float, float] | None:
+    """(result, evaluator, its best seconds, those of exhaustive search) of a search, asserted to be within 1 % of that
+    and to have a bound that holds; None where nothing fits."""
+    evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
+    try:
+        result = search(
+            case.model, case.cluster, case.seq_length, case.batch, SearchOptions(space=Space(offload="never")),
+            evaluator=evaluator,
+        )  # fmt: skip
+    except UserError:
+        return None
+    mine = min(s.step_seconds for c in (result.best, *result.others) if (s := evaluator.score(c.candidate)))
+    best = Exhaustive(case, evaluator, mine).run()
+    assert mine <= 1.01 * best and result.lower_bound <= best * (1 + 1e-9)
+    return result, evaluator, mine, best
+
+
 SEVERAL_NODES = [i for i in range(100, 140) if sum(g.count for g in random_case(i, "open").cluster.nodes) > 1]
 
 
@@ -121,17 +139,9 @@ def test_plans_over_staged_links(seed: int) -> None:
     """As good as exhaustive search; bounds hold; the plan is never predicted faster than over direct links."""
     plain = random_case(seed, "open")
     case = staged(plain, seed)
-    evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
-    try:
-        result = search(
-            case.model, case.cluster, case.seq_length, case.batch, SearchOptions(space=Space(offload="never")),
-            evaluator=evaluator,
-        )  # fmt: skip
-    except UserError:
+    if (found := search_as_good_as_exhaustive(case)) is None:
         return
-    mine = min(s.step_seconds for c in (result.best, *result.others) if (s := evaluator.score(c.candidate)))
-    best = Exhaustive(case, evaluator, mine).run()
-    assert mine <= 1.01 * best and result.lower_bound <= best * (1 + 1e-9)
+    result, evaluator, mine, best = found
     assert price_bound(evaluator, case.model, case.batch, Space(), mine).seconds <= best
     for choice in (result.best, *result.others):
         plan = validate_on(choice.plan, plain)

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -27,13 +28,24 @@ WORDS = ["pretrain_gpt.py", "--model", "tiny", "--mock-data", "--log-interval", 
          "1e-3", "--plan"]  # fmt: skip
 
 
-def start(rank: int, platform: str, port: int, plan: Path) -> subprocess.Popen[str]:
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(
+    rank: int, platform: str, port: int, plan: Path, program: Sequence[str] = WORDS, vendor: str = ""
+) -> subprocess.Popen[str]:
+    """A rank of two; ``program`` ends with the flag of its plan; ``vendor``: of an emulated device."""
     told = {
         "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port), "PYTHONPATH": str(PLUGINS / "emulated_vendor"), "OMP_NUM_THREADS": "1",
         "HETERO_PLUGINS": "hetero_emulated_vendor.plugin", "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
-    words = [sys.executable, *WORDS, str(plan), "--platform", platform, "--distributed-timeout-minutes", "0.2"]
+    if vendor:
+        told["HETERO_EMULATED_VENDOR"] = vendor
+    words = [sys.executable, *program, str(plan), "--platform", platform, "--distributed-timeout-minutes", "0.2"]
     pipe = subprocess.PIPE
     return subprocess.Popen(words, cwd=ROOT, env={**os.environ, **told}, stdout=pipe, stderr=pipe, text=True)
 
@@ -48,9 +60,7 @@ def start(rank: int, platform: str, port: int, plan: Path) -> subprocess.Popen[s
 def test_a_lost_peer_is_named(platforms: tuple[str, str], victim: int, how: str, tmp_path: Path) -> None:
     build_emulated()
     (tmp_path / "plan.yaml").write_text(PIPELINE)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = [start(r, platform, port, tmp_path / "plan.yaml") for r, platform in enumerate(platforms)]
     try:
         printed = ranks[0].stdout

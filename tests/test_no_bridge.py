@@ -2,53 +2,32 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.test_end_to_end import ENVIRONMENT, ROOT
-from tests.vendors import PLUGINS, build_emulated
+from tests.test_island_faults import PIPELINE, free_port, start
+from tests.vendors import build_emulated
 
-PLAN = """
-seq_length: 16
-global_batch_size: 2
-pipelines:
-  - {micro_batch_size: 1, num_micro_batches: 2, stages: [{ranks: 0, layers: [0, 3]}, {ranks: 1, layers: [3, 6]}]}
-"""
 # The planted defect: every pair of ranks counts as joined by the library of whoever asks.
 WRONG = (
     "import hetero_megatron.comm.islands as i; "
     "i.Islands.route = lambda self, ranks: i.Route(library=self.endpoints[next(iter(ranks))].library); "
     "from hetero_megatron.cli.start import pretrain; pretrain()"
 )
-SECONDS = 12  # of the time-out
 
 
 @pytest.mark.timeout(1800)  # building the device takes minutes
 @pytest.mark.parametrize("others", [("emulated_vendor", "other"), ("cpu", "")], ids=["another vendor", "the host"])
 def test_a_route_by_the_wrong_library_ends_the_job_in_time(others: tuple[str, str], tmp_path: Path) -> None:
     build_emulated()
-    (tmp_path / "plan.yaml").write_text(PLAN)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    words = [sys.executable, "-c", WRONG, "--model", "tiny", "--mock-data", "--train-iters", "2", "--lr", "1e-3"]
-    words += ["--plan", str(tmp_path / "plan.yaml"), "--distributed-timeout-minutes", str(SECONDS / 60), "--platform"]
-    ranks = []
-    for rank, (platform, vendor) in enumerate((("emulated_vendor", "one"), others)):
-        told = {
-            "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port), "PYTHONPATH": str(PLUGINS / "emulated_vendor"), "OMP_NUM_THREADS": "1",
-            "HETERO_PLUGINS": "hetero_emulated_vendor.plugin", "HETERO_EMULATED_VENDOR": vendor,
-        }  # fmt: skip
-        environment, pipe = {**ENVIRONMENT, **told}, subprocess.PIPE
-        command = [*words, platform]
-        ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True))
+    plan, port = tmp_path / "plan.yaml", free_port()
+    plan.write_text(PIPELINE)
+    program = ["-c", WRONG, "--model", "tiny", "--mock-data", "--train-iters", "2", "--lr", "1e-3", "--plan"]
+    chips = (("emulated_vendor", "one"), others)
+    ranks = [start(r, platform, port, plan, program, vendor) for r, (platform, vendor) in enumerate(chips)]
     try:
-        said = [rank.communicate(timeout=10 * SECONDS)[1] for rank in ranks]
+        said = [rank.communicate(timeout=120)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -11,15 +11,13 @@ import pytest
 from hetero_megatron.cluster import BRIDGE_CHUNK, CHIPS, Cluster, cluster_from_dict
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan.islands import add_islands, replicas
-from hetero_megatron.planner.network import Network
-from hetero_megatron.planner.rates import LINK_BANDWIDTH, load_rates
-from hetero_megatron.planner.search import SearchOptions, make_evaluator, search
-from hetero_megatron.planner.space import Space
+from hetero_megatron.planner.rates import LINK_BANDWIDTH
 from hetero_megatron.planner.whatif import document
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.islands import transport_of
-from tests.planner_reference import Case, Exhaustive, random_case
+from tests.planner_reference import Case, random_case
+from tests.test_host_staged import search_as_good_as_exhaustive, seconds
 from tests.test_islands_of_vendors import one_stage, plan
 
 SPEEDS = {"A100-80-SXM": 40e9, "MI300X": 10e9, "MetaX-C500": 25e9}  # of host links, as written here
@@ -34,20 +32,16 @@ def unlike(per_node: int = 1, chips: tuple[str, ...] = tuple(SPEEDS), **link: An
     return cluster_from_dict({"nodes": nodes, "chips": hosts, "links": {"inter_node": inter}})
 
 
-def seconds(cluster: Cluster, *flows: tuple[int, int, float]) -> float:
-    found = Network(load_rates(cluster, "bf16")).exchange(flows)
-    return found.seconds + found.latency
-
-
 @pytest.mark.parametrize(("a", "b", "slowest"), [(0, 1, 10e9), (1, 0, 10e9), (0, 2, 20e9), (1, 2, 10e9)])
 def test_a_bridge_is_as_fast_as_its_slowest_part(a: int, b: int, slowest: float) -> None:
     """After the copies of the first chunk; what is not said is the bridge."""
     hosts = list(SPEEDS.values())
     first = BRIDGE_CHUNK / hosts[a] + BRIDGE_CHUNK / hosts[b]
     expected = 1e9 / (slowest * LINK_BANDWIDTH) + first + LATENCY
-    assert seconds(unlike(), (a, b, 1e9)) == pytest.approx(expected, rel=1e-9)
-    assert seconds(unlike(transport="bridge"), (a, b, 1e9)) == pytest.approx(expected, rel=1e-9)
-    assert seconds(unlike(transport="direct"), (a, b, 1e9)) == pytest.approx(1e9 / 16e9 + LATENCY, rel=1e-9)
+    flows = [(a, b, 1e9)]
+    assert seconds(unlike(), flows) == pytest.approx(expected, rel=1e-9)
+    assert seconds(unlike(transport="bridge"), flows) == pytest.approx(expected, rel=1e-9)
+    assert seconds(unlike(transport="direct"), flows) == pytest.approx(1e9 / 16e9 + LATENCY, rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -57,7 +51,7 @@ def test_of_three_ways_direct_is_the_fastest_and_whole_copies_the_slowest(seed: 
     ranks = range(3 * per_node)
     flows = [(rng.choice(ranks), rng.choice(ranks), rng.uniform(1e8, 1e9)) for _ in range(rng.randint(1, 9))]
     ways = ("direct", "bridge", "host-staged")
-    direct, bridge, staged = (seconds(unlike(per_node, transport=way), *flows) for way in ways)
+    direct, bridge, staged = (seconds(unlike(per_node, transport=way), flows) for way in ways)
     assert direct <= bridge <= staged
 
 
@@ -131,17 +125,9 @@ def test_plans_over_vendors(seed: int) -> None:
     """As good as exhaustive search, no better than over one vendor's links, and without groups that cross."""
     plain = random_case(seed, "open")
     case = of_vendors(plain, seed)
-    evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
-    try:
-        result = search(
-            case.model, case.cluster, case.seq_length, case.batch, SearchOptions(space=Space(offload="never")),
-            evaluator=evaluator,
-        )  # fmt: skip
-    except UserError:
+    if (found := search_as_good_as_exhaustive(case)) is None:
         return
-    mine = min(s.step_seconds for c in (result.best, *result.others) if (s := evaluator.score(c.candidate)))
-    best = Exhaustive(case, evaluator, mine).run()
-    assert mine <= 1.01 * best and result.lower_bound <= best * (1 + 1e-9)
+    result, *_ = found
     library = case.cluster.library_of
     for choice in (result.best, *result.others):
         assert all(len({library(r) for r in group}) == 1 for group in replicas(choice.plan))

@@ -199,7 +199,6 @@ def _measure(
     """(rates, tables, whether this is the rank that writes, a rank whose core could not keep up with its chip)."""
     from hetero_megatron.comm import start_comm, stop_comm
     from hetero_megatron.emulation import Emulation
-    from hetero_megatron.platform import choose_platform
     from hetero_megatron.platform.plugins import load_plugins
     from hetero_megatron.spec import load_model
     from hetero_megatron.training.calibration import CalibrationOptions, calibrate, degrees, format_calibration
@@ -207,7 +206,7 @@ def _measure(
     from hetero_megatron.training.config import OptimizerConfig
     from hetero_megatron.training.kernels import rank_kernels
     from hetero_megatron.training.loop import DTYPES as TORCH_DTYPES
-    from hetero_megatron.training.loop import optimizer_factory, position
+    from hetero_megatron.training.loop import optimizer_factory, platform_at, position
 
     if options.steps < 1:
         raise UserError("too small", field="--steps", value=options.steps, accepted="an integer >= 1")
@@ -226,8 +225,7 @@ def _measure(
     dtypes = _dtypes(options.dtype) if options.dtype else ()
     _check_dtypes(dtypes, cluster)  # before this rank's place and device are looked for
     rank = position(cluster, launcher)
-    vendor = cluster.emulated_vendor(rank)
-    platform = choose_platform(plugins.platforms.values(), None, None, launcher.device_index, vendor)
+    platform = platform_at(rank, cluster, launcher, plugins)
     if not dtypes:
         dtypes = ("fp32" if platform.device.type == "cpu" else "bf16",)
         _check_dtypes(dtypes, cluster)

@@ -85,15 +85,12 @@ def _cluster(file: str | None, launcher: LauncherEnvironment) -> Cluster | None:
 def _check(options: argparse.Namespace, launcher: LauncherEnvironment, cluster: Cluster | None) -> int:
     from hetero_megatron.comm import start_comm, stop_comm
     from hetero_megatron.emulation import Emulation
-    from hetero_megatron.platform import choose_platform
     from hetero_megatron.platform.plugins import load_plugins
     from hetero_megatron.training.islands import transport_of
-    from hetero_megatron.training.loop import check_device, position
+    from hetero_megatron.training.loop import check_device, platform_at, position
 
     rank = position(cluster, launcher)
-    vendor = cluster.emulated_vendor(rank) if cluster is not None else ""
-    known = load_plugins().platforms.values()
-    platform = choose_platform(known, options.platform, None, launcher.device_index, vendor)
+    platform = platform_at(rank, cluster, launcher, load_plugins(), options.platform)
     check_device(platform, launcher)
     emulation = Emulation.of(launcher, rank, options.timeout)
     transport = transport_of(options.transport, cluster)

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from hetero_megatron.cluster import BRIDGE_CHUNK
 
-CHUNK_BYTES = BRIDGE_CHUNK  # of 8 MiB, copies and network overlap in 15 of 16 chunks; smaller ones cost gloo more
 BUFFERS = 3  # per channel: one is copied while the other is in the network
 
 
@@ -180,7 +179,7 @@ class Bridge:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, copies: Copies | None, timeout: float, chunk_bytes: int = CHUNK_BYTES
+        self, group: dist.ProcessGroup, copies: Copies | None, timeout: float, chunk_bytes: int = BRIDGE_CHUNK
     ) -> None:
         self._group, self._copies, self._timeout, self._chunk_bytes = group, copies, timeout, chunk_bytes
         self._channels: dict[tuple[int, bool], _Channel] = {}

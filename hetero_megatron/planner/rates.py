@@ -234,7 +234,7 @@ class Rates:
             known = Link(chip.link_bandwidth) if chip.link_bandwidth is not None else None
             link = cluster.intra_node or known
         else:
-            link = cluster.pairs.get(frozenset((group, other)), cluster.inter_node)
+            link = cluster.link_between(group, other)
         if link is None:
             where = f"inside a node of {group}" if same_node else f"between nodes of {group} and {other}"
             key = "links.intra_node" if same_node else "links.inter_node"

@@ -183,11 +183,12 @@ def _arguments(pid: int) -> bytes:
 
 def _environment(setup: Setup, rank: int, seat: Seat, host: str, port: int, number: int) -> dict[str, str]:
     """What torchrun would set. The store is the launcher's, so ranks do not start one."""
-    together = {"LOCAL_RANK": seat.local, "LOCAL_WORLD_SIZE": sum(s.node == seat.node for s in setup.seats)}
-    if seat.device is not None:  # devices of lost ranks stay unused, so the index may be above the number of ranks
-        together = {"LOCAL_RANK": seat.device}
+    if seat.device is None:
+        local = {"LOCAL_RANK": seat.local, "LOCAL_WORLD_SIZE": sum(s.node == seat.node for s in setup.seats)}
+    else:  # devices of lost ranks stay unused, so the index may be above the number of ranks
+        local = {"LOCAL_RANK": seat.device}
     values = {
-        "RANK": rank, "WORLD_SIZE": len(setup.seats), **together,
+        "RANK": rank, "WORLD_SIZE": len(setup.seats), **local,
         "MASTER_ADDR": host, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_RESTART_COUNT": number, "HETERO_NODE": seat.node, SUPERVISED: 1,
     }  # fmt: skip

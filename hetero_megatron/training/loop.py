@@ -84,10 +84,7 @@ def train(
     check_world(config, world)
     plugins = load_plugins()
     place = position(config.cluster, launcher)
-    vendor = config.cluster.emulated_vendor(place) if config.cluster is not None else ""
-    platform = choose_platform(
-        plugins.platforms.values(), config.platform, config.distributed.backend, launcher.device_index, vendor
-    )
+    platform = platform_at(place, config.cluster, launcher, plugins, config.platform, config.distributed.backend)
     check_device(platform, launcher)
     timeout = 60 * config.distributed.timeout_minutes
     emulation = Emulation.of(launcher, place, timeout)
@@ -170,6 +167,20 @@ def position(cluster: Cluster | None, launcher: LauncherEnvironment) -> int | No
             field="HETERO_NODE", value=node, accepted=f"the chips of ranks 0 to {world - 1}, or more ranks",
         )  # fmt: skip
     return rank
+
+
+def platform_at(
+    place: int | None,
+    cluster: Cluster | None,
+    launcher: LauncherEnvironment,
+    plugins: Plugins,
+    name: str | None = None,
+    backend: str | None = None,
+) -> Platform:
+    """This process's platform: ``name``, else that of the vendor of its emulated chip, else the one that is here; see
+    :func:`~hetero_megatron.platform.choose_platform`."""
+    vendor = cluster.emulated_vendor(place) if cluster is not None else ""
+    return choose_platform(plugins.platforms.values(), name, backend, launcher.device_index, vendor)
 
 
 def check_world(config: RunConfig, world: int) -> None:

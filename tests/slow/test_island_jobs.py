@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from hetero_megatron.testbed.machine import examine
+from tests.test_cut_links import SMALL
 from tests.test_end_to_end import ENVIRONMENT, ROOT
 from tests.test_supervise import assert_same_losses, run_alone
 from tests.test_testbed_launch import hetero, until
@@ -18,12 +19,6 @@ from tests.testbed_jobs import CLUSTER, LINKS, STEPS, TRAIN, TestbedRun
 from tests.vendors import PLUGINS, build_emulated
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
-SMALL = """
-version: 1
-seq_length: 48
-global_batch_size: 4
-pipelines: [{micro_batch_size: 1, num_micro_batches: 4, stages: [{ranks: [0, 1], layers: [0, 6], tp: 2, chip: small}]}]
-"""
 DEVICES = {"HETERO_PLUGINS": "hetero_emulated_vendor.plugin", "PYTHONPATH": str(PLUGINS / "emulated_vendor")}
 
 
