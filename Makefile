@@ -73,7 +73,7 @@ bench: env  ## benchmarks against peers; each prints ratios measured in one run
 
 check: lint types
 
-lint: env  ## ruff, layers of imports, vendor-neutral core, file and function lengths
+lint: env  ## ruff, layers and circles of imports, vendor-neutral core, file and function lengths
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/lint-imports --no-logo
 	$(PY) tools/lint_vendor_neutral.py

@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/bench_context_scheduler.py [--cards node|chip|both] [--quick]
 
-Nothing runs on accelerators: seconds are those of ``planner/context_cost.py`` with data-sheet rates x default
-efficiencies (``planner/rates.py``), the same for all layouts. The paper's figures stand beside ours for orientation;
+Nothing runs on accelerators: seconds are those of ``planner/context/cost.py`` with data-sheet rates x default
+efficiencies (``planner/cost/rates.py``), the same for all layouts. The paper's figures stand beside for orientation;
 its cost model, its 13B and 70B configurations and most of its clusters' compositions are not public.
 """
 
@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import machine
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.context import ContextChoice, schedule_context
-from hetero_megatron.planner.context_cluster import problem_from_cluster
-from hetero_megatron.planner.context_problem import ContextOptions, ContextProblem
+from hetero_megatron.planner.context.cluster import problem_from_cluster
+from hetero_megatron.planner.context.problem import ContextOptions, ContextProblem
+from hetero_megatron.planner.context.scheduler import ContextChoice, schedule_context
 from hetero_megatron.spec import ModelSpec, load_model
 
 CLUSTERS = Path(__file__).resolve().parent.parent / "examples" / "clusters"

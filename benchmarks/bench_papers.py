@@ -17,8 +17,8 @@ from common import machine
 
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.search import SearchOptions, search
-from hetero_megatron.planner.summary import Summary, summarize, text_of
+from hetero_megatron.planner.report.comparison import Summary, summarize, text_of
+from hetero_megatron.planner.search.driver import SearchOptions, search
 from hetero_megatron.spec import load_model
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -25,11 +25,11 @@ from common import machine
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests/
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.bound import price_bound
-from hetero_megatron.planner.search import SearchOptions, make_evaluator, search
-from hetero_megatron.planner.shape import Candidate
-from hetero_megatron.planner.space import Space
-from hetero_megatron.planner.uniform import few_uniform
+from hetero_megatron.planner.estimate.certificate import price_bound
+from hetero_megatron.planner.search.driver import SearchOptions, make_evaluator, search
+from hetero_megatron.planner.search.uniform import few_uniform
+from hetero_megatron.planner.template.plan_template import Candidate
+from hetero_megatron.planner.template.search_space import Space
 from tests.planner_reference import Case, Exhaustive, random_case, unequal_directions
 
 

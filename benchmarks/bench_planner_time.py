@@ -35,9 +35,9 @@ STAGES, MICRO_BATCHES, SIMULATED, REPLANNED = 64, 1024, 0.5, 0.1  # the last two
 def run(name: str, top: int | None) -> dict[str, Any]:
     """Search one cluster; seconds without imports."""
     from hetero_megatron.cluster import cluster_from_dict
-    from hetero_megatron.planner.replan import Planner
-    from hetero_megatron.planner.search import SearchOptions
-    from hetero_megatron.planner.summary import summarize, text_of
+    from hetero_megatron.planner.report.comparison import summarize, text_of
+    from hetero_megatron.planner.search.driver import SearchOptions
+    from hetero_megatron.planner.whatif.replan import Planner
     from hetero_megatron.spec import load_model
 
     types, nodes, model, batch, _ = SIZES[name]

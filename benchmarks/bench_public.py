@@ -30,9 +30,9 @@ from public_data import (
     with_optimizer_rate,
 )
 
-from hetero_megatron.planner.costs import CostOptions
-from hetero_megatron.planner.fit import Run, fit_rates, format_fit, predict_runs
-from hetero_megatron.planner.rates import Rates, load_rates
+from hetero_megatron.planner.cost.layer_cost import CostOptions
+from hetero_megatron.planner.cost.rates import Rates, load_rates
+from hetero_megatron.planner.simulate.rate_fitting import Run, fit_rates, format_fit, predict_runs
 from hetero_megatron.schedule import generate, in_flight
 from hetero_megatron.spec import load_model
 

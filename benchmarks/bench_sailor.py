@@ -23,14 +23,14 @@ from sailor_rules import SPACE, SailorCosts, SailorEvaluator
 
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.plan import validate
-from hetero_megatron.planner.export import export
-from hetero_megatron.planner.place import place, to_plan
-from hetero_megatron.planner.polish import polish
-from hetero_megatron.planner.regroup import regroup
-from hetero_megatron.planner.search import POLISH
-from hetero_megatron.planner.search_large import LargeSearch
-from hetero_megatron.planner.shape import Candidate
-from hetero_megatron.planner.summary import text_of
+from hetero_megatron.plan.export import export
+from hetero_megatron.planner.report.comparison import text_of
+from hetero_megatron.planner.search.driver import POLISH
+from hetero_megatron.planner.search.local_search import polish
+from hetero_megatron.planner.search.pipeline_dp import LargeSearch
+from hetero_megatron.planner.search.tp_moves import regroup
+from hetero_megatron.planner.template.placement import place, to_plan
+from hetero_megatron.planner.template.plan_template import Candidate
 from hetero_megatron.spec import load_model
 
 CLUSTERS = Path(__file__).resolve().parent.parent / "examples" / "clusters" / "papers"

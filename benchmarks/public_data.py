@@ -15,10 +15,10 @@ from typing import Any
 
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.plan import MegatronParallel, Plan, from_megatron, plan_from_dict
-from hetero_megatron.planner.costs import CostOptions
-from hetero_megatron.planner.fit import Run
-from hetero_megatron.planner.operators import UPDATE_BYTES
-from hetero_megatron.planner.rates import Rates, load_rates, model_fingerprint
+from hetero_megatron.planner.cost.layer_cost import CostOptions
+from hetero_megatron.planner.cost.operator_cost import UPDATE_BYTES
+from hetero_megatron.planner.cost.rates import Rates, load_rates, model_fingerprint
+from hetero_megatron.planner.simulate.rate_fitting import Run
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.spec.paper_models import gpt
 

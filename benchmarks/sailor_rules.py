@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from sailor_judge import BYTES_PER_PARAMETER, FLOAT, FRAMEWORK_BYTES, Judge, Replica
 
 from hetero_megatron.cluster import Cluster, Link
-from hetero_megatron.planner.costs import CostModel, CostOptions, StageChoice
-from hetero_megatron.planner.evaluate import Evaluator, Score
-from hetero_megatron.planner.pool import make_pool
-from hetero_megatron.planner.rates import ChipRates, LayerRow, LinkRates, Rates, model_fingerprint
-from hetero_megatron.planner.shape import Candidate, PipelineShape, in_flight
-from hetero_megatron.planner.space import Space
-from hetero_megatron.planner.tables import Tables
+from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions, StageChoice
+from hetero_megatron.planner.cost.rates import ChipRates, LayerRow, LinkRates, Rates, model_fingerprint
+from hetero_megatron.planner.estimate.stage_table import Tables
+from hetero_megatron.planner.estimate.template_score import Evaluator, Score
+from hetero_megatron.planner.template.device_pool import make_pool
+from hetero_megatron.planner.template.plan_template import Candidate, PipelineShape, in_flight
+from hetero_megatron.planner.template.search_space import Space
 from hetero_megatron.spec import ModelSpec
 
 GPUS = {"A100-40-SXM": "A100-40", "V100-16": "V100-16"}  # our names -> Sailor's

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.context_equal import few_equal, kind_of
 from benchmarks.testbed_job import DTYPE, Steps, begin, end, run
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.dump import to_dict
-from hetero_megatron.planner.context import schedule_context
-from hetero_megatron.planner.context_cluster import problem_from_cluster
-from hetero_megatron.planner.context_equal import few_equal, kind_of
-from hetero_megatron.planner.context_plan import one_stage_plan
-from hetero_megatron.planner.context_problem import ContextOptions
-from hetero_megatron.planner.predict import predict
+from hetero_megatron.planner.context.cluster import problem_from_cluster
+from hetero_megatron.planner.context.io import one_stage_plan
+from hetero_megatron.planner.context.problem import ContextOptions
+from hetero_megatron.planner.context.scheduler import schedule_context
+from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.calibration import CalibrationOptions, calibrate, format_calibration
 from hetero_megatron.training.config import OptimizerConfig

@@ -29,11 +29,11 @@ from hetero_megatron.model import initial_values
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.dump import to_dict
-from hetero_megatron.planner.place import renumbered
-from hetero_megatron.planner.predict import predict
-from hetero_megatron.planner.search import SearchOptions, judge, make_evaluator, search
-from hetero_megatron.planner.uniform import few_uniform
-from hetero_megatron.planner.whatif import without
+from hetero_megatron.planner.search.driver import SearchOptions, judge, make_evaluator, search
+from hetero_megatron.planner.search.uniform import few_uniform
+from hetero_megatron.planner.simulate.step import predict
+from hetero_megatron.planner.template.placement import renumbered
+from hetero_megatron.planner.whatif.cluster_edits import without
 from hetero_megatron.platform import detect_platform
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.testbed.clocks import worst_clock

@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hetero_megatron.cluster import Cluster, cluster_from_dict
-from hetero_megatron.planner.evaluate import Evaluator, Score
-from hetero_megatron.planner.footprint import estimate_memory
-from hetero_megatron.planner.memory import MemoryBytes
-from hetero_megatron.planner.place import place, to_plan
-from hetero_megatron.planner.search import SearchOptions, judge
-from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape, in_flight
+from hetero_megatron.planner.cost.memory import MemoryBytes
+from hetero_megatron.planner.estimate.template_score import Evaluator, Score
+from hetero_megatron.planner.search.driver import SearchOptions, judge
+from hetero_megatron.planner.simulate.memory_report import estimate_memory
+from hetero_megatron.planner.template.placement import place, to_plan
+from hetero_megatron.planner.template.plan_template import Candidate, Part, PipelineShape, StageShape, in_flight
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import parameter_count
 

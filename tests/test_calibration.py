@@ -25,8 +25,8 @@ from hetero_megatron.cluster.rates_section import merge_rates, write_rates
 from hetero_megatron.comm.hooks import Clock
 from hetero_megatron.emulation.clock import EmulatedClock, OperatorSeconds
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.costs import CostModel, StageChoice
-from hetero_megatron.planner.rates import load_rates
+from hetero_megatron.planner.cost.layer_cost import CostModel, StageChoice
+from hetero_megatron.planner.cost.rates import load_rates
 from hetero_megatron.schedule import Costs as StageSeconds
 from hetero_megatron.schedule import generate, lower, simulate
 from hetero_megatron.spec import ModelSpec, load_model

@@ -14,11 +14,11 @@ from hetero_megatron.cluster import cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import capabilities, dump_yaml, plan_from_dict, to_dict
 from hetero_megatron.plan.validate import validate
-from hetero_megatron.planner.context import schedule_context
-from hetero_megatron.planner.context_cluster import problem_from_cluster
-from hetero_megatron.planner.context_plan import one_stage_plan, stage_entry
-from hetero_megatron.planner.context_problem import ContextOptions
-from hetero_megatron.planner.costs import CostModel, StageChoice
+from hetero_megatron.planner.context.cluster import problem_from_cluster
+from hetero_megatron.planner.context.io import one_stage_plan, stage_entry
+from hetero_megatron.planner.context.problem import ContextOptions
+from hetero_megatron.planner.context.scheduler import schedule_context
+from hetero_megatron.planner.cost.layer_cost import CostModel, StageChoice
 from hetero_megatron.spec import load_model
 
 MIXED = {

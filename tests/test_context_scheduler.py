@@ -9,14 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.context_equal import few_equal, kind_of, ranked_equal
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, Layout, transfer
-from hetero_megatron.planner.context import schedule_context
-from hetero_megatron.planner.context_cost import ContextCosts, kv_heads, shared_kv
-from hetero_megatron.planner.context_equal import few_equal, kind_of, ranked_equal
-from hetero_megatron.planner.context_exact import compositions, exact_context
-from hetero_megatron.planner.context_groups import clusters, equal_layouts, partitions
-from hetero_megatron.planner.context_problem import (
+from hetero_megatron.planner.context.cost import ContextCosts, kv_heads, shared_kv
+from hetero_megatron.planner.context.groupings import clusters, equal_layouts, partitions
+from hetero_megatron.planner.context.integer_shares import min_max_shares
+from hetero_megatron.planner.context.problem import (
     ContextGroup,
     ContextLayout,
     ContextOptions,
@@ -24,8 +23,9 @@ from hetero_megatron.planner.context_problem import (
     Fabric,
     Member,
 )
-from hetero_megatron.planner.context_shares import min_max_shares
+from hetero_megatron.planner.context.scheduler import schedule_context
 from hetero_megatron.spec import ModelSpec, load_model
+from tests.context_exact import compositions, exact_context
 
 BIG = 1e15
 

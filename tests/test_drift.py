@@ -18,9 +18,9 @@ from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.cluster.edit import with_nodes, without_nodes
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.planner.drift import slower, with_slow_nodes, worst_by_node
-from hetero_megatron.planner.predict import predict
-from hetero_megatron.planner.rates import ChipRates, LayerRow
+from hetero_megatron.planner.cost.rates import ChipRates, LayerRow
+from hetero_megatron.planner.simulate.step import predict
+from hetero_megatron.planner.whatif.drift import slower, with_slow_nodes, worst_by_node
 from hetero_megatron.training.jobs import Seat, Setup
 from hetero_megatron.training.stragglers import DRIFT, DRIFT_FILE
 from hetero_megatron.training.supervise import Supervisor, without_flag

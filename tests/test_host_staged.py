@@ -13,15 +13,15 @@ from hetero_megatron.cluster import CHIPS, Cluster, cluster_from_dict
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import plan_from_dict, validate
 from hetero_megatron.plan.islands import divisions
-from hetero_megatron.planner.bound import price_bound
-from hetero_megatron.planner.evaluate import Evaluator
-from hetero_megatron.planner.network import Network
-from hetero_megatron.planner.predict import predict
-from hetero_megatron.planner.rates import LINK_BANDWIDTH, load_rates
-from hetero_megatron.planner.search import Result, SearchOptions, make_evaluator, search
-from hetero_megatron.planner.shape import StageShape
-from hetero_megatron.planner.space import Space
-from hetero_megatron.planner.whatif import document
+from hetero_megatron.planner.cost.link_model import Network
+from hetero_megatron.planner.cost.rates import LINK_BANDWIDTH, load_rates
+from hetero_megatron.planner.estimate.certificate import price_bound
+from hetero_megatron.planner.estimate.template_score import Evaluator
+from hetero_megatron.planner.search.driver import Result, SearchOptions, make_evaluator, search
+from hetero_megatron.planner.simulate.step import predict
+from hetero_megatron.planner.template.plan_template import StageShape
+from hetero_megatron.planner.template.search_space import Space
+from hetero_megatron.planner.whatif.cluster_edits import document
 from tests.planner_reference import Case, Exhaustive, random_case
 from tests.test_islands import SPEC, replicas
 

@@ -19,12 +19,12 @@ from hetero_megatron.plan.buckets import Hop, layer_groups, make_buckets, plan_g
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.islands import add_islands, crossing, format_islands, hop_elements
 from hetero_megatron.plan.program import Collectives, format_step, step_schedules, validate_step
-from hetero_megatron.planner.costs import CostModel, CostOptions
-from hetero_megatron.planner.fit import read_runs
-from hetero_megatron.planner.network import Network
-from hetero_megatron.planner.predict import predict
-from hetero_megatron.planner.search import SearchOptions, search
-from hetero_megatron.planner.sync import Synchronisation
+from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions
+from hetero_megatron.planner.cost.link_model import Network
+from hetero_megatron.planner.search.driver import SearchOptions, search
+from hetero_megatron.planner.simulate.grad_sync import Synchronisation
+from hetero_megatron.planner.simulate.rate_fitting import read_runs
+from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.schedule import (
     Action,
     Costs,

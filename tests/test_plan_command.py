@@ -23,18 +23,18 @@ from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import load_plan, plan_from_dict
-from hetero_megatron.planner import objective
-from hetero_megatron.planner.choices import Choice
-from hetero_megatron.planner.context_joint_bound import most_tokens, work_bound
-from hetero_megatron.planner.objective import Deadline, cost_per_hour, search_objective, tokens_per_cost
-from hetero_megatron.planner.place import shrink
-from hetero_megatron.planner.predict import predict
-from hetero_megatron.planner.search import SearchOptions, make_evaluator, search
-from hetero_megatron.planner.shape import Candidate
-from hetero_megatron.planner.space import Space
-from hetero_megatron.planner.summary import best_uniform, summarize
-from hetero_megatron.planner.summary_text import _memory_lines, format_summary, summary_json
-from hetero_megatron.planner.watch import Watch
+from hetero_megatron.planner.estimate.context_certificate import most_tokens, work_bound
+from hetero_megatron.planner.report.comparison import best_uniform, summarize
+from hetero_megatron.planner.report.text import _memory_lines, format_summary, summary_json
+from hetero_megatron.planner.search.driver import SearchOptions, make_evaluator, search
+from hetero_megatron.planner.search.incumbent import Choice
+from hetero_megatron.planner.simulate.step import predict
+from hetero_megatron.planner.template.placement import shrink
+from hetero_megatron.planner.template.plan_template import Candidate
+from hetero_megatron.planner.template.search_space import Space
+from hetero_megatron.planner.time_budget import Watch
+from hetero_megatron.planner.whatif import objective
+from hetero_megatron.planner.whatif.objective import Deadline, cost_per_hour, search_objective, tokens_per_cost
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.exit import INTERRUPTED
 from tests import planner_cases
@@ -159,7 +159,7 @@ def test_no_part_of_a_search_goes_on_when_it_is_to_stop(rows: Any, space: Space,
 
 
 def test_a_search_without_time_does_not_say_that_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetero_megatron.planner.search.judge", lambda *_: [])
+    monkeypatch.setattr("hetero_megatron.planner.search.driver.judge", lambda *_: [])
     options = SearchOptions(space=Space(context="never", offload="never"))
     with pytest.raises(UserError, match="--time-limit: none of the plans found by then fits"):
         search(MODEL, cluster_from_dict(there(("L40S", 2, 1))), 1024, 8, options, watch=Watch(0.0))
@@ -347,7 +347,7 @@ def test_room_for_the_search_is_not_taken_from_plans(
     exhaustive: bool | None, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing that was found fits exactly, the search counts with more margin; limits and bound do not."""
-    module, left = importlib.import_module("hetero_megatron.planner.search"), [calls]
+    module, left = importlib.import_module("hetero_megatron.planner.search.driver"), [calls]
     judge = module.judge
 
     def nothing_at_first(*words: Any) -> list[Choice]:

@@ -15,18 +15,18 @@ from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.layout import reduction
 from hetero_megatron.plan import validate
 from hetero_megatron.plan.buckets import make_buckets
-from hetero_megatron.planner.bucket_flows import Places, bucket_flows, of_traffic, port_traffic, price
-from hetero_megatron.planner.evaluate import Evaluator
-from hetero_megatron.planner.fits import most_over
-from hetero_megatron.planner.footprint import estimate_memory
-from hetero_megatron.planner.hosts import Host, Hosts
-from hetero_megatron.planner.meetings import Structure
-from hetero_megatron.planner.network import Network
-from hetero_megatron.planner.place import Placed, place, to_plan
-from hetero_megatron.planner.predict import predict
-from hetero_megatron.planner.search import SearchOptions, make_evaluator
-from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape, in_flight
-from hetero_megatron.planner.timing import Link, seconds
+from hetero_megatron.planner.cost.link_model import Network
+from hetero_megatron.planner.cost.sync_host_cost import Host, Hosts
+from hetero_megatron.planner.estimate.pipeline_time import Link, seconds
+from hetero_megatron.planner.estimate.template_score import Evaluator
+from hetero_megatron.planner.search.driver import SearchOptions, make_evaluator
+from hetero_megatron.planner.search.memory_check import most_over
+from hetero_megatron.planner.simulate.bucket_flows import Places, bucket_flows, of_traffic, port_traffic, price
+from hetero_megatron.planner.simulate.memory_report import estimate_memory
+from hetero_megatron.planner.simulate.step import predict
+from hetero_megatron.planner.simulate.sync_structure import Structure
+from hetero_megatron.planner.template.placement import Placed, place, to_plan
+from hetero_megatron.planner.template.plan_template import Candidate, Part, PipelineShape, StageShape, in_flight
 from hetero_megatron.schedule import Costs, generate, lower, schedule_names, simulate
 from hetero_megatron.schedule import in_flight as of_schedule
 from hetero_megatron.spec import load_model

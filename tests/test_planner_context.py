@@ -12,14 +12,14 @@ import pytest
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.plan import dump_yaml, plan_from_dict
-from hetero_megatron.planner.context import schedule_context
-from hetero_megatron.planner.context_cluster import problem_from_cluster
-from hetero_megatron.planner.context_plan import one_stage_plan
-from hetero_megatron.planner.context_problem import ContextOptions
-from hetero_megatron.planner.costs import CostModel
-from hetero_megatron.planner.footprint import estimate_memory
-from hetero_megatron.planner.predict import _Step, predict
-from hetero_megatron.planner.prepared import PreparedPlan
+from hetero_megatron.planner.context.cluster import problem_from_cluster
+from hetero_megatron.planner.context.io import one_stage_plan
+from hetero_megatron.planner.context.problem import ContextOptions
+from hetero_megatron.planner.context.scheduler import schedule_context
+from hetero_megatron.planner.cost.layer_cost import CostModel
+from hetero_megatron.planner.simulate.memory_report import estimate_memory
+from hetero_megatron.planner.simulate.prepared import PreparedPlan
+from hetero_megatron.planner.simulate.step import _Step, predict
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.dry_run import run_rank
 from tests.random_plans import random_context

@@ -16,12 +16,12 @@ from hetero_megatron.cli import main
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import load_plan, plan_from_dict
-from hetero_megatron.planner.context_joint_bound import work_bound
-from hetero_megatron.planner.place import shrink
-from hetero_megatron.planner.predict import predict
-from hetero_megatron.planner.replan import Planner
-from hetero_megatron.planner.search import SearchOptions, make_evaluator, search
-from hetero_megatron.planner.space import LONG, Space, wanted
+from hetero_megatron.planner.estimate.context_certificate import work_bound
+from hetero_megatron.planner.search.driver import SearchOptions, make_evaluator, search
+from hetero_megatron.planner.simulate.step import predict
+from hetero_megatron.planner.template.placement import shrink
+from hetero_megatron.planner.template.search_space import LONG, Space, wanted
+from hetero_megatron.planner.whatif.replan import Planner
 from hetero_megatron.spec import load_model
 from tests.random_plans import random_context
 

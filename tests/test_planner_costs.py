@@ -16,13 +16,13 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.ops import SPECS
 from hetero_megatron.ops.spec import Cost
 from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.planner.costs import CostModel, StageChoice
-from hetero_megatron.planner.footprint import estimate_memory
-from hetero_megatron.planner.network import Network
-from hetero_megatron.planner.operators import ATTENTION_BACKWARD, UPDATE_BYTES, Operators
-from hetero_megatron.planner.predict import computing_seconds, predict
-from hetero_megatron.planner.rates import as_document, load_rates, model_fingerprint, share_of_peak
-from hetero_megatron.planner.whatif import document, with_more
+from hetero_megatron.planner.cost.layer_cost import CostModel, StageChoice
+from hetero_megatron.planner.cost.link_model import Network
+from hetero_megatron.planner.cost.operator_cost import ATTENTION_BACKWARD, UPDATE_BYTES, Operators
+from hetero_megatron.planner.cost.rates import as_document, load_rates, model_fingerprint, share_of_peak
+from hetero_megatron.planner.simulate.memory_report import estimate_memory
+from hetero_megatron.planner.simulate.step import computing_seconds, predict
+from hetero_megatron.planner.whatif.cluster_edits import document, with_more
 from hetero_megatron.spec import load_model
 from hetero_megatron.spec.flops import (
     head_flops,

@@ -16,8 +16,9 @@ from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import Cluster, cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import dump_yaml, plan_from_dict
-from hetero_megatron.planner.costs import CostOptions
-from hetero_megatron.planner.fit import (
+from hetero_megatron.planner.cost.layer_cost import CostOptions
+from hetero_megatron.planner.cost.rates import Rates, load_rates
+from hetero_megatron.planner.simulate.rate_fitting import (
     Run,
     _apply,
     _Knob,
@@ -29,7 +30,6 @@ from hetero_megatron.planner.fit import (
     predict_runs,
     read_runs,
 )
-from hetero_megatron.planner.rates import Rates, load_rates
 from tests.planner_cases import MODEL, plan, stages
 
 FILE: dict[str, Any] = {

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_megatron.planner.evaluate import Evaluator
-from hetero_megatron.planner.fitting import Fitting
-from hetero_megatron.planner.place import place, to_plan
-from hetero_megatron.planner.predict import Prediction, predict
-from hetero_megatron.planner.search import SearchOptions, make_evaluator
-from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape
-from hetero_megatron.planner.together import count_ways, ways_together
+from hetero_megatron.planner.estimate.template_score import Evaluator
+from hetero_megatron.planner.search.batch_partition import count_ways, ways_together
+from hetero_megatron.planner.search.driver import SearchOptions, make_evaluator
+from hetero_megatron.planner.search.memory_fit import Fitting
+from hetero_megatron.planner.simulate.step import Prediction, predict
+from hetero_megatron.planner.template.placement import place, to_plan
+from hetero_megatron.planner.template.plan_template import Candidate, Part, PipelineShape, StageShape
 from tests.planner_reference import Case, random_case
 
 

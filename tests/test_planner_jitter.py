@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.planner.jitter import STEPS, expected_delay
-from hetero_megatron.planner.predict import predict
-from hetero_megatron.planner.search import SearchOptions, search
-from hetero_megatron.planner.summary import _why
+from hetero_megatron.planner.report.comparison import _why
+from hetero_megatron.planner.search.driver import SearchOptions, search
+from hetero_megatron.planner.simulate.step import predict
+from hetero_megatron.planner.simulate.variability import STEPS, expected_delay
 from hetero_megatron.schedule import generate
 from hetero_megatron.training.calibration.runs import jitter
 from tests.planner_cases import MODEL, SEQ, cluster, plan, stages

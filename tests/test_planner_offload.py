@@ -12,15 +12,15 @@ import yaml
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import dump_yaml, plan_from_dict, validate
-from hetero_megatron.planner.bound import price_bound
-from hetero_megatron.planner.costs import CostModel, CostOptions, StageChoice
-from hetero_megatron.planner.replan import Planner
-from hetero_megatron.planner.search import Result, SearchOptions, make_evaluator, search
-from hetero_megatron.planner.search_large import LargeSearch
-from hetero_megatron.planner.search_small import SmallSearch
-from hetero_megatron.planner.space import Space
-from hetero_megatron.planner.summary import summarize
-from hetero_megatron.planner.summary_text import format_summary
+from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions, StageChoice
+from hetero_megatron.planner.estimate.certificate import price_bound
+from hetero_megatron.planner.report.comparison import summarize
+from hetero_megatron.planner.report.text import format_summary
+from hetero_megatron.planner.search.driver import Result, SearchOptions, make_evaluator, search
+from hetero_megatron.planner.search.enumeration import SmallSearch
+from hetero_megatron.planner.search.pipeline_dp import LargeSearch
+from hetero_megatron.planner.template.search_space import Space
+from hetero_megatron.planner.whatif.replan import Planner
 from hetero_megatron.spec.flops import parameter_count
 from tests.planner_reference import GIB, Case, Exhaustive, random_case
 

@@ -20,14 +20,14 @@ from hetero_megatron.cli.parse import parse
 from hetero_megatron.cluster import Cluster, cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, plan_from_dict, to_dict
+from hetero_megatron.plan.export import export
 from hetero_megatron.plan.from_flagscale import FlagScaleParallel, from_flagscale
-from hetero_megatron.planner.build import Builder
-from hetero_megatron.planner.export import export
-from hetero_megatron.planner.rates import load_rates
-from hetero_megatron.planner.regroup import compositions, regroup
-from hetero_megatron.planner.search import SearchOptions, make_evaluator
-from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape
-from hetero_megatron.planner.space import Space
+from hetero_megatron.planner.cost.rates import load_rates
+from hetero_megatron.planner.search.driver import SearchOptions, make_evaluator
+from hetero_megatron.planner.search.materialize import Builder
+from hetero_megatron.planner.search.tp_moves import compositions, regroup
+from hetero_megatron.planner.template.plan_template import Candidate, Part, PipelineShape, StageShape
+from hetero_megatron.planner.template.search_space import Space
 from hetero_megatron.spec import load_model
 from tests.planner_cases import MODEL, SEQ, cluster
 

@@ -10,8 +10,8 @@ import pytest
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.planner.costs import CostModel
-from hetero_megatron.planner.predict import Prediction, computing_seconds, predict
+from hetero_megatron.planner.cost.layer_cost import CostModel
+from hetero_megatron.planner.simulate.step import Prediction, computing_seconds, predict
 from hetero_megatron.schedule import Costs, generate, lower, simulate
 from hetero_megatron.spec import load_model
 from hetero_megatron.spec.flops import parameter_count
@@ -147,8 +147,8 @@ def test_a_nodes_cards_are_shared() -> None:
 
 def test_bytes_are_the_runtimes(tmp_path: Path) -> None:
     """Boundaries, gradients and parameters: the same bytes between the same ranks as in a dry run of each rank."""
-    from hetero_megatron.planner.predict import _Step
-    from hetero_megatron.planner.prepared import PreparedPlan
+    from hetero_megatron.planner.simulate.prepared import PreparedPlan
+    from hetero_megatron.planner.simulate.step import _Step
     from hetero_megatron.training.dry_run import run_rank
     from tests.test_dry_run import config
 

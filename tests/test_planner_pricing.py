@@ -10,17 +10,17 @@ import pytest
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.planner.bound import price_bound
-from hetero_megatron.planner.costs import CostModel
-from hetero_megatron.planner.place import place, to_plan
-from hetero_megatron.planner.pool import Pool
-from hetero_megatron.planner.predict import predict
-from hetero_megatron.planner.prepared import PreparedPlan
-from hetero_megatron.planner.search import SearchOptions, make_evaluator
-from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape
-from hetero_megatron.planner.space import Space
-from hetero_megatron.planner.stages import StageCosts
-from hetero_megatron.planner.sync import Synchronisation
+from hetero_megatron.planner.cost.layer_cost import CostModel
+from hetero_megatron.planner.estimate.certificate import price_bound
+from hetero_megatron.planner.search.driver import SearchOptions, make_evaluator
+from hetero_megatron.planner.simulate.grad_sync import Synchronisation
+from hetero_megatron.planner.simulate.prepared import PreparedPlan
+from hetero_megatron.planner.simulate.stage_cost import StageCosts
+from hetero_megatron.planner.simulate.step import predict
+from hetero_megatron.planner.template.device_pool import Pool
+from hetero_megatron.planner.template.placement import place, to_plan
+from hetero_megatron.planner.template.plan_template import Candidate, Part, PipelineShape, StageShape
+from hetero_megatron.planner.template.search_space import Space
 from hetero_megatron.spec import load_model
 from hetero_megatron.spec.flops import parameter_count
 from hetero_megatron.training.calibration.runs import Phase, solve_phases

@@ -17,15 +17,15 @@ from hetero_megatron.cli.run import first_that_fits
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.cluster.edit import without_nodes
 from hetero_megatron.plan import from_megatron, load_plan, validate
-from hetero_megatron.planner.bound import _Prices, price_bound
-from hetero_megatron.planner.predict import predict
-from hetero_megatron.planner.replan import Planner
-from hetero_megatron.planner.search import SearchOptions, make_evaluator, search
-from hetero_megatron.planner.space import Space
-from hetero_megatron.planner.summary import Summary, summarize
-from hetero_megatron.planner.summary_text import format_summary, summary_json
-from hetero_megatron.planner.uniform import closed_seconds, uniform_plans
-from hetero_megatron.planner.watch import Watch, never
+from hetero_megatron.planner.estimate.certificate import _Prices, price_bound
+from hetero_megatron.planner.report.comparison import Summary, summarize
+from hetero_megatron.planner.report.text import format_summary, summary_json
+from hetero_megatron.planner.search.driver import SearchOptions, make_evaluator, search
+from hetero_megatron.planner.search.uniform import closed_seconds, uniform_plans
+from hetero_megatron.planner.simulate.step import predict
+from hetero_megatron.planner.template.search_space import Space
+from hetero_megatron.planner.time_budget import Watch, never
+from hetero_megatron.planner.whatif.replan import Planner
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.jobs import Seat
 from hetero_megatron.words import format_bytes

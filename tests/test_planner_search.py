@@ -15,20 +15,20 @@ from hypothesis import strategies as st
 from hetero_megatron.cluster import cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import plan_from_dict, to_dict, validate
-from hetero_megatron.planner import graph
-from hetero_megatron.planner.bound import price_bound
-from hetero_megatron.planner.choices import Best
-from hetero_megatron.planner.columns import allocate
-from hetero_megatron.planner.place import shrink
-from hetero_megatron.planner.pool import Pool
-from hetero_megatron.planner.search import SearchOptions, judge, make_evaluator, search
-from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape
-from hetero_megatron.planner.space import Space
-from hetero_megatron.planner.split import _bisect, best_split, count_splits, splits
-from hetero_megatron.planner.summary import summarize
-from hetero_megatron.planner.summary_text import summary_json
-from hetero_megatron.planner.timing import Link, closed_form, lower_bound, many, seconds
-from hetero_megatron.planner.whatif import document, with_more, without
+from hetero_megatron.planner.estimate.certificate import price_bound
+from hetero_megatron.planner.estimate.layer_partition import _bisect, best_split, count_splits, splits
+from hetero_megatron.planner.estimate.pipeline_time import Link, closed_form, lower_bound, many, seconds
+from hetero_megatron.planner.report.comparison import summarize
+from hetero_megatron.planner.report.text import summary_json
+from hetero_megatron.planner.search import graph_partition as graph
+from hetero_megatron.planner.search.columns import allocate
+from hetero_megatron.planner.search.driver import SearchOptions, judge, make_evaluator, search
+from hetero_megatron.planner.search.incumbent import Best
+from hetero_megatron.planner.template.device_pool import Pool
+from hetero_megatron.planner.template.placement import shrink
+from hetero_megatron.planner.template.plan_template import Candidate, Part, PipelineShape, StageShape
+from hetero_megatron.planner.template.search_space import Space
+from hetero_megatron.planner.whatif.cluster_edits import document, with_more, without
 from hetero_megatron.schedule import Costs, generate, lower, simulate
 from hetero_megatron.spec import load_model
 from tests.planner_cases import MODEL, SEQ
@@ -312,7 +312,7 @@ def test_shrunk_clusters_keep_chips_nodes_and_links(keep: list[int]) -> None:
 
 def test_planning_again_after_a_loss() -> None:
     """Any one node may go; the new plan is for the chips that are left and computes the same batch."""
-    from hetero_megatron.planner.replan import Planner
+    from hetero_megatron.planner.whatif.replan import Planner
 
     cluster, model = cluster_from_dict(_mixed()), load_model("llama2-7b")
     planner = Planner(model, cluster, 2048, 32, SearchOptions(exhaustive=False, top=3))
@@ -335,7 +335,7 @@ def test_export() -> None:
     import json
 
     from hetero_megatron.cli.parse import parse
-    from hetero_megatron.planner.export import export
+    from hetero_megatron.plan.export import export
 
     cluster = cluster_from_dict(
         {
@@ -373,7 +373,7 @@ def test_export() -> None:
 
 
 def test_objectives() -> None:
-    from hetero_megatron.planner.objective import Deadline, cost_per_hour, search_objective, tokens_per_cost
+    from hetero_megatron.planner.whatif.objective import Deadline, cost_per_hour, search_objective, tokens_per_cost
 
     data = _mixed()
     model = dataclasses.replace(load_model("llama2-7b"), num_layers=4)

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from hetero_megatron.cluster import cluster_from_dict
-from hetero_megatron.planner.choices import Best
-from hetero_megatron.planner.floors import Tails, floor, line_under
-from hetero_megatron.planner.predict import predict
-from hetero_megatron.planner.search import Result, SearchOptions, make_evaluator, search
-from hetero_megatron.planner.shape import Candidate, Part, PipelineShape, StageShape
-from hetero_megatron.planner.space import Space
-from hetero_megatron.planner.split import best_split, listed
-from hetero_megatron.planner.summary import best_uniform, each_alone, summarize
-from hetero_megatron.planner.summary_text import summary_json
-from hetero_megatron.planner.tables import Kind
+from hetero_megatron.planner.estimate.layer_partition import best_split, listed
+from hetero_megatron.planner.estimate.lower_bounds import Tails, floor, line_under
+from hetero_megatron.planner.estimate.stage_table import Kind
+from hetero_megatron.planner.report.comparison import best_uniform, each_alone, summarize
+from hetero_megatron.planner.report.text import summary_json
+from hetero_megatron.planner.search.driver import Result, SearchOptions, make_evaluator, search
+from hetero_megatron.planner.search.incumbent import Best
+from hetero_megatron.planner.simulate.step import predict
+from hetero_megatron.planner.template.plan_template import Candidate, Part, PipelineShape, StageShape
+from hetero_megatron.planner.template.search_space import Space
 from hetero_megatron.spec import load_model
 from tests.planner_reference import random_case
 

@@ -19,7 +19,7 @@ from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops.conformance import FAIL, speed
-from hetero_megatron.planner.rates import load_rates
+from hetero_megatron.planner.cost.rates import load_rates
 from hetero_megatron.platform import CPU, Accelerator, Platform, choose_platform
 from hetero_megatron.platform.conformance import check_platform
 from hetero_megatron.platform.plugins import BUILT_IN, Source, discover, load, load_plugins

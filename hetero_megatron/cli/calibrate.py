@@ -26,7 +26,7 @@ from hetero_megatron.cluster.rates_section import merge_rates, read_rates, write
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import read_json_object
 from hetero_megatron.launcher import TESTBED, LauncherEnvironment, read_launcher
-from hetero_megatron.planner.rates import refuse_twice
+from hetero_megatron.planner.cost.rates import refuse_twice
 from hetero_megatron.training.exit import import_torch
 from hetero_megatron.words import dtype_name, notice_line, plural
 
@@ -150,8 +150,8 @@ def _fit(cluster: Cluster, options: argparse.Namespace, rates: dict[str, Any]) -
     """``rates`` with those that measured runs determine."""
     from dataclasses import replace
 
-    from hetero_megatron.planner.fit import fit_rates, format_fit, rates_section, read_runs
-    from hetero_megatron.planner.rates import load_rates
+    from hetero_megatron.planner.cost.rates import load_rates
+    from hetero_megatron.planner.simulate.rate_fitting import fit_rates, format_fit, rates_section, read_runs
 
     if options.model is not None:
         raise UserError("the CSV file names the models", field="--model", value=options.model, accepted="no --model")
@@ -171,7 +171,7 @@ def _fit(cluster: Cluster, options: argparse.Namespace, rates: dict[str, Any]) -
 
 def _known_fixed(cluster: Cluster, dtype: str, length: int) -> dict[str, tuple[float, float]]:
     """What earlier calls with shorter sequences found of each chip type."""
-    from hetero_megatron.planner.rates import given_rates
+    from hetero_megatron.planner.cost.rates import given_rates
 
     found: dict[str, tuple[float, float]] = {}
     for name, dtypes in cluster.rates.get("chips", {}).items():

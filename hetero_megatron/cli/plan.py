@@ -17,19 +17,19 @@ from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import dump_yaml
+from hetero_megatron.plan.export import FORMATS, export
 from hetero_megatron.plan.made_for import MadeFor, made_for
-from hetero_megatron.planner.costs import CostOptions
-from hetero_megatron.planner.export import FORMATS, export
-from hetero_megatron.planner.memory import ITEM_BYTES, moments_of
-from hetero_megatron.planner.objective import Deadline, search_objective
-from hetero_megatron.planner.page import html_page
-from hetero_megatron.planner.replan import Loss, Planner
-from hetero_megatron.planner.search import Result, SearchOptions, search
-from hetero_megatron.planner.space import Space
-from hetero_megatron.planner.summary import Summary, summarize
-from hetero_megatron.planner.summary_text import format_summary, plan_text, summary_json
-from hetero_megatron.planner.watch import Watch
-from hetero_megatron.planner.whatif import document, with_more, without
+from hetero_megatron.planner.cost.layer_cost import CostOptions
+from hetero_megatron.planner.cost.memory import ITEM_BYTES, moments_of
+from hetero_megatron.planner.report.comparison import Summary, summarize
+from hetero_megatron.planner.report.page import html_page
+from hetero_megatron.planner.report.text import format_summary, plan_text, summary_json
+from hetero_megatron.planner.search.driver import Result, SearchOptions, search
+from hetero_megatron.planner.template.search_space import Space
+from hetero_megatron.planner.time_budget import Watch
+from hetero_megatron.planner.whatif.cluster_edits import document, with_more, without
+from hetero_megatron.planner.whatif.objective import Deadline, search_objective
+from hetero_megatron.planner.whatif.replan import Loss, Planner
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.training.exit import INTERRUPTED
 from hetero_megatron.words import notice_line

@@ -18,10 +18,10 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan import dump_yaml
 from hetero_megatron.plan.canonical import Plan
 from hetero_megatron.plan.validate import validate
-from hetero_megatron.planner.context import ContextChoice, schedule_context
-from hetero_megatron.planner.context_cluster import problem_from_cluster
-from hetero_megatron.planner.context_plan import one_stage_plan, stage_entry
-from hetero_megatron.planner.context_problem import ContextLayout, ContextOptions, ContextProblem
+from hetero_megatron.planner.context.cluster import problem_from_cluster
+from hetero_megatron.planner.context.io import one_stage_plan, stage_entry
+from hetero_megatron.planner.context.problem import ContextLayout, ContextOptions, ContextProblem
+from hetero_megatron.planner.context.scheduler import ContextChoice, schedule_context
 from hetero_megatron.spec import load_model
 from hetero_megatron.words import dtype_name, notice_line, plural, rank_ranges
 

@@ -129,11 +129,11 @@ def _searched(
     args: Arguments, spec: ModelSpec, launcher: LauncherEnvironment, cluster: Cluster | None, dtype: str | None
 ) -> Plan:
     """--auto-plan: every rank searches by itself and finds the same plan, because the search has no randomness."""
-    from hetero_megatron.planner.costs import CostOptions
-    from hetero_megatron.planner.memory import moments_of
-    from hetero_megatron.planner.search import SearchOptions, search
-    from hetero_megatron.planner.space import Space
-    from hetero_megatron.planner.watch import Watch
+    from hetero_megatron.planner.cost.layer_cost import CostOptions
+    from hetero_megatron.planner.cost.memory import moments_of
+    from hetero_megatron.planner.search.driver import SearchOptions, search
+    from hetero_megatron.planner.template.search_space import Space
+    from hetero_megatron.planner.time_budget import Watch
 
     for key in (*_UNIFORM, *_MESHES, "plan"):
         if key in args.given:

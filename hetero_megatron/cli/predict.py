@@ -15,13 +15,13 @@ from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.islands import add_islands, format_added, format_islands
 from hetero_megatron.plan.made_for import made_for_of
 from hetero_megatron.plan.program import format_step
-from hetero_megatron.planner.costs import CostModel, CostOptions
-from hetero_megatron.planner.memory import ITEM_BYTES, moments_of
-from hetero_megatron.planner.page import html_page
-from hetero_megatron.planner.predict import predict
-from hetero_megatron.planner.prepared import PreparedPlan
-from hetero_megatron.planner.report import as_json, format_prediction
-from hetero_megatron.planner.timeline import format_timeline, perfetto_trace
+from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions
+from hetero_megatron.planner.cost.memory import ITEM_BYTES, moments_of
+from hetero_megatron.planner.report.page import html_page
+from hetero_megatron.planner.report.prediction import as_json, format_prediction
+from hetero_megatron.planner.report.timeline import format_timeline, perfetto_trace
+from hetero_megatron.planner.simulate.prepared import PreparedPlan
+from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.spec import load_model
 from hetero_megatron.words import dtype_name, notice_line
 

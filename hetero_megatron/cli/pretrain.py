@@ -20,7 +20,7 @@ from hetero_megatron.words import notice_line
 
 if TYPE_CHECKING:
     from hetero_megatron.comm import CommError
-    from hetero_megatron.planner.memory import MemoryBytes
+    from hetero_megatron.planner.cost.memory import MemoryBytes
     from hetero_megatron.training.config import RunConfig
 
 USER_ERROR = 2  # exit code of every refusal, on every rank
@@ -124,7 +124,7 @@ def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
     """Print the plan, memory per rank and the notices; with --as-rank run that rank with fake tensors (rank 0 only)."""
     from hetero_megatron.plan import format_plan
     from hetero_megatron.plan.islands import format_islands
-    from hetero_megatron.planner.footprint import format_memory
+    from hetero_megatron.planner.simulate.memory_report import format_memory
 
     if launcher.rank != 0:
         return 0
@@ -149,8 +149,8 @@ def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
 
 def _memory(config: RunConfig) -> Mapping[int, MemoryBytes]:
     """What every rank needs, by formula."""
-    from hetero_megatron.planner.footprint import estimate_memory
-    from hetero_megatron.planner.memory import moments_of
+    from hetero_megatron.planner.cost.memory import moments_of
+    from hetero_megatron.planner.simulate.memory_report import estimate_memory
 
     moments = moments_of(config.optimizer.name)
     buckets = config.compiled.buckets

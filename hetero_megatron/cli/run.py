@@ -17,7 +17,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.launcher import SUPERVISED, refuse_copies
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.dump import dump_yaml
-from hetero_megatron.planner.drift import with_slow_nodes, worst_by_node
+from hetero_megatron.planner.whatif.drift import with_slow_nodes, worst_by_node
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.diagnosis import diagnoses_at
 from hetero_megatron.training.jobs import Job, Seat, Setup, TestbedJob

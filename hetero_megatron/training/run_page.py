@@ -9,8 +9,8 @@ from statistics import median
 from typing import Any
 
 from hetero_megatron.errors import printable
-from hetero_megatron.planner.page import KINDS, LEGEND, charts_html, page
-from hetero_megatron.planner.report import format_seconds
+from hetero_megatron.planner.report.page import KINDS, LEGEND, charts_html, page
+from hetero_megatron.planner.report.prediction import format_seconds
 from hetero_megatron.testbed.report import MEANING
 from hetero_megatron.training.run_files import RunFiles, read_run
 from hetero_megatron.training.run_pictures import COLORS, Line, curve, plan_picture

@@ -12,8 +12,8 @@ import torch
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import Comm
 from hetero_megatron.parallel.update import OptimizerFactory
-from hetero_megatron.planner.network import Network
-from hetero_megatron.planner.rates import LinkRates, Rates, link_document, model_fingerprint
+from hetero_megatron.planner.cost.link_model import Network
+from hetero_megatron.planner.cost.rates import LinkRates, Rates, link_document, model_fingerprint
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.testbed.clocks import Kept, worst_clock
 from hetero_megatron.training.calibration.alone import Alone, AttentionRow, measure_alone
@@ -234,7 +234,7 @@ def _waiting(
 
 
 def _document(found: Calibration, cluster: Cluster, spec: ModelSpec, options: CalibrationOptions) -> dict[str, Any]:
-    """The ``rates:`` section; see planner/rates.py."""
+    """The ``rates:`` section; see planner/cost/rates.py."""
     chips: dict[str, Any] = {}
     name = model_fingerprint(spec)
     for chip in dict.fromkeys(c for c, _, _ in found.costs):

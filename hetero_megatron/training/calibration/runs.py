@@ -20,7 +20,7 @@ import numpy as np
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.plan import Plan, plan_from_dict
-from hetero_megatron.planner.costs import SWAPS
+from hetero_megatron.planner.cost.layer_cost import SWAPS
 from hetero_megatron.spec import ModelSpec
 
 FEW, MANY = 1, 3  # layers of a stage; of slower chips fewer than many, see :func:`depths`

@@ -1,0 +1,215 @@
+"""Shares of a given grouping: heads by attention speed, tokens of groups by their cost, tokens of members by theirs."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero_megatron.planner.context.cost import ContextCosts, kv_heads
+from hetero_megatron.planner.context.groupings import Grouping, even_block
+from hetero_megatron.planner.context.integer_shares import min_max_shares, water_level
+from hetero_megatron.planner.context.memory import head_bytes, kv_bytes, token_bytes
+from hetero_megatron.planner.context.problem import ContextGroup, ContextLayout
+
+Floats = npt.NDArray[np.float64]
+
+
+class Balancer:
+    """Balances groupings of one problem; equal groups are computed once.
+
+    Args:
+        idle: members that are left without tokens and heads.
+    """
+
+    def __init__(self, costs: ContextCosts, idle: frozenset[int] = frozenset()) -> None:
+        self.costs, self.problem, self.idle = costs, costs.problem, idle
+        self._heads: dict[object, tuple[int, ...]] = {}
+        self._caps: dict[object, float] = {}
+        self._tokens: dict[object, tuple[int, ...]] = {}
+
+    def balance(self, grouping: Grouping, transport: str, block: int, by: str = "speed") -> ContextLayout | None:
+        """Integer shares that even the groups' times out; None where they cannot fit in memory.
+
+        Args:
+            block: most tokens of a block of the ring.
+            by: how heads are divided: by ``speed``; by ``kv``, speed in units of a key-value head, so that none is
+                copied; or ``equal``, so that no member receives more than another.
+        """
+        problem, active = self.problem, self._active(grouping)
+        if not active:
+            return None
+        transport = "a2a" if len(active) == 1 else transport
+        heads = [self.heads(group, by) for group in active]
+        empty = ContextLayout((), transport, block if transport == "ring" else 0)
+        buffer = kv_bytes(problem, empty) if transport != "a2a" else 0.0
+        caps = np.array([self.cap(g, h, buffer) for g, h in zip(active, heads, strict=True)])
+        unit = problem.unit
+        units, rest = divmod(problem.seq_length, unit)
+        if int(np.floor(caps / unit).sum()) < units + (rest > 0):
+            return None
+        totals = self._group_tokens(active, heads, caps, transport, block, units, rest)
+        built = []
+        for group, h, total in zip(active, heads, totals, strict=True):
+            tokens = self.tokens(group, h, total, buffer)
+            if tokens is None:
+                return None
+            built.append(ContextGroup(group, tokens, h))
+        if transport == "ring":
+            block = even_block(totals, block)
+        return self._with_idle([g for g in built if sum(g.tokens)], grouping, transport, block)
+
+    def _active(self, grouping: Grouping) -> list[tuple[int, ...]]:
+        groups = [tuple(m for m in group if m not in self.idle) for group in grouping]
+        return [group for group in groups if group]
+
+    def _with_idle(self, built: list[ContextGroup], grouping: Grouping, transport: str, block: int) -> ContextLayout:
+        """Members without work stand at the end of the first group, with zeros."""
+        used = {m for group in built for m in group.members}
+        spare = tuple(m for group in grouping for m in group if m not in used)
+        if spare:
+            first, zeros = built[0], (0,) * len(spare)
+            built[0] = ContextGroup(first.members + spare, first.tokens + zeros, first.heads + zeros)
+        if len(built) == 1:
+            return ContextLayout(tuple(built), "a2a")
+        return ContextLayout(tuple(built), transport, block if transport == "ring" else 0)
+
+    def heads(self, group: tuple[int, ...], by: str) -> tuple[int, ...]:
+        """Query heads per member; by speed so that the slowest takes least time (exact)."""
+        model = self.problem.model
+        key = (self.costs.signature(group), by)
+        if key not in self._heads:
+            cost = self.costs.pair[list(group)] if by != "equal" else np.ones(len(group))
+            size = model.queries_per_kv if by == "kv" and model.num_kv_heads >= len(group) else 1
+            shares = min_max_shares(model.num_heads // size, cost)
+            self._heads[key] = tuple(int(n) * size for n in shares)
+        return self._heads[key]
+
+    def _limits(self, group: tuple[int, ...], heads: tuple[int, ...], buffer: float) -> tuple[Floats, Floats, float]:
+        """Tokens that member d may own: (free_d - group's tokens x each_d) / per token."""
+        h = np.array(heads, dtype=np.float64)
+        kv = np.array(kv_heads(heads, self.costs.per_kv), dtype=np.float64)
+        kept, work = head_bytes(self.problem, h, kv)
+        per_token = sum(token_bytes(self.problem, len(group) == 1, len(self.problem.members[0].ranks)))
+        return self.costs.limits[list(group)] - kv * buffer, kept + work, per_token
+
+    def cap(self, group: tuple[int, ...], heads: tuple[int, ...], buffer: float) -> float:
+        """Tokens that a group can hold (found by bisection; the capacity falls as the group's tokens grow)."""
+        key = (self.costs.signature(group), heads, buffer)
+        if key not in self._caps:
+            free, each, per_token = self._limits(group, heads, buffer)
+            low, high = 0.0, float(self.problem.seq_length)
+            if (free < 0).any():
+                high = 0.0
+            middle = high
+            while high - low >= 0.5:
+                room = free - middle * each
+                good = (room >= 0).all() and float((room / per_token).sum()) >= middle
+                low, high = (middle, high) if good else (low, middle)
+                middle = (low + high) / 2
+            self._caps[key] = low
+        return self._caps[key]
+
+    def tokens(
+        self, group: tuple[int, ...], heads: tuple[int, ...], total: int, buffer: float
+    ) -> tuple[int, ...] | None:
+        """Tokens per member for a group that owns ``total``; None where they do not fit."""
+        key = (self.costs.signature(group), heads, total, buffer)
+        if key not in self._tokens:
+            free, each, per_token = self._limits(group, heads, buffer)
+            units, rest = divmod(total, self.problem.unit)
+            room = np.maximum((free - total * each) / per_token, 0)
+            caps = np.floor(room / self.problem.unit).astype(np.int64)
+            cost = self.costs.linear[list(group)] * self.problem.unit
+            try:
+                shares = min_max_shares(units, cost, caps) * self.problem.unit
+            except ValueError:
+                return None
+            if rest:  # what no unit covers goes where there is room and time
+                order = np.argsort((shares + rest) * cost)
+                fitting = [i for i in order if shares[i] + rest <= room[i]]
+                if not fitting:
+                    return None
+                shares[fitting[0]] += rest
+            self._tokens[key] = tuple(int(n) for n in shares)
+        return self._tokens[key]
+
+    def _group_tokens(
+        self,
+        groups: list[tuple[int, ...]],
+        heads: list[tuple[int, ...]],
+        caps: Floats,
+        transport: str,
+        block: int,
+        units: int,
+        rest: int,
+    ) -> list[int]:
+        """Tokens per group so that all take the same time: T = delay_k + S_k / rate_k, levelled like water."""
+        problem, count = self.problem, len(groups)
+        if count == 1:
+            return [problem.seq_length]
+        slope, delay, lines = self._slopes(groups, heads)
+        travel = self._travel(groups, heads, transport, block)
+        hidden = transport == "ring"
+        totals = np.full(count, problem.seq_length / count)
+        level = water_level(problem.seq_length, 1 / slope, np.minimum(caps, problem.seq_length), delay)
+        totals = np.clip((level - delay) / slope, 0, caps)
+        if hidden and travel > 0 and float((slope * totals - lines * totals).min()) < travel:
+            # Where the ring takes longer than attention, only the rest of the layer depends on the share.
+            slope2, delay2 = np.where((slope - lines) * totals < travel, lines, slope), delay.copy()
+            delay2 += np.where((slope - lines) * totals < travel, travel, 0.0)
+            level = water_level(problem.seq_length, 1 / slope2, np.minimum(caps, problem.seq_length), delay2)
+            totals = np.clip((level - delay2) / slope2, 0, caps)
+        unit = problem.unit
+        # Rounded down to units; what is left goes to the groups that finish first.
+        whole = np.floor(totals / unit + 1e-9).astype(np.int64)
+        cap_units = np.floor(caps / unit).astype(np.int64)
+        whole = np.minimum(whole, cap_units)
+        missing = units - int(whole.sum())
+        while missing > 0:
+            open_ = np.flatnonzero(whole < cap_units)
+            order = open_[np.argsort(delay[open_] + (whole[open_] + 1) * unit * slope[open_], kind="stable")]
+            whole[order[:missing]] += 1
+            missing = units - int(whole.sum())
+        result = [int(n) * unit for n in whole]
+        if rest:
+            room = [k for k in range(count) if result[k] + rest <= caps[k]]
+            best = min(room or range(count), key=lambda k: delay[k] + (result[k] + rest) * slope[k])
+            result[best] += rest
+        return result
+
+    def _slopes(self, groups: list[tuple[int, ...]], heads: list[tuple[int, ...]]) -> tuple[Floats, Floats, Floats]:
+        """Per group, over one layer forward and backward: seconds per token, fixed seconds, and the seconds per token
+        without attention."""
+        problem = self.problem
+        runs = {"none": 1.0, "selective": 1.0, "full": 2.0}[problem.options.recompute]
+        again = 1.0 if problem.options.recompute == "selective" else 0.0
+        mean = problem.seq_length / len(groups)
+        known: dict[object, tuple[float, float, float]] = {}
+        rows = []
+        for group, h in zip(groups, heads, strict=True):
+            key = (self.costs.signature(group), h)
+            if key not in known:
+                speed = 1 / self.costs.linear[list(group)]
+                shares = tuple((speed / speed.sum() * mean).tolist())
+                part = self.costs.parts(group, shares, h)
+                none = self.costs.parts(group, (0.0,) * len(group), h)
+                core = (runs + again) * part.attention + part.attention_backward
+                fixed = (runs + 1) * (none.scatter + none.collect)
+                rest = runs * part.linear + part.linear_backward + (runs + 1) * (part.scatter + part.collect) - fixed
+                rest += 3 * part.head / problem.layers
+                known[key] = ((core + rest) / mean, fixed, rest / mean)
+            rows.append(known[key])
+        slope, delay, lines = np.array(rows).T
+        return slope, delay, np.maximum(lines, slope * 1e-9)
+
+    def _travel(self, groups: list[tuple[int, ...]], heads: list[tuple[int, ...]], transport: str, block: int) -> float:
+        """Seconds that keys and values travel in the ring per layer, all passes together, whatever the shares."""
+        if transport != "ring":
+            return 0.0
+        options = self.problem.options
+        built = [ContextGroup(g, (0,) * len(g), h) for g, h in zip(groups, heads, strict=True)]
+        rate, alpha, _ = self.costs.ring(built)
+        runs = {"none": 1.0, "selective": 2.0, "full": 2.0}[options.recompute]
+        foreign = self.problem.seq_length * (1 - 1 / len(groups))
+        per_byte = 2 * self.costs.byte * (runs + 1 + options.wide / options.item)
+        return foreign * rate * per_byte + (runs + 1) * alpha * foreign / max(block, 1)

@@ -1,0 +1,185 @@
+"""Cluster file and rates -> the context scheduler's members and links."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from hetero_megatron.cluster import Cluster
+from hetero_megatron.cluster.cluster import Rank
+from hetero_megatron.errors import UserError
+from hetero_megatron.planner.context.problem import ContextOptions, ContextProblem, Fabric, Member
+from hetero_megatron.planner.cost.memory import ITEM_BYTES
+from hetero_megatron.planner.cost.operator_cost import Operators
+from hetero_megatron.planner.cost.rates import ChipRates, Rates, load_rates
+from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, visible_pairs
+
+MARGIN = 0.06  # of a chip's memory, for fragmentation and workspaces; as in the cost model of stages
+
+
+def problem_from_cluster(
+    model: ModelSpec,
+    cluster: Cluster,
+    seq_length: int,
+    ranks: Sequence[int] | None = None,
+    tp: int = 1,
+    dtype: str = "bf16",
+    options: ContextOptions | None = None,
+    rates: Rates | None = None,
+    cards_shared: bool = True,
+    margin: float = MARGIN,
+) -> ContextProblem:
+    """The scheduling problem of one stage on ``ranks`` of a cluster (all of them by default).
+
+    Args:
+        tp: ranks per member; they stand in one node.
+        options: ``item`` and ``wide`` are set from ``dtype``.
+        rates: of the cluster in ``dtype``; read from it, or from data sheets x default efficiencies, by default.
+        cards_shared: bandwidths between nodes are those of a node's network cards together (as the planner reads
+            cluster files), not of each chip.
+        margin: share of a chip's memory that stays free.
+
+    Raises:
+        UserError: ranks that the cluster lacks, a dtype that a chip lacks, TP groups that cross nodes, unknown links.
+    """
+    chosen = list(range(cluster.world_size)) if ranks is None else list(ranks)
+    _check_ranks(cluster, chosen, dtype)
+    rates = load_rates(cluster, dtype) if rates is None else rates
+    groups = [group.name for group in cluster.nodes]
+    members = []
+    nodes: dict[str, int] = {}
+    speeds: dict[str, Member] = {}
+    item = ITEM_BYTES[dtype]
+    share = max(1, seq_length // max(1, len(chosen) // tp))
+    for block in _tp_groups(cluster, chosen, tp):
+        first = cluster.ranks[block[0]]
+        if first.group not in speeds:
+            speeds[first.group] = _member(model, cluster, rates, first, seq_length, share, tp, item, margin)
+        node = nodes.setdefault(first.node, len(nodes))
+        members.append(replace(speeds[first.group], ranks=block, node=node, kind=groups.index(first.group)))
+    used = sorted({member.kind for member in members})
+    wide = max(item, 4)
+    return ContextProblem(
+        model, seq_length, tuple(replace(m, kind=used.index(m.kind)) for m in members),
+        _fabric(rates, groups, members, tp, cards_shared),
+        replace(options or ContextOptions(), item=item, wide=wide),
+    )  # fmt: skip
+
+
+def _check_ranks(cluster: Cluster, ranks: Sequence[int], dtype: str) -> None:
+    if not ranks:
+        raise UserError("context parallelism needs a rank", field="ranks", value=[], accepted="at least one rank")
+    for rank in ranks:
+        if not 0 <= rank < cluster.world_size:
+            raise UserError(
+                "the cluster has no such rank", field="ranks", value=rank, where=cluster.file,
+                accepted=f"0 to {cluster.world_size - 1}",
+            )  # fmt: skip
+        if dtype not in cluster.chip_of(rank).dtypes:
+            raise UserError(
+                f"rank {rank} is a {cluster.chip_of(rank).name}, which has no {dtype}", field="dtype", value=dtype,
+                accepted="one of " + ", ".join(cluster.chip_of(rank).dtypes), where=cluster.file,
+            )  # fmt: skip
+
+
+def _tp_groups(cluster: Cluster, ranks: Sequence[int], tp: int) -> list[tuple[int, ...]]:
+    """Consecutive ranks of one node, ``tp`` at a time, in the order given."""
+    nodes: dict[str, list[int]] = {}
+    for rank in ranks:
+        nodes.setdefault(cluster.ranks[rank].node, []).append(rank)
+    result: list[tuple[int, ...]] = []
+    for node, held in nodes.items():
+        if tp < 1 or len(held) % tp:
+            raise UserError(
+                f"node {node} gives {len(held)} ranks, which TP groups of {tp} do not divide", field="tp", value=tp,
+                accepted="a divisor of the ranks of every node", where=cluster.file,
+            )  # fmt: skip
+        result += [tuple(held[i : i + tp]) for i in range(0, len(held), tp)]
+    return result
+
+
+def _member(
+    model: ModelSpec,
+    cluster: Cluster,
+    rates: Rates,
+    at: Rank,
+    seq_length: int,
+    share: int,
+    tp: int,
+    item: int,
+    margin: float,
+) -> Member:
+    """Speeds of a member, from operator rates, corrected by whole-layer rows where calibration wrote them.
+
+    Attention runs at the rate of the whole sequence's length; products at that of an even share's.
+    """
+    chip, group = at.chip, at.group
+    known = rates.chips[chip]
+    linear, core = _layer_seconds(model, known, seq_length, share, tp, item)
+    pairs = layer_attention_flops(model, visible_pairs(seq_length, model.sliding_window))
+    inside = rates.between(group, group, same_node=True) if tp > 1 else None
+    # Two gathers and two scatter-sums of the hidden state per layer and forward (sequence parallelism).
+    tp_seconds = 4 * model.hidden_size * item * (tp - 1) / tp * inside.beta if inside else 0.0
+    found = cluster.chips[chip]
+    memory = (found.memory_budget or found.memory) * (1 - margin) - known.overhead_bytes
+    return Member(
+        ranks=(0,), node=0, kind=0,
+        gemm_flops=layer_matmul_flops(model) / linear,
+        attention_flops=pairs / core[0],
+        memory=memory * tp,
+        token_seconds=tp_seconds,
+        layer_seconds=known.layer_seconds,
+        layer_backward_seconds=known.layer_backward_seconds,
+        attention_backward=core[1] / core[0],
+        message_seconds=known.message_seconds,
+        visit=_visit(known, model, 3),
+        visit_backward=_visit(known, model, 4),
+    )  # fmt: skip
+
+
+def _visit(known: ChipRates, model: ModelSpec, column: int) -> tuple[float, float]:
+    """(seconds, seconds per query and head) of one block's visit: a line through the measured rows; zeros without."""
+    rows = [row for row in known.visits if row[2] == model.head_dim]
+    if not rows:
+        return 0.0, 0.0
+    sizes, seconds = np.array([row[0] * row[1] for row in rows]), np.array([row[column] for row in rows])
+    if len(set(sizes.tolist())) < 2:
+        return float(seconds.mean()), 0.0
+    slope, fixed = np.polyfit(sizes, seconds, 1)
+    if slope < 0 or fixed < 0:  # noise: through the mean
+        return (float(seconds.mean()), 0.0) if slope < 0 else (0.0, float((seconds / sizes).mean()))
+    return float(fixed), float(slope)
+
+
+def _layer_seconds(
+    model: ModelSpec, known: ChipRates, seq_length: int, share: int, tp: int, item: int
+) -> tuple[float, tuple[float, float]]:
+    """(seconds per token outside attention, (forward, backward) of attention over a whole sequence) of one TP group."""
+    operators = Operators(model, known, item)
+    linear, ratio = operators.split(1 / tp, 1, share)
+    whole = operators.attention(1 / tp, 1, seq_length)
+    return linear[0] / share, (whole[0] * ratio[0], whole[1] * ratio[1])
+
+
+def _fabric(rates: Rates, all_groups: Sequence[str], members: Sequence[Member], tp: int, cards_shared: bool) -> Fabric:
+    """A member of ``tp`` ranks has ``tp`` links of its own; network cards are those of its node.
+
+    Members' kinds index ``all_groups``; rows of the fabric are the used ones, ascending.
+    """
+    kinds = [all_groups[m.kind] for m in members]
+    groups = [name for name in all_groups if name in set(kinds)]
+    nodes = Counter(m.node for m in members)
+    crowded = {name for m, name in zip(members, kinds, strict=True) if nodes[m.node] > 1}
+    none = (0.0, 0.0)  # links that nothing uses, about which the cluster file need not say anything
+    intra, inter = [], []
+    for group in groups:
+        inside = rates.between(group, group, same_node=True) if group in crowded else None
+        intra.append((inside.alpha, inside.beta / tp) if inside else none)
+        links = [rates.between(group, other) if len(nodes) > 1 else None for other in groups]
+        cards = 1 if cards_shared else tp
+        inter.append(tuple((link.alpha, link.beta / cards) if link else none for link in links))
+    return Fabric(tuple(intra), tuple(inter), cards_shared)

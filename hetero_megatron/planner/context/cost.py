@@ -1,0 +1,374 @@
+"""Seconds and bytes of one step under a context layout: the model that the context scheduler minimises.
+
+Per layer and group k (tokens S_k, members d with s_d tokens and h_d query heads; equations reconstructed for HexiSeq,
+arXiv 2605.07569, with the points that decide on real clusters made explicit):
+
+    forward_k  = max_d linear(s_d) + all-to-all + hide(max_d attention(h_d S_k), exchange) + all-to-all
+    backward_k = the same with 2 x linear, 2.5 x attention, gradients of keys and values on the exchange
+    layer      = max_k forward_k + max_k backward_k        (groups wait for each other's keys and values)
+
+The all-to-all is ragged: member i sends s_i (h_j + 2 kv_j) numbers to j. A ring moves at the pace of its slowest hop,
+because every block passes every hop, and in rounds of one block per group, so blocks of unlike size cost time
+(:meth:`ContextCosts.lock_step`); they need not follow ownership. ``gather`` fetches all before computing. Members' own
+links and the network cards of a node work at the same time; the cards are shared by the members of a node if the fabric
+says so.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero_megatron.planner.context.memory import group_bytes, kv_bytes, member_limits
+from hetero_megatron.planner.context.problem import ContextGroup, ContextLayout, ContextProblem
+
+Floats = npt.NDArray[np.float64]
+VISITED = 0.75  # of a group's queries see some key of a mirrored block: all of them half of it, or half of them all
+
+
+@dataclass(frozen=True)
+class GroupParts:
+    """One group's forward seconds per layer; ``visit``: beside FLOPs, by a block of keys, forward and backward;
+    ``bytes`` (without exchange buffers) and ``kv`` heads per member."""
+
+    tokens: float
+    linear: float
+    linear_backward: float
+    head: float
+    scatter: float
+    queries: float
+    collect: float
+    attention: float
+    attention_backward: float
+    floor: tuple[float, float]
+    visit: tuple[float, float]
+    bytes: Floats
+    kv: Floats
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a layout costs.
+
+    Args:
+        seconds: of one micro-batch, forward and backward through the stage.
+        fits: whether every member's bytes are within its memory.
+        group_seconds: the same per group, had it not to wait for others.
+        memory: bytes per member, in the problem's order; exchange: seconds per layer and forward that keys and values
+            travel between groups.
+    """
+
+    seconds: float
+    fits: bool
+    group_seconds: tuple[float, ...]
+    memory: tuple[float, ...]
+    exchange: float
+    parts: tuple[GroupParts, ...]
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """Less is better; among equals, the layout in which more groups have time to spare."""
+        return (self.seconds if self.fits else float("inf"), sum(self.group_seconds))
+
+
+@dataclass(frozen=True)
+class _Hop:
+    """One hop of the ring, per byte of one KV head's token: seconds on members' own links, and on nodes' cards."""
+
+    intra: float
+    own_card: float
+    out: tuple[tuple[int, float], ...]
+    into: tuple[tuple[int, float], ...]
+    alpha: float
+    messages: int
+
+
+@lru_cache(maxsize=65536)
+def kv_heads(heads: tuple[int, ...], per_kv: int) -> tuple[int, ...]:
+    """Key-value heads that each member needs; query heads are contiguous in listed order, shared ones count twice."""
+    first, counts = 0, []
+    for count in heads:
+        counts.append((first + count - 1) // per_kv - first // per_kv + 1 if count else 0)
+        first += count
+    return tuple(counts)
+
+
+@lru_cache(maxsize=65536)
+def shared_kv(a: tuple[int, ...], b: tuple[int, ...], per_kv: int) -> tuple[tuple[int, int, int], ...]:
+    """(i, j, KV heads) that member i of one group passes to member j of the next: each head from its first holder."""
+    senders: list[tuple[int, int, int]] = []  # first KV head, end, member
+    first, held = 0, 0
+    for i, count in enumerate(a):
+        end = (first + count - 1) // per_kv + 1 if count else held
+        if end > held:
+            senders.append((held, end, i))
+            held = end
+        first += count
+    ends = [end for _, end, _ in senders]
+    pairs, first = [], 0
+    for j, count in enumerate(b):
+        lo, hi = first // per_kv, (first + count - 1) // per_kv + 1
+        first += count
+        at = bisect_right(ends, lo) if count else len(senders)
+        while at < len(senders) and senders[at][0] < hi:
+            pairs.append((senders[at][2], j, min(hi, ends[at]) - max(lo, senders[at][0])))
+            at += 1
+    return tuple(pairs)
+
+
+class ContextCosts:
+    """Evaluates layouts of one problem; equal groups are computed once."""
+
+    def __init__(self, problem: ContextProblem) -> None:
+        self.problem = problem
+        members, model = problem.members, problem.model
+        self.node = np.array([m.node for m in members])
+        self.kind = np.array([m.kind for m in members])
+        self.products = np.array([problem.linear_flops / m.gemm_flops for m in members])
+        self.linear = self.products + np.array([m.token_seconds for m in members])
+        self.floor = np.array([(m.layer_seconds, m.layer_backward_seconds) for m in members])
+        self.head = np.array([problem.head_flops / m.gemm_flops for m in members])
+        self.pair = np.array([problem.pair_flops / m.attention_flops for m in members])
+        self.backward = np.array([m.attention_backward for m in members])
+        self.message = np.array([m.message_seconds for m in members])
+        self.visits = np.array([(m.visit, m.visit_backward) for m in members]) * problem.options.micro_batch
+        self.memory = np.array([m.memory for m in members])
+        self.limits = member_limits(problem)
+        self.per_kv = model.queries_per_kv
+        self.byte = float(model.head_dim * problem.options.item * problem.options.micro_batch)
+        fabric = problem.fabric
+        self.intra = np.array([beta for _, beta in fabric.intra])
+        self.inter = np.array([[beta for _, beta in row] for row in fabric.inter])
+        self.alpha_intra = np.array([alpha for alpha, _ in fabric.intra])
+        self.alpha_inter = np.array([[alpha for alpha, _ in row] for row in fabric.inter])
+        types: dict[object, int] = {}
+        self.type = [types.setdefault((m.kind, *_speeds(m)), len(types)) for m in members]
+        self._signatures: dict[tuple[int, ...], object] = {}
+        self._parts: dict[object, GroupParts] = {}
+        self._hops: dict[object, _Hop] = {}
+
+    def signature(self, members: tuple[int, ...]) -> object:
+        """Equal for groups that differ only in which ranks of equal kind they have, and in which nodes."""
+        found = self._signatures.get(members)
+        if found is None:
+            nodes: dict[int, int] = {}
+            local = tuple(nodes.setdefault(int(self.node[m]), len(nodes)) for m in members)
+            found = self._signatures[members] = (tuple(self.type[m] for m in members), local)
+        return found
+
+    def parts(self, members: tuple[int, ...], tokens: Sequence[float], heads: tuple[int, ...]) -> GroupParts:
+        """One group's times; ``tokens`` need not be integers."""
+        key = (self.signature(members), tuple(tokens), heads)
+        found = self._parts.get(key)
+        if found is None:
+            found = self._parts[key] = self._group(np.array(members), np.array(tokens, dtype=np.float64), heads)
+        return found
+
+    def _group(self, d: npt.NDArray[np.int64], s: Floats, heads: tuple[int, ...]) -> GroupParts:
+        h, kv = np.array(heads, dtype=np.float64), np.array(kv_heads(heads, self.per_kv), dtype=np.float64)
+        total = float(s.sum())
+        busy = (h > 0) | (s > 0)
+        attention = self.pair[d] * h * total
+        linear = self.linear[d] * s
+        floor = self.floor[d][busy].max(0) if busy.any() else np.zeros(2)
+        return GroupParts(
+            tokens=total,
+            linear=float(linear.max()),
+            linear_backward=float((linear + self.products[d] * s).max()),
+            head=float((self.head[d] * s).max()),
+            scatter=self._all_to_all(d, s, h + 2 * kv),
+            queries=self._all_to_all(d, s, h),
+            collect=self._all_to_all(d, h, s),
+            attention=float(attention.max()),
+            attention_backward=float((attention * self.backward[d]).max()),
+            floor=(float(floor[0]), float(floor[1])),
+            visit=self._visit(d, h * total * VISITED),
+            bytes=group_bytes(self.problem, s, h, kv),
+            kv=kv,
+        )
+
+    def _visit(self, d: npt.NDArray[np.int64], rows: Floats) -> tuple[float, float]:
+        """Seconds by which a block's visit takes a member's time beside its FLOPs, at the member it takes most from."""
+        forward, backward = (self.visits[d, i, 0] * (rows > 0) + self.visits[d, i, 1] * rows for i in (0, 1))
+        return float(forward.max()), float(backward.max())
+
+    def _all_to_all(self, d: npt.NDArray[np.int64], give: Floats, take: Floats) -> float:
+        """Seconds of a ragged all-to-all in which i sends give_i take_j numbers of ``self.byte`` bytes to j."""
+        if len(d) == 1 or not total_exchange(give, take):
+            return 0.0
+        kinds, node = len(self.intra), np.unique(self.node[d], return_inverse=True)[1]
+        kind = self.kind[d]
+        count = int(node.max()) + 1
+        home = np.zeros(count, dtype=np.int64)
+        home[node] = kind
+        worst = 0.0
+        for out, into, beta in ((give, take, self.inter), (take, give, self.inter.T)):
+            near = np.bincount(node, into, count)[node]
+            intra = out * (near - into) * self.intra[kind]
+            by_kind = np.bincount(kind, into, kinds)
+            far = by_kind[None, :] - (np.arange(kinds)[None, :] == kind[:, None]) * near[:, None]
+            inter = out * (far * beta[kind]).sum(1)
+            if self.problem.fabric.shared and count > 1:
+                inter = np.bincount(node, inter, count)
+            worst = max(worst, float(intra.max()), float(inter.max()) if count > 1 else 0.0)
+        peers = (give > 0) * ((take > 0).sum() - (take > 0)) + (take > 0) * ((give > 0).sum() - (give > 0))
+        alpha = self.alpha_intra[kind].max() if len(d) > count else 0.0
+        if count > 1:
+            alpha = max(alpha, self.alpha_inter[np.ix_(np.unique(home), np.unique(home))].max())
+        return worst * self.byte + float(alpha) + float((peers * self.message[d]).max())
+
+    def _hop(self, a: ContextGroup, b: ContextGroup) -> _Hop:
+        key = (a.members, a.heads, b.members, b.heads)
+        found = self._hops.get(key)
+        if found is None:
+            found = self._hops[key] = self._measure_hop(a, b)
+        return found
+
+    def _measure_hop(self, a: ContextGroup, b: ContextGroup) -> _Hop:
+        pairs = np.array(shared_kv(a.heads, b.heads, self.per_kv))
+        src, dst, count = np.array(a.members)[pairs[:, 0]], np.array(b.members)[pairs[:, 1]], pairs[:, 2]
+        near = self.node[src] == self.node[dst]
+        ks, kd = self.kind[src], self.kind[dst]
+        beta = np.where(near, self.intra[ks], self.inter[ks, kd]) * count
+        alpha = np.where(near, self.alpha_intra[ks], self.alpha_inter[ks, kd])
+        ends = (pairs[:, 0], pairs[:, 1])
+        intra = max(float(np.bincount(e, beta * near).max()) for e in ends)
+        card = max(float(np.bincount(e, beta * ~near).max()) for e in ends)
+        far = np.flatnonzero(~near)
+        out, into = ({}, {})  # type: tuple[dict[int, float], dict[int, float]]
+        for i in far:
+            out[int(self.node[src[i]])] = out.get(int(self.node[src[i]]), 0.0) + float(beta[i])
+            into[int(self.node[dst[i]])] = into.get(int(self.node[dst[i]]), 0.0) + float(beta[i])
+        messages = max(int(np.bincount(e).max()) for e in ends)
+        return _Hop(intra, card, tuple(out.items()), tuple(into.items()), float(alpha.max()), messages)
+
+    def ring(self, groups: Sequence[ContextGroup]) -> tuple[float, float, int]:
+        """(seconds per byte of one KV head's token, seconds per block, messages per block and member) of the ring."""
+        if len(groups) == 1:
+            return 0.0, 0.0, 0
+        hops = [self._hop(groups[k - 1], groups[k]) for k in range(len(groups))]
+        rate = max(hop.intra for hop in hops)
+        if self.problem.fabric.shared:
+            nodes = int(self.node.max()) + 1
+            for side in ("out", "into"):
+                load = np.zeros(nodes)
+                for hop in hops:
+                    for node, beta in getattr(hop, side):
+                        load[node] += beta
+                rate = max(rate, float(load.max()))
+        else:
+            rate = max(rate, max(hop.own_card for hop in hops))
+        return rate, max(hop.alpha for hop in hops), 2 * max(hop.messages for hop in hops)
+
+    def gather(self, groups: Sequence[ContextGroup], parts: Sequence[GroupParts]) -> float:
+        """Seconds of one all-to-all that brings every member the keys and values of all tokens, for its heads."""
+        members = np.array([m for g in groups for m in g.members])
+        tokens = np.array([n for g in groups for n in g.tokens], dtype=np.float64)
+        return self._all_to_all(members, tokens, 2 * np.concatenate([p.kv for p in parts]))
+
+    def lock_step(self, layout: ContextLayout, tokens: Floats) -> float:
+        """How much longer attention takes because blocks differ: blocks x largest block / sequence, 1 or more.
+
+        A group of S_k tokens has ceil(S_k / block) equal blocks, and all groups compute one block per round. With a
+        block as large as the largest shard this is the pace of the largest shard, P max(s) / S; small blocks bring it
+        near 1 and cost messages.
+        """
+        counts = np.ceil(tokens / layout.block)
+        return float(counts.sum() * (tokens / counts).max() / tokens.sum())
+
+    def evaluate(self, layout: ContextLayout) -> Evaluation:
+        """Seconds of one micro-batch, and bytes per member."""
+        problem, options = self.problem, self.problem.options
+        groups = layout.groups
+        parts = [self.parts(g.members, g.tokens, g.heads) for g in groups]
+        tokens = np.array([p.tokens for p in parts])
+        attention = np.array([p.attention for p in parts])
+        attention_b = np.array([p.attention_backward for p in parts])
+        linear = np.array([p.linear for p in parts])
+        linear_b = np.array([p.linear_backward for p in parts])
+        gather = layout.transport == "gather"
+        exchange = np.array([(p.queries if gather else p.scatter) + p.collect for p in parts])
+        forward_core, backward_core, travel = self._core(layout, parts, tokens, attention, attention_b)
+        floor = np.array([p.floor for p in parts])
+        forward = np.maximum(linear + exchange + forward_core, floor[:, 0])
+        backward = np.maximum(linear_b + exchange + backward_core, floor[:, 1])
+        again = {"none": 0.0, "selective": 1.0, "full": 0.0}[options.recompute] * forward_core
+        runs = 2.0 if options.recompute == "full" else 1.0
+        gathered = self._state_seconds()
+        per_layer = runs * max(float(forward.max()), gathered)
+        per_layer += max(float((backward + again).max()), 2 * gathered)
+        head = np.array([3 * p.head for p in parts])
+        layers = problem.layers
+        alone = layers * (runs * forward + backward + again) + head
+        fits, memory = self._memory(layout, parts)
+        seconds = layers * per_layer + float(head.max())
+        return Evaluation(seconds, fits, tuple(alone.tolist()), memory, travel, tuple(parts))
+
+    def _core(
+        self, layout: ContextLayout, parts: Sequence[GroupParts], tokens: Floats, forward: Floats, backward: Floats
+    ) -> tuple[Floats, Floats, float]:
+        """Attention with what is not hidden of the exchange of keys and values: (forward, backward, travel)."""
+        problem, options = self.problem, self.problem.options
+        if len(parts) == 1:
+            return forward, backward, 0.0
+        if layout.transport == "ring":
+            slower, count = self.lock_step(layout, tokens), float(np.ceil(tokens / layout.block).sum())
+            visit = np.array([p.visit for p in parts])
+            forward, backward = forward * slower + count * visit[:, 0], backward * slower + count * visit[:, 1]
+        once = 2 * self.byte  # K and V
+        wide = once * (1 + options.wide / options.item)  # and their gradients on the way back
+        foreign = problem.seq_length - tokens
+        if layout.transport == "gather":
+            first = self.gather(layout.groups, parts)
+            return forward + first, backward + first * options.wide / options.item, first
+        assert layout.transport == "ring" and layout.block > 0, layout.transport
+        rate, alpha, messages = self.ring(layout.groups)
+        blocks = np.ceil(foreign / layout.block)
+        host = blocks * messages * float(self.message.max())
+        last = layout.block / problem.seq_length  # the last block arrives before its work can be done
+        cores = []
+        for work, size in ((forward, once), (backward, wide)):
+            busy = work + host
+            moving = float((blocks * alpha + foreign * rate * size).max())
+            exposed = np.maximum(busy, moving + work * last)
+            cores.append(exposed + (1 - options.overlap) * np.minimum(busy, moving))
+        return cores[0], cores[1], float((blocks * alpha + foreign * rate * once).max())
+
+    def _state_seconds(self) -> float:
+        """Seconds to gather one layer's weights where they are sharded over the members (hidden behind the layer)."""
+        if not self.problem.options.shard_states or len(self.node) == 1:
+            return 0.0
+        from hetero_megatron.spec.flops import layer_parameters
+
+        size = layer_parameters(self.problem.model) * self.problem.options.item
+        if len(np.unique(self.node)) == 1:
+            return float(size * self.intra[self.kind].max())
+        kinds = np.unique(self.kind)
+        # Gathered once per node over its cards, then spread over the faster links inside.
+        cards = 1 if self.problem.fabric.shared else int(np.bincount(self.node).min())
+        return float(size * max(self.inter[np.ix_(kinds, kinds)].max() / cards, self.intra[kinds].max()))
+
+    def _memory(self, layout: ContextLayout, parts: Sequence[GroupParts]) -> tuple[bool, tuple[float, ...]]:
+        buffer = kv_bytes(self.problem, layout) if len(parts) > 1 else 0.0
+        memory = np.zeros(len(self.memory))
+        for group, part in zip(layout.groups, parts, strict=True):
+            memory[list(group.members)] = part.bytes + part.kv * buffer
+        return bool((memory <= self.limits).all()), tuple((memory + self.memory - self.limits).tolist())
+
+
+def total_exchange(give: Floats, take: Floats) -> float:
+    """Numbers that change place in an all-to-all."""
+    return float(give.sum() * take.sum() - (give * take).sum())
+
+
+def _speeds(member: object) -> tuple[object, ...]:
+    names = (
+        "gemm_flops", "attention_flops", "memory", "token_seconds", "layer_seconds", "layer_backward_seconds",
+        "attention_backward", "message_seconds", "visit", "visit_backward",
+    )  # fmt: skip
+    return (*(getattr(member, name) for name in names), len(getattr(member, "ranks")))  # noqa: B009

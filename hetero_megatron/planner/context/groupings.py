@@ -1,0 +1,177 @@
+"""Ways to put members into context groups: clusters of the topology, and the equal layouts that are the baselines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from hetero_megatron.planner.context.problem import ContextGroup, ContextLayout, ContextProblem
+
+Grouping = tuple[tuple[int, ...], ...]
+
+
+def nodes_of(problem: ContextProblem, members: Sequence[int] | None = None) -> list[tuple[int, ...]]:
+    """Members by node, nodes in order of first appearance."""
+    found: dict[int, list[int]] = {}
+    for index in range(len(problem.members)) if members is None else members:
+        found.setdefault(problem.members[index].node, []).append(index)
+    return [tuple(group) for group in found.values()]
+
+
+def chunks(items: Sequence[int], size: int) -> list[tuple[int, ...]]:
+    return [tuple(items[i : i + size]) for i in range(0, len(items), size)]
+
+
+def grid(problem: ContextProblem, nodes: int, each: int, order: str) -> Grouping:
+    """Groups of ``each`` members from each of ``nodes`` nodes; the groups of a block of nodes follow one another.
+
+    With ``each`` below a node's width the ring runs inside nodes and crosses once per block, while the all-to-all runs
+    between nodes (LoongTrain's context-first placement); with all of a node, groups are whole nodes.
+
+    Args:
+        order: ``file``; ``kind``: no block has nodes of two kinds; ``mixed``: kinds evenly through all blocks.
+    """
+    listed, kinds = nodes_of(problem), nodes_by_kind(problem)
+    rows = [listed]
+    if order == "kind":
+        rows = list(kinds.values())
+    elif order == "mixed":
+        spread = [((i + 0.5) / len(row), kind, node) for kind, row in kinds.items() for i, node in enumerate(row)]
+        rows = [[node for _, _, node in sorted(spread)]]
+    return tuple(group for row in rows for group in blocks_of(row, nodes, each))
+
+
+def blocks_of(row: Sequence[tuple[int, ...]], nodes: int, each: int) -> list[tuple[int, ...]]:
+    """Groups of ``each`` members from each of ``nodes`` consecutive nodes of a row."""
+    result: list[tuple[int, ...]] = []
+    for start in range(0, len(row), nodes):
+        block = row[start : start + nodes]
+        for at in range(0, max(map(len, block)), each):
+            result.append(tuple(m for node in block for m in node[at : at + each]))
+    return [group for group in result if group]
+
+
+def nodes_by_kind(problem: ContextProblem) -> dict[int, list[tuple[int, ...]]]:
+    kinds: dict[int, list[tuple[int, ...]]] = {}
+    for node in nodes_of(problem):
+        kinds.setdefault(problem.members[node[0]].kind, []).append(node)
+    return kinds
+
+
+def per_kind(problem: ContextProblem, sizes: dict[int, tuple[int, int]]) -> Grouping:
+    """Each kind's nodes cut by its own (nodes, each), kinds one after the other."""
+    return tuple(g for kind, row in nodes_by_kind(problem).items() for g in blocks_of(row, *sizes[kind]))
+
+
+def filled(problem: ContextProblem, size: int) -> Grouping:
+    """Groups of ``size`` where nodes give that many; smaller nodes and what is left of larger ones go together."""
+    result: list[tuple[int, ...]] = []
+    rest: list[int] = []
+    for node in nodes_of(problem):
+        whole = chunks(node, size)
+        result += [part for part in whole if len(part) == size]
+        rest += [m for part in whole if len(part) < size for m in part]
+    return (*result, *chunks(rest, size))
+
+
+def striped(problem: ContextProblem, count: int) -> Grouping:
+    """``count`` groups of like composition: the members of each kind are cut into ``count`` consecutive parts."""
+    kinds: dict[int, list[int]] = {}
+    for index, member in enumerate(problem.members):
+        kinds.setdefault(member.kind, []).append(index)
+    groups: list[list[int]] = [[] for _ in range(count)]
+    for listed in kinds.values():
+        for k in range(count):
+            groups[k] += listed[len(listed) * k // count : len(listed) * (k + 1) // count]
+    return tuple(tuple(group) for group in groups if group)
+
+
+def clusters(problem: ContextProblem) -> list[Grouping]:
+    """Groupings by topology, without repetitions: inside nodes, over several nodes, strided, and striped over kinds."""
+    nodes = nodes_of(problem)
+    widest, world = max(map(len, nodes)), len(problem.members)
+    kinds = len({member.kind for member in problem.members})
+    found: list[Grouping] = [tuple(blocks_of(nodes, 1, size)) for size in _sizes(widest)]
+    for order in ("file", "kind", "mixed") if kinds > 1 else ("file",):
+        for count in _sizes(len(nodes), 2):
+            found += [grid(problem, count, each, order) for each in _sizes(widest, 2)]
+    found.append((tuple(range(world)),))
+    # Strided over everything: the ring stays inside nodes as far as it can.
+    found += [tuple(tuple(range(k, world, r)) for k in range(r)) for r in _sizes(min(world // 2, 128))]
+    if len(set(map(len, nodes))) > 1:
+        found += [filled(problem, size) for size in _sizes(widest)]
+    if kinds > 1:
+        found += [striped(problem, k) for k in _sizes(min(world // 2, 256))]
+    return list(dict.fromkeys(found))
+
+
+def _sizes(limit: int, base: int = 3) -> list[int]:
+    """Powers of two up to the limit, and the limit; with base 3 also three times powers of two."""
+    powers = {2**k for k in range(12)} | ({3 * 2**k for k in range(11)} if base == 3 else set())
+    return sorted({n for n in powers if n <= limit} | {limit})
+
+
+def partitions(items: Sequence[int]) -> Iterator[Grouping]:
+    """All set partitions, each group in listed order (Bell numbers: 15 for 4 items, 203 for 6)."""
+    if not items:
+        yield ()
+        return
+    for rest in partitions(items[1:]):
+        yield ((items[0],), *rest)
+        for i, group in enumerate(rest):
+            yield (*rest[:i], (items[0], *group), *rest[i + 1 :])
+
+
+def equal_shares(total: int, parts: int) -> list[int]:
+    """Integers that differ by at most one, the larger first."""
+    return [total // parts + (i < total % parts) for i in range(parts)]
+
+
+def equal_layouts(problem: ContextProblem) -> list[ContextLayout]:
+    """Every Ring, Ulysses and USP layout with equal shards: P = u x r with u a divisor of the query heads.
+
+    ``u`` members form an all-to-all group, of consecutive members (as in USP) or strided; r groups form the ring.
+    Key-value heads are copied where u exceeds them. Shards differ by a token where the sequence does not divide.
+    """
+    world, heads = len(problem.members), problem.model.num_heads
+    tokens = equal_shares(problem.seq_length, world)
+    found: list[ContextLayout] = []
+    for u in range(1, world + 1):
+        if world % u or heads % u:
+            continue
+        r = world // u
+        inner = [tuple(range(k * u, k * u + u)) for k in range(r)]
+        strided = [tuple(range(k, world, r)) for k in range(r)]
+        name = "ulysses" if r == 1 else "ring" if u == 1 else f"usp {u}x{r}"
+        for groups in dict.fromkeys((tuple(inner), tuple(strided))):
+            built = tuple(ContextGroup(g, tuple(tokens[m] for m in g), (heads // u,) * u) for g in groups)
+            label = name if groups == tuple(inner) else f"{name} strided"
+            if r == 1:
+                found.append(ContextLayout(built, "a2a", 0, label))
+                continue
+            for transport in problem.options.transports:
+                blocks = block_sizes([sum(g.tokens) for g in built]) if transport == "ring" else [0]
+                found += [ContextLayout(built, transport, block, label) for block in blocks]
+    return found
+
+
+def block_sizes(shares: Sequence[int]) -> list[int]:
+    """Tokens per block that are worth a trial: equal parts of the largest and of the smallest share."""
+    largest, smallest = max(shares), min(share for share in shares if share)
+    trials = {-(-largest // n) for n in (1, 2, 3, 4, 6, 8, 12, 16, 24)} | {
+        -(-smallest // n) for n in (1, 2, 3, 4, 6, 8)
+    }
+    return sorted(trials, reverse=True)
+
+
+def even_block(shares: Sequence[int], limit: int) -> int:
+    """The block of at most ``limit`` tokens that makes rounds most even, larger ones first among nearly even."""
+    trials = [block for block in block_sizes(shares) if block <= limit] or [limit]
+    sizes = np.array([share for share in shares if share], dtype=np.float64)
+
+    def uneven(block: int) -> float:
+        counts = np.ceil(sizes / block)
+        return round(float(counts.sum() * (sizes / counts).max() / sizes.sum()), 2)
+
+    return min(trials, key=uneven)

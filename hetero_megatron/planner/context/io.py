@@ -1,0 +1,71 @@
+"""A context choice -> a stage of a plan file, and a plan of one stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hetero_megatron.cluster.document import from_data
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan import Plan
+from hetero_megatron.plan.schema import expand
+from hetero_megatron.planner.context.problem import ContextLayout, ContextProblem
+
+
+def stage_entry(problem: ContextProblem, layout: ContextLayout, first_layer: int = 0) -> dict[str, Any]:
+    """The stage as plan-file data: ranks, layers, ``context`` groups, ``kv`` where there are several, recompute."""
+    members = problem.members
+    flat = all(len(member.ranks) == 1 for member in members)
+    groups = []
+    for group in layout.groups:
+        ranks = [list(members[m].ranks) for m in group.members]
+        groups.append(
+            {
+                "ranks": [r[0] for r in ranks] if flat else ranks,
+                "tokens": list(group.tokens),
+                "heads": list(group.heads),
+            }
+        )
+    entry: dict[str, Any] = {
+        "ranks": [rank for g in layout.groups for m in g.members for rank in members[m].ranks],
+        "layers": [first_layer, first_layer + problem.layers],
+        "context": groups,
+    }
+    if len(groups) > 1:
+        entry["kv"] = {"transport": layout.transport}
+        if layout.block:
+            entry["kv"]["block"] = layout.block
+    if problem.options.recompute != "none":
+        entry["recompute"] = problem.options.recompute
+    return entry
+
+
+def one_stage_plan(problem: ContextProblem, layout: ContextLayout, global_batch_size: int) -> Plan:
+    """The canonical plan of a single stage that holds the whole model.
+
+    Raises:
+        UserError: the stage is not the whole model, or the batch is not a multiple of the micro-batch.
+    """
+    size = problem.options.micro_batch
+    if problem.layers != problem.model.num_layers:
+        raise UserError(
+            "a plan of one stage holds all layers", field="layers", value=problem.layers,
+            accepted=str(problem.model.num_layers),
+        )  # fmt: skip
+    if global_batch_size < 1 or global_batch_size % size:
+        raise UserError(
+            f"not a multiple of the micro-batch of {size}", field="--global-batch-size", value=global_batch_size,
+            accepted=f"a multiple of {size}",
+        )  # fmt: skip
+    data = {
+        "version": 1,
+        "seq_length": problem.seq_length,
+        "global_batch_size": global_batch_size,
+        "pipelines": [
+            {
+                "micro_batch_size": size,
+                "num_micro_batches": global_batch_size // size,
+                "stages": [stage_entry(problem, layout)],
+            }
+        ],
+    }
+    return expand(from_data(data), problem.model.num_heads)[0]

@@ -1,0 +1,114 @@
+"""Bytes of a context member: O(own shard + 2 blocks) with a ring, O(sequence x own KV heads) with a gather."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero_megatron.planner.context.problem import ContextLayout, ContextProblem
+from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.flops import layer_activation_bytes, layer_parameters
+
+Floats = npt.NDArray[np.float64]
+
+
+def state_bytes(problem: ContextProblem) -> tuple[float, float]:
+    """(bytes that every member holds, bytes that all hold together) of weights, gradients and Adam's state.
+
+    fp32 masters and two moments of 16-bit weights are divided evenly over the members (the sharded optimizer).
+    """
+    model, options = problem.model, problem.options
+    elements = problem.layers * layer_parameters(model)
+    elements += (int(options.embed) + int(options.head)) * model.vocab_size * model.hidden_size  # embedding, and head
+    wide = max(options.item, 4)
+    optimizer = elements * (2 * wide + (4 if options.item == 2 else 0)) / options.replicas
+    if not options.shard_states:
+        return float(elements * (options.item + wide)), float(optimizer)
+    # Two layers gathered (one ahead), one layer's gradients before they are spread.
+    local = layer_parameters(model) * (2 * options.item + wide)
+    return float(local), float(elements * (options.item + wide) + optimizer)
+
+
+def member_limits(problem: ContextProblem) -> Floats:
+    """Bytes that activations and buffers of each member may take; negative where its states alone do not fit."""
+    each, together = state_bytes(problem)
+    share = together / len(problem.members)
+    limits = np.array([m.memory for m in problem.members], dtype=np.float64) - each - share
+    if problem.options.head:
+        rows = min(problem.options.loss_chunk, problem.seq_length) * problem.options.micro_batch
+        limits -= rows * problem.model.vocab_size * (max(problem.options.item, 4) + problem.options.item)
+    return limits
+
+
+def core_bytes(model: ModelSpec, item: int, wide: int, q: Any, kv: Any) -> tuple[Any, Any, Any, Any]:
+    """Bytes of one layer's attention core on a rank (or member) with ``q`` query heads and ``kv`` KV heads.
+
+    Per query token: kept (queries, output, log-sum-exp); per key token: kept (keys, values); then what backward works
+    with: dQ and the output's gradient per query token, dK and dV per key token (accumulated in at least fp32).
+    """
+    d = model.head_dim
+    return (2 * d * item + 4) * q, 2 * d * item * kv, d * (wide + item) * q, 2 * d * wide * kv
+
+
+def home_bytes(model: ModelSpec, item: int, recompute: str, alone: bool) -> int:
+    """Bytes per owned token and layer that attention keeps outside its exchange, over all heads: the output on its way
+    to the projection (the same tensor where the member is its whole group), with selective recompute q, k and v too."""
+    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    if recompute == "selective":
+        return item * (2 * q + 2 * kv)
+    return 0 if alone else item * q
+
+
+def outside_bytes(model: ModelSpec, item: int, tp: float) -> float:
+    """Bytes per owned token that a rank with 1/tp of a layer keeps outside attention: what ``layer_activation_bytes``
+    counts, less the core."""
+    kept = core_bytes(model, item, 4, model.num_heads, model.num_kv_heads)
+    return layer_activation_bytes(model, 4096, "none", item, tp) / 4096 - (kept[0] + kept[1]) / tp
+
+
+def block_bytes(model: ModelSpec, item: int, wide: int, block: int) -> int:
+    """Bytes per KV head and sequence of what a ring has under way: two blocks of K and V, and of their gradients."""
+    return 2 * model.head_dim * (item + wide) * 2 * block
+
+
+def token_bytes(problem: ContextProblem, alone: bool, tp: int) -> tuple[float, float]:
+    """(kept, working) bytes per owned token of a member of ``tp`` ranks; ``alone``: it is its whole group."""
+    model, options = problem.model, problem.options
+    layer = tp * outside_bytes(model, options.item, tp) + home_bytes(model, options.item, options.recompute, alone)
+    rows = options.micro_batch
+    if options.recompute == "full":
+        kept = rows * options.in_flight * problem.layers * model.hidden_size * float(options.item)
+        return kept, rows * float(layer)
+    return rows * options.in_flight * problem.layers * float(layer), 0.0
+
+
+def head_bytes(problem: ContextProblem, h: Any, kv: Any) -> tuple[Any, Any]:
+    """(kept, working) bytes per token of the *group*, of a member with ``h`` query heads and ``kv`` KV heads."""
+    model, options = problem.model, problem.options
+    queries, keys, dq, dkv = core_bytes(model, options.item, options.wide, h, kv)
+    rows = options.micro_batch
+    if options.recompute != "none":
+        return 0.0 * h, rows * (queries + keys + dq + dkv)
+    return rows * options.in_flight * problem.layers * (queries + keys), rows * (dq + dkv)
+
+
+def group_bytes(problem: ContextProblem, s: Floats, h: Floats, kv: Floats) -> Floats:
+    """Activation bytes per member of a group, without what travels between groups."""
+    tp = len(problem.members[0].ranks)
+    kept, work = token_bytes(problem, len(s) == 1, tp)
+    kept_heads, work_heads = head_bytes(problem, h, kv)
+    result: Floats = s * (kept + work) + float(s.sum()) * (kept_heads + work_heads)
+    return result
+
+
+def kv_bytes(problem: ContextProblem, layout: ContextLayout) -> float:
+    """Bytes of exchange per KV head that a member needs: two blocks of K, V and their gradients, or, gathered, keys and
+    values of the whole sequence, which every layer keeps for its backward."""
+    model, options = problem.model, problem.options
+    if layout.transport != "gather":
+        return float(block_bytes(model, options.item, options.wide, layout.block) * options.micro_batch)
+    layers = options.in_flight * problem.layers if options.recompute == "none" else 1
+    per_token = 2 * model.head_dim * (options.item * layers + options.wide)
+    return float(per_token * problem.seq_length * options.micro_batch)

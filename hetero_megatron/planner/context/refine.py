@@ -1,0 +1,115 @@
+"""Per-rank refinement of a layout: tokens and heads move off what is slowest, one move at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hetero_megatron.planner.context.cost import ContextCosts, Evaluation
+from hetero_megatron.planner.context.problem import ContextGroup, ContextLayout
+
+FEW = 8  # up to so many members, all pairs are tried
+EVALUATIONS = 600  # for few members; fewer for many, in proportion
+LEAST_GAIN = 1e-9
+
+
+def refine(costs: ContextCosts, layout: ContextLayout) -> Iterator[ContextLayout]:
+    """Layouts of falling cost, by coordinate descent: steps of tokens that halve down to a unit, and single heads."""
+    unit, world = costs.problem.unit, len(costs.problem.members)
+    budget = EVALUATIONS if world <= FEW else max(24, 8 * EVALUATIONS // world)
+    best, current = costs.evaluate(layout), layout
+    largest = max(sum(group.tokens) for group in layout.groups)
+    step = max(unit, largest // 8 // unit * unit)
+    while budget > 0:
+        moved = False
+        for candidate in _moves(costs, current, best, step):
+            budget -= 1
+            found = costs.evaluate(candidate)
+            if _better(found, best):
+                best, current, moved = found, candidate, True
+                yield current
+                break
+            if budget <= 0:
+                break
+        if not moved:
+            if step == unit:
+                return
+            step = max(unit, step // 2 // unit * unit)
+
+
+def _better(a: Evaluation, b: Evaluation) -> bool:
+    """Less time, or the same with more groups that have time to spare; plateaus are crossed by the second."""
+    if not a.fits:
+        return False
+    if not b.fits or a.seconds < b.seconds * (1 - LEAST_GAIN):
+        return True
+    return a.seconds <= b.seconds * (1 + 1e-12) and a.order[1] < b.order[1] * (1 - 1e-6)
+
+
+def _moves(costs: ContextCosts, layout: ContextLayout, found: Evaluation, step: int) -> Iterator[ContextLayout]:
+    """Moves from the slowest group to others, and inside it."""
+    few = len(costs.problem.members) <= FEW
+    order = sorted(range(len(layout.groups)), key=lambda k: -found.group_seconds[k])
+    sources = order if few else order[:1]
+    targets = order[::-1] if few else order[:-4:-1]
+    for k in sources:
+        for other in targets:
+            yield from _tokens(costs, layout, k, other, step, few)
+        yield from _heads(costs, layout, k, few)
+
+
+def _tokens(
+    costs: ContextCosts, layout: ContextLayout, source: int, target: int, step: int, few: bool
+) -> Iterator[ContextLayout]:
+    a, b = layout.groups[source], layout.groups[target]
+    givers = _distinct(costs, a, few, slowest=True)
+    takers = _distinct(costs, b, few, slowest=False)
+    for i in givers:
+        for j in takers:
+            amount = min(step, a.tokens[i])
+            if amount == 0 or (source == target and i == j):
+                continue
+            if source == target:
+                yield _with(layout, {source: replace(a, tokens=_moved(a.tokens, i, j, amount))})
+            elif amount < sum(a.tokens):
+                less = replace(a, tokens=_moved(a.tokens, i, None, amount))
+                yield _with(layout, {source: less, target: replace(b, tokens=_moved(b.tokens, None, j, amount))})
+
+
+def _heads(costs: ContextCosts, layout: ContextLayout, k: int, few: bool) -> Iterator[ContextLayout]:
+    group = layout.groups[k]
+    if len(group.members) == 1:
+        return
+    per_kv = costs.per_kv
+    for count in dict.fromkeys((1, per_kv)):
+        for i in _distinct(costs, group, few, slowest=True):
+            for j in _distinct(costs, group, few, slowest=False):
+                if i != j and group.heads[i] >= count:
+                    yield _with(layout, {k: replace(group, heads=_moved(group.heads, i, j, count))})
+
+
+def _distinct(costs: ContextCosts, group: ContextGroup, few: bool, slowest: bool) -> list[int]:
+    """Positions of members that are worth a move: all of a small group; else the extremes of each type."""
+    positions = range(len(group.members))
+    if few or len(group.members) <= 3:
+        return list(positions)
+    load = [costs.linear[m] * s for m, s in zip(group.members, group.tokens, strict=True)]
+    ordered = sorted(positions, key=lambda i: load[i], reverse=slowest)
+    seen: dict[int, int] = {}
+    for i in ordered:
+        seen.setdefault(costs.type[group.members[i]], i)
+    return list(seen.values())[:3]
+
+
+def _moved(values: tuple[int, ...], source: int | None, target: int | None, amount: int) -> tuple[int, ...]:
+    result = list(values)
+    if source is not None:
+        result[source] -= amount
+    if target is not None:
+        result[target] += amount
+    return tuple(result)
+
+
+def _with(layout: ContextLayout, changed: dict[int, ContextGroup]) -> ContextLayout:
+    groups = tuple(changed.get(k, group) for k, group in enumerate(layout.groups))
+    return replace(layout, groups=groups, name="")

@@ -1,0 +1,240 @@
+"""The context scheduler: groups, tokens, heads and transport that minimise the time of a step under memory.
+
+Three levels, as in HexiSeq: the topology gives groupings, groups are levelled by their cost, members are refined one
+unit at a time. All Ring, Ulysses and USP layouts with equal shards are candidates, so the result is never worse than
+them under this model. No randomness and no clock: the same problem gives the same layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.planner.context.balance import Balancer
+from hetero_megatron.planner.context.cost import ContextCosts, Evaluation
+from hetero_megatron.planner.context.groupings import (
+    Grouping,
+    block_sizes,
+    clusters,
+    equal_layouts,
+    nodes_by_kind,
+    partitions,
+    per_kind,
+)
+from hetero_megatron.planner.context.lower_bound import speed_bound
+from hetero_megatron.planner.context.problem import ContextLayout, ContextProblem
+from hetero_megatron.planner.context.refine import refine
+
+SMALL = 6  # up to so many members, all groupings are tried
+KEPT = 3  # layouts that are refined
+VARIED = 8  # groupings that are tried by every transport and with whole key-value heads
+MOST_GATHERED = 64  # groups beyond which gathering is not tried: every member would message hundreds of others
+
+
+@dataclass(frozen=True)
+class ContextChoice:
+    """What the scheduler found.
+
+    Args:
+        seconds: of one micro-batch, forward and backward through the stage.
+        baseline: the best of Ring, Ulysses and USP with equal shards; None where none of them fits in memory.
+        bound: seconds that no layout can be below, by the members' speeds.
+        tried: layouts that were evaluated; rejected: of those, how many do not fit.
+    """
+
+    layout: ContextLayout
+    evaluation: Evaluation
+    baseline: ContextLayout | None
+    baseline_evaluation: Evaluation | None
+    bound: float
+    tried: int
+    rejected: int
+
+    @property
+    def seconds(self) -> float:
+        return self.evaluation.seconds
+
+    @property
+    def gain(self) -> float | None:
+        """Baseline's seconds / ours; None without a baseline that fits."""
+        return None if self.baseline_evaluation is None else self.baseline_evaluation.seconds / self.seconds
+
+
+class _Search:
+    """Layouts seen so far, best first."""
+
+    def __init__(self, problem: ContextProblem) -> None:
+        self.problem, self.costs = problem, ContextCosts(problem)
+        self.seen: dict[ContextLayout, Evaluation] = {}
+
+    def add(self, layout: ContextLayout | None) -> Evaluation | None:
+        if layout is None:
+            return None
+        if layout not in self.seen:
+            self.seen[layout] = self.costs.evaluate(layout)
+        return self.seen[layout]
+
+    def best(self, count: int = 1) -> list[ContextLayout]:
+        fitting = [layout for layout, found in self.seen.items() if found.fits]
+        return sorted(fitting, key=lambda layout: self.seen[layout].order)[:count]
+
+
+def schedule_context(problem: ContextProblem, exhaustive: bool | None = None) -> ContextChoice:
+    """Choose the context layout of one stage.
+
+    Args:
+        exhaustive: try every grouping of the members; default: when there are at most 6.
+
+    Raises:
+        UserError: no layout fits in memory; says how much is missing.
+    """
+    search = _Search(problem)
+    for layout in equal_layouts(problem):
+        search.add(layout)
+    equal = search.best()
+    small = len(problem.members) <= SMALL if exhaustive is None else exhaustive
+    groupings = [tuple(sorted(g)) for g in partitions(range(len(problem.members)))] if small else clusters(problem)
+    found = _balanced(search, Balancer(search.costs), groupings)
+    if not small:
+        found = _sizes_per_kind(search, found)
+    _balanced(search, Balancer(search.costs), [grouping for _, grouping in found[: None if small else VARIED]], True)
+    _without_slow(search, found)
+    for layout in search.best(KEPT):
+        _polish(search, layout)
+    best = search.best()
+    if not best:
+        raise _does_not_fit(search)
+    baseline = equal[0] if equal else None
+    return ContextChoice(
+        layout=best[0],
+        evaluation=search.seen[best[0]],
+        baseline=baseline,
+        baseline_evaluation=search.seen[baseline] if baseline is not None else None,
+        bound=speed_bound(problem),
+        tried=len(search.seen),
+        rejected=sum(not found.fits for found in search.seen.values()),
+    )
+
+
+def _balanced(
+    search: _Search, balancer: Balancer, groupings: Iterable[Grouping], variants: bool = False
+) -> list[tuple[float, Grouping]]:
+    """Evaluate the balanced shares of every grouping; (seconds, grouping), best first.
+
+    Args:
+        variants: also by gathering, and with whole key-value heads; else as a ring (or by all-to-all alone), with heads
+            by speed, and equally where members of a group differ.
+    """
+    problem, found = search.problem, []
+    extra = ("kv",) if variants and problem.model.queries_per_kv > 1 else ()
+    types = search.costs.type
+    for grouping in groupings:
+        transports = [t for t in problem.options.transports if t != "gather" or len(grouping) <= MOST_GATHERED]
+        if len(grouping) == 1 or not transports:
+            transports = ["a2a"][: 1 if len(grouping) == 1 else 0]
+        seconds = float("inf")
+        mixed = any(len({types[m] for m in group}) > 1 for group in grouping)
+        for transport in transports if variants else transports[:1]:
+            for by in ("speed", *(("equal",) if mixed else ()), *extra):
+                layout = balancer.balance(grouping, transport, _first_block(problem, len(grouping)), by)
+                evaluation = search.add(layout)
+                if evaluation is not None and evaluation.fits:
+                    seconds = min(seconds, evaluation.seconds)
+        found.append((seconds, grouping))
+    return sorted(found, key=lambda item: item[0])
+
+
+def _first_block(problem: ContextProblem, groups: int) -> int:
+    """At most half a group's mean share, at least one unit: small beside the shard, few messages."""
+    return max(problem.unit, problem.seq_length // (2 * groups))
+
+
+def _sizes_per_kind(search: _Search, found: list[tuple[float, Grouping]]) -> list[tuple[float, Grouping]]:
+    """Coordinate descent over (nodes per group, members of each) of every kind of node, from the best common pair."""
+    problem = search.problem
+    kinds = nodes_by_kind(problem)
+    if len(kinds) == 1:
+        return found
+    balancer = Balancer(search.costs)
+
+    def trial(sizes: dict[int, tuple[int, int]]) -> float:
+        grouping = per_kind(problem, sizes)
+        if grouping not in known:
+            known[grouping] = _balanced(search, balancer, [grouping])[0][0]
+        return known[grouping]
+
+    known = {grouping: seconds for seconds, grouping in found}
+    options = {kind: _pairs(len(row), max(map(len, row))) for kind, row in kinds.items()}
+    common = {pair for row in options.values() for pair in row}
+    starts = [{kind: _nearest(row, pair) for kind, row in options.items()} for pair in sorted(common)]
+    best = min(starts, key=trial)
+    for kind, row in options.items():
+        best = min([best, *({**best, kind: pair} for pair in row)], key=trial)
+    return sorted(((seconds, grouping) for grouping, seconds in known.items()), key=lambda item: item[0])
+
+
+def _pairs(nodes: int, width: int) -> list[tuple[int, int]]:
+    """(nodes, members of each) for one kind: whole nodes and parts of them, and strides over a few nodes or all."""
+    each = sorted({1, 2, 4, width} & set(range(1, width + 1)))
+    return [(n, e) for n in sorted({1, 2, 4, nodes}) if n <= nodes for e in each]
+
+
+def _nearest(pairs: list[tuple[int, int]], to: tuple[int, int]) -> tuple[int, int]:
+    return min(pairs, key=lambda p: (abs(math.log(p[0] / to[0])) + abs(math.log(p[1] / to[1])), p))
+
+
+def _without_slow(search: _Search, found: list[tuple[float, Grouping]]) -> None:
+    """Leave the slowest kinds of member idle, one kind after the other, in the best groupings."""
+    problem = search.problem
+    speed = {m.kind: 0.0 for m in problem.members}
+    for member in problem.members:
+        speed[member.kind] = max(speed[member.kind], member.attention_flops)
+    order = sorted(speed, key=lambda kind: speed[kind])
+    for count in range(1, len(order)):
+        dropped = frozenset(i for i, m in enumerate(problem.members) if m.kind in order[:count])
+        balancer = Balancer(search.costs, dropped)
+        _balanced(search, balancer, [grouping for _, grouping in found[:3]], True)
+
+
+def _polish(search: _Search, layout: ContextLayout) -> None:
+    """Block size, then one unit of tokens or one head at a time, then the block size again."""
+    first = best = _best_block(search, layout)
+    for candidate in refine(search.costs, first):
+        search.add(candidate)
+        best = candidate
+    if best is not first:
+        _best_block(search, best)
+
+
+def _best_block(search: _Search, layout: ContextLayout) -> ContextLayout:
+    if layout.transport != "ring":
+        return layout
+    blocks = block_sizes([sum(group.tokens) for group in layout.groups])
+    trials = [replace(layout, block=block, name="") for block in blocks]
+    for trial in trials:
+        search.add(trial)
+    return min([layout, *trials], key=lambda one: search.seen[one].order)
+
+
+def _does_not_fit(search: _Search) -> UserError:
+    limits = search.costs.limits
+    members = search.problem.members
+    short = [members[i].ranks for i in range(len(members)) if limits[i] < 0]
+    if short:
+        worst = int(limits.argmin())
+        return UserError(
+            f"weights, gradients and optimizer alone need {-limits[worst] / 2**30:.2f} GiB more than rank "
+            f"{members[worst].ranks[0]} has ({len(short)} of {len(members)} members are too small)",
+            field="memory", value=f"{members[worst].memory / 2**30:.2f} GiB",
+            accepted="fewer layers per stage, larger tp, sharded states, or chips with more memory",
+        )  # fmt: skip
+    limit = [member.memory for member in members]
+    over = min(max(m - x for m, x in zip(found.memory, limit, strict=True)) for found in search.seen.values())
+    return UserError(
+        f"no division of {search.problem.seq_length} tokens over {len(members)} members fits in their memory; "
+        f"the closest of {len(search.seen)} layouts lacks {over / 2**30:.2f} GiB",
+        field="seq_length", value=search.problem.seq_length,
+        accepted="recompute: full, more ranks, fewer layers per stage, or a shorter sequence",
+    )  # fmt: skip

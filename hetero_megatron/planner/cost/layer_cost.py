@@ -1,0 +1,343 @@
+"""Seconds and bytes of a stage that is described by what it is, not by which ranks it has: what the search ranks by.
+
+:mod:`hetero_megatron.planner.simulate.step` judges concrete plans with the same operators, rates and memory formulas.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hetero_megatron.cluster import Cluster, Link, NodeGroup
+from hetero_megatron.errors import UserError
+from hetero_megatron.planner.cost.memory import (
+    ITEM_BYTES,
+    Held,
+    MemoryBytes,
+    bucket_elements,
+    buffer_bytes,
+    chunk_limit,
+    equal_shares,
+    held_elements,
+    host_bytes,
+    kept_bytes,
+    state_bytes,
+    working_bytes,
+)
+from hetero_megatron.planner.cost.operator_cost import UPDATE_BYTES, Operators
+from hetero_megatron.planner.cost.rates import ChipRates, LinkRates, Rates, load_rates
+from hetero_megatron.spec import ModelSpec
+
+SWAPS = 4  # gathers and scatters of a layer in forward, and again in backward: two of attention, two of the MLP
+
+
+@dataclass(frozen=True)
+class StageChoice:
+    """What a stage is, without naming ranks.
+
+    Args:
+        chip: chip type of the cluster; all its ranks have it.
+        tp: tensor-parallel degree (equal split); dp: inner data-parallel degree, which divides the micro-batch's rows.
+        recompute: none | selective | full | first (the first ``first`` layers whole, the rest none).
+        offload: optimizer states live in host memory.
+        home: the node group that the ranks are of, whose links and node size count; empty: of those with the chip the
+            first with the largest nodes.
+    """
+
+    chip: str
+    tp: int
+    dp: int
+    layers: int
+    embed: bool
+    head: bool
+    recompute: str = "none"
+    first: int = 0
+    offload: bool = False
+    home: str = ""
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """Assumptions that are not rates.
+
+    Args:
+        margin: share of a chip's memory that no plan may use (fragmentation, kernels' workspaces).
+        moments: per element: 2 for Adam, 1 for SGD with momentum.
+        host_bandwidth: bytes/s between chip and host memory, for offloaded optimizers (PCIe 4: 0.8 x 31 GB/s).
+        host_memory_bandwidth: bytes/s of a node's own memory, which the updates of all its chips share.
+        overlap: gradients leave during the last backward, as our runtime sends them; False: after it.
+        sharded: a rank updates what it owns, as in our runtime; False: all that it holds (the bytes of an all-reduce
+            are those of reduction and spread together).
+        gradient_bytes: per element on the way; None: as in our runtime, at least 4.
+        sequence_parallel: with tensor parallelism, as in our runtime; False: norms work on all tokens on every rank.
+        whole_transfers: every TP rank sends whole activations to the next stage, not its part of them.
+        blocking: a transfer between stages keeps both ranks busy, instead of going on behind their compute.
+        softmax_batches: Megatron's fused softmax serves sequences x heads of a rank that are a multiple of this (4, by
+            its source), others run it operator by operator; 0: softmax is never apart.
+        The last seven describe other frameworks, whose runs are predicted to judge the predictor.
+    """
+
+    margin: float = 0.06
+    moments: int = 2
+    host_bandwidth: float = 25e9
+    host_memory_bandwidth: float = 200e9
+    overlap: bool = True
+    sharded: bool = True
+    gradient_bytes: float | None = None
+    sequence_parallel: bool = True
+    whole_transfers: bool = False
+    blocking: bool = False
+    softmax_batches: int = 0
+
+
+@dataclass(frozen=True)
+class UnitSeconds:
+    """(forward, backward) seconds of one layer, of the embedding and of the head, TP collectives included; ``action``
+    once per F or B."""
+
+    layer: tuple[float, float]
+    embed: tuple[float, float]
+    head: tuple[float, float]
+    action: float = 0.0
+
+    def total(self, layers: int, full: int, embed: bool, head: bool) -> tuple[float, float]:
+        """(forward, backward) of a stage; ``full`` of its layers run again in backward."""
+        forward, backward = (
+            layers * self.layer[i] + embed * self.embed[i] + head * self.head[i] + self.action for i in (0, 1)
+        )
+        return forward, backward + full * self.layer[0]
+
+
+class CostModel:
+    """Costs of stages of one model on one cluster at one sequence length.
+
+    Args:
+        rates: instead of those that the cluster file and the data sheets give.
+
+    Raises:
+        UserError: chips without rates and without a usable data sheet, malformed rates, an unknown dtype.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        cluster: Cluster,
+        seq_length: int,
+        dtype: str = "bf16",
+        options: CostOptions = CostOptions(),
+        rates: Rates | None = None,
+    ) -> None:
+        if dtype not in ITEM_BYTES:
+            raise UserError("unknown dtype", field="dtype", value=dtype, accepted=", ".join(ITEM_BYTES))
+        self.model, self.cluster, self.seq_length, self.dtype, self.options = model, cluster, seq_length, dtype, options
+        self.item, self.wide = ITEM_BYTES[dtype], max(ITEM_BYTES[dtype], 4)
+        self.rates: Rates = rates or load_rates(cluster, dtype)
+        self._operators: dict[str, Operators] = {}
+        self.node_groups = {g.name: g for g in cluster.nodes}
+        self._home = {
+            c: max((g for g in cluster.nodes if g.chip == c), key=lambda g: g.chips_per_node) for c in cluster.chips
+        }
+        self._seconds: dict[tuple[StageChoice, int], tuple[float, float]] = {}
+        self._activations: dict[tuple[StageChoice, int], tuple[int, int]] = {}
+        self._units: dict[tuple[str, str, int, int, str], UnitSeconds] = {}
+        self._buckets: dict[tuple[int, bool, bool], tuple[int, int]] = {}
+        self._most: dict[tuple[int, int, bool, bool], int] = {}
+
+    def chip_rates(self, chip: str) -> ChipRates:
+        """UserError for a chip that does not compute in this dtype or that the cluster lacks."""
+        if chip not in self.rates.chips:
+            has = ", ".join(self.cluster.chips[chip].dtypes) if chip in self.cluster.chips else ""
+            raise UserError(
+                f"the chip does not compute in {self.dtype}" if has else "the cluster has no such chip",
+                field="chip", value=chip, accepted=f"one of {has}" if has else ", ".join(self.cluster.chips),
+                where=self.cluster.file,
+            )  # fmt: skip
+        return self.rates.chips[chip]
+
+    def operators(self, chip: str) -> Operators:
+        if chip not in self._operators:
+            self._operators[chip] = Operators(
+                self.model, self.chip_rates(chip), self.item, self.options.sequence_parallel,
+                self.options.softmax_batches,
+            )  # fmt: skip
+        return self._operators[chip]
+
+    def forward_seconds(self, stage: StageChoice, micro_batch_size: int) -> float:
+        """The whole stage with its TP collectives, without boundary transfers."""
+        return self._stage(stage, micro_batch_size)[0]
+
+    def backward_seconds(self, stage: StageChoice, micro_batch_size: int) -> float:
+        """The same for backward, what is recomputed included."""
+        return self._stage(stage, micro_batch_size)[1]
+
+    def _stage(self, stage: StageChoice, micro_batch_size: int) -> tuple[float, float]:
+        key = (stage, micro_batch_size)
+        if key not in self._seconds:
+            rows = -(-micro_batch_size // stage.dp)
+            unit = (stage.chip, stage.home, stage.tp, rows, stage.recompute)
+            if unit not in self._units:
+                link = self.tp_link(stage) if stage.tp > 1 else None
+                swap = self.tp_exchange_seconds(stage.tp, rows, link)
+                posting = (stage.tp - 1) * (link.message_seconds or 0.0) if link is not None else 0.0
+                self._units[unit] = self.unit_seconds(
+                    self.operators(stage.chip), 1 / stage.tp, rows, swap, stage.recompute, posting
+                )
+            parts = self._units[unit]
+            full = {"full": stage.layers, "first": stage.first}.get(stage.recompute, 0)
+            self._seconds[key] = parts.total(stage.layers, full, stage.embed, stage.head)
+        return self._seconds[key]
+
+    def unit_seconds(
+        self, operators: Operators, share: float, rows: int, swap: float, recompute: str = "none", posting: float = 0.0
+    ) -> UnitSeconds:
+        """Times of one rank of a TP group.
+
+        Args:
+            share: its part of heads and columns; rows: sequences of the micro-batch that the group computes.
+            swap: seconds of one gather or scatter of the group's activations by itself; posting: how many of them are
+                the host's.
+        """
+        length = self.seq_length
+        forward, backward = operators.exchange(share, rows, length, swap)
+        layer = operators.layer(share, rows, length, (SWAPS * forward, SWAPS * backward), SWAPS * posting)
+        embed, head = (f(share, rows, length) for f in (operators.embed, operators.head))
+        again = operators.attention(share, rows, length)[0] if recompute == "selective" else 0.0
+        return UnitSeconds(
+            layer=(layer[0], layer[1] + again),
+            embed=(embed[0] + forward, embed[1] + backward),
+            head=(head[0] + forward, head[1] + backward),
+            action=operators.rates.action_seconds if rows else 0.0,
+        )
+
+    def tp_exchange_seconds(self, tp: int, rows: int, link: LinkRates | None) -> float:
+        """One gather or scatter-sum of [rows, seq, hidden] inside a TP group, in which every rank sends (tp - 1)/tp of
+        it."""
+        if tp == 1 or link is None:
+            return 0.0
+        size = rows * self.seq_length * self.model.hidden_size * self.item * (tp - 1) / tp
+        alpha, beta = link.collective("exchange")
+        messages = tp - 1 - (link.exchange is not None)  # what posting one takes was measured with it
+        # Over a node's shared network cards all ranks of the group send at once.
+        return alpha + size * beta + messages * (link.message_seconds or 0.0)
+
+    def home(self, stage: StageChoice) -> NodeGroup:
+        return self.node_groups[stage.home] if stage.home else self._home[stage.chip]
+
+    def tp_link(self, stage: StageChoice) -> LinkRates:
+        """The slowest link inside a TP group of the stage, which fills nodes one after the other."""
+        home, tp = self.home(stage), stage.tp
+        if tp <= home.chips_per_node:
+            return self.rates.between(home.name, home.name, same_node=True)
+        link = self.rates.between(home.name, home.name)
+        local = home.chips_per_node  # ranks of the group that share a node's network cards
+        out = local * (tp - local) / (tp - 1)  # of what the node's ranks send, this leaves the node, per rank's volume
+        return LinkRates(link.alpha, link.beta * out, link.message_seconds, None, False, link.calibrated)
+
+    def boundary_seconds(
+        self, a: StageChoice, b: StageChoice, micro_batch_size: int, link: Link, same_node: bool = False,
+        alone: float = 0.0,
+    ) -> float:  # fmt: skip
+        """One direction. Each token crosses once; the receivers' gather is part of their layers, as in the runtime.
+
+        Args:
+            link: bandwidth of a node's cards together, or with ``same_node`` of each chip.
+            alone: seconds per byte of what one chip has for another.
+        """
+        size = micro_batch_size * self.seq_length * self.model.hidden_size * self.item
+        wide = [s.tp * s.dp if same_node else math.ceil(s.tp * s.dp / self.home(s).chips_per_node) for s in (a, b)]
+        one = size / max(s.tp * s.dp for s in (a, b))
+        return link.latency + max(size / (link.bandwidth * min(wide)), one * alone)
+
+    def message_seconds(self, chip: str) -> float:
+        """Host seconds that one send or receive costs the rank itself."""
+        return self.chip_rates(chip).message_seconds
+
+    def action_seconds(self, chip: str) -> float:
+        return self.chip_rates(chip).action_seconds
+
+    def owned_elements(self, stage: StageChoice, replicas: float) -> float:
+        """Elements whose optimizer state one rank keeps, when ``replicas`` pipelines hold the same layers."""
+        return self.held_elements(stage) / (stage.dp * replicas)
+
+    def optimizer_seconds(self, stage: StageChoice, replicas: float) -> float:
+        return self.update_seconds(self.home(stage), self.owned_elements(stage, replicas), stage.offload)
+
+    def update_seconds(self, home: NodeGroup, owned: float, offload: bool) -> float:
+        """Of the optimizer of one rank that owns so many elements; ``offload``: in host memory, which is taken to be no
+        faster than the chip's own (a chip may be the host)."""
+        seconds = self.operators(home.chip).optimizer(owned)
+        if offload:  # gradients out, new weights in
+            host = owned * UPDATE_BYTES * home.chips_per_node / self.options.host_memory_bandwidth
+            seconds = max(seconds, host) + owned * (4 + self.item) / self.options.host_bandwidth
+        return seconds + self.chip_rates(home.chip).step_seconds
+
+    def held_elements(self, stage: StageChoice) -> int:
+        """Of the rank of the stage that holds most."""
+        return self.most_held(stage.tp, stage.layers, stage.embed, stage.head)
+
+    def most_held(self, tp: int, layers: int, embed: bool, head: bool) -> int:
+        """The same for a stage that is described by these alone."""
+        key = (tp, layers, embed, head)
+        if key not in self._most:
+            self._most[key] = max(
+                held_elements(self.model, layers, embed, head, share) for share in equal_shares(self.model, tp)
+            )
+        return self._most[key]
+
+    def buffering(self, stage: StageChoice, replicas: float) -> tuple[float, float, int, int]:
+        """Of the buckets under way: (bytes per element, bytes per element of the one that is added up, elements under
+        way at most, elements that are added up at once)."""
+        copies, tp = stage.dp * replicas, stage.tp
+        if copies <= 1 and tp == 1:
+            return 0.0, 0.0, 0, 0
+        key = (tp, stage.embed, stage.head)
+        if key not in self._buckets:
+            kinds = equal_shares(self.model, tp)
+            known = [bucket_elements(self.model, stage.embed, stage.head, share) for share in kinds]
+            self._buckets[key] = max(together for _, together in known), max(largest for largest, _ in known)
+        # Replicas without TP hold the same.
+        return *buffer_bytes(1.0, 1 / copies, copies, self.item, tp == 1), *self._buckets[key]
+
+    def memory_bytes(self, stage: StageChoice, micro_batch_size: int, in_flight: int, replicas: float) -> MemoryBytes:
+        """The worst rank of the stage.
+
+        Args:
+            in_flight: micro-batches whose activations are alive at once; replicas: pipelines that hold these layers.
+        """
+        kept, working = self.activation_bytes(stage, micro_batch_size)
+        activations = in_flight * kept + working
+        held = self.held_elements(stage)
+        moving, adding, together, largest = self.buffering(stage, replicas)
+        buffers = int(max(moving * min(held, together), adding * min(held, largest)))
+        host = host_bytes(self.owned_elements(stage, replicas), self.options.moments) if stage.offload else 0
+        return MemoryBytes(*self.states(stage, replicas), activations, buffers, self.overhead(stage.chip), host)
+
+    def states(self, stage: StageChoice, replicas: float) -> tuple[int, int, int]:
+        """Bytes of (weights, gradients, optimizer) on the chip, of the worst rank of the stage."""
+        held, owned = self.held_elements(stage), self.owned_elements(stage, replicas)
+        weights, gradients, optimizer = state_bytes(held, owned, self.item, self.options.moments)
+        return weights, gradients, 0 if stage.offload else optimizer
+
+    def activation_bytes(self, stage: StageChoice, micro_batch_size: int) -> tuple[int, int]:
+        """(kept by one micro-batch, worked with) on a rank of the stage."""
+        key = (stage, micro_batch_size)
+        if key not in self._activations:
+            tokens = -(-micro_batch_size // stage.dp) * self.seq_length
+            limit = chunk_limit(self.model, [(tokens, (1,) * stage.tp)], self.item) if stage.head else None
+            held = Held(
+                stage.layers, stage.embed, stage.head, stage.recompute, stage.first, tokens, self.item, stage.tp,
+                stage.tp, limit,
+            )  # fmt: skip
+            self._activations[key] = kept_bytes(self.model, held), working_bytes(self.model, held)
+        return self._activations[key]
+
+    def overhead(self, chip: str) -> int:
+        """Bytes that the framework takes on a chip before the first tensor."""
+        return int(self.chip_rates(chip).overhead_bytes)
+
+    def memory_limit(self, chip: str) -> int:
+        """Bytes that :meth:`memory_bytes` (overhead included) may reach: the chip's memory less the margin."""
+        if chip not in self.cluster.chips:
+            raise UserError("the cluster has no such chip", field="chip", value=chip, where=self.cluster.file)
+        known = self.cluster.chips[chip]
+        return int((known.memory_budget or known.memory) * (1 - self.options.margin))

@@ -1,0 +1,236 @@
+"""Seconds of operators, layers, embedding and head on one chip, from its rates. No communication in here.
+
+``share`` is the part of heads, columns and vocabulary that the rank has: 1/tp for an equal split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from hetero_megatron.planner.cost.rates import ChipRates, LayerRow, model_fingerprint
+from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.flops import layer_attention_flops, visible_pairs
+
+Seconds = tuple[float, float]  # forward, backward
+ATTENTION_BACKWARD = 2.5  # a flash backward runs five products for the forward's two
+NEAREST = 2  # measured rows that set the correction at a size that was not measured
+UNFUSED = 0.2  # cast, scale, mask, softmax, cast for one kernel: four more launches to a layer's about twenty
+UPDATE_BYTES = 28  # Adam reads gradient, master and two moments in fp32 and writes the last three
+
+
+class Operators:
+    """One chip's times for one model; every result is cached.
+
+    Args:
+        rates: of the chip, in the dtype of the run.
+        item: bytes per element of activations.
+        sequence_parallel: norms and residuals work on a token shard; False: on all tokens, on every TP rank.
+        softmax_batches: as in :class:`~hetero_megatron.planner.cost.layer_cost.CostOptions`.
+    """
+
+    def __init__(
+        self, model: ModelSpec, rates: ChipRates, item: int, sequence_parallel: bool = True, softmax_batches: int = 0
+    ) -> None:
+        self.model, self.rates, self.item, self.sequence_parallel = model, rates, item, sequence_parallel
+        self.softmax_batches = softmax_batches
+        self.fingerprint = model_fingerprint(model)
+        self._cache: dict[tuple[object, ...], Seconds] = {}
+        self._rows: dict[str, list[LayerRow]] = {}
+
+    def layer(
+        self, share: float, rows: float, length: int, exchange: Seconds = (0.0, 0.0), posting: float = 0.0
+    ) -> Seconds:
+        """One decoder layer for ``rows`` sequences of ``length`` tokens.
+
+        Args:
+            exchange: seconds of the TP collectives in it; posting: how many of them, each way, are the host's.
+        """
+        if self._measured("layers"):
+            forward, backward = self._cached("layers", share, rows, length, self._layer_by_operators)
+            return forward + exchange[0], backward + exchange[1]
+        key = ("layer", share, rows, length, exchange, posting)
+        if key not in self._cache:
+            self._cache[key] = self._layer_by_operators(share, rows, length, exchange, posting) if rows else (0.0, 0.0)
+        return self._cache[key]
+
+    def split(self, share: float, rows: float, length: int) -> tuple[Seconds, Seconds]:
+        """(a layer without its attention core and without launches, measured / modelled time of that core), for a rank
+        with ``length`` tokens of each sequence. The second corrects :meth:`attention`."""
+        if not (rows and length):
+            return (0.0, 0.0), (1.0, 1.0)
+        key = ("split", share, rows, length)
+        if key not in self._cache:
+            # Host seconds of launches count once per layer, with attention and what it exchanges.
+            bare = replace(self.rates, layers=(), layer_seconds=0.0, layer_backward_seconds=0.0)
+            plain = Operators(self.model, bare, self.item, self.sequence_parallel)
+            whole, core = plain.layer(share, rows, length), plain.attention(share, rows, length)
+            rest, ratio = self._corrections(plain, share, rows, length)
+            self._cache["ratio", share, rows, length] = ratio
+            self._cache[key] = ((whole[0] - core[0]) * rest[0], (whole[1] - core[1]) * rest[1])
+        return self._cache[key], self._cache["ratio", share, rows, length]
+
+    def _corrections(self, plain: Operators, share: float, rows: float, length: int) -> tuple[Seconds, Seconds]:
+        """Measured over modelled time of (a layer's rest, its attention core). Attention that was measured by itself
+        stays as it is, and the rest answers for what a whole layer took beyond it."""
+        measured = self._measured("layers")
+        if not measured:
+            return (1.0, 1.0), (1.0, 1.0)
+        if self.rates.attention:
+            row = min(
+                measured, key=lambda r: (r.tp != round(1 / share), abs(r.micro_batch_size * r.seq_length - length))
+            )
+            size = (1 / row.tp, row.micro_batch_size, int(row.seq_length))
+            whole, core = plain.layer(*size), plain.attention(*size)
+            if row.forward > core[0] and row.backward > core[1]:
+                rest = (row.forward - core[0]) / (whole[0] - core[0]), (row.backward - core[1]) / (whole[1] - core[1])
+                return rest, (1.0, 1.0)
+        modelled = plain.layer(share, rows, length)
+        with_rows = replace(plain.rates, layers=self.rates.layers)
+        found = Operators(self.model, with_rows, self.item, self.sequence_parallel).layer(share, rows, length)
+        ratio = found[0] / modelled[0], found[1] / modelled[1]
+        return ratio, ratio
+
+    def embed(self, share: float, rows: float, length: int) -> Seconds:
+        return self._cached("embed", share, rows, length, self._embed_by_operators)
+
+    def head(self, share: float, rows: float, length: int) -> Seconds:
+        """Final norm, output matrix, softmax and loss."""
+        return self._cached("head", share, rows, length, self._head_by_operators)
+
+    def exchange(self, share: float, rows: float, length: int, seconds: float) -> Seconds:
+        """One exchange of activations with the TP group, which takes ``seconds`` by itself, in a forward and in a
+        backward: with what the group's ranks wait for each other, as far as that was measured."""
+        if not seconds or not self._measured("waiting"):
+            return seconds, seconds
+        forward, backward = self._cached("waiting", share, rows, length, self._layer_by_operators)
+        return seconds + forward, seconds + backward
+
+    def attention(self, share: float, rows: float, length: int) -> Seconds:
+        """The attention core: softmax(q k^T) v of this rank's heads."""
+        flops = layer_attention_flops(self.model, visible_pairs(length, self.model.sliding_window)) * share * rows
+        found = self.rates.attention
+        if not found:
+            forward = flops / self.rates.attention_flops
+            scores = self.rates.score_seconds * share * rows * self.model.num_heads * length**2
+            return forward + scores, ATTENTION_BACKWARD * forward + 2 * scores
+        row = min(found, key=lambda r: (abs(math.log(r[0] / length)), abs(math.log(r[2] / self.model.head_dim))))
+        work = 4 * row[1] * row[2] * visible_pairs(round(row[0]))
+        return flops / work * row[3], flops / work * row[4]
+
+    def gemm(self, m: float, n: float, k: float) -> float:
+        """[m, k] x [k, n]: FLOPs at the rate of products of this size, or the bytes if they take longer."""
+        if min(m, n, k) <= 0:
+            return 0.0
+        rates, flops = self.rates, 2 * m * n * k
+        if rates.gemm:
+            near = _nearest([(r[:3], 2 * r[0] * r[1] * r[2] / r[3]) for r in rates.gemm], (m, n, k))
+            return flops / near
+        size = min(n, k)
+        rate = rates.gemm_flops * size / (size + rates.gemm_half) * m / (m + rates.gemm_half)
+        return max(flops / rate, self.item * (m * n + n * k + m * k) / rates.bytes_per_second)
+
+    def optimizer(self, elements: float) -> float:
+        """One Adam update of the owned elements."""
+        rows = self.rates.optimizer
+        if len(rows) > 1 and rows[-1][1] > rows[0][1]:  # a fixed part, and so much per element
+            (a, s), (b, t) = rows[0], rows[-1]
+            return float(max(s + (t - s) * (elements - a) / (b - a), 0.0))
+        if rows:
+            return elements / _nearest([(r[:1], r[0] / r[1]) for r in rows], (max(elements, 1.0),))
+        return elements * UPDATE_BYTES / self.rates.bytes_per_second
+
+    def most_updated(self, seconds: float) -> float:
+        """No more elements than this are updated within ``seconds``."""
+        rows = self.rates.optimizer
+        if len(rows) > 1 and rows[-1][1] > rows[0][1]:
+            (a, s), (b, t) = rows[0], rows[-1]
+            return max(0.0, a + (seconds - s) * (b - a) / (t - s))
+        if rows:
+            return seconds * max(r[0] / r[1] for r in rows)
+        return seconds * self.rates.bytes_per_second / UPDATE_BYTES
+
+    def _cached(
+        self, table: str, share: float, rows: float, length: int, model: Callable[[float, float, int], Seconds]
+    ) -> Seconds:
+        """Measured rows where there are any: exact at their sizes, elsewhere the operators' time, corrected by the
+        ratio of measured to modelled time at the nearest sizes."""
+        key = (table, share, rows, length)
+        if key not in self._cache:
+            measured = self._measured(table)
+            self._cache[key] = self._corrected(measured, share, rows, length, model) if rows else (0.0, 0.0)
+        return self._cache[key]
+
+    def _measured(self, table: str) -> list[LayerRow]:
+        if table not in self._rows:
+            self._rows[table] = [r for r in getattr(self.rates, table) if r.fingerprint == self.fingerprint]
+        return self._rows[table]
+
+    @staticmethod
+    def _corrected(
+        measured: Sequence[LayerRow],
+        share: float,
+        rows: float,
+        length: int,
+        model: Callable[[float, float, int], Seconds],
+    ) -> Seconds:
+        for row in measured:
+            if (row.micro_batch_size, row.seq_length) == (rows, length) and math.isclose(1 / row.tp, share):
+                return row.forward, row.backward
+        forward, backward = model(share, rows, length)
+        if not measured:
+            return forward, backward
+        at = (share, rows, length)
+        ratios: list[list[tuple[tuple[float, ...], float]]] = [[], []]
+        for row in measured:
+            size = (1 / row.tp, row.micro_batch_size, row.seq_length)
+            modelled = model(size[0], size[1], int(size[2]))
+            for i, seconds in enumerate((row.forward, row.backward)):
+                ratios[i].append((size, seconds / modelled[i]))
+        return forward * _nearest(ratios[0], at), backward * _nearest(ratios[1], at)
+
+    def _layer_by_operators(
+        self, share: float, rows: float, length: int, exchange: Seconds = (0.0, 0.0), posting: float = 0.0
+    ) -> Seconds:
+        model, tokens = self.model, rows * length
+        h, q, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        columns = (2 if model.activation == "swiglu" else 1) * model.ffn_hidden_size
+        products = (
+            self.gemm(tokens, share * (q + 2 * kv), h)
+            + self.gemm(tokens, h, share * q)
+            + self.gemm(tokens, share * columns, h)
+            + self.gemm(tokens, h, share * model.ffn_hidden_size)
+        )
+        # Read and written: norms and residuals (10 h, on the token shard), rotation (2 q + 2 kv), activation (2-3 f).
+        local = 2 * (q + kv) * (model.position == "rope") + columns + model.ffn_hidden_size
+        norms = 10 * h * (share if self.sequence_parallel else 1.0)
+        small = tokens * self.item * (norms + share * local) / self.rates.bytes_per_second
+        core = self.attention(share, rows, length)
+        # Kernels are launched ahead of the device, so launching counts only where it takes longer than they do.
+        unfused = self.softmax_batches and round(rows * share * model.num_heads) % self.softmax_batches
+        launches = 1 + UNFUSED if unfused else 1.0
+        forward = max(products + small + core[0] + exchange[0], launches * self.rates.layer_seconds + posting)
+        backward = 2 * (products + small) + core[1] + exchange[1]
+        return forward, max(backward, launches * self.rates.layer_backward_seconds + posting)
+
+    def _embed_by_operators(self, share: float, rows: float, length: int) -> Seconds:
+        moved = 2 * self.item * rows * length * self.model.hidden_size / self.rates.bytes_per_second
+        return moved, 2 * moved
+
+    def _head_by_operators(self, share: float, rows: float, length: int) -> Seconds:
+        tokens, vocab = rows * length, share * self.model.vocab_size
+        product = self.gemm(tokens, vocab, self.model.hidden_size)
+        wide = max(self.item, 4)
+        forward = tokens * vocab * (self.item + 3 * wide) / self.rates.bytes_per_second
+        backward = tokens * vocab * (2 * wide + self.item) / self.rates.bytes_per_second
+        return product + forward, 2 * product + backward
+
+
+def _nearest(points: Sequence[tuple[tuple[float, ...], float]], at: tuple[float, ...]) -> float:
+    """Mean of the values at the nearest points, in logarithms, weighted by 1 / distance; exact at a point."""
+    ranked = sorted((math.dist([math.log(x) for x in p], [math.log(x) for x in at]), v) for p, v in points)[:NEAREST]
+    if ranked[0][0] < 1e-9:
+        return ranked[0][1]
+    weights = [1 / d for d, _ in ranked]
+    return math.exp(sum(w * math.log(v) for w, (_, v) in zip(weights, ranked)) / sum(weights))

@@ -1,0 +1,79 @@
+"""The certificate where stages may be context groups: what the speeds of all chips allow, whatever the plan.
+
+Every layer's products and every visible query-key pair are computed once in forward and again in backward, by some
+chip; a chip divides its time between the two. The least time in which all chips together do the work of a batch is a
+linear program with a known optimum (:func:`speed_bound`); recompute, communication, bubbles, head, embedding, host and
+optimizer only add to it. Plans with and without context groups compute this work, so it bounds both; the certificate
+of a search that tried both is the smaller of this and the bound of its plans without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_megatron.planner.context.lower_bound import speed_bound, token_seconds
+from hetero_megatron.planner.context.problem import ContextOptions, ContextProblem, Fabric, Member
+from hetero_megatron.planner.cost.layer_cost import CostModel
+from hetero_megatron.planner.cost.operator_cost import Operators
+from hetero_megatron.planner.estimate.certificate import Bound
+from hetero_megatron.planner.estimate.template_score import Evaluator
+from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, visible_pairs
+
+ROWS, DEGREES, PARTS = (1, 4, 32), (1, 2, 4, 8), (1, 2, 8, 64)
+
+
+def context_bound(found: Bound, evaluator: Evaluator, model: ModelSpec, batch: int) -> Bound:
+    """The smaller of a bound on plans without context groups and of the one on all plans."""
+    seconds = work_bound(evaluator, model, batch)
+    return Bound(seconds, "work") if seconds < found.seconds else found
+
+
+def work_bound(evaluator: Evaluator, model: ModelSpec, batch: int) -> float:
+    """Seconds in which no plan computes ``batch`` sequences."""
+    best = {group.chip: _fastest(model, evaluator.costs, group.chip) for group in evaluator.pool.groups}
+    members = [
+        replace(best[group.chip], ranks=(rank,)) for group in evaluator.pool.groups for n in group.ranks for rank in n
+    ]
+    return batch * speed_bound(_problem(model, evaluator.costs, members))
+
+
+def most_tokens(costs: CostModel, chips: Sequence[str], counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[rows] tokens per second above which no plan gets on ``counts[row, i]`` chips of each type ``chips[i]``: the
+    same bound for many clusters. At any price of a token's products in terms of its attention a chip earns most with
+    one of the two; the least of what all chips earn, over all prices, is what they can do (duality)."""
+    members = [replace(_fastest(costs.model, costs, chip), ranks=(i,)) for i, chip in enumerate(chips)]
+    linear, attention = token_seconds(_problem(costs.model, costs, members))
+    # The least is at a price at which some type earns the same with either.
+    share = (linear / (linear + attention))[:, None]
+    earned = np.maximum(share / linear, (1 - share) / attention)  # [prices, types]
+    return np.asarray((counts @ earned.T).min(axis=1))
+
+
+def _problem(model: ModelSpec, costs: CostModel, members: Sequence[Member]) -> ContextProblem:
+    fabric = Fabric(((0.0, 0.0),), (((0.0, 0.0),),))
+    options = ContextOptions(head=False, embed=False, recompute="none")
+    return ContextProblem(model, costs.seq_length, tuple(members), fabric, options)
+
+
+def _fastest(model: ModelSpec, costs: CostModel, chip: str) -> Member:
+    """A chip at the best of its rates."""
+    operators: Operators = costs.operators(chip)
+    flops = layer_matmul_flops(model)
+    pairs = layer_attention_flops(model, visible_pairs(costs.seq_length, model.sliding_window))
+    gemm = core = back = 0.0
+    for rows in ROWS:
+        for tp in DEGREES:
+            for part in PARTS:
+                length = max(1, costs.seq_length // part)
+                linear, ratio = operators.split(1 / tp, rows, length)
+                work = flops * rows * length / tp
+                gemm = max(gemm, work / linear[0], 2 * work / linear[1])
+                seconds = operators.attention(1 / tp, rows, costs.seq_length)
+                core = max(core, pairs * rows / tp / (seconds[0] * ratio[0]))
+                back = max(back, pairs * rows / tp / (seconds[1] * ratio[1]))
+    return Member((0,), 0, 0, gemm, core, 0.0, attention_backward=core / back)

@@ -1,0 +1,227 @@
+"""How many layers each stage gets: exact, for stages of unlike speed and memory.
+
+Minimises ``max_i (time of the stages before i + micro-batches x time of stage i)``, the closed form of a pipeline's
+time, where the time of a stage is any increasing function of its layers (inf: they do not fit).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_megatron.planner.estimate.pipeline_time import Links
+
+Floats = NDArray[np.float64]
+LISTED = 6000  # up to so many splits are simply listed
+
+
+@lru_cache(maxsize=64)
+def splits(layers: int, stages: int) -> NDArray[np.int32]:
+    """All ways to give ``stages`` stages ``layers`` layers in all, [ways, stages]; inner stages get at least one."""
+    if stages == 1:
+        return np.array([[layers]], np.int32)
+    low = np.array([0] + [1] * (stages - 2) + [0])
+    rest = layers - int(low.sum())
+    if rest < 0:
+        return np.zeros((0, stages), np.int32)
+    rows = np.zeros((1, 0), np.int32)
+    used = np.zeros(1, np.int32)
+    for _ in range(stages - 1):
+        counts = rest - used + 1
+        base = np.repeat(np.arange(len(rows)), counts)
+        value = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        rows = np.concatenate([rows[base], value[:, None].astype(np.int32)], axis=1)
+        used = used[base] + value.astype(np.int32)
+    last = (rest - used)[:, None].astype(np.int32)
+    return np.asarray(np.concatenate([rows, last], axis=1) + low, np.int32)
+
+
+def count_splits(layers: int, stages: int) -> int:
+    from math import comb
+
+    inner = max(0, stages - 2)
+    return comb(layers - inner + stages - 1, stages - 1) if layers >= inner else 0
+
+
+def best_split(
+    seconds: list[Floats],
+    links: Links,
+    micro_batches: int,
+    schedule: str = "1f1b",
+    forward: list[Floats] | None = None,
+) -> tuple[float, tuple[int, ...]] | None:
+    """(closed form, layers per stage), or None when no split fits.
+
+    Args:
+        seconds: per stage, [layers + 1]: time of one micro-batch with so many layers; forward: of its forward alone,
+            which only gpipe needs.
+    """
+    layers, count = len(seconds[0]) - 1, len(seconds)
+    if count_splits(layers, count) <= LISTED:
+        ways, worst, _ = listed(seconds, links, micro_batches, schedule, forward)
+        if not len(ways):
+            return None
+        at = int(np.argmin(worst))
+        return (float(worst[at]), tuple(int(x) for x in ways[at])) if np.isfinite(worst[at]) else None
+    return _bisect(seconds, links, micro_batches)
+
+
+def listed(
+    seconds: list[Floats],
+    links: Links,
+    micro_batches: int,
+    schedule: str = "1f1b",
+    forward: list[Floats] | None = None,
+) -> tuple[NDArray[np.int32], Floats, Floats]:
+    """(all splits [ways, stages], their closed forms [ways], seconds of their stages [ways, stages])."""
+    count = len(seconds)
+    ways = splits(len(seconds[0]) - 1, count)
+    if not len(ways):
+        return ways, np.zeros(0), np.zeros((0, count))
+    times = np.stack([seconds[i][ways[:, i]] for i in range(count)], axis=1)
+    worst = closed_forms(times, links, micro_batches)
+    if schedule == "1f1b" and any(map(any, links)):
+        worst = np.maximum(worst, _round_trips(times, links, micro_batches))
+    elif schedule == "gpipe" and forward is not None:
+        first = np.stack([forward[i][ways[:, i]] for i in range(count)], axis=1)
+        there, back = (max((link[i] for link in links), default=0.0) for i in (0, 1))
+        phases = np.maximum(first.max(axis=1), there) + np.maximum((times - first).max(axis=1), back)
+        worst = np.maximum(worst, micro_batches * phases)
+    return ways, worst, times
+
+
+def closed_forms(times: Floats, links: Links, micro_batches: int) -> Floats:
+    """[ways, stages] -> [ways]."""
+    with np.errstate(invalid="ignore"):  # inf - inf: a stage before does not fit
+        return _closed_forms(times, links, micro_batches)
+
+
+def _closed_forms(times: Floats, links: Links, micro_batches: int) -> Floats:
+    steps = times.copy()
+    steps[:, :-1] += np.array([sum(link) for link in links])
+    before = np.cumsum(steps, axis=1) - steps
+    worst: Floats = np.max(before + micro_batches * times, axis=1)
+    return np.where(np.isnan(worst), np.inf, worst)
+
+
+def _round_trips(times: Floats, links: Links, m: int) -> Floats:
+    """[ways, stages] -> [ways]: stage i has P - i micro-batches in flight, which go to the end and back."""
+    with np.errstate(invalid="ignore"):
+        steps = times.copy()
+        steps[:, :-1] += np.array([sum(link) for link in links])
+        before = np.cumsum(steps, axis=1) - steps
+        trips = np.cumsum(steps[:, ::-1], axis=1)[:, ::-1]
+        rounds = (m - 1) // np.arange(times.shape[1], 0, -1) + 1
+        worst: Floats = np.max(before + trips * rounds, axis=1)
+    return np.where(np.isnan(worst), np.inf, worst)
+
+
+def _bisect(seconds: list[Floats], links: Links, micro_batches: int) -> tuple[float, tuple[int, ...]] | None:
+    """Bisection on the time; for each, a dynamic program over (stage, layers so far) keeps the least time before."""
+    layers = len(seconds[0]) - 1
+    slowest, best = _evenly(seconds, links, micro_batches)
+    low = max(float(sum(np.min(s) for s in seconds)), micro_batches * slowest)
+    finite = [float(s[np.isfinite(s)].max()) if np.isfinite(s).any() else np.inf for s in seconds]
+    high, limit = sum(finite) * (micro_batches + len(seconds)) + sum(map(sum, links)), low
+    while best is None and limit < high:
+        limit = min(limit * 1.25, high) if limit > 0 else high
+        best = _feasible(seconds, links, micro_batches, limit, layers)
+        low = low if best is not None else limit
+    if best is None:
+        return None
+    high = best[0]
+    for _ in range(40):
+        if high - low <= 1e-4 * high:
+            break
+        middle = (low + high) / 2
+        found = _feasible(seconds, links, micro_batches, middle, layers)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, min(middle, found[0])
+    return best
+
+
+def _evenly(
+    seconds: list[Floats], links: Links, m: int
+) -> tuple[float, tuple[float, tuple[int, ...]] | None]:
+    """(no split has a faster slowest stage than this; a split to start from, None where there is none): under that
+    limit, with what is too much taken from the slowest stages one by one."""
+    each = np.stack(seconds)
+    layers, count = each.shape[1] - 1, len(each)
+    # Recompute may make one layer more a little cheaper; between these two all times lie.
+    rows, below = np.maximum.accumulate(each, axis=1), np.minimum.accumulate(each[:, ::-1], axis=1)[:, ::-1]
+    limit = bottleneck(rows, layers)
+    slowest = limit if np.array_equal(rows, below) else bottleneck(below, layers)
+    if not np.isfinite(limit):
+        return (slowest if np.isfinite(slowest) else 0.0), None
+    split = (rows <= limit).sum(axis=1) - 1
+    least = np.minimum(np.arange(count), np.arange(count)[::-1]).clip(0, 1)
+    if (split < least).any():
+        return slowest, None
+    for _ in range(int(split.sum()) - layers):
+        at = int(np.argmax(np.where(split > least, rows[np.arange(count), split], -np.inf)))
+        split[at] -= 1
+    if (split < least).any():
+        return slowest, None
+    found = tuple(int(n) for n in split)
+    value = float(closed_forms(each[np.arange(count), split][None, :], links, m)[0])
+    return slowest, (value, found) if np.isfinite(value) else None
+
+
+def bottleneck(rows: Floats, layers: int) -> float:
+    """Least time within which stages of these increasing times hold all layers; inf: they cannot."""
+    values = np.sort(rows[np.isfinite(rows)])
+    low, high = 0, len(values)
+    while low < high:
+        middle = (low + high) // 2
+        if int((rows <= values[middle]).sum()) - len(rows) >= layers:
+            high = middle
+        else:
+            low = middle + 1
+    return float(values[low]) if low < len(values) else math.inf
+
+
+def _feasible(
+    seconds: list[Floats], links: Links, m: int, limit: float, layers: int
+) -> tuple[float, tuple[int, ...]] | None:
+    """States are the layers so far, from what the stages behind can hold at most to what those before can."""
+    last = len(seconds) - 1
+    tops, limit = [], limit * (1 + 1e-12)
+    for time in seconds:  # inf where layers do not fit; recompute may make one layer more a little cheaper
+        good = np.flatnonzero(time * m <= limit)
+        tops.append(int(good[-1]) if len(good) else -1)
+    if min(tops) < 0 or sum(tops) < layers:
+        return None
+    behind, reach = sum(tops), 0
+    start, before, choices = 0, np.zeros(1), []
+    for i, time in enumerate(seconds):
+        low = 0 if i in (0, last) else 1
+        behind -= tops[i]
+        reach = min(reach + tops[i], layers)
+        first = max(layers - behind, start + low)  # layers so far, at least
+        if tops[i] < low or first > reach:
+            return None
+        take = np.arange(low, tops[i] + 1)
+        at = np.arange(first, reach + 1)
+        source = at[:, None] - take[None, :] - start
+        inside = (source >= 0) & (source < len(before))
+        came = np.where(inside, before[np.where(inside, source, 0)], np.inf)
+        own = time[take][None, :]
+        value = np.where(came + m * own <= limit, came + own, np.inf)
+        pick = np.argmin(value, axis=1)
+        choices.append((first, take[pick]))
+        before = value[np.arange(len(at)), pick] + (sum(links[i]) if i < last else 0.0)
+        start = first
+    if not np.isfinite(before[layers - start]):
+        return None
+    so_far, found = layers, []
+    for start, taken in choices[::-1]:
+        found.append(int(taken[so_far - start]))
+        so_far -= found[-1]
+    split = tuple(found[::-1])
+    times = np.array([[seconds[i][n] for i, n in enumerate(split)]])
+    return float(closed_forms(times, links, m)[0]), split

@@ -1,0 +1,274 @@
+"""What a stage costs for every number of layers and micro-batches in flight, as arrays.
+
+All seconds and bytes of a stage are affine in its layers (and activations in micro-batches in flight), so a handful of
+calls of the cost model per kind of stage gives every entry. Which layers are recomputed is chosen here, exactly: for
+every entry the fastest of none, selective, first n and full that fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_megatron.cluster import Link
+from hetero_megatron.plan import supports
+from hetero_megatron.planner.cost.layer_cost import CostModel, StageChoice
+from hetero_megatron.planner.estimate.pipeline_time import Link as Transfers
+from hetero_megatron.planner.template.device_pool import Pool
+from hetero_megatron.planner.template.plan_template import StageShape
+
+Floats = NDArray[np.float64]
+RECOMPUTES = ("none", "selective", "full")
+NEARLY_NONE = 1e6  # replicas, of whose states each owns next to nothing
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a table depends on. ``recompute``: None leaves the choice to the table; ``buckets``: whether they take
+    memory."""
+
+    group: int
+    tp: int
+    dp: int
+    micro_batch_size: int
+    embed: bool
+    head: bool
+    replicas: float
+    recompute: str | None = None
+    offload: bool = False
+    buckets: bool = True
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """Arrays [in flight - 1, layers]: ``seconds`` of forward and backward together with the fastest recompute (inf:
+    does not fit); ``forward`` [layers]. Which recompute that is, is worked out when asked.
+
+    ``kept`` bytes and ``backward`` seconds [layers] by level of recompute; ``room`` for activations [layers];
+    ``first``: (bytes [in flight, 1] that running a layer again saves, seconds that it costs), where the first layers
+    may be recomputed."""
+
+    seconds: Floats
+    forward: Floats
+    levels: tuple[str, ...]
+    kept: Floats
+    backward: Floats
+    room: Floats
+    first: tuple[Floats, float] | None
+
+    def row(self, in_flight: int) -> int:
+        return min(in_flight, self.seconds.shape[0]) - 1
+
+    def choice(self, in_flight: int, layers: int) -> tuple[str, int]:
+        """(recompute, first) of an entry."""
+        k, room = self.row(in_flight), self.room[layers]
+        best, found = np.inf, ("none", 0)
+        for i, level in enumerate(self.levels):
+            if self.kept[i, k, layers] <= room and self.backward[i, layers] < best:
+                best, found = self.backward[i, layers], (level if layers or level == "selective" else "none", 0)
+        if self.first is not None and self.kept[0, k, layers] > room >= 0:
+            save, extra = self.first
+            need = int(np.ceil((self.kept[0, k, layers] - room) / save[k, 0] - 1e-9))
+            if 1 <= need < layers and self.backward[0, layers] + need * extra < best - 1e-15:
+                found = "first", need
+        return found
+
+
+def per_layer(seconds: Floats) -> float:
+    """Of one more layer, by seconds of a stage for every number of layers; inf where none fits."""
+    return float(seconds[2] - seconds[1] if len(seconds) > 2 and np.isfinite(seconds[2]) else seconds[1])
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Seconds of a kind, whatever the memory: forward [layers], backward [levels of recompute, layers], and what
+    it costs to run one layer again."""
+
+    forward: Floats
+    backward: Floats
+    again: float
+
+
+class Tables:
+    """Tables of one cost model over one pool, for up to ``layers`` layers and ``depth`` micro-batches in flight.
+
+    Args:
+        offload: chip types whose stages all keep their optimizer in host memory.
+    """
+
+    def __init__(
+        self, costs: CostModel, pool: Pool, layers: int, depth: int, offload: frozenset[str] = frozenset()
+    ) -> None:
+        self.costs, self.pool, self.layers, self.depth = costs, pool, layers, max(1, depth)
+        self.offload = offload
+        self._layers = np.arange(layers + 1)
+        self._tables: dict[Kind, StageTable] = {}
+        self._shallow: dict[tuple[Kind, int], StageTable] = {}
+        self._seconds: dict[tuple[object, ...], _Unit] = {}
+        self._rooms: dict[tuple[object, ...], Floats] = {}
+        self._links: dict[tuple[object, ...], Transfers] = {}
+        self._kept: dict[tuple[object, ...], Floats] = {}
+        self._fastest: dict[tuple[object, ...], StageShape | None] = {}
+        self.first = supports("recompute.first")
+
+    def over(self, pool: Pool, costs: CostModel | None = None, offload: frozenset[str] | None = None) -> Tables:
+        """The same over other chips, with other costs, or with optimizers elsewhere."""
+        return Tables(costs or self.costs, pool, self.layers, self.depth, self.offload if offload is None else offload)
+
+    def offloads(self, group: int) -> bool:
+        return self.pool.groups[group].chip in self.offload
+
+    def choice(self, stage: StageShape, embed: bool, head: bool) -> StageChoice:
+        group = self.pool.groups[stage.group]
+        return StageChoice(
+            group.chip, stage.tp, stage.dp, stage.layers, embed, head, stage.recompute, stage.first, stage.offload,
+            group.home,
+        )  # fmt: skip
+
+    def table(self, kind: Kind, depth: int | None = None) -> StageTable:
+        """``depth``: only so many rows, where the caller needs no more."""
+        if kind in self._tables:
+            return self._tables[kind]
+        if depth is None or depth >= self.depth:
+            found = self._tables[kind] = self._make(kind, self.depth)
+            return found
+        if (kind, depth) not in self._shallow:
+            self._shallow[kind, depth] = self._make(kind, depth)
+        return self._shallow[kind, depth]
+
+    def fastest(
+        self, stage: StageShape, size: int, embed: bool, head: bool, in_flight: int, replicas: float
+    ) -> StageShape | None:
+        """The stage with the fastest recompute that fits; None when none does."""
+        key = (stage, size, embed, head, in_flight, replicas)
+        if key not in self._fastest:
+            table = self.table(
+                Kind(stage.group, stage.tp, stage.dp, size, embed, head, replicas, offload=stage.offload)
+            )
+            made = None
+            if table.seconds[table.row(in_flight), stage.layers] < float("inf"):
+                recompute, first = table.choice(in_flight, stage.layers)
+                made = replace(stage, recompute=recompute, first=first)
+            self._fastest[key] = made
+        return self._fastest[key]
+
+    def _unit(self, kind: Kind) -> _Unit:
+        key = (kind.group, kind.tp, kind.dp, kind.micro_batch_size, kind.embed, kind.head)
+        if key not in self._seconds:
+            chip, b = self.pool.groups[kind.group].chip, kind.micro_batch_size
+
+            def line(method: str, recompute: str) -> tuple[float, float]:
+                stages = (self._stage(kind, recompute, n) for n in (1, 2))
+                one, two = (float(getattr(self.costs, method)(stage, b)) for stage in stages)
+                return 2 * one - two, two - one
+
+            # A send or receive costs the rank itself: one of each per neighbour and direction.
+            message = self.costs.message_seconds(chip) * ((not kind.embed) + (not kind.head))
+            found = [line("forward_seconds", "none"), *(line("backward_seconds", r) for r in RECOMPUTES)]
+            seconds = np.array([a + message + b * self._layers for a, b in found], np.float64)
+            again = found[1 + RECOMPUTES.index("full")][1] - found[1 + RECOMPUTES.index("none")][1]
+            self._seconds[key] = _Unit(seconds[0], seconds[1:], again)
+        return self._seconds[key]
+
+    def _stage(self, kind: Kind, recompute: str, layers: int) -> StageChoice:
+        group, offload = self.pool.groups[kind.group], kind.offload or self.offloads(kind.group)
+        return StageChoice(
+            group.chip, kind.tp, kind.dp, layers, kind.embed, kind.head, recompute, 0, offload, group.home
+        )
+
+    def _states(self, kind: Kind) -> Floats:
+        """Bytes of states and overhead, by layers."""
+        stages = (self._stage(kind, "none", n) for n in (1, 2))
+        one, two = (self.costs.overhead(s.chip) + sum(self.costs.states(s, kind.replicas)) for s in stages)
+        return np.asarray(2 * one - two + (two - one) * self._layers, np.float64)
+
+    def _make(self, kind: Kind, depth: int) -> StageTable:
+        unit, room = self._unit(kind), self._room(kind)
+        levels: tuple[str, ...] = RECOMPUTES
+        each = unit.backward
+        kept, save = self._kept_bytes(kind, depth)
+        if kind.recompute is not None:
+            only = [RECOMPUTES.index(kind.recompute)]
+            levels, each, kept = (kind.recompute,), each[only], kept[only]
+        best = np.min(np.where(kept <= room, each[:, None, :], np.inf), axis=0)  # [in flight, layers]
+        first = None
+        if self.first and kind.recompute is None:
+            first = save, unit.again
+            tight = (kept[0] > room) & (room >= 0)
+            if tight.any():
+                need = np.ceil((kept[0] - room) / save - 1e-9)
+                need = np.where(tight & (need >= 1) & (need < self._layers), need, np.inf)
+                best = np.minimum(best, each[0] + need * first[1])
+        seconds = np.asarray(best + unit.forward, np.float64)
+        return StageTable(seconds, unit.forward, levels, kept, each, room, first)
+
+    def _room(self, kind: Kind) -> Floats:
+        """Bytes that states and buckets leave for activations, by layers; -1 where they do not fit themselves. They
+        depend neither on the micro-batch nor on recompute."""
+        key = (kind.group, kind.tp, kind.dp, kind.embed, kind.head, kind.replicas, kind.offload, kind.buckets)
+        if key not in self._rooms:
+            limit = self.costs.memory_limit(self.pool.groups[kind.group].chip)
+            free = limit - self._states(kind)
+            buffers = self._buffers(kind) if kind.buckets else 0
+            self._rooms[key] = np.where(buffers <= free, free, -1.0).astype(np.float64)
+        return self._rooms[key]
+
+    def _buffers(self, kind: Kind) -> Floats:
+        """Bytes of buckets under way, by layers."""
+        moving, adding, together, largest = self.costs.buffering(self._stage(kind, "none", 1), kind.replicas)
+        none, one = (self.costs.most_held(kind.tp, n, kind.embed, kind.head) for n in (0, 1))
+        held = none + (one - none) * self._layers
+        found = np.maximum(moving * np.minimum(held, together), adding * np.minimum(held, largest))
+        return np.asarray(found, np.float64)
+
+    def _kept_bytes(self, kind: Kind, depth: int) -> tuple[Floats, Floats]:
+        """Bytes of activations [levels of recompute, in flight, layers], and what running a layer again saves
+        [in flight, 1]."""
+        ends, per, work = self._activations(kind)
+        k = np.arange(1, depth + 1)[:, None]
+        kept = k * (ends + per * self._layers)[:, None, :] + work[:, None, :]
+        save = k * (per[RECOMPUTES.index("none")] - per[RECOMPUTES.index("full")])
+        return kept, save
+
+    def _activations(self, kind: Kind) -> tuple[Floats, Floats, Floats]:
+        """(bytes of the ends, bytes per layer, bytes that backward works with), each [levels of recompute, 1]:
+        activations are in_flight x (ends + layers x per layer) + working. They do not depend on replicas."""
+        key = (kind.group, kind.tp, kind.dp, kind.micro_batch_size, kind.embed, kind.head)
+        if key not in self._kept:
+            rows = []
+            for recompute in RECOMPUTES:
+                stages = (self._stage(kind, recompute, n) for n in (1, 2))
+                (kept, working), two = (self.costs.activation_bytes(s, kind.micro_batch_size) for s in stages)
+                per = sum(two) - kept - working
+                rows.append((kept - per, per, working))
+            self._kept[key] = np.array(rows, np.float64).T[:, :, None]
+        ends, each, work = self._kept[key]
+        return ends, each, work
+
+    def boundary(self, a: StageShape, b: StageShape, size: int, same_node: bool, sharing: int = 1) -> Transfers:
+        """Seconds of one transfer from stage ``a`` to stage ``b``, and back; ``sharing``: such transfers at a time over
+        a node's cards."""
+        key = (a.group, a.tp, a.dp, b.group, b.tp, b.dp, size, same_node, sharing)
+        if key not in self._links:
+            self._links[key] = (
+                self._one_way(a, b, size, same_node, sharing), self._one_way(b, a, size, same_node, sharing)
+            )  # fmt: skip
+        return self._links[key]
+
+    def _one_way(self, a: StageShape, b: StageShape, size: int, same_node: bool, sharing: int) -> float:
+        inside = same_node or self.pool.link(a.group, b.group) is None
+        link = self.pool.link(a.group, b.group, inside)
+        assert link is not None, "two stages with no link between them"
+        # All share the cards, which do as much as their fastest link; none is faster than its own link.
+        cards = max(link.bandwidth, min(self.pool.fastest(s.group) for s in (a, b)))
+        link = Link(min(link.bandwidth, cards / sharing), link.latency)
+        first, second = (self.choice(StageShape(s.group, s.tp, s.dp), False, False) for s in (a, b))
+        homes = self.costs.home(first).name, self.costs.home(second).name
+        alone = self.costs.rates.between(homes[0], homes[1], inside).between_chips(None)
+        return self.costs.boundary_seconds(first, second, size, link, same_node, alone)
+
+    def likely_same_node(self, a: StageShape, b: StageShape) -> bool:
+        """Whether neighbouring stages can lie in one node."""
+        return a.group == b.group and a.chips + b.chips <= self.pool.groups[a.group].per_node

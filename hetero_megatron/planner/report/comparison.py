@@ -1,0 +1,332 @@
+"""What the user sees of a search: the plan, what it is compared with, how much better a plan could be, and why not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from hetero_megatron.cluster import Cluster
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan import from_megatron
+from hetero_megatron.planner.estimate.certificate import Bound, assumptions, price_bound
+from hetero_megatron.planner.estimate.context_certificate import context_bound
+from hetero_megatron.planner.estimate.template_score import best_recompute
+from hetero_megatron.planner.report.prediction import format_seconds
+from hetero_megatron.planner.report.rejected import Rejected, fastest_rejected, nearest_rejected
+from hetero_megatron.planner.search.driver import Result, make_evaluator, search
+from hetero_megatron.planner.search.incumbent import Choice, SearchOptions, concrete
+from hetero_megatron.planner.search.uniform import Uniform, few_uniform, uniform_plans
+from hetero_megatron.planner.simulate.step import Prediction, predict
+from hetero_megatron.planner.template.placement import shrink
+from hetero_megatron.planner.template.plan_template import Candidate, Part, PipelineShape, describe
+from hetero_megatron.planner.time_budget import Watch, never
+from hetero_megatron.planner.whatif.objective import Deadline
+from hetero_megatron.planner.whatif.replan import Loss
+from hetero_megatron.spec import ModelSpec
+from hetero_megatron.words import plural
+
+PRICE_CHIPS = 300_000  # chips x layers above which the bound by prices is only computed when asked for
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A plan that the result is compared with; ``tokens_per_second`` 0 and ``problem`` where there is none."""
+
+    name: str
+    text: str
+    tokens_per_second: float = 0.0
+    step_seconds: float = 0.0
+    chips: int = 0
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Another plan and why it is not the one."""
+
+    text: str
+    step_seconds: float
+    why: str
+
+
+@dataclass
+class Summary:
+    """Everything that the report says."""
+
+    result: Result
+    model: str
+    bound: Bound | None
+    uniform: Baseline | None = None
+    alone: list[Baseline] = field(default_factory=list)
+    variants: list[Variant] = field(default_factory=list)
+    unusable: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # chip -> ranks, where it lacks the dtype
+    dtype: str = ""
+    assumptions: tuple[str, ...] = ()  # of the bound
+    left_out: tuple[str, ...] = ()  # nodes that are not of the cluster which the plan's ranks count in
+    deadline: Deadline | None = None
+    skipped: str = ""  # why no chip type is compared alone
+    rejected: list[Rejected] = field(default_factory=list)  # uniform plans that would be fast, if they fitted
+    no_bound: str = ""  # why there is no bound
+    losses: list[Loss] = field(default_factory=list)  # plans for the loss of a node, where these were asked for
+
+    @property
+    def idle(self) -> tuple[int, ...]:
+        """Ranks that the best plan could have used, and does not."""
+        return tuple(sorted(set(self.result.best.idle) - {r for ranks in self.unusable.values() for r in ranks}))
+
+    @property
+    def hethub_tokens_per_second(self) -> float | None:
+        """HETHUB's bound: each chip type alone with its best plan, added up; None where none can train the model."""
+        total = sum(b.tokens_per_second for b in self.alone)
+        return total or None
+
+    @property
+    def speedup_ratio(self) -> float | None:
+        """H2's: tokens per second per chip x chips over the sum of what each type does alone. Types that cannot
+        train the model alone count as 0, which is said."""
+        total = self.hethub_tokens_per_second
+        return None if total is None else self.result.best.prediction.tokens_per_second / total
+
+
+def summarize(
+    result: Result,
+    model: ModelSpec,
+    cluster: Cluster,
+    seq_length: int,
+    batch: int,
+    options: SearchOptions,
+    *,
+    baselines: bool = True,
+    bound: bool | None = None,
+    deadline: Deadline | None = None,
+    watch: Watch | None = None,
+) -> Summary:
+    """Compute the comparisons. They are all of the cluster that the plan's ranks count in, which an objective beside
+    speed makes a part of ``cluster``: nodes of the rest are idle.
+
+    Args:
+        baselines: also search each chip type alone and enumerate uniform plans.
+        bound: True: however long it takes; None: unless the cluster is large.
+        deadline: that of the objective.
+        watch: that of the search; when it is over, no chip type is searched alone, and the bound is as far as it got.
+    """
+    watch = watch or Watch(options.time_limit)
+    nodes, cluster = dict.fromkeys(rank.node for rank in cluster.ranks), result.best.cluster
+    there = {rank.node for rank in cluster.ranks}
+    lacking = {c: [r.rank for r in cluster.ranks if r.chip == c] for c, chip in cluster.chips.items()
+               if options.dtype not in chip.dtypes}  # fmt: skip
+    unusable = {chip: tuple(ranks) for chip, ranks in lacking.items() if ranks}
+    found, assumed = _bound(result, model, batch, options, bound, watch)
+    summary = Summary(
+        result, model.name, found, dtype=options.dtype, unusable=unusable, assumptions=assumed,
+        left_out=tuple(name for name in nodes if name not in there), deadline=deadline,
+    )  # fmt: skip
+    if found is None:
+        summary.no_bound = f"{'the time is up' if _quick(result, model) else 'it takes long'}; --bound computes it"
+    summary.variants = variants(result, model, cluster, seq_length, batch, options)
+    if baselines:
+        summary.uniform, summary.rejected = best_uniform(result, model, cluster, seq_length, batch, options)
+        new = {group.chip for group in result.pool.groups} - set(result.alone)
+        if not (new and watch.over()):
+            summary.alone = each_alone(result, model, cluster, seq_length, batch, options, watch, summary.rejected)
+        if new and watch.cut:  # a type that was not searched to its end would look slower than it is
+            summary.alone, summary.skipped = [], "not searched, because the time is up"
+    return summary
+
+
+def _quick(result: Result, model: ModelSpec) -> bool:
+    """Whether the bound by prices is computed without being asked for."""
+    return result.method != "islands" and result.pool.chips * model.num_layers <= PRICE_CHIPS
+
+
+def _bound(
+    result: Result, model: ModelSpec, batch: int, options: SearchOptions, wanted: bool | None, watch: Watch
+) -> tuple[Bound | None, tuple[str, ...]]:
+    """(the certificate, what it assumes); (None, ()) where it would take long, or the user does not wait. ``wanted``:
+    however long it takes."""
+    late = never if wanted else watch.over
+    if not (result.lower_bound > 0 or wanted or (wanted is None and _quick(result, model) and not late())):
+        return None, ()
+    space = replace(options.space, offload="always") if result.offload_tried else options.space
+    enumerated = result.method == "enumeration" and not result.offload_tried
+    found = price_bound(result.evaluator, model, batch, space, result.best.step_seconds, enumerated, late)
+    # What was left out of the enumeration may have made its bound weak; both hold.
+    if 0 < result.lower_bound >= found.seconds:
+        found = Bound(result.lower_bound, "enumeration")
+    everything = result.context_tried or result.unlike_groups
+    if everything:
+        found = context_bound(found, result.evaluator, model, batch)
+    if found.seconds <= 0 and late():
+        return None, ()
+    return found, assumptions(found.method, result.evaluator, model, batch, space, enumerated, everything)
+
+
+def best_uniform(
+    result: Result, model: ModelSpec, cluster: Cluster, seq_length: int, batch: int, options: SearchOptions
+) -> tuple[Baseline, list[Rejected]]:
+    """(the best plan that Megatron's flags can describe, over all chips of the cluster; some that do not fit)."""
+    best: tuple[float, Uniform, Prediction] | None = None
+    if result.pool.chips < cluster.world_size:
+        return Baseline("uniform", "", problem="some chips lack the dtype"), []
+    if next(uniform_plans(result.pool, model, batch), None) is None:
+        problem = f"no equal degrees divide {plural(cluster.world_size, 'chip')}, their nodes and a batch of {batch}"
+        return Baseline("uniform", "", problem=problem), []
+    problem = "no uniform plan fits into memory"
+    few, over = few_uniform(result.evaluator, model, batch, 4)
+    for uniform, candidate in few:
+        try:
+            plan = from_megatron(uniform.flags(seq_length, batch), model)
+            found = predict(plan, model, cluster, options.dtype, result.evaluator.costs)
+        except UserError as error:
+            problem = error.problem
+            continue
+        if found.over:
+            over.append((uniform, candidate))
+        elif best is None or found.step_seconds < best[0]:
+            best = (found.step_seconds, uniform, found)
+    rejected = fastest_rejected(over, result.evaluator, model, cluster, options, batch)
+    if best is None:
+        return Baseline("uniform", "", problem=problem), rejected
+    name, tokens = best[1].text(), best[2].tokens_per_second
+    return Baseline("uniform", name, tokens, best[0], cluster.world_size), rejected
+
+
+def each_alone(
+    result: Result, model: ModelSpec, cluster: Cluster, seq_length: int, batch: int, options: SearchOptions,
+    watch: Watch | None = None, rejected: list[Rejected] | None = None,
+) -> list[Baseline]:  # fmt: skip
+    """The best plan of each chip type alone, with the same global batch (which favours the parts: fewer bubbles); to
+    ``rejected`` goes what comes nearest to fitting where nothing fits."""
+    names = list(dict.fromkeys(group.chip for group in result.pool.groups))
+    found = []
+    for name in names:
+        keep = [rank.rank for rank in cluster.ranks if rank.chip == name]
+        own = result.alone.get(name) or _alone(cluster, keep, model, seq_length, batch, options, watch)
+        if isinstance(own, UserError):
+            found.append(Baseline(name, "", chips=len(keep), problem=own.problem))
+            if rejected is not None:
+                part = shrink(cluster, keep)
+                evaluator = make_evaluator(model, part, seq_length, options)
+                rejected += nearest_rejected(name, evaluator, model, part, options, batch)
+            continue
+        best = own.best
+        text = choice_text(best, [g.chip for g in own.pool.groups])
+        found.append(Baseline(name, text, best.prediction.tokens_per_second, best.step_seconds, len(keep)))
+    return found
+
+
+def _alone(
+    cluster: Cluster, keep: list[int], model: ModelSpec, seq_length: int, batch: int, options: SearchOptions,
+    watch: Watch | None,
+) -> Result | UserError:  # fmt: skip
+    part = cluster if len(keep) == cluster.world_size else shrink(cluster, keep)
+    try:
+        return search(model, part, seq_length, batch, options, watch=watch)
+    except UserError as error:
+        return error
+
+
+def text_of(candidate: Candidate, chips: list[str]) -> str:
+    """``8 x (m 32, b 1) A100 tp8 [10] > H100 tp2 [8,8,7,7]``, parts joined by `` + ``."""
+    parts = [
+        f"{p.copies} x (m {p.num_micro_batches}, b {p.shape.micro_batch_size}) {describe(p.shape, chips)}"
+        for p in candidate.parts[:4]
+    ]
+    return " + ".join(parts) + (" + …" if len(candidate.parts) > 4 else "")
+
+
+def choice_text(choice: Choice, chips: list[str]) -> str:
+    """What a plan is."""
+    return choice.text or text_of(choice.candidate, chips)
+
+
+def variants(
+    result: Result, model: ModelSpec, cluster: Cluster, seq_length: int, batch: int, options: SearchOptions
+) -> list[Variant]:
+    """Plans near the best one: one choice undone each, and the runners-up of another make-up."""
+    best, found = result.best, []
+    chips = [g.chip for g in result.pool.groups]
+    for text, candidate in (
+        ("the same with equal layers per stage", _even_layers(result, best.candidate, model)),
+        ("the same with equal shares of the batch", None if best.text else _even_shares(best.candidate, batch)),
+    ):
+        if candidate is not None and not best.text:
+            found.append(_variant(result, text, candidate, model, cluster, seq_length, options))
+    seen = {(best.text, _make_up(best.candidate))}
+    for other in result.others:
+        if (other.text, _make_up(other.candidate)) not in seen and len(found) < 6:
+            seen.add((other.text, _make_up(other.candidate)))
+            found.append(Variant(choice_text(other, chips), other.step_seconds, _why(best, other)))
+    return [v for v in found if v.step_seconds >= best.step_seconds or v.step_seconds == 0.0]
+
+
+def _make_up(candidate: Candidate) -> frozenset[object]:
+    return frozenset(
+        (tuple((s.group, s.tp, s.dp, s.layers) for s in p.shape.stages), p.copies, candidate.schedule)
+        for p in candidate.parts
+    )
+
+
+def _variant(
+    result: Result,
+    text: str,
+    candidate: Candidate,
+    model: ModelSpec,
+    cluster: Cluster,
+    seq_length: int,
+    options: SearchOptions,
+) -> Variant:
+    choice = concrete(candidate, cluster, model, seq_length, options, result.evaluator)
+    assert choice is not None, "it lies on the chips of the best plan"
+    if choice.prediction.over:
+        worst = max(choice.prediction.over, key=lambda o: o.over)
+        return Variant(text, 0.0, f"does not fit: {worst}")
+    return Variant(text, choice.step_seconds, _why(result.best, choice))
+
+
+def _why(best: Choice, other: Choice) -> str:
+    """The part of the step that grew most."""
+    grown = {k: other.prediction.parts[k] - v for k, v in best.prediction.parts.items()}
+    part = max(grown, key=lambda k: grown[k])
+    words = {
+        "pipelines": "its slowest pipeline takes", "jitter": "waiting for unsteady chips takes",
+        "gradients": "exposed gradient reduction takes", "optimizer": "the optimizer takes",
+        "parameters": "sending parameters takes",
+    }  # fmt: skip
+    if grown[part] < 5e-10:  # less than is shown
+        return "it takes as long"
+    return f"{words[part]} {format_seconds(grown[part])} longer"
+
+
+def _even_layers(result: Result, candidate: Candidate, model: ModelSpec) -> Candidate | None:
+    parts = []
+    for part in candidate.parts:
+        count = len(part.shape.stages)
+        each, more = divmod(model.num_layers, count)
+        stages = tuple(
+            replace(s, layers=each + (i < more), recompute="none", first=0) for i, s in enumerate(part.shape.stages)
+        )
+        shape: PipelineShape | None = PipelineShape(part.shape.micro_batch_size, stages)
+        assert shape is not None
+        fitting = best_recompute(
+            result.evaluator.tables, shape, candidate.schedule, part.num_micro_batches, candidate.pipelines
+        )
+        parts.append(Part(fitting or shape, part.copies, part.num_micro_batches))
+    changed = replace(candidate, parts=tuple(parts))
+    same = all(
+        [s.layers for s in a.shape.stages] == [s.layers for s in b.shape.stages]
+        for a, b in zip(changed.parts, candidate.parts)
+    )
+    return None if same else changed
+
+
+def _even_shares(candidate: Candidate, batch: int) -> Candidate | None:
+    per = {p.shape.micro_batch_size * p.num_micro_batches for p in candidate.parts}
+    if len(per) == 1 or batch % candidate.pipelines:
+        return None
+    share = batch // candidate.pipelines
+    if any(share % p.shape.micro_batch_size for p in candidate.parts):
+        return None
+    return replace(
+        candidate, parts=tuple(replace(p, num_micro_batches=share // p.shape.micro_batch_size) for p in candidate.parts)
+    )

@@ -1,0 +1,87 @@
+"""Uniform plans that do not fit: which rank is over, and by how many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hetero_megatron.cluster import Cluster
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan import Plan, from_megatron, validate
+from hetero_megatron.planner.estimate.template_score import Evaluator
+from hetero_megatron.planner.search.incumbent import EXACT_CHIPS, SearchOptions
+from hetero_megatron.planner.search.uniform import Uniform, bytes_over, closed_seconds, uniform_plans
+from hetero_megatron.planner.simulate.memory_report import OverLimit
+from hetero_megatron.planner.simulate.step import over_memory
+from hetero_megatron.planner.template.plan_template import Candidate
+from hetero_megatron.spec import ModelSpec
+
+SHOWN, LOOKED_AT = 3, 12
+Row = tuple[Uniform, Candidate]
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A uniform plan that does not fit.
+
+    Attributes:
+        of: the chip type that it is of alone; empty: of all chips.
+        step_seconds: about what a step would take.
+        stage: of the worst rank; largest: what most of its memory is.
+    """
+
+    of: str
+    text: str
+    step_seconds: float
+    stage: str
+    worst: OverLimit
+    largest: str
+
+    def __str__(self) -> str:
+        return f"{self.stage}: {self.worst}; most of it is {self.largest}"
+
+
+def fastest_rejected(
+    rows: Sequence[Row], evaluator: Evaluator, model: ModelSpec, cluster: Cluster, options: SearchOptions, batch: int
+) -> list[Rejected]:
+    """Of ``rows``, which do not fit by evaluation, those that would be fastest, one of each TP, PP and DP."""
+    first = {(u.tp, u.pp, u.dp): (u, c) for u, c in reversed(rows)}
+    order = sorted(list(first.values())[::-1][:LOOKED_AT], key=lambda row: closed_seconds(evaluator, row[1]))
+    return _look(order, evaluator, model, cluster, options, batch, "", SHOWN)
+
+
+def nearest_rejected(
+    chip: str, evaluator: Evaluator, model: ModelSpec, cluster: Cluster, options: SearchOptions, batch: int
+) -> list[Rejected]:
+    """Of chips of one type, none of whose plans fits: the uniform plan that is over by least, where there is any."""
+    rows = list(uniform_plans(evaluator.pool, model, batch, ("full",), (1,)))
+    rows.sort(key=lambda row: bytes_over(evaluator, row[1]))
+    return _look(rows[:1], evaluator, model, cluster, options, batch, chip, 1)
+
+
+def _look(
+    rows: Iterable[Row], evaluator: Evaluator, model: ModelSpec, cluster: Cluster, options: SearchOptions, batch: int,
+    of: str, most: int,
+) -> list[Rejected]:  # fmt: skip
+    found: list[Rejected] = []
+    if evaluator.pool.chips > EXACT_CHIPS or evaluator.pool.chips < cluster.world_size:
+        return found
+    for uniform, candidate in rows:
+        if len(found) == most:
+            break
+        try:
+            plan = from_megatron(uniform.flags(evaluator.costs.seq_length, batch), model)
+            validate(plan, model, cluster, dtype=options.dtype)
+        except UserError:
+            continue
+        over, memory = over_memory(plan, evaluator.costs)
+        if over:
+            largest = memory[over[0].rank].largest
+            seconds = closed_seconds(evaluator, candidate)
+            found.append(Rejected(of, uniform.text(), seconds, _stage_of(plan, over[0].rank), over[0], largest))
+    return found
+
+
+def _stage_of(plan: Plan, rank: int) -> str:
+    places = ((p, s) for p, pipeline in enumerate(plan.pipelines) for s in range(len(pipeline.stages)))
+    return next(f"pipeline {p}, stage {s}" for p, s in places if rank in plan.pipelines[p].stages[s].ranks)

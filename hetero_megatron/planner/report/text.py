@@ -1,0 +1,245 @@
+"""The report of a search as text and as JSON data, and the plan file."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from hetero_megatron.cluster import format_bytes
+from hetero_megatron.plan import dump_yaml, to_dict
+from hetero_megatron.plan.made_for import MadeFor
+from hetero_megatron.planner.report.comparison import Summary, choice_text
+from hetero_megatron.planner.report.prediction import format_seconds
+from hetero_megatron.planner.search.incumbent import Choice
+from hetero_megatron.planner.whatif.objective import cost_per_hour, tokens_per_cost
+from hetero_megatron.planner.whatif.replan import Loss
+from hetero_megatron.words import plural, rank_ranges, word
+
+SHOWN = 8  # names of idle nodes in the report
+
+
+def format_summary(summary: Summary) -> str:
+    """The report as text."""
+    result, best = summary.result, summary.result.best
+    found = best.prediction
+    chips = [g.chip for g in result.pool.groups]
+    share = f", {found.mfu:.1%} of the peak of the chips used (aggregate MFU)" if found.mfu is not None else ""
+    lines = [
+        f"best plan: {format_seconds(best.step_seconds)} per step, {found.tokens_per_second:,.0f} tokens/s{share}",
+        f"  {choice_text(best, chips)}",
+        f"  found in {result.seconds:.2f} s, {plural(result.evaluated, 'plan')} evaluated exactly"
+        + ("" if result.complete else "; cut short, the best so far"),
+    ]
+    if summary.bound is not None:
+        gap = max(0.0, summary.bound.gap(best.step_seconds))
+        tokens = found.tokens_per_second * best.step_seconds / summary.bound.seconds if summary.bound.seconds else 0.0
+        lines.append(
+            f"  no plan of this space does more than {tokens:,.0f} tokens/s under these rates: within {gap:.1%} of the "
+            f"bound (by {summary.bound.method})"
+        )
+        lines += textwrap.wrap(
+            "it is over: " + "; ".join(summary.assumptions), 118, initial_indent=" " * 4, subsequent_indent=" " * 6
+        )
+    elif summary.no_bound:
+        lines.append(f"  no bound: {summary.no_bound}")
+    lines += _cost_lines(summary)
+    lines.append(f"  context groups: {result.context}")
+    if summary.left_out:
+        names = ", ".join(summary.left_out[:SHOWN]) + (", …" if len(summary.left_out) > SHOWN else "")
+        idle = plural(len(summary.left_out), "node")
+        lines.append(f"  idle: {idle} ({names}), not of the cluster that the ranks count in")
+    if summary.idle:
+        ranks = f"{word(len(summary.idle), 'rank')} {rank_ranges(summary.idle)}"
+        idle = f"{plural(len(summary.idle), 'chip')} ({ranks})"
+        lines.append(f"  idle: {idle}; {_why_idle(summary)}")
+    for chip, unusable in summary.unusable.items():
+        ranks = f"{word(len(unusable), 'rank')} {rank_ranges(unusable)}"
+        lines.append(
+            f"  idle: {plural(len(unusable), 'chip')} ({ranks}): {chip} does not compute in {summary.dtype}"
+        )
+    lines += ["", *_memory_lines(best), "", *_comparison_lines(summary)]
+    if summary.variants:
+        lines += ["", "why not"]
+        for v in summary.variants:
+            slower = f"+{v.step_seconds / best.step_seconds - 1:.1%}" if v.step_seconds else "—"
+            lines.append(f"  {slower:>8}  {v.text}: {v.why}")
+    if summary.losses:
+        lines += ["", "after the loss of one node, planned again from the search's warm state"]
+        lines += [f"  without {loss.node:<20}{_loss_text(loss, best.step_seconds)}" for loss in summary.losses]
+    if summary.rejected:
+        lines += ["", "uniform plans (Megatron) that do not fit, with about the step that they would have"]
+        for r in summary.rejected:
+            alone = f"{r.of} alone: " if r.of else ""
+            lines += [f"  {format_seconds(r.step_seconds):>8}  {alone}{r.text}", f"{'':>12}{r}"]
+    if result.rejected:
+        words = {"memory": "over memory after exact evaluation", "packing": "TP groups that do not pack into nodes"}
+        lines.append("  dropped: " + ", ".join(f"{n} {words.get(k, k)}" for k, n in result.rejected.items()))
+    if found.assumed:
+        lines += ["", f"rates of {found.describe_assumed()} are from data sheets, not measured: run calibrate"]
+    return "\n".join(lines)
+
+
+def _loss_text(loss: Loss, before: float) -> str:
+    of = f" (or any of {loss.alike} alike)" if loss.alike > 1 else ""
+    if loss.plan is None:
+        return f"no plan{of}: {loss.problem}"
+    slower = f"{loss.step_seconds / before:.2f} x as long"
+    how = "" if loss.warm else ", searched anew: no pipeline of the search fits"
+    return f"{format_seconds(loss.step_seconds)} per step, {slower}, found in {loss.seconds:.3f} s{how}{of}"
+
+
+def _cost_lines(summary: Summary) -> list[str]:
+    """What the chips that are used cost; nothing where that is not known."""
+    costs, lines = _costs(summary), []
+    if costs:
+        per = costs["tokens_per_cost"]
+        lines.append(f"  cost: {costs['cost_per_hour']:,.4g} per hour, {per:,.4g} tokens per currency unit")
+    if "deadline" in costs:
+        due = costs["deadline"]
+        lines.append(
+            f"  deadline: {due['tokens']:.4g} tokens take {due['needed_hours']:.4g} h and cost {due['cost']:,.4g}; "
+            f"{due['slack_hours']:.4g} of {due['hours']:.4g} h are left"
+        )
+    return lines + ([f"  objective: {summary.result.parts}"] if summary.result.parts else [])
+
+
+def _costs(summary: Summary) -> dict[str, Any]:
+    """Cost per hour of the chips that the best plan uses, tokens per currency unit, and how it meets the deadline."""
+    best, due = summary.result.best, summary.deadline
+    cost = cost_per_hour(best)
+    if cost is None:
+        return {}
+    data: dict[str, Any] = {"cost_per_hour": cost, "tokens_per_cost": tokens_per_cost(best)}
+    if due is not None:
+        hours = due.tokens / best.prediction.tokens_per_second / 3600
+        data["deadline"] = {
+            "tokens": due.tokens, "hours": due.hours, "needed_hours": hours, "slack_hours": due.hours - hours,
+            "cost": hours * cost,
+        }  # fmt: skip
+    return data
+
+
+def _why_idle(summary: Summary) -> str:
+    """As much as the search can say."""
+    result, bound = summary.result, summary.bound
+    if not result.complete:
+        return "the search was cut short before a faster plan used them"
+    if bound is not None and bound.method == "enumeration" and bound.seconds >= result.best.step_seconds * (1 - 1e-9):
+        return "using them would not help"
+    return "no plan that was tried is faster with them"
+
+
+def _memory_lines(best: Choice) -> list[str]:
+    lines = [f"{'stage':<10}{'chip':<18}{'ranks':<20}{'layers':<12}{'recompute':<12}{'memory':>12}{'of':>12}"]
+    seen: dict[object, int] = {}
+    for p, pipeline in enumerate(best.plan.pipelines):
+        stages = tuple(
+            (s.layers, s.chip, s.recompute, s.optimizer, tuple((u.sequences, u.tokens, u.tp_split) for u in s.units))
+            for s in pipeline.stages
+        )
+        key = pipeline.micro_batch_size, min(pipeline.num_micro_batches, len(stages)), stages
+        seen[key] = seen.get(key, 0) + 1
+        if seen[key] > 1:
+            continue
+        for s, stage in enumerate(pipeline.stages):
+            worst = max(stage.ranks, key=lambda r: best.prediction.memory[r].total)
+            layers = f"{stage.layers[0][0]}-{stage.layers[0][1] - 1}" if stage.layers else "none"
+            lines.append(
+                f"{f'{p}.{s}':<10}{stage.chip or '':<18}{rank_ranges(stage.ranks):<20}{layers:<12}"
+                f"{str(stage.recompute):<12}{format_bytes(best.prediction.memory[worst].total):>12}"
+                f"{format_bytes(best.prediction.limits[worst]):>12}"
+            )
+    more = sum(n - 1 for n in seen.values())
+    return lines + ([f"and {more} more pipelines like these"] if more else [])
+
+
+def _comparison_lines(summary: Summary) -> list[str]:
+    tokens = summary.result.best.prediction.tokens_per_second
+    lines = ["compared with"]
+    for baseline in ([summary.uniform] if summary.uniform else []) + summary.alone:
+        name = (
+            "best uniform plan (Megatron)"
+            if baseline.name == "uniform"
+            else f"{baseline.chips} x {baseline.name} alone"
+        )
+        if baseline.problem:
+            lines.append(f"  {name:<34} none: {baseline.problem}")
+        else:
+            ratio = tokens / baseline.tokens_per_second
+            lines.append(f"  {name:<34}{baseline.tokens_per_second:>14,.0f} tokens/s  {ratio:>6.2f}x  {baseline.text}")
+    if summary.skipped:
+        lines.append(f"  {'each chip type alone':<34} none: {summary.skipped}")
+    if summary.alone:
+        total = summary.hethub_tokens_per_second
+        if total is None:
+            lines.append("  no chip type can train this model alone: HETHUB's bound and H2's ratio are undefined")
+        else:
+            missing = [b.name for b in summary.alone if b.problem]
+            note = f" (without {', '.join(missing)}, which cannot train it alone)" if missing else ""
+            name = "sum of the types alone (HETHUB)"
+            share = f"{tokens / total:>6.1%} of it = hetero speedup ratio (H2){note}"
+            lines.append(f"  {name:<34}{total:>14,.0f} tokens/s  {share}")
+    return lines if len(lines) > 1 else []
+
+
+def summary_json(summary: Summary) -> Mapping[str, Any]:
+    """The report as one JSON object."""
+    result, best = summary.result, summary.result.best
+    found = best.prediction
+    bound = None
+    if summary.bound is not None:
+        bound = {
+            "step_seconds": summary.bound.seconds, "method": summary.bound.method,
+            "assumptions": list(summary.assumptions),
+            "gap": max(0.0, summary.bound.gap(best.step_seconds)) if summary.bound.seconds else None,
+        }  # fmt: skip
+    return {
+        "model": summary.model,
+        "plan": to_dict(best.plan),
+        "fingerprint": best.plan.fingerprint(),
+        "step_seconds": best.step_seconds,
+        "tokens_per_second": found.tokens_per_second,
+        "mfu": found.mfu,
+        "parts": dict(found.parts),
+        "memory": {str(r): m.total for r, m in found.memory.items()},
+        "memory_limits": {str(r): n for r, n in found.limits.items()},
+        "idle_ranks": sorted({*summary.idle, *(r for ranks in summary.unusable.values() for r in ranks)}),
+        "idle_nodes": list(summary.left_out),
+        **_costs(summary),
+        "parts_searched": result.parts,
+        "bound": bound,
+        "hethub_bound_tokens_per_second": summary.hethub_tokens_per_second,
+        "hetero_speedup_ratio": summary.speedup_ratio,
+        "context": result.context,
+        "uniform": vars(summary.uniform) if summary.uniform else None,
+        "alone": [vars(b) for b in summary.alone],
+        "losses": [
+            {
+                "node": x.node, "alike": x.alike, "step_seconds": x.step_seconds if x.plan else None,
+                "replan_seconds": x.seconds, "warm": x.warm, "problem": x.problem,
+                "plan": to_dict(x.plan) if x.plan else None,
+            }
+            for x in summary.losses
+        ],
+        "rejected": [vars(v) for v in summary.variants],
+        "over_memory": [
+            {
+                "chips": r.of or "all", "text": r.text, "step_seconds": r.step_seconds, "stage": r.stage,
+                "largest": r.largest, **vars(r.worst), "over": r.worst.over,
+            }
+            for r in summary.rejected
+        ],
+        "search_seconds": result.seconds,
+        "evaluated": result.evaluated,
+        "complete": result.complete,
+        "assumed_rates": list(found.assumed),
+    }
+
+
+def plan_text(choice: Choice, model: str, made: MadeFor) -> str:
+    """The plan file, with a comment and a section that say what it is for."""
+    return f"# {model}: {choice.step_seconds:.4g} s per step predicted. Written by hetero-megatron plan.\n" + dump_yaml(
+        replace(choice.plan, made_for=made)
+    )

@@ -1,0 +1,130 @@
+"""A predicted step on a time axis: as text, and as a trace for ui.perfetto.dev."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from hetero_megatron.planner.simulate.grad_sync import Span
+from hetero_megatron.planner.simulate.step import Prediction
+from hetero_megatron.words import rank_ranges
+
+MARKS = {"F": "F", "B": "b", "B_INPUT": "b", "W": "w"}
+
+
+class Group(NamedTuple):
+    """Pipelines with one timeline: their indices."""
+
+    pipelines: tuple[int, ...]
+
+
+def groups(found: Prediction) -> list[Group]:
+    """Pipelines that run alike are shown once."""
+    same: dict[int, list[int]] = {}
+    for p, timeline in enumerate(found.timelines):
+        same.setdefault(id(timeline), []).append(p)
+    return [Group(tuple(indices)) for indices in same.values()]
+
+
+def stage_label(found: Prediction, pipeline: int, stage: int) -> str:
+    """``stage 1, ranks 4-7, A100-80-SXM, layers 8-15``."""
+    chosen = found.plan.pipelines[pipeline].stages[stage]
+    chips = "+".join(dict.fromkeys(found.chips[r] for r in chosen.ranks))
+    layers = ", ".join(f"{a}-{b - 1}" for a, b in chosen.layers) or "none"
+    return f"stage {stage}, ranks {rank_ranges(chosen.ranks)}, {chips}, layers {layers}"
+
+
+def group_title(found: Prediction, group: Group) -> str:
+    names = rank_ranges(group.pipelines)
+    seconds = found.timelines[group.pipelines[0]].step_seconds
+    plural = "s" if len(group.pipelines) > 1 else ""
+    return f"pipeline{plural} {names}: {seconds:.4g} s of {found.step_seconds:.4g} s"
+
+
+def format_timeline(found: Prediction, width: int = 100) -> str:
+    """One row per stage; each column shows what takes most of its time: F forward, b backward, w weight gradients,
+    g gradients on their way, u optimizer, p parameters on their way, . waiting."""
+    lines = ["timeline (F forward, b backward, g gradients, u optimizer, p parameters, . waiting)"]
+    scale = width / found.step_seconds if found.step_seconds else 0.0
+    for group in groups(found):
+        lines.append(group_title(found, group))
+        timeline = found.timelines[group.pipelines[0]]
+        for s, row in enumerate(timeline.schedule.stages):
+            spans = [
+                (MARKS[action.kind], start, end)
+                for action, start, end in zip(row, timeline.starts[s], timeline.ends[s])
+                if action.kind in MARKS
+            ]
+            last = max((end for _, _, end in spans), default=0.0)
+            ranks = found.plan.pipelines[group.pipelines[0]].stages[s].ranks
+            spans += _tail(found, last)
+            lines.append(f"{_short(s, ranks):<16}|{_columns(spans, width, scale)}|")
+    return "\n".join(lines)
+
+
+def _short(stage: int, ranks: Sequence[int]) -> str:
+    text = f"{stage}: {rank_ranges(ranks)}"
+    return text if len(text) <= 15 else text[:14] + "…"
+
+
+def _tail(found: Prediction, last: float) -> list[tuple[str, float, float]]:
+    """What follows the pipelines, the same for all stages."""
+    at = found.computed_seconds
+    out = []
+    for mark, part in (("g", "gradients"), ("u", "optimizer"), ("p", "parameters")):
+        out.append((mark, max(at, last), at + found.parts[part]))
+        at += found.parts[part]
+    return out
+
+
+def _columns(spans: Sequence[tuple[str, float, float]], width: int, scale: float) -> str:
+    """Per column, the mark with most of its time; ``.`` where less than half of it is filled."""
+    time: list[dict[str, float]] = [{} for _ in range(width)]
+    for mark, start, end in spans:
+        a, b = start * scale, end * scale
+        for column in range(int(a), min(int(b) + 1, width)):
+            part = min(b, column + 1) - max(a, column)
+            if part > 0:
+                time[column][mark] = time[column].get(mark, 0.0) + part
+    return "".join(max(t, key=t.__getitem__) if sum(t.values()) >= 0.5 else "." for t in time)
+
+
+def perfetto_trace(found: Prediction) -> Mapping[str, Any]:
+    """Trace events (JSON array format): a process per distinct pipeline, a thread per stage, and threads for what its
+    links carry; the buckets of gradients and parameters are processes of their own."""
+    events: list[dict[str, Any]] = []
+    for number, group in enumerate(groups(found)):
+        pipeline = group.pipelines[0]
+        events.append(_name("process", number, 0, group_title(found, group)))
+        timeline = found.timelines[pipeline]
+        for s, row in enumerate(timeline.schedule.stages):
+            events.append(_name("thread", number, 3 * s, stage_label(found, pipeline, s)))
+            events.append(_name("thread", number, 3 * s + 1, f"stage {s} to stage {s + 1}"))
+            events.append(_name("thread", number, 3 * s + 2, f"stage {s} to stage {s - 1}"))
+            for action, start, end in zip(row, timeline.starts[s], timeline.ends[s]):
+                if action.kind.startswith("RECV"):
+                    continue  # a receive is waiting: the gap shows it
+                line = 3 * s + {"SEND_F": 1, "SEND_B": 2}.get(action.kind, 0)
+                events.append(_event(str(action), action.kind, number, line, start, end))
+    events += _buckets("gradients", found.reduces, len(found.timelines))
+    events += _buckets("parameters", found.spreads, len(found.timelines) + 1)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _buckets(title: str, spans: Sequence[Span], process: int) -> Iterator[dict[str, Any]]:
+    if spans:
+        yield _name("process", process, 0, f"{title} on their way")
+    free: list[float] = []  # end of the last bucket on each line, so that buckets under way together do not overlap
+    for span in sorted(spans, key=lambda x: x.start):
+        line = next((i for i, end in enumerate(free) if end <= span.start), len(free))
+        free[line : line + 1] = [span.end]
+        yield _event(f"bucket {span.bucket}", title, process, line, span.start, span.end)
+
+
+def _event(name: str, kind: str, process: int, thread: int, start: float, end: float) -> dict[str, Any]:
+    times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+    return {"name": name, "cat": kind, "ph": "X", "pid": process, "tid": thread, **times}
+
+
+def _name(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"name": f"{what}_name", "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}

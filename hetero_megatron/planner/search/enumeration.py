@@ -1,0 +1,278 @@
+"""Search by complete enumeration, for clusters where that is possible.
+
+Every sequence of stages (group, TP, inner DP) over every number of chips, with the exact best layers and recompute;
+every multiset of such pipelines that the cluster has chips for; every division of the batch. Combinations are
+evaluated exactly in the order of their lower bounds until no bound is below the best value. Lower bounds count with the
+most ranks that could share a stage's optimizer states; what is evaluated has the recompute that fits with states where
+the runtime will place them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+from hetero_megatron.planner.estimate.layer_partition import LISTED, count_splits
+from hetero_megatron.planner.estimate.template_score import Evaluator, best_recompute
+from hetero_megatron.planner.search.batch_partition import least_dropped, ways_together
+from hetero_megatron.planner.search.columns import Column, Shelf, allocate
+from hetero_megatron.planner.search.memory_fit import Fitting
+from hetero_megatron.planner.search.stage_sequences import MOST_SEQUENCES, Lines, Usage, anchors, sequences
+from hetero_megatron.planner.template.placement import Placed, place
+from hetero_megatron.planner.template.plan_template import Candidate, Part, PipelineShape
+from hetero_megatron.planner.template.search_space import Space, batch_sizes
+from hetero_megatron.planner.time_budget import Late, never
+from hetero_megatron.spec import ModelSpec
+
+MOST_CHIPS = 24  # above, not even worth counting
+MOST_COMBINATIONS = 20_000
+MOST_WORK = 8_000_000  # sequences x splits of layers x numbers of micro-batches
+MOST_WAYS = 4000  # of one combination that are listed
+MOST_LISTED = 200_000  # of all combinations
+MOST_FITTED = 300  # placements whose states are counted exactly
+
+
+def multisets(usages: Sequence[Usage], counts: Usage, most: int) -> Iterator[tuple[Usage, ...]]:
+    """All non-empty multisets of usages whose sum is within ``counts``, of at most ``most`` pipelines."""
+
+    def extend(prefix: tuple[Usage, ...], start: int, left: Usage) -> Iterator[tuple[Usage, ...]]:
+        if prefix:
+            yield prefix
+        if len(prefix) == most:
+            return
+        for i in range(start, len(usages)):
+            rest = tuple(a - b for a, b in zip(left, usages[i]))
+            if min(rest) >= 0:
+                yield from extend((*prefix, usages[i]), i, rest)
+
+    yield from extend((), 0, counts)
+
+
+class SmallSearch:
+    """See the module docstring. ``best``/``value``: the best candidate so far and its step seconds."""
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        model: ModelSpec,
+        batch: int,
+        space: Space,
+        improve: Callable[[Candidate, float], bool],
+        late: Late = never,
+    ) -> None:
+        self.evaluator, self.tables, self.pool = evaluator, evaluator.tables, evaluator.pool
+        self.model, self.batch, self.space = model, batch, space
+        self.improve, self.late = improve, late
+        self.bound = 0.0  # no plan of the space is faster
+        self.best = math.inf
+        self.exact = False
+        self.listed = self.fitted = 0
+        self.fitting = Fitting(evaluator, space.recompute, space.shares)
+        self.rejected: dict[str, int] = defaultdict(int)
+        self.lines = Lines(evaluator, model, batch, space)
+
+    def possible(self) -> bool:
+        if self.pool.chips > MOST_CHIPS:
+            return False
+        total = work = 0
+        for size in batch_sizes(self.space, self.batch):
+            found = sequences(self.pool, self.model, self.space, size, MOST_SEQUENCES)
+            if found is None:
+                return False
+            total += sum(map(len, found.values()))
+            shares = len(anchors(max(1, self.batch // size)))
+            for rows in found.values():
+                work += shares * sum(min(LISTED, count_splits(self.model.num_layers, len(row))) for row in rows)
+        if work > MOST_WORK:
+            return False
+        limit = MOST_SEQUENCES * (3 if self.model.num_layers <= 16 else 1)
+        if total > limit:
+            return False
+        combinations = multisets(self._usages(), self.pool.counts, self._most_pipelines())
+        return all(i < MOST_COMBINATIONS for i, _ in enumerate(combinations))
+
+    def _usages(self) -> list[Usage]:
+        found: list[Usage] = [()]
+        for n in self.pool.counts:
+            found = [(*u, i) for u in found for i in range(n + 1)]
+        return [u for u in found if any(u)]
+
+    def _most_pipelines(self) -> int:
+        return min(self.batch, self.pool.chips, self.space.max_pipelines or self.pool.chips)
+
+    def run(self) -> bool:
+        """True when the whole space was searched; False when ``improve`` or ``late`` asked to stop.
+
+        First with the best layers by closed form only, which gives a good plan; then with all that could beat it.
+        """
+        counts = range(1, self._most_pipelines() + 1)
+        if not all(self._pass([d]) for d in counts):
+            return False
+        self.exact, self.fitted = True, self.fitting.computed
+        return self._pass(counts)
+
+    def _pass(self, counts: Sequence[int]) -> bool:
+        """All plans of these numbers of pipelines."""
+        if self.late():
+            return False
+        shelves = {d: self.lines.shelves(d, self.best, self.exact) for d in counts}
+        rows: list[tuple[float, tuple[Usage, ...], tuple[int, ...]]] = []
+        usages = sorted({u for s in shelves.values() for u in s})
+        for combination in multisets(usages, self.pool.counts, max(counts)):
+            shelf = shelves.get(len(combination), {})
+            if any(u not in shelf for u in combination):
+                continue
+            found = allocate([shelf[u].times for u in combination], self.batch)
+            if found is not None:
+                rows.append((found[0], combination, found[1]))
+        rows.sort()
+        left = math.inf  # least time of what was not gone through
+        for bound, combination, shares in rows:
+            if bound >= self.best:
+                break
+            if self.late():
+                return False
+            shelf = shelves[len(combination)]
+            rest: float | None
+            if self.exact and len(combination) > 1:
+                rest = self._together(combination, shelf, bound)
+            else:
+                rest = self._best_of(combination, shares, shelf, bound)
+            if rest is None:
+                return False
+            left = min(left, rest)
+        if self.exact:
+            # What was left out takes at least as long as the best plan.
+            self.bound = min(self.best, self.lines.skipped, left)
+        return True
+
+    def _best_of(
+        self, combination: tuple[Usage, ...], shares: tuple[int, ...], shelf: dict[Usage, Shelf], bound: float
+    ) -> float | None:
+        """Try the best columns for one division of the batch; returns the least time of what was left out, None to
+        stop."""
+        # All that one pipeline can be is tried, so only what its shelf did not keep is left of the combination.
+        rest = float(shelf[combination[0]].cut[self.batch]) if len(combination) == 1 else bound
+        for least, candidate in self._candidates(combination, shares, shelf):
+            placed = place(candidate, self.pool)
+            if placed is None:
+                self.rejected["packing"] += 1
+                rest = min(rest, least)  # in other nodes it may pack
+            elif not self._try(placed)[1]:
+                return None
+        return rest
+
+    def _together(self, combination: tuple[Usage, ...], shelf: dict[Usage, Shelf], bound: float) -> float | None:
+        """Try all that several pipelines can be and any division of the batch, as :meth:`_best_of` does."""
+        shelves = [shelf[u] for u in combination]
+        rest = max(bound, least_dropped([s.times for s in shelves], [s.cut for s in shelves], self.batch))
+        for schedule in self.space.schedules:
+            rows = [self._rows(s, schedule) for s in shelves]
+            if not all(rows) or (schedule != self.space.schedules[0] and not self._several_stages(rows, shelves)):
+                continue
+            if self.listed >= MOST_LISTED or self.fitting.computed - self.fitted >= MOST_FITTED:
+                return bound
+            ways, limit = ways_together(rows, self.batch, bound, self.best, MOST_WAYS)
+            self.listed += len(ways)
+            rest = min(rest, limit)
+            for least, way in ways:
+                if least >= self.best:
+                    break
+                if self.late():
+                    return None
+                if self.fitting.computed - self.fitted >= MOST_FITTED:
+                    rest = min(rest, least)
+                    break
+                columns = [s.column(index) for s, (_, index) in zip(shelves, way)]
+                parts = tuple(Part(c.shape, 1, q // c.shape.micro_batch_size) for c, (q, _) in zip(columns, way))
+                tried = None
+                for order in ("stage", "pipeline"):
+                    placed = place(Candidate(parts, schedule, order), self.pool)
+                    if placed is None:
+                        rest = min(rest, least)
+                    elif tried is None or placed.pipelines != tried.pipelines:
+                        fitted, go_on = self._try(placed)
+                        rest = min(rest, max(least, fitted))
+                        if not go_on:
+                            return None
+                        tried = placed
+        return rest
+
+    def _rows(self, shelf: Shelf, schedule: str) -> dict[int, list[tuple[float, int]]]:
+        """By number of sequences, the columns of a schedule that are below the best; one stage alone is the same in
+        all."""
+        found = {}
+        for q, row in enumerate(shelf.best):
+            few = [
+                (seconds, i) for seconds, i in row
+                if seconds < self.best and schedule in (shelf.column(i).schedule, *self._any(shelf.column(i)))
+            ]  # fmt: skip
+            if few:
+                found[q] = few
+        return found
+
+    def _any(self, column: Column) -> tuple[str, ...]:
+        return self.space.schedules if len(column.shape.stages) == 1 else ()
+
+    def _several_stages(self, rows: list[dict[int, list[tuple[float, int]]]], shelves: list[Shelf]) -> bool:
+        return any(
+            len(shelf.column(i).shape.stages) > 1
+            for by_q, shelf in zip(rows, shelves) for row in by_q.values() for _, i in row
+        )  # fmt: skip
+
+    def _try(self, placed: Placed) -> tuple[float, bool]:
+        """(least seconds of ways to fit the candidate that were not tried, inf if there are none; whether to go on)."""
+        fits, other = self.fitting.fits(placed)
+        least = math.inf if other is None else self._least(other)
+        for found in fits:
+            if self._least(found) >= self.best:
+                continue
+            score = self.evaluator.score(found)
+            assert score is not None, "it was placed a moment ago"
+            self.best = min(self.best, score.step_seconds)
+            if not self.improve(found.joined(), score.step_seconds):
+                return least, False
+        self.rejected["memory"] += not fits
+        return least, True
+
+    def _least(self, candidate: Candidate) -> float:
+        """Lower bound on the step time, over the best links that the stages could have."""
+        worst = 0.0
+        for part in candidate.parts:
+            shape, m = part.shape, part.num_micro_batches
+            links = self.evaluator.links(shape)
+            after = self.evaluator.least_after(shape.stages, shape.micro_batch_size, links, candidate.pipelines)
+            worst = max(worst, after + self.evaluator.pipeline_seconds(shape, m, candidate.schedule))
+        return worst
+
+    def _candidates(
+        self, combination: tuple[Usage, ...], shares: tuple[int, ...], shelves: dict[Usage, Shelf]
+    ) -> Iterator[tuple[float, Candidate]]:
+        """(lower bound, plan) of one combination: the best columns of each pipeline for its share; of a single pipeline
+        all that could be best, of several the first two each."""
+        for schedule in self.space.schedules:
+            choices = []
+            for usage, q in zip(combination, shares):
+                found = self._shapes(shelves[usage], q, schedule, len(combination))
+                choices.append(found if len(combination) == 1 else found[:2])
+            for row in itertools.islice(itertools.product(*choices), 400 if len(choices) == 1 else 8):
+                if row[0][0] >= self.best:
+                    continue
+                parts = tuple(Part(shape, 1, m) for _, shape, m in row)
+                for order in ("stage", "pipeline") if len(parts) > 1 else ("stage",):
+                    yield max(seconds for seconds, _, _ in row), Candidate(parts, schedule, order)
+
+    def _shapes(self, shelf: Shelf, q: int, schedule: str, pipelines: int) -> list[tuple[float, PipelineShape, int]]:
+        """(seconds, shape, micro-batches) of the columns for ``q`` sequences, fastest first."""
+        found = []
+        for _, index in shelf.best[q]:
+            column = shelf.column(index)
+            shape: PipelineShape | None = column.shape
+            m = q // column.shape.micro_batch_size
+            if self.space.recompute is None and not self.exact:
+                shape = best_recompute(self.tables, column.shape, schedule, m, pipelines)
+            if shape is not None:
+                found.append((self.evaluator.pipeline_seconds(shape, m, schedule) + column.after, shape, m))
+        return sorted(found, key=lambda row: row[0])

@@ -1,0 +1,130 @@
+"""Clusters of many unlike node groups: cut into islands along slow links, plan each island, run them side by side.
+
+In HexiScale's manner the node groups are vertices weighted by compute, edges by bandwidth; METIS (pymetis, optional)
+cuts the graph into islands of about equal compute such that slow links are cut. Pipelines lie inside islands; only
+gradients cross them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.planner.estimate.template_score import Evaluator
+from hetero_megatron.planner.search.incumbent import Best
+from hetero_megatron.planner.search.materialize import Builder, Skeleton
+from hetero_megatron.planner.search.pipeline_dp import LargeSearch
+from hetero_megatron.planner.template.device_pool import Pool
+from hetero_megatron.planner.template.plan_template import StageShape
+from hetero_megatron.planner.template.search_space import Space
+from hetero_megatron.spec import ModelSpec
+
+MOST_GROUPS = 6  # that one search handles: its programs go over all sets of groups
+
+
+def islands(pool: Pool, speeds: list[float], count: int, seed: int) -> list[list[int]]:
+    """``count`` sets of groups; ``speeds``: layers per second of a chip of each group.
+
+    Raises:
+        UserError: pymetis is not installed.
+    """
+    try:
+        import pymetis
+    except ImportError:
+        raise UserError(
+            f"the cluster has {len(pool.groups)} unlike node groups, which takes graph partitioning", field="--cluster",
+            accepted=f"pip install pymetis, or at most {MOST_GROUPS} kinds of nodes",
+        ) from None  # fmt: skip
+    size = len(pool.groups)
+    fastest = max(link.bandwidth for row in pool.inter for link in row if link is not None)
+    neighbours, offsets, weights = [], [0], []
+    for g in range(size):
+        for h in range(size):
+            links = [link for link in (pool.inter[g][h], pool.inter[h][g]) if link is not None]
+            if g != h and links:  # METIS' edges have no direction
+                neighbours.append(h)
+                weights.append(max(1, round(1000 * min(link.bandwidth for link in links) / fastest)))
+        offsets.append(len(neighbours))
+    vertices = [max(1, round(1000 * s * n / max(speeds))) for s, n in zip(speeds, pool.counts)]
+    adjacency = pymetis.CSRAdjacency(offsets, neighbours)
+    options = pymetis.Options(seed=seed)
+    _, part = pymetis.part_graph(count, adjacency, vweights=vertices, eweights=weights, options=options)
+    found: list[list[int]] = [[] for _ in range(count)]
+    for g, i in enumerate(part):
+        found[i].append(g)
+    return [groups for groups in found if groups]
+
+
+class GraphSearch:
+    """Searches islands one by one and puts their best pipelines side by side."""
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        model: ModelSpec,
+        batch: int,
+        space: Space,
+        best: Best,
+        seed: int,
+    ) -> None:
+        self.evaluator, self.model, self.batch, self.space = evaluator, model, batch, space
+        self.best, self.seed = best, seed
+        self.rejected: dict[str, int] = {}
+
+    def run(self) -> bool:
+        """True when everything planned was searched; False when ``best`` asked to stop."""
+        builder = Builder(self.evaluator, self.model, self.batch, self.space)
+        for rows in self._proposals():
+            if self.best.late():
+                return False
+            for candidate in builder.candidates(rows, "1f1b"):
+                score = self.evaluator.score(candidate)
+                if score is None or score.over > 0:
+                    reason = "memory" if score else "packing"
+                    self.rejected[reason] = self.rejected.get(reason, 0) + 1
+                elif not self.best.improve(candidate, score.step_seconds):
+                    return False
+        return True
+
+    def _proposals(self) -> Iterator[list[Skeleton]]:
+        """For several numbers of islands and cuts: the best pipelines of each island, alone where they can be."""
+        pool = self.evaluator.pool
+        speeds = [1 / self._layer_seconds(g) for g in range(len(pool.groups))]
+        least = math.ceil(len(pool.groups) / MOST_GROUPS)
+        seen: set[frozenset[tuple[object, ...]]] = set()
+        for count in range(max(2, least), min(len(pool.groups), least + 3) + 1):
+            for turn in range(2):
+                rows: list[Skeleton] = []
+                for groups in islands(pool, speeds, count, self.seed + turn):
+                    for start in range(0, len(groups), MOST_GROUPS):
+                        part = groups[start : start + MOST_GROUPS]
+                        share = sum(speeds[g] * pool.counts[g] for g in part) / sum(
+                            s * n for s, n in zip(speeds, pool.counts)
+                        )
+                        rows += self._island(part, max(1, round(self.batch * share)))
+                key = frozenset((r.stages, r.size, r.copies) for r in rows)
+                if rows and key not in seen:
+                    seen.add(key)
+                    yield rows
+
+    def _layer_seconds(self, group: int) -> float:
+        """Of one layer and sequence on one chip."""
+        one, two = (self.evaluator.stage(StageShape(group, 1, 1, n), 1, False, False) for n in (1, 2))
+        return two.forward + two.backward - one.forward - one.backward
+
+    def _island(self, groups: list[int], batch: int) -> list[Skeleton]:
+        """Pipelines of the best plan of one island for its share of the batch; none when the model does not fit."""
+        pool = self.evaluator.pool.restricted(groups)
+        tables = self.evaluator.tables.over(pool)
+        own = Best(1, self.best.watch, None, part_of=self.best)
+        LargeSearch(Evaluator(tables, pool), self.model, batch, self.space, own.improve, late=own.late).run()
+        return [
+            Skeleton(
+                tuple(StageShape(groups[s.group], s.tp, s.dp) for s in part.shape.stages),
+                part.shape.micro_batch_size,
+                part.copies,
+            )
+            for _, _, candidate in own.rows
+            for part in candidate.parts
+        ]

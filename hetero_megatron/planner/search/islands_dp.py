@@ -1,0 +1,52 @@
+"""Which islands side by side compute a batch within a time: a program over sets of node groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from hetero_megatron.planner.search.pipeline_dp import Family
+
+
+class Fleet:
+    """Families sorted by the groups that they use."""
+
+    def __init__(self, families: Sequence[Family], groups: int) -> None:
+        self.families, self.groups = sorted(families, key=lambda f: f.mask), groups
+        rows = [(f.tau, f.stages, f.size * f.replicas, f.mask) for f in self.families]
+        self.tau, self.stages, self.together, masks = np.array(rows).T
+        self.masks = sorted({int(mask) for mask in masks})
+        self.starts = np.searchsorted(masks, self.masks)
+
+    def cover(self, limit: float, batch: int) -> list[Family] | None:
+        """Families of disjoint sets of groups that compute ``batch`` sequences within ``limit`` seconds; None if there
+        are none."""
+        totals = np.maximum(0, np.floor(limit / self.tau - self.stages + 1 + 1e-9)) * self.together
+        best = dict(zip(self.masks, np.maximum.reduceat(totals, self.starts).tolist(), strict=True))
+        top: list[tuple[float, int]] = [(0.0, 0)]  # most sequences; the set that the lowest group is in (0: idle)
+        for mask in range(1, 1 << self.groups):
+            low = mask & -mask
+            value = (top[mask & ~low][0], 0)
+            sub = mask
+            while sub:
+                if sub & low and sub in best:
+                    total = best[sub] + top[mask & ~sub][0]
+                    if total > value[0]:
+                        value = (total, sub)
+                sub = (sub - 1) & mask
+            top.append(value)
+        mask = (1 << self.groups) - 1
+        if top[mask][0] < batch:
+            return None
+        chosen = []
+        while mask:
+            sub = top[mask][1]
+            if sub:
+                i = self.masks.index(sub)
+                part = totals[self.starts[i] : self.starts[i + 1] if i + 1 < len(self.masks) else None]
+                chosen.append(self.families[self.starts[i] + int(np.argmax(part))])
+            mask &= ~(sub or mask & -mask)
+        return chosen

@@ -1,0 +1,105 @@
+"""Other tensor-parallel degrees inside the pipelines of a good plan.
+
+The program of :mod:`search_large` gives all stages of a node group one degree. Here a run of stages of one group is
+cut up anew, in every way: 2 + 2 + 2 chips may become 4 + 2 or 2 + 4. Layers and shares are solved exactly again; what
+cannot be faster even with all chips busy all the time is left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+
+from hetero_megatron.planner.estimate.stage_table import Kind
+from hetero_megatron.planner.search.materialize import Builder, Skeleton
+from hetero_megatron.planner.template.plan_template import Candidate, StageShape
+from hetero_megatron.planner.template.search_space import Space, batch_sizes, tp_degrees
+
+MOST_CHIPS = 8  # of one run of stages
+ORDERED = 6  # chips up to which all orders of degrees are tried; above, falling and rising ones
+MOST_WAYS = 4000  # for a whole pipeline
+Improve = Callable[[Candidate, float], bool]
+
+
+def regroup(builder: Builder, candidate: Candidate, seconds: float, space: Space, most: int, improve: Improve) -> bool:
+    """Try the most promising ``most`` ways to cut the stages anew; False when ``improve`` asks to stop."""
+    for skeleton, bound in itertools.islice(_promising(builder, candidate, seconds, space), most):
+        if bound >= seconds:
+            break
+        for other in builder.candidates([skeleton], candidate.schedule):
+            score = builder.evaluator.score(other)
+            if score is None or score.over > 0 or score.step_seconds >= seconds:
+                continue
+            seconds = score.step_seconds
+            if not improve(other, seconds):
+                return False
+    return True
+
+
+def _promising(
+    builder: Builder, candidate: Candidate, seconds: float, space: Space
+) -> Iterator[tuple[Skeleton, float]]:
+    """(skeleton, least seconds of a step), most promising first; nothing for pipelines of unlike make-up."""
+    shapes = {tuple((s.group, s.tp, s.dp) for s in part.shape.stages) for part in candidate.parts}
+    if len(shapes) > 1 or any(dp > 1 for _, _, dp in next(iter(shapes))):
+        return
+    old = next(iter(shapes))
+    pool, copies = builder.evaluator.pool, candidate.pipelines
+    runs = []
+    for group, stages in itertools.groupby(old, key=lambda s: s[0]):
+        chips = sum(tp for _, tp, _ in stages)
+        if chips > MOST_CHIPS:
+            return
+        degrees = tp_degrees(pool, group, builder.model, space, every=False)
+        runs.append([tuple((group, tp) for tp in way) for way in compositions(chips, degrees)])
+    if math.prod(len(r) for r in runs) > MOST_WAYS:
+        return
+    found = []
+    for size in batch_sizes(space, builder.batch // copies, 8):
+        micro_batches = builder.batch / (copies * size)
+        rates = {key: _rate(builder, *key, size) for run in runs for way in run for key in way}
+        for ways in itertools.product(*runs):
+            made = tuple(itertools.chain(*ways))
+            rate = sum(rates[key] for key in made)
+            bound = (micro_batches + len(made) - 1) * builder.model.num_layers / rate if rate else math.inf
+            if bound < seconds and (size != candidate.parts[0].shape.micro_batch_size or made != _plain(old)):
+                found.append((bound, size, made))
+    for bound, size, made in sorted(found):
+        cut = tuple(StageShape(group, tp, 1) for group, tp in made)
+        yield Skeleton(cut, size, copies), bound
+
+
+def _plain(stages: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int], ...]:
+    return tuple((group, tp) for group, tp, _ in stages)
+
+
+def _rate(builder: Builder, group: int, tp: int, size: int) -> float:
+    """Layers per second and micro-batch; 0 where not even two fit."""
+    seconds = builder.tables.table(Kind(group, tp, 1, size, False, False, 1, builder.space.recompute)).seconds[0]
+    if len(seconds) <= 2 or not math.isfinite(seconds[2]):
+        return 0.0
+    return 1 / max(float(seconds[2] - seconds[1]), 1e-12)
+
+
+@lru_cache(maxsize=256)
+def compositions(total: int, parts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Sequences of ``parts`` that sum to ``total``: all of them up to :data:`ORDERED`, above only monotone ones."""
+    if total <= ORDERED:
+        return _sequences(total, parts, False)
+    falling = _sequences(total, tuple(sorted(parts, reverse=True)), True)
+    return tuple(dict.fromkeys((*falling, *(way[::-1] for way in falling))))
+
+
+@lru_cache(maxsize=4096)
+def _sequences(total: int, parts: tuple[int, ...], falling: bool) -> tuple[tuple[int, ...], ...]:
+    """``falling``: each part at most as large as the one before; ``parts`` are in falling order then."""
+    if total == 0:
+        return ((),)
+    return tuple(
+        (p, *rest)
+        for i, p in enumerate(parts)
+        if p <= total
+        for rest in _sequences(total - p, parts[i:] if falling else parts, falling)
+    )

@@ -1,0 +1,142 @@
+"""Uniform plans, as Megatron's flags describe them: the baseline, and seeds of the search.
+
+Every stage has the same TP degree and (as nearly as it divides) the same layers, every replica the same share of the
+batch, recompute is the same everywhere, and ranks are numbered through the cluster file: tensor parallel fastest, then
+data parallel, then pipeline.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hetero_megatron.plan import MegatronParallel
+from hetero_megatron.planner.estimate.template_score import Evaluator
+from hetero_megatron.planner.template.device_pool import Pool
+from hetero_megatron.planner.template.plan_template import Candidate, Part, PipelineShape, StageShape, in_flight
+from hetero_megatron.spec import ModelSpec
+
+SIZES = (1, 2, 4, 8)
+RECOMPUTES = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Degrees of a uniform plan."""
+
+    tp: int
+    pp: int
+    dp: int
+    micro_batch_size: int
+    recompute: str
+
+    def flags(self, seq_length: int, batch: int) -> MegatronParallel:
+        return MegatronParallel(
+            world_size=self.tp * self.pp * self.dp, seq_length=seq_length, micro_batch_size=self.micro_batch_size,
+            global_batch_size=batch, tensor_model_parallel_size=self.tp, pipeline_model_parallel_size=self.pp,
+            recompute_granularity=None if self.recompute == "none" else self.recompute,
+            recompute_method="uniform" if self.recompute == "full" else None,
+            recompute_num_layers=1 if self.recompute == "full" else None,
+        )  # fmt: skip
+
+    def text(self) -> str:
+        return (
+            f"tp {self.tp}, pp {self.pp}, dp {self.dp}, micro-batch {self.micro_batch_size}, recompute {self.recompute}"
+        )
+
+
+def uniform_plans(
+    pool: Pool, model: ModelSpec, batch: int, recomputes: tuple[str, ...] = RECOMPUTES, sizes: tuple[int, ...] = SIZES
+) -> Iterator[tuple[Uniform, Candidate]]:
+    """Every uniform plan over all chips of the pool whose TP groups lie inside nodes of one chip type."""
+    chips = pool.chips
+    ranks = sorted((r, g, n) for g, group in enumerate(pool.groups) for n, node in enumerate(group.ranks) for r in node)
+    where = [(g, n) for _, g, n in ranks]
+    for tp in range(1, chips + 1):
+        if chips % tp or tp > model.num_heads:
+            continue
+        blocks = [where[i : i + tp] for i in range(0, chips, tp)]
+        if any(len(set(block)) > 1 for block in blocks):
+            continue
+        groups = [block[0][0] for block in blocks]
+        for pp in range(1, min(len(blocks), model.num_layers) + 1):
+            if len(blocks) % pp:
+                continue
+            dp = len(blocks) // pp
+            if batch % dp:
+                continue
+            each, more = divmod(model.num_layers, pp)
+            counts = Counter(zip(*(groups[p * dp : (p + 1) * dp] for p in range(pp))))
+            for size in sizes:
+                if batch % (dp * size):
+                    continue
+                for recompute in recomputes:
+                    parts = tuple(
+                        Part(
+                            PipelineShape(
+                                size,
+                                tuple(StageShape(g, tp, 1, each + (p < more), recompute) for p, g in enumerate(key)),
+                            ),
+                            copies,
+                            batch // (dp * size),
+                        )
+                        for key, copies in counts.items()
+                    )
+                    yield Uniform(tp, pp, dp, size, recompute), Candidate(parts)
+
+
+def few_uniform(
+    evaluator: Evaluator, model: ModelSpec, batch: int, most: int
+) -> tuple[list[tuple[Uniform, Candidate]], list[tuple[Uniform, Candidate]]]:
+    """(the uniform plans that come first by closed form, of those that are good by their slowest stage alone; those
+    that were passed over on the way because they do not fit)."""
+    rough: list[tuple[float, int, Uniform, Candidate]] = []
+    for i, (uniform, candidate) in enumerate(uniform_plans(evaluator.pool, model, batch)):
+        seconds = max(_rough(evaluator, part) for part in candidate.parts[:8])
+        rough.append((seconds, i, uniform, candidate))
+    rough.sort(key=lambda row: row[:2])
+    rows: list[tuple[float, int, Uniform, Candidate]] = []
+    over: list[tuple[Uniform, Candidate]] = []
+    for _, i, shape, candidate in rough:
+        if len(rows) >= 3 * most:
+            break
+        if any(beyond > 0 for beyond in _beyond(evaluator, candidate)):
+            over.append((shape, candidate))
+        else:
+            rows.append((closed_seconds(evaluator, candidate), i, shape, candidate))
+    rows.sort(key=lambda row: row[:2])
+    return [(shape, candidate) for _, _, shape, candidate in rows[:most]], over
+
+
+def closed_seconds(evaluator: Evaluator, candidate: Candidate) -> float:
+    """Of the pipelines of a uniform plan, by closed form."""
+    return max(
+        evaluator.pipeline_seconds(part.shape, part.num_micro_batches, "1f1b", exact=False)
+        for part in candidate.parts[:8]
+    )
+
+
+def bytes_over(evaluator: Evaluator, candidate: Candidate) -> float:
+    """By how much the worst stage of a uniform plan exceeds its chips; not above 0 where it fits."""
+    return max(_beyond(evaluator, candidate))
+
+
+def _rough(evaluator: Evaluator, part: Part) -> float:
+    """Seconds of a uniform pipeline without links and ends: its slowest stage for every micro-batch, and the fill."""
+    size, stages = part.shape.micro_batch_size, part.shape.stages
+    first = {stage.group: stage for stage in reversed(stages)}  # of each group: it has most layers
+    found = [evaluator.stage(stage, size, False, False) for stage in first.values()]
+    return (part.num_micro_batches + len(stages) - 1) * max(x.forward + x.backward for x in found)
+
+
+def _beyond(evaluator: Evaluator, candidate: Candidate) -> Iterator[float]:
+    """Of each stage, the bytes above what its chips have."""
+    costs, tables, pool = evaluator.costs, evaluator.tables, evaluator.pool
+    for part in candidate.parts[:4]:
+        stages = part.shape.stages
+        alive = in_flight("1f1b", len(stages), part.num_micro_batches)
+        for s, stage in enumerate(stages):
+            choice = tables.choice(stage, s == 0, s == len(stages) - 1)
+            need = costs.memory_bytes(choice, part.shape.micro_batch_size, alive[s], candidate.pipelines)
+            yield need.total - costs.memory_limit(pool.groups[stage.group].chip)

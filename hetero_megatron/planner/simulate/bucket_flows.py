@@ -1,0 +1,232 @@
+"""What goes from the holders of a bucket to its owners, and back, as arrays over its ranks.
+
+Thousands of holders of a bucket have only a few distinct boxes (one per tensor-parallel index), and every element has
+one owner. So instead of all pairs of ranks, which would be millions, there is a row per distinct box: how much of it
+each rank owns. What nodes send one another is a product of two small matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_megatron.layout import Box, Layout
+from hetero_megatron.layout.layout import box_arrays, overlapping_pairs
+from hetero_megatron.plan.buckets import Bucket
+from hetero_megatron.planner.cost.link_model import LinkKind, Network, Traffic
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+class Places:
+    """The ranks of a plan, numbered in ascending order, and their nodes; ports of the former and the latter."""
+
+    def __init__(self, ranks: tuple[int, ...], network: Network) -> None:
+        self.ranks = np.array(ranks, np.int64)
+        self.index = {rank: i for i, rank in enumerate(ranks)}
+        names = {node: i for i, node in enumerate(dict.fromkeys(network.ranks[r].node for r in ranks))}
+        groups = {group: i for i, group in enumerate(dict.fromkeys(network.ranks[r].group for r in ranks))}
+        self.nodes, self.groups = names, tuple(groups)
+        self.node: Ints = np.array([names[network.ranks[r].node] for r in ranks], np.int64)
+        self.group_of_node = np.zeros(len(names), np.int64)
+        self.traffic: dict[tuple[object, ...], PortTraffic] = {}  # of flows that lie alike: see port_traffic
+        self.group_of_node[self.node] = [groups[network.ranks[r].group] for r in ranks]
+
+    @property
+    def ports(self) -> int:
+        return 2 * (len(self.ranks) + len(self.nodes))
+
+    def rank_ports(self, at: Ints, into: bool) -> Ints:
+        return 2 * at + into
+
+    def node_ports(self, nodes: Ints, into: bool) -> Ints:
+        return 2 * (len(self.ranks) + nodes) + into
+
+
+def distinct(values: Ints) -> tuple[Ints, Ints]:
+    """(the different values, ascending; the place of each value among them) of small numbers, 0 or more.
+
+    As ``numpy.unique`` has it, whose first call imports all of ``numpy.ma``: a twentieth of a second."""
+    present = np.bincount(values) > 0
+    return np.flatnonzero(present), (np.cumsum(present) - 1)[values]
+
+
+@dataclass(frozen=True)
+class PortTraffic:
+    """Messages that start together, by port: ``size[i]`` elements go through port ``ports[i]`` over a link of kind
+    ``ways[way[i]]``; ``longest``, ``pairs``: as in :class:`Traffic`."""
+
+    ports: Ints
+    way: Ints
+    size: Floats
+    ways: tuple[tuple[bool, LinkKind], ...]  # into the port or out of it
+    longest: Mapping[LinkKind, float]
+    pairs: Mapping[LinkKind, float]
+
+
+@dataclass(frozen=True)
+class Flows:
+    """Of one bucket, over its ranks in ascending order.
+
+    Attributes:
+        at: places of the ranks in the plan; kind: which row of ``volume`` each holds.
+        volume: [kinds, ranks]: elements of a kind's boxes that each rank owns.
+        held, mine: elements; given: to other owners; taken: from other holders; owned: of what it holds itself.
+    """
+
+    at: Ints
+    kind: Ints
+    volume: Ints
+    held: Ints
+    mine: Ints
+    given: Ints
+    taken: Ints
+    owned: Ints
+
+
+def bucket_flows(bucket: Bucket, at: Ints) -> Flows:
+    """``at``: places of the bucket's ranks."""
+    kinds, volumes = zip(*(_volume(bucket.holders[name], bucket.owners[name]) for name in bucket.names))
+    if len(kinds) == 1:
+        kind, volume = kinds[0], volumes[0]
+    else:
+        known: dict[tuple[int, ...], int] = {}
+        each = zip(*(k.tolist() for k in kinds))
+        kind = np.array([known.setdefault(row, len(known)) for row in each], np.int64)
+        rows = np.array(list(known), np.int64)
+        volume = sum(v[rows[:, i]] for i, v in enumerate(volumes))
+    own = volume[kind, np.arange(len(at))]
+    held, mine = (
+        np.sum([layout.counts() for layout in layouts.values()], axis=0) for layouts in (bucket.holders, bucket.owners)
+    )
+    taken = np.bincount(kind, minlength=len(volume)) @ volume - own
+    return Flows(at, kind, volume, held, mine, volume.sum(axis=1)[kind] - own, taken, own)
+
+
+def _volume(holders: Layout, owners: Layout) -> tuple[Ints, Ints]:
+    """(row of each holder, [rows, ranks] elements that its boxes have in common with what each rank owns)."""
+    known: dict[tuple[Box, ...], int] = {}
+    kind = np.array([known.setdefault(boxes, len(known)) for boxes in holders.boxes.values()], np.int64)
+    pairs = [(k, box) for boxes, k in known.items() for box in boxes]
+    lo, hi = box_arrays([box for _, box in pairs], len(holders.shape))
+    rank, own_lo, own_hi = owners.arrays()
+    i, j = overlapping_pairs(lo, hi, own_lo, own_hi)
+    sizes = np.prod(np.minimum(hi[i], own_hi[j]) - np.maximum(lo[i], own_lo[j]), axis=1)
+    row = np.array([k for k, _ in pairs], np.int64)[i]
+    column = np.searchsorted(np.array(holders.ranks), rank[j])
+    volume = np.zeros((len(known), len(kind)), np.int64)
+    np.add.at(volume, (row, column), sizes)
+    return kind, volume
+
+
+def port_traffic(flows: Flows, places: Places, spread: bool) -> PortTraffic:
+    """From holders to owners, or back to ``spread`` the new parameters; what a rank keeps does not travel. Equal flows
+    between other ranks that lie alike on their nodes differ in the ports alone."""
+    nodes, node = distinct(places.node[flows.at])
+    group = places.group_of_node[nodes]
+    key = (spread, flows.volume.shape, *(x.tobytes() for x in (flows.volume, flows.kind, node, group)))
+    if key not in places.traffic:
+        places.traffic[key] = _own_traffic(flows, node, group, places.groups, spread)
+    found = places.traffic[key]
+    where = np.concatenate([flows.at, len(places.ranks) + nodes])
+    return replace(found, ports=2 * where[found.ports >> 1] + (found.ports & 1))
+
+
+def _own_traffic(flows: Flows, node: Ints, group: Ints, names: tuple[str, ...], spread: bool) -> PortTraffic:
+    """By ports of the flows' own ranks and, after these, nodes; ``node``: of each rank, ``group``: of each node."""
+    nodes, ranks = np.arange(len(group)), np.arange(len(node))
+    count = np.zeros((len(nodes), len(flows.volume)))  # holders of each kind
+    np.add.at(count, (node, flows.kind), 1.0)
+    into = np.stack([np.bincount(node, row, len(nodes)) for row in flows.volume])  # [kinds, nodes]
+    between = count @ into  # [from node, to node]
+    local = into[flows.kind, node] - flows.owned, (count[node] * flows.volume.T).sum(axis=1) - flows.owned
+    others = count[node]
+    others[np.arange(len(node)), flows.kind] -= 1
+    longest = np.where(others > 0.5, flows.volume.T, 0).max(axis=1)  # from another rank of the node to each rank
+    np.fill_diagonal(between, 0.0)
+    if spread:
+        between, local = between.T, local[::-1]
+    rows: list[tuple[Ints, Floats, tuple[bool, LinkKind]]] = []
+    most: dict[LinkKind, float] = {}
+    pairs: dict[LinkKind, float] = {}
+    groups = distinct(group)[0].tolist()
+    for g in groups:
+        own = group[node] == g
+        kind = (names[g], names[g], True)
+        if local[0][own].any():
+            rows += [(2 * ranks[own] + i, local[i][own], (i, kind)) for i in (False, True)]
+            most[kind] = pairs[kind] = float(longest[own].max())
+        for h in groups:
+            part = between[np.ix_(group == g, group == h)]
+            if part.any():
+                kind = (names[g], names[h], False)
+                rows.append((2 * (len(ranks) + nodes[group == g]), part.sum(axis=1), (False, kind)))
+                rows.append((2 * (len(ranks) + nodes[group == h]) + 1, part.sum(axis=0), (True, kind)))
+                most[kind] = float(part.max())
+                holders, owners = (group == h, group[node] == g) if spread else (group == g, group[node] == h)
+                there = count[holders].sum(axis=0) - np.where(holders[node[owners]][:, None], count[node[owners]], 0.0)
+                pairs[kind] = float(np.where(there > 0.5, flows.volume.T[owners], 0).max())
+    return _joined(rows, most, pairs)
+
+
+def of_traffic(traffic: Traffic, places: Places) -> PortTraffic:
+    """The same of messages that were added up pair by pair."""
+    rows: list[tuple[Ints, Floats, tuple[bool, LinkKind]]] = []
+    for ((end, where), kind), size in traffic.bytes_by.items():
+        at = np.array([places.nodes[where] if isinstance(where, str) else places.index[where]])
+        ports = (places.node_ports if isinstance(where, str) else places.rank_ports)(at, end == "in")
+        rows.append((ports, np.array([size]), (end == "in", kind)))
+    return _joined(rows, traffic.longest, traffic.pairs)
+
+
+def _joined(
+    rows: list[tuple[Ints, Floats, tuple[bool, LinkKind]]],
+    longest: Mapping[LinkKind, float],
+    pairs: Mapping[LinkKind, float],
+) -> PortTraffic:
+    ways = tuple(dict.fromkeys(way for _, _, way in rows))
+    number = {way: i for i, way in enumerate(ways)}
+    if not rows:
+        return PortTraffic(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), (), {}, {})
+    ports, size = (np.concatenate([row[i] for row in rows]) for i in (0, 1))
+    way = np.repeat([number[w] for _, _, w in rows], [len(p) for p, _, _ in rows])
+    used = size > 0
+    return PortTraffic(ports[used], way[used], size[used], ways, longest, pairs)
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds that messages occupy each of ``ports`` (no port twice), until everything was sent, and until the slowest
+    has arrived after that."""
+
+    ports: Ints
+    busy: Floats
+    link: float
+    latency: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.link, float(self.busy.max()) if len(self.busy) else 0.0)
+
+
+def price(traffic: PortTraffic, item: float, network: Network) -> Price:
+    """By the rules of :meth:`Network.price` for one collective; ``item``: bytes per element."""
+    latency, rate = 0.0, np.zeros(len(traffic.ways))
+    for i, (into, kind) in enumerate(traffic.ways):
+        link = network.rates.between(*kind)
+        alpha, beta = link.collective("all_to_all")
+        latency = max(latency, alpha)
+        rate[i] = min(beta, network.fastest(kind[1] if into else kind[0], kind[2]))
+    slowest = 0.0
+    for kind, size in traffic.longest.items():
+        link = network.rates.between(*kind)
+        slowest = max(slowest, size * item * min(link.beta, link.collective("all_to_all")[1]))
+    for kind, size in traffic.pairs.items():
+        slowest = max(slowest, size * item * network.rates.between(*kind).between_chips("all_to_all"))
+    ports, place = distinct(traffic.ports)
+    busy = np.bincount(place, traffic.size * item * rate[traffic.way], len(ports))
+    return Price(ports, busy.astype(np.float64), slowest, latency)

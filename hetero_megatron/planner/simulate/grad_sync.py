@@ -1,0 +1,186 @@
+"""Gradient reduction and parameter spread of a concrete plan, action by action, on the ports of its chips and nodes.
+
+The same actions as the runtime's (:func:`~hetero_megatron.plan.buckets.bucket_actions`): a bucket is sent when all its
+ranks have its gradients, which happens during the last backward, and fewer than ``IN_FLIGHT`` are under way; every rank
+starts its actions in order and packs, sums and unpacks them itself; actions that share a chip's link or a node's cards
+take turns on it. Where a plan has islands a bucket travels in two hops, the second when the rank's first has ended.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_megatron.plan import Plan, Stage
+from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket
+from hetero_megatron.planner.cost.layer_cost import CostModel, UnitSeconds
+from hetero_megatron.planner.cost.link_model import Network
+from hetero_megatron.planner.cost.sync_host_cost import Hosts, back_copies
+from hetero_megatron.planner.simulate.bucket_flows import Price, price
+from hetero_megatron.planner.simulate.sync_structure import Meeting, Structure
+from hetero_megatron.spec import logical_tensors
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Span:
+    """When one hop of a bucket travels, in seconds from the start of the step."""
+
+    bucket: int
+    start: float
+    end: float
+    hop: int = 0
+
+
+class Synchronisation:
+    """All buckets of a plan and their prices; ``structure``: what does not depend on rates, where it is known."""
+
+    def __init__(
+        self, plan: Plan, model: CostModel, network: Network, structure: Structure | None = None
+    ) -> None:
+        self.plan, self.model, self.network = plan, model, network
+        self.structure = Structure(plan, model, network) if structure is None else structure
+        assert self.structure.serves(model), "of another model or cluster"
+        self.all_buckets = self.structure.buckets
+        self.buckets = [b for b in self.all_buckets if len(b.ranks) > 1]
+        self.layer_of = {t.name: t.layer for t in logical_tensors(model.model)}
+        ranks = self.structure.places.ranks.tolist()
+        self.owned = dict(zip(ranks, self.structure.owned.tolist(), strict=True))
+        self.held = dict(zip(ranks, self.structure.held.tolist(), strict=True))
+        rates = [model.chip_rates(network.ranks[r].chip) for r in ranks]
+        self._pack, self._add, self._unpack, self._fixed = (
+            np.array([getattr(r, name) for r in rates]) for name in ("pack", "add", "unpack", "exchange_seconds")
+        )
+        self._prices: dict[tuple[object, ...], Price] = {}
+        self._posting: dict[tuple[int, ...], float] = {}
+        self._own: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
+
+    def meetings(self, bucket: Bucket, spread: bool) -> list[list[Meeting]]:
+        """Who meets in each action on a bucket, in the order of the actions."""
+        return self.structure.meetings(bucket, spread)
+
+    def price(self, meeting: Meeting, item: float, spread: bool) -> Price:
+        content = meeting.content
+        key = (id(content), item, spread)
+        if key not in self._prices:
+            if content.ranks not in self._posting:
+                self._posting[content.ranks] = self.network.posting(content.ranks)
+            found = price(content.traffic(spread, self.structure.places, self.network), item, self.network)
+            self._prices[key] = replace(found, latency=found.latency + self._posting[content.ranks])
+        return self._prices[key]
+
+    def last_backwards(
+        self, begin: Mapping[int, float], parts: Mapping[int, UnitSeconds]
+    ) -> Callable[[Bucket], Floats]:
+        """When the members of a bucket have its gradients; ``begin``: of each rank's last backward, ``parts``: its
+        parts."""
+        structure = self.structure
+        ranks = structure.places.ranks.tolist()
+        start = np.array([begin[r] for r in ranks])
+        kinds: dict[tuple[object, ...], int] = {}
+        kind = np.zeros(len(ranks), np.int64)
+        rows: list[tuple[Stage, UnitSeconds]] = []
+        for pipeline in self.plan.pipelines:
+            for stage in pipeline.stages:
+                for rank in stage.ranks:
+                    key = (stage.layers, stage.embed, stage.head, stage.recompute, id(parts[rank]))
+                    if key not in kinds:
+                        kinds[key] = len(rows)
+                        rows.append((stage, parts[rank]))
+                    kind[structure.places.index[rank]] = kinds[key]
+        present: dict[int, Ints] = {}
+
+        def ready(bucket: Bucket) -> Floats:
+            at = structure.at(bucket)
+            if id(at) not in present:
+                present[id(at)] = np.flatnonzero(np.bincount(kind[at]))
+            layers = [self.layer_of[name] for name in bucket.names]
+            into = np.zeros(len(rows))
+            for k in present[id(at)].tolist():
+                stage, part = rows[k]
+                into[k] = self._into_backward(stage, part, layers)
+            return np.asarray(start[at] + into[kind[at]])
+
+        return ready
+
+    @staticmethod
+    def _into_backward(stage: Stage, part: UnitSeconds, layers: Sequence[int | str]) -> float:
+        """Seconds after the start of a backward at which the gradients of these layers are there."""
+        head = part.head[1] if stage.head else 0.0
+        decoder = [i for i in layers if isinstance(i, int)]
+        # Recomputed layers run again just before their backward, so they are spread evenly over it.
+        full = {"full": stage.num_layers, "first": stage.recompute.layers}.get(stage.recompute.kind, 0)
+        each = part.layer[1] + (full * part.layer[0] / stage.num_layers if stage.num_layers else 0.0)
+        if "embed" in layers and stage.embed:
+            return part.action + head + stage.num_layers * each + part.embed[1]
+        if decoder:
+            held = stage.layer_indices()
+            return part.action + head + (len(held) - held.index(min(decoder))) * each
+        return part.action + head
+
+    def host_seconds(self, meeting: Meeting, item: float, spread: bool) -> tuple[Floats, Floats]:
+        """(before, after) it travels, by rank: packing what others get; summing gradients, or writing parameters."""
+        content, dense = meeting.content, meeting.bucket.dense
+        key = (id(content), dense, item, spread)
+        if key not in self._own:
+            pack, add, unpack, fixed = (x[content.at] for x in (self._pack, self._add, self._unpack, self._fixed))
+            count = len(content.ranks)
+            if spread:  # owners give what they took
+                packed, unpacked = back_copies(content.given, content.taken, dense, count)
+                self._own[key] = packed * item * pack + fixed, unpacked * item * unpack + fixed
+            else:
+                summed = (content.taken + content.owned) * item * add + fixed * count
+                self._own[key] = (0 if dense else content.given) * item * pack + fixed, summed
+        return self._own[key]
+
+    def run(
+        self, ready: Callable[[Bucket], Floats], idle: Mapping[int, float], item: float, spread: bool
+    ) -> tuple[dict[int, float], list[Span]]:
+        """(when each rank is done with all its buckets, when each hop of a bucket travels).
+
+        Args:
+            ready: seconds at which each rank of a bucket has its content, packing and summing of others not counted.
+            idle: when each rank is done with all else; item: bytes per element; spread: from owners to holders.
+        """
+        sharded = self.model.options.sharded  # an all-reduce packs and adds on the way
+        places, order = self.structure.places, self.structure.order(spread)
+        hosts = Hosts(len(places.ranks), IN_FLIGHT if self.structure.hops == 1 else max(IN_FLIGHT, len(order.meetings)))
+        missing = list(order.missing)
+        heap: list[tuple[float, int]] = []
+        free = np.zeros(places.ports)
+        spans = []
+
+        def launch(number: int) -> None:
+            meeting = order.meetings[number]
+            pack = self.host_seconds(meeting, item, spread)[0] if sharded else 0.0
+            there = ready(meeting.bucket)[meeting.content.inside]
+            limited = spread or meeting.hop == 0
+            sent = hosts.start(meeting.content.at, meeting.bucket.index, there, pack, limited)
+            heapq.heappush(heap, (float(sent.max()), number))
+
+        for number, count in enumerate(order.missing):
+            if not count:
+                launch(number)
+        while heap:
+            at, number = heapq.heappop(heap)
+            meeting = order.meetings[number]
+            cost = self.price(meeting, item, spread)
+            start = max(at, float(free[cost.ports].max())) if len(cost.ports) else at
+            free[cost.ports] = start + cost.busy
+            end = start + cost.seconds + cost.latency
+            spans.append(Span(meeting.bucket.index, start, end, meeting.hop))
+            after = self.host_seconds(meeting, item, spread)[1] if sharded else 0.0
+            hosts.travel(meeting.content.at, meeting.bucket.index, end, after)
+            for following, count in order.following.get(number, ()):
+                missing[following] -= count
+                if not missing[following]:
+                    launch(following)
+        ranks = places.ranks.tolist()
+        done = hosts.finish(np.array([idle[r] for r in ranks]))
+        return dict(zip(ranks, done.tolist(), strict=True)), spans

@@ -1,0 +1,181 @@
+"""What each rank of a plan needs in memory, and which rank is over by how much where it does not fit. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_megatron.cluster import format_bytes
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan import Plan
+from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, make_buckets
+from hetero_megatron.planner.context.activations import context_activations
+from hetero_megatron.planner.cost.memory import (
+    ITEM_BYTES,
+    Held,
+    MemoryBytes,
+    activation_bytes,
+    buffer_bytes,
+    chunk_limit,
+    host_bytes,
+    state_bytes,
+)
+from hetero_megatron.schedule import generate, in_flight
+from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.flops import LOGITS_BYTES
+from hetero_megatron.words import plural, rank_ranges
+
+Ints = NDArray[np.int64]
+
+
+def estimate_memory(
+    plan: Plan, spec: ModelSpec, dtype: str, moments: int = 2, buckets: tuple[Bucket, ...] | None = None,
+    logits_bytes: int = LOGITS_BYTES,
+) -> dict[int, MemoryBytes]:  # fmt: skip
+    """Memory of every rank, without the framework's overhead.
+
+    Args:
+        moments: per element: 2 for Adam, 1 for SGD.
+        buckets: those of the plan, if they were made already.
+        logits_bytes: of a micro-batch on a rank, from which on head and loss go through chunks of tokens.
+    """
+    item = ITEM_BYTES[dtype]
+    out = plan_activations(plan, spec, item, logits_bytes)
+    index = {rank: i for i, rank in enumerate(plan.ranks)}
+    held, owned, buffers = (np.zeros(len(index), np.int64) for _ in range(3))
+    # Bytes of each rank's last buckets, in the order of sending: under way, and while what came is added up.
+    recent = np.zeros((2, IN_FLIGHT, len(index)), np.int64)
+    places: dict[tuple[int, ...], Ints] = {}
+    known: dict[tuple[int, ...], tuple[Ints, Ints, Ints]] = {}  # held, owned, [2, ranks] as in recent, of a bucket
+    for bucket in buckets if buckets is not None else make_buckets(plan, spec):
+        key = (*map(id, bucket.holders.values()), *map(id, bucket.owners.values()))
+        if key not in known:
+            whole, mine = (
+                np.sum([layout.counts() for layout in layouts.values()], axis=0)
+                for layouts in (bucket.holders, bucket.owners)
+            )
+            known[key] = whole, mine, _buffers(bucket, whole, mine, item)
+        if bucket.ranks not in places:
+            places[bucket.ranks] = np.array([index[r] for r in bucket.ranks], np.int64)
+        at, (whole, mine, moving) = places[bucket.ranks], known[key]
+        held[at] += whole
+        owned[at] += mine
+        last = np.concatenate([recent[:, 1:, at], moving[:, None]], axis=1)
+        recent[:, :, at] = last
+        first_added = last[:, 0].max(axis=0) + last[0, 1:].sum(axis=0)
+        buffers[at] = np.maximum.reduce([buffers[at], first_added, moving.max(axis=0)])
+    offloading = {r for p in plan.pipelines for s in p.stages if s.optimizer.offload for r in s.ranks}
+    for rank, has, owns, most in zip(plan.ranks, held.tolist(), owned.tolist(), buffers.tolist(), strict=True):
+        weights, gradients, optimizer = state_bytes(has, owns, item, moments)
+        host = 0
+        if rank in offloading:
+            optimizer, host = 0, host_bytes(owns, moments)
+        out[rank] = MemoryBytes(weights, gradients, optimizer, out[rank].activations, most, 0, host)
+    return out
+
+
+def _buffers(bucket: Bucket, held: Ints, owned: Ints, item: int) -> Ints:
+    """Of each rank [2, ranks]: bytes while the bucket is under way, and while what came is added up."""
+    if len(bucket.ranks) == 1:
+        return np.zeros((2, 1), np.int64)
+    return np.array(buffer_bytes(held, owned, held.sum() / owned.sum(), item, bucket.dense)).astype(np.int64)
+
+
+def plan_activations(
+    plan: Plan, spec: ModelSpec, item: int, logits_bytes: int = LOGITS_BYTES
+) -> dict[int, MemoryBytes]:
+    """Only the activations of every rank."""
+    out: dict[int, MemoryBytes] = {}
+    known: dict[tuple[Held, int], MemoryBytes] = {}
+    for pipeline in plan.pipelines:
+        alive = _in_flight(plan.schedule, len(pipeline.stages), pipeline.num_micro_batches)
+        for stage, count in zip(pipeline.stages, alive, strict=True):
+            kind, limit = stage.recompute, None
+            if stage.head:
+                sizes = [(unit.micro_batch_tokens, unit.tp_split) for unit in stage.units]
+                limit = chunk_limit(spec, sizes, item, logits_bytes)
+            for unit in stage.units:
+                for rank, weight in zip(unit.ranks, unit.tp_split, strict=True):
+                    tp = sum(unit.tp_split) / weight
+                    held = Held(
+                        stage.num_layers, stage.embed, stage.head, kind.kind, kind.layers, unit.micro_batch_tokens,
+                        item, tp, unit.tp, limit,
+                    )  # fmt: skip
+                    if (held, count) not in known:
+                        known[held, count] = MemoryBytes(activations=activation_bytes(spec, held, count))
+                    out[rank] = known[held, count]
+            out |= context_activations(plan, spec, stage, count, item, limit)
+    return out
+
+
+@lru_cache(maxsize=64)
+def _in_flight(schedule: str, stages: int, micro_batches: int) -> tuple[int, ...]:
+    return in_flight(generate(schedule, stages, micro_batches))
+
+
+@dataclass(frozen=True)
+class OverLimit:
+    """A rank that needs ``over`` bytes more than its ``limit``."""
+
+    rank: int
+    chip: str
+    need: int
+    limit: int
+
+    @property
+    def over(self) -> int:
+        return self.need - self.limit
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} ({self.chip}) needs {format_bytes(self.need)} of {format_bytes(self.limit)} usable: "
+            f"over by {format_bytes(self.over)}"
+        )
+
+
+def over_limit(
+    memory: Mapping[int, MemoryBytes], limits: Mapping[int, int], chips: Mapping[int, str]
+) -> tuple[OverLimit, ...]:
+    """The ranks that do not fit, worst first."""
+    found = [OverLimit(r, chips[r], m.total, limits[r]) for r, m in memory.items() if m.total > limits[r]]
+    return tuple(sorted(found, key=lambda o: (-o.over, o.rank)))
+
+
+def refuse(over: tuple[OverLimit, ...], memory: Mapping[int, MemoryBytes], where: str = "") -> UserError:
+    """The error for a plan that does not fit: its worst rank, what fills it, and what would help most."""
+    worst = over[0]
+    largest = memory[worst.rank].largest
+    bytes_ = format_bytes(memory[worst.rank].parts()[largest])
+    help_by = {
+        "activations": "recompute: full on its stage, a smaller micro_batch_size, or fewer layers there",
+        "overhead": "a chip with more memory",
+    }
+    more = f"; {plural(len(over), 'rank')} do not fit" if len(over) > 1 else ""
+    return UserError(
+        f"the plan does not fit: {worst}{more}. Most of it is {largest}, {bytes_}",
+        field="memory", where=where,
+        accepted=help_by.get(
+            largest, "more tp, fewer layers on its stage, more replicas that share the optimizer, or "
+            "optimizer: {offload: true}",
+        ),
+    )  # fmt: skip
+
+
+def format_memory(memory: Mapping[int, MemoryBytes]) -> str:
+    """A table with one row per run of ranks whose memory is the same."""
+    rows: dict[MemoryBytes, list[int]] = {}
+    for rank, needs in sorted(memory.items()):
+        rows.setdefault(needs, []).append(rank)
+    heads = ["weights", "gradients", "optimizer", "activations", "buffers", "overhead", "total", "host"]
+    for head in ("overhead", "host"):
+        if not any(getattr(needs, head) for needs in rows):
+            heads.remove(head)
+    lines = ["estimated memory per rank", f"{'ranks':<16}" + "".join(f"{h:>13}" for h in heads)]
+    for needs, ranks in rows.items():
+        values = [getattr(needs, head) for head in heads]
+        lines.append(f"{rank_ranges(ranks):<16}" + "".join(f"{format_bytes(v):>13}" for v in values))
+    return "\n".join(lines)

@@ -1,0 +1,436 @@
+"""Rates fitted to measured iteration times, with error bars.
+
+Each rate is a factor on what is known before (measured rates, else the cold start): least squares on the logarithm of
+predicted / measured, with a weak prior that holds factors near 1 which the runs say nothing about. The error bar of a
+rate is the factor by which it may be off (one standard deviation); a rate whose bar is hardly smaller than the prior's
+is reported as not determined by these runs.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hetero_megatron.cluster import Cluster
+from hetero_megatron.errors import UserError
+from hetero_megatron.files import json_lines, read_text
+from hetero_megatron.plan import Plan, load_plan
+from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plan.islands import add_islands, format_added
+from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions
+from hetero_megatron.planner.cost.rates import ChipRates, LinkRates, Rates, as_document, link_document, scaled_rows
+from hetero_megatron.planner.simulate.prepared import PreparedPlan
+from hetero_megatron.planner.simulate.step import pipeline_seconds, step_seconds
+from hetero_megatron.spec import ModelSpec, load_model
+
+CHIP = (
+    "gemm_flops", "gemm_half", "attention_flops", "score_seconds", "bytes_per_second", "layer_seconds",
+    "layer_backward_seconds", "action_seconds", "message_seconds", "step_seconds",
+)  # fmt: skip
+LINK = ("alpha", "beta", "message_seconds")
+ROWS = ("layers", "embed", "head", "optimizer")  # measured tables are scaled as a whole
+LEAST = {"gemm_half": 100.0, "score_seconds": 1e-13, "beta": 1e-12}  # where a factor would start from zero
+LEAST_SECONDS = 1e-5
+LONGEST = 1e9  # seconds: no step of a run takes thirty years
+PRIOR = 1.0  # standard deviation of the logarithm of a factor, before any run
+NOISE = 0.03  # of a measured time: what the fit takes as one standard deviation
+DETERMINED = 0.7  # of the prior: above it the runs say too little about a rate
+# Before the least squares: (factors that are tried, passes over all knobs, how many of them also move those that
+# synchronisation depends on).
+SEARCH = (((0.1, 0.3, 3.0, 10.0), 2, 1), ((0.5, 0.7, 1.4, 2.0), 6, 1), ((0.85, 0.93, 1.08, 1.18), 6, 1))
+LITTLE = 1e-3  # a pass that gains less than this share is the last one
+COMPUTING = (
+    "gemm_flops", "gemm_half", "attention_flops", "score_seconds", "layer_seconds", "layer_backward_seconds",
+    "action_seconds", "layers", "embed", "head",
+)  # fmt: skip
+EVERY = 40  # runs at most that the coarse grid looks at
+LAG = 3  # steps after which the derivatives of rates that synchronisation depends on are computed again
+WARM_UP = 2  # first steps of a run that do not count
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measured plan: ``seconds`` per optimizer step."""
+
+    plan: Plan
+    model: ModelSpec
+    seconds: float
+    label: str = ""
+
+    @cached_property
+    def prepared(self) -> PreparedPlan:
+        """For its predictions with many rates."""
+        return PreparedPlan(CompiledPlan(self.plan, self.model))
+
+
+@dataclass(frozen=True)
+class FittedRate:
+    """``name`` is ``chip.rate`` or ``link a-b.rate``; ``before``, ``value``: in units of rates; ``error``: a factor."""
+
+    name: str
+    before: float
+    value: float
+    error: float
+    determined: bool
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The fitted rates; per run, predicted / measured - 1 before and after."""
+
+    rates: Rates
+    fitted: tuple[FittedRate, ...]
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+
+
+def predict_runs(runs: Sequence[Run], rates: Rates, options: CostOptions, pipelines_only: bool = False) -> list[float]:
+    """Predicted seconds of each run, or of its pipelines only (without synchronisation and optimizer)."""
+    predicted = pipeline_seconds if pipelines_only else step_seconds
+    costs: dict[tuple[ModelSpec, int], CostModel] = {}
+    out = []
+    for run in runs:
+        key = (run.model, run.plan.seq_length)
+        if key not in costs:
+            costs[key] = CostModel(run.model, rates.cluster, run.plan.seq_length, rates.dtype, options, rates)
+        out.append(predicted(run.prepared, costs[key]))
+    return out
+
+
+def fit_rates(
+    runs: Sequence[Run],
+    start: Rates,
+    options: CostOptions | None = None,
+    only: Sequence[str] | None = None,
+    steps: int = 15,
+) -> Fit:
+    """Fit the rates of the chips and links that ``runs`` use.
+
+    Args:
+        only: rates to vary (names as in :data:`CHIP` and :data:`LINK`); None: all.
+        steps: of the least-squares solver, at most.
+
+    Raises:
+        UserError: no runs, or a time that is not positive.
+    """
+    from scipy.optimize import least_squares
+
+    if not runs:
+        raise UserError("there is nothing to fit to", field="runs", accepted="at least one measured run")
+    for run in runs:
+        if not 0 < run.seconds < math.inf:
+            raise UserError("not a time", field=run.label or "seconds", value=run.seconds, accepted="seconds above 0")
+    knobs = _knobs(runs, start, only)
+    problem = _Problem(runs, start, options or CostOptions(), knobs)
+    highest = [_highest(knob, start) for knob in knobs]
+    found = least_squares(
+        problem.residuals, _coarse(problem, np.array(highest)), problem.jacobian, loss="soft_l1",
+        bounds=(-np.inf, highest), ftol=1e-3, max_nfev=steps,
+    )  # fmt: skip
+    after = problem.errors(found.x)
+    # The Jacobian of the plain residuals gives the bars; a worse fit than NOISE widens them.
+    jacobian = problem.jacobian(found.x, fresh=True)
+    covariance = np.linalg.inv(jacobian.T @ jacobian)
+    widen = max(1.0, float(np.sqrt(np.mean(np.square(after)))) / NOISE)
+    bars = np.minimum(np.sqrt(np.diag(covariance)) * widen, PRIOR)
+    keep = np.array([bar < DETERMINED * PRIOR for bar in bars])
+    rates = _apply(start, knobs, found.x)
+    fitted = tuple(
+        FittedRate(str(knob), knob.value(start), knob.value(rates), float(np.exp(bar)), bool(ok))
+        for knob, bar, ok in zip(knobs, bars, keep, strict=True)
+    )
+    before = np.exp(problem.errors(np.zeros(len(knobs)))) - 1
+    return Fit(rates, fitted, tuple(before.tolist()), tuple((np.exp(after) - 1).tolist()))
+
+
+class _Problem:
+    """Residuals of a fit and their derivatives.
+
+    A prediction is the time of the pipelines and what comes after them, mostly the synchronisation of gradients, which
+    takes most of the work to compute. Residuals are exact. Where only a rate of *computing* moves, differences (of
+    derivatives and of the coarse grid) take what comes after as it was: it moves only as far as the ends of stages move
+    apart. Columns of the other rates are computed at every :data:`LAG`-th step and kept in between.
+    """
+
+    def __init__(self, runs: Sequence[Run], start: Rates, options: CostOptions, knobs: Sequence[_Knob]) -> None:
+        self.runs, self.start, self.options, self.knobs = runs, start, options, knobs
+        self.measured = np.log([run.seconds for run in runs])
+        self.some = runs if len(runs) <= EVERY else [runs[round(i)] for i in np.linspace(0, len(runs) - 1, EVERY)]
+        self._exact: dict[bytes, np.ndarray] = {}
+        self._columns: dict[int, np.ndarray] = {}
+        self._calls = 0
+
+    def seconds(self, theta: np.ndarray) -> np.ndarray:
+        key = theta.tobytes()
+        if key not in self._exact:
+            self._exact[key] = np.array(predict_runs(self.runs, _apply(self.start, self.knobs, theta), self.options))
+        return self._exact[key]
+
+    def pipelines(self, theta: np.ndarray, runs: Sequence[Run]) -> np.ndarray:
+        """Seconds of the pipelines alone."""
+        rates = _apply(self.start, self.knobs, theta)
+        return np.array(predict_runs(runs, rates, self.options, pipelines_only=True))
+
+    def errors(self, theta: np.ndarray) -> np.ndarray:
+        """Logarithms of predicted / measured."""
+        return np.asarray(np.log(self.seconds(theta)) - self.measured)
+
+    def residuals(self, theta: np.ndarray) -> np.ndarray:
+        return np.concatenate([self.errors(theta) / NOISE, theta / PRIOR])
+
+    def jacobian(self, at: np.ndarray, fresh: bool = False, step: float = -0.02) -> np.ndarray:
+        """Differences, wide enough to look over the kinks of maxima, downwards because of the bounds."""
+        fresh = fresh or self._calls % LAG == 0
+        self._calls += 1
+        here = self.seconds(at)
+        base = self.pipelines(at, self.runs) if any(k.computes for k in self.knobs) else here
+        for i, knob in enumerate(self.knobs):
+            move = at.copy()
+            move[i] += step
+            if knob.computes:
+                there = here + self.pipelines(move, self.runs) - base
+            elif fresh or i not in self._columns:
+                there = self.seconds(move)
+                del self._exact[move.tobytes()]
+            else:
+                continue
+            self._columns[i] = (np.log(there) - np.log(here)) / step / NOISE
+        prior = np.eye(len(at)) / PRIOR
+        return np.concatenate([np.stack([self._columns[i] for i in range(len(at))], axis=1), prior])
+
+    def rough(self, theta: np.ndarray, base: np.ndarray | None) -> float:
+        """What the least squares minimise, of some of the runs; ``base``: their seconds after the pipelines, where
+        those are known."""
+        measured = np.log([run.seconds for run in self.some])
+        if base is None:
+            seconds = np.array(predict_runs(self.some, _apply(self.start, self.knobs, theta), self.options))
+        else:
+            seconds = base + self.pipelines(theta, self.some)
+        residuals = np.concatenate([(np.log(seconds) - measured) / NOISE, theta / PRIOR])
+        return float(np.sum(np.sqrt(1 + np.square(residuals)) - 1))
+
+    def after(self, theta: np.ndarray) -> np.ndarray:
+        """Seconds of some of the runs after the end of their pipelines."""
+        rates = _apply(self.start, self.knobs, theta)
+        return np.array(predict_runs(self.some, rates, self.options)) - self.pipelines(theta, self.some)
+
+
+def _highest(knob: _Knob, start: Rates) -> float:
+    """Upper bound of a knob's logarithm: nothing computes faster than the data sheet's peak."""
+    chip = start.cluster.chips.get(knob.chip)
+    peak = chip.flops.get(start.dtype) if chip is not None and knob.rate in ("gemm_flops", "attention_flops") else None
+    return max(math.log(peak / knob.value(start)), 1e-3) if peak else math.inf
+
+
+def _coarse(problem: _Problem, highest: np.ndarray) -> np.ndarray:
+    """A start: knobs one after the other by factors, coarse ones first, as long as it helps. Maxima (compute or
+    launches, bytes or FLOPs) hide a knob that is far off from every gradient, and one that moved first, to make up for
+    another, has to come back."""
+    best = np.zeros(len(highest))
+    base = problem.after(best)
+    least = problem.rough(best, None)
+    for factors, passes, every in SEARCH:
+        for turn in range(passes):
+            start = least
+            for i, knob in enumerate(problem.knobs):
+                if not knob.computes and turn >= every:  # what synchronisation depends on takes most of the time
+                    continue
+                origin = best[i]
+                for factor in factors:
+                    trial = best.copy()
+                    trial[i] = origin + math.log(factor)
+                    if trial[i] >= highest[i]:
+                        continue
+                    found = problem.rough(trial, base if knob.computes else None)
+                    if found < least:
+                        best, least = trial, found
+                if not knob.computes and best[i] != origin:
+                    base = problem.after(best)
+            if least > start * (1 - LITTLE):
+                break
+    return best
+
+
+@dataclass(frozen=True)
+class _Knob:
+    """One rate that is varied: of a ``chip``, or of the ``link`` (group, group, same node)."""
+
+    rate: str
+    chip: str = ""
+    link: tuple[str, str, bool] | None = None
+
+    def __str__(self) -> str:
+        if self.link is None:
+            return f"{self.chip}.{self.rate}"
+        a, b, same = self.link
+        return f"link {'within ' + a if same else a + '-' + b}.{self.rate}"
+
+    @property
+    def computes(self) -> bool:
+        """Whether it is a rate of computing, which synchronisation does not depend on."""
+        return self.rate in COMPUTING
+
+    def value(self, rates: Rates) -> float:
+        if self.link is not None:
+            found = getattr(rates.between(*self.link), self.rate)
+            return float(found or 0.0)
+        value = getattr(rates.chips[self.chip], self.rate)
+        return float(value) if not isinstance(value, tuple) else _size(value)
+
+
+def _size(rows: Sequence[object]) -> float:
+    """A number that stands for a whole table: its first time."""
+    row = rows[0]
+    return float(row[-1] if isinstance(row, tuple) else row.forward)  # type: ignore[attr-defined]
+
+
+def _knobs(runs: Sequence[Run], start: Rates, only: Sequence[str] | None) -> list[_Knob]:
+    """What the runs can say something about: their chips, and the links that their plans use."""
+    ranks = start.cluster.ranks
+    chips = sorted({ranks[r].chip for run in runs for r in run.plan.ranks})
+    links: set[tuple[str, str, bool]] = set()
+    for run in runs:
+        for a, b in _pairs(run.plan):
+            first, second = sorted((ranks[a].group, ranks[b].group))
+            links.add((first, second, ranks[a].node == ranks[b].node))
+    knobs = []
+    for chip in chips:
+        tables = [t for t in ROWS if getattr(start.chips[chip], t)]
+        names = [*tables, *(("action_seconds", "message_seconds", "step_seconds") if "layers" in tables else CHIP)]
+        knobs += [_Knob(name, chip) for name in names if only is None or name in only]
+    return knobs + [_Knob(name, link=link) for link in sorted(links) for name in LINK if only is None or name in only]
+
+
+def _pairs(plan: Plan) -> set[tuple[int, int]]:
+    """Pairs of ranks that exchange something: enough of them to name every kind of link."""
+    out: set[tuple[int, int]] = set()
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            out |= {(u.ranks[0], r) for u in stage.units for r in u.ranks[1:]}
+        for up, down in zip(pipeline.stages, pipeline.stages[1:]):
+            out |= {(a, b) for a in up.ranks for b in down.ranks if a != b}
+    for stage in plan.pipelines[0].stages:
+        others = [s for p in plan.pipelines for s in p.stages if set(s.layer_indices()) & set(stage.layer_indices())]
+        holders = [r for s in others for r in s.ranks]
+        out |= {(holders[0], r) for r in holders[1:]}
+    return out
+
+
+def _apply(start: Rates, knobs: Sequence[_Knob], theta: Sequence[float] | np.ndarray) -> Rates:
+    """``start`` with every knob's rate multiplied by exp(theta)."""
+    chips: dict[str, dict[str, object]] = {}
+    links: dict[tuple[str, str, bool], dict[str, float]] = {}
+    for knob, move in zip(knobs, theta, strict=True):
+        factor = math.exp(move)
+        if knob.link is not None:
+            links.setdefault(knob.link, {})[knob.rate] = factor
+        elif knob.rate in ROWS:
+            rows = getattr(start.chips[knob.chip], knob.rate)
+            chips.setdefault(knob.chip, {})[knob.rate] = scaled_rows(knob.rate, rows, factor)
+        else:
+            chips.setdefault(knob.chip, {})[knob.rate] = _first(start, knob) * factor
+    new_chips: dict[str, ChipRates] = {
+        name: replace(rates, **chips[name], calibrated=True) if name in chips else rates  # type: ignore[arg-type]
+        for name, rates in start.chips.items()
+    }
+    measured: dict[tuple[str, str, bool], LinkRates] = dict(start.measured)
+    for (a, b, same), factors in links.items():
+        for ends in ((a, b, same), (b, a, same)):  # each direction keeps what it is beside the other
+            values = {r: _first(start, _Knob(r, link=ends)) * factor for r, factor in factors.items()}
+            measured[ends] = replace(start.between(*ends), calibrated=True, **values)  # type: ignore[arg-type]
+    return Rates(start.cluster, start.dtype, new_chips, measured)
+
+
+def _first(start: Rates, knob: _Knob) -> float:
+    """The value that factor 1 stands for."""
+    return knob.value(start) or LEAST.get(knob.rate, LEAST_SECONDS)
+
+
+def read_runs(path: str, cluster: Cluster, say: Callable[[str], None] = lambda _: None) -> list[Run]:
+    """Measured runs from a CSV file with the columns ``plan``, ``model`` and either ``seconds`` or ``metrics`` (a
+    metrics.jsonl, of which the median step counts). Paths are relative to the CSV file; ``say`` is told of plans that
+    get the cluster's islands.
+
+    Raises:
+        UserError: names file and line.
+    """
+    base = Path(path).resolve().parent
+    try:
+        rows = list(csv.DictReader(read_text(path).removeprefix("\ufeff").splitlines()))  # Excel writes a mark
+    except csv.Error:
+        raise UserError("not a CSV file", where=path, accepted="a line of names, then a line per run") from None
+    runs = []
+    for number, row in enumerate(rows, start=2):
+        where = f"{path}:{number}"
+        missing = [key for key in ("plan", "model") if not row.get(key)]
+        if missing or not (row.get("seconds") or row.get("metrics")):
+            what = missing[0] if missing else "seconds"
+            raise UserError("a column is missing", field=what, where=where, accepted="plan, model, seconds or metrics")
+        model = load_model(row["model"])
+        written = load_plan(base / row["plan"], model, cluster)
+        plan = add_islands(written, model, cluster)  # as the run that was measured had it
+        if plan is not written:
+            say(f"{where}: {format_added(plan, cluster)}")
+        seconds = _seconds(row, base, where)
+        runs.append(Run(plan, model, seconds, where))
+    return runs
+
+
+def _seconds(row: Mapping[str, str], base: Path, where: str) -> float:
+    if row.get("seconds"):
+        return _positive(row["seconds"], "seconds", where)
+    return median_step_seconds(base / row["metrics"])
+
+
+def _positive(value: Any, field: str, where: str) -> float:
+    """A measured time; UserError for what is none."""
+    try:
+        seconds = float(value) if isinstance(value, str | int | float) else math.nan
+    except (ValueError, OverflowError):
+        seconds = math.nan
+    if not 0 < seconds < LONGEST:
+        raise UserError("not a number of seconds", field=field, value=value, accepted="more than 0", where=where)
+    return seconds
+
+
+def median_step_seconds(metrics: Path) -> float:
+    """Median ``step_seconds`` of a run's metrics.jsonl, without its first steps; UserError where there are none."""
+    steps: dict[int, float] = {}
+    for where, data in json_lines(metrics):
+        if "step_seconds" in data:
+            step = data.get("step")
+            if not isinstance(step, int):
+                raise UserError("not an integer", field="step", value=step, where=where)
+            steps[step] = _positive(data["step_seconds"], "step_seconds", where)
+    values = [steps[step] for step in sorted(steps)][WARM_UP:]
+    if not values:
+        raise UserError(f"no step after the first {WARM_UP}", where=str(metrics), accepted="a longer run")
+    return statistics.median(values)
+
+
+def rates_section(fit: Fit) -> dict[str, Any]:
+    """The fitted rates as the ``rates:`` of a cluster file."""
+    rates = fit.rates
+    chips = {n: {rates.dtype: as_document(c)} for n, c in rates.chips.items() if c.calibrated}
+    measured = sorted(rates.measured.items(), key=lambda item: item[0])
+    return {"chips": chips, "links": [link_document(a, b, link) for (a, b, _), link in measured]}
+
+
+def format_fit(fit: Fit) -> str:
+    """What was fitted, how sure it is, and how well it describes the runs."""
+    lines = [f"{'rate':<44}{'before':>12}{'fitted':>12}  error"]
+    for rate in fit.fitted:
+        bar = f"x/÷ {rate.error:.2f}" if rate.determined else "not determined by these runs"
+        lines.append(f"{rate.name:<44}{rate.before:>12.4g}{rate.value:>12.4g}  {bar}")
+    for name, errors in (("before", fit.before), ("after", fit.after)):
+        sizes = [abs(e) for e in errors]
+        lines.append(f"{name}: mean error {statistics.mean(sizes):.1%}, worst {max(sizes):.1%} over {len(sizes)} runs")
+    return "\n".join(lines)

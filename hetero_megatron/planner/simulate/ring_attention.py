@@ -1,0 +1,263 @@
+"""Seconds of a concrete context stage: its own exchanges and ring rounds, timed with the cluster's rates.
+
+A group is as fast as its slowest member. The ring is timed round by round as the runtime runs it: own blocks first,
+then the arrival of the round, what comes next already posted; messages that share a link or a node's cards take turns.
+The scheduler's closed form (``context_cost``) says the same of nested zigzag layouts; this also prices written
+intervals, contiguous order, causal blocks that nobody needs, and TP members of unequal shares.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from hetero_megatron.plan import Plan, Stage, Unit
+from hetero_megatron.plan.context_plan import StageContext, stage_contexts
+from hetero_megatron.planner.cost.layer_cost import SWAPS, CostModel, UnitSeconds
+from hetero_megatron.planner.cost.link_model import Exchange, Network, Port
+from hetero_megatron.planner.simulate.ring_traffic import LayerTraffic, Passage, Volumes
+from hetero_megatron.spec import shares
+from hetero_megatron.spec.flops import visible_pairs
+
+Pair = tuple[float, float]  # forward, backward
+ByGroup = dict[int, float]
+
+
+class ContextSeconds:
+    """Prices of the context stages of one plan; ``traffic``: of its stages, what is known; added to."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: CostModel,
+        network: Network,
+        traffic: dict[Stage, list[LayerTraffic]] | None = None,
+    ) -> None:
+        self.plan, self.model, self.network = plan, model, network
+        self._traffic = {} if traffic is None else traffic
+        self._layers: dict[Stage, Pair] = {}
+
+    def traffic(self, stage: Stage) -> list[LayerTraffic]:
+        """One per inner replica."""
+        if stage not in self._traffic:
+            spec = self.model.model
+            contexts = stage_contexts(spec, stage, self.plan.seq_length)
+            self._traffic[stage] = [LayerTraffic(context, spec.sliding_window) for context in contexts]
+        return self._traffic[stage]
+
+    def sent(self, stage: Stage) -> dict[tuple[int, int], int]:
+        """Bytes by (source, destination) that attention of one micro-batch sends through the whole stage."""
+        model = self.model
+        total: dict[tuple[int, int], int] = defaultdict(int)
+        full = {"full": stage.num_layers, "first": stage.recompute.layers}.get(stage.recompute.kind, 0)
+        for traffic, rows in zip(self.traffic(stage), stage.dp_split, strict=True):
+            each = model.model.head_dim * rows
+            for again, layers in ((True, full), (False, stage.num_layers - full)):
+                if layers:
+                    sent = traffic.sent(model.item, model.wide, stage.recompute.kind, again)
+                    for pair, count in sent.items():
+                        total[pair] += layers * each * count
+        return dict(total)
+
+    def unit_seconds(self, stage: Stage, unit: Unit, t: int) -> UnitSeconds:
+        """One rank's parts; its layer is the stage's, because groups wait for each other's keys and values."""
+        model, rows = self.model, unit.sequences[1] - unit.sequences[0]
+        operators = model.operators(self._chip(unit.ranks[t]))
+        columns = _share(self.model, unit, t)[1]
+        swap = operators.exchange(columns, rows, unit.num_tokens, self._swap(unit, rows)[0])
+        embed, head = (
+            f(columns, rows, unit.num_tokens) if unit.num_tokens else (0.0, 0.0)
+            for f in (operators.embed, operators.head)
+        )
+        return UnitSeconds(
+            layer=self.layer(stage),
+            embed=(embed[0] + swap[0], embed[1] + swap[1]),
+            head=(head[0] + swap[0], head[1] + swap[1]),
+            action=operators.rates.action_seconds,
+        )
+
+    def layer(self, stage: Stage) -> Pair:
+        """(forward, backward) seconds of one layer; backward with what selective recompute computes again."""
+        if stage not in self._layers:
+            found = []
+            for traffic, rows in zip(self.traffic(stage), stage.replicas, strict=True):
+                units = [u for u in stage.units if u.sequences == rows]
+                found.append(_Layer(self, traffic, units, rows[1] - rows[0]).seconds(stage.recompute.kind))
+            self._layers[stage] = (max(f for f, _ in found), max(b for _, b in found))
+        return self._layers[stage]
+
+    def _chip(self, rank: int) -> str:
+        return self.network.ranks[rank].chip
+
+    def _swap(self, unit: Unit, rows: int) -> tuple[float, float]:
+        """Seconds of one gather or scatter-sum of a TP member, and how many of them are the host's."""
+        size = rows * unit.num_tokens * self.model.model.hidden_size * self.model.item
+        return self.network.tp_exchange(unit.ranks, size)
+
+
+def _share(model: CostModel, unit: Unit, t: int) -> tuple[float, float]:
+    """(of heads, of columns) that TP rank ``t`` projects: exactly 1/tp where the axes divide evenly."""
+    share = shares(model.model, unit.tp_split)[t]
+    heads = (share.q_heads[1] - share.q_heads[0]) / model.model.num_heads
+    return heads, (share.ffn[1] - share.ffn[0]) / model.model.ffn_hidden_size
+
+
+class _Layer:
+    """One layer of one inner replica in the making."""
+
+    def __init__(self, prices: ContextSeconds, traffic: LayerTraffic, units: list[Unit], rows: int) -> None:
+        self.prices, self.traffic, self.rows = prices, traffic, rows
+        self.context: StageContext = traffic.context
+        model = prices.model
+        self.unit_bytes = model.model.head_dim * rows
+        self.linear: dict[int, Pair] = {}  # by rank: without attention, TP collectives included
+        self.per_pair: dict[int, Pair] = {}  # by group: of the slowest member's heads
+        self.floor: Pair = (0.0, 0.0)
+        self._prices: dict[object, Exchange] = {}
+        self._posting: dict[Passage, float] = {}
+        whole = visible_pairs(self.context.seq_length, model.model.sliding_window)
+        for unit in units:
+            swap, posting = prices._swap(unit, rows)
+            for t, rank in enumerate(unit.ranks):
+                operators = model.operators(prices._chip(rank))
+                rates = operators.rates
+                columns = _share(model, unit, t)[1]
+                linear, ratio = operators.split(columns, rows, unit.num_tokens)
+                there, back = operators.exchange(columns, rows, unit.num_tokens, swap)
+                self.linear[rank] = (linear[0] + SWAPS * there, linear[1] + SWAPS * back)
+                self.floor = (
+                    max(self.floor[0], rates.layer_seconds + SWAPS * posting),
+                    max(self.floor[1], rates.layer_backward_seconds + SWAPS * posting),
+                )
+                heads = self.context.member(rank).computed.q_heads
+                share = (heads[1] - heads[0]) / model.model.num_heads
+                core = operators.attention(share, rows, self.context.seq_length) if share else (0.0, 0.0)
+                slowest = self.per_pair.get(unit.group, (0.0, 0.0))
+                mine = (core[0] * ratio[0] / whole, core[1] * ratio[1] / whole)
+                self.per_pair[unit.group] = (max(slowest[0], mine[0]), max(slowest[1], mine[1]))
+
+    def seconds(self, recompute: str) -> Pair:
+        item = self.prices.model.item
+        groups = self.traffic.groups
+        enter = self._exchanges(self.traffic.enter, item, False)
+        leave = self._exchanges(self.traffic.leave, item, False)
+        enter_back = self._exchanges(self.traffic.enter, item, True)
+        leave_back = self._exchanges(self.traffic.leave, item, True)
+        forward = self._attention({g: self._slowest(g, 0) + enter[g] for g in groups}, False)
+        backward = self._attention({g: self._slowest(g, 1) + leave_back[g] for g in groups}, True)
+        total = max(max(forward[g] + leave[g] for g in groups), self.floor[0])
+        total_back = max(max(backward[g] + enter_back[g] for g in groups), self.floor[1])
+        if recompute == "selective":
+            total_back += max(self._attention({g: enter[g] for g in groups}, False).values())
+        return total, total_back
+
+    def _slowest(self, group: int, way: int) -> float:
+        return max(self.linear[m.rank][way] for m in self.traffic.groups[group].members)
+
+    def _exchanges(self, flows: Sequence[Volumes], item: int, back: bool) -> ByGroup:
+        """Seconds of the all-to-all that each group takes part in; those of different groups share cards."""
+        found: list[tuple[Exchange, float]] = []
+        ports: dict[Port, float] = defaultdict(float)
+        for volumes in flows:
+            price = self._price(id(volumes), volumes, item, "all_to_all", back)
+            for port, seconds in price.ports.items():
+                ports[port] += seconds
+            messages: dict[int, float] = defaultdict(float)
+            for a, b in volumes:
+                messages[a] += self.prices.network.message_seconds(a, b)
+                messages[b] += self.prices.network.message_seconds(b, a)
+            found.append((price, price.latency + max(messages.values(), default=0.0)))
+        out = {}
+        for group, place in self.traffic.exchange_of.items():
+            price, latency = found[place]
+            out[group] = max([price.link, *(ports[p] for p in price.ports), 0.0]) + latency
+        return out
+
+    def _price(self, key: object, volumes: Volumes, item: int, collective: str | None, back: bool = False) -> Exchange:
+        if (key, item, back) not in self._prices:
+            size = item * self.unit_bytes
+            flows = [((b, a) if back else (a, b), n * size) for (a, b), n in volumes.items()]
+            rows = [(a, b, float(n)) for (a, b), n in flows]
+            self._prices[key, item, back] = self.prices.network.exchange(rows, collective=collective)
+        return self._prices[key, item, back]
+
+    def _attention(self, start: ByGroup, backward: bool) -> ByGroup:
+        """When each group has its output (or its gradients), if it starts then."""
+        work = {g: [p * self.per_pair[g][backward] for p in row] for g, row in self.traffic.pairs.items()}
+        if not self.traffic.ring:
+            return {g: start[g] + sum(work[g]) for g in start}
+        return _Ring(self.traffic, work, start, self._passage, self._post).run(backward)
+
+    def _passage(self, passage: Passage) -> Exchange:
+        item = self.prices.model.wide if passage.gradients else self.prices.model.item
+        return self._price(passage, self.traffic.volumes(passage), item, None)
+
+    def _post(self, passage: Passage) -> float:
+        """Host seconds of the rank with most messages at either end."""
+        if passage not in self._posting:
+            seconds: dict[int, float] = defaultdict(float)
+            for a, b in self.traffic.volumes(passage):
+                seconds[a] += self.prices.network.message_seconds(a, b)
+                seconds[b] += self.prices.network.message_seconds(b, a)
+            self._posting[passage] = max(seconds.values(), default=0.0)
+        return self._posting[passage]
+
+
+class _Ring:
+    """The rounds of one pass; ``now``: how far each group is."""
+
+    def __init__(
+        self,
+        traffic: LayerTraffic,
+        work: Mapping[int, list[float]],
+        start: ByGroup,
+        price: Callable[[Passage], Exchange],
+        post: Callable[[Passage], float],
+    ) -> None:
+        self.traffic, self.work, self.now = traffic, work, dict(start)
+        self.price, self.post = price, post
+        self.free: dict[Port, float] = defaultdict(float)
+
+    def run(self, backward: bool) -> ByGroup:
+        schedule = self.traffic.schedule
+        assert schedule is not None
+        now, rounds = self.now, len(schedule.rounds)
+        ready = self._send(self.traffic.keys_of(0))
+        summed: ByGroup = {}
+        for t in range(-1, rounds):
+            for g in now:
+                now[g] += sum(self.work[g][b] for b in schedule.own[g][t + 1])
+            if t < 0:
+                continue
+            self._wait(ready)
+            ready = self._send(self.traffic.keys_of(t + 1))
+            for hop in schedule.rounds[t]:
+                now[hop.to] += self.work[hop.to][hop.block]
+            if backward:
+                self._wait(summed)
+                summed = self._send(self.traffic.gradients_of(t))
+        self._wait(ready)
+        self._wait(summed)
+        return now
+
+    def _wait(self, ready: ByGroup) -> None:
+        for g, at in ready.items():
+            self.now[g] = max(self.now[g], at)
+
+    def _send(self, passages: Iterable[Passage]) -> ByGroup:
+        """Post messages; when both sides have them behind them."""
+        posted = list(passages)
+        for passage in posted:
+            for g in (passage.source, passage.to):
+                self.now[g] += self.post(passage)
+        ready: ByGroup = {}
+        for passage in posted:
+            price = self.price(passage)
+            ends = (self.now[passage.source], self.now[passage.to])
+            begin = max([*ends, *(self.free[port] for port in price.ports)])
+            for port, seconds in price.ports.items():
+                self.free[port] = begin + seconds
+            done = begin + price.seconds + price.latency
+            for g in (passage.source, passage.to):
+                ready[g] = max(ready.get(g, 0.0), done)
+        return ready

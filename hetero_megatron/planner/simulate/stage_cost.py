@@ -1,0 +1,199 @@
+"""A concrete pipeline of a plan -> what the simulator needs: seconds of its stages, boundaries and messages."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hetero_megatron.layout import Box, Layout, transfer
+from hetero_megatron.plan import Pipeline, Plan, Stage, Unit, token_intervals, unit_sequences
+from hetero_megatron.plan.context_plan import has_context
+from hetero_megatron.planner.cost.layer_cost import CostModel, UnitSeconds
+from hetero_megatron.planner.cost.link_model import Exchange, Flow, Network
+from hetero_megatron.planner.simulate.ring_attention import ContextSeconds
+from hetero_megatron.planner.simulate.ring_traffic import LayerTraffic
+from hetero_megatron.schedule import Costs
+from hetero_megatron.spec import Share, shares
+from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, visible_pairs
+
+Piece = tuple[int, int, int]  # local index upstream, local index downstream, elements
+
+
+@dataclass(frozen=True)
+class PipelineCosts:
+    """Costs of one pipeline's schedule, and per stage the times of its slowest rank's parts."""
+
+    costs: Costs
+    parts: tuple[UnitSeconds, ...]
+
+
+@dataclass(frozen=True)
+class StageTransfers:
+    """Who sends how many elements to whom at the boundaries and in the context groups of one plan: independent of
+    rates, so fits, which predict the same plans over and over, keep it."""
+
+    pieces: dict[tuple[object, ...], tuple[Piece, ...]] = field(default_factory=dict)
+    context: dict[Stage, list[LayerTraffic]] = field(default_factory=dict)
+
+
+class StageCosts:
+    """Costs of the pipelines of one plan; equal structures are computed once."""
+
+    def __init__(self, plan: Plan, model: CostModel, transfers: StageTransfers | None = None) -> None:
+        self.plan, self.model = plan, model
+        self.network = Network(model.rates)
+        self._transfers = StageTransfers() if transfers is None else transfers
+        self.context = ContextSeconds(plan, model, self.network, self._transfers.context)
+        self.sharing = self._sharing()
+        self._known: dict[tuple[object, ...], PipelineCosts] = {}
+
+    def _sharing(self) -> Mapping[str, int]:
+        """By node: how many pipelines send activations through its network cards. Replicas march in step, so they do
+        it at the same time."""
+        users: dict[str, set[int]] = defaultdict(set)
+        ranks = self.network.ranks
+        for p, pipeline in enumerate(self.plan.pipelines):
+            for before, after in zip(pipeline.stages, pipeline.stages[1:]):
+                up, down = ({ranks[r].node for r in s.ranks} for s in (before, after))
+                if len(up | down) > 1:
+                    for node in up | down:
+                        users[node].add(p)
+        return {node: len(pipelines) for node, pipelines in users.items()}
+
+    def signature(self, pipeline: Pipeline) -> tuple[object, ...]:
+        """Equal for pipelines that cost the same: chips, nodes up to renaming, sizes."""
+        nodes: dict[str, int] = {}
+        ranks = self.network.ranks
+        rows: list[object] = [pipeline.micro_batch_size, pipeline.num_micro_batches]
+        for stage in pipeline.stages:
+            rows.append((stage.num_layers, stage.embed, stage.head, stage.recompute, stage.optimizer, stage.kv))
+            for unit in stage.units:
+                rows.append((unit.tp_split, unit.sequences, unit.tokens, unit.heads, unit.group))
+                for rank in unit.ranks:
+                    there = ranks[rank]
+                    at = nodes.setdefault(there.node, len(nodes))
+                    rows.append((there.chip, there.group, at, self.sharing.get(there.node, 1)))
+        return tuple(rows)
+
+    def of(self, pipeline: Pipeline) -> PipelineCosts:
+        key = self.signature(pipeline)
+        if key not in self._known:
+            self._known[key] = self._costs(pipeline)
+        return self._known[key]
+
+    def _costs(self, pipeline: Pipeline) -> PipelineCosts:
+        parts = [self._slowest(stage) for stage in pipeline.stages]
+        seconds = [
+            part.total(s.num_layers, _full(s), s.embed, s.head) for part, s in zip(parts, pipeline.stages, strict=True)
+        ]
+        host: list[dict[str, float]] = [{} for _ in pipeline.stages]
+        link, back, latency = [], [], []
+        for s, (up, down) in enumerate(zip(pipeline.stages, pipeline.stages[1:])):
+            flows = self.boundary(up, down, pipeline.micro_batch_size)
+            there = self.network.exchange(flows, self.sharing)
+            home = self.network.exchange([(b, a, size) for a, b, size in flows], self.sharing)
+            sent, received = self._posting(flows, 0), self._posting(flows, 1)
+            host[s] |= {"SEND_F": sent, "RECV_B": sent}
+            host[s + 1] |= {"RECV_F": received, "SEND_B": received}
+            if self.model.options.blocking:
+                for at, kind, busy in (
+                    (s, "SEND_F", there),
+                    (s + 1, "RECV_F", there),
+                    (s, "RECV_B", home),
+                    (s + 1, "SEND_B", home),
+                ):
+                    host[at][kind] += busy.seconds + busy.latency
+                there = home = Exchange({}, 0.0)
+            link.append(there.seconds)
+            back.append(home.seconds)
+            latency.append(max(there.latency, home.latency))
+        forward, backward = zip(*seconds)
+        costs = Costs(forward, backward, link, link_back=back, latency=latency, host=host)
+        return PipelineCosts(costs, tuple(parts))
+
+    def _posting(self, flows: list[Flow], end: int) -> float:
+        """Host seconds of the rank at this end that has most messages."""
+        seconds: dict[int, float] = defaultdict(float)
+        for src, dst, _ in flows:
+            rank, peer = (src, dst) if end == 0 else (dst, src)
+            if rank != peer:
+                seconds[rank] += self.network.message_seconds(rank, peer)
+        return max(seconds.values(), default=0.0)
+
+    def _slowest(self, stage: Stage) -> UnitSeconds:
+        """Part by part, the slowest of the stage's ranks: collectives and boundaries make the others wait for it."""
+        found = [self._rank_seconds(stage, unit, t) for unit in stage.units for t in range(unit.tp)]
+        worst = [max(column) for column in zip(*[(*u.layer, *u.embed, *u.head, u.action) for u in found])]
+        return UnitSeconds((worst[0], worst[1]), (worst[2], worst[3]), (worst[4], worst[5]), worst[6])
+
+    def computing(self, stage: Stage, unit: Unit, t: int) -> float:
+        """Seconds per micro-batch that TP rank ``t`` computes, without the exchanges of its TP group. Those of context
+        groups, which go on beside compute, are in it."""
+        own = self._rank_seconds(stage, unit, t, exchanges=False)
+        return sum(own.total(stage.num_layers, _full(stage), stage.embed, stage.head))
+
+    def jitter(self, rank: int) -> float:
+        """Standard deviation of a second that the rank computes."""
+        return self.model.chip_rates(self.network.ranks[rank].chip).jitter
+
+    def _rank_seconds(self, stage: Stage, unit: Unit, t: int, exchanges: bool = True) -> UnitSeconds:
+        model = self.model
+        if has_context(stage, self.plan.seq_length):
+            return self.context.unit_seconds(stage, unit, t)
+        rows = unit.sequences[1] - unit.sequences[0]
+        size = rows * self.plan.seq_length * model.model.hidden_size * model.item
+        swap, posting = self.network.tp_exchange(unit.ranks, size) if exchanges else (0.0, 0.0)
+        chip = self.network.ranks[unit.ranks[t]].chip
+        share = work_share(model, unit.tp_split, t)
+        return model.unit_seconds(model.operators(chip), share, rows, swap, stage.recompute.kind, posting)
+
+    def boundary(self, up: Stage, down: Stage, size: int) -> list[Flow]:
+        """Who sends how many bytes to whom for the activations of one micro-batch: the runtime's own transfer."""
+        key = (
+            tuple((u.tp, u.sequences, u.tokens) for u in up.units),
+            tuple((u.tp, u.sequences, u.tokens) for u in down.units),
+        )
+        same = tuple(up.ranks.index(r) if r in up.ranks else -1 for r in down.ranks)
+        pieces = self._transfers.pieces
+        if (key, same, size) not in pieces:
+            seq = self.plan.seq_length
+            moves = transfer(_layout(up, size, seq), _layout(down, size, seq))
+            index = {r: i for i, r in enumerate(down.ranks)}
+            local = {r: i for i, r in enumerate(up.ranks)}
+            pieces[key, same, size] = tuple((local[m.src], index[m.dst], m.box.size) for m in moves.pieces)
+        width = self.model.model.hidden_size * self.model.item
+        if self.model.options.whole_transfers and [u.tp for u in up.units] == [u.tp for u in down.units]:
+            rows = {r: u for u in up.units for r in u.ranks}
+            return [
+                (a, b, rows[a].micro_batch_tokens * width)
+                for a, b in zip(up.ranks, down.ranks)
+            ]
+        return [(up.ranks[i], down.ranks[j], n * width) for i, j, n in pieces[key, same, size]]
+
+
+def _full(stage: Stage) -> int:
+    return {"full": stage.num_layers, "first": stage.recompute.layers}.get(stage.recompute.kind, 0)
+
+
+def _layout(stage: Stage, size: int, seq_length: int) -> Layout:
+    """The stage's activations over (sequence, token): hidden is never cut."""
+    boxes: dict[int, tuple[Box, ...]] = {}
+    for unit, (row, end) in zip(stage.units, unit_sequences(stage, size), strict=True):
+        for t, rank in enumerate(unit.ranks):
+            boxes[rank] = tuple(Box((row, a), (end, b)) for a, b in token_intervals(unit, t))
+    return Layout((size, seq_length), boxes)
+
+
+def work_share(model: CostModel, tp_split: tuple[int, ...], t: int) -> float:
+    """The part of a layer's FLOPs that TP rank ``t`` computes: exactly 1/tp where the axes divide evenly."""
+    spec = model.model
+    share: Share = shares(spec, tp_split)[t]
+    heads = (share.q_heads[1] - share.q_heads[0]) / spec.num_heads
+    columns = (share.ffn[1] - share.ffn[0]) / spec.ffn_hidden_size
+    if heads == columns:
+        return heads
+    matrices = layer_matmul_flops(spec) * model.seq_length
+    core = layer_attention_flops(spec, visible_pairs(model.seq_length, spec.sliding_window))
+    ffn = (3 if spec.activation == "swiglu" else 2) * 2 * spec.hidden_size * spec.ffn_hidden_size * model.seq_length
+    return (columns * ffn + heads * (matrices - ffn + core)) / (matrices + core)

@@ -1,0 +1,319 @@
+"""How long one step of a concrete plan takes, and what every rank needs in memory.
+
+The plan's own schedule actions are timed (:func:`hetero_megatron.schedule.simulate`), its own buckets travel, and its
+own layouts say which bytes cross which link; only the seconds per operator and per byte come from a model, the rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_megatron.cluster import Cluster
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan import Plan, validate
+from hetero_megatron.plan.buckets import Bucket
+from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions, UnitSeconds
+from hetero_megatron.planner.cost.memory import MemoryBytes, state_bytes
+from hetero_megatron.planner.cost.rates import source_of
+from hetero_megatron.planner.simulate.grad_sync import Span, Synchronisation
+from hetero_megatron.planner.simulate.memory_report import OverLimit, estimate_memory, over_limit, refuse
+from hetero_megatron.planner.simulate.prepared import PreparedPlan
+from hetero_megatron.planner.simulate.stage_cost import PipelineCosts, StageCosts
+from hetero_megatron.planner.simulate.variability import late_seconds
+from hetero_megatron.schedule import Timeline, simulate
+from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.flops import sequence_flops
+from hetero_megatron.words import plural
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One optimizer step of a plan.
+
+    Attributes:
+        step_seconds: from the first forward to the last updated parameter.
+        tokens_per_second: of the whole plan; mfu: model FLOPs over the peak of the chips used, None where a peak is not
+            known (emulated chips).
+        memory: by rank, framework overhead included; limits: usable bytes by rank; over: ranks that do not fit.
+        timelines: of each pipeline; pipeline_seconds: when each has ended.
+        reduces, spreads: when each bucket travels.
+        parts: seconds of the step: ``pipelines``, ``jitter`` (what unsteady chips add), ``gradients`` (exposed),
+            ``optimizer``, ``parameters``.
+        busy: seconds of its stage's forwards and backwards by rank, exchanges inside TP groups included.
+        assumed: chips whose rates come from data sheets and default efficiencies, and where their sheets' values are
+            from.
+    """
+
+    plan: Plan
+    step_seconds: float
+    tokens_per_second: float
+    mfu: float | None
+    memory: Mapping[int, MemoryBytes]
+    limits: Mapping[int, int]
+    over: tuple[OverLimit, ...]
+    timelines: tuple[Timeline, ...]
+    reduces: tuple[Span, ...]
+    spreads: tuple[Span, ...]
+    parts: Mapping[str, float]
+    busy: Mapping[int, float]
+    chips: Mapping[int, str]
+    assumed: Mapping[str, str]
+
+    @property
+    def pipeline_seconds(self) -> tuple[float, ...]:
+        return tuple(t.step_seconds for t in self.timelines)
+
+    @property
+    def computed_seconds(self) -> float:
+        """Until the last backward has ended on every rank."""
+        return self.parts["pipelines"] + self.parts["jitter"]
+
+    def describe_assumed(self) -> str:
+        """The chips that are ``assumed``, each with its source."""
+        return ", ".join(f"{chip} ({source})" for chip, source in self.assumed.items())
+
+    def require_fit(self) -> Prediction:
+        """Itself; UserError for a plan that does not fit, naming the rank and by how many bytes."""
+        if self.over:
+            raise refuse(self.over, self.memory)
+        return self
+
+
+def predict(
+    plan: Plan,
+    model: ModelSpec,
+    cluster: Cluster,
+    dtype: str = "bf16",
+    costs: CostModel | None = None,
+    options: CostOptions | None = None,
+    prepared: PreparedPlan | None = None,
+) -> Prediction:
+    """Predict one step of a valid plan on the chips that the cluster gives to its ranks.
+
+    Args:
+        costs: the cost model, when the caller has one for this model, cluster, sequence length and dtype.
+        prepared: the plan, when the caller has compiled it.
+
+    Raises:
+        UserError: a plan that the cluster cannot hold, missing rates or links.
+    """
+    if costs is None:
+        validate(plan, model, cluster, dtype=dtype)
+        costs = CostModel(model, cluster, plan.seq_length, dtype, options or CostOptions())
+    _check(plan, costs)
+    return _Step(prepared or _prepare(plan, costs), costs).prediction()
+
+
+def _prepare(plan: Plan, costs: CostModel) -> PreparedPlan:
+    return PreparedPlan(CompiledPlan(plan, costs.model))
+
+
+def _check(plan: Plan, costs: CostModel) -> None:
+    if plan.ranks[-1] >= costs.cluster.world_size:
+        raise UserError(
+            f"the cluster has {plural(costs.cluster.world_size, 'chip')}", field="ranks", value=plan.ranks[-1],
+            accepted=f"ranks 0 to {costs.cluster.world_size - 1}", where=costs.cluster.file,
+        )  # fmt: skip
+    assert costs.seq_length == plan.seq_length, "costs for another sequence length"
+
+
+def step_seconds(prepared: PreparedPlan, costs: CostModel) -> float:
+    """Only the time of :func:`predict`, for a plan that is known to be valid."""
+    _check(prepared.plan, costs)
+    return _Step(prepared, costs).times().end
+
+
+def over_memory(plan: Plan, costs: CostModel) -> tuple[tuple[OverLimit, ...], Mapping[int, MemoryBytes]]:
+    """Only the ranks of :func:`predict` that do not fit, worst first, and what every rank needs, for a plan that is
+    known to be valid."""
+    _check(plan, costs)
+    step = _Step(_prepare(plan, costs), costs)
+    memory, limits = step.memory()
+    return over_limit(memory, limits, step.chips), memory
+
+
+def computing_seconds(plan: Plan, costs: CostModel) -> dict[int, float]:
+    """Seconds of a step by rank that its own forwards and backwards take, without the exchanges of TP groups: what the
+    runtime measures as busy. (:attr:`Prediction.busy` is the stage's, with them.)"""
+    _check(plan, costs)
+    stages = StageCosts(plan, costs)
+    return {
+        rank: pipeline.num_micro_batches * stages.computing(stage, unit, t)
+        for pipeline in plan.pipelines
+        for stage in pipeline.stages
+        for unit in stage.units
+        for t, rank in enumerate(unit.ranks)
+    }
+
+
+def pipeline_seconds(prepared: PreparedPlan, costs: CostModel) -> float:
+    """Until the last backward has ended, for a plan that is known to be valid."""
+    plan = prepared.plan
+    _check(plan, costs)
+    stages = StageCosts(plan, costs, prepared.transfers)
+    return max(timeline.step_seconds for timeline in _timelines(prepared, [stages.of(p) for p in plan.pipelines]))
+
+
+def _timelines(prepared: PreparedPlan, pipelines: list[PipelineCosts]) -> tuple[Timeline, ...]:
+    """One simulation per distinct pipeline."""
+    known: dict[tuple[int, int], Timeline] = {}
+    out = []
+    for costs, pipeline in zip(pipelines, prepared.plan.pipelines, strict=True):
+        key = (id(costs), pipeline.num_micro_batches)
+        if key not in known:
+            schedule = prepared.schedule(len(pipeline.stages), pipeline.num_micro_batches)
+            known[key] = simulate(schedule, costs.costs)
+        out.append(known[key])
+    return tuple(out)
+
+
+@dataclass(frozen=True)
+class _Times:
+    end: float
+    timelines: tuple[Timeline, ...]
+    reduces: tuple[Span, ...]
+    spreads: tuple[Span, ...]
+    parts: Mapping[str, float]
+
+
+class _Step:
+    """One step in the making: pipelines, then reduction, then optimizer, then spread."""
+
+    def __init__(self, prepared: PreparedPlan, costs: CostModel) -> None:
+        self.prepared, self.plan, self.costs = prepared, prepared.plan, costs
+        self.chips = {r: costs.cluster.ranks[r].chip for r in self.plan.ranks}
+        self.stages = StageCosts(self.plan, costs, prepared.transfers)
+        network = self.stages.network
+        self.sync = Synchronisation(self.plan, costs, network, prepared.structure(costs, network))
+
+    def times(self) -> _Times:
+        costs = self.costs
+        pipelines = [self.stages.of(p) for p in self.plan.pipelines]
+        timelines = _timelines(self.prepared, pipelines)
+        late = late_seconds(self.plan, self.stages, timelines)
+        computed, begin, parts = self._last_backwards(pipelines, timelines, late)
+
+        ready = self.sync.last_backwards(begin, parts) if costs.options.overlap else self._all_at(computed)
+        summed, reduces = self.sync.run(ready, computed, costs.options.gradient_bytes or costs.wide, False)
+        barrier = max(summed.values()) + self._barrier_seconds()
+        updated = {r: barrier + self._update_seconds(r) for r in self.plan.ranks}
+        written, spreads = self.sync.run(self._all_at(updated), updated, costs.item, True)
+        end = max(written.values())
+        last = max(computed.values())
+        parts_of_step = {
+            "pipelines": last - late,
+            "jitter": late,
+            "gradients": barrier - last,
+            "optimizer": max(updated.values()) - barrier,
+            "parameters": end - max(updated.values()),
+        }
+        return _Times(end, timelines, tuple(reduces), tuple(spreads), parts_of_step)
+
+    def _all_at(self, seconds: Mapping[int, float]) -> Callable[[Bucket], NDArray[np.float64]]:
+        """Every bucket's content is there when its ranks say."""
+        structure = self.sync.structure
+        every = np.array([seconds[r] for r in structure.places.ranks.tolist()])
+        return lambda bucket: np.asarray(every[structure.at(bucket)])
+
+    def prediction(self) -> Prediction:
+        costs, times = self.costs, self.times()
+        memory, limits = self.memory()
+        tokens = self.plan.global_batch_size * self.plan.seq_length
+        return Prediction(
+            plan=self.plan,
+            step_seconds=times.end,
+            tokens_per_second=tokens / times.end,
+            mfu=self._mfu(times.end),
+            memory=memory,
+            limits=limits,
+            over=over_limit(memory, limits, self.chips),
+            timelines=times.timelines,
+            reduces=times.reduces,
+            spreads=times.spreads,
+            parts=times.parts,
+            busy={
+                rank: timeline.busy[s]
+                for timeline, pipeline in zip(times.timelines, self.plan.pipelines, strict=True)
+                for s, stage in enumerate(pipeline.stages)
+                for rank in stage.ranks
+            },
+            chips=self.chips,
+            assumed={
+                c: source_of(costs.cluster.chips[c])
+                for c in sorted(set(self.chips.values()))
+                if not costs.chip_rates(c).calibrated
+            },
+        )
+
+    def _last_backwards(
+        self, pipelines: list[PipelineCosts], timelines: tuple[Timeline, ...], late: float
+    ) -> tuple[dict[int, float], dict[int, float], dict[int, UnitSeconds]]:
+        """By rank: when its last action has ended, when its last backward began, the parts of that.
+
+        The first backward of a step has nothing to add its gradients to; where the pipeline waits for its busiest
+        stage, all ends are earlier by what that stage saves. ``late``: all are later by it.
+        """
+        ended, begin, parts = {}, {}, {}
+        for pipeline, costs, timeline in zip(self.plan.pipelines, pipelines, timelines, strict=True):
+            busiest = max(range(len(pipeline.stages)), key=timeline.busy.__getitem__)
+            saved = min(self._saved_seconds(r) for r in pipeline.stages[busiest].ranks)
+            for s, stage in enumerate(pipeline.stages):
+                row = timeline.schedule.stages[s]
+                at = next(i for i in range(len(row) - 1, -1, -1) if row[i].kind in ("B", "W"))
+                for rank in stage.ranks:
+                    ended[rank] = timeline.ends[s][-1] - saved + late
+                    begin[rank] = timeline.starts[s][at] - saved + late
+                    parts[rank] = costs.parts[s]
+        return ended, begin, parts
+
+    def _saved_seconds(self, rank: int) -> float:
+        held = self.sync.held.get(rank, 0)
+        return held * self.costs.item * self.costs.chip_rates(self.chips[rank]).accumulate_beta
+
+    def _barrier_seconds(self) -> float:
+        """The exchange of loss and norm between all ranks: a few bytes, so only latency, once around gloo's ring."""
+        ranks = self.plan.ranks
+        if len(ranks) == 1:
+            return 0.0
+        network = self.stages.network
+        slowest = max(network.rates.link(ranks[0], r).alpha + network.message_seconds(ranks[0], r) for r in ranks[1:])
+        return slowest * (len(ranks) - 1)
+
+    def _update_seconds(self, rank: int) -> float:
+        updated = self.sync.owned if self.costs.options.sharded else self.sync.held
+        home = self.costs.node_groups[self.costs.cluster.ranks[rank].group]
+        return self.costs.update_seconds(home, updated.get(rank, 0), self._offloads(rank))
+
+    def _offloads(self, rank: int) -> bool:
+        if not hasattr(self, "_offloading"):
+            self._offloading = {
+                r for p in self.plan.pipelines for s in p.stages if s.optimizer.offload for r in s.ranks
+            }
+        return rank in self._offloading
+
+    def memory(self) -> tuple[dict[int, MemoryBytes], dict[int, int]]:
+        costs = self.costs
+        found = estimate_memory(self.plan, costs.model, costs.dtype, costs.options.moments, self.sync.all_buckets)
+        memory = {}
+        for rank, needs in found.items():
+            optimizer = needs.optimizer
+            if not costs.options.sharded and not needs.host:
+                held = self.sync.held[rank]
+                optimizer = state_bytes(held, held, costs.item, costs.options.moments)[2]
+            overhead = costs.overhead(self.chips[rank])
+            memory[rank] = MemoryBytes(
+                needs.weights, needs.gradients, optimizer, needs.activations, needs.buffers, overhead, needs.host
+            )
+        return memory, {r: costs.memory_limit(self.chips[r]) for r in self.plan.ranks}
+
+    def _mfu(self, seconds: float) -> float | None:
+        peaks = [self.costs.cluster.chips[c].flops.get(self.costs.dtype) for c in self.chips.values()]
+        if any(peak is None for peak in peaks):
+            return None
+        flops = sequence_flops(self.costs.model, self.plan.seq_length) * self.plan.global_batch_size
+        return flops / seconds / sum(peak for peak in peaks if peak)

@@ -1,0 +1,212 @@
+"""Candidate -> ranks: which chips of which nodes each stage gets, and the canonical plan.
+
+Tensor-parallel groups lie inside one node wherever they fit (largest first). ``order="stage"`` places all pipelines'
+first stages, then all second ones (replicas of a stage share nodes, stages lie in different ones, as Megatron does);
+``order="pipeline"`` places one pipeline after the other.
+
+A plan's ranks are those of the cluster; chips that no stage has are idle.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hetero_megatron.cluster import Cluster, Link, NodeGroup
+from hetero_megatron.plan import Interval, Pipeline, Plan, Recompute, Stage, Unit
+from hetero_megatron.plan.canonical import Optimizer
+from hetero_megatron.planner.template.device_pool import Group, Pool
+from hetero_megatron.planner.template.plan_template import Candidate, PipelineShape, StageShape
+
+Units = tuple[tuple[int, ...], ...]  # ranks of each TP group of a stage
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A candidate on ranks of the cluster: per pipeline its shape, micro-batches, and units of each stage."""
+
+    candidate: Candidate
+    pipelines: tuple[tuple[PipelineShape, int, tuple[Units, ...]], ...]
+    idle: tuple[int, ...]
+
+
+class _Shelf:
+    """Free chips of one group, taken node by node."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.free = [list(ranks) for ranks in group.ranks]
+        self.by_size: dict[int, list[int]] = defaultdict(list)  # free chips -> nodes, last one first
+        self.by_size[group.per_node] = list(range(group.nodes))[::-1]
+
+    def take(self, count: int) -> tuple[int, ...] | None:
+        """``count`` chips of one node, the fullest that has them; of several whole nodes when none is that large."""
+        sizes = [size for size, nodes in self.by_size.items() if nodes and size >= count]
+        if sizes:
+            size = min(sizes)
+            node = self.by_size[size].pop()
+            ranks, self.free[node] = self.free[node][:count], self.free[node][count:]
+            if self.free[node]:
+                self.by_size[size - count].append(node)
+            return tuple(ranks)
+        if count <= self.group.per_node:
+            return None
+        found: list[int] = []
+        for _ in range(-(-count // self.group.per_node)):
+            part = self.take(min(self.group.per_node, count - len(found)))
+            if part is None:
+                return None
+            found += part
+        return tuple(found)
+
+
+def place(candidate: Candidate, pool: Pool) -> Placed | None:
+    """Ranks for every unit; None when the TP groups do not pack into the nodes."""
+    shapes = [(part.shape, part.num_micro_batches) for part in candidate.parts for _ in range(part.copies)]
+    requests: list[tuple[int, int, int, int]] = []  # (-tp, place in the order, pipeline, stage)
+    for p, (shape, _) in enumerate(shapes):
+        for s in range(len(shape.stages)):
+            at = s * len(shapes) + p if candidate.order == "stage" else p * 1000 + s
+            requests.append((-shape.stages[s].tp, at, p, s))
+    mixed: dict[int, set[int]] = defaultdict(set)
+    for shape, _ in shapes:
+        for stage in shape.stages:
+            mixed[stage.group].add(stage.tp)
+    # Largest groups first only where sizes are mixed: otherwise the order alone decides.
+    requests.sort(key=lambda r: (r[0] if len(mixed[shapes[r[2]][0].stages[r[3]].group]) > 1 else 0, r[1]))
+    shelves = [_Shelf(group) for group in pool.groups]
+    units: list[list[Units]] = [[() for _ in shape.stages] for shape, _ in shapes]
+    for _, _, p, s in requests:
+        stage = shapes[p][0].stages[s]
+        taken = [shelves[stage.group].take(stage.tp) for _ in range(stage.dp)]
+        if any(t is None for t in taken):
+            return None
+        units[p][s] = tuple(t for t in taken if t is not None)
+    used = {rank for pipeline in units for stage_units in pipeline for unit in stage_units for rank in unit}
+    idle = tuple(r for g in pool.groups for node in g.ranks for r in node if r not in used)
+    pipelines = tuple((shape, m, tuple(u)) for (shape, m), u in zip(shapes, units, strict=True))
+    return Placed(candidate, pipelines, tuple(sorted(idle)))
+
+
+def to_plan(
+    placed: Placed, cluster: Cluster, seq_length: int, num_heads: int, number: Mapping[int, int] | None = None
+) -> Plan:
+    """The canonical plan; with ``number[rank]`` in place of each rank of the cluster where given."""
+    pipelines = []
+    for shape, count, stages in placed.pipelines:
+        start, built = 0, []
+        for s, (stage, units) in enumerate(zip(shape.stages, stages, strict=True)):
+            layers = ((start, start + stage.layers),) if stage.layers else ()
+            start += stage.layers
+            chip = cluster.ranks[units[0][0]].chip
+            if number is not None:
+                units = tuple(tuple(number[r] for r in unit) for unit in units)
+            built.append(_stage(stage, units, shape, layers, s, seq_length, num_heads, chip))
+        pipelines.append(Pipeline(shape.micro_batch_size, count, tuple(built)))
+    batch = sum(p.batch_size for p in pipelines)
+    return Plan(seq_length, batch, placed.candidate.schedule, tuple(pipelines))
+
+
+def renumbered(plan: Plan, number: Mapping[int, int]) -> Plan:
+    """The plan with ``number[rank]`` in place of each of its ranks."""
+    pipelines = []
+    for pipeline in plan.pipelines:
+        stages = []
+        for stage in pipeline.stages:
+            units = tuple(replace(u, ranks=tuple(number[r] for r in u.ranks)) for u in stage.units)
+            stages.append(replace(stage, units=units))
+        pipelines.append(replace(pipeline, stages=tuple(stages)))
+    return Plan(plan.seq_length, plan.global_batch_size, plan.schedule, tuple(pipelines))
+
+
+def _stage(
+    stage: StageShape,
+    units: Units,
+    shape: PipelineShape,
+    layers: tuple[Interval, ...],
+    index: int,
+    seq_length: int,
+    num_heads: int,
+    chip: str,
+) -> Stage:
+    rows = shape.micro_batch_size // stage.dp
+    made = tuple(
+        Unit(
+            ranks,
+            (1,) * stage.tp,
+            (d * rows, (d + 1) * rows),
+            ((0, seq_length),),
+            (0, num_heads),
+        )
+        for d, ranks in enumerate(units)
+    )
+    recompute = Recompute(stage.recompute, stage.first) if stage.layers else Recompute()
+    last = len(shape.stages) - 1
+    return Stage(layers, made, index == 0, index == last, recompute, chip, Optimizer(stage.offload, share=stage.share))
+
+
+def shrink(cluster: Cluster, keep: Sequence[int]) -> Cluster:
+    """The cluster with only the ranks ``keep``, in the same order. Nodes keep their names; chips of a node that loses
+    some are numbered anew."""
+    left: dict[str, int] = defaultdict(int)
+    for rank in keep:
+        left[cluster.ranks[rank].node] += 1
+    groups: list[NodeGroup] = []
+    origin: dict[str, str] = {}
+    for group in cluster.nodes:
+        run: list[tuple[int, int]] = []  # (node index, chips)
+        runs = []
+        for index in range(group.count):
+            chips = left.get(group.node(index), 0)
+            if run and (chips != run[0][1] or run[-1][0] != index - 1):
+                runs.append(run)
+                run = []
+            if chips:
+                run.append((index, chips))
+        if run:
+            runs.append(run)
+        for run in runs:
+            if len(run) == group.count:
+                groups.append(replace(group, chips_per_node=run[0][1]))
+                origin[group.name] = group.name
+                continue
+            # Consecutive numbers from 0 keep the group's name, the others stand alone under their node's name.
+            if run[0][0] == 0 and len(run) > 1:
+                groups.append(NodeGroup(group.name, len(run), group.chip, run[0][1]))
+                origin[group.name] = group.name
+            else:
+                for index, chips in run:
+                    groups.append(NodeGroup(group.node(index), 1, group.chip, chips))
+                    origin[group.node(index)] = group.name
+    pairs: dict[frozenset[str], Link] = {}
+    for a in groups if cluster.pairs else ():
+        for b in groups:
+            link = cluster.pairs.get(frozenset((origin[a.name], origin[b.name])))
+            if link is not None and (a.name != b.name or origin[a.name] == a.name):
+                pairs[frozenset((a.name, b.name))] = link
+    left_chips = {name: chip for name, chip in cluster.chips.items() if any(g.chip == name for g in groups)}
+    rates = dict(cluster.rates)
+    if rates.get("chips"):
+        rates["chips"] = {name: value for name, value in rates["chips"].items() if name in left_chips}
+    if rates.get("links"):
+        rates["links"] = _link_rows(rates["links"], origin)
+    return Cluster(tuple(groups), left_chips, cluster.intra_node, cluster.inter_node, pairs, rates, cluster.file)
+
+
+def _link_rows(rows: Sequence[Mapping[str, object]], origin: Mapping[str, str]) -> list[dict[str, object]]:
+    """Measured links under the names of the groups that are left."""
+    found: list[dict[str, object]] = []
+    for row in rows:
+        if "within" in row:
+            found += [{**row, "within": name} for name, old in origin.items() if old == row["within"]]
+            continue
+        ends: Any = row["between"] if "between" in row else (row["from"], row["to"])
+        first, second = str(ends[0]), str(ends[1])
+        pairs = [(a, b) for a, x in origin.items() if x == first for b, y in origin.items() if y == second]
+        if first == second and "between" in row:
+            pairs = [(a, b) for a, b in pairs if a <= b]
+        for a, b in pairs:
+            found.append({**row, **({"between": [a, b]} if "between" in row else {"from": a, "to": b})})
+    return found

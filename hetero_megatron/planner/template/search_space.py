@@ -1,0 +1,104 @@
+"""What the search may choose from; restrictions of it are the baselines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan import supports
+from hetero_megatron.planner.template.device_pool import Pool
+from hetero_megatron.spec import ModelSpec, shares
+
+LONG = 32768  # tokens of a sequence from which the search tries context groups by itself
+
+
+@dataclass(frozen=True)
+class Space:
+    """Choices that are open. None means every value that makes sense.
+
+    Args:
+        micro_batch_sizes: sequences per micro-batch; recompute: one level for all stages.
+        inner_dp: stages may divide the rows of a micro-batch over several TP groups.
+        schedules: those tried, in order of preference.
+        max_tp: largest TP degree; over_nodes: TP groups may span nodes.
+        max_pipelines: bound on the number of pipelines.
+        shares: pipelines may own unequal shares of the optimizer states, where memory binds (small clusters only).
+        context: auto (for long sequences, and where nothing fits without) | always | never: stages of context groups.
+        offload: auto (where nothing fits without) | always | never: stages may keep their optimizer in host memory.
+        unlike_tp: TP groups may have unlike chips, with shares by speed (small clusters only).
+    """
+
+    micro_batch_sizes: tuple[int, ...] | None = None
+    recompute: str | None = None
+    inner_dp: bool = True
+    schedules: tuple[str, ...] = ("1f1b", "gpipe")
+    max_tp: int = 16
+    over_nodes: bool = True
+    max_pipelines: int | None = None
+    shares: bool = True
+    context: str = "auto"
+    offload: str = "auto"
+    unlike_tp: bool = False
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run a stage on a group: ``tp`` x ``dp`` chips."""
+
+    group: int
+    tp: int
+    dp: int
+
+    @property
+    def chips(self) -> int:
+        return self.tp * self.dp
+
+
+def tp_degrees(pool: Pool, group: int, model: ModelSpec, space: Space, every: bool) -> tuple[int, ...]:
+    """Degrees to try: within a node all (``every``) or its divisors; over whole nodes by powers of two."""
+    size, chips = pool.groups[group].per_node, pool.groups[group].chips
+    inside = [t for t in range(1, size + 1) if every or size % t == 0]
+    outside = []
+    if space.over_nodes and size * pool.groups[group].nodes > size:
+        t = 2 * size
+        while t <= min(chips, 8):
+            outside.append(t)
+            t *= 2
+    return tuple(t for t in (*inside, *outside) if t <= space.max_tp and _divides(model, t))
+
+
+def _divides(model: ModelSpec, tp: int) -> bool:
+    """Whether every rank gets some of each layer (an idle rank would only cost)."""
+    if tp > model.num_heads:
+        return False
+    try:
+        shares(model, (1,) * tp)
+    except UserError:
+        return False
+    return True
+
+
+def batch_sizes(space: Space, batch: int, limit: int = 16) -> tuple[int, ...]:
+    """Micro-batch sizes to try, smallest first: all up to 4, then powers of two."""
+    if space.micro_batch_sizes is not None:
+        return tuple(b for b in space.micro_batch_sizes if b <= batch)
+    return tuple(b for b in (1, 2, 3, 4, 8, 16, 32) if b <= min(batch, limit))
+
+
+def options(pool: Pool, group: int, model: ModelSpec, space: Space, size: int, every: bool = True) -> Iterator[Option]:
+    """Stages of a group for micro-batches of ``size``."""
+    chips = pool.groups[group].chips
+    for tp in tp_degrees(pool, group, model, space, every):
+        for dp in range(1, chips // tp + 1):
+            if size % dp == 0 and (dp == 1 or (space.inner_dp and supports("dp_split"))):
+                yield Option(group, tp, dp)
+
+
+def wanted(space: Space, seq_length: int, fits: bool) -> str:
+    """Empty where context groups are to be tried, else why not."""
+    if space.context == "never":
+        return "not tried: --context never"
+    if space.context == "always" or not fits or seq_length >= LONG:
+        return ""
+    return f"not tried: a sequence of {seq_length} tokens (below {LONG}) fits on one chip or TP group"

@@ -1,0 +1,85 @@
+"""A cluster whose chips do not run at their calibrated rates any more, as a document to plan with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from hetero_megatron.cluster import Cluster
+from hetero_megatron.cluster.edit import with_nodes
+from hetero_megatron.planner.cost.rates import ROWS, ChipRates, as_document, load_rates, scaled_rows
+
+PER_SECOND = ("gemm_flops", "attention_flops", "bytes_per_second")
+
+
+def slower(rates: ChipRates, factor: float) -> ChipRates:
+    """The rates of a chip that takes ``factor`` times as long for everything."""
+    changes: dict[str, Any] = {}
+    for name in (f.name for f in fields(rates)):
+        value = getattr(rates, name)
+        if name in PER_SECOND:
+            changes[name] = value / factor
+        elif name.endswith(("_seconds", "_beta")):  # per call, per byte
+            changes[name] = value * factor
+        elif name in ROWS:
+            changes[name] = scaled_rows(name, value, factor)
+    return replace(rates, **changes)
+
+
+def with_slow_nodes(
+    document: Mapping[str, Any], cluster: Cluster, factors: Mapping[str, float], dtype: str
+) -> dict[str, Any]:
+    """The content of a cluster file in which the chips of some nodes take longer than it says.
+
+    Each such node gets a chip type of its own, ``<chip> on <node>``, with the measured rates; on the testbed it stays
+    as slow as it was measured.
+
+    Args:
+        cluster: that of ``document``.
+        factors: by node: measured over expected seconds of its slowest chip.
+    """
+    rates = load_rates(cluster, dtype)
+    groups = {rank.node: rank.chip for rank in cluster.ranks}
+    chips = dict(document.get("chips") or {})
+    measured = {name: dict(by) for name, by in ((document.get("rates") or {}).get("chips") or {}).items()}
+    new = {node: _name(groups[node], node) for node in factors}
+    for node, factor in factors.items():
+        old = groups[node]
+        chips[new[node]] = _entry(dict(chips.get(old) or {}), cluster, old, factor)
+        measured[new[node]] = {dtype: as_document(slower(rates.chips[old], factor))}
+    changed = {**document, "chips": chips, "rates": {**(document.get("rates") or {}), "chips": measured}}
+    return with_nodes(changed, lambda node, chip: new.get(node, chip))
+
+
+def _name(chip: str, node: str) -> str:
+    ending = f" on {node}"
+    return chip if chip.endswith(ending) else chip + ending
+
+
+def _entry(entry: dict[str, Any], cluster: Cluster, chip: str, factor: float) -> dict[str, Any]:
+    """A chip under ``chips:``; what only the catalogue says is written out, since the new name is not in it."""
+    known = cluster.chips[chip]
+    entry.pop("rates", None)  # of all dtypes; the measured ones stand under the file's rates
+    entry.setdefault("memory", f"{known.memory} B")
+    entry.setdefault("dtypes", list(known.dtypes))
+    entry.setdefault("source", known.source)
+    if known.flops:
+        entry.setdefault("tflops", {dtype: flops / 1e12 for dtype, flops in known.flops.items()})
+    for key in ("memory_bandwidth", "link_bandwidth", "host_bandwidth"):
+        if getattr(known, key) is not None:
+            entry.setdefault(key, f"{getattr(known, key)} B/s")
+    if known.speed is not None:
+        entry["emulate"] = {**(entry.get("emulate") or {}), "speed": known.speed / factor}
+    return entry
+
+
+def worst_by_node(cluster: Cluster, ratios: Mapping[int, float]) -> dict[str, float]:
+    """Ratios by rank -> by node: that of its slowest chip, since a node's chips are of one type."""
+    found: dict[str, float] = {}
+    for rank, ratio in ratios.items():
+        node = cluster.ranks[rank].node
+        found[node] = max(found.get(node, 0.0), ratio)
+    return found
+
+

@@ -1,0 +1,245 @@
+"""Objectives beside speed: tokens per currency unit, and the cheapest plan that meets a deadline.
+
+Both ask which part of the cluster to rent: parts (of each node group all, a half, a quarter or none of its nodes) are
+searched for speed, and the best by the objective is taken. ``cost_per_hour`` stands at the chips of the cluster file
+and is paid for the chips that a plan uses. The parts are many, so they are ranked first, by a bound on the speed that
+all of a part's chips can have (``context_joint_bound``): what cannot be better than the best plan known is not
+searched, and :data:`MOST_SEARCHED` parts at most are. ``Result.parts`` says how many were, and what is left open.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetero_megatron.cluster import Cluster
+from hetero_megatron.errors import UserError
+from hetero_megatron.planner.cost.layer_cost import CostModel
+from hetero_megatron.planner.cost.memory import cannot_offload, state_bytes
+from hetero_megatron.planner.estimate.context_certificate import most_tokens
+from hetero_megatron.planner.search.driver import Choice, Progress, Result, SearchOptions, search
+from hetero_megatron.planner.template.placement import shrink
+from hetero_megatron.planner.time_budget import Watch
+from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.flops import parameter_count
+
+MOST_SEARCHED = 48
+MOST_PARTS = 1 << 16  # that are ranked; where there were more, groups are only halved, or taken as a whole
+DIVISORS = ((1, 2, 4), (1, 2), (1,))
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """``tokens`` in all within ``hours``."""
+
+    tokens: float
+    hours: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / (3600 * self.hours)
+
+
+@dataclass(frozen=True)
+class ClusterPart:
+    """``counts``: nodes of each node group; ``cost``: of all its chips per hour; ``most``: tokens per second that no
+    plan of it exceeds."""
+
+    counts: tuple[int, ...]
+    cost: float
+    most: float
+
+
+def cost_per_hour(choice: Choice) -> float | None:
+    """Of the chips that a plan uses; None where one has no ``cost_per_hour``."""
+    costs = [choice.cluster.chip_of(rank).cost_per_hour for rank in choice.plan.ranks]
+    known = [cost for cost in costs if cost is not None]
+    return sum(known) if len(known) == len(costs) else None
+
+
+def tokens_per_cost(choice: Choice) -> float | None:
+    """Tokens per currency unit; None where a chip that the plan uses has no ``cost_per_hour``."""
+    cost = cost_per_hour(choice)
+    return None if cost is None else choice.prediction.tokens_per_second * 3600 / cost
+
+
+def parts(cluster: Cluster, costs: CostModel, options: SearchOptions) -> list[ClusterPart]:
+    """All parts but those whose memory does not even hold weights and gradients.
+
+    Raises:
+        UserError: a chip without ``cost_per_hour``, or too many node groups.
+    """
+    prices = []
+    for group in cluster.nodes:
+        price = cluster.chips[group.chip].cost_per_hour
+        if price is None:
+            raise UserError(
+                "the objective needs it", field=f"chips.{group.chip}.cost_per_hour", where=cluster.file,
+                accepted="cost of one chip per hour, the same currency for all chips",
+            )  # fmt: skip
+        prices.append(price)
+    for divisors in DIVISORS:
+        shares = [sorted({0, *(group.count // d for d in divisors)}) for group in cluster.nodes]
+        if math.prod(map(len, shares)) <= MOST_PARTS:
+            break
+    else:
+        raise UserError(
+            f"too many node groups for an objective: {len(cluster.nodes)}", field="--cluster", where=cluster.file,
+            accepted=f"at most {int(math.log2(MOST_PARTS))}, or --objective tokens",
+        )  # fmt: skip
+    rows = [row for row in itertools.product(*shares) if any(row)]
+    chips = np.array(rows, float) * [group.chips_per_node for group in cluster.nodes]
+    usable = [options.dtype in cluster.chips[group.chip].dtypes for group in cluster.nodes]
+    kinds = sorted({group.chip for group, use in zip(cluster.nodes, usable) if use})
+    by_kind = np.array([[group.chip == kind for kind in kinds] for group in cluster.nodes], float)
+    most = most_tokens(costs, kinds, chips @ by_kind) if kinds else np.zeros(len(rows))
+    room = chips @ [
+        max(0, costs.memory_limit(group.chip) - costs.overhead(group.chip)) if use else 0
+        for group, use in zip(cluster.nodes, usable)
+    ]
+    needed = _least_bytes(costs, options)
+    return [
+        ClusterPart(row, float(cost), float(speed))
+        for row, cost, speed, bytes_ in zip(rows, chips @ prices, most, room, strict=True)
+        if bytes_ >= needed and speed > 0
+    ]
+
+
+def _least_bytes(costs: CostModel, options: SearchOptions) -> float:
+    """Of memory that any plan takes on the chips."""
+    count = parameter_count(costs.model)
+    weights, gradients, optimizer = state_bytes(count, count, costs.item, costs.options.moments)
+    away = options.space.offload != "never" and cannot_offload(costs.options.moments, options.dtype) is None
+    return weights + gradients + (0 if away else optimizer)
+
+
+def _of(cluster: Cluster, part: ClusterPart) -> Cluster:
+    """The cluster with the first nodes of each group."""
+    start, keep = 0, list[int]()
+    for group, count in zip(cluster.nodes, part.counts, strict=True):
+        keep += range(start, start + count * group.chips_per_node)
+        start += group.count * group.chips_per_node
+    return cluster if len(keep) == cluster.world_size else shrink(cluster, keep)
+
+
+class _Search:
+    """Parts in the order in which they are searched; the best plan by the objective."""
+
+    def __init__(self, deadline: Deadline | None) -> None:
+        self.deadline = deadline
+        self.best: tuple[float, Result] | None = None
+        self.fastest = 0.0
+
+    def take(self, result: Result) -> bool:
+        """Whether a plan of the result is the best so far."""
+        better = False
+        for choice in (result.best, *result.others):
+            speed, cost = choice.prediction.tokens_per_second, cost_per_hour(choice)
+            assert cost is not None, "checked for all chips"
+            self.fastest = max(self.fastest, speed)
+            value = self._value(speed, cost)
+            if value is not None and (self.best is None or value > self.best[0]):
+                others = [c for c in (result.best, *result.others) if c is not choice]
+                result.best, result.others = choice, others
+                self.best, better = (value, result), True
+        return better
+
+    def text(self) -> str:
+        """For progress."""
+        assert self.best is not None
+        best = self.best[1].best
+        return f"{tokens_per_cost(best):.4g} tokens per currency unit on {best.plan.world_size} chips"
+
+    def _value(self, speed: float, cost: float) -> float | None:
+        """What is to be large; None: too slow."""
+        if self.deadline is None:
+            return speed * 3600 / cost
+        return -cost if speed >= self.deadline.tokens_per_second else None
+
+    def can_be_better(self, part: ClusterPart) -> bool:
+        """Whether a plan that uses all chips of the part can be better than the best so far."""
+        value = self._value(part.most, part.cost)
+        return value is not None and (self.best is None or value > self.best[0])
+
+    def order(self, part: ClusterPart, reached: float) -> tuple[float, ...]:
+        """Key by which parts are searched; ``reached``: share of its bound that the whole cluster's plan reaches. With
+        a deadline those first that should meet it, the cheapest first; else single groups, then by the bound."""
+        if self.deadline is not None:
+            return float(part.most * reached < self.deadline.tokens_per_second), part.cost
+        return float(sum(map(bool, part.counts)) > 1), -part.most / part.cost
+
+
+def search_objective(
+    model: ModelSpec,
+    cluster: Cluster,
+    seq_length: int,
+    batch: int,
+    options: SearchOptions,
+    deadline: Deadline | None = None,
+    progress: Progress | None = None,
+    watch: Watch | None = None,
+) -> Result:
+    """The plan with the most tokens per currency unit; with ``deadline`` the cheapest that meets it.
+
+    Raises:
+        UserError: chips without a cost, a deadline that nothing meets, and what ``search`` raises.
+        KeyboardInterrupt: Ctrl-C before any plan was found.
+    """
+    watch, started = watch or Watch(options.time_limit), time.monotonic()
+    costs = CostModel(model, cluster, seq_length, options.dtype, options.costs)
+    left = parts(cluster, costs, options)
+    whole = tuple(group.count for group in cluster.nodes)
+    found, failure, total, reached, searched = _Search(deadline), None, len(left), 1.0, 0
+    while left and searched < MOST_SEARCHED:
+        if searched and watch.over():
+            break
+        # The whole cluster first: its plan is the fastest, or about that.
+        part = min(left, key=lambda p: (p.counts != whole, found.order(p, reached), p.counts[::-1]))
+        try:
+            result = search(model, _of(cluster, part), seq_length, batch, options, watch=watch)
+            if part.counts == whole:
+                reached = result.best.prediction.tokens_per_second / part.most
+            if found.take(result) and progress is not None:
+                progress(found.text())
+        except UserError as error:
+            failure = failure or error
+        except KeyboardInterrupt:
+            if found.best is None or watch.interrupted:
+                raise
+            watch.stop()
+            break
+        searched += 1
+        left = [p for p in left if p is not part and found.can_be_better(p)]
+    if found.best is not None:
+        result = found.best[1]
+        result.complete, result.seconds = result.complete and not watch.cut, time.monotonic() - started
+        result.parts = _said(searched, total, len(left), watch)
+        return result
+    if deadline is not None and found.fastest:
+        raise _too_slow(deadline, found.fastest, searched, total, watch)
+    if failure is None:  # not even the memory of all chips would do: the search says what is missing
+        return search(model, cluster, seq_length, batch, options, watch=watch)
+    raise failure
+
+
+def _said(searched: int, total: int, open_: int, watch: Watch) -> str:
+    """What came of searching parts."""
+    text = f"{searched} of {total} parts of the cluster searched (all, a half, a quarter or none of each node group)"
+    if not open_:
+        return text + "; no other can be better with all of its chips in use, by their speeds"
+    why = "the search was cut short" if watch.cut else f"{MOST_SEARCHED} are searched at most"
+    return text + f"; {open_} others could be better by the speeds of their chips, but {why}"
+
+
+def _too_slow(deadline: Deadline, fastest: float, searched: int, total: int, watch: Watch) -> UserError:
+    hours = deadline.tokens / fastest / 3600
+    cut = " (the search was cut short)" if watch.cut else ""
+    return UserError(
+        f"no plan found is that fast: the best of {searched} of {total} parts of the cluster{cut} "
+        f"computes {fastest:.4g} tokens/s, the deadline needs {deadline.tokens_per_second:.4g}",
+        field="--deadline-hours", value=deadline.hours, accepted=f"{hours:.4g} or more, or more chips",
+    )  # fmt: skip

@@ -1,0 +1,267 @@
+"""Planning again within a fraction of a second, after nodes were lost or gained.
+
+A warm :class:`Planner` keeps the cost tables and the pipelines (skeletons) that the last search thought best. For new
+numbers of nodes it only asks how many of each fit, divides the batch, solves layers and recompute exactly, and
+evaluates the best few; no new kinds of pipelines are looked for. A full search can follow in the background. Where the
+last search tried stages of context groups, they are tried again on what is left, with the layouts known so far.
+``prepare`` does so ahead of time for the loss of any one node; what is then left to do is to place the plan on ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hetero_megatron.cluster import Cluster
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan import Plan, validate
+from hetero_megatron.plan.islands import with_islands_where_quick
+from hetero_megatron.planner.estimate.layer_partition import bottleneck
+from hetero_megatron.planner.estimate.template_score import Evaluator
+from hetero_megatron.planner.search.context_stages import ContextSearch
+from hetero_megatron.planner.search.driver import Result, SearchOptions, search
+from hetero_megatron.planner.search.materialize import Builder, Skeleton
+from hetero_megatron.planner.template.device_pool import Pool
+from hetero_megatron.planner.template.placement import place, renumbered, shrink, to_plan
+from hetero_megatron.planner.template.plan_template import Candidate, StageShape
+from hetero_megatron.spec import ModelSpec
+
+MOST_SKELETONS, MOST_TRIED, CHIPS_SCORED = 24, 5, 10240
+
+
+@dataclass(frozen=True)
+class Known:
+    """A plan for ``pool``: a candidate, or, with context groups, a plan on the pool's own ranks."""
+
+    seconds: float
+    plan: Candidate | Plan
+    pool: Pool
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The plan after ``node`` is gone, or any other of the ``alike`` nodes of its group.
+
+    Attributes:
+        plan: on the ranks of ``cluster``, what is left; None where there is none, for which ``problem`` is the reason.
+        seconds: that planning again took; warm: from the pipelines that were known, not by another search.
+    """
+
+    node: str
+    alike: int
+    seconds: float
+    plan: Plan | None = None
+    cluster: Cluster | None = None
+    step_seconds: float = 0.0
+    warm: bool = True
+    problem: str = ""
+
+
+class Planner:
+    """A model on a cluster whose nodes come and go. ``result``: of the search of all of it, where that was done."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        cluster: Cluster,
+        seq_length: int,
+        batch: int,
+        options: SearchOptions | None = None,
+        result: Result | None = None,
+    ) -> None:
+        self.model, self.cluster, self.seq_length, self.batch = model, cluster, seq_length, batch
+        self.options = options = options or SearchOptions()
+        if options.space.unlike_tp:  # what is kept warm has one chip type per stage
+            self.options = replace(options, space=replace(options.space, unlike_tp=False))
+        self.result = result or search(model, cluster, seq_length, batch, self.options)
+        self.skeletons = self._skeletons()
+        self._speeds: dict[Skeleton, float] = {}
+        self._ready: dict[tuple[int, ...], Known] = {}
+        self._context: ContextSearch | None = None
+        if self.result.context_tried:
+            costs = self.result.evaluator.costs
+            self._context = ContextSearch(model, cluster, self.result.pool, costs, batch, self.options.space)
+
+    def _skeletons(self) -> list[Skeleton]:
+        """Distinct pipelines of the best plans, best first, and halves of them (fewer stages of each kind)."""
+        found: dict[tuple[tuple[StageShape, ...], int], Skeleton] = {}
+        for candidate in self.result.ranked:
+            for part in candidate.parts:
+                stages = tuple(StageShape(s.group, s.tp, s.dp) for s in part.shape.stages)
+                for variant in _variants(stages):
+                    found.setdefault(
+                        (variant, part.shape.micro_batch_size), Skeleton(variant, part.shape.micro_batch_size, 1)
+                    )
+        return list(found.values())[:MOST_SKELETONS]
+
+    def without(self, nodes: Sequence[str]) -> tuple[Plan, Cluster, float]:
+        """(plan, cluster that its ranks count in, predicted seconds of a step) after these nodes are gone.
+
+        Raises:
+            UserError: no known kind of pipeline fits what is left; a full search may still find one.
+        """
+        gone = set(nodes)
+        keep = [r.rank for r in self.cluster.ranks if r.node not in gone]
+        known = {r.node for r in self.cluster.ranks}
+        if not gone <= known:
+            raise UserError("the cluster has no such node", field="node", value=sorted(gone - known)[0])
+        smaller = self._smaller(set(keep))
+        shape = tuple(g.nodes for g in smaller.groups)
+        found = self._ready.get(shape) or self._search(smaller)
+        if found is None:
+            raise UserError(
+                "none of the known pipelines fits the nodes that are left", field="node", value=", ".join(nodes),
+                accepted="a full search: hetero-megatron plan --without",
+            )  # fmt: skip
+        own = shrink(self.cluster, keep)
+        plan = self._on_ranks(found, smaller, {rank: i for i, rank in enumerate(keep)})
+        plan = with_islands_where_quick(plan, self.model, own)
+        validate(plan, self.model, own, dtype=self.options.dtype)
+        return plan, own, found.seconds
+
+    def losses(self) -> list[Loss]:
+        """Of any one node: the nodes of a group of the cluster file are interchangeable, and so are those that are
+        left, so once per group."""
+        used = {r for group in self.result.pool.groups for node in group.ranks for r in node}
+        groups = {r.group: r.node for r in reversed(self.cluster.ranks) if r.rank in used}
+        alike = {group.name: group.count for group in self.cluster.nodes}
+        return [self._loss(node, alike[group]) for group, node in reversed(groups.items())]
+
+    def _loss(self, node: str, alike: int) -> Loss:
+        """Where no known pipeline fits what is left, it is searched."""
+        started, warm = time.monotonic(), True
+        try:
+            plan, left, step_seconds = self.without([node])
+        except UserError:
+            keep, warm = [r.rank for r in self.cluster.ranks if r.node != node], False
+            try:
+                left = shrink(self.cluster, keep)
+                best = search(self.model, left, self.seq_length, self.batch, self.options).best
+            except UserError as error:
+                problem = error.problem if keep else "no chip is left"
+                return Loss(node, alike, time.monotonic() - started, warm=False, problem=problem)
+            plan, step_seconds = best.plan, best.step_seconds
+        return Loss(node, alike, time.monotonic() - started, plan, left, step_seconds, warm)
+
+    def _on_ranks(self, found: Known, pool: Pool, number: Mapping[int, int]) -> Plan:
+        """On the ranks of a pool that has as many nodes of each group as that which it was made for, numbered anew."""
+        if isinstance(found.plan, Plan):
+            ranks = ([r for g in p.groups for node in g.ranks for r in node] for p in (found.pool, pool))
+            return renumbered(found.plan, {a: number[b] for a, b in zip(*ranks, strict=True)})
+        placed = place(found.plan, pool)
+        assert placed is not None, "it was evaluated on these chips"
+        return to_plan(placed, self.cluster, self.seq_length, self.model.num_heads, number)
+
+    def prepare(self) -> None:
+        """Plan ahead for the loss of any one node: equal nodes are interchangeable, so once per group of them."""
+        for group in self.result.pool.groups:
+            gone = set(group.ranks[0])
+            smaller = self._smaller({r for g in self.result.pool.groups for n in g.ranks for r in n} - gone)
+            found = self._search(smaller) if smaller.chips else None
+            if found is not None:
+                self._ready[tuple(g.nodes for g in smaller.groups)] = found
+
+    def _smaller(self, left: set[int]) -> Pool:
+        """The pool with only these ranks, whole nodes at a time; no group goes, so tables stay valid."""
+        pool = self.result.pool
+        groups = tuple(replace(g, ranks=tuple(node for node in g.ranks if node[0] in left)) for g in pool.groups)
+        inter = tuple(
+            tuple(None if g == h and groups[g].nodes < 2 else link for h, link in enumerate(row))
+            for g, row in enumerate(pool.inter)
+        )
+        return Pool(groups, pool.intra, inter)
+
+    def _search(self, pool: Pool) -> Known | None:
+        """The best of the known pipelines and of stages of context groups on these nodes; None when nothing fits."""
+        best = self._pipelines(pool)
+        if self._context is not None:
+            left = pool.restricted([i for i, g in enumerate(pool.groups) if g.nodes])
+            found = self._context.on(left).run(best.seconds if best else math.inf).plans
+            if found and (best is None or found[0].prediction.step_seconds < best.seconds):
+                return Known(found[0].prediction.step_seconds, found[0].plan, pool)
+        return best
+
+    def _pipelines(self, pool: Pool) -> Known | None:
+        """The best of the known pipelines."""
+        known = self.result.evaluator
+        stages = (s for p in self.result.best.candidate.parts for s in p.shape.stages)
+        away = frozenset(pool.groups[s.group].chip for s in stages if s.offload)
+        evaluator = Evaluator(known.tables.over(pool, offload=away) if away else known.tables, pool, like=known)
+        builder = Builder(evaluator, self.model, self.batch, self.options.space)
+        found: list[tuple[float, int, Candidate]] = []
+        for i, rows in enumerate(self._combinations(pool)):
+            if found and i >= MOST_TRIED:
+                break
+            for candidate in builder.candidates(rows, self.result.best.candidate.schedule):
+                found.append((evaluator.least(candidate), len(found), candidate))
+        best: Known | None = None
+        most = max(2, min(10, CHIPS_SCORED // max(pool.chips, 1)))  # placing thousands of chips takes a while
+        for i, (least, _, candidate) in enumerate(sorted(found, key=lambda row: row[:2])):
+            if best is not None and (least >= best.seconds or i >= most):
+                break
+            score = evaluator.score(candidate, best.seconds if best is not None else math.inf)
+            if score is not None and score.over == 0 and (best is None or score.step_seconds < best.seconds):
+                best = Known(score.step_seconds, candidate, pool)
+        return best
+
+    def _combinations(self, pool: Pool) -> Iterator[list[Skeleton]]:
+        """As many of one kind as fit, then of others in what is left; those first that should be done first."""
+        speeds = [self._speeds.get(skeleton) or self._speed(skeleton) for skeleton in self.skeletons]
+        self._speeds = dict(zip(self.skeletons, speeds))
+        usages = [
+            [sum(s.chips for s in skeleton.stages if s.group == g) for g in range(len(pool.groups))]
+            for skeleton in self.skeletons
+        ]
+        rows: list[tuple[float, int, list[Skeleton]]] = []
+        for i in range(len(self.skeletons)):
+            left, chosen, rate, late = list(pool.counts), [], 0.0, 0.0
+            for j in (i, *range(i), *range(i + 1, len(self.skeletons))):
+                copies = min(n // u for n, u in zip(left, usages[j]) if u)
+                if copies:
+                    skeleton = self.skeletons[j]
+                    chosen.append(replace(skeleton, copies=copies))
+                    left = [n - copies * u for n, u in zip(left, usages[j])]
+                    rate, late = rate + copies * speeds[j], late + copies * skeleton.size * (len(skeleton.stages) - 1)
+                    if len(chosen) == 1 or not any(left):
+                        rows.append(((self.batch + late) / rate, len(rows), list(chosen)))
+            if any(left):
+                rows.append(((self.batch + late) / rate if rate else math.inf, len(rows), chosen))
+        seen: set[frozenset[tuple[tuple[StageShape, ...], int, int]]] = set()
+        for _, _, chosen in sorted(rows, key=lambda row: row[:2]):
+            key = frozenset((s.stages, s.size, s.copies) for s in chosen)
+            if chosen and key not in seen:
+                seen.add(key)
+                yield chosen
+
+    def _speed(self, skeleton: Skeleton) -> float:
+        """Sequences per second of a pipeline that is never empty, its layers divided as well as they can be."""
+        layers, last = self.model.num_layers, len(skeleton.stages) - 1
+        rows = []
+        for s, stage in enumerate(skeleton.stages):
+            one, two = (
+                self.result.evaluator.stage(replace(stage, layers=n), skeleton.size, s == 0, s == last) for n in (1, 2)
+            )
+            first, second = one.forward + one.backward, two.forward + two.backward
+            rows.append(2 * first - second + (second - first) * np.arange(layers + 1))
+        return skeleton.size / bottleneck(np.stack(rows), layers)
+
+
+def _variants(stages: tuple[StageShape, ...]) -> Iterator[tuple[StageShape, ...]]:
+    """The pipeline itself; then with fewer stages of one kind; then with one kind left out."""
+    yield stages
+    kinds = list(dict.fromkeys(stages))
+    for kind in kinds:
+        count = stages.count(kind)
+        for fewer in dict.fromkeys((count - 1, count // 2, 0)):
+            if fewer < count:
+                rest, seen = [], 0
+                for stage in stages:
+                    seen += stage == kind
+                    if stage != kind or seen <= fewer:
+                        rest.append(stage)
+                if rest:
+                    yield tuple(rest)
