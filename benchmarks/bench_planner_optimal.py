@@ -28,8 +28,8 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.planner.estimate.certificate import price_bound
 from hetero_megatron.planner.search.driver import SearchOptions, make_evaluator, search
 from hetero_megatron.planner.search.uniform import few_uniform
-from hetero_megatron.planner.template.plan_template import Candidate
-from hetero_megatron.planner.template.search_space import Space
+from hetero_megatron.planner.template.plan_template import PlanTemplate
+from hetero_megatron.planner.template.search_space import SearchSpace
 from tests.planner_reference import Case, Exhaustive, random_case, unequal_directions
 
 
@@ -40,21 +40,21 @@ class _Restricted(Exhaustive):
         super().__init__(case, evaluator, best)
         self.rule = rule
 
-    def _try(self, candidate: Candidate) -> None:
+    def _try(self, candidate: PlanTemplate) -> None:
         if self.rule(candidate):
             super()._try(candidate)
 
 
-def _even_layers(candidate: Candidate) -> bool:
+def _even_layers(candidate: PlanTemplate) -> bool:
     rows = [[s.layers for s in p.shape.stages] for p in candidate.parts]
     return all(max(row) - min(row) <= 1 for row in rows)
 
 
-def _one_tp(candidate: Candidate) -> bool:
+def _one_tp(candidate: PlanTemplate) -> bool:
     return len({s.tp for p in candidate.parts for s in p.shape.stages}) == 1
 
 
-def _equal_shares(candidate: Candidate) -> bool:
+def _equal_shares(candidate: PlanTemplate) -> bool:
     return len({p.sequences for p in candidate.parts}) == 1
 
 
@@ -126,7 +126,7 @@ def main() -> None:
             case = unequal_directions(case, seed)
         evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
         sizes = (case.size,) if case.size else None
-        space = Space(sizes, case.recompute, offload="always" if args.offload else "never")
+        space = SearchSpace(sizes, case.recompute, offload="always" if args.offload else "never")
         options = SearchOptions(space=space)
         done += 1
         began = time.process_time()

@@ -37,7 +37,7 @@ def run(name: str, top: int | None) -> dict[str, Any]:
     from hetero_megatron.cluster import cluster_from_dict
     from hetero_megatron.planner.report.comparison import summarize, text_of
     from hetero_megatron.planner.search.driver import SearchOptions
-    from hetero_megatron.planner.whatif.replan import Planner
+    from hetero_megatron.planner.whatif.replan import WarmPlanner
     from hetero_megatron.spec import load_model
 
     types, nodes, model, batch, _ = SIZES[name]
@@ -52,7 +52,7 @@ def run(name: str, top: int | None) -> dict[str, Any]:
     options = SearchOptions() if top is None else SearchOptions(top=top)
     spec = load_model(model)
     wall, cpu = time.perf_counter(), time.process_time()
-    planner = Planner(spec, cluster, 4096, batch, options)
+    planner = WarmPlanner(spec, cluster, 4096, batch, options)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     rss = peak_rss()
     again_cpu = time.process_time()

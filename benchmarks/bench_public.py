@@ -32,7 +32,7 @@ from public_data import (
 
 from hetero_megatron.planner.cost.layer_cost import CostOptions
 from hetero_megatron.planner.cost.rates import Rates, load_rates
-from hetero_megatron.planner.simulate.rate_fitting import Run, fit_rates, format_fit, predict_runs
+from hetero_megatron.planner.simulate.rate_fitting import MeasuredRun, fit_rates, format_fit, predict_runs
 from hetero_megatron.schedule import generate, in_flight
 from hetero_megatron.spec import load_model
 
@@ -41,7 +41,7 @@ SAILOR_OVERHEAD, SAILOR_STATES = 5.06e9, 24  # bytes; bytes per parameter in fp3
 SCORE_BYTES = 16  # eager attention reads and writes each fp16 score about eight times (mask, softmax, dropout, product)
 
 
-def errors(runs: Sequence[Run], rates: Rates, options: CostOptions) -> list[float]:
+def errors(runs: Sequence[MeasuredRun], rates: Rates, options: CostOptions) -> list[float]:
     return [p / r.seconds - 1 for p, r in zip(predict_runs(runs, rates, options), runs, strict=True)]
 
 
@@ -56,7 +56,7 @@ def summary(found: Sequence[float]) -> str:
     return f"mean {statistics.mean(sizes):.1%}, median {statistics.median(sizes):.1%}, worst {max(sizes):.1%}"
 
 
-def split(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
+def split(runs: Sequence[MeasuredRun]) -> tuple[list[MeasuredRun], list[MeasuredRun]]:
     """(to fit, to test): halves by a fixed seed."""
     order = list(runs)
     random.Random(SEED).shuffle(order)
@@ -89,7 +89,7 @@ def vtrain_set(kind: str) -> None:
         print(f"    {run.label}: {shape}: measured {run.seconds:.3f} s, predicted {found[i]:+.1%}")
 
 
-def _by_kind(runs: Sequence[Run], found: Sequence[float]) -> None:
+def _by_kind(runs: Sequence[MeasuredRun], found: Sequence[float]) -> None:
     """Signed mean error by TP degree, micro-batch size and hidden size: where the model of a layer is off."""
     groups: dict[tuple[int, int, int], list[float]] = {}
     for run, error in zip(runs, found, strict=True):
@@ -122,7 +122,7 @@ def sailor() -> None:
     print(f"\ntime: {summary(time_errors)}\nmemory: {summary(memory_errors)}")
 
 
-def sailor_memory(run: Run, micro: int) -> float:
+def sailor_memory(run: MeasuredRun, micro: int) -> float:
     """Peak bytes of the worst rank: in-flight counts of the schedule, Sailor's bytes per layer, and what backward holds
     beside them: the gradients of one layer's attention scores before and after softmax, or of the logits."""
     info = sailor_info()
@@ -152,12 +152,12 @@ def megatron() -> None:
     # Megatron's own transfers: each TP rank sends its part (scatter-gather), not hidden behind compute.
     full = replace(DEEPSPEED, whole_transfers=False)
     selective = replace(full, sequence_parallel=True)
-    sets: dict[str, tuple[list[Run], CostOptions]] = {"full": ([], full), "selective": ([], selective)}
+    sets: dict[str, tuple[list[MeasuredRun], CostOptions]] = {"full": ([], full), "selective": ([], selective)}
     for row in MEGATRON:
         model = load_model(row.model)
         for kind, seconds in (("full", row.full), ("selective", row.selective)):
             plan = megatron_plan(model, row.gpus, 2048, row.micro, row.batch, 8, row.pp, kind)
-            sets[kind][0].append(Run(plan, model, plain_seconds(row, seconds), f"{row.model} {kind}"))
+            sets[kind][0].append(MeasuredRun(plan, model, plain_seconds(row, seconds), f"{row.model} {kind}"))
     cold = {kind: errors(*_arguments(*value, rates)) for kind, value in sets.items()}
     fit = fit_rates(sets["full"][0], rates, full, ("gemm_flops",))
     fitted = {kind: errors(*_arguments(*value, fit.rates)) for kind, value in sets.items()}
@@ -172,7 +172,9 @@ def megatron() -> None:
     print(format_fit(fit))
 
 
-def _arguments(runs: list[Run], options: CostOptions, rates: Rates) -> tuple[list[Run], Rates, CostOptions]:
+def _arguments(
+    runs: list[MeasuredRun], options: CostOptions, rates: Rates
+) -> tuple[list[MeasuredRun], Rates, CostOptions]:
     return runs, rates, options
 
 

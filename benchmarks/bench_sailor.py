@@ -27,10 +27,10 @@ from hetero_megatron.plan.export import export
 from hetero_megatron.planner.report.comparison import text_of
 from hetero_megatron.planner.search.driver import POLISH
 from hetero_megatron.planner.search.local_search import polish
-from hetero_megatron.planner.search.pipeline_dp import LargeSearch
+from hetero_megatron.planner.search.pipeline_dp import PipelineDP
 from hetero_megatron.planner.search.tp_moves import regroup
 from hetero_megatron.planner.template.placement import place, to_plan
-from hetero_megatron.planner.template.plan_template import Candidate
+from hetero_megatron.planner.template.plan_template import PlanTemplate
 from hetero_megatron.spec import load_model
 
 CLUSTERS = Path(__file__).resolve().parent.parent / "examples" / "clusters" / "papers"
@@ -103,14 +103,14 @@ def plan_case(judge: Judge, case: Case) -> tuple[str, str, float, int]:
     started = time.process_time()
     model, cluster = load_model("opt-350m"), load_cluster(str(case.file))
     evaluator = SailorEvaluator(SailorCosts(judge, model, cluster))
-    best: dict[int, tuple[float, Candidate]] = {}  # by number of pipelines
+    best: dict[int, tuple[float, PlanTemplate]] = {}  # by number of pipelines
 
-    def improve(candidate: Candidate, seconds: float) -> bool:
+    def improve(candidate: PlanTemplate, seconds: float) -> bool:
         if seconds < best.get(candidate.pipelines, (math.inf, candidate))[0]:
             best[candidate.pipelines] = (seconds, candidate)
         return True
 
-    large = LargeSearch(evaluator, model, BATCH, SPACE, improve)
+    large = PipelineDP(evaluator, model, BATCH, SPACE, improve)
     large.run()
     for seconds, candidate in _first(best, 2):
         polish(evaluator, candidate, seconds, SPACE, POLISH, improve)
@@ -126,7 +126,7 @@ def plan_case(judge: Judge, case: Case) -> tuple[str, str, float, int]:
     return export("sailor", plan, cluster), described, seconds, evaluator.evaluated
 
 
-def _first(best: dict[int, tuple[float, Candidate]], count: int) -> list[tuple[float, Candidate]]:
+def _first(best: dict[int, tuple[float, PlanTemplate]], count: int) -> list[tuple[float, PlanTemplate]]:
     return sorted(best.values(), key=lambda row: row[0])[:count]
 
 

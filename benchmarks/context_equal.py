@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hetero_megatron.planner.context.cost import ContextCosts, Evaluation
+from hetero_megatron.planner.context.cost import ContextCosts, LayoutCost
 from hetero_megatron.planner.context.groupings import equal_layouts
 from hetero_megatron.planner.context.problem import ContextLayout, ContextProblem
 
-Ranked = list[tuple[ContextLayout, Evaluation]]
+Ranked = list[tuple[ContextLayout, LayoutCost]]
 
 
 def kind_of(layout: ContextLayout) -> str:

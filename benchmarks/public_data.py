@@ -18,7 +18,7 @@ from hetero_megatron.plan import MegatronParallel, Plan, from_megatron, plan_fro
 from hetero_megatron.planner.cost.layer_cost import CostOptions
 from hetero_megatron.planner.cost.operator_cost import UPDATE_BYTES
 from hetero_megatron.planner.cost.rates import Rates, load_rates, model_fingerprint
-from hetero_megatron.planner.simulate.rate_fitting import Run
+from hetero_megatron.planner.simulate.rate_fitting import MeasuredRun
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.spec.paper_models import gpt
 
@@ -64,7 +64,7 @@ def with_optimizer_rate(rates: Rates) -> Rates:
     return replace(rates, chips=chips, _links={})
 
 
-def vtrain(kind: str, recompute: bool) -> list[Run]:
+def vtrain(kind: str, recompute: bool) -> list[MeasuredRun]:
     """``single`` (2-8 GPUs) or ``multi`` (64-512 GPUs); vocabulary 51,200 and full recomputation are assumptions."""
     path = data(f"vtrain/measured_{kind}.csv")
     assert path is not None
@@ -75,7 +75,7 @@ def vtrain(kind: str, recompute: bool) -> list[Run]:
             gpus, batch, micro, hidden, heads, layers, seq, tp, _, pp = sizes
             model = gpt(f"gpt-{hidden}-{layers}", layers, hidden, heads, positions=seq)
             plan = megatron_plan(model, gpus, seq, micro, batch, tp, pp, "full" if recompute else None)
-            runs.append(Run(plan, model, float(row[-1]) / 1e3, f"{kind}:{line}"))
+            runs.append(MeasuredRun(plan, model, float(row[-1]) / 1e3, f"{kind}:{line}"))
     return runs
 
 
@@ -112,7 +112,7 @@ MEGATRON = (
 )
 
 
-def sailor_runs() -> list[tuple[Run, dict[str, Any]]]:
+def sailor_runs() -> list[tuple[MeasuredRun, dict[str, Any]]]:
     """Sailor's 15 GH200 plans (TP 4 in nodes of four) with the file's other values."""
     folder = data("sailor/validation")
     assert folder is not None
@@ -132,7 +132,7 @@ def sailor_runs() -> list[tuple[Run, dict[str, Any]]]:
                 rank, layer = rank + 4, layer + count
             spelled.append({"micro_batch_size": micro, "num_micro_batches": batch // replicas // micro, "stages": rows})
         plan = plan_from_dict({"seq_length": 2048, "global_batch_size": batch, "pipelines": spelled}, model)
-        out.append((Run(plan, model, given["real"], path.stem.removeprefix("plan_config_")), given))
+        out.append((MeasuredRun(plan, model, given["real"], path.stem.removeprefix("plan_config_")), given))
     return out
 
 

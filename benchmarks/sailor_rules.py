@@ -16,17 +16,17 @@ from sailor_judge import BYTES_PER_PARAMETER, FLOAT, FRAMEWORK_BYTES, Judge, Rep
 from hetero_megatron.cluster import Cluster, Link
 from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions, StageChoice
 from hetero_megatron.planner.cost.rates import ChipRates, LayerRow, LinkRates, Rates, model_fingerprint
-from hetero_megatron.planner.estimate.stage_table import Tables
-from hetero_megatron.planner.estimate.template_score import Evaluator, Score
+from hetero_megatron.planner.estimate.stage_table import StageTables
+from hetero_megatron.planner.estimate.template_score import TemplateScore, TemplateScorer
 from hetero_megatron.planner.template.device_pool import make_pool
-from hetero_megatron.planner.template.plan_template import Candidate, PipelineShape, in_flight
-from hetero_megatron.planner.template.search_space import Space
+from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, in_flight
+from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.spec import ModelSpec
 
 GPUS = {"A100-40-SXM": "A100-40", "V100-16": "V100-16"}  # our names -> Sailor's
 SIZES = (1, 2, 4, 8)
 NOWHERE = 1 << 50  # bytes of what was not profiled
-SPACE = Space(SIZES, "none", inner_dp=False, schedules=("1f1b",), max_tp=4, over_nodes=False)
+SPACE = SearchSpace(SIZES, "none", inner_dp=False, schedules=("1f1b",), max_tp=4, over_nodes=False)
 
 
 class SailorCosts(CostModel):
@@ -75,7 +75,7 @@ class SailorCosts(CostModel):
         return Replica(GPUS[chip], tp, self.judge.zone)
 
 
-class SailorEvaluator(Evaluator):
+class SailorEvaluator(TemplateScorer):
     """Step times by Sailor's closed form."""
 
     costs: SailorCosts
@@ -84,11 +84,11 @@ class SailorEvaluator(Evaluator):
         known = costs.rates
         pool = make_pool(costs.cluster, lambda a, b: known.link(a, b).as_link(), "fp32")
         layers = costs.model.num_layers
-        super().__init__(Tables(costs, pool, layers, min(layers + 2, pool.chips)), pool)
+        super().__init__(StageTables(costs, pool, layers, min(layers + 2, pool.chips)), pool)
         self._sync: dict[tuple[object, ...], float] = {}
         self._sums: dict[tuple[str, int, int], list[float]] = {}
 
-    def score(self, candidate: Candidate, limit: float = math.inf) -> Score | None:
+    def score(self, candidate: PlanTemplate, limit: float = math.inf) -> TemplateScore | None:
         """None for what Sailor's format cannot say."""
         self.evaluated += 1
         parts = candidate.parts
@@ -107,14 +107,14 @@ class SailorEvaluator(Evaluator):
         seconds = max(self.pipeline_seconds(p.shape, count, "1f1b") for p in parts)
         update = max(self._update(p.shape, s) for p in parts for s in range(len(layers)))
         sync = max(self._stage_sync(candidate, s) for s in range(len(layers)))
-        return Score(seconds + update + sync, (seconds,) * len(parts), over)
+        return TemplateScore(seconds + update + sync, (seconds,) * len(parts), over)
 
-    def least(self, candidate: Candidate) -> float:
+    def least(self, candidate: PlanTemplate) -> float:
         return 0.0  # ours would bound other rules
 
     def pipeline_seconds(
         self,
-        shape: PipelineShape,
+        shape: PipelineTemplate,
         micro_batches: int,
         schedule: str,
         sharing: Sequence[int] | None = None,
@@ -132,7 +132,7 @@ class SailorEvaluator(Evaluator):
         slowest = max(a + b for a, b in zip(compute, sending))
         return (micro_batches - 1) * slowest + sum(compute) + sum(sending)
 
-    def _compute(self, shape: PipelineShape, stage: int) -> float:
+    def _compute(self, shape: PipelineTemplate, stage: int) -> float:
         """Seconds of a micro-batch, layer by layer (the tables, which the search ranks by, have a median layer)."""
         found = shape.stages[stage]
         gpu, size, last = GPUS[self.pool.groups[found.group].chip], shape.micro_batch_size, len(shape.stages) - 1
@@ -144,7 +144,7 @@ class SailorEvaluator(Evaluator):
         end = start + found.layers
         return self._sums[key][end + (stage == last)] - self._sums[key][start - (stage == 0)]
 
-    def _over(self, candidate: Candidate) -> int:
+    def _over(self, candidate: PlanTemplate) -> int:
         worst = 0
         for part in candidate.parts:
             last = len(part.shape.stages) - 1
@@ -155,14 +155,14 @@ class SailorEvaluator(Evaluator):
                 worst = max(worst, needs - self.costs.memory_limit(choice.chip))
         return worst
 
-    def _update(self, shape: PipelineShape, stage: int) -> float:
+    def _update(self, shape: PipelineTemplate, stage: int) -> float:
         """Of the stage's first layer: all that Sailor counts."""
         found = shape.stages[stage]
         layer = int(stage > 0) + sum(s.layers for s in shape.stages[:stage])
         gpu = GPUS[self.pool.groups[found.group].chip]
         return self.costs.judge.entry(gpu, found.tp, shape.micro_batch_size, layer)[2]
 
-    def _stage_sync(self, candidate: Candidate, stage: int) -> float:
+    def _stage_sync(self, candidate: PlanTemplate, stage: int) -> float:
         """Replicas in the order of the parts."""
         rows = [(p.shape.stages[stage], p.copies) for p in candidate.parts]
         first = 1 + sum(s.layers for s in candidate.parts[0].shape.stages[:stage])

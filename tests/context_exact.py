@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.context.cost import ContextCosts, Evaluation
+from hetero_megatron.planner.context.cost import ContextCosts, LayoutCost
 from hetero_megatron.planner.context.groupings import partitions
-from hetero_megatron.planner.context.problem import ContextGroup, ContextLayout, ContextProblem
+from hetero_megatron.planner.context.problem import ContextLayout, ContextProblem, MemberGroup
 
 LIMIT = 2_000_000  # layouts
 
@@ -20,7 +20,7 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
         yield tuple(b - a - 1 for a, b in zip(ends[:-1], ends[1:], strict=True))
 
 
-def exact_context(problem: ContextProblem, blocks: Sequence[int]) -> tuple[ContextLayout, Evaluation]:
+def exact_context(problem: ContextProblem, blocks: Sequence[int]) -> tuple[ContextLayout, LayoutCost]:
     """The best of all groupings x token shares (in units of ``problem.unit``) x head shares x transports x ``blocks``.
 
     Groups without tokens are left out, as no ring passes through them; their members are idle in the first group.
@@ -61,7 +61,7 @@ def _layouts(problem: ContextProblem, units: int, blocks: Sequence[int]) -> Iter
                 continue  # the same as a grouping in which these members are idle in another group
             for split in product(*choices):
                 built = tuple(
-                    ContextGroup(group, tuple(tokens[m] for m in group), h)
+                    MemberGroup(group, tuple(tokens[m] for m in group), h)
                     for group, h in zip(grouping, split, strict=True)
                 )
                 for transport, block in ways:

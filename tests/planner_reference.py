@@ -19,17 +19,23 @@ from typing import Any
 
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.planner.cost.memory import MemoryBytes
-from hetero_megatron.planner.estimate.template_score import Evaluator, Score
+from hetero_megatron.planner.estimate.template_score import TemplateScore, TemplateScorer
 from hetero_megatron.planner.search.driver import SearchOptions, judge
 from hetero_megatron.planner.simulate.memory_report import estimate_memory
 from hetero_megatron.planner.template.placement import place, to_plan
-from hetero_megatron.planner.template.plan_template import Candidate, Part, PipelineShape, StageShape, in_flight
+from hetero_megatron.planner.template.plan_template import (
+    PipelineReplicas,
+    PipelineTemplate,
+    PlanTemplate,
+    StageTemplate,
+    in_flight,
+)
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import parameter_count
 
 GIB = 2**30
 Usage = tuple[int, ...]
-Row = tuple[float, PipelineShape, int]  # seconds, shape, micro-batches
+Row = tuple[float, PipelineTemplate, int]  # seconds, shape, micro-batches
 
 
 @dataclass(frozen=True)
@@ -95,16 +101,16 @@ class Exhaustive:
     """
 
     def __init__(
-        self, case: Case, evaluator: Evaluator, best: float, shares: Sequence[int] = (1,), offload: bool = False
+        self, case: Case, evaluator: TemplateScorer, best: float, shares: Sequence[int] = (1,), offload: bool = False
     ) -> None:
         self.case, self.evaluator, self.best, self.shares = case, evaluator, best, tuple(shares)
         self.places = (False, True) if offload else (False,)
         self.counts = evaluator.pool.counts
-        self.found: Candidate | None = None
+        self.found: PlanTemplate | None = None
         self.tried = 0
         self.fixed = min(evaluator.costs.chip_rates(g.chip).step_seconds for g in evaluator.pool.groups)
         self._afters: dict[Any, float] = {}
-        self._least: dict[Any, tuple[float, StageShape | None]] = {}
+        self._least: dict[Any, tuple[float, StageTemplate | None]] = {}
         self._states: dict[Any, dict[int, MemoryBytes]] = {}
 
     def run(self) -> float:
@@ -128,7 +134,7 @@ class Exhaustive:
                 continue
             for stages in self._stages(usage, size):
                 for layers in self._layers(stages, size, few):
-                    shape = PipelineShape(size, tuple(replace(s, layers=n) for s, n in zip(stages, layers)))
+                    shape = PipelineTemplate(size, tuple(replace(s, layers=n) for s, n in zip(stages, layers)))
                     for m in range(few, batch // size + 1):
                         seconds = self._time(shape, m, schedule)
                         if seconds + self.fixed >= self.best and m > 1:
@@ -139,7 +145,7 @@ class Exhaustive:
             rows.sort(key=lambda row: row[0])
         return found
 
-    def _time(self, shape: PipelineShape, m: int, schedule: str) -> float:
+    def _time(self, shape: PipelineTemplate, m: int, schedule: str) -> float:
         """Of a pipeline with the least recompute that could ever fit; inf if none could."""
         alive = in_flight(schedule, len(shape.stages), m)
         last = len(shape.stages) - 1
@@ -150,12 +156,12 @@ class Exhaustive:
             made.append(fitting)
         if m * slowest + self.fixed >= self.best:
             return m * slowest
-        fitting_shape = PipelineShape(shape.micro_batch_size, tuple(x for x in made if x is not None))
+        fitting_shape = PipelineTemplate(shape.micro_batch_size, tuple(x for x in made if x is not None))
         return self.evaluator.pipeline_seconds(fitting_shape, m, schedule)
 
     def _stage(
-        self, stage: StageShape, size: int, embed: bool, head: bool, alive: int
-    ) -> tuple[float, StageShape | None]:
+        self, stage: StageTemplate, size: int, embed: bool, head: bool, alive: int
+    ) -> tuple[float, StageTemplate | None]:
         """(seconds of a micro-batch, the stage) with the fastest recompute that could ever fit; inf if none could."""
         key = (stage, size, embed, head, alive)
         if key not in self._least:
@@ -170,7 +176,7 @@ class Exhaustive:
             self._least[key] = best
         return self._least[key]
 
-    def _after(self, shape: PipelineShape, pipelines: int) -> float:
+    def _after(self, shape: PipelineTemplate, pipelines: int) -> float:
         """Least seconds of what follows a pipeline in a plan of so many; tests check that it is never too much."""
         key = (shape, pipelines)
         if key not in self._afters:
@@ -178,13 +184,13 @@ class Exhaustive:
             self._afters[key] = self.evaluator.least_after(shape.stages, shape.micro_batch_size, links, pipelines)
         return self._afters[key]
 
-    def _levels(self, stage: StageShape) -> list[StageShape]:
+    def _levels(self, stage: StageTemplate) -> list[StageTemplate]:
         levels = [("none", 0), ("selective", 0), *(("first", n) for n in range(1, stage.layers)), ("full", 0)]
         if self.case.recompute is not None:
             levels = [(self.case.recompute, 0)]
         return [replace(stage, recompute=recompute, first=first) for recompute, first in levels]
 
-    def _stages(self, usage: Usage, size: int) -> Iterator[tuple[StageShape, ...]]:
+    def _stages(self, usage: Usage, size: int) -> Iterator[tuple[StageTemplate, ...]]:
         if not any(usage):
             yield ()
             return
@@ -199,9 +205,9 @@ class Exhaustive:
                     rest = tuple(n - tp * dp * (h == g) for h, n in enumerate(usage))
                     for others in self._stages(rest, size):
                         for away in self.places:
-                            yield (StageShape(g, tp, dp, offload=away), *others)
+                            yield (StageTemplate(g, tp, dp, offload=away), *others)
 
-    def _layers(self, stages: tuple[StageShape, ...], size: int, m: int) -> Iterator[tuple[int, ...]]:
+    def _layers(self, stages: tuple[StageTemplate, ...], size: int, m: int) -> Iterator[tuple[int, ...]]:
         """All layers of the stages, none of which alone takes too long for ``m`` micro-batches."""
         total, last = self.case.model.num_layers, len(stages) - 1
 
@@ -220,10 +226,10 @@ class Exhaustive:
         yield from extend(0, total, ())
 
     def _combine(self, usages: tuple[Usage, ...], tables: dict[Usage, Any], schedule: str) -> None:
-        def extend(i: int, left: int, parts: tuple[Part, ...]) -> None:
+        def extend(i: int, left: int, parts: tuple[PipelineReplicas, ...]) -> None:
             if i == len(usages):
                 if left == 0:
-                    self._try(Candidate(parts, schedule))
+                    self._try(PlanTemplate(parts, schedule))
                 return
             rest = len(usages) - i - 1
             for q, rows in tables[usages[i]].items():
@@ -234,21 +240,21 @@ class Exhaustive:
                         break
                     if seconds + self._after(shape, len(usages)) >= self.best:
                         continue
-                    extend(i + 1, left - q, (*parts, Part(shape, 1, m)))
+                    extend(i + 1, left - q, (*parts, PipelineReplicas(shape, 1, m)))
 
         extend(0, self.case.batch, ())
 
-    def _try(self, candidate: Candidate) -> None:
+    def _try(self, candidate: PlanTemplate) -> None:
         for order in ("stage", "pipeline") if len(candidate.parts) > 1 else ("stage",):
             self.tried += 1
             for fitting in self._recomputed(replace(candidate, order=order)):
                 if self._slow(fitting):
                     continue
-                score: Score | None = self.evaluator.score(fitting)
+                score: TemplateScore | None = self.evaluator.score(fitting)
                 if score is not None and score.step_seconds < self.best and self._fits(fitting):
                     self.best, self.found = score.step_seconds, fitting
 
-    def _slow(self, candidate: Candidate) -> bool:
+    def _slow(self, candidate: PlanTemplate) -> bool:
         """Whether a pipeline alone, with the recompute that fits, takes as long as the best plan."""
         return any(
             self.evaluator.pipeline_seconds(p.shape, p.num_micro_batches, candidate.schedule)
@@ -257,12 +263,12 @@ class Exhaustive:
             for p in candidate.parts
         )
 
-    def _fits(self, candidate: Candidate) -> bool:
+    def _fits(self, candidate: PlanTemplate) -> bool:
         case, evaluator = self.case, self.evaluator
         row = [(0.0, 0, candidate)]
         return bool(judge(row, case.cluster, case.model, case.seq_length, SearchOptions(), evaluator))
 
-    def _recomputed(self, candidate: Candidate) -> Iterator[Candidate]:
+    def _recomputed(self, candidate: PlanTemplate) -> Iterator[PlanTemplate]:
         """With the fastest recompute of each stage that fits on all its ranks: with equal shares of the optimizer
         states and, where these cost recompute or do not fit, with all others that are tried."""
         if place(candidate, self.evaluator.pool) is None:
@@ -281,7 +287,7 @@ class Exhaustive:
             if uneven is not None:
                 yield uneven
 
-    def _levelled(self, candidate: Candidate, states_count: bool) -> Candidate | None:
+    def _levelled(self, candidate: PlanTemplate, states_count: bool) -> PlanTemplate | None:
         """With the fastest recompute of each stage, or None; without states it is what no division of them can beat."""
         placed = place(candidate, self.evaluator.pool)
         assert placed is not None, "only shares differ"
@@ -303,15 +309,15 @@ class Exhaustive:
                 if chosen is None:
                     return None
                 stages.append(chosen)
-            parts.append(replace(part, shape=PipelineShape(part.shape.micro_batch_size, tuple(stages))))
+            parts.append(replace(part, shape=PipelineTemplate(part.shape.micro_batch_size, tuple(stages))))
         return replace(candidate, parts=tuple(parts))
 
     def _fastest(
-        self, stage: StageShape, shape: PipelineShape, s: int, alive: int, states: list[MemoryBytes]
-    ) -> StageShape | None:
+        self, stage: StageTemplate, shape: PipelineTemplate, s: int, alive: int, states: list[MemoryBytes]
+    ) -> StageTemplate | None:
         """``states``: of the stage's ranks, with activations of some recompute level or other."""
         tables, costs = self.evaluator.tables, self.evaluator.costs
-        best: tuple[float, StageShape] | None = None
+        best: tuple[float, StageTemplate] | None = None
         for made in self._levels(stage):
             choice = tables.choice(made, s == 0, s == len(shape.stages) - 1)
             activations = costs.memory_bytes(choice, shape.micro_batch_size, alive, 1).activations
@@ -324,7 +330,7 @@ class Exhaustive:
         return best[1] if best else None
 
 
-def _with_shares(candidate: Candidate, shares: Sequence[int]) -> Candidate:
+def _with_shares(candidate: PlanTemplate, shares: Sequence[int]) -> PlanTemplate:
     left, parts = iter(shares), []
     for part in candidate.parts:
         stages = tuple(replace(s, share=next(left)) for s in part.shape.stages)

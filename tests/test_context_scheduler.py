@@ -16,12 +16,12 @@ from hetero_megatron.planner.context.cost import ContextCosts, kv_heads, shared_
 from hetero_megatron.planner.context.groupings import clusters, equal_layouts, partitions
 from hetero_megatron.planner.context.integer_shares import min_max_shares
 from hetero_megatron.planner.context.problem import (
-    ContextGroup,
     ContextLayout,
+    ContextMember,
     ContextOptions,
     ContextProblem,
     Fabric,
-    Member,
+    MemberGroup,
 )
 from hetero_megatron.planner.context.scheduler import schedule_context
 from hetero_megatron.spec import ModelSpec, load_model
@@ -44,7 +44,7 @@ def random_problem(
     for rank in range(world):
         node = rank * nodes // world
         members.append(
-            Member(
+            ContextMember(
                 (rank,),
                 node,
                 node,
@@ -206,7 +206,7 @@ def test_memory_grows_with_the_own_shard_and_two_blocks_only() -> None:
         problem = random_problem(random.Random(5), world, nodes=1)
         options = ContextOptions(recompute="full", token_unit=256)
         problem = replace(problem, seq_length=1024 * world, model=small_model(), options=options)
-        groups = tuple(ContextGroup((m,), (1024,), (4,)) for m in range(world))
+        groups = tuple(MemberGroup((m,), (1024,), (4,)) for m in range(world))
         for transport in used:
             layout = ContextLayout(groups, transport, 256 if transport == "ring" else 0)
             costs = ContextCosts(problem)
@@ -346,7 +346,7 @@ def test_real_models_have_the_memory_that_the_estimate_counts() -> None:
     from hetero_megatron.spec.flops import layer_activation_bytes
 
     model = load_model("llama3-8b")
-    member = Member((0,), 0, 0, 1e12, 1e12, BIG)
+    member = ContextMember((0,), 0, 0, 1e12, 1e12, BIG)
     fabric = Fabric(((0.0, 1e-9),), (((0.0, 1e-9),),))
     for recompute in ("none", "selective"):
         problem = ContextProblem(model, 8192, (member,), fabric, ContextOptions(recompute=recompute, head=False))
@@ -372,7 +372,7 @@ def test_ring_rate_by_counting_messages(seed: int) -> None:
     grouping = rng.choice(clusters(problem))
     if len(grouping) == 1:
         grouping = tuple((m,) for m in range(world))
-    groups = [ContextGroup(g, (1,) * len(g), rng.choice(list(compositions(4, len(g))))) for g in grouping]
+    groups = [MemberGroup(g, (1,) * len(g), rng.choice(list(compositions(4, len(g))))) for g in grouping]
     per_kv = problem.model.queries_per_kv
     own: dict[tuple[str, int], float] = {}  # seconds per byte on (direction, member)
     cards: dict[tuple[str, int], float] = {}
@@ -420,7 +420,7 @@ def test_close_to_the_exact_optimum_where_memory_binds(seed: int) -> None:
 def test_blocks_of_unlike_size_cost_the_pace_of_the_largest_shard() -> None:
     problem = random_problem(random.Random(0), 4, nodes=1)
     costs = ContextCosts(problem)
-    groups = tuple(ContextGroup((m,), (n,), (4,)) for m, n in enumerate((1024, 512, 256, 256)))
+    groups = tuple(MemberGroup((m,), (n,), (4,)) for m, n in enumerate((1024, 512, 256, 256)))
     tokens = np.array([1024.0, 512, 256, 256])
     assert costs.lock_step(ContextLayout(groups, "ring", 1024), tokens) == 4 * 1024 / 2048
     assert costs.lock_step(ContextLayout(groups, "ring", 256), tokens) == 1.0

@@ -13,14 +13,14 @@ from hetero_megatron.cluster import CHIPS, Cluster, cluster_from_dict
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import plan_from_dict, validate
 from hetero_megatron.plan.islands import divisions
-from hetero_megatron.planner.cost.link_model import Network
+from hetero_megatron.planner.cost.link_model import LinkModel
 from hetero_megatron.planner.cost.rates import LINK_BANDWIDTH, load_rates
 from hetero_megatron.planner.estimate.certificate import price_bound
-from hetero_megatron.planner.estimate.template_score import Evaluator
-from hetero_megatron.planner.search.driver import Result, SearchOptions, make_evaluator, search
+from hetero_megatron.planner.estimate.template_score import TemplateScorer
+from hetero_megatron.planner.search.driver import SearchOptions, SearchResult, make_evaluator, search
 from hetero_megatron.planner.simulate.step import predict
-from hetero_megatron.planner.template.plan_template import StageShape
-from hetero_megatron.planner.template.search_space import Space
+from hetero_megatron.planner.template.plan_template import StageTemplate
+from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.whatif.cluster_edits import document
 from tests.planner_reference import Case, Exhaustive, random_case
 from tests.test_islands import SPEC, replicas
@@ -38,7 +38,7 @@ def two(per_node: int, transport: str, **rates: Any) -> Cluster:
 
 
 def seconds(cluster: Cluster, flows: list[tuple[int, int, float]]) -> float:
-    found = Network(load_rates(cluster, "bf16")).exchange(flows)
+    found = LinkModel(load_rates(cluster, "bf16")).exchange(flows)
     return found.seconds + found.latency
 
 
@@ -114,13 +114,13 @@ def staged(case: Case, seed: int) -> Case:
     return replace(case, cluster=replace(case.cluster, inter_node=link, chips=chips))
 
 
-def search_as_good_as_exhaustive(case: Case) -> tuple[Result, Evaluator, float, float] | None:
+def search_as_good_as_exhaustive(case: Case) -> tuple[SearchResult, TemplateScorer, float, float] | None:
     """(result, evaluator, its best seconds, those of exhaustive search) of a search, asserted to be within 1 % of that
     and to have a bound that holds; None where nothing fits."""
     evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
     try:
         result = search(
-            case.model, case.cluster, case.seq_length, case.batch, SearchOptions(space=Space(offload="never")),
+            case.model, case.cluster, case.seq_length, case.batch, SearchOptions(space=SearchSpace(offload="never")),
             evaluator=evaluator,
         )  # fmt: skip
     except UserError:
@@ -142,7 +142,7 @@ def test_plans_over_staged_links(seed: int) -> None:
     if (found := search_as_good_as_exhaustive(case)) is None:
         return
     result, evaluator, mine, best = found
-    assert price_bound(evaluator, case.model, case.batch, Space(), mine).seconds <= best
+    assert price_bound(evaluator, case.model, case.batch, SearchSpace(), mine).seconds <= best
     for choice in (result.best, *result.others):
         plan = validate_on(choice.plan, plain)
         assert predict(plan, case.model, plain.cluster).step_seconds <= choice.step_seconds
@@ -163,7 +163,7 @@ def test_the_search_prices_a_boundary_as_prediction_does(tp: int, per_node: int)
     evaluator = make_evaluator(model, cluster, 1024, SearchOptions())
     size = 1024 * model.hidden_size * 2 / tp
     for here, there in ((0, 1), (1, 0)):
-        a, b = (StageShape(g, tp, 1) for g in (here, there))
+        a, b = (StageTemplate(g, tp, 1) for g in (here, there))
         flows = [(here * per_node + t, there * per_node + t, size) for t in range(tp)]
         found = evaluator.tables.boundary(a, b, 1, False)[0]
         assert found == pytest.approx(seconds(cluster, flows), rel=1e-9) and math.isfinite(found)

@@ -20,9 +20,9 @@ from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.islands import add_islands, crossing, format_islands, hop_elements
 from hetero_megatron.plan.program import Collectives, format_step, step_schedules, validate_step
 from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions
-from hetero_megatron.planner.cost.link_model import Network
+from hetero_megatron.planner.cost.link_model import LinkModel
 from hetero_megatron.planner.search.driver import SearchOptions, search
-from hetero_megatron.planner.simulate.grad_sync import Synchronisation
+from hetero_megatron.planner.simulate.grad_sync import GradSync
 from hetero_megatron.planner.simulate.rate_fitting import read_runs
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.schedule import (
@@ -180,10 +180,10 @@ def test_two_hops_are_priced() -> None:
     """Half the bytes over the slow link: the predicted exchange of gradients takes less."""
     cluster = nodes("5 MB/s")
     costs = CostModel(SPEC, cluster, 8, "fp32", CostOptions())
-    network = Network(costs.rates)
+    network = LinkModel(costs.rates)
     seconds = []
     for plan in (plan_from_dict(replicas(4), SPEC), plan_from_dict(replicas(4, ["0-1", "2-3"]), SPEC)):
-        sync = Synchronisation(plan, costs, network)
+        sync = GradSync(plan, costs, network)
         hops = [row for b in sync.buckets for row in sync.meetings(b, False)]
         seconds.append(sum(max(sync.price(m, 4.0, spread=False).seconds for m in row) for row in hops))
     assert seconds[1] < 0.6 * seconds[0]

@@ -27,12 +27,12 @@ from hetero_megatron.planner.estimate.context_certificate import most_tokens, wo
 from hetero_megatron.planner.report.comparison import best_uniform, summarize
 from hetero_megatron.planner.report.text import _memory_lines, format_summary, summary_json
 from hetero_megatron.planner.search.driver import SearchOptions, make_evaluator, search
-from hetero_megatron.planner.search.incumbent import Choice
+from hetero_megatron.planner.search.incumbent import JudgedPlan
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.placement import shrink
-from hetero_megatron.planner.template.plan_template import Candidate
-from hetero_megatron.planner.template.search_space import Space
-from hetero_megatron.planner.time_budget import Watch
+from hetero_megatron.planner.template.plan_template import PlanTemplate
+from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.planner.whatif import objective
 from hetero_megatron.planner.whatif.objective import Deadline, cost_per_hour, search_objective, tokens_per_cost
 from hetero_megatron.spec import load_model
@@ -43,7 +43,7 @@ from tests.test_end_to_end import ENVIRONMENT, ROOT
 CHIPS = ["H100-SXM", "A100-80-SXM", "L40S", "MI300X", "A100-40-SXM", "H200-SXM"]
 MODEL = replace(load_model("llama2-7b"), num_layers=4)
 
-FEW = Space(micro_batch_sizes=(1,), recompute="none", schedules=("1f1b",), inner_dp=False)
+FEW = SearchSpace(micro_batch_sizes=(1,), recompute="none", schedules=("1f1b",), inner_dp=False)
 
 
 def there(*rows: tuple[str, int, int], costs: dict[str, float] | None = None) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def test_ctrl_c_at_the_first_sign_of_a_plan_leaves_that_plan() -> None:
         raise KeyboardInterrupt
 
     said: list[str] = []
-    cluster, watch = cluster_from_dict(there(("A100-80-SXM", 2, 4), ("L40S", 2, 4))), Watch()
+    cluster, watch = cluster_from_dict(there(("A100-80-SXM", 2, 4), ("L40S", 2, 4))), TimeBudget()
     found = search(MODEL, cluster, 1024, 16, SearchOptions(space=FEW), progress=tell, watch=watch)
     assert len(said) == 1 and watch.interrupted and not found.complete
     assert 0 < found.best.step_seconds <= 1.1 * float(said[0].split()[0])
@@ -140,16 +140,16 @@ def test_a_time_limit_leaves_the_best_plan_so_far(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "space", "length"),
     [
-        ([("A100-80-SXM", 2, 1), ("L40S", 2, 1)], Space(), 1024),  # enumeration
-        ([("A100-80-SXM", 1, 1), ("L40S", 1, 1)], Space(unlike_tp=True), 1024),
-        ([("A100-80-SXM", 2, 4), ("L40S", 2, 4)], Space(), 1024),  # programs
-        ([(chip, 1, 2) for chip in [*CHIPS, "Gaudi2"]], Space(), 1024),  # islands
-        ([("A100-80-SXM", 2, 1), ("L40S", 2, 1)], Space(context="always"), 4096),
-        ([("A100-80-SXM", 2, 4), ("L40S", 2, 4)], Space(offload="always"), 1024),
+        ([("A100-80-SXM", 2, 1), ("L40S", 2, 1)], SearchSpace(), 1024),  # enumeration
+        ([("A100-80-SXM", 1, 1), ("L40S", 1, 1)], SearchSpace(unlike_tp=True), 1024),
+        ([("A100-80-SXM", 2, 4), ("L40S", 2, 4)], SearchSpace(), 1024),  # programs
+        ([(chip, 1, 2) for chip in [*CHIPS, "Gaudi2"]], SearchSpace(), 1024),  # islands
+        ([("A100-80-SXM", 2, 1), ("L40S", 2, 1)], SearchSpace(context="always"), 4096),
+        ([("A100-80-SXM", 2, 4), ("L40S", 2, 4)], SearchSpace(offload="always"), 1024),
     ],
 )
-def test_no_part_of_a_search_goes_on_when_it_is_to_stop(rows: Any, space: Space, length: int) -> None:
-    cluster, options, watch = cluster_from_dict(there(*rows)), SearchOptions(space=space), Watch(0.0)
+def test_no_part_of_a_search_goes_on_when_it_is_to_stop(rows: Any, space: SearchSpace, length: int) -> None:
+    cluster, options, watch = cluster_from_dict(there(*rows)), SearchOptions(space=space), TimeBudget(0.0)
     full = search(MODEL, cluster, length, 16, options)
     result = search(MODEL, cluster, length, 16, options, watch=watch)
     assert full.complete and not result.complete and watch.cut
@@ -160,13 +160,13 @@ def test_no_part_of_a_search_goes_on_when_it_is_to_stop(rows: Any, space: Space,
 
 def test_a_search_without_time_does_not_say_that_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hetero_megatron.planner.search.driver.judge", lambda *_: [])
-    options = SearchOptions(space=Space(context="never", offload="never"))
+    options = SearchOptions(space=SearchSpace(context="never", offload="never"))
     with pytest.raises(UserError, match="--time-limit: none of the plans found by then fits"):
-        search(MODEL, cluster_from_dict(there(("L40S", 2, 1))), 1024, 8, options, watch=Watch(0.0))
+        search(MODEL, cluster_from_dict(there(("L40S", 2, 1))), 1024, 8, options, watch=TimeBudget(0.0))
 
 
 def test_ctrl_c_is_caught_once_and_not_in_the_report() -> None:
-    watch, done = Watch(), []
+    watch, done = TimeBudget(), []
     with watch.catching():
         raise KeyboardInterrupt
     assert watch.over() and watch.cut
@@ -179,16 +179,16 @@ def test_ctrl_c_is_caught_once_and_not_in_the_report() -> None:
             raise KeyboardInterrupt
         return len(done)
 
-    assert Watch().finish(once) == 2
-    with pytest.raises(KeyboardInterrupt), Watch().uncaught().catching():
+    assert TimeBudget().finish(once) == 2
+    with pytest.raises(KeyboardInterrupt), TimeBudget().uncaught().catching():
         raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
-        Watch().uncaught().stop()
+        TimeBudget().uncaught().stop()
 
 
 def test_a_limit_holds_for_all_parts_of_the_cluster_together() -> None:
     data = there(("H100-SXM", 4, 2), ("L40S", 4, 2), costs={"H100-SXM": 8.0, "L40S": 1.0})
-    result = search_objective(MODEL, cluster_from_dict(data), 1024, 8, SearchOptions(), watch=Watch(0.0))
+    result = search_objective(MODEL, cluster_from_dict(data), 1024, 8, SearchOptions(), watch=TimeBudget(0.0))
     assert not result.complete and result.parts.startswith("1 of 15 parts") and "cut short" in result.parts
 
 
@@ -321,7 +321,7 @@ def test_memory_of_pipelines_that_differ_in_micro_batch_or_tp_is_shown_apart() -
     plan = plan_from_dict(data, planner_cases.MODEL)
     cluster = planner_cases.cluster(3, 2)
     found = predict(plan, planner_cases.MODEL, cluster, "fp32")
-    lines = _memory_lines(Choice(plan, cluster, Candidate(()), found, ()))
+    lines = _memory_lines(JudgedPlan(plan, cluster, PlanTemplate(()), found, ()))
     assert [line.split()[0] for line in lines] == ["stage", "0.0", "1.0", "2.0"]
 
 
@@ -333,7 +333,7 @@ def test_why_there_is_no_uniform_plan(memory: str, layers: int, chips: int, prob
     model = replace(MODEL, num_layers=layers)
     data = there(("L40S", chips, 1))
     cluster = cluster_from_dict(data)
-    result = search(model, cluster, 1024, 1, SearchOptions(space=Space(offload="never")))
+    result = search(model, cluster, 1024, 1, SearchOptions(space=SearchSpace(offload="never")))
     if memory != "80 GiB":
         small = cluster_from_dict({**data, "chips": {"L40S": {"memory": memory}}})
         evaluator = make_evaluator(model, small, 1024, SearchOptions())
@@ -350,7 +350,7 @@ def test_room_for_the_search_is_not_taken_from_plans(
     module, left = importlib.import_module("hetero_megatron.planner.search.driver"), [calls]
     judge = module.judge
 
-    def nothing_at_first(*words: Any) -> list[Choice]:
+    def nothing_at_first(*words: Any) -> list[JudgedPlan]:
         left[0] -= 1
         return [] if left[0] >= 0 else judge(*words)
 

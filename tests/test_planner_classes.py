@@ -15,18 +15,24 @@ from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.layout import reduction
 from hetero_megatron.plan import validate
 from hetero_megatron.plan.buckets import make_buckets
-from hetero_megatron.planner.cost.link_model import Network
-from hetero_megatron.planner.cost.sync_host_cost import Host, Hosts
+from hetero_megatron.planner.cost.link_model import LinkModel
+from hetero_megatron.planner.cost.sync_host_cost import RankHost, RankHosts
 from hetero_megatron.planner.estimate.pipeline_time import Link, seconds
-from hetero_megatron.planner.estimate.template_score import Evaluator
+from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.search.driver import SearchOptions, make_evaluator
 from hetero_megatron.planner.search.memory_check import most_over
-from hetero_megatron.planner.simulate.bucket_flows import Places, bucket_flows, of_traffic, port_traffic, price
+from hetero_megatron.planner.simulate.bucket_flows import PortIndex, bucket_flows, of_traffic, port_traffic, price
 from hetero_megatron.planner.simulate.memory_report import estimate_memory
 from hetero_megatron.planner.simulate.step import predict
-from hetero_megatron.planner.simulate.sync_structure import Structure
-from hetero_megatron.planner.template.placement import Placed, place, to_plan
-from hetero_megatron.planner.template.plan_template import Candidate, Part, PipelineShape, StageShape, in_flight
+from hetero_megatron.planner.simulate.sync_structure import SyncStructure
+from hetero_megatron.planner.template.placement import PlacedTemplate, place, to_plan
+from hetero_megatron.planner.template.plan_template import (
+    PipelineReplicas,
+    PipelineTemplate,
+    PlanTemplate,
+    StageTemplate,
+    in_flight,
+)
 from hetero_megatron.schedule import Costs, generate, lower, schedule_names, simulate
 from hetero_megatron.schedule import in_flight as of_schedule
 from hetero_megatron.spec import load_model
@@ -52,7 +58,7 @@ def there(count: int = 2) -> Cluster:
     )
 
 
-def random_candidate(rng: random.Random, evaluator: Evaluator) -> tuple[Candidate, Placed]:
+def random_candidate(rng: random.Random, evaluator: TemplateScorer) -> tuple[PlanTemplate, PlacedTemplate]:
     """Pipelines of unlike stages, some several times, with all TP degrees and inner replicas."""
     while True:
         parts = []
@@ -61,10 +67,10 @@ def random_candidate(rng: random.Random, evaluator: Evaluator) -> tuple[Candidat
             cuts = sorted(rng.sample(range(1, MODEL.num_layers), count - 1))
             sizes = [b - a for a, b in zip([0, *cuts], [*cuts, MODEL.num_layers])]
             stages = tuple(
-                StageShape(rng.randint(0, 1), rng.choice([1, 1, 2]), rng.choice([1, 1, 2]), n) for n in sizes
+                StageTemplate(rng.randint(0, 1), rng.choice([1, 1, 2]), rng.choice([1, 1, 2]), n) for n in sizes
             )
-            parts.append(Part(PipelineShape(2, stages), rng.randint(1, 2), rng.randint(1, 40)))
-        candidate = Candidate(tuple(parts), "1f1b", rng.choice(["stage", "pipeline"])).merged()
+            parts.append(PipelineReplicas(PipelineTemplate(2, stages), rng.randint(1, 2), rng.randint(1, 40)))
+        candidate = PlanTemplate(tuple(parts), "1f1b", rng.choice(["stage", "pipeline"])).merged()
         usage = candidate.usage(2)
         placed = place(candidate, evaluator.pool) if all(n <= m for n, m in zip(usage, evaluator.pool.counts)) else None
         if placed is not None:
@@ -100,8 +106,8 @@ def test_flows_by_class_are_those_of_all_pairs(seed: int) -> None:
     evaluator = make_evaluator(MODEL, cluster, SEQ, SearchOptions())
     _, placed = random_candidate(rng, evaluator)
     plan = to_plan(placed, cluster, SEQ, MODEL.num_heads)
-    network = Network(evaluator.costs.rates)
-    structure = Structure(plan, evaluator.costs, network)
+    network = LinkModel(evaluator.costs.rates)
+    structure = SyncStructure(plan, evaluator.costs, network)
     held: dict[int, int] = defaultdict(int)
     owned: dict[int, int] = defaultdict(int)
     for bucket in structure.buckets:
@@ -125,7 +131,7 @@ def test_flows_by_class_are_those_of_all_pairs(seed: int) -> None:
             assert dict(mine.pairs) == dict(plain.pairs)
             old, new = network.exchange(each, collective="all_to_all"), price(mine, 1.0, network)
             assert new.seconds == pytest.approx(old.seconds) and new.latency == old.latency
-    places: Places = structure.places
+    places: PortIndex = structure.places
     assert dict(zip(places.ranks.tolist(), structure.held.tolist())) == held
     assert dict(zip(places.ranks.tolist(), structure.owned.tolist())) == owned
 
@@ -137,7 +143,7 @@ def _by_port(traffic) -> dict[tuple[int, object], float]:  # type: ignore[no-unt
 
 def test_hosts_in_arrays_are_hosts() -> None:
     rng = np.random.default_rng(0)
-    hosts, plain = Hosts(3), [Host() for _ in range(3)]
+    hosts, plain = RankHosts(3), [RankHost() for _ in range(3)]
     for bucket in range(12):
         at = np.flatnonzero(rng.random(3) < 0.7)
         ready, pack, after, end = rng.random(len(at)) * 9, rng.random(len(at)), rng.random(len(at)), rng.random() * 9

@@ -20,8 +20,8 @@ from hetero_megatron.planner.estimate.context_certificate import work_bound
 from hetero_megatron.planner.search.driver import SearchOptions, make_evaluator, search
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.placement import shrink
-from hetero_megatron.planner.template.search_space import LONG, Space, wanted
-from hetero_megatron.planner.whatif.replan import Planner
+from hetero_megatron.planner.template.search_space import LONG, SearchSpace, why_no_context
+from hetero_megatron.planner.whatif.replan import WarmPlanner
 from hetero_megatron.spec import load_model
 from tests.random_plans import random_context
 
@@ -44,7 +44,7 @@ def cluster(fast: int, slow: int, per_node: int = 1, memory: str = "80 GiB", ban
 
 
 def options(context: str) -> SearchOptions:
-    return SearchOptions(space=Space(context=context), top=2)
+    return SearchOptions(space=SearchSpace(context=context), top=2)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_no_random_context_plan_is_below_the_bound() -> None:
 def test_a_sequence_that_is_slow_on_one_chip_gets_context_groups() -> None:
     """Where TP may not cross nodes, context groups divide what one chip would compute alone."""
     where = cluster(4, 0)
-    tight = SearchOptions(space=Space(max_tp=1))
+    tight = SearchOptions(space=SearchSpace(max_tp=1))
     found = search(MODEL, where, 131072, 2, tight)
     assert "context" in found.best.text and "; chosen" in found.context
     for rank, memory in found.best.prediction.memory.items():
@@ -119,8 +119,13 @@ def test_a_sequence_that_is_slow_on_one_chip_gets_context_groups() -> None:
 
 
 def test_short_sequences_are_left_alone() -> None:
-    assert wanted(Space(), LONG - 1, True).startswith("not tried: a sequence of 32767 tokens")
-    assert wanted(Space(), LONG, True) == wanted(Space(), 128, False) == wanted(Space(context="always"), 1, True) == ""
+    assert why_no_context(SearchSpace(), LONG - 1, True).startswith("not tried: a sequence of 32767 tokens")
+    assert (
+        why_no_context(SearchSpace(), LONG, True)
+        == why_no_context(SearchSpace(), 128, False)
+        == why_no_context(SearchSpace(context="always"), 1, True)
+        == ""
+    )
     assert search(MODEL, cluster(1, 1), 2048, 4).context.startswith("not tried")
 
 
@@ -143,7 +148,7 @@ def test_the_command_reports_context_and_its_plan_loads(tmp_path: Path, capsys: 
 
 def test_what_fits_nowhere_else_gets_context_groups_whatever_its_length() -> None:
     where, model = cluster(4, 0, memory="7 GiB"), replace(MODEL, num_layers=1, vocab_size=256)
-    space = Space(max_tp=1, recompute="none", micro_batch_sizes=(1,), context="never")
+    space = SearchSpace(max_tp=1, recompute="none", micro_batch_sizes=(1,), context="never")
     with pytest.raises(UserError, match="fits in no plan"):
         search(model, where, 30000, 1, SearchOptions(space=space))
     found = search(model, where, 30000, 1, SearchOptions(space=replace(space, context="auto")))
@@ -153,7 +158,7 @@ def test_what_fits_nowhere_else_gets_context_groups_whatever_its_length() -> Non
 def test_planning_again_after_a_loss_knows_context_groups() -> None:
     """Whichever node goes, prepared or not: a valid plan, hardly slower than what a new search finds."""
     where, length, batch = cluster(2, 2), 1 << 17, 2
-    planner = Planner(MODEL, where, length, batch, options("always"))
+    planner = WarmPlanner(MODEL, where, length, batch, options("always"))
     assert planner.result.best.text
     found = {}
     for prepared in (False, True):

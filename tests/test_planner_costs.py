@@ -17,7 +17,7 @@ from hetero_megatron.ops import SPECS
 from hetero_megatron.ops.spec import Cost
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.planner.cost.layer_cost import CostModel, StageChoice
-from hetero_megatron.planner.cost.link_model import Network
+from hetero_megatron.planner.cost.link_model import LinkModel
 from hetero_megatron.planner.cost.operator_cost import ATTENTION_BACKWARD, UPDATE_BYTES, Operators
 from hetero_megatron.planner.cost.rates import as_document, load_rates, model_fingerprint, share_of_peak
 from hetero_megatron.planner.simulate.memory_report import estimate_memory
@@ -227,7 +227,7 @@ def test_exchanges_of_tensor_parallel_groups_cost_what_was_measured_of_them() ->
             expected = seconds[0] + seconds[1] * size * (tp - 1) / tp + 0.5 * (tp - 1 - posted)
             link = model.tp_link(StageChoice("A100-80-SXM", tp, 1, 1, False, False))
             assert model.tp_exchange_seconds(tp, 1, link) == pytest.approx(expected)
-            found, posting = Network(model.rates).tp_exchange(tuple(range(tp)), size)
+            found, posting = LinkModel(model.rates).tp_exchange(tuple(range(tp)), size)
             assert found == pytest.approx(expected) and posting == 0.5 * (tp - 1)
 
 

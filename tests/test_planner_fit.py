@@ -19,11 +19,11 @@ from hetero_megatron.plan import dump_yaml, plan_from_dict
 from hetero_megatron.planner.cost.layer_cost import CostOptions
 from hetero_megatron.planner.cost.rates import Rates, load_rates
 from hetero_megatron.planner.simulate.rate_fitting import (
-    Run,
+    MeasuredRun,
     _apply,
+    _FitProblem,
     _Knob,
     _knobs,
-    _Problem,
     fit_rates,
     format_fit,
     median_step_seconds,
@@ -52,9 +52,9 @@ def world() -> Cluster:
     return cluster_from_dict(FILE)
 
 
-def runs_of(rates: Rates) -> list[Run]:
+def runs_of(rates: Rates) -> list[MeasuredRun]:
     """What a cluster with these rates would measure."""
-    runs = [Run(plan_from_dict(shape, MODEL), MODEL, 1.0, str(i)) for i, shape in enumerate(SHAPES)]
+    runs = [MeasuredRun(plan_from_dict(shape, MODEL), MODEL, 1.0, str(i)) for i, shape in enumerate(SHAPES)]
     return [replace(run, seconds=s) for run, s in zip(runs, predict_runs(runs, rates, CostOptions()), strict=True)]
 
 
@@ -78,7 +78,7 @@ def test_derivatives_without_synchronisation_are_those_of_whole_predictions() ->
     options = CostOptions(overlap=False)
     knobs = _knobs(runs, start, ("gemm_flops", "action_seconds", "beta"))
     assert [k.computes for k in knobs] == [True, True, False]
-    problem = _Problem(runs, start, options, knobs)
+    problem = _FitProblem(runs, start, options, knobs)
     at = np.array([0.1, -0.2, 0.3])
     found = problem.jacobian(at)
     for i in range(3):
@@ -104,7 +104,7 @@ def test_measured_layers_are_scaled_as_a_whole() -> None:
     from tests.planner_cases import cluster
 
     start = load_rates(cluster(1), "fp32")
-    run = Run(plan_from_dict(plan((4, stages(11))), MODEL), MODEL, 264.0)  # twice what the rows say
+    run = MeasuredRun(plan_from_dict(plan((4, stages(11))), MODEL), MODEL, 264.0)  # twice what the rows say
     fit = fit_rates([run], start, only=("layers",))
     assert fit.rates.chips["c0"].layers[0].forward == pytest.approx(2.0, rel=0.01)
 

@@ -11,45 +11,50 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_megatron.planner.estimate.template_score import Evaluator
+from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.search.batch_partition import count_ways, ways_together
 from hetero_megatron.planner.search.driver import SearchOptions, make_evaluator
-from hetero_megatron.planner.search.memory_fit import Fitting
+from hetero_megatron.planner.search.memory_fit import MemoryFit
 from hetero_megatron.planner.simulate.step import Prediction, predict
 from hetero_megatron.planner.template.placement import place, to_plan
-from hetero_megatron.planner.template.plan_template import Candidate, Part, PipelineShape, StageShape
+from hetero_megatron.planner.template.plan_template import (
+    PipelineReplicas,
+    PipelineTemplate,
+    PlanTemplate,
+    StageTemplate,
+)
 from tests.planner_reference import Case, random_case
 
 
-def _random_candidate(rng: random.Random, case: Case, evaluator: Evaluator) -> Candidate | None:
+def _random_candidate(rng: random.Random, case: Case, evaluator: TemplateScorer) -> PlanTemplate | None:
     """One to three pipelines over some of the chips; None when too few chips are left."""
     left, parts = list(evaluator.pool.counts), []
     for _ in range(rng.randint(1, 3)):
-        stages: list[StageShape] = []
+        stages: list[StageTemplate] = []
         for _ in range(rng.randint(1, 2)):
             choices = [g for g, n in enumerate(left) if n]
             if choices:
                 group = rng.choice(choices)
                 tp = rng.choice([t for t in (1, 2) if t <= min(left[group], evaluator.pool.groups[group].per_node)])
                 left[group] -= tp
-                stages.append(StageShape(group, tp, 1))
+                stages.append(StageTemplate(group, tp, 1))
         if not stages:
             return None
         cuts = sorted(rng.randint(0, case.model.num_layers) for _ in stages[1:])
         layers = [b - a for a, b in itertools.pairwise([0, *cuts, case.model.num_layers])]
-        shape = PipelineShape(1, tuple(replace(s, layers=n) for s, n in zip(stages, layers, strict=True)))
-        parts.append(Part(shape, 1, rng.randint(1, 4)))
-    return Candidate(tuple(parts), rng.choice(["1f1b", "gpipe"]), rng.choice(["stage", "pipeline"]))
+        shape = PipelineTemplate(1, tuple(replace(s, layers=n) for s, n in zip(stages, layers, strict=True)))
+        parts.append(PipelineReplicas(shape, 1, rng.randint(1, 4)))
+    return PlanTemplate(tuple(parts), rng.choice(["1f1b", "gpipe"]), rng.choice(["stage", "pipeline"]))
 
 
-def _predicted(case: Case, evaluator: Evaluator, candidate: Candidate) -> Prediction:
+def _predicted(case: Case, evaluator: TemplateScorer, candidate: PlanTemplate) -> Prediction:
     placed = place(candidate, evaluator.pool)
     assert placed is not None
     plan = to_plan(placed, case.cluster, case.seq_length, case.model.num_heads)
     return predict(plan, case.model, case.cluster, "bf16", evaluator.costs)
 
 
-def _faster(stage: StageShape) -> list[StageShape]:
+def _faster(stage: StageTemplate) -> list[StageTemplate]:
     """The next faster recompute levels of a stage."""
     if stage.recompute == "full":
         return [replace(stage, recompute="first", first=stage.layers - 1)] if stage.layers > 1 else []
@@ -60,11 +65,11 @@ def _faster(stage: StageShape) -> list[StageShape]:
     return [replace(stage, recompute="none")] if stage.recompute == "selective" else []
 
 
-def _all_fits(seed: int) -> list[tuple[Case, Evaluator, Candidate, list[Candidate]]]:
+def _all_fits(seed: int) -> list[tuple[Case, TemplateScorer, PlanTemplate, list[PlanTemplate]]]:
     rng = random.Random(seed)
     case = random_case(seed, "open" if seed % 2 else "fixed")
     evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
-    fitting, found = Fitting(evaluator), []
+    fitting, found = MemoryFit(evaluator), []
     for _ in range(12):
         candidate = _random_candidate(rng, case, evaluator)
         placed = place(candidate, evaluator.pool) if candidate is not None else None
@@ -93,7 +98,7 @@ def test_what_fits_is_what_predict_says_fits(seed: int) -> None:
                     assert _predicted(case, evaluator, replace(even, parts=parts)).over
 
 
-def _full(stage: StageShape) -> StageShape:
+def _full(stage: StageTemplate) -> StageTemplate:
     return replace(stage, recompute="full") if stage.layers else stage
 
 
@@ -114,12 +119,12 @@ def test_shares_save_recompute_or_make_it_fit() -> None:
     assert total / uneven < 0.01
 
 
-def _with_equal_shares(candidate: Candidate) -> Candidate:
+def _with_equal_shares(candidate: PlanTemplate) -> PlanTemplate:
     shapes = [replace(p.shape, stages=tuple(replace(s, share=1) for s in p.shape.stages)) for p in candidate.parts]
     return replace(candidate, parts=tuple(replace(p, shape=x) for p, x in zip(candidate.parts, shapes, strict=True)))
 
 
-def _deviation(case: Case, evaluator: Evaluator, candidate: Candidate) -> float:
+def _deviation(case: Case, evaluator: TemplateScorer, candidate: PlanTemplate) -> float:
     score = evaluator.score(candidate)
     assert score is not None
     return abs(math.log(score.step_seconds / _predicted(case, evaluator, candidate).step_seconds))

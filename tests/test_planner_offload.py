@@ -16,19 +16,19 @@ from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions, Stag
 from hetero_megatron.planner.estimate.certificate import price_bound
 from hetero_megatron.planner.report.comparison import summarize
 from hetero_megatron.planner.report.text import format_summary
-from hetero_megatron.planner.search.driver import Result, SearchOptions, make_evaluator, search
-from hetero_megatron.planner.search.enumeration import SmallSearch
-from hetero_megatron.planner.search.pipeline_dp import LargeSearch
-from hetero_megatron.planner.template.search_space import Space
-from hetero_megatron.planner.whatif.replan import Planner
+from hetero_megatron.planner.search.driver import SearchOptions, SearchResult, make_evaluator, search
+from hetero_megatron.planner.search.enumeration import Enumeration
+from hetero_megatron.planner.search.pipeline_dp import PipelineDP
+from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.planner.whatif.replan import WarmPlanner
 from hetero_megatron.spec.flops import parameter_count
 from tests.planner_reference import GIB, Case, Exhaustive, random_case
 
 
-def _search(case: Case, offload: str) -> Result | None:
+def _search(case: Case, offload: str) -> SearchResult | None:
     try:
         return search(
-            case.model, case.cluster, case.seq_length, case.batch, SearchOptions(space=Space(offload=offload))
+            case.model, case.cluster, case.seq_length, case.batch, SearchOptions(space=SearchSpace(offload=offload))
         )
     except UserError:
         return None
@@ -46,7 +46,7 @@ def _short_of_memory(bytes_per_parameter: float, nodes: int = 2) -> Case:
     return Case(model, cluster, 1024, 8)
 
 
-def _offloaded(result: Result) -> list[bool]:
+def _offloaded(result: SearchResult) -> list[bool]:
     return [s.optimizer.offload for p in result.best.plan.pipelines for s in p.stages]
 
 
@@ -67,7 +67,9 @@ def test_as_good_as_exhaustive_search(seed: int) -> None:
     assert score is not None
     best = Exhaustive(case, evaluator, score.step_seconds, offload=True).run()
     assert score.step_seconds <= 1.01 * best
-    assert price_bound(evaluator, case.model, case.batch, Space(offload="always"), best).seconds <= best * (1 + 1e-9)
+    assert price_bound(evaluator, case.model, case.batch, SearchSpace(offload="always"), best).seconds <= best * (
+        1 + 1e-9
+    )
 
 
 def test_by_default_only_where_nothing_fits_without() -> None:
@@ -97,8 +99,8 @@ def test_the_report_says_so_and_its_bound_holds() -> None:
 
 def test_a_smaller_cluster_is_planned_again_with_optimizers_where_they_were() -> None:
     case = _short_of_memory(13, nodes=3)
-    options = SearchOptions(space=Space(offload="always"))
-    planner = Planner(case.model, case.cluster, case.seq_length, case.batch, options)
+    options = SearchOptions(space=SearchSpace(offload="always"))
+    planner = WarmPlanner(case.model, case.cluster, case.seq_length, case.batch, options)
     assert any(_offloaded(planner.result))
     plan, cluster, _ = planner.without(["n-2"])
     validate(plan, case.model, cluster, dtype="bf16")
@@ -120,8 +122,8 @@ def test_an_update_in_host_memory_takes_what_its_links_and_memory_take() -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (SearchOptions(dtype="fp64", space=Space(offload="always")), "the update in host memory is fp32"),
-        (SearchOptions(space=Space(offload="always"), costs=CostOptions(moments=1)), "only Adam"),
+        (SearchOptions(dtype="fp64", space=SearchSpace(offload="always")), "the update in host memory is fp32"),
+        (SearchOptions(space=SearchSpace(offload="always"), costs=CostOptions(moments=1)), "only Adam"),
     ],
 )
 def test_what_cannot_be_offloaded_is_refused(options: SearchOptions, message: str) -> None:
@@ -131,10 +133,10 @@ def test_what_cannot_be_offloaded_is_refused(options: SearchOptions, message: st
 
 
 def test_where_nothing_fits_the_search_on_the_chips_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain: list[SmallSearch | LargeSearch] = []
-    for kind in (SmallSearch, LargeSearch):
+    plain: list[Enumeration | PipelineDP] = []
+    for kind in (Enumeration, PipelineDP):
 
-        def run(self: SmallSearch | LargeSearch, kept: Callable[..., bool] = kind.run) -> bool:
+        def run(self: Enumeration | PipelineDP, kept: Callable[..., bool] = kind.run) -> bool:
             if not self.evaluator.tables.offload:
                 plain.append(self)
             return kept(self)

@@ -24,10 +24,15 @@ from hetero_megatron.plan.export import export
 from hetero_megatron.plan.from_flagscale import FlagScaleParallel, from_flagscale
 from hetero_megatron.planner.cost.rates import load_rates
 from hetero_megatron.planner.search.driver import SearchOptions, make_evaluator
-from hetero_megatron.planner.search.materialize import Builder
+from hetero_megatron.planner.search.materialize import TemplateBuilder
 from hetero_megatron.planner.search.tp_moves import compositions, regroup
-from hetero_megatron.planner.template.plan_template import Candidate, Part, PipelineShape, StageShape
-from hetero_megatron.planner.template.search_space import Space
+from hetero_megatron.planner.template.plan_template import (
+    PipelineReplicas,
+    PipelineTemplate,
+    PlanTemplate,
+    StageTemplate,
+)
+from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.spec import load_model
 from tests.planner_cases import MODEL, SEQ, cluster
 
@@ -217,22 +222,24 @@ def test_regroup_finds_another_degree() -> None:
     """Stages of one chip each where TP 2 is free: half as many stages fill in half the time."""
     given = cluster(nodes=1, per_node=4)
     evaluator = make_evaluator(MODEL, given, SEQ, SearchOptions("fp32"))
-    space = Space((1,), "none", inner_dp=False, schedules=("1f1b",))
-    shape = PipelineShape(1, tuple(StageShape(0, 1, 1, n) for n in (3, 3, 3, 2)))
-    start = Candidate((Part(shape, 1, 2),))
+    space = SearchSpace((1,), "none", inner_dp=False, schedules=("1f1b",))
+    shape = PipelineTemplate(1, tuple(StageTemplate(0, 1, 1, n) for n in (3, 3, 3, 2)))
+    start = PlanTemplate((PipelineReplicas(shape, 1, 2),))
     before = evaluator.score(start)
     assert before is not None
-    found: list[tuple[float, Candidate]] = []
+    found: list[tuple[float, PlanTemplate]] = []
 
-    def keep(candidate: Candidate, seconds: float) -> bool:
+    def keep(candidate: PlanTemplate, seconds: float) -> bool:
         found.append((seconds, candidate))
         return True
 
-    regroup(Builder(evaluator, MODEL, 2, space), start, before.step_seconds, space, 50, keep)
+    regroup(TemplateBuilder(evaluator, MODEL, 2, space), start, before.step_seconds, space, 50, keep)
     assert found and min(found, key=lambda row: row[0])[0] < before.step_seconds
     best = min(found, key=lambda row: row[0])[1]
     assert best.usage(1) == (4,) and max(s.tp for s in best.parts[0].shape.stages) > 1
-    assert not regroup(Builder(evaluator, MODEL, 2, space), start, before.step_seconds, space, 50, lambda c, s: False)
+    assert not regroup(
+        TemplateBuilder(evaluator, MODEL, 2, space), start, before.step_seconds, space, 50, lambda c, s: False
+    )
 
 
 @pytest.mark.parametrize("path", PAPERS, ids=lambda p: p.stem)

@@ -13,14 +13,19 @@ from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.estimate.certificate import price_bound
 from hetero_megatron.planner.search.driver import SearchOptions, make_evaluator
-from hetero_megatron.planner.simulate.grad_sync import Synchronisation
+from hetero_megatron.planner.simulate.grad_sync import GradSync
 from hetero_megatron.planner.simulate.prepared import PreparedPlan
 from hetero_megatron.planner.simulate.stage_cost import StageCosts
 from hetero_megatron.planner.simulate.step import predict
-from hetero_megatron.planner.template.device_pool import Pool
+from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.placement import place, to_plan
-from hetero_megatron.planner.template.plan_template import Candidate, Part, PipelineShape, StageShape
-from hetero_megatron.planner.template.search_space import Space
+from hetero_megatron.planner.template.plan_template import (
+    PipelineReplicas,
+    PipelineTemplate,
+    PlanTemplate,
+    StageTemplate,
+)
+from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.spec import load_model
 from hetero_megatron.spec.flops import parameter_count
 from hetero_megatron.training.calibration.runs import Phase, solve_phases
@@ -33,7 +38,7 @@ HOST = {
 }  # fmt: skip
 
 
-def random_candidate(rng: random.Random, pool: Pool) -> Candidate:
+def random_candidate(rng: random.Random, pool: DevicePool) -> PlanTemplate:
     """Pipelines of unlike stages on some of the chips, as the search could make them."""
     counts, parts = list(pool.counts), []
     while sum(counts) and (not parts or rng.random() < 0.7):
@@ -46,9 +51,9 @@ def random_candidate(rng: random.Random, pool: Pool) -> Candidate:
                 break
         cuts = sorted(rng.sample(range(1, MODEL.num_layers), len(units) - 1))
         sizes = [b - a for a, b in zip([0, *cuts], [*cuts, MODEL.num_layers])]
-        shape = tuple(StageShape(g, tp, 1, n, rng.choice(["none", "full"])) for (g, tp), n in zip(units, sizes))
-        parts.append(Part(PipelineShape(1, shape), 1, rng.randint(1, 10)))
-    return Candidate(tuple(parts), "1f1b", rng.choice(["stage", "pipeline"]))
+        shape = tuple(StageTemplate(g, tp, 1, n, rng.choice(["none", "full"])) for (g, tp), n in zip(units, sizes))
+        parts.append(PipelineReplicas(PipelineTemplate(1, shape), 1, rng.randint(1, 10)))
+    return PlanTemplate(tuple(parts), "1f1b", rng.choice(["stage", "pipeline"]))
 
 
 @pytest.mark.parametrize("per_node", [1, 2])
@@ -78,8 +83,8 @@ def test_directions_of_a_boundary_are_priced_apart() -> None:
         there = replace(there, rates={**there.rates, "links": [*there.rates["links"], one_way]})
         evaluator = make_evaluator(MODEL, there, SEQ, SearchOptions(dtype="fp32"))
         for schedule in ("1f1b", "gpipe"):
-            shape = PipelineShape(1, (StageShape(0, 1, 1, 6), StageShape(1, 1, 1, 5)))
-            placed = place(Candidate((Part(shape, 1, 6),), schedule, "stage"), evaluator.pool)
+            shape = PipelineTemplate(1, (StageTemplate(0, 1, 1, 6), StageTemplate(1, 1, 1, 5)))
+            placed = place(PlanTemplate((PipelineReplicas(shape, 1, 6),), schedule, "stage"), evaluator.pool)
             assert placed is not None
             exact = predict(to_plan(placed, there, SEQ, MODEL.num_heads), MODEL, there, "fp32", evaluator.costs)
             assert evaluator.score_placed(placed).step_seconds == pytest.approx(exact.step_seconds, rel=1e-3)
@@ -93,8 +98,8 @@ def test_pipelines_share_the_cards_of_a_node_not_its_slow_links() -> None:
     there = cluster(speeds=(1.0, 1.0, 1.0), per_node=2, alpha=0.0)
     there = replace(there, rates={**there.rates, "links": [*there.rates["links"], *links]})
     evaluator = make_evaluator(MODEL, there, SEQ, SearchOptions(dtype="fp32"))
-    shape = PipelineShape(1, tuple(StageShape(g, 1, 1, n) for g, n in enumerate((4, 4, 3))))
-    placed = place(Candidate((Part(shape, 2, 6),), "1f1b", "stage"), evaluator.pool)
+    shape = PipelineTemplate(1, tuple(StageTemplate(g, 1, 1, n) for g, n in enumerate((4, 4, 3))))
+    placed = place(PlanTemplate((PipelineReplicas(shape, 2, 6),), "1f1b", "stage"), evaluator.pool)
     assert placed is not None
     exact = predict(to_plan(placed, there, SEQ, MODEL.num_heads), MODEL, there, "fp32", evaluator.costs)
     assert evaluator.score_placed(placed).step_seconds == pytest.approx(exact.step_seconds, rel=0.01)
@@ -118,8 +123,8 @@ def test_node_groups_of_one_chip_have_links_and_nodes_of_their_own(slow: str) ->
     ways += [(("small", 4, 1), ("large", 4, 1)), (("large", 1, 2), ("small", 1, 2)), (("small", 2, 2), ("small", 2, 2))]
     for way in ways:
         layers = model.num_layers // len(way)
-        shape = PipelineShape(2, tuple(StageShape(groups[home], tp, dp, layers, "full") for home, tp, dp in way))
-        placed = place(Candidate((Part(shape, 1, 8),), "1f1b", "stage"), evaluator.pool)
+        shape = PipelineTemplate(2, tuple(StageTemplate(groups[home], tp, dp, layers, "full") for home, tp, dp in way))
+        placed = place(PlanTemplate((PipelineReplicas(shape, 1, 8),), "1f1b", "stage"), evaluator.pool)
         assert placed is not None
         exact = predict(to_plan(placed, there, 2048, model.num_heads), model, there, "bf16", evaluator.costs)
         assert evaluator.score_placed(placed).step_seconds == pytest.approx(exact.step_seconds, rel=0.01), way
@@ -134,8 +139,8 @@ def test_what_a_tp_group_alone_adds_up_is_priced() -> None:
     })  # fmt: skip
     evaluator = make_evaluator(model, there, 2048, SearchOptions())
     for layers in ((32,), (16, 16)):
-        shape = PipelineShape(1, tuple(StageShape(0, 4, 1, n) for n in layers))
-        placed = place(Candidate((Part(shape, 1, 1),), "1f1b", "stage"), evaluator.pool)
+        shape = PipelineTemplate(1, tuple(StageTemplate(0, 4, 1, n) for n in layers))
+        placed = place(PlanTemplate((PipelineReplicas(shape, 1, 1),), "1f1b", "stage"), evaluator.pool)
         assert placed is not None
         exact = predict(to_plan(placed, there, 2048, model.num_heads), model, there, "bf16", evaluator.costs)
         assert evaluator.score_placed(placed).step_seconds == pytest.approx(exact.step_seconds, rel=0.015)
@@ -148,7 +153,7 @@ def test_hosts_pack_sum_and_unpack(dense: bool) -> None:
     there = cluster(per_node=1, beta=1e-30, **HOST)
     found = plan_from_dict(plan((1, stages(11)), (1, stages(11, first_rank=1))), MODEL)
     costs = CostModel(MODEL, there, SEQ, "fp32")
-    sync = Synchronisation(found, costs, StageCosts(found, costs).network)
+    sync = GradSync(found, costs, StageCosts(found, costs).network)
     (bucket,) = sync.buckets
     (((meeting,),),) = [sync.meetings(bucket, False)]
     assert bucket.dense
@@ -187,7 +192,7 @@ def test_phases_are_told_apart() -> None:
 def test_the_bound_by_prices_knows_that_a_first_backward_is_cheaper() -> None:
     there = cluster(per_node=1, beta=8 / BYTES, speeds=(1.0,), **{**HOST, "step_seconds": 1e-9, "message_seconds": 0.0})
     evaluator = make_evaluator(MODEL, there, SEQ, SearchOptions(dtype="fp32"))
-    shape = PipelineShape(1, (StageShape(0, 1, 1, MODEL.num_layers),))
-    score = evaluator.score(Candidate((Part(shape, 1, 1),), "1f1b", "stage"))
+    shape = PipelineTemplate(1, (StageTemplate(0, 1, 1, MODEL.num_layers),))
+    score = evaluator.score(PlanTemplate((PipelineReplicas(shape, 1, 1),), "1f1b", "stage"))
     assert score is not None
-    assert price_bound(evaluator, MODEL, 1, Space(), 3 * score.step_seconds).seconds <= score.step_seconds
+    assert price_bound(evaluator, MODEL, 1, SearchSpace(), 3 * score.step_seconds).seconds <= score.step_seconds

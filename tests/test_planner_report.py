@@ -17,15 +17,15 @@ from hetero_megatron.cli.run import first_that_fits
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.cluster.edit import without_nodes
 from hetero_megatron.plan import from_megatron, load_plan, validate
-from hetero_megatron.planner.estimate.certificate import _Prices, price_bound
+from hetero_megatron.planner.estimate.certificate import _PriceBound, price_bound
 from hetero_megatron.planner.report.comparison import Summary, summarize
 from hetero_megatron.planner.report.text import format_summary, summary_json
 from hetero_megatron.planner.search.driver import SearchOptions, make_evaluator, search
 from hetero_megatron.planner.search.uniform import closed_seconds, uniform_plans
 from hetero_megatron.planner.simulate.step import predict
-from hetero_megatron.planner.template.search_space import Space
-from hetero_megatron.planner.time_budget import Watch, never
-from hetero_megatron.planner.whatif.replan import Planner
+from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.planner.time_budget import TimeBudget, never
+from hetero_megatron.planner.whatif.replan import WarmPlanner
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.jobs import Seat
 from hetero_megatron.words import format_bytes
@@ -40,7 +40,7 @@ DATA: dict[str, Any] = {
     ],
     "links": {"inter_node": {"bandwidth": "25 GB/s", "latency": "10 us"}},
 }
-OPTIONS = SearchOptions(exhaustive=False, top=3, space=Space(offload="never"))
+OPTIONS = SearchOptions(exhaustive=False, top=3, space=SearchSpace(offload="never"))
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_a_type_that_cannot_train_the_model_alone_says_what_it_lacks(summary: Su
 
 def test_plans_for_the_loss_of_any_node(cluster: Cluster) -> None:
     """One per group of the file; it is a plan also where another node of the group is gone."""
-    planner = Planner(MODEL, cluster, LENGTH, BATCH, OPTIONS)
+    planner = WarmPlanner(MODEL, cluster, LENGTH, BATCH, OPTIONS)
     losses = {loss.node: loss for loss in planner.losses()}
     assert {node: loss.alike for node, loss in losses.items()} == {"ampere": 1, "ada-0": 2}
     assert losses["ampere"].plan is None and "fits in no plan" in losses["ampere"].problem
@@ -104,7 +104,7 @@ def test_plans_for_the_loss_of_any_node(cluster: Cluster) -> None:
 
 
 def test_where_no_known_pipeline_fits_what_is_left_it_is_searched(cluster: Cluster) -> None:
-    planner = Planner(MODEL, cluster, LENGTH, BATCH, OPTIONS)
+    planner = WarmPlanner(MODEL, cluster, LENGTH, BATCH, OPTIONS)
     planner.skeletons = []
     loss = {loss.node: loss for loss in planner.losses()}["ada-0"]
     assert loss.plan is not None and not loss.warm and loss.cluster is not None
@@ -136,7 +136,7 @@ def test_the_bound_stops_in_time_and_still_holds(summary: Summary, cluster: Clus
         count = itertools.count()
         cut = price_bound(result.evaluator, MODEL, BATCH, space, step, late=lambda n=asked, c=count: next(c) > n)
         assert 0.0 <= cut.seconds <= whole.seconds, "what was ruled out by then"
-    over = Watch(0.0)
+    over = TimeBudget(0.0)
     late = summarize(result, MODEL, cluster, LENGTH, BATCH, OPTIONS, baselines=False, watch=over)
     assert late.bound is None and "no bound: the time is up; --bound computes it" in format_summary(late)
     wanted = summarize(result, MODEL, cluster, LENGTH, BATCH, OPTIONS, baselines=False, watch=over, bound=True)
@@ -148,7 +148,7 @@ def test_prices_of_pipelines_are_those_of_a_plain_program(seed: int) -> None:
     """Stage by stage from the end, by the definition in the module."""
     case = random_case(700 + seed, "open")
     evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
-    prices = _Prices(evaluator, case.model, case.batch, Space(), False, never)
+    prices = _PriceBound(evaluator, case.model, case.batch, SearchSpace(), False, never)
     layers = case.model.num_layers
     for size in prices.sizes:
         every = prices.options[size]

@@ -23,11 +23,16 @@ from hetero_megatron.planner.report.text import summary_json
 from hetero_megatron.planner.search import graph_partition as graph
 from hetero_megatron.planner.search.columns import allocate
 from hetero_megatron.planner.search.driver import SearchOptions, judge, make_evaluator, search
-from hetero_megatron.planner.search.incumbent import Best
-from hetero_megatron.planner.template.device_pool import Pool
+from hetero_megatron.planner.search.incumbent import Incumbent
+from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.placement import shrink
-from hetero_megatron.planner.template.plan_template import Candidate, Part, PipelineShape, StageShape
-from hetero_megatron.planner.template.search_space import Space
+from hetero_megatron.planner.template.plan_template import (
+    PipelineReplicas,
+    PipelineTemplate,
+    PlanTemplate,
+    StageTemplate,
+)
+from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.whatif.cluster_edits import document, with_more, without
 from hetero_megatron.schedule import Costs, generate, lower, simulate
 from hetero_megatron.spec import load_model
@@ -98,7 +103,7 @@ def test_batch_is_divided_exactly(pipelines: int, batch: int, seed: int) -> None
 
 def _search(case: Case, **options: object) -> tuple[float, float]:
     """(step seconds of the plan by the evaluator, bound); inf where nothing fits."""
-    space = Space((case.size,) if case.size else None, case.recompute, offload="never")
+    space = SearchSpace((case.size,) if case.size else None, case.recompute, offload="never")
     evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
     try:
         result = search(
@@ -148,15 +153,15 @@ def test_least_after_a_pipeline_is_never_too_much(seed: int) -> None:
     """The reference skips plans by it, so it is checked against the evaluation of plans of one and two pipelines."""
     case = random_case(seed, "open")
     evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
-    kinds = [StageShape(g, 1, 1) for g, n in enumerate(evaluator.pool.counts) for _ in range(n)]
+    kinds = [StageTemplate(g, 1, 1) for g, n in enumerate(evaluator.pool.counts) for _ in range(n)]
     half = case.model.num_layers // 2
     shapes = [(replace(a, layers=half), replace(b, layers=case.model.num_layers - half)) for a in kinds for b in kinds]
     shapes += [(replace(a, layers=case.model.num_layers),) for a in kinds]
     checked = 0
     for first, second in itertools.combinations_with_replacement(shapes, 2):
         for stages in ((first,), (first, second)):
-            parts = tuple(Part(PipelineShape(1, s), 1, 2) for s in stages)
-            score = evaluator.score(Candidate(parts))
+            parts = tuple(PipelineReplicas(PipelineTemplate(1, s), 1, 2) for s in stages)
+            score = evaluator.score(PlanTemplate(parts))
             if score is None:
                 continue
             for part, seconds_ in zip(parts, score.pipelines, strict=True):
@@ -174,7 +179,7 @@ def test_bound_by_prices_holds(seed: int) -> None:
     if math.isfinite(mine):
         evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
         for enumerated in (False, True):
-            bound = price_bound(evaluator, case.model, case.batch, Space(), mine, enumerated)
+            bound = price_bound(evaluator, case.model, case.batch, SearchSpace(), mine, enumerated)
             assert 0 < bound.seconds <= mine
 
 
@@ -249,8 +254,11 @@ def test_equal_nodes_are_interchangeable() -> None:
     [
         ({"global_batch_size": 0}, "--global-batch-size = 0"),
         ({"seq_length": 5000}, "1 to 4096"),
-        ({"space": Space(micro_batch_sizes=(4,)), "global_batch_size": 10}, "8 or 12"),
-        ({"model": "llama2-70b", "space": Space(offload="never")}, "weights, gradients and optimizer alone take 1.1"),
+        ({"space": SearchSpace(micro_batch_sizes=(4,)), "global_batch_size": 10}, "8 or 12"),
+        (
+            {"model": "llama2-70b", "space": SearchSpace(offload="never")},
+            "weights, gradients and optimizer alone take 1.1",
+        ),
         ({"model": "gpt3-175b"}, "the optimizer in host memory, alone take 975.7 GiB"),
         ({"model": "gpt3-175b"}, "more node"),
         ({"dtype": "fp64", "chips": {"A100-80-SXM": {"dtypes": ["bf16"]}}}, "no chip of the cluster computes in fp64"),
@@ -259,7 +267,7 @@ def test_equal_nodes_are_interchangeable() -> None:
 def test_refusals_name_the_smallest_change(change: dict[str, object], words: str) -> None:
     cluster = cluster_from_dict({**_mixed(), "chips": change.get("chips", {})})
     model = load_model(str(change.get("model", "llama2-7b")))
-    options = SearchOptions(space=change.get("space", Space()), dtype=str(change.get("dtype", "bf16")))  # type: ignore[arg-type]
+    options = SearchOptions(space=change.get("space", SearchSpace()), dtype=str(change.get("dtype", "bf16")))  # type: ignore[arg-type]
     with pytest.raises(UserError) as caught:
         search(model, cluster, int(change.get("seq_length", 2048)), int(change.get("global_batch_size", 16)), options)  # type: ignore[call-overload]
     assert words in str(caught.value)
@@ -312,10 +320,10 @@ def test_shrunk_clusters_keep_chips_nodes_and_links(keep: list[int]) -> None:
 
 def test_planning_again_after_a_loss() -> None:
     """Any one node may go; the new plan is for the chips that are left and computes the same batch."""
-    from hetero_megatron.planner.whatif.replan import Planner
+    from hetero_megatron.planner.whatif.replan import WarmPlanner
 
     cluster, model = cluster_from_dict(_mixed()), load_model("llama2-7b")
-    planner = Planner(model, cluster, 2048, 32, SearchOptions(exhaustive=False, top=3))
+    planner = WarmPlanner(model, cluster, 2048, 32, SearchOptions(exhaustive=False, top=3))
     for node in ("ada-0", "ada-1"):
         plan, own, step = planner.without([node])
         validate(plan, model, own, dtype="bf16")
@@ -487,10 +495,10 @@ def test_islands_are_weighed_by_measured_layers(monkeypatch: pytest.MonkeyPatch)
     weighed: list[list[float]] = []
     real = graph.islands
 
-    def islands(pool: Pool, speeds: list[float], count: int, seed: int) -> list[list[int]]:
+    def islands(pool: DevicePool, speeds: list[float], count: int, seed: int) -> list[list[int]]:
         weighed.append(speeds)
         return real(pool, speeds, count, seed)
 
     monkeypatch.setattr(graph, "islands", islands)
-    graph.GraphSearch(evaluator, MODEL, 16, Space(), Best(12, None, None), 0).run()
+    graph.GraphPartition(evaluator, MODEL, 16, SearchSpace(), Incumbent(12, None, None), 0).run()
     assert weighed and all(speeds == pytest.approx([1 / (3 * s) for s in range(1, 9)]) for speeds in weighed)

@@ -10,30 +10,36 @@ import pytest
 
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.planner.estimate.layer_partition import best_split, listed
-from hetero_megatron.planner.estimate.lower_bounds import Tails, floor, line_under
-from hetero_megatron.planner.estimate.stage_table import Kind
+from hetero_megatron.planner.estimate.lower_bounds import SyncBounds, floor, line_under
+from hetero_megatron.planner.estimate.stage_table import StageKind
 from hetero_megatron.planner.report.comparison import best_uniform, each_alone, summarize
 from hetero_megatron.planner.report.text import summary_json
-from hetero_megatron.planner.search.driver import Result, SearchOptions, make_evaluator, search
-from hetero_megatron.planner.search.incumbent import Best
+from hetero_megatron.planner.search.driver import SearchOptions, SearchResult, make_evaluator, search
+from hetero_megatron.planner.search.incumbent import Incumbent
 from hetero_megatron.planner.simulate.step import predict
-from hetero_megatron.planner.template.plan_template import Candidate, Part, PipelineShape, StageShape
-from hetero_megatron.planner.template.search_space import Space
+from hetero_megatron.planner.template.plan_template import (
+    PipelineReplicas,
+    PipelineTemplate,
+    PlanTemplate,
+    StageTemplate,
+)
+from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.spec import load_model
 from tests.planner_reference import random_case
 
-ON_CHIPS = Space(offload="never")
+ON_CHIPS = SearchSpace(offload="never")
 
 
 @pytest.mark.parametrize(
     ("seed", "kind", "batch", "space"),
     [
         (812, "open", 1, ON_CHIPS), (812, "open", 2, ON_CHIPS),  # prediction orders plans otherwise than evaluation
-        (701, "fixed", 1, Space()), (701, "fixed", 2, Space()),  # the fastest type needs its optimizer in host memory
-        (709, "open", 2, Space()), (805, "fixed", 1, Space()),
+        (701, "fixed", 1, SearchSpace()), (701, "fixed", 2, SearchSpace()),
+        # the fastest type needs its optimizer in host memory
+        (709, "open", 2, SearchSpace()), (805, "fixed", 1, SearchSpace()),
     ],
 )  # fmt: skip
-def test_no_slower_than_a_type_alone_or_a_uniform_plan(seed: int, kind: str, batch: int, space: Space) -> None:
+def test_no_slower_than_a_type_alone_or_a_uniform_plan(seed: int, kind: str, batch: int, space: SearchSpace) -> None:
     case, options = random_case(seed, kind), SearchOptions(space=space)
     result = search(case.model, case.cluster, case.seq_length, batch, options)
     assert result.method == "enumeration"
@@ -56,13 +62,15 @@ def _only(groups, chip):  # type: ignore[no-untyped-def]
 
 
 def test_equal_plans_are_kept_once() -> None:
-    shape = PipelineShape(2, (StageShape(0, 1, 1, 4), StageShape(0, 1, 1, 4)))
-    best = Best(12, None, None)
+    shape = PipelineTemplate(2, (StageTemplate(0, 1, 1, 4), StageTemplate(0, 1, 1, 4)))
+    best = Incumbent(12, None, None)
     for schedule in ("1f1b", "gpipe"):
         for order in ("stage", "pipeline"):
-            best.improve(Candidate((Part(shape, 1, 1),), schedule, order), 1.0)
-            best.improve(Candidate((Part(shape, 1, 1), Part(shape, 1, 1)), schedule, order), 2.0)
-            best.improve(Candidate((Part(shape, 1, 3),), schedule, order), 3.0)
+            best.improve(PlanTemplate((PipelineReplicas(shape, 1, 1),), schedule, order), 1.0)
+            best.improve(
+                PlanTemplate((PipelineReplicas(shape, 1, 1), PipelineReplicas(shape, 1, 1)), schedule, order), 2.0
+            )
+            best.improve(PlanTemplate((PipelineReplicas(shape, 1, 3),), schedule, order), 3.0)
     # One; two by order; one with two schedules.
     assert [row[0] for row in best.rows] == [1.0, 2.0, 2.0, 3.0, 3.0]
 
@@ -73,9 +81,9 @@ def test_bounds_of_all_splits_are_those_of_each(seed: int) -> None:
     evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
     tables, layers = evaluator.tables, case.model.num_layers
     groups = [g for g, n in enumerate(evaluator.pool.counts) for _ in range(n)][:3]
-    stages = [StageShape(g, 1, 1) for g in groups]
-    last, tails = len(stages) - 1, Tails(evaluator, layers)
-    found = [tables.table(Kind(g, 1, 1, 1, s == 0, s == last, 2.0)) for s, g in enumerate(groups)]
+    stages = [StageTemplate(g, 1, 1) for g in groups]
+    last, tails = len(stages) - 1, SyncBounds(evaluator, layers)
+    found = [tables.table(StageKind(g, 1, 1, 1, s == 0, s == last, 2.0)) for s, g in enumerate(groups)]
     times, forward = [t.seconds[0] for t in found], [t.forward for t in found]
     links = [tables.boundary(a, b, 1, tables.likely_same_node(a, b)) for a, b in zip(stages, stages[1:])]
     for m in (1, 4):
@@ -95,12 +103,12 @@ def test_bounds_of_all_splits_are_those_of_each(seed: int) -> None:
                 assert value == pytest.approx(evaluator.least_after(made, 1, links, pipelines), rel=1e-9, abs=1e-15)
 
 
-def _fast_links(batch: int, unlike: bool) -> Result:
+def _fast_links(batch: int, unlike: bool) -> SearchResult:
     chips = (("A100-80-SXM", 2), ("L40S", 1))
     link = {"bandwidth": "200 GB/s", "latency": "5 us"}
     nodes = [{"name": f"n{i}", "chip": chip, "chips_per_node": n} for i, (chip, n) in enumerate(chips)]
     cluster = cluster_from_dict({"version": 1, "nodes": nodes, "links": {"intra_node": link, "inter_node": link}})
-    options = SearchOptions(space=Space(unlike_tp=unlike))
+    options = SearchOptions(space=SearchSpace(unlike_tp=unlike))
     return search(load_model("llama2-7b"), cluster, 2048, batch, options)
 
 

@@ -24,12 +24,12 @@ from hetero_megatron.planner.cost.memory import ITEM_BYTES, moments_of
 from hetero_megatron.planner.report.comparison import Summary, summarize
 from hetero_megatron.planner.report.page import html_page
 from hetero_megatron.planner.report.text import format_summary, plan_text, summary_json
-from hetero_megatron.planner.search.driver import Result, SearchOptions, search
-from hetero_megatron.planner.template.search_space import Space
-from hetero_megatron.planner.time_budget import Watch
+from hetero_megatron.planner.search.driver import SearchOptions, SearchResult, search
+from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.planner.whatif.cluster_edits import document, with_more, without
 from hetero_megatron.planner.whatif.objective import Deadline, search_objective
-from hetero_megatron.planner.whatif.replan import Loss, Planner
+from hetero_megatron.planner.whatif.replan import NodeLoss, WarmPlanner
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.training.exit import INTERRUPTED
 from hetero_megatron.words import notice_line
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         cluster = with_more(cluster, text)
     options = _options(args)
     say = None if args.json or args.quiet else _say
-    size, watch = args.global_batch_size, Watch(args.time_limit)
+    size, watch = args.global_batch_size, TimeBudget(args.time_limit)
     deadline = Deadline(args.train_tokens, args.deadline_hours) if args.objective == "deadline" else None
     if args.objective == "tokens":
         result = search(model, cluster, args.seq_length, size, options, progress=say, watch=watch)
@@ -172,8 +172,11 @@ def _options(args: Namespace) -> SearchOptions:
     return SearchOptions(
         dtype=args.dtype,
         time_limit=args.time_limit,
-        space=Space(
-            micro_batch_sizes=sizes, recompute=args.recompute, context=args.context, offload=args.offload,
+        space=SearchSpace(
+            micro_batch_sizes=sizes,
+            recompute=args.recompute,
+            context=args.context,
+            offload=args.offload,
             unlike_tp=args.unlike_tp,
         ),
         costs=CostOptions(margin=args.memory_margin, moments=moments_of(args.optimizer)),
@@ -181,7 +184,7 @@ def _options(args: Namespace) -> SearchOptions:
     )
 
 
-def _write_plan(args: Namespace, result: Result, model: ModelSpec, made: MadeFor) -> None:
+def _write_plan(args: Namespace, result: SearchResult, model: ModelSpec, made: MadeFor) -> None:
     if args.out:
         write_text(args.out, "--out", plan_text(result.best, model.name, made))
     if args.export:
@@ -190,10 +193,16 @@ def _write_plan(args: Namespace, result: Result, model: ModelSpec, made: MadeFor
 
 
 def _fallbacks(
-    folder: str, result: Result, model: ModelSpec, made: MadeFor, seq_length: int, batch: int, options: SearchOptions
-) -> list[Loss]:
+    folder: str,
+    result: SearchResult,
+    model: ModelSpec,
+    made: MadeFor,
+    seq_length: int,
+    batch: int,
+    options: SearchOptions,
+) -> list[NodeLoss]:
     """Plans for the loss of a node, each written as ``without-NODE.yaml``."""
-    losses = Planner(model, result.best.cluster, seq_length, batch, options, result).losses()
+    losses = WarmPlanner(model, result.best.cluster, seq_length, batch, options, result).losses()
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -132,8 +132,8 @@ def _searched(
     from hetero_megatron.planner.cost.layer_cost import CostOptions
     from hetero_megatron.planner.cost.memory import moments_of
     from hetero_megatron.planner.search.driver import SearchOptions, search
-    from hetero_megatron.planner.template.search_space import Space
-    from hetero_megatron.planner.time_budget import Watch
+    from hetero_megatron.planner.template.search_space import SearchSpace
+    from hetero_megatron.planner.time_budget import TimeBudget
 
     for key in (*_UNIFORM, *_MESHES, "plan"):
         if key in args.given:
@@ -145,12 +145,12 @@ def _searched(
             raise flag_error(key, None, "missing beside --auto-plan", "an integer >= 1")
     sizes = (args["micro_batch_size"],) if "micro_batch_size" in args.given else None
     costs = CostOptions(moments=moments_of(args["optimizer"]))
-    options = SearchOptions(dtype=dtype or "fp32", space=Space(micro_batch_sizes=sizes), costs=costs)
+    options = SearchOptions(dtype=dtype or "fp32", space=SearchSpace(micro_batch_sizes=sizes), costs=costs)
     if launcher.rank == 0:
         chips = plural(cluster.world_size, "chip")
         what = f"searching for a plan on {chips}; hetero-megatron plan would show how that goes"
         print(what, file=sys.stderr, flush=True)
-    whole = Watch().uncaught()  # of two ranks that Ctrl-C stops each would have its own best so far
+    whole = TimeBudget().uncaught()  # of two ranks that Ctrl-C stops each would have its own best so far
     found = search(spec, cluster, args["seq_length"], args["global_batch_size"], options, watch=whole).best
     _ranks(args, launcher, found.plan.ranks[-1] + 1)
     args.notices.append(

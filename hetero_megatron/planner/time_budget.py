@@ -17,7 +17,7 @@ def never() -> bool:
     return False
 
 
-class Watch:
+class TimeBudget:
     """Shared by all searches of one command, so that the limit and one Ctrl-C hold for them together.
 
     Attributes:
@@ -30,7 +30,7 @@ class Watch:
         self.interrupted = self.cut = False
         self._catches = True
 
-    def uncaught(self) -> Watch:
+    def uncaught(self) -> TimeBudget:
         """The same limit for work that Ctrl-C ends at once."""
         other = copy.copy(self)
         other._catches = False

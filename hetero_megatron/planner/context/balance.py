@@ -9,7 +9,7 @@ from hetero_megatron.planner.context.cost import ContextCosts, kv_heads
 from hetero_megatron.planner.context.groupings import Grouping, even_block
 from hetero_megatron.planner.context.integer_shares import min_max_shares, water_level
 from hetero_megatron.planner.context.memory import head_bytes, kv_bytes, token_bytes
-from hetero_megatron.planner.context.problem import ContextGroup, ContextLayout
+from hetero_megatron.planner.context.problem import ContextLayout, MemberGroup
 
 Floats = npt.NDArray[np.float64]
 
@@ -53,7 +53,7 @@ class Balancer:
             tokens = self.tokens(group, h, total, buffer)
             if tokens is None:
                 return None
-            built.append(ContextGroup(group, tokens, h))
+            built.append(MemberGroup(group, tokens, h))
         if transport == "ring":
             block = even_block(totals, block)
         return self._with_idle([g for g in built if sum(g.tokens)], grouping, transport, block)
@@ -62,13 +62,13 @@ class Balancer:
         groups = [tuple(m for m in group if m not in self.idle) for group in grouping]
         return [group for group in groups if group]
 
-    def _with_idle(self, built: list[ContextGroup], grouping: Grouping, transport: str, block: int) -> ContextLayout:
+    def _with_idle(self, built: list[MemberGroup], grouping: Grouping, transport: str, block: int) -> ContextLayout:
         """Members without work stand at the end of the first group, with zeros."""
         used = {m for group in built for m in group.members}
         spare = tuple(m for group in grouping for m in group if m not in used)
         if spare:
             first, zeros = built[0], (0,) * len(spare)
-            built[0] = ContextGroup(first.members + spare, first.tokens + zeros, first.heads + zeros)
+            built[0] = MemberGroup(first.members + spare, first.tokens + zeros, first.heads + zeros)
         if len(built) == 1:
             return ContextLayout(tuple(built), "a2a")
         return ContextLayout(tuple(built), transport, block if transport == "ring" else 0)
@@ -207,7 +207,7 @@ class Balancer:
         if transport != "ring":
             return 0.0
         options = self.problem.options
-        built = [ContextGroup(g, (0,) * len(g), h) for g, h in zip(groups, heads, strict=True)]
+        built = [MemberGroup(g, (0,) * len(g), h) for g, h in zip(groups, heads, strict=True)]
         rate, alpha, _ = self.costs.ring(built)
         runs = {"none": 1.0, "selective": 2.0, "full": 2.0}[options.recompute]
         foreign = self.problem.seq_length * (1 - 1 / len(groups))

@@ -11,7 +11,7 @@ import numpy as np
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.cluster import Rank
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.context.problem import ContextOptions, ContextProblem, Fabric, Member
+from hetero_megatron.planner.context.problem import ContextMember, ContextOptions, ContextProblem, Fabric
 from hetero_megatron.planner.cost.memory import ITEM_BYTES
 from hetero_megatron.planner.cost.operator_cost import Operators
 from hetero_megatron.planner.cost.rates import ChipRates, Rates, load_rates
@@ -52,7 +52,7 @@ def problem_from_cluster(
     groups = [group.name for group in cluster.nodes]
     members = []
     nodes: dict[str, int] = {}
-    speeds: dict[str, Member] = {}
+    speeds: dict[str, ContextMember] = {}
     item = ITEM_BYTES[dtype]
     share = max(1, seq_length // max(1, len(chosen) // tp))
     for block in _tp_groups(cluster, chosen, tp):
@@ -112,7 +112,7 @@ def _member(
     tp: int,
     item: int,
     margin: float,
-) -> Member:
+) -> ContextMember:
     """Speeds of a member, from operator rates, corrected by whole-layer rows where calibration wrote them.
 
     Attention runs at the rate of the whole sequence's length; products at that of an even share's.
@@ -126,7 +126,7 @@ def _member(
     tp_seconds = 4 * model.hidden_size * item * (tp - 1) / tp * inside.beta if inside else 0.0
     found = cluster.chips[chip]
     memory = (found.memory_budget or found.memory) * (1 - margin) - known.overhead_bytes
-    return Member(
+    return ContextMember(
         ranks=(0,), node=0, kind=0,
         gemm_flops=layer_matmul_flops(model) / linear,
         attention_flops=pairs / core[0],
@@ -165,7 +165,9 @@ def _layer_seconds(
     return linear[0] / share, (whole[0] * ratio[0], whole[1] * ratio[1])
 
 
-def _fabric(rates: Rates, all_groups: Sequence[str], members: Sequence[Member], tp: int, cards_shared: bool) -> Fabric:
+def _fabric(
+    rates: Rates, all_groups: Sequence[str], members: Sequence[ContextMember], tp: int, cards_shared: bool
+) -> Fabric:
     """A member of ``tp`` ranks has ``tp`` links of its own; network cards are those of its node.
 
     Members' kinds index ``all_groups``; rows of the fabric are the used ones, ascending.

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero_megatron.planner.context.memory import group_bytes, kv_bytes, member_limits
-from hetero_megatron.planner.context.problem import ContextGroup, ContextLayout, ContextProblem
+from hetero_megatron.planner.context.problem import ContextLayout, ContextProblem, MemberGroup
 
 Floats = npt.NDArray[np.float64]
 VISITED = 0.75  # of a group's queries see some key of a mirrored block: all of them half of it, or half of them all
@@ -52,7 +52,7 @@ class GroupParts:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class LayoutCost:
     """What a layout costs.
 
     Args:
@@ -77,7 +77,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class _Hop:
+class _RingHop:
     """One hop of the ring, per byte of one KV head's token: seconds on members' own links, and on nodes' cards."""
 
     intra: float
@@ -150,7 +150,7 @@ class ContextCosts:
         self.type = [types.setdefault((m.kind, *_speeds(m)), len(types)) for m in members]
         self._signatures: dict[tuple[int, ...], object] = {}
         self._parts: dict[object, GroupParts] = {}
-        self._hops: dict[object, _Hop] = {}
+        self._hops: dict[object, _RingHop] = {}
 
     def signature(self, members: tuple[int, ...]) -> object:
         """Equal for groups that differ only in which ranks of equal kind they have, and in which nodes."""
@@ -222,14 +222,14 @@ class ContextCosts:
             alpha = max(alpha, self.alpha_inter[np.ix_(np.unique(home), np.unique(home))].max())
         return worst * self.byte + float(alpha) + float((peers * self.message[d]).max())
 
-    def _hop(self, a: ContextGroup, b: ContextGroup) -> _Hop:
+    def _hop(self, a: MemberGroup, b: MemberGroup) -> _RingHop:
         key = (a.members, a.heads, b.members, b.heads)
         found = self._hops.get(key)
         if found is None:
             found = self._hops[key] = self._measure_hop(a, b)
         return found
 
-    def _measure_hop(self, a: ContextGroup, b: ContextGroup) -> _Hop:
+    def _measure_hop(self, a: MemberGroup, b: MemberGroup) -> _RingHop:
         pairs = np.array(shared_kv(a.heads, b.heads, self.per_kv))
         src, dst, count = np.array(a.members)[pairs[:, 0]], np.array(b.members)[pairs[:, 1]], pairs[:, 2]
         near = self.node[src] == self.node[dst]
@@ -245,9 +245,9 @@ class ContextCosts:
             out[int(self.node[src[i]])] = out.get(int(self.node[src[i]]), 0.0) + float(beta[i])
             into[int(self.node[dst[i]])] = into.get(int(self.node[dst[i]]), 0.0) + float(beta[i])
         messages = max(int(np.bincount(e).max()) for e in ends)
-        return _Hop(intra, card, tuple(out.items()), tuple(into.items()), float(alpha.max()), messages)
+        return _RingHop(intra, card, tuple(out.items()), tuple(into.items()), float(alpha.max()), messages)
 
-    def ring(self, groups: Sequence[ContextGroup]) -> tuple[float, float, int]:
+    def ring(self, groups: Sequence[MemberGroup]) -> tuple[float, float, int]:
         """(seconds per byte of one KV head's token, seconds per block, messages per block and member) of the ring."""
         if len(groups) == 1:
             return 0.0, 0.0, 0
@@ -265,7 +265,7 @@ class ContextCosts:
             rate = max(rate, max(hop.own_card for hop in hops))
         return rate, max(hop.alpha for hop in hops), 2 * max(hop.messages for hop in hops)
 
-    def gather(self, groups: Sequence[ContextGroup], parts: Sequence[GroupParts]) -> float:
+    def gather(self, groups: Sequence[MemberGroup], parts: Sequence[GroupParts]) -> float:
         """Seconds of one all-to-all that brings every member the keys and values of all tokens, for its heads."""
         members = np.array([m for g in groups for m in g.members])
         tokens = np.array([n for g in groups for n in g.tokens], dtype=np.float64)
@@ -281,7 +281,7 @@ class ContextCosts:
         counts = np.ceil(tokens / layout.block)
         return float(counts.sum() * (tokens / counts).max() / tokens.sum())
 
-    def evaluate(self, layout: ContextLayout) -> Evaluation:
+    def evaluate(self, layout: ContextLayout) -> LayoutCost:
         """Seconds of one micro-batch, and bytes per member."""
         problem, options = self.problem, self.problem.options
         groups = layout.groups
@@ -307,7 +307,7 @@ class ContextCosts:
         alone = layers * (runs * forward + backward + again) + head
         fits, memory = self._memory(layout, parts)
         seconds = layers * per_layer + float(head.max())
-        return Evaluation(seconds, fits, tuple(alone.tolist()), memory, travel, tuple(parts))
+        return LayoutCost(seconds, fits, tuple(alone.tolist()), memory, travel, tuple(parts))
 
     def _core(
         self, layout: ContextLayout, parts: Sequence[GroupParts], tokens: Floats, forward: Floats, backward: Floats

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hetero_megatron.planner.context.problem import ContextGroup, ContextLayout, ContextProblem
+from hetero_megatron.planner.context.problem import ContextLayout, ContextProblem, MemberGroup
 
 Grouping = tuple[tuple[int, ...], ...]
 
@@ -145,7 +145,7 @@ def equal_layouts(problem: ContextProblem) -> list[ContextLayout]:
         strided = [tuple(range(k, world, r)) for k in range(r)]
         name = "ulysses" if r == 1 else "ring" if u == 1 else f"usp {u}x{r}"
         for groups in dict.fromkeys((tuple(inner), tuple(strided))):
-            built = tuple(ContextGroup(g, tuple(tokens[m] for m in g), (heads // u,) * u) for g in groups)
+            built = tuple(MemberGroup(g, tuple(tokens[m] for m in g), (heads // u,) * u) for g in groups)
             label = name if groups == tuple(inner) else f"{name} strided"
             if r == 1:
                 found.append(ContextLayout(built, "a2a", 0, label))

@@ -17,7 +17,7 @@ RECOMPUTE = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
-class Member:
+class ContextMember:
     """What the scheduler knows about one context member.
 
     Args:
@@ -104,7 +104,7 @@ class ContextProblem:
 
     model: ModelSpec
     seq_length: int
-    members: tuple[Member, ...]
+    members: tuple[ContextMember, ...]
     fabric: Fabric
     options: ContextOptions = field(default_factory=ContextOptions)
 
@@ -170,7 +170,7 @@ def _check(problem: ContextProblem) -> None:
 
 
 @dataclass(frozen=True)
-class ContextGroup:
+class MemberGroup:
     """Members (indices), with the tokens of each sequence and the query heads of each; heads sum to all of them."""
 
     members: tuple[int, ...]
@@ -182,7 +182,7 @@ class ContextGroup:
 class ContextLayout:
     """Groups in ring order; transport between them: ring, gather, or a2a where there is one group; block in tokens."""
 
-    groups: tuple[ContextGroup, ...]
+    groups: tuple[MemberGroup, ...]
     transport: str
     block: int = 0
     name: str = ""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hetero_megatron.planner.context.cost import ContextCosts, Evaluation
-from hetero_megatron.planner.context.problem import ContextGroup, ContextLayout
+from hetero_megatron.planner.context.cost import ContextCosts, LayoutCost
+from hetero_megatron.planner.context.problem import ContextLayout, MemberGroup
 
 FEW = 8  # up to so many members, all pairs are tried
 EVALUATIONS = 600  # for few members; fewer for many, in proportion
@@ -37,7 +37,7 @@ def refine(costs: ContextCosts, layout: ContextLayout) -> Iterator[ContextLayout
             step = max(unit, step // 2 // unit * unit)
 
 
-def _better(a: Evaluation, b: Evaluation) -> bool:
+def _better(a: LayoutCost, b: LayoutCost) -> bool:
     """Less time, or the same with more groups that have time to spare; plateaus are crossed by the second."""
     if not a.fits:
         return False
@@ -46,7 +46,7 @@ def _better(a: Evaluation, b: Evaluation) -> bool:
     return a.seconds <= b.seconds * (1 + 1e-12) and a.order[1] < b.order[1] * (1 - 1e-6)
 
 
-def _moves(costs: ContextCosts, layout: ContextLayout, found: Evaluation, step: int) -> Iterator[ContextLayout]:
+def _moves(costs: ContextCosts, layout: ContextLayout, found: LayoutCost, step: int) -> Iterator[ContextLayout]:
     """Moves from the slowest group to others, and inside it."""
     few = len(costs.problem.members) <= FEW
     order = sorted(range(len(layout.groups)), key=lambda k: -found.group_seconds[k])
@@ -88,7 +88,7 @@ def _heads(costs: ContextCosts, layout: ContextLayout, k: int, few: bool) -> Ite
                     yield _with(layout, {k: replace(group, heads=_moved(group.heads, i, j, count))})
 
 
-def _distinct(costs: ContextCosts, group: ContextGroup, few: bool, slowest: bool) -> list[int]:
+def _distinct(costs: ContextCosts, group: MemberGroup, few: bool, slowest: bool) -> list[int]:
     """Positions of members that are worth a move: all of a small group; else the extremes of each type."""
     positions = range(len(group.members))
     if few or len(group.members) <= 3:
@@ -110,6 +110,6 @@ def _moved(values: tuple[int, ...], source: int | None, target: int | None, amou
     return tuple(result)
 
 
-def _with(layout: ContextLayout, changed: dict[int, ContextGroup]) -> ContextLayout:
+def _with(layout: ContextLayout, changed: dict[int, MemberGroup]) -> ContextLayout:
     groups = tuple(changed.get(k, group) for k, group in enumerate(layout.groups))
     return replace(layout, groups=groups, name="")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.context.balance import Balancer
-from hetero_megatron.planner.context.cost import ContextCosts, Evaluation
+from hetero_megatron.planner.context.cost import ContextCosts, LayoutCost
 from hetero_megatron.planner.context.groupings import (
     Grouping,
     block_sizes,
@@ -45,9 +45,9 @@ class ContextChoice:
     """
 
     layout: ContextLayout
-    evaluation: Evaluation
+    evaluation: LayoutCost
     baseline: ContextLayout | None
-    baseline_evaluation: Evaluation | None
+    baseline_evaluation: LayoutCost | None
     bound: float
     tried: int
     rejected: int
@@ -62,14 +62,14 @@ class ContextChoice:
         return None if self.baseline_evaluation is None else self.baseline_evaluation.seconds / self.seconds
 
 
-class _Search:
+class _LayoutSearch:
     """Layouts seen so far, best first."""
 
     def __init__(self, problem: ContextProblem) -> None:
         self.problem, self.costs = problem, ContextCosts(problem)
-        self.seen: dict[ContextLayout, Evaluation] = {}
+        self.seen: dict[ContextLayout, LayoutCost] = {}
 
-    def add(self, layout: ContextLayout | None) -> Evaluation | None:
+    def add(self, layout: ContextLayout | None) -> LayoutCost | None:
         if layout is None:
             return None
         if layout not in self.seen:
@@ -90,7 +90,7 @@ def schedule_context(problem: ContextProblem, exhaustive: bool | None = None) ->
     Raises:
         UserError: no layout fits in memory; says how much is missing.
     """
-    search = _Search(problem)
+    search = _LayoutSearch(problem)
     for layout in equal_layouts(problem):
         search.add(layout)
     equal = search.best()
@@ -119,7 +119,7 @@ def schedule_context(problem: ContextProblem, exhaustive: bool | None = None) ->
 
 
 def _balanced(
-    search: _Search, balancer: Balancer, groupings: Iterable[Grouping], variants: bool = False
+    search: _LayoutSearch, balancer: Balancer, groupings: Iterable[Grouping], variants: bool = False
 ) -> list[tuple[float, Grouping]]:
     """Evaluate the balanced shares of every grouping; (seconds, grouping), best first.
 
@@ -151,7 +151,7 @@ def _first_block(problem: ContextProblem, groups: int) -> int:
     return max(problem.unit, problem.seq_length // (2 * groups))
 
 
-def _sizes_per_kind(search: _Search, found: list[tuple[float, Grouping]]) -> list[tuple[float, Grouping]]:
+def _sizes_per_kind(search: _LayoutSearch, found: list[tuple[float, Grouping]]) -> list[tuple[float, Grouping]]:
     """Coordinate descent over (nodes per group, members of each) of every kind of node, from the best common pair."""
     problem = search.problem
     kinds = nodes_by_kind(problem)
@@ -185,7 +185,7 @@ def _nearest(pairs: list[tuple[int, int]], to: tuple[int, int]) -> tuple[int, in
     return min(pairs, key=lambda p: (abs(math.log(p[0] / to[0])) + abs(math.log(p[1] / to[1])), p))
 
 
-def _without_slow(search: _Search, found: list[tuple[float, Grouping]]) -> None:
+def _without_slow(search: _LayoutSearch, found: list[tuple[float, Grouping]]) -> None:
     """Leave the slowest kinds of member idle, one kind after the other, in the best groupings."""
     problem = search.problem
     speed = {m.kind: 0.0 for m in problem.members}
@@ -198,7 +198,7 @@ def _without_slow(search: _Search, found: list[tuple[float, Grouping]]) -> None:
         _balanced(search, balancer, [grouping for _, grouping in found[:3]], True)
 
 
-def _polish(search: _Search, layout: ContextLayout) -> None:
+def _polish(search: _LayoutSearch, layout: ContextLayout) -> None:
     """Block size, then one unit of tokens or one head at a time, then the block size again."""
     first = best = _best_block(search, layout)
     for candidate in refine(search.costs, first):
@@ -208,7 +208,7 @@ def _polish(search: _Search, layout: ContextLayout) -> None:
         _best_block(search, best)
 
 
-def _best_block(search: _Search, layout: ContextLayout) -> ContextLayout:
+def _best_block(search: _LayoutSearch, layout: ContextLayout) -> ContextLayout:
     if layout.transport != "ring":
         return layout
     blocks = block_sizes([sum(group.tokens) for group in layout.groups])
@@ -218,7 +218,7 @@ def _best_block(search: _Search, layout: ContextLayout) -> ContextLayout:
     return min([layout, *trials], key=lambda one: search.seen[one].order)
 
 
-def _does_not_fit(search: _Search) -> UserError:
+def _does_not_fit(search: _LayoutSearch) -> UserError:
     limits = search.costs.limits
     members = search.problem.members
     short = [members[i].ranks for i in range(len(members)) if limits[i] < 0]

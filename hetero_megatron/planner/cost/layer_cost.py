@@ -12,8 +12,8 @@ from hetero_megatron.cluster import Cluster, Link, NodeGroup
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.cost.memory import (
     ITEM_BYTES,
-    Held,
     MemoryBytes,
+    RankWork,
     bucket_elements,
     buffer_bytes,
     chunk_limit,
@@ -324,7 +324,7 @@ class CostModel:
         if key not in self._activations:
             tokens = -(-micro_batch_size // stage.dp) * self.seq_length
             limit = chunk_limit(self.model, [(tokens, (1,) * stage.tp)], self.item) if stage.head else None
-            held = Held(
+            held = RankWork(
                 stage.layers, stage.embed, stage.head, stage.recompute, stage.first, tokens, self.item, stage.tp,
                 stage.tp, limit,
             )  # fmt: skip

@@ -17,7 +17,7 @@ LinkKind = tuple[str, str, bool]  # node group of the sender, of the receiver, w
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExchangePrice:
     """Messages under way together: how long they occupy each port, how long the slowest takes to arrive after that, and
     how long the most loaded single link needs."""
 
@@ -32,7 +32,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class LinkTraffic:
     """Messages that start together: all that their price depends on but rates.
 
     Attributes:
@@ -46,14 +46,14 @@ class Traffic:
     pairs: Mapping[LinkKind, float]
 
 
-class Network:
+class LinkModel:
     """Prices of messages between the ranks of a cluster."""
 
     def __init__(self, rates: Rates) -> None:
         self.rates, self.ranks = rates, rates.cluster.ranks
         self._fastest: dict[tuple[str, bool], float] = {}
 
-    def traffic(self, flows: Iterable[Flow]) -> Traffic:
+    def traffic(self, flows: Iterable[Flow]) -> LinkTraffic:
         """Those to itself cost nothing."""
         total: dict[tuple[Port, LinkKind], float] = defaultdict(float)
         between: dict[tuple[int | str, int | str, LinkKind], float] = defaultdict(float)
@@ -68,15 +68,15 @@ class Network:
             total[("in", dst if same else b.node), kind] += size
             between[src if same else a.node, dst if same else b.node, kind] += size
             single[src, dst, kind] += size
-        return Traffic(dict(total), _most(between), _most(single))
+        return LinkTraffic(dict(total), _most(between), _most(single))
 
     def price(
         self,
-        traffic: Traffic,
+        traffic: LinkTraffic,
         item: float = 1.0,
         sharing: Mapping[str, int] | None = None,
         collective: str | None = None,
-    ) -> Exchange:
+    ) -> ExchangePrice:
         """What messages cost: a port passes everything at the rate of its fastest link, and what one sender has for one
         receiver takes at least as long as their own link needs, and as two chips take for it in that collective.
 
@@ -100,7 +100,7 @@ class Network:
             slowest = max(slowest, size * item * min(link.beta, link.collective(collective)[1]))
         for kind, size in traffic.pairs.items():
             slowest = max(slowest, size * item * self.rates.between(*kind).between_chips(collective))
-        return Exchange(dict(ports), latency, slowest)
+        return ExchangePrice(dict(ports), latency, slowest)
 
     def fastest(self, group: str, same_node: bool) -> float:
         """Seconds per byte of the fastest link that chips (or nodes) of a group have."""
@@ -117,7 +117,7 @@ class Network:
 
     def exchange(
         self, flows: Iterable[Flow], sharing: Mapping[str, int] | None = None, collective: str | None = None
-    ) -> Exchange:
+    ) -> ExchangePrice:
         """Messages that start together; see :meth:`price`."""
         return self.price(self.traffic(flows), 1.0, sharing, collective)
 

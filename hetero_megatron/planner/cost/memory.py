@@ -76,7 +76,7 @@ class MemoryBytes:
 
 
 @dataclass(frozen=True)
-class Held:
+class RankWork:
     """What one rank of a stage works on, for its activations.
 
     Attributes:
@@ -123,12 +123,12 @@ def widest_vocabulary(spec: ModelSpec, tp_split: tuple[int, ...]) -> int:
     return max(stop - start for start, stop in (share.vocab for share in shares(spec, tp_split)))
 
 
-def boundary_bytes(spec: ModelSpec, held: Held) -> int:
+def boundary_bytes(spec: ModelSpec, held: RankWork) -> int:
     """Bytes of one micro-batch's activations between two stages on this rank."""
     return round(held.tokens * spec.hidden_size * held.item / held.shards)
 
 
-def kept_bytes(spec: ModelSpec, held: Held) -> int:
+def kept_bytes(spec: ModelSpec, held: RankWork) -> int:
     """Bytes that one micro-batch keeps in a stage from forward to backward: in its layers, for all of them the rotary
     tables, and in the head, or the output that the next stage gets."""
     rest = "selective" if held.recompute == "selective" else "none"
@@ -142,7 +142,7 @@ def kept_bytes(spec: ModelSpec, held: Held) -> int:
     return total + boundary_bytes(spec, held)
 
 
-def working_bytes(spec: ModelSpec, held: Held) -> int:
+def working_bytes(spec: ModelSpec, held: RankWork) -> int:
     """Bytes beside what is kept, at the worst moment of a backward.
 
     That is in the head, or in the last layer when what the head kept is gone; all other layers are still there then.
@@ -162,7 +162,7 @@ def working_bytes(spec: ModelSpec, held: Held) -> int:
     return max(in_head, layer - head) + moving * boundary_bytes(spec, held)
 
 
-def activation_bytes(spec: ModelSpec, held: Held, in_flight: int) -> int:
+def activation_bytes(spec: ModelSpec, held: RankWork, in_flight: int) -> int:
     """Bytes of activations of ``in_flight`` micro-batches, and of what backward works with."""
     return in_flight * kept_bytes(spec, held) + working_bytes(spec, held)
 

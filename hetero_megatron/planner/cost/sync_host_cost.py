@@ -17,7 +17,7 @@ Elements = TypeVar("Elements", float, NDArray[np.int64])
 
 
 @dataclass
-class Host:
+class RankHost:
     """One rank, whose buckets travel in one hop.
 
     Attributes:
@@ -48,8 +48,8 @@ class Host:
         return end
 
 
-class Hosts:
-    """:class:`Host` of all ranks at once, as arrays, for buckets that travel in any number of hops.
+class RankHosts:
+    """:class:`RankHost` of all ranks at once, as arrays, for buckets that travel in any number of hops.
 
     Args:
         slots: the most that a rank may have under way: :data:`IN_FLIGHT` where there are no second hops.
@@ -62,9 +62,7 @@ class Hosts:
         self.newest = np.full(ranks, -1)
         self.arrived, self.after = np.zeros((ranks, slots)), np.zeros((ranks, slots))
 
-    def start(
-        self, at: Ints, bucket: int, ready: Floats, pack: Floats | float, limited: bool = True
-    ) -> Floats:
+    def start(self, at: Ints, bucket: int, ready: Floats, pack: Floats | float, limited: bool = True) -> Floats:
         """When a hop of a bucket is packed: first its hop before has ended, and where the number of buckets under way
         is ``limited``, others too."""
         begin = np.maximum(ready + self.delay[at], self.last[at])

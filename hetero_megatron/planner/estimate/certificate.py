@@ -22,10 +22,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.planner.estimate.stage_table import NEARLY_NONE, Kind, per_layer
-from hetero_megatron.planner.estimate.template_score import Evaluator
-from hetero_megatron.planner.template.plan_template import StageShape
-from hetero_megatron.planner.template.search_space import Option, Space, batch_sizes, options, tp_degrees
+from hetero_megatron.planner.estimate.stage_table import NEARLY_NONE, StageKind, per_layer
+from hetero_megatron.planner.estimate.template_score import TemplateScorer
+from hetero_megatron.planner.template.plan_template import StageTemplate
+from hetero_megatron.planner.template.search_space import SearchSpace, StageOption, batch_sizes, options, tp_degrees
 from hetero_megatron.planner.time_budget import Late, never
 from hetero_megatron.spec import ModelSpec
 
@@ -35,7 +35,7 @@ STEPS = 9
 
 
 @dataclass(frozen=True)
-class Bound:
+class LowerBound:
     """No plan has a shorter step than ``seconds``."""
 
     seconds: float
@@ -46,11 +46,11 @@ class Bound:
         return step_seconds / self.seconds - 1 if self.seconds > 0 else math.inf
 
 
-class _Prices:
+class _PriceBound:
     """P(q) for all micro-batch sizes, at given prices."""
 
     def __init__(
-        self, evaluator: Evaluator, model: ModelSpec, batch: int, space: Space, enumerated: bool, late: Late
+        self, evaluator: TemplateScorer, model: ModelSpec, batch: int, space: SearchSpace, enumerated: bool, late: Late
     ) -> None:
         self.evaluator, self.model, self.batch, self.space = evaluator, model, batch, space
         self.enumerated, self.late = enumerated, late
@@ -61,18 +61,18 @@ class _Prices:
         self.prices = self._rates()
         self._rising: dict[int, tuple[list[Floats], list[Floats]]] = {}
 
-    def _options(self, size: int) -> list[Option]:
+    def _options(self, size: int) -> list[StageOption]:
         found = []
         for g, group in enumerate(self.pool.groups):
             every = group.per_node <= 4 or self.enumerated
             found += [o for o in options(self.pool, g, self.model, self.space, size, every) if o.dp <= MOST_INNER]
         return found
 
-    def seconds(self, option: Option, size: int, head: bool) -> Floats:
+    def seconds(self, option: StageOption, size: int, head: bool) -> Floats:
         """[in flight, layers] seconds of an inner stage (or the last one), at the memory of the most replicas."""
         # Where all is enumerated, shares of states may be unequal, down to none, and buckets smaller than assumed.
         replicas = NEARLY_NONE if self.enumerated else max(1, self.pool.chips // option.dp)
-        kind = Kind(
+        kind = StageKind(
             option.group, option.tp, option.dp, size, False, head, replicas, self.space.recompute,
             self.space.offload == "always", not self.enumerated,
         )  # fmt: skip
@@ -86,7 +86,7 @@ class _Prices:
             self._rising[size] = last, inner
         return self._rising[size]
 
-    def per_layer(self, option: Option, size: int) -> float:
+    def per_layer(self, option: StageOption, size: int) -> float:
         """Least seconds of one layer and micro-batch."""
         return per_layer(self.seconds(option, size, False)[0])
 
@@ -176,7 +176,7 @@ class _Prices:
             for o in rows:
                 fits = np.flatnonzero(np.isfinite(self.seconds(o, size, False)[0]))
                 if len(fits):
-                    whole = StageShape(o.group, o.tp, o.dp, int(fits[-1]))
+                    whole = StageTemplate(o.group, o.tp, o.dp, int(fits[-1]))
                     found.append(self.evaluator.saved_seconds(whole, True, True))
         return max(found)
 
@@ -196,12 +196,18 @@ def _intervals(most: int) -> list[tuple[int, int]]:
     return found
 
 
-def _most_stages(evaluator: Evaluator, model: ModelSpec) -> int:
+def _most_stages(evaluator: TemplateScorer, model: ModelSpec) -> int:
     return min(evaluator.tables.depth, model.num_layers + 2, evaluator.pool.chips)
 
 
 def assumptions(
-    method: str, evaluator: Evaluator, model: ModelSpec, batch: int, space: Space, enumerated: bool, everything: bool
+    method: str,
+    evaluator: TemplateScorer,
+    model: ModelSpec,
+    batch: int,
+    space: SearchSpace,
+    enumerated: bool,
+    everything: bool,
 ) -> tuple[str, ...]:
     """What plans a bound by ``method`` is over, and what they are taken to cost.
 
@@ -247,16 +253,16 @@ def _listed(numbers: Iterable[int]) -> str:
 
 
 def price_bound(
-    evaluator: Evaluator, model: ModelSpec, batch: int, space: Space, step_seconds: float, enumerated: bool = False,
-    late: Late = never,
-) -> Bound:  # fmt: skip
+    evaluator: TemplateScorer, model: ModelSpec, batch: int, space: SearchSpace, step_seconds: float,
+    enumerated: bool = False, late: Late = never,
+) -> LowerBound:  # fmt: skip
     """By prices; ``step_seconds``: of a plan that is known, so the bound is not above it.
 
     Args:
         enumerated: over all that the complete enumeration may choose: any TP degree, unequal shares of the states.
         late: when to stop; what was ruled out by then still is.
     """
-    prices = _Prices(evaluator, model, batch, space, enumerated, late)
+    prices = _PriceBound(evaluator, model, batch, space, enumerated, late)
     low, high = 0.0, step_seconds
     for step in range(STEPS):
         middle = high * 0.9 if step == 0 else (low + high) / 2
@@ -266,4 +272,4 @@ def price_bound(
             low = middle
         if late() or high - low < 2e-3 * high:
             break
-    return Bound(max(0.0, low - prices.most_saved()), "prices")
+    return LowerBound(max(0.0, low - prices.most_saved()), "prices")

@@ -16,24 +16,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.planner.context.lower_bound import speed_bound, token_seconds
-from hetero_megatron.planner.context.problem import ContextOptions, ContextProblem, Fabric, Member
+from hetero_megatron.planner.context.problem import ContextMember, ContextOptions, ContextProblem, Fabric
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.cost.operator_cost import Operators
-from hetero_megatron.planner.estimate.certificate import Bound
-from hetero_megatron.planner.estimate.template_score import Evaluator
+from hetero_megatron.planner.estimate.certificate import LowerBound
+from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, visible_pairs
 
 ROWS, DEGREES, PARTS = (1, 4, 32), (1, 2, 4, 8), (1, 2, 8, 64)
 
 
-def context_bound(found: Bound, evaluator: Evaluator, model: ModelSpec, batch: int) -> Bound:
+def context_bound(found: LowerBound, evaluator: TemplateScorer, model: ModelSpec, batch: int) -> LowerBound:
     """The smaller of a bound on plans without context groups and of the one on all plans."""
     seconds = work_bound(evaluator, model, batch)
-    return Bound(seconds, "work") if seconds < found.seconds else found
+    return LowerBound(seconds, "work") if seconds < found.seconds else found
 
 
-def work_bound(evaluator: Evaluator, model: ModelSpec, batch: int) -> float:
+def work_bound(evaluator: TemplateScorer, model: ModelSpec, batch: int) -> float:
     """Seconds in which no plan computes ``batch`` sequences."""
     best = {group.chip: _fastest(model, evaluator.costs, group.chip) for group in evaluator.pool.groups}
     members = [
@@ -54,13 +54,13 @@ def most_tokens(costs: CostModel, chips: Sequence[str], counts: NDArray[np.float
     return np.asarray((counts @ earned.T).min(axis=1))
 
 
-def _problem(model: ModelSpec, costs: CostModel, members: Sequence[Member]) -> ContextProblem:
+def _problem(model: ModelSpec, costs: CostModel, members: Sequence[ContextMember]) -> ContextProblem:
     fabric = Fabric(((0.0, 0.0),), (((0.0, 0.0),),))
     options = ContextOptions(head=False, embed=False, recompute="none")
     return ContextProblem(model, costs.seq_length, tuple(members), fabric, options)
 
 
-def _fastest(model: ModelSpec, costs: CostModel, chip: str) -> Member:
+def _fastest(model: ModelSpec, costs: CostModel, chip: str) -> ContextMember:
     """A chip at the best of its rates."""
     operators: Operators = costs.operators(chip)
     flops = layer_matmul_flops(model)
@@ -76,4 +76,4 @@ def _fastest(model: ModelSpec, costs: CostModel, chip: str) -> Member:
                 seconds = operators.attention(1 / tp, rows, costs.seq_length)
                 core = max(core, pairs * rows / tp / (seconds[0] * ratio[0]))
                 back = max(back, pairs * rows / tp / (seconds[1] * ratio[1]))
-    return Member((0,), 0, 0, gemm, core, 0.0, attention_backward=core / back)
+    return ContextMember((0,), 0, 0, gemm, core, 0.0, attention_backward=core / back)

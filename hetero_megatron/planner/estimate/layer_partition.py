@@ -145,9 +145,7 @@ def _bisect(seconds: list[Floats], links: Links, micro_batches: int) -> tuple[fl
     return best
 
 
-def _evenly(
-    seconds: list[Floats], links: Links, m: int
-) -> tuple[float, tuple[float, tuple[int, ...]] | None]:
+def _evenly(seconds: list[Floats], links: Links, m: int) -> tuple[float, tuple[float, tuple[int, ...]] | None]:
     """(no split has a faster slowest stage than this; a split to start from, None where there is none): under that
     limit, with what is too much taken from the slowest stages one by one."""
     each = np.stack(seconds)

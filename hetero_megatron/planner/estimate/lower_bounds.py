@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.planner.estimate.pipeline_time import Links
-from hetero_megatron.planner.estimate.template_score import Evaluator
-from hetero_megatron.planner.template.plan_template import StageShape
+from hetero_megatron.planner.estimate.template_score import TemplateScorer
+from hetero_megatron.planner.template.plan_template import StageTemplate
 
 Floats = NDArray[np.float64]
-Line = tuple[float, float]  # seconds of a stage without layers, and the least that each layer adds
+LineUnder = tuple[float, float]  # seconds of a stage without layers, and the least that each layer adds
 
 
-def line_under(seconds: Floats) -> Line:
+def line_under(seconds: Floats) -> LineUnder:
     """The highest line through the first entry that is nowhere above ``seconds`` (by layers; inf: does not fit)."""
     fits = np.flatnonzero(np.isfinite(seconds[1:])) + 1
     if not np.isfinite(seconds[0]):
@@ -26,7 +26,7 @@ def line_under(seconds: Floats) -> Line:
     return float(seconds[0]), max(slope, 1e-300)
 
 
-def floor(lines: Sequence[Line], layers: int, links: Links, micro_batches: int) -> float:
+def floor(lines: Sequence[LineUnder], layers: int, links: Links, micro_batches: int) -> float:
     """No split of the layers over stages of these lines takes less, in any schedule: one micro-batch goes through all
     stages, and the slowest stage does all of them, in the least time in which all stages together hold all layers."""
     ends = sum(own for own, _ in lines)
@@ -38,15 +38,15 @@ def floor(lines: Sequence[Line], layers: int, links: Links, micro_batches: int) 
     return max(ends + layers * each + sum(map(sum, links)), micro_batches * slowest)
 
 
-class Tails:
+class SyncBounds:
     """:meth:`Evaluator.least_after` of all splits of layers of a pipeline at once."""
 
-    def __init__(self, evaluator: Evaluator, layers: int) -> None:
+    def __init__(self, evaluator: TemplateScorer, layers: int) -> None:
         self.evaluator, self.layers = evaluator, layers
         self._rows: dict[tuple[object, ...], Floats] = {}
 
     def after(
-        self, stages: Sequence[StageShape], ways: NDArray[np.int32], backward: Floats, links: Links,
+        self, stages: Sequence[StageTemplate], ways: NDArray[np.int32], backward: Floats, links: Links,
         pipelines: int,
     ) -> Floats:  # fmt: skip
         """[ways]. ``ways`` [ways, stages]: layers; ``backward`` [ways, stages]: seconds, messages of the host
@@ -63,7 +63,7 @@ class Tails:
             drain, most = drain + own + (links[s][1] if s < last else 0.0), np.maximum(most, saved)
         return np.asarray(after + update - most)
 
-    def _of(self, stage: StageShape, pipelines: int, embed: bool, head: bool) -> Floats:
+    def _of(self, stage: StageTemplate, pipelines: int, embed: bool, head: bool) -> Floats:
         """[4, layers]: seconds of gradients, their latency, of what follows; what the first backward saves."""
         key = (stage.group, stage.tp, stage.dp, pipelines, embed, head)
         if key not in self._rows:

@@ -16,8 +16,8 @@ from hetero_megatron.cluster import Link
 from hetero_megatron.plan import supports
 from hetero_megatron.planner.cost.layer_cost import CostModel, StageChoice
 from hetero_megatron.planner.estimate.pipeline_time import Link as Transfers
-from hetero_megatron.planner.template.device_pool import Pool
-from hetero_megatron.planner.template.plan_template import StageShape
+from hetero_megatron.planner.template.device_pool import DevicePool
+from hetero_megatron.planner.template.plan_template import StageTemplate
 
 Floats = NDArray[np.float64]
 RECOMPUTES = ("none", "selective", "full")
@@ -25,7 +25,7 @@ NEARLY_NONE = 1e6  # replicas, of whose states each owns next to nothing
 
 
 @dataclass(frozen=True)
-class Kind:
+class StageKind:
     """What a table depends on. ``recompute``: None leaves the choice to the table; ``buckets``: whether they take
     memory."""
 
@@ -82,7 +82,7 @@ def per_layer(seconds: Floats) -> float:
 
 
 @dataclass(frozen=True)
-class _Unit:
+class _StageSeconds:
     """Seconds of a kind, whatever the memory: forward [layers], backward [levels of recompute, layers], and what
     it costs to run one layer again."""
 
@@ -91,7 +91,7 @@ class _Unit:
     again: float
 
 
-class Tables:
+class StageTables:
     """Tables of one cost model over one pool, for up to ``layers`` layers and ``depth`` micro-batches in flight.
 
     Args:
@@ -99,35 +99,39 @@ class Tables:
     """
 
     def __init__(
-        self, costs: CostModel, pool: Pool, layers: int, depth: int, offload: frozenset[str] = frozenset()
+        self, costs: CostModel, pool: DevicePool, layers: int, depth: int, offload: frozenset[str] = frozenset()
     ) -> None:
         self.costs, self.pool, self.layers, self.depth = costs, pool, layers, max(1, depth)
         self.offload = offload
         self._layers = np.arange(layers + 1)
-        self._tables: dict[Kind, StageTable] = {}
-        self._shallow: dict[tuple[Kind, int], StageTable] = {}
-        self._seconds: dict[tuple[object, ...], _Unit] = {}
+        self._tables: dict[StageKind, StageTable] = {}
+        self._shallow: dict[tuple[StageKind, int], StageTable] = {}
+        self._seconds: dict[tuple[object, ...], _StageSeconds] = {}
         self._rooms: dict[tuple[object, ...], Floats] = {}
         self._links: dict[tuple[object, ...], Transfers] = {}
         self._kept: dict[tuple[object, ...], Floats] = {}
-        self._fastest: dict[tuple[object, ...], StageShape | None] = {}
+        self._fastest: dict[tuple[object, ...], StageTemplate | None] = {}
         self.first = supports("recompute.first")
 
-    def over(self, pool: Pool, costs: CostModel | None = None, offload: frozenset[str] | None = None) -> Tables:
+    def over(
+        self, pool: DevicePool, costs: CostModel | None = None, offload: frozenset[str] | None = None
+    ) -> StageTables:
         """The same over other chips, with other costs, or with optimizers elsewhere."""
-        return Tables(costs or self.costs, pool, self.layers, self.depth, self.offload if offload is None else offload)
+        return StageTables(
+            costs or self.costs, pool, self.layers, self.depth, self.offload if offload is None else offload
+        )
 
     def offloads(self, group: int) -> bool:
         return self.pool.groups[group].chip in self.offload
 
-    def choice(self, stage: StageShape, embed: bool, head: bool) -> StageChoice:
+    def choice(self, stage: StageTemplate, embed: bool, head: bool) -> StageChoice:
         group = self.pool.groups[stage.group]
         return StageChoice(
             group.chip, stage.tp, stage.dp, stage.layers, embed, head, stage.recompute, stage.first, stage.offload,
             group.home,
         )  # fmt: skip
 
-    def table(self, kind: Kind, depth: int | None = None) -> StageTable:
+    def table(self, kind: StageKind, depth: int | None = None) -> StageTable:
         """``depth``: only so many rows, where the caller needs no more."""
         if kind in self._tables:
             return self._tables[kind]
@@ -139,13 +143,13 @@ class Tables:
         return self._shallow[kind, depth]
 
     def fastest(
-        self, stage: StageShape, size: int, embed: bool, head: bool, in_flight: int, replicas: float
-    ) -> StageShape | None:
+        self, stage: StageTemplate, size: int, embed: bool, head: bool, in_flight: int, replicas: float
+    ) -> StageTemplate | None:
         """The stage with the fastest recompute that fits; None when none does."""
         key = (stage, size, embed, head, in_flight, replicas)
         if key not in self._fastest:
             table = self.table(
-                Kind(stage.group, stage.tp, stage.dp, size, embed, head, replicas, offload=stage.offload)
+                StageKind(stage.group, stage.tp, stage.dp, size, embed, head, replicas, offload=stage.offload)
             )
             made = None
             if table.seconds[table.row(in_flight), stage.layers] < float("inf"):
@@ -154,7 +158,7 @@ class Tables:
             self._fastest[key] = made
         return self._fastest[key]
 
-    def _unit(self, kind: Kind) -> _Unit:
+    def _unit(self, kind: StageKind) -> _StageSeconds:
         key = (kind.group, kind.tp, kind.dp, kind.micro_batch_size, kind.embed, kind.head)
         if key not in self._seconds:
             chip, b = self.pool.groups[kind.group].chip, kind.micro_batch_size
@@ -169,22 +173,22 @@ class Tables:
             found = [line("forward_seconds", "none"), *(line("backward_seconds", r) for r in RECOMPUTES)]
             seconds = np.array([a + message + b * self._layers for a, b in found], np.float64)
             again = found[1 + RECOMPUTES.index("full")][1] - found[1 + RECOMPUTES.index("none")][1]
-            self._seconds[key] = _Unit(seconds[0], seconds[1:], again)
+            self._seconds[key] = _StageSeconds(seconds[0], seconds[1:], again)
         return self._seconds[key]
 
-    def _stage(self, kind: Kind, recompute: str, layers: int) -> StageChoice:
+    def _stage(self, kind: StageKind, recompute: str, layers: int) -> StageChoice:
         group, offload = self.pool.groups[kind.group], kind.offload or self.offloads(kind.group)
         return StageChoice(
             group.chip, kind.tp, kind.dp, layers, kind.embed, kind.head, recompute, 0, offload, group.home
         )
 
-    def _states(self, kind: Kind) -> Floats:
+    def _states(self, kind: StageKind) -> Floats:
         """Bytes of states and overhead, by layers."""
         stages = (self._stage(kind, "none", n) for n in (1, 2))
         one, two = (self.costs.overhead(s.chip) + sum(self.costs.states(s, kind.replicas)) for s in stages)
         return np.asarray(2 * one - two + (two - one) * self._layers, np.float64)
 
-    def _make(self, kind: Kind, depth: int) -> StageTable:
+    def _make(self, kind: StageKind, depth: int) -> StageTable:
         unit, room = self._unit(kind), self._room(kind)
         levels: tuple[str, ...] = RECOMPUTES
         each = unit.backward
@@ -204,7 +208,7 @@ class Tables:
         seconds = np.asarray(best + unit.forward, np.float64)
         return StageTable(seconds, unit.forward, levels, kept, each, room, first)
 
-    def _room(self, kind: Kind) -> Floats:
+    def _room(self, kind: StageKind) -> Floats:
         """Bytes that states and buckets leave for activations, by layers; -1 where they do not fit themselves. They
         depend neither on the micro-batch nor on recompute."""
         key = (kind.group, kind.tp, kind.dp, kind.embed, kind.head, kind.replicas, kind.offload, kind.buckets)
@@ -215,7 +219,7 @@ class Tables:
             self._rooms[key] = np.where(buffers <= free, free, -1.0).astype(np.float64)
         return self._rooms[key]
 
-    def _buffers(self, kind: Kind) -> Floats:
+    def _buffers(self, kind: StageKind) -> Floats:
         """Bytes of buckets under way, by layers."""
         moving, adding, together, largest = self.costs.buffering(self._stage(kind, "none", 1), kind.replicas)
         none, one = (self.costs.most_held(kind.tp, n, kind.embed, kind.head) for n in (0, 1))
@@ -223,7 +227,7 @@ class Tables:
         found = np.maximum(moving * np.minimum(held, together), adding * np.minimum(held, largest))
         return np.asarray(found, np.float64)
 
-    def _kept_bytes(self, kind: Kind, depth: int) -> tuple[Floats, Floats]:
+    def _kept_bytes(self, kind: StageKind, depth: int) -> tuple[Floats, Floats]:
         """Bytes of activations [levels of recompute, in flight, layers], and what running a layer again saves
         [in flight, 1]."""
         ends, per, work = self._activations(kind)
@@ -232,7 +236,7 @@ class Tables:
         save = k * (per[RECOMPUTES.index("none")] - per[RECOMPUTES.index("full")])
         return kept, save
 
-    def _activations(self, kind: Kind) -> tuple[Floats, Floats, Floats]:
+    def _activations(self, kind: StageKind) -> tuple[Floats, Floats, Floats]:
         """(bytes of the ends, bytes per layer, bytes that backward works with), each [levels of recompute, 1]:
         activations are in_flight x (ends + layers x per layer) + working. They do not depend on replicas."""
         key = (kind.group, kind.tp, kind.dp, kind.micro_batch_size, kind.embed, kind.head)
@@ -247,7 +251,7 @@ class Tables:
         ends, each, work = self._kept[key]
         return ends, each, work
 
-    def boundary(self, a: StageShape, b: StageShape, size: int, same_node: bool, sharing: int = 1) -> Transfers:
+    def boundary(self, a: StageTemplate, b: StageTemplate, size: int, same_node: bool, sharing: int = 1) -> Transfers:
         """Seconds of one transfer from stage ``a`` to stage ``b``, and back; ``sharing``: such transfers at a time over
         a node's cards."""
         key = (a.group, a.tp, a.dp, b.group, b.tp, b.dp, size, same_node, sharing)
@@ -257,18 +261,18 @@ class Tables:
             )  # fmt: skip
         return self._links[key]
 
-    def _one_way(self, a: StageShape, b: StageShape, size: int, same_node: bool, sharing: int) -> float:
+    def _one_way(self, a: StageTemplate, b: StageTemplate, size: int, same_node: bool, sharing: int) -> float:
         inside = same_node or self.pool.link(a.group, b.group) is None
         link = self.pool.link(a.group, b.group, inside)
         assert link is not None, "two stages with no link between them"
         # All share the cards, which do as much as their fastest link; none is faster than its own link.
         cards = max(link.bandwidth, min(self.pool.fastest(s.group) for s in (a, b)))
         link = Link(min(link.bandwidth, cards / sharing), link.latency)
-        first, second = (self.choice(StageShape(s.group, s.tp, s.dp), False, False) for s in (a, b))
+        first, second = (self.choice(StageTemplate(s.group, s.tp, s.dp), False, False) for s in (a, b))
         homes = self.costs.home(first).name, self.costs.home(second).name
         alone = self.costs.rates.between(homes[0], homes[1], inside).between_chips(None)
         return self.costs.boundary_seconds(first, second, size, link, same_node, alone)
 
-    def likely_same_node(self, a: StageShape, b: StageShape) -> bool:
+    def likely_same_node(self, a: StageTemplate, b: StageTemplate) -> bool:
         """Whether neighbouring stages can lie in one node."""
         return a.group == b.group and a.chips + b.chips <= self.pool.groups[a.group].per_node

@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 
 from hetero_megatron.plan.buckets import BUCKET_BYTES
 from hetero_megatron.planner.cost.layer_cost import CostModel
-from hetero_megatron.planner.cost.link_model import Network
+from hetero_megatron.planner.cost.link_model import LinkModel
 from hetero_megatron.planner.cost.sync_host_cost import back_copies
-from hetero_megatron.planner.template.device_pool import Pool
-from hetero_megatron.planner.template.node_classes import At, Ground
-from hetero_megatron.planner.template.plan_template import Candidate, StageShape
+from hetero_megatron.planner.template.device_pool import DevicePool
+from hetero_megatron.planner.template.node_classes import At, NodeClasses
+from hetero_megatron.planner.template.plan_template import PlanTemplate, StageTemplate
 
 Port = tuple[int, ...]  # the cards of each node of a class; (part, stage, 0): the own link of each of the stage's chips
 
 
 @dataclass(frozen=True)
-class Way:
+class LinkPrice:
     """From a group to another (or itself, between nodes or inside one): seconds per message, per byte through the
     sender's and the receiver's port, per byte between two ends, and between two chips in a collective; host seconds per
     message."""
@@ -39,14 +39,14 @@ class Way:
     message: float
 
 
-class Ways:
+class LinkTable:
     """All of a pool's."""
 
-    def __init__(self, pool: Pool, costs: CostModel) -> None:
-        self.pool, self.network = pool, Network(costs.rates)
-        self._known: dict[tuple[int, int, bool], Way | None] = {}
+    def __init__(self, pool: DevicePool, costs: CostModel) -> None:
+        self.pool, self.network = pool, LinkModel(costs.rates)
+        self._known: dict[tuple[int, int, bool], LinkPrice | None] = {}
 
-    def between(self, g: int, h: int, inside: bool = False) -> Way | None:
+    def between(self, g: int, h: int, inside: bool = False) -> LinkPrice | None:
         """None where there is no such link."""
         key = (g, h, inside)
         if key not in self._known:
@@ -54,7 +54,7 @@ class Ways:
             self._known[key] = self._make(g, h, inside) if there else None
         return self._known[key]
 
-    def _make(self, g: int, h: int, inside: bool) -> Way:
+    def _make(self, g: int, h: int, inside: bool) -> LinkPrice:
         ranks, groups = self.network.ranks, self.pool.groups
         a = groups[g].ranks[0][0]
         b = groups[g].ranks[0][1] if inside else groups[h].ranks[-1 if g == h else 0][0]
@@ -63,11 +63,11 @@ class Ways:
         alpha, beta = rates.collective("all_to_all")
         out, into = (min(beta, self.network.fastest(name, inside)) for name in (first, second))
         link, pair = min(rates.beta, beta), rates.between_chips("all_to_all")
-        return Way(alpha, rates.alpha, out, into, link, pair, self.network.message_seconds(a, b))
+        return LinkPrice(alpha, rates.alpha, out, into, link, pair, self.network.message_seconds(a, b))
 
 
 @dataclass
-class Run:
+class SyncSegment:
     """Layers (or ends) with the same holders, which travel together; all per byte of an element.
 
     Attributes:
@@ -95,17 +95,17 @@ class Run:
 
 
 @dataclass
-class Loads:
+class SyncLoads:
     """``runs`` in the order of backward; by stage: ``shared``, the sum over its layers of dp / copies."""
 
-    runs: list[Run] = field(default_factory=list)
+    runs: list[SyncSegment] = field(default_factory=list)
     shared: dict[At, float] = field(default_factory=lambda: defaultdict(float))
 
 
-def sync_loads(candidate: Candidate, ground: Ground, ways: Ways, costs: CostModel) -> Loads:
+def sync_loads(candidate: PlanTemplate, ground: NodeClasses, ways: LinkTable, costs: CostModel) -> SyncLoads:
     """Of all layers, embedding and head."""
-    loads = Loads()
-    spans: list[tuple[At, int, int, StageShape, int]] = []
+    loads = SyncLoads()
+    spans: list[tuple[At, int, int, StageTemplate, int]] = []
     for p, part in enumerate(candidate.parts):
         start = 0
         for s, stage in enumerate(part.shape.stages):
@@ -133,7 +133,7 @@ def sync_loads(candidate: Candidate, ground: Ground, ways: Ways, costs: CostMode
             continue
         if holders != before:
             share = {at: stages[at].tp * stages[at].share / total for at in holders}
-            loads.runs.append(Run(dict.fromkeys(holders, 0.0), {}, copies, ranks, total, share))
+            loads.runs.append(SyncSegment(dict.fromkeys(holders, 0.0), {}, copies, ranks, total, share))
         run, before = loads.runs[-1], holders
         for at in holders:
             run.held[at] += costs.most_held(stages[at].tp, layers, end == "embed", end == "head")
@@ -145,7 +145,7 @@ def sync_loads(candidate: Candidate, ground: Ground, ways: Ways, costs: CostMode
     return loads
 
 
-def _price(run: Run, ground: Ground, stages: Mapping[At, StageShape], ways: Ways) -> None:
+def _price(run: SyncSegment, ground: NodeClasses, stages: Mapping[At, StageTemplate], ways: LinkTable) -> None:
     """Seconds per byte of an element on every port, and between the two most loaded ends. Equal nodes have equal
     ports, so each class of them is priced once."""
     nodes: Counter[int] = Counter()  # shares of the ranks on a node of each class
@@ -200,7 +200,7 @@ def _price(run: Run, ground: Ground, stages: Mapping[At, StageShape], ways: Ways
 
 
 def own_seconds(
-    run: Run, at: At, costs: CostModel, chip: str, item: float, spread: bool
+    run: SyncSegment, at: At, costs: CostModel, chip: str, item: float, spread: bool
 ) -> tuple[float, float]:
     """(before, after) a rank's part of a run travels, as :meth:`Synchronisation.host_seconds` has it."""
     rates, held = costs.chip_rates(chip), run.held[at]
@@ -213,7 +213,7 @@ def own_seconds(
     return (0.0 if dense else given) * rates.pack + fixed, (taken + own) * rates.add + fixed * run.ranks
 
 
-def bounded(ways: Ways, group: int, pool: Pool, near: bool) -> tuple[float, float]:
+def bounded(ways: LinkTable, group: int, pool: DevicePool, near: bool) -> tuple[float, float]:
     """(least seconds per byte that a port of a node of ``group`` can do in either direction, least latency), for lower
     bounds."""
     others: Sequence[int] = [group] if near else range(len(pool.groups))

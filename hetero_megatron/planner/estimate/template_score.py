@@ -14,20 +14,33 @@ from functools import cached_property
 
 from hetero_megatron.plan.buckets import IN_FLIGHT
 from hetero_megatron.planner.cost.memory import equal_shares, held_elements
-from hetero_megatron.planner.cost.sync_host_cost import Host
+from hetero_megatron.planner.cost.sync_host_cost import RankHost
 from hetero_megatron.planner.estimate.pipeline_time import Link, Links, closed_form, seconds
-from hetero_megatron.planner.estimate.stage_table import Tables
-from hetero_megatron.planner.estimate.sync_loads import Loads, Run, Ways, bounded, own_seconds, sync_loads
-from hetero_megatron.planner.template.device_pool import Pool
-from hetero_megatron.planner.template.node_classes import At, Ground, chips_key, ground_of
-from hetero_megatron.planner.template.placement import Placed, place
-from hetero_megatron.planner.template.plan_template import Candidate, Part, PipelineShape, StageShape, in_flight
+from hetero_megatron.planner.estimate.stage_table import StageTables
+from hetero_megatron.planner.estimate.sync_loads import (
+    LinkTable,
+    SyncLoads,
+    SyncSegment,
+    bounded,
+    own_seconds,
+    sync_loads,
+)
+from hetero_megatron.planner.template.device_pool import DevicePool
+from hetero_megatron.planner.template.node_classes import At, NodeClasses, chips_key, node_classes
+from hetero_megatron.planner.template.placement import PlacedTemplate, place
+from hetero_megatron.planner.template.plan_template import (
+    PipelineReplicas,
+    PipelineTemplate,
+    PlanTemplate,
+    StageTemplate,
+    in_flight,
+)
 
 EXACT = 400_000  # micro-batches x stages of one pipeline above which the recurrence is extrapolated
 
 
 @dataclass(frozen=True)
-class Score:
+class TemplateScore:
     """Seconds of a step and, per part, of its pipelines; ``over``: bytes by which the worst stage exceeds its chip
     (0: fits)."""
 
@@ -49,39 +62,39 @@ class StageSeconds:
     saved: float
 
 
-class Evaluator:
+class TemplateScorer:
     """Scores candidates over one pool. What plans have in common is kept: where stages of the same chips lie, seconds
     of equal stages and pipelines."""
 
-    def __init__(self, tables: Tables, pool: Pool, like: Evaluator | None = None) -> None:
+    def __init__(self, tables: StageTables, pool: DevicePool, like: TemplateScorer | None = None) -> None:
         """``like``: one over the same tables, whose stages and pipelines cost the same."""
         self.tables, self.pool, self.costs = tables, pool, tables.costs
-        self.ways = Ways(pool, tables.costs)
+        self.ways = LinkTable(pool, tables.costs)
         self.node = {
             r: (g, n) for g, group in enumerate(pool.groups) for n, ranks in enumerate(group.ranks) for r in ranks
         }
         self.evaluated = 0
         self._tails: dict[tuple[object, ...], tuple[float, float, float]] = {}
-        self._grounds: dict[tuple[object, ...], Ground | None] = {}
-        self._stages: dict[tuple[StageShape, int, bool, bool], StageSeconds] = like._stages if like else {}
+        self._grounds: dict[tuple[object, ...], NodeClasses | None] = {}
+        self._stages: dict[tuple[StageTemplate, int, bool, bool], StageSeconds] = like._stages if like else {}
         self._pipelines: dict[tuple[object, ...], float] = like._pipelines if like else {}
         self._needs: dict[tuple[object, ...], tuple[float, int]] = like._needs if like else {}
         self._barriers: dict[tuple[int, ...], float] = {}
 
-    def score(self, candidate: Candidate, limit: float = math.inf) -> Score | None:
+    def score(self, candidate: PlanTemplate, limit: float = math.inf) -> TemplateScore | None:
         """None when the TP groups do not pack into the nodes. ``limit``: of a step that takes at least so long, a lower
         bound will do."""
         key = chips_key(candidate)
         if key not in self._grounds:
             placed = place(candidate, self.pool)
-            self._grounds[key] = None if placed is None else ground_of(placed, self.node)
+            self._grounds[key] = None if placed is None else node_classes(placed, self.node)
         ground = self._grounds[key]
         return None if ground is None else self._score(candidate, ground, limit)
 
-    def score_placed(self, placed: Placed) -> Score:
-        return self._score(placed.candidate, ground_of(placed, self.node))
+    def score_placed(self, placed: PlacedTemplate) -> TemplateScore:
+        return self._score(placed.candidate, node_classes(placed, self.node))
 
-    def _score(self, candidate: Candidate, ground: Ground, limit: float = math.inf) -> Score:
+    def _score(self, candidate: PlanTemplate, ground: NodeClasses, limit: float = math.inf) -> TemplateScore:
         self.evaluated += 1
         by_part = [
             max(self._known_seconds(part.shape, part.num_micro_batches, candidate.schedule, near) for near in rows)
@@ -90,22 +103,22 @@ class Evaluator:
         if limit < math.inf:
             least = max(self._least_end(part, x, candidate.pipelines) for part, x in zip(candidate.parts, by_part))
             if least >= limit:
-                return Score(least, tuple(by_part))
+                return TemplateScore(least, tuple(by_part))
         end, over = self._ends(candidate, ground, by_part)
-        return Score(end, tuple(by_part), over)
+        return TemplateScore(end, tuple(by_part), over)
 
-    def _least_end(self, part: Part, seconds_: float, pipelines: int) -> float:
+    def _least_end(self, part: PipelineReplicas, seconds_: float, pipelines: int) -> float:
         """Of a step, at least, when the pipelines of a part are known to take so long."""
         shape = part.shape
         return seconds_ + self.least_after(shape.stages, shape.micro_batch_size, self.links(shape), pipelines)
 
-    def _known_seconds(self, shape: PipelineShape, m: int, schedule: str, near: tuple[int, ...]) -> float:
+    def _known_seconds(self, shape: PipelineTemplate, m: int, schedule: str, near: tuple[int, ...]) -> float:
         key = (shape, m, schedule, near)
         if key not in self._pipelines:
             self._pipelines[key] = self.pipeline_seconds(shape, m, schedule, near)
         return self._pipelines[key]
 
-    def least(self, candidate: Candidate) -> float:
+    def least(self, candidate: PlanTemplate) -> float:
         """Lower bound on the step of a candidate, wherever it lies: of each of its pipelines, the closed form over the
         better of the links that each boundary may have, and what follows at least."""
         worst = 0.0
@@ -117,12 +130,12 @@ class Evaluator:
             worst = max(worst, compute + self.least_after(stages, shape.micro_batch_size, link, candidate.pipelines))
         return worst
 
-    def _least_link(self, a: StageShape, b: StageShape, size: int) -> Link:
+    def _least_link(self, a: StageTemplate, b: StageTemplate, size: int) -> Link:
         places = (True, False) if self.tables.likely_same_node(a, b) else (False,)
         found = [self.tables.boundary(a, b, size, near) for near in places]
         return min(there for there, _ in found), min(back for _, back in found)
 
-    def stage(self, stage: StageShape, size: int, embed: bool, head: bool) -> StageSeconds:
+    def stage(self, stage: StageTemplate, size: int, embed: bool, head: bool) -> StageSeconds:
         """Of one micro-batch of ``size`` sequences."""
         key = (stage, size, embed, head)
         if key not in self._stages:
@@ -130,9 +143,7 @@ class Evaluator:
             choice = self.tables.choice(stage, embed, head)
             messages = costs.message_seconds(choice.chip) * ((not embed) + (not head))
             own = costs.backward_seconds(choice, size)
-            bare, plain = (
-                costs.backward_seconds(self.tables.choice(stage, False, end), size) for end in (False, head)
-            )
+            bare, plain = (costs.backward_seconds(self.tables.choice(stage, False, end), size) for end in (False, head))
             layer = (bare - costs.action_seconds(choice.chip)) / stage.layers if stage.layers else 0.0
             saved = costs.held_elements(choice) * costs.item * costs.chip_rates(choice.chip).accumulate_beta
             self._stages[key] = StageSeconds(
@@ -140,20 +151,20 @@ class Evaluator:
             )
         return self._stages[key]
 
-    def saved_seconds(self, stage: StageShape, embed: bool, head: bool) -> float:
+    def saved_seconds(self, stage: StageTemplate, embed: bool, head: bool) -> float:
         """What the first backward of a step takes less than the others."""
         return self.stage(stage, stage.dp, embed, head).saved
 
-    def _each(self, shape: PipelineShape) -> list[StageSeconds]:
+    def _each(self, shape: PipelineTemplate) -> list[StageSeconds]:
         last = len(shape.stages) - 1
         return [self.stage(x, shape.micro_batch_size, s == 0, s == last) for s, x in enumerate(shape.stages)]
 
-    def stage_seconds(self, shape: PipelineShape) -> tuple[list[float], list[float]]:
+    def stage_seconds(self, shape: PipelineTemplate) -> tuple[list[float], list[float]]:
         """(forward, backward) per stage of one micro-batch, messages of the host included."""
         found = self._each(shape)
         return [x.forward for x in found], [x.backward for x in found]
 
-    def links(self, shape: PipelineShape, sharing: Sequence[int] | None = None) -> list[Link]:
+    def links(self, shape: PipelineTemplate, sharing: Sequence[int] | None = None) -> list[Link]:
         """Seconds of the transfers over each boundary; ``sharing``: 0 in one node, else the pipelines at its cards."""
         found = []
         for s, (a, b) in enumerate(zip(shape.stages, shape.stages[1:])):
@@ -163,7 +174,7 @@ class Evaluator:
 
     def pipeline_seconds(
         self,
-        shape: PipelineShape,
+        shape: PipelineTemplate,
         micro_batches: int,
         schedule: str,
         sharing: Sequence[int] | None = None,
@@ -179,7 +190,7 @@ class Evaluator:
         a, b = (seconds(forward, backward, link, n, schedule) for n in (few, 2 * few))
         return b + (b - a) / few * (micro_batches - 2 * few)
 
-    def least_after(self, stages: Sequence[StageShape], size: int, links: Links, pipelines: int) -> float:
+    def least_after(self, stages: Sequence[StageTemplate], size: int, links: Links, pipelines: int) -> float:
         """Lower bound on what follows the end of a pipeline with these stages, in any plan of ``pipelines`` pipelines:
         synchronisation over the best link that replicas could have between them, no states to update if others may."""
         after, drain, saved, last = 0.0, 0.0, 0.0, len(stages) - 1
@@ -210,7 +221,7 @@ class Evaluator:
             low, high = (low, middle) if most(middle) >= total else (middle, high)
         return low
 
-    def least_tail(self, stage: StageShape, pipelines: int, embed: bool, head: bool) -> tuple[float, float, float]:
+    def least_tail(self, stage: StageTemplate, pipelines: int, embed: bool, head: bool) -> tuple[float, float, float]:
         """(seconds that the stage's gradients travel at least, latency of that, seconds of what follows when all are
         summed), by which :meth:`least_after` goes."""
         key = (stage.group, stage.tp, stage.dp, stage.layers, stage.offload, pipelines, embed, head)
@@ -218,7 +229,7 @@ class Evaluator:
             self._tails[key] = self._least_tail(stage, pipelines, embed, head)
         return self._tails[key]
 
-    def _least_tail(self, stage: StageShape, pipelines: int, embed: bool, head: bool) -> tuple[float, float, float]:
+    def _least_tail(self, stage: StageTemplate, pipelines: int, embed: bool, head: bool) -> tuple[float, float, float]:
         choice = self.tables.choice(stage, embed, head)
         # Other pipelines may own nearly all states.
         optimizer = self.costs.optimizer_seconds(choice, math.inf if pipelines > 1 else 1)
@@ -234,7 +245,7 @@ class Evaluator:
         wire = moved / rate if rate else 0.0
         return wire * item, min(a, b), optimizer + wire * self.costs.item + min(a, b)
 
-    def _ends(self, candidate: Candidate, ground: Ground, by_part: Sequence[float]) -> tuple[float, int]:
+    def _ends(self, candidate: PlanTemplate, ground: NodeClasses, by_part: Sequence[float]) -> tuple[float, int]:
         """(when all parameters are updated everywhere; bytes over)."""
         loads = sync_loads(candidate, ground, self.ways, self.costs)
         times = self._backward_ends(candidate, by_part)
@@ -253,7 +264,7 @@ class Evaluator:
 
     def _travel(
         self,
-        loads: Loads,
+        loads: SyncLoads,
         chips: Mapping[At, str],
         idle: Mapping[At, float],
         times: Mapping[At, _LastBackward] | None,
@@ -261,7 +272,7 @@ class Evaluator:
     ) -> dict[At, float]:
         """When the ranks of each stage are done with all runs: gradients as ``times`` has them, else parameters. The
         rules are those of ``simulate.grad_sync.Synchronisation``, but a run's buckets are taken together."""
-        hosts = {at: Host() for at in idle}
+        hosts = {at: RankHost() for at in idle}
         free: dict[object, float] = {}
         sharded = self.costs.options.sharded
         for run in loads.runs:
@@ -291,7 +302,7 @@ class Evaluator:
                 hosts[at].delay += seconds_ * (1 - share)
         return {at: host.finish(idle[at]) for at, host in hosts.items()}
 
-    def _barrier_seconds(self, candidate: Candidate) -> float:
+    def _barrier_seconds(self, candidate: PlanTemplate) -> float:
         """As :mod:`hetero_megatron.planner.simulate.step` has it: once around a ring of all ranks."""
         usage = candidate.usage(len(self.pool.groups))
         used, ranks = tuple(g for g, n in enumerate(usage) if n), sum(usage)
@@ -302,7 +313,7 @@ class Evaluator:
             self._barriers[used] = max((way.single + way.message for way in known), default=0.0)
         return (ranks - 1) * self._barriers[used]
 
-    def _states(self, candidate: Candidate, loads: Loads) -> tuple[dict[At, float], int]:
+    def _states(self, candidate: PlanTemplate, loads: SyncLoads) -> tuple[dict[At, float], int]:
         """(seconds of each stage's optimizer, bytes over)."""
         update: dict[At, float] = {}
         over = 0
@@ -323,7 +334,7 @@ class Evaluator:
                 over = max(over, beyond)
         return update, over
 
-    def _backward_ends(self, candidate: Candidate, by_part: Sequence[float]) -> dict[At, _LastBackward]:
+    def _backward_ends(self, candidate: PlanTemplate, by_part: Sequence[float]) -> dict[At, _LastBackward]:
         """Of every stage's last backward (the first stage's is the last of all)."""
         found: dict[At, _LastBackward] = {}
         for p, part in enumerate(candidate.parts):
@@ -348,7 +359,7 @@ class _LastBackward:
     plain: float
     layers: int
 
-    def span(self, run: Run, at: At, share: float) -> tuple[float, float]:
+    def span(self, run: SyncSegment, at: At, share: float) -> tuple[float, float]:
         """When the gradients of the first and of the last bucket of a run are there."""
         lowest = run.lowest[at]
         last = self.done if run.embed else self.begin + self.plain - lowest * self.layer
@@ -364,8 +375,8 @@ def exposed(reduce: float, backward: float, layers: int) -> float:
 
 
 def best_recompute(
-    tables: Tables, shape: PipelineShape, schedule: str, micro_batches: int, replicas: int
-) -> PipelineShape | None:
+    tables: StageTables, shape: PipelineTemplate, schedule: str, micro_batches: int, replicas: int
+) -> PipelineTemplate | None:
     """The shape with the fastest recompute of each stage that fits; None when a stage does not."""
     alive = in_flight(schedule, len(shape.stages), micro_batches)
     size, last = shape.micro_batch_size, len(shape.stages) - 1
@@ -375,4 +386,4 @@ def best_recompute(
         if made is None:
             return None
         stages.append(made)
-    return PipelineShape(size, tuple(stages))
+    return PipelineTemplate(size, tuple(stages))

@@ -8,20 +8,20 @@ from dataclasses import dataclass, field, replace
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import from_megatron
-from hetero_megatron.planner.estimate.certificate import Bound, assumptions, price_bound
+from hetero_megatron.planner.estimate.certificate import LowerBound, assumptions, price_bound
 from hetero_megatron.planner.estimate.context_certificate import context_bound
 from hetero_megatron.planner.estimate.template_score import best_recompute
 from hetero_megatron.planner.report.prediction import format_seconds
 from hetero_megatron.planner.report.rejected import Rejected, fastest_rejected, nearest_rejected
-from hetero_megatron.planner.search.driver import Result, make_evaluator, search
-from hetero_megatron.planner.search.incumbent import Choice, SearchOptions, concrete
-from hetero_megatron.planner.search.uniform import Uniform, few_uniform, uniform_plans
+from hetero_megatron.planner.search.driver import SearchResult, make_evaluator, search
+from hetero_megatron.planner.search.incumbent import JudgedPlan, SearchOptions, judge_template
+from hetero_megatron.planner.search.uniform import UniformPlan, few_uniform, uniform_plans
 from hetero_megatron.planner.simulate.step import Prediction, predict
 from hetero_megatron.planner.template.placement import shrink
-from hetero_megatron.planner.template.plan_template import Candidate, Part, PipelineShape, describe
-from hetero_megatron.planner.time_budget import Watch, never
+from hetero_megatron.planner.template.plan_template import PipelineReplicas, PipelineTemplate, PlanTemplate, describe
+from hetero_megatron.planner.time_budget import TimeBudget, never
 from hetero_megatron.planner.whatif.objective import Deadline
-from hetero_megatron.planner.whatif.replan import Loss
+from hetero_megatron.planner.whatif.replan import NodeLoss
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.words import plural
 
@@ -53,9 +53,9 @@ class Variant:
 class Summary:
     """Everything that the report says."""
 
-    result: Result
+    result: SearchResult
     model: str
-    bound: Bound | None
+    bound: LowerBound | None
     uniform: Baseline | None = None
     alone: list[Baseline] = field(default_factory=list)
     variants: list[Variant] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Summary:
     skipped: str = ""  # why no chip type is compared alone
     rejected: list[Rejected] = field(default_factory=list)  # uniform plans that would be fast, if they fitted
     no_bound: str = ""  # why there is no bound
-    losses: list[Loss] = field(default_factory=list)  # plans for the loss of a node, where these were asked for
+    losses: list[NodeLoss] = field(default_factory=list)  # plans for the loss of a node, where these were asked for
 
     @property
     def idle(self) -> tuple[int, ...]:
@@ -89,7 +89,7 @@ class Summary:
 
 
 def summarize(
-    result: Result,
+    result: SearchResult,
     model: ModelSpec,
     cluster: Cluster,
     seq_length: int,
@@ -99,7 +99,7 @@ def summarize(
     baselines: bool = True,
     bound: bool | None = None,
     deadline: Deadline | None = None,
-    watch: Watch | None = None,
+    watch: TimeBudget | None = None,
 ) -> Summary:
     """Compute the comparisons. They are all of the cluster that the plan's ranks count in, which an objective beside
     speed makes a part of ``cluster``: nodes of the rest are idle.
@@ -110,7 +110,7 @@ def summarize(
         deadline: that of the objective.
         watch: that of the search; when it is over, no chip type is searched alone, and the bound is as far as it got.
     """
-    watch = watch or Watch(options.time_limit)
+    watch = watch or TimeBudget(options.time_limit)
     nodes, cluster = dict.fromkeys(rank.node for rank in cluster.ranks), result.best.cluster
     there = {rank.node for rank in cluster.ranks}
     lacking = {c: [r.rank for r in cluster.ranks if r.chip == c] for c, chip in cluster.chips.items()
@@ -134,14 +134,14 @@ def summarize(
     return summary
 
 
-def _quick(result: Result, model: ModelSpec) -> bool:
+def _quick(result: SearchResult, model: ModelSpec) -> bool:
     """Whether the bound by prices is computed without being asked for."""
     return result.method != "islands" and result.pool.chips * model.num_layers <= PRICE_CHIPS
 
 
 def _bound(
-    result: Result, model: ModelSpec, batch: int, options: SearchOptions, wanted: bool | None, watch: Watch
-) -> tuple[Bound | None, tuple[str, ...]]:
+    result: SearchResult, model: ModelSpec, batch: int, options: SearchOptions, wanted: bool | None, watch: TimeBudget
+) -> tuple[LowerBound | None, tuple[str, ...]]:
     """(the certificate, what it assumes); (None, ()) where it would take long, or the user does not wait. ``wanted``:
     however long it takes."""
     late = never if wanted else watch.over
@@ -152,7 +152,7 @@ def _bound(
     found = price_bound(result.evaluator, model, batch, space, result.best.step_seconds, enumerated, late)
     # What was left out of the enumeration may have made its bound weak; both hold.
     if 0 < result.lower_bound >= found.seconds:
-        found = Bound(result.lower_bound, "enumeration")
+        found = LowerBound(result.lower_bound, "enumeration")
     everything = result.context_tried or result.unlike_groups
     if everything:
         found = context_bound(found, result.evaluator, model, batch)
@@ -162,10 +162,10 @@ def _bound(
 
 
 def best_uniform(
-    result: Result, model: ModelSpec, cluster: Cluster, seq_length: int, batch: int, options: SearchOptions
+    result: SearchResult, model: ModelSpec, cluster: Cluster, seq_length: int, batch: int, options: SearchOptions
 ) -> tuple[Baseline, list[Rejected]]:
     """(the best plan that Megatron's flags can describe, over all chips of the cluster; some that do not fit)."""
-    best: tuple[float, Uniform, Prediction] | None = None
+    best: tuple[float, UniformPlan, Prediction] | None = None
     if result.pool.chips < cluster.world_size:
         return Baseline("uniform", "", problem="some chips lack the dtype"), []
     if next(uniform_plans(result.pool, model, batch), None) is None:
@@ -192,8 +192,8 @@ def best_uniform(
 
 
 def each_alone(
-    result: Result, model: ModelSpec, cluster: Cluster, seq_length: int, batch: int, options: SearchOptions,
-    watch: Watch | None = None, rejected: list[Rejected] | None = None,
+    result: SearchResult, model: ModelSpec, cluster: Cluster, seq_length: int, batch: int, options: SearchOptions,
+    watch: TimeBudget | None = None, rejected: list[Rejected] | None = None,
 ) -> list[Baseline]:  # fmt: skip
     """The best plan of each chip type alone, with the same global batch (which favours the parts: fewer bubbles); to
     ``rejected`` goes what comes nearest to fitting where nothing fits."""
@@ -217,8 +217,8 @@ def each_alone(
 
 def _alone(
     cluster: Cluster, keep: list[int], model: ModelSpec, seq_length: int, batch: int, options: SearchOptions,
-    watch: Watch | None,
-) -> Result | UserError:  # fmt: skip
+    watch: TimeBudget | None,
+) -> SearchResult | UserError:  # fmt: skip
     part = cluster if len(keep) == cluster.world_size else shrink(cluster, keep)
     try:
         return search(model, part, seq_length, batch, options, watch=watch)
@@ -226,7 +226,7 @@ def _alone(
         return error
 
 
-def text_of(candidate: Candidate, chips: list[str]) -> str:
+def text_of(candidate: PlanTemplate, chips: list[str]) -> str:
     """``8 x (m 32, b 1) A100 tp8 [10] > H100 tp2 [8,8,7,7]``, parts joined by `` + ``."""
     parts = [
         f"{p.copies} x (m {p.num_micro_batches}, b {p.shape.micro_batch_size}) {describe(p.shape, chips)}"
@@ -235,13 +235,13 @@ def text_of(candidate: Candidate, chips: list[str]) -> str:
     return " + ".join(parts) + (" + …" if len(candidate.parts) > 4 else "")
 
 
-def choice_text(choice: Choice, chips: list[str]) -> str:
+def choice_text(choice: JudgedPlan, chips: list[str]) -> str:
     """What a plan is."""
     return choice.text or text_of(choice.candidate, chips)
 
 
 def variants(
-    result: Result, model: ModelSpec, cluster: Cluster, seq_length: int, batch: int, options: SearchOptions
+    result: SearchResult, model: ModelSpec, cluster: Cluster, seq_length: int, batch: int, options: SearchOptions
 ) -> list[Variant]:
     """Plans near the best one: one choice undone each, and the runners-up of another make-up."""
     best, found = result.best, []
@@ -260,7 +260,7 @@ def variants(
     return [v for v in found if v.step_seconds >= best.step_seconds or v.step_seconds == 0.0]
 
 
-def _make_up(candidate: Candidate) -> frozenset[object]:
+def _make_up(candidate: PlanTemplate) -> frozenset[object]:
     return frozenset(
         (tuple((s.group, s.tp, s.dp, s.layers) for s in p.shape.stages), p.copies, candidate.schedule)
         for p in candidate.parts
@@ -268,15 +268,15 @@ def _make_up(candidate: Candidate) -> frozenset[object]:
 
 
 def _variant(
-    result: Result,
+    result: SearchResult,
     text: str,
-    candidate: Candidate,
+    candidate: PlanTemplate,
     model: ModelSpec,
     cluster: Cluster,
     seq_length: int,
     options: SearchOptions,
 ) -> Variant:
-    choice = concrete(candidate, cluster, model, seq_length, options, result.evaluator)
+    choice = judge_template(candidate, cluster, model, seq_length, options, result.evaluator)
     assert choice is not None, "it lies on the chips of the best plan"
     if choice.prediction.over:
         worst = max(choice.prediction.over, key=lambda o: o.over)
@@ -284,7 +284,7 @@ def _variant(
     return Variant(text, choice.step_seconds, _why(result.best, choice))
 
 
-def _why(best: Choice, other: Choice) -> str:
+def _why(best: JudgedPlan, other: JudgedPlan) -> str:
     """The part of the step that grew most."""
     grown = {k: other.prediction.parts[k] - v for k, v in best.prediction.parts.items()}
     part = max(grown, key=lambda k: grown[k])
@@ -298,7 +298,7 @@ def _why(best: Choice, other: Choice) -> str:
     return f"{words[part]} {format_seconds(grown[part])} longer"
 
 
-def _even_layers(result: Result, candidate: Candidate, model: ModelSpec) -> Candidate | None:
+def _even_layers(result: SearchResult, candidate: PlanTemplate, model: ModelSpec) -> PlanTemplate | None:
     parts = []
     for part in candidate.parts:
         count = len(part.shape.stages)
@@ -306,12 +306,12 @@ def _even_layers(result: Result, candidate: Candidate, model: ModelSpec) -> Cand
         stages = tuple(
             replace(s, layers=each + (i < more), recompute="none", first=0) for i, s in enumerate(part.shape.stages)
         )
-        shape: PipelineShape | None = PipelineShape(part.shape.micro_batch_size, stages)
+        shape: PipelineTemplate | None = PipelineTemplate(part.shape.micro_batch_size, stages)
         assert shape is not None
         fitting = best_recompute(
             result.evaluator.tables, shape, candidate.schedule, part.num_micro_batches, candidate.pipelines
         )
-        parts.append(Part(fitting or shape, part.copies, part.num_micro_batches))
+        parts.append(PipelineReplicas(fitting or shape, part.copies, part.num_micro_batches))
     changed = replace(candidate, parts=tuple(parts))
     same = all(
         [s.layers for s in a.shape.stages] == [s.layers for s in b.shape.stages]
@@ -320,7 +320,7 @@ def _even_layers(result: Result, candidate: Candidate, model: ModelSpec) -> Cand
     return None if same else changed
 
 
-def _even_shares(candidate: Candidate, batch: int) -> Candidate | None:
+def _even_shares(candidate: PlanTemplate, batch: int) -> PlanTemplate | None:
     per = {p.shape.micro_batch_size * p.num_micro_batches for p in candidate.parts}
     if len(per) == 1 or batch % candidate.pipelines:
         return None

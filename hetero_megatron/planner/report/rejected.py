@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, from_megatron, validate
-from hetero_megatron.planner.estimate.template_score import Evaluator
+from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.search.incumbent import EXACT_CHIPS, SearchOptions
-from hetero_megatron.planner.search.uniform import Uniform, bytes_over, closed_seconds, uniform_plans
+from hetero_megatron.planner.search.uniform import UniformPlan, bytes_over, closed_seconds, uniform_plans
 from hetero_megatron.planner.simulate.memory_report import OverLimit
 from hetero_megatron.planner.simulate.step import over_memory
-from hetero_megatron.planner.template.plan_template import Candidate
+from hetero_megatron.planner.template.plan_template import PlanTemplate
 from hetero_megatron.spec import ModelSpec
 
 SHOWN, LOOKED_AT = 3, 12
-Row = tuple[Uniform, Candidate]
+Row = tuple[UniformPlan, PlanTemplate]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,12 @@ class Rejected:
 
 
 def fastest_rejected(
-    rows: Sequence[Row], evaluator: Evaluator, model: ModelSpec, cluster: Cluster, options: SearchOptions, batch: int
+    rows: Sequence[Row],
+    evaluator: TemplateScorer,
+    model: ModelSpec,
+    cluster: Cluster,
+    options: SearchOptions,
+    batch: int,
 ) -> list[Rejected]:
     """Of ``rows``, which do not fit by evaluation, those that would be fastest, one of each TP, PP and DP."""
     first = {(u.tp, u.pp, u.dp): (u, c) for u, c in reversed(rows)}
@@ -51,7 +56,7 @@ def fastest_rejected(
 
 
 def nearest_rejected(
-    chip: str, evaluator: Evaluator, model: ModelSpec, cluster: Cluster, options: SearchOptions, batch: int
+    chip: str, evaluator: TemplateScorer, model: ModelSpec, cluster: Cluster, options: SearchOptions, batch: int
 ) -> list[Rejected]:
     """Of chips of one type, none of whose plans fits: the uniform plan that is over by least, where there is any."""
     rows = list(uniform_plans(evaluator.pool, model, batch, ("full",), (1,)))
@@ -60,8 +65,8 @@ def nearest_rejected(
 
 
 def _look(
-    rows: Iterable[Row], evaluator: Evaluator, model: ModelSpec, cluster: Cluster, options: SearchOptions, batch: int,
-    of: str, most: int,
+    rows: Iterable[Row], evaluator: TemplateScorer, model: ModelSpec, cluster: Cluster, options: SearchOptions,
+    batch: int, of: str, most: int,
 ) -> list[Rejected]:  # fmt: skip
     found: list[Rejected] = []
     if evaluator.pool.chips > EXACT_CHIPS or evaluator.pool.chips < cluster.world_size:

@@ -12,9 +12,9 @@ from hetero_megatron.plan import dump_yaml, to_dict
 from hetero_megatron.plan.made_for import MadeFor
 from hetero_megatron.planner.report.comparison import Summary, choice_text
 from hetero_megatron.planner.report.prediction import format_seconds
-from hetero_megatron.planner.search.incumbent import Choice
+from hetero_megatron.planner.search.incumbent import JudgedPlan
 from hetero_megatron.planner.whatif.objective import cost_per_hour, tokens_per_cost
-from hetero_megatron.planner.whatif.replan import Loss
+from hetero_megatron.planner.whatif.replan import NodeLoss
 from hetero_megatron.words import plural, rank_ranges, word
 
 SHOWN = 8  # names of idle nodes in the report
@@ -56,9 +56,7 @@ def format_summary(summary: Summary) -> str:
         lines.append(f"  idle: {idle}; {_why_idle(summary)}")
     for chip, unusable in summary.unusable.items():
         ranks = f"{word(len(unusable), 'rank')} {rank_ranges(unusable)}"
-        lines.append(
-            f"  idle: {plural(len(unusable), 'chip')} ({ranks}): {chip} does not compute in {summary.dtype}"
-        )
+        lines.append(f"  idle: {plural(len(unusable), 'chip')} ({ranks}): {chip} does not compute in {summary.dtype}")
     lines += ["", *_memory_lines(best), "", *_comparison_lines(summary)]
     if summary.variants:
         lines += ["", "why not"]
@@ -81,7 +79,7 @@ def format_summary(summary: Summary) -> str:
     return "\n".join(lines)
 
 
-def _loss_text(loss: Loss, before: float) -> str:
+def _loss_text(loss: NodeLoss, before: float) -> str:
     of = f" (or any of {loss.alike} alike)" if loss.alike > 1 else ""
     if loss.plan is None:
         return f"no plan{of}: {loss.problem}"
@@ -131,7 +129,7 @@ def _why_idle(summary: Summary) -> str:
     return "no plan that was tried is faster with them"
 
 
-def _memory_lines(best: Choice) -> list[str]:
+def _memory_lines(best: JudgedPlan) -> list[str]:
     lines = [f"{'stage':<10}{'chip':<18}{'ranks':<20}{'layers':<12}{'recompute':<12}{'memory':>12}{'of':>12}"]
     seen: dict[object, int] = {}
     for p, pipeline in enumerate(best.plan.pipelines):
@@ -217,8 +215,12 @@ def summary_json(summary: Summary) -> Mapping[str, Any]:
         "alone": [vars(b) for b in summary.alone],
         "losses": [
             {
-                "node": x.node, "alike": x.alike, "step_seconds": x.step_seconds if x.plan else None,
-                "replan_seconds": x.seconds, "warm": x.warm, "problem": x.problem,
+                "node": x.node,
+                "alike": x.alike,
+                "step_seconds": x.step_seconds if x.plan else None,
+                "replan_seconds": x.seconds,
+                "warm": x.warm,
+                "problem": x.problem,
                 "plan": to_dict(x.plan) if x.plan else None,
             }
             for x in summary.losses
@@ -226,8 +228,13 @@ def summary_json(summary: Summary) -> Mapping[str, Any]:
         "rejected": [vars(v) for v in summary.variants],
         "over_memory": [
             {
-                "chips": r.of or "all", "text": r.text, "step_seconds": r.step_seconds, "stage": r.stage,
-                "largest": r.largest, **vars(r.worst), "over": r.worst.over,
+                "chips": r.of or "all",
+                "text": r.text,
+                "step_seconds": r.step_seconds,
+                "stage": r.stage,
+                "largest": r.largest,
+                **vars(r.worst),
+                "over": r.worst.over,
             }
             for r in summary.rejected
         ],
@@ -238,7 +245,7 @@ def summary_json(summary: Summary) -> Mapping[str, Any]:
     }
 
 
-def plan_text(choice: Choice, model: str, made: MadeFor) -> str:
+def plan_text(choice: JudgedPlan, model: str, made: MadeFor) -> str:
     """The plan file, with a comment and a section that say what it is for."""
     return f"# {model}: {choice.step_seconds:.4g} s per step predicted. Written by hetero-megatron plan.\n" + dump_yaml(
         replace(choice.plan, made_for=made)

@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hetero_megatron.planner.simulate.grad_sync import Span
+from hetero_megatron.planner.simulate.grad_sync import BucketSpan
 from hetero_megatron.planner.simulate.step import Prediction
 from hetero_megatron.words import rank_ranges
 
 MARKS = {"F": "F", "B": "b", "B_INPUT": "b", "W": "w"}
 
 
-class Group(NamedTuple):
+class TimelineGroup(NamedTuple):
     """Pipelines with one timeline: their indices."""
 
     pipelines: tuple[int, ...]
 
 
-def groups(found: Prediction) -> list[Group]:
+def groups(found: Prediction) -> list[TimelineGroup]:
     """Pipelines that run alike are shown once."""
     same: dict[int, list[int]] = {}
     for p, timeline in enumerate(found.timelines):
         same.setdefault(id(timeline), []).append(p)
-    return [Group(tuple(indices)) for indices in same.values()]
+    return [TimelineGroup(tuple(indices)) for indices in same.values()]
 
 
 def stage_label(found: Prediction, pipeline: int, stage: int) -> str:
@@ -34,7 +34,7 @@ def stage_label(found: Prediction, pipeline: int, stage: int) -> str:
     return f"stage {stage}, ranks {rank_ranges(chosen.ranks)}, {chips}, layers {layers}"
 
 
-def group_title(found: Prediction, group: Group) -> str:
+def group_title(found: Prediction, group: TimelineGroup) -> str:
     names = rank_ranges(group.pipelines)
     seconds = found.timelines[group.pipelines[0]].step_seconds
     plural = "s" if len(group.pipelines) > 1 else ""
@@ -111,7 +111,7 @@ def perfetto_trace(found: Prediction) -> Mapping[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _buckets(title: str, spans: Sequence[Span], process: int) -> Iterator[dict[str, Any]]:
+def _buckets(title: str, spans: Sequence[BucketSpan], process: int) -> Iterator[dict[str, Any]]:
     if spans:
         yield _name("process", process, 0, f"{title} on their way")
     free: list[float] = []  # end of the last bucket on each line, so that buckets under way together do not overlap

@@ -14,15 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from hetero_megatron.planner.search.materialize import Skeleton
-    from hetero_megatron.planner.search.pipeline_dp import LargeSearch
+    from hetero_megatron.planner.search.materialize import PipelineOutline
+    from hetero_megatron.planner.search.pipeline_dp import PipelineDP
 
 MOST_BUDGETS, MOST_COLUMNS, ROUNDS = 32, 200, 6
 NEAR = 24  # taus of a column above its least
 MOST_USED, BEAM = 32, 24  # columns that the beam search goes through, and its width
 
 
-def budgets(search: LargeSearch) -> list[tuple[int, tuple[int, ...]]]:
+def budgets(search: PipelineDP) -> list[tuple[int, tuple[int, ...]]]:
     """Unequal numbers of chips per group: for every pair of divisors of two groups' counts that gives pipelines of
     about the size of the best ones; the rest of the groups absent."""
     counts = search.counts
@@ -42,20 +42,20 @@ def budgets(search: LargeSearch) -> list[tuple[int, tuple[int, ...]]]:
     return [(d, budget) for budget, d in rows[::step]]
 
 
-def mixed(search: LargeSearch) -> Iterator[list[Skeleton]]:
+def mixed(search: PipelineDP) -> Iterator[list[PipelineOutline]]:
     """Combinations of columns, best first."""
     if sum(n > 0 for n in search.counts) < 2 or not search.families:
         return
-    from hetero_megatron.planner.search.materialize import Skeleton
-    from hetero_megatron.planner.search.pipeline_dp import Family, Program
+    from hetero_megatron.planner.search.materialize import PipelineOutline
+    from hetero_megatron.planner.search.pipeline_dp import LayersProgram, PipelineFamily
 
     size = search.families[0].size
-    programs: list[tuple[Family, Program]] = []
+    programs: list[tuple[PipelineFamily, LayersProgram]] = []
     for f in search.families[:MOST_COLUMNS]:
         key = (tuple(n // f.replicas for n in search.counts), f.size, f.replicas)
         programs.append((f, search._programs[key]))
     for d, budget in budgets(search):
-        program = Program(search, budget, size, d)
+        program = LayersProgram(search, budget, size, d)
         programs += [(f, program) for f in program.families(max(1.0, search.batch / (d * size)), NEAR)]
     seen: set[tuple[tuple[int, ...], int]] = set()
     columns = []
@@ -75,11 +75,13 @@ def mixed(search: LargeSearch) -> Iterator[list[Skeleton]]:
             high, best = middle, counts
     if best is not None:
         yield [
-            Skeleton(columns[i][1].trace(columns[i][0]), columns[i][0].size, int(n)) for i, n in enumerate(best) if n
+            PipelineOutline(columns[i][1].trace(columns[i][0]), columns[i][0].size, int(n))
+            for i, n in enumerate(best)
+            if n
         ]
 
 
-def _solve(search: LargeSearch, usage: NDArray[np.float64], sequences: list[int]) -> list[int] | None:
+def _solve(search: PipelineDP, usage: NDArray[np.float64], sequences: list[int]) -> list[int] | None:
     """How many pipelines of each column compute the batch; None when none are found.
 
     Beam search over the columns in the order of sequences per price of their chips: as many as fit, fewer, or none. A

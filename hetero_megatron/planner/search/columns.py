@@ -10,17 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.planner.estimate.pipeline_time import Link, closed_form, seconds
-from hetero_megatron.planner.template.plan_template import PipelineShape
+from hetero_megatron.planner.template.plan_template import PipelineTemplate
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Column:
+class PipelineColumn:
     """One pipeline: seconds of its stages and transfers, and the least that follows its end (synchronisation and
     optimizer)."""
 
-    shape: PipelineShape
+    shape: PipelineTemplate
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     link: tuple[Link, ...]
@@ -34,14 +34,14 @@ class Column:
 
 
 @dataclass
-class Shelf:
+class ColumnPool:
     """Columns of pipelines that use the same chips: ``times[q]`` is the least time for q sequences, ``best[q]`` the
     columns that reach about that, ``cut[q]`` the least time of a column that was not kept."""
 
     batch: int
     exact: bool = False
     keep: int = 6
-    makers: list[Callable[[], Column]] = field(default_factory=list)
+    makers: list[Callable[[], PipelineColumn]] = field(default_factory=list)
     times: Floats = field(init=False)
     best: list[list[tuple[float, int]]] = field(init=False)
     cut: Floats = field(init=False)
@@ -51,18 +51,18 @@ class Shelf:
         self.best = [[] for _ in range(self.batch + 1)]
         self.cut = np.full(self.batch + 1, np.inf)
 
-    def add_at(self, column: Column, counts: Sequence[int]) -> None:
+    def add_at(self, column: PipelineColumn, counts: Sequence[int]) -> None:
         """Take a column for these numbers of micro-batches only."""
         index = self.promise(lambda: column)
         for m in counts:
             self.insert(m * column.shape.micro_batch_size, column.time(m, self.exact), index)
 
-    def promise(self, make: Callable[[], Column]) -> int:
+    def promise(self, make: Callable[[], PipelineColumn]) -> int:
         """The index of a column that is made when it is first asked for."""
         self.makers.append(cache(make))
         return len(self.makers) - 1
 
-    def column(self, index: int) -> Column:
+    def column(self, index: int) -> PipelineColumn:
         return self.makers[index]()
 
     def takes(self, q: int, least: float) -> bool:

@@ -28,14 +28,14 @@ from hetero_megatron.planner.context.memory import member_limits
 from hetero_megatron.planner.context.problem import ContextLayout, ContextOptions, ContextProblem
 from hetero_megatron.planner.context.scheduler import schedule_context
 from hetero_megatron.planner.cost.layer_cost import CostModel
-from hetero_megatron.planner.cost.link_model import Network
+from hetero_megatron.planner.cost.link_model import LinkModel
 from hetero_megatron.planner.simulate.memory_report import plan_activations
 from hetero_megatron.planner.simulate.ring_attention import ContextSeconds
 from hetero_megatron.planner.simulate.step import Prediction, predict
-from hetero_megatron.planner.template.device_pool import Group, Pool
+from hetero_megatron.planner.template.device_pool import DeviceGroup, DevicePool
 from hetero_megatron.planner.template.plan_template import in_flight
-from hetero_megatron.planner.template.search_space import Space, tp_degrees
-from hetero_megatron.planner.time_budget import Watch
+from hetero_megatron.planner.template.search_space import SearchSpace, tp_degrees
+from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.spec import ModelSpec
 
 MOST_SCHEDULED, MOST_PREDICTED = 24, 3  # structures
@@ -44,7 +44,7 @@ Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Structure:
+class ContextStructure:
     """``ranks[p][s]``: of stage s of pipeline p, in corresponding order; ``tp``: ranks of a context member."""
 
     ranks: tuple[tuple[Ranks, ...], ...]
@@ -65,7 +65,7 @@ class ContextPlan:
 
 
 @dataclass
-class Found:
+class ContextStagesFound:
     """Plans with context groups that fit, best first; ``why``: what was tried, or why nothing was."""
 
     plans: list[ContextPlan]
@@ -73,31 +73,31 @@ class Found:
     tried: int = 0
 
 
-class ContextSearch:
+class ContextStages:
     """Context plans of one model on one pool of chips."""
 
     def __init__(
-        self, model: ModelSpec, cluster: Cluster, pool: Pool, costs: CostModel, batch: int, space: Space
+        self, model: ModelSpec, cluster: Cluster, pool: DevicePool, costs: CostModel, batch: int, space: SearchSpace
     ) -> None:
         self.model, self.cluster, self.pool, self.costs = model, cluster, pool, costs
         self.batch, self.space = batch, space
         self._known: dict[object, tuple[ContextProblem, ContextLayout, float] | None] = {}
         self._bounds: dict[object, tuple[float, float]] = {}
 
-    def on(self, pool: Pool) -> ContextSearch:
+    def on(self, pool: DevicePool) -> ContextStages:
         """The same on other chips of the cluster; layouts that are known stay known."""
         other = copy.copy(self)
         other.pool = pool
         return other
 
-    def run(self, best: float, watch: Watch | None = None) -> Found:
+    def run(self, best: float, watch: TimeBudget | None = None) -> ContextStagesFound:
         """Args:
         best: seconds of a step that a plan must beat to be of interest (inf: any that fits).
         watch: when it is over, no further structure is tried.
         """
-        watch = watch or Watch()
+        watch = watch or TimeBudget()
         if self.space.micro_batch_sizes is not None and 1 not in self.space.micro_batch_sizes:
-            return Found([], "not tried: its micro-batches have one sequence")
+            return ContextStagesFound([], "not tried: its micro-batches have one sequence")
         rows = [(self.bound(x), i, x) for i, x in enumerate(self.structures())]
         rows.sort(key=lambda row: row[:2])
         found: list[tuple[float, int, Plan, str]] = []
@@ -129,14 +129,14 @@ class ContextSearch:
             why += "; cut short"
         elif tried < min(len(rows), MOST_SCHEDULED):
             why += "; the others cannot be faster at these speeds"
-        return Found(plans, why, tried)
+        return ContextStagesFound(plans, why, tried)
 
-    def structures(self) -> Iterator[Structure]:
+    def structures(self) -> Iterator[ContextStructure]:
         """Sets of chip groups in one stage together, or each as stages of its own, for every number of pipelines."""
         groups = range(len(self.pool.groups))
         few = len(self.pool.groups) <= 3
         sets = [c for n in groups for c in itertools.combinations(groups, n + 1)] if few else [tuple(groups)]
-        seen: set[Structure] = set()
+        seen: set[ContextStructure] = set()
         for chosen in sets:
             orders = itertools.permutations(chosen) if few else iter([chosen])
             for order in orders:
@@ -149,12 +149,12 @@ class ContextSearch:
                     together = list(order) == sorted(order)  # one stage of all: its order says nothing
                     for ranks in _stagings([p for p in parts if p is not None], copies, together):
                         for tp in self._degrees(ranks):
-                            one = Structure(ranks, tp)
+                            one = ContextStructure(ranks, tp)
                             if one not in seen and 1 <= one.stages <= self.model.num_layers and self._joined(one):
                                 seen.add(one)
                                 yield one
 
-    def _joined(self, structure: Structure) -> bool:
+    def _joined(self, structure: ContextStructure) -> bool:
         """Whether a communication library joins the ranks of every stage."""
         library = self.cluster.library_of
         return all(len({library(r) for r in ranks}) == 1 for stages in structure.ranks for ranks in stages)
@@ -177,7 +177,7 @@ class ContextSearch:
             if all(size % tp == 0 for size in sizes) and all(tp in a for a in allowed):
                 yield tp
 
-    def bound(self, structure: Structure) -> float:
+    def bound(self, structure: ContextStructure) -> float:
         """Seconds that no layout of it is below, by the speeds of its members and its layers per stage."""
         layers = self.layers(structure)
         last = structure.stages - 1
@@ -188,7 +188,7 @@ class ContextSearch:
         rounds = self.batch // len(structure.ranks)
         return (rounds - 1) * max(times) + sum(times)
 
-    def _speeds(self, structure: Structure, s: int) -> tuple[float, float]:
+    def _speeds(self, structure: ContextStructure, s: int) -> tuple[float, float]:
         """(seconds of one layer, of the head) of a stage by its members' speeds alone."""
         key = (self._key(structure.ranks[0][s]), structure.tp)
         if key not in self._bounds:
@@ -198,7 +198,7 @@ class ContextSearch:
             self._bounds[key] = (plain, whole - plain)
         return self._bounds[key]
 
-    def layers(self, structure: Structure) -> list[int]:
+    def layers(self, structure: ContextStructure) -> list[int]:
         """Layers per stage that make the slowest stage fastest, one each at least."""
         speeds = [self._speeds(structure, s) for s in range(structure.stages)]
         counts = [1] * structure.stages
@@ -208,7 +208,7 @@ class ContextSearch:
             counts[s] += 1
         return counts
 
-    def problem(self, structure: Structure, s: int, options: ContextOptions) -> ContextProblem:
+    def problem(self, structure: ContextStructure, s: int, options: ContextOptions) -> ContextProblem:
         found = problem_from_cluster(
             self.model, self.cluster, self.costs.seq_length, structure.ranks[0][s], structure.tp, self.costs.dtype,
             options, self.costs.rates, margin=self.costs.options.margin,
@@ -222,7 +222,7 @@ class ContextSearch:
         return tuple((p.group, nodes.setdefault(p.node, len(nodes))) for p in places)
 
     def schedule(
-        self, structure: Structure, s: int, layers: int
+        self, structure: ContextStructure, s: int, layers: int
     ) -> tuple[ContextProblem, ContextLayout, float] | None:
         """The layout of a stage by the fastest recompute that fits; None: none does."""
         pipelines, last = len(structure.ranks), structure.stages - 1
@@ -252,7 +252,7 @@ class ContextSearch:
             return None
         return problem, choice.layout, choice.seconds
 
-    def make(self, structure: Structure) -> tuple[float, Plan, str] | None:
+    def make(self, structure: ContextStructure) -> tuple[float, Plan, str] | None:
         """(seconds by closed form, plan, what it is); None where a stage does not fit."""
         rounds, start = self.batch // len(structure.ranks), 0
         stages: list[list[Stage]] = [[] for _ in structure.ranks]
@@ -323,7 +323,7 @@ class ContextSearch:
             for block in sorted({stage.kv.block, *(-(-n // k) for n in (totals[0], totals[-1]) for k in (1, 2, 4, 8))}):
                 trial = replace(stage, kv=KeyValues("ring", block))
                 one = Plan(plan.seq_length, plan.global_batch_size, plan.schedule, ())
-                prices = ContextSeconds(one, self.costs, Network(self.costs.rates))
+                prices = ContextSeconds(one, self.costs, LinkModel(self.costs.rates))
                 seconds = sum(prices.layer(trial))
                 if seconds < best * (1 - 1e-9):
                     best, chosen[-1] = seconds, trial.kv
@@ -348,7 +348,7 @@ def _groups(stage: Stage) -> set[int]:
     return {unit.group for unit in stage.units}
 
 
-def _divide(group: Group, copies: int) -> list[list[Ranks]] | None:
+def _divide(group: DeviceGroup, copies: int) -> list[list[Ranks]] | None:
     """The chips of a group for each of ``copies`` pipelines, by node; None where they do not divide evenly."""
     if group.nodes % copies == 0:
         each = group.nodes // copies

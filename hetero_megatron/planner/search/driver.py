@@ -19,33 +19,33 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan import supports
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.cost.memory import cannot_offload
-from hetero_megatron.planner.estimate.stage_table import Tables
-from hetero_megatron.planner.estimate.template_score import Evaluator
-from hetero_megatron.planner.search.enumeration import SmallSearch
-from hetero_megatron.planner.search.graph_partition import MOST_GROUPS, GraphSearch
+from hetero_megatron.planner.estimate.stage_table import StageTables
+from hetero_megatron.planner.estimate.template_score import TemplateScorer
+from hetero_megatron.planner.search.enumeration import Enumeration
+from hetero_megatron.planner.search.graph_partition import MOST_GROUPS, GraphPartition
 from hetero_megatron.planner.search.incumbent import (
     DEFAULTS,
-    Best,
-    Choice,
+    Incumbent,
+    JudgedPlan,
     Progress,
     Row,
     SearchOptions,
-    concrete,
     judge,
+    judge_template,
 )
 from hetero_megatron.planner.search.local_search import polish
-from hetero_megatron.planner.search.pipeline_dp import LargeSearch
+from hetero_megatron.planner.search.pipeline_dp import PipelineDP
 from hetero_megatron.planner.search.tp_moves import regroup
 from hetero_megatron.planner.search.uniform import few_uniform
-from hetero_megatron.planner.template.device_pool import Group, Pool, make_pool
+from hetero_megatron.planner.template.device_pool import DeviceGroup, DevicePool, make_pool
 from hetero_megatron.planner.template.placement import shrink
-from hetero_megatron.planner.template.plan_template import Candidate
-from hetero_megatron.planner.template.search_space import Space, wanted
-from hetero_megatron.planner.time_budget import Watch
+from hetero_megatron.planner.template.plan_template import PlanTemplate
+from hetero_megatron.planner.template.search_space import SearchSpace, why_no_context
+from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.spec import ModelSpec
 
 __all__ = [
-    "Choice", "Progress", "Result", "SearchOptions", "judge", "make_evaluator", "search",
+    "JudgedPlan", "Progress", "SearchOptions", "SearchResult", "judge", "make_evaluator", "search",
 ]  # fmt: skip
 MARGIN = 0.1  # of memory, up to which the search leaves more and more room when nothing it finds fits exactly
 POLISH = 240  # evaluations of changes to each of the two best plans, on large clusters fewer
@@ -54,7 +54,7 @@ DEPTH = 48  # pipeline stages that the search goes up to
 
 
 @dataclass
-class Result:
+class SearchResult:
     """What a search found. ``others``: the runners-up, best first; ``rejected``: how many candidates were dropped for
     what; ``complete``: nothing was cut short; ``lower_bound``: seconds that no plan of the space beats (0: not computed
     here); ``context``: what came of trying stages of context groups; ``context_tried``: whether there were any;
@@ -63,10 +63,10 @@ class Result:
     evaluation, also those that were not made concrete; ``alone``: where each chip type was searched alone, by chip;
     ``parts``: what came of searching parts of a cluster, by an objective beside speed."""
 
-    best: Choice
-    others: list[Choice]
-    pool: Pool
-    evaluator: Evaluator
+    best: JudgedPlan
+    others: list[JudgedPlan]
+    pool: DevicePool
+    evaluator: TemplateScorer
     seconds: float
     evaluated: int
     rejected: dict[str, int] = field(default_factory=dict)
@@ -77,20 +77,20 @@ class Result:
     context_tried: bool = False
     offload_tried: bool = False
     unlike_groups: bool = False
-    ranked: tuple[Candidate, ...] = ()
-    alone: dict[str, Result | UserError] = field(default_factory=dict)
+    ranked: tuple[PlanTemplate, ...] = ()
+    alone: dict[str, SearchResult | UserError] = field(default_factory=dict)
     parts: str = ""
 
 
 def make_evaluator(
     model: ModelSpec, cluster: Cluster, seq_length: int, options: SearchOptions, costs: CostModel | None = None
-) -> Evaluator:
+) -> TemplateScorer:
     """Tables and evaluator over the chips of a cluster that compute in the dtype."""
     costs = costs or CostModel(model, cluster, seq_length, options.dtype, options.costs)
     known = costs.rates
     pool = make_pool(cluster, lambda a, b: known.link(a, b).as_link(), options.dtype)
     depth = min(DEPTH if pool.chips <= 512 else 32, model.num_layers + 2, max(pool.chips, 16))
-    return Evaluator(Tables(costs, pool, model.num_layers, depth), pool)
+    return TemplateScorer(StageTables(costs, pool, model.num_layers, depth), pool)
 
 
 def search(
@@ -101,9 +101,9 @@ def search(
     options: SearchOptions = DEFAULTS,
     *,
     progress: Progress | None = None,
-    evaluator: Evaluator | None = None,
-    watch: Watch | None = None,
-) -> Result:
+    evaluator: TemplateScorer | None = None,
+    watch: TimeBudget | None = None,
+) -> SearchResult:
     """The best plan found.
 
     Args:
@@ -115,7 +115,7 @@ def search(
         KeyboardInterrupt: Ctrl-C before any plan was found, or a second one.
     """
     check_request(model, seq_length, global_batch_size, options)
-    watch, started = watch or Watch(options.time_limit), time.monotonic()
+    watch, started = watch or TimeBudget(options.time_limit), time.monotonic()
     evaluator = evaluator or make_evaluator(model, cluster, seq_length, options)
     result = _search(model, cluster, seq_length, global_batch_size, options, progress, evaluator, watch)
     if result.method == "enumeration" and result.complete and len({g.chip for g in result.pool.groups}) > 1:
@@ -128,26 +128,26 @@ def search(
 
 
 def _add_unlike_groups(
-    result: Result, model: ModelSpec, cluster: Cluster, batch: int, options: SearchOptions, watch: Watch
+    result: SearchResult, model: ModelSpec, cluster: Cluster, batch: int, options: SearchOptions, watch: TimeBudget
 ) -> None:
     """The best plan with TP groups of unlike chips, where that is faster than all others."""
     if not options.space.unlike_tp or watch.over():
         return
-    from hetero_megatron.planner.search.hetero_tp import UnlikeSearch
+    from hetero_megatron.planner.search.hetero_tp import HeteroTP
 
-    search_ = UnlikeSearch(model, cluster, result.evaluator, batch, options.space)
+    search_ = HeteroTP(model, cluster, result.evaluator, batch, options.space)
     best = search_.run(result.best.step_seconds, watch.over)
     if best is not None:
         used = set(best.plan.ranks)
         idle = tuple(r for g in result.pool.groups for node in g.ranks for r in node if r not in used)
         result.others = [result.best, *result.others]
-        result.best = Choice(best.plan, cluster, Candidate(()), best.prediction, tuple(sorted(idle)), best.text)
+        result.best = JudgedPlan(best.plan, cluster, PlanTemplate(()), best.prediction, tuple(sorted(idle)), best.text)
         result.lower_bound, result.unlike_groups = 0.0, True  # the enumeration's is without
 
 
 def _add_types_alone(
-    result: Result, model: ModelSpec, cluster: Cluster, seq_length: int, batch: int, options: SearchOptions,
-    watch: Watch,
+    result: SearchResult, model: ModelSpec, cluster: Cluster, seq_length: int, batch: int, options: SearchOptions,
+    watch: TimeBudget,
 ) -> None:  # fmt: skip
     """Also what is best on each chip type alone: the enumeration does not go into what it evaluates slower than its
     best, which prediction may see the other way round, nor into optimizers in host memory where all chips do without.
@@ -177,7 +177,9 @@ def _add_types_alone(
         # all that tells node groups apart, they are one group alone.
         alike = [_make_up(g) for g in own.pool.groups] == [_make_up(result.pool.groups[g]) for g in groups]
         if alike and not own.best.text:
-            choice = concrete(own.best.candidate.over(groups), cluster, model, seq_length, options, result.evaluator)
+            choice = judge_template(
+                own.best.candidate.over(groups), cluster, model, seq_length, options, result.evaluator
+            )
             if choice is not None and not choice.prediction.over and all(choice.plan != x.plan for x in choices):
                 choices.append(choice)
     choices.sort(key=lambda choice: choice.step_seconds)
@@ -187,7 +189,7 @@ def _add_types_alone(
         result.lower_bound, result.offload_tried = 0.0, True  # the enumeration's is without
 
 
-def _make_up(group: Group) -> tuple[str, int, int]:
+def _make_up(group: DeviceGroup) -> tuple[str, int, int]:
     return group.chip, group.per_node, group.nodes
 
 
@@ -198,15 +200,15 @@ def _search(
     global_batch_size: int,
     options: SearchOptions,
     progress: Progress | None,
-    evaluator: Evaluator,
-    watch: Watch,
+    evaluator: TemplateScorer,
+    watch: TimeBudget,
     plain: bool = True,
-) -> Result:
+) -> SearchResult:
     """``plain``: False where it is known that nothing fits with all optimizers on the chips."""
     space = replace(options.space, schedules=tuple(s for s in options.space.schedules if supports(f"schedule.{s}")))
     tried = replace(options, space=space)
 
-    def judged(rows: list[Row]) -> list[Choice]:
+    def judged(rows: list[Row]) -> list[JudgedPlan]:
         return judge(rows, cluster, model, seq_length, tried, evaluator, watch)
 
     found = _candidates(model, global_batch_size, tried, progress, evaluator, watch, plain, judged)
@@ -216,9 +218,7 @@ def _search(
     while not choices and found.rows and margin < MARGIN:
         # The exact placement of states takes a little more than their mean: leave more room, but only to search.
         margin += MARGIN / 2
-        roomy = make_evaluator(
-            model, cluster, seq_length, replace(tried, costs=replace(options.costs, margin=margin))
-        )
+        roomy = make_evaluator(model, cluster, seq_length, replace(tried, costs=replace(options.costs, margin=margin)))
         found = _candidates(model, global_batch_size, tried, progress, roomy, watch, plain, judged)
         found.bound = 0.0  # it is of less memory than plans may use
         choices, evaluated = judged(found.rows), evaluated + roomy.evaluated
@@ -233,7 +233,7 @@ def _search(
         from hetero_megatron.planner.search.infeasible import refuse
 
         raise refuse(model, cluster, evaluator, space)
-    return Result(
+    return SearchResult(
         choices[0], choices[1:], evaluator.pool, evaluator, 0.0, evaluated, found.rejected, found.complete,
         # The search's evaluation of the best plan may be a little above its prediction.
         found.method, min(found.bound, choices[0].step_seconds), why, with_groups,
@@ -246,7 +246,7 @@ class _Candidates:
     """What a search evaluated. ``rows``: the best, uniform plans with them, to be predicted; ``bound``: seconds that
     none of its space beats, 0 where that is not known."""
 
-    best: Best
+    best: Incumbent
     rows: list[Row]
     rejected: dict[str, int]
     complete: bool
@@ -259,18 +259,18 @@ def _candidates(
     batch: int,
     options: SearchOptions,
     progress: Progress | None,
-    evaluator: Evaluator,
-    watch: Watch,
+    evaluator: TemplateScorer,
+    watch: TimeBudget,
     plain: bool,
-    judged: Callable[[list[Row]], list[Choice]],
+    judged: Callable[[list[Row]], list[JudgedPlan]],
 ) -> _Candidates:
     """Search; ``judged``: concrete plans of candidates that fit."""
     space = options.space
-    best = Best(max(options.top, 1) * 2, watch, progress)
-    small = SmallSearch(evaluator, model, batch, space, best.improve, best.late)
+    best = Incumbent(max(options.top, 1) * 2, watch, progress)
+    small = Enumeration(evaluator, model, batch, space, best.improve, best.late)
     many = len(evaluator.pool.groups) > MOST_GROUPS
     enumerate_all = options.exhaustive is not False and not many and small.possible()
-    chosen: SmallSearch | LargeSearch | GraphSearch = small
+    chosen: Enumeration | PipelineDP | GraphPartition = small
     if not enumerate_all:
         chosen = _by_programs(evaluator, model, batch, space, best, options.seed)
     complete = True
@@ -294,18 +294,18 @@ def _candidates(
 
 
 def _on_chips(
-    chosen: SmallSearch | LargeSearch | GraphSearch,
-    evaluator: Evaluator,
+    chosen: Enumeration | PipelineDP | GraphPartition,
+    evaluator: TemplateScorer,
     options: SearchOptions,
-    space: Space,
-    best: Best,
+    space: SearchSpace,
+    best: Incumbent,
 ) -> bool:
     """Search with all optimizers on the chips; what was not enumerated completely is improved in small steps."""
     complete = chosen.run()
-    if not complete or isinstance(chosen, SmallSearch):
+    if not complete or isinstance(chosen, Enumeration):
         return complete
     complete = _polish(evaluator, space, best)
-    if isinstance(chosen, LargeSearch):
+    if isinstance(chosen, PipelineDP):
         complete = complete and _each_type(chosen, best, evaluator)
         for candidate in best.make_ups() if options.regroup else ():
             seconds = best.rows[0][0]
@@ -314,22 +314,22 @@ def _on_chips(
 
 
 def _by_programs(
-    evaluator: Evaluator, model: ModelSpec, batch: int, space: Space, best: Best, seed: int
-) -> LargeSearch | GraphSearch:
+    evaluator: TemplateScorer, model: ModelSpec, batch: int, space: SearchSpace, best: Incumbent, seed: int
+) -> PipelineDP | GraphPartition:
     """The search of clusters that cannot be enumerated."""
     if len(evaluator.pool.groups) > MOST_GROUPS:
-        return GraphSearch(evaluator, model, batch, space, best, seed)
-    return LargeSearch(evaluator, model, batch, space, best.improve, late=best.late)
+        return GraphPartition(evaluator, model, batch, space, best, seed)
+    return PipelineDP(evaluator, model, batch, space, best.improve, late=best.late)
 
 
-def _each_type(whole: LargeSearch, best: Best, evaluator: Evaluator) -> bool:
+def _each_type(whole: PipelineDP, best: Incumbent, evaluator: TemplateScorer) -> bool:
     """Search also on the chips of each type alone, where they could be faster than what was found: by the programs'
     measure a part of a cluster looks worse than its plans are once they are polished (with ``evaluator``)."""
     groups = whole.pool.groups
     for chip in sorted({g.chip for g in groups}) if len({g.chip for g in groups}) > 1 else ():
         counts = tuple(g.chips if g.chip == chip else 0 for g in groups)
-        own = Best(best.keep, best.watch, None, part_of=best)
-        alone = LargeSearch(whole.evaluator, whole.model, whole.batch, whole.space, own.improve, counts, own.late)
+        own = Incumbent(best.keep, best.watch, None, part_of=best)
+        alone = PipelineDP(whole.evaluator, whole.model, whole.batch, whole.space, own.improve, counts, own.late)
         if best.rows and alone.least_seconds() >= best.rows[0][0]:
             continue
         complete = alone.run() and _polish(evaluator, whole.space, own)
@@ -341,31 +341,31 @@ def _each_type(whole: LargeSearch, best: Best, evaluator: Evaluator) -> bool:
 
 
 def _offloaded(
-    evaluator: Evaluator, model: ModelSpec, batch: int, options: SearchOptions, space: Space, best: Best
+    evaluator: TemplateScorer, model: ModelSpec, batch: int, options: SearchOptions, space: SearchSpace, best: Incumbent
 ) -> bool:
     """Search with the optimizers of all chip types in host memory, then of some of them; then stage by stage."""
     pool = evaluator.pool
     chips = sorted({g.chip for g in pool.groups})
     counts = range(len(chips), 0, -1) if len(chips) <= EVERY_SUBSET else (len(chips), 1)
     for away in (frozenset(x) for n in counts for x in itertools.combinations(chips, n)):
-        there = Evaluator(evaluator.tables.over(pool, offload=away), pool, like=evaluator)
+        there = TemplateScorer(evaluator.tables.over(pool, offload=away), pool, like=evaluator)
         whole = _by_programs(there, model, batch, space, best, options.seed)
         if not whole.run():
             return False
         # A type alone is the same in every set that it is in.
-        if len(away) == len(chips) and isinstance(whole, LargeSearch) and not _each_type(whole, best, evaluator):
+        if len(away) == len(chips) and isinstance(whole, PipelineDP) and not _each_type(whole, best, evaluator):
             return False
     return _polish(evaluator, space, best)
 
 
-def _polish(evaluator: Evaluator, space: Space, best: Best) -> bool:
+def _polish(evaluator: TemplateScorer, space: SearchSpace, best: Incumbent) -> bool:
     """Improve the best two in small steps."""
     effort = POLISH if evaluator.pool.chips <= 256 else POLISH // 8
     rows = list(best.rows[:2])
     return all(polish(evaluator, row[2], row[0], space, effort, best.improve, best.late) for row in rows)
 
 
-def _seeds(evaluator: Evaluator, model: ModelSpec, batch: int, space: Space, best: Best) -> None:
+def _seeds(evaluator: TemplateScorer, model: ModelSpec, batch: int, space: SearchSpace, best: Incumbent) -> None:
     """Uniform plans that the space allows."""
     if space.micro_batch_sizes is not None or space.recompute is not None or space.max_pipelines is not None:
         return
@@ -376,29 +376,31 @@ def _seeds(evaluator: Evaluator, model: ModelSpec, batch: int, space: Space, bes
 
 
 def with_context(
-    choices: list[Choice],
+    choices: list[JudgedPlan],
     model: ModelSpec,
     cluster: Cluster,
     batch: int,
-    space: Space,
-    evaluator: Evaluator,
-    watch: Watch,
-) -> tuple[list[Choice], str, bool]:
+    space: SearchSpace,
+    evaluator: TemplateScorer,
+    watch: TimeBudget,
+) -> tuple[list[JudgedPlan], str, bool]:
     """(the choices and plans with context groups, best first; what came of trying those; whether any was tried)."""
-    why_not = "not supported" if not supports("context") else wanted(space, evaluator.costs.seq_length, bool(choices))
+    why_not = (
+        "not supported" if not supports("context") else why_no_context(space, evaluator.costs.seq_length, bool(choices))
+    )
     if why_not:
         return choices, why_not, False
     if choices and watch.over():
         return choices, "not tried: the search was cut short", False
-    from hetero_megatron.planner.search.context_stages import ContextSearch, Found
+    from hetero_megatron.planner.search.context_stages import ContextStages, ContextStagesFound
 
     best = choices[0].step_seconds if choices else float("inf")
-    found = Found([], "cut short")
+    found = ContextStagesFound([], "cut short")
     with watch.catching():
-        found = ContextSearch(model, cluster, evaluator.pool, evaluator.costs, batch, space).run(best, watch)
+        found = ContextStages(model, cluster, evaluator.pool, evaluator.costs, batch, space).run(best, watch)
     new = [
-        Choice(
-            x.plan, cluster, Candidate(()), x.prediction,
+        JudgedPlan(
+            x.plan, cluster, PlanTemplate(()), x.prediction,
             tuple(sorted({r for g in evaluator.pool.groups for n in g.ranks for r in n} - set(x.plan.ranks))), x.text,
         )
         for x in found.plans

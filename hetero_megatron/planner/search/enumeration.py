@@ -15,14 +15,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 from hetero_megatron.planner.estimate.layer_partition import LISTED, count_splits
-from hetero_megatron.planner.estimate.template_score import Evaluator, best_recompute
+from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute
 from hetero_megatron.planner.search.batch_partition import least_dropped, ways_together
-from hetero_megatron.planner.search.columns import Column, Shelf, allocate
-from hetero_megatron.planner.search.memory_fit import Fitting
-from hetero_megatron.planner.search.stage_sequences import MOST_SEQUENCES, Lines, Usage, anchors, sequences
-from hetero_megatron.planner.template.placement import Placed, place
-from hetero_megatron.planner.template.plan_template import Candidate, Part, PipelineShape
-from hetero_megatron.planner.template.search_space import Space, batch_sizes
+from hetero_megatron.planner.search.columns import ColumnPool, PipelineColumn, allocate
+from hetero_megatron.planner.search.memory_fit import MemoryFit
+from hetero_megatron.planner.search.stage_sequences import MOST_SEQUENCES, StageSequences, Usage, anchors, sequences
+from hetero_megatron.planner.template.placement import PlacedTemplate, place
+from hetero_megatron.planner.template.plan_template import PipelineReplicas, PipelineTemplate, PlanTemplate
+from hetero_megatron.planner.template.search_space import SearchSpace, batch_sizes
 from hetero_megatron.planner.time_budget import Late, never
 from hetero_megatron.spec import ModelSpec
 
@@ -50,16 +50,16 @@ def multisets(usages: Sequence[Usage], counts: Usage, most: int) -> Iterator[tup
     yield from extend((), 0, counts)
 
 
-class SmallSearch:
+class Enumeration:
     """See the module docstring. ``best``/``value``: the best candidate so far and its step seconds."""
 
     def __init__(
         self,
-        evaluator: Evaluator,
+        evaluator: TemplateScorer,
         model: ModelSpec,
         batch: int,
-        space: Space,
-        improve: Callable[[Candidate, float], bool],
+        space: SearchSpace,
+        improve: Callable[[PlanTemplate, float], bool],
         late: Late = never,
     ) -> None:
         self.evaluator, self.tables, self.pool = evaluator, evaluator.tables, evaluator.pool
@@ -69,9 +69,9 @@ class SmallSearch:
         self.best = math.inf
         self.exact = False
         self.listed = self.fitted = 0
-        self.fitting = Fitting(evaluator, space.recompute, space.shares)
+        self.fitting = MemoryFit(evaluator, space.recompute, space.shares)
         self.rejected: dict[str, int] = defaultdict(int)
-        self.lines = Lines(evaluator, model, batch, space)
+        self.lines = StageSequences(evaluator, model, batch, space)
 
     def possible(self) -> bool:
         if self.pool.chips > MOST_CHIPS:
@@ -149,7 +149,7 @@ class SmallSearch:
         return True
 
     def _best_of(
-        self, combination: tuple[Usage, ...], shares: tuple[int, ...], shelf: dict[Usage, Shelf], bound: float
+        self, combination: tuple[Usage, ...], shares: tuple[int, ...], shelf: dict[Usage, ColumnPool], bound: float
     ) -> float | None:
         """Try the best columns for one division of the batch; returns the least time of what was left out, None to
         stop."""
@@ -164,7 +164,7 @@ class SmallSearch:
                 return None
         return rest
 
-    def _together(self, combination: tuple[Usage, ...], shelf: dict[Usage, Shelf], bound: float) -> float | None:
+    def _together(self, combination: tuple[Usage, ...], shelf: dict[Usage, ColumnPool], bound: float) -> float | None:
         """Try all that several pipelines can be and any division of the batch, as :meth:`_best_of` does."""
         shelves = [shelf[u] for u in combination]
         rest = max(bound, least_dropped([s.times for s in shelves], [s.cut for s in shelves], self.batch))
@@ -186,10 +186,12 @@ class SmallSearch:
                     rest = min(rest, least)
                     break
                 columns = [s.column(index) for s, (_, index) in zip(shelves, way)]
-                parts = tuple(Part(c.shape, 1, q // c.shape.micro_batch_size) for c, (q, _) in zip(columns, way))
+                parts = tuple(
+                    PipelineReplicas(c.shape, 1, q // c.shape.micro_batch_size) for c, (q, _) in zip(columns, way)
+                )
                 tried = None
                 for order in ("stage", "pipeline"):
-                    placed = place(Candidate(parts, schedule, order), self.pool)
+                    placed = place(PlanTemplate(parts, schedule, order), self.pool)
                     if placed is None:
                         rest = min(rest, least)
                     elif tried is None or placed.pipelines != tried.pipelines:
@@ -200,7 +202,7 @@ class SmallSearch:
                         tried = placed
         return rest
 
-    def _rows(self, shelf: Shelf, schedule: str) -> dict[int, list[tuple[float, int]]]:
+    def _rows(self, shelf: ColumnPool, schedule: str) -> dict[int, list[tuple[float, int]]]:
         """By number of sequences, the columns of a schedule that are below the best; one stage alone is the same in
         all."""
         found = {}
@@ -213,16 +215,16 @@ class SmallSearch:
                 found[q] = few
         return found
 
-    def _any(self, column: Column) -> tuple[str, ...]:
+    def _any(self, column: PipelineColumn) -> tuple[str, ...]:
         return self.space.schedules if len(column.shape.stages) == 1 else ()
 
-    def _several_stages(self, rows: list[dict[int, list[tuple[float, int]]]], shelves: list[Shelf]) -> bool:
+    def _several_stages(self, rows: list[dict[int, list[tuple[float, int]]]], shelves: list[ColumnPool]) -> bool:
         return any(
             len(shelf.column(i).shape.stages) > 1
             for by_q, shelf in zip(rows, shelves) for row in by_q.values() for _, i in row
         )  # fmt: skip
 
-    def _try(self, placed: Placed) -> tuple[float, bool]:
+    def _try(self, placed: PlacedTemplate) -> tuple[float, bool]:
         """(least seconds of ways to fit the candidate that were not tried, inf if there are none; whether to go on)."""
         fits, other = self.fitting.fits(placed)
         least = math.inf if other is None else self._least(other)
@@ -237,7 +239,7 @@ class SmallSearch:
         self.rejected["memory"] += not fits
         return least, True
 
-    def _least(self, candidate: Candidate) -> float:
+    def _least(self, candidate: PlanTemplate) -> float:
         """Lower bound on the step time, over the best links that the stages could have."""
         worst = 0.0
         for part in candidate.parts:
@@ -248,8 +250,8 @@ class SmallSearch:
         return worst
 
     def _candidates(
-        self, combination: tuple[Usage, ...], shares: tuple[int, ...], shelves: dict[Usage, Shelf]
-    ) -> Iterator[tuple[float, Candidate]]:
+        self, combination: tuple[Usage, ...], shares: tuple[int, ...], shelves: dict[Usage, ColumnPool]
+    ) -> Iterator[tuple[float, PlanTemplate]]:
         """(lower bound, plan) of one combination: the best columns of each pipeline for its share; of a single pipeline
         all that could be best, of several the first two each."""
         for schedule in self.space.schedules:
@@ -260,16 +262,18 @@ class SmallSearch:
             for row in itertools.islice(itertools.product(*choices), 400 if len(choices) == 1 else 8):
                 if row[0][0] >= self.best:
                     continue
-                parts = tuple(Part(shape, 1, m) for _, shape, m in row)
+                parts = tuple(PipelineReplicas(shape, 1, m) for _, shape, m in row)
                 for order in ("stage", "pipeline") if len(parts) > 1 else ("stage",):
-                    yield max(seconds for seconds, _, _ in row), Candidate(parts, schedule, order)
+                    yield max(seconds for seconds, _, _ in row), PlanTemplate(parts, schedule, order)
 
-    def _shapes(self, shelf: Shelf, q: int, schedule: str, pipelines: int) -> list[tuple[float, PipelineShape, int]]:
+    def _shapes(
+        self, shelf: ColumnPool, q: int, schedule: str, pipelines: int
+    ) -> list[tuple[float, PipelineTemplate, int]]:
         """(seconds, shape, micro-batches) of the columns for ``q`` sequences, fastest first."""
         found = []
         for _, index in shelf.best[q]:
             column = shelf.column(index)
-            shape: PipelineShape | None = column.shape
+            shape: PipelineTemplate | None = column.shape
             m = q // column.shape.micro_batch_size
             if self.space.recompute is None and not self.exact:
                 shape = best_recompute(self.tables, column.shape, schedule, m, pipelines)

@@ -11,19 +11,19 @@ import math
 from collections.abc import Iterator
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.estimate.template_score import Evaluator
-from hetero_megatron.planner.search.incumbent import Best
-from hetero_megatron.planner.search.materialize import Builder, Skeleton
-from hetero_megatron.planner.search.pipeline_dp import LargeSearch
-from hetero_megatron.planner.template.device_pool import Pool
-from hetero_megatron.planner.template.plan_template import StageShape
-from hetero_megatron.planner.template.search_space import Space
+from hetero_megatron.planner.estimate.template_score import TemplateScorer
+from hetero_megatron.planner.search.incumbent import Incumbent
+from hetero_megatron.planner.search.materialize import PipelineOutline, TemplateBuilder
+from hetero_megatron.planner.search.pipeline_dp import PipelineDP
+from hetero_megatron.planner.template.device_pool import DevicePool
+from hetero_megatron.planner.template.plan_template import StageTemplate
+from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.spec import ModelSpec
 
 MOST_GROUPS = 6  # that one search handles: its programs go over all sets of groups
 
 
-def islands(pool: Pool, speeds: list[float], count: int, seed: int) -> list[list[int]]:
+def islands(pool: DevicePool, speeds: list[float], count: int, seed: int) -> list[list[int]]:
     """``count`` sets of groups; ``speeds``: layers per second of a chip of each group.
 
     Raises:
@@ -56,16 +56,16 @@ def islands(pool: Pool, speeds: list[float], count: int, seed: int) -> list[list
     return [groups for groups in found if groups]
 
 
-class GraphSearch:
+class GraphPartition:
     """Searches islands one by one and puts their best pipelines side by side."""
 
     def __init__(
         self,
-        evaluator: Evaluator,
+        evaluator: TemplateScorer,
         model: ModelSpec,
         batch: int,
-        space: Space,
-        best: Best,
+        space: SearchSpace,
+        best: Incumbent,
         seed: int,
     ) -> None:
         self.evaluator, self.model, self.batch, self.space = evaluator, model, batch, space
@@ -74,7 +74,7 @@ class GraphSearch:
 
     def run(self) -> bool:
         """True when everything planned was searched; False when ``best`` asked to stop."""
-        builder = Builder(self.evaluator, self.model, self.batch, self.space)
+        builder = TemplateBuilder(self.evaluator, self.model, self.batch, self.space)
         for rows in self._proposals():
             if self.best.late():
                 return False
@@ -87,7 +87,7 @@ class GraphSearch:
                     return False
         return True
 
-    def _proposals(self) -> Iterator[list[Skeleton]]:
+    def _proposals(self) -> Iterator[list[PipelineOutline]]:
         """For several numbers of islands and cuts: the best pipelines of each island, alone where they can be."""
         pool = self.evaluator.pool
         speeds = [1 / self._layer_seconds(g) for g in range(len(pool.groups))]
@@ -95,7 +95,7 @@ class GraphSearch:
         seen: set[frozenset[tuple[object, ...]]] = set()
         for count in range(max(2, least), min(len(pool.groups), least + 3) + 1):
             for turn in range(2):
-                rows: list[Skeleton] = []
+                rows: list[PipelineOutline] = []
                 for groups in islands(pool, speeds, count, self.seed + turn):
                     for start in range(0, len(groups), MOST_GROUPS):
                         part = groups[start : start + MOST_GROUPS]
@@ -110,18 +110,18 @@ class GraphSearch:
 
     def _layer_seconds(self, group: int) -> float:
         """Of one layer and sequence on one chip."""
-        one, two = (self.evaluator.stage(StageShape(group, 1, 1, n), 1, False, False) for n in (1, 2))
+        one, two = (self.evaluator.stage(StageTemplate(group, 1, 1, n), 1, False, False) for n in (1, 2))
         return two.forward + two.backward - one.forward - one.backward
 
-    def _island(self, groups: list[int], batch: int) -> list[Skeleton]:
+    def _island(self, groups: list[int], batch: int) -> list[PipelineOutline]:
         """Pipelines of the best plan of one island for its share of the batch; none when the model does not fit."""
         pool = self.evaluator.pool.restricted(groups)
         tables = self.evaluator.tables.over(pool)
-        own = Best(1, self.best.watch, None, part_of=self.best)
-        LargeSearch(Evaluator(tables, pool), self.model, batch, self.space, own.improve, late=own.late).run()
+        own = Incumbent(1, self.best.watch, None, part_of=self.best)
+        PipelineDP(TemplateScorer(tables, pool), self.model, batch, self.space, own.improve, late=own.late).run()
         return [
-            Skeleton(
-                tuple(StageShape(groups[s.group], s.tp, s.dp) for s in part.shape.stages),
+            PipelineOutline(
+                tuple(StageTemplate(groups[s.group], s.tp, s.dp) for s in part.shape.stages),
                 part.shape.micro_batch_size,
                 part.copies,
             )

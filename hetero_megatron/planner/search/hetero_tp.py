@@ -16,11 +16,11 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Pipeline, Plan, Recompute, Stage, Unit, validate
 from hetero_megatron.planner.cost.layer_cost import CostModel
-from hetero_megatron.planner.estimate.template_score import Evaluator
+from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.simulate.stage_cost import StageCosts
 from hetero_megatron.planner.simulate.step import Prediction, predict
-from hetero_megatron.planner.template.plan_template import StageShape
-from hetero_megatron.planner.template.search_space import Space, batch_sizes
+from hetero_megatron.planner.template.plan_template import StageTemplate
+from hetero_megatron.planner.template.search_space import SearchSpace, batch_sizes
 from hetero_megatron.planner.time_budget import Late, never
 from hetero_megatron.spec import ModelSpec
 
@@ -32,7 +32,7 @@ Weights = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class UnlikePlan:
+class HeteroTPPlan:
     """``text``: what it is, for reports."""
 
     plan: Plan
@@ -40,16 +40,18 @@ class UnlikePlan:
     text: str
 
 
-class UnlikeSearch:
+class HeteroTP:
     """See the module docstring."""
 
-    def __init__(self, model: ModelSpec, cluster: Cluster, evaluator: Evaluator, batch: int, space: Space) -> None:
+    def __init__(
+        self, model: ModelSpec, cluster: Cluster, evaluator: TemplateScorer, batch: int, space: SearchSpace
+    ) -> None:
         self.model, self.cluster, self.evaluator, self.batch, self.space = model, cluster, evaluator, batch, space
         self.costs, self.pool = evaluator.costs, evaluator.pool
 
-    def run(self, best: float, late: Late = never) -> UnlikePlan | None:
+    def run(self, best: float, late: Late = never) -> HeteroTPPlan | None:
         """The best plan with such groups that takes less than ``best`` seconds, of those tried before ``late``."""
-        found: UnlikePlan | None = None
+        found: HeteroTPPlan | None = None
         if len({g.chip for g in self.pool.groups}) < 2 or self.pool.chips > MOST_CHIPS:
             return None
         for counts, copies, size in self.structures():
@@ -87,12 +89,12 @@ class UnlikeSearch:
 
     def layer_seconds(self, group: int, size: int) -> float:
         """Of one layer and micro-batch on one chip."""
-        one, two = (self.evaluator.stage(StageShape(group, 1, 1, n), size, False, False) for n in (1, 2))
+        one, two = (self.evaluator.stage(StageTemplate(group, 1, 1, n), size, False, False) for n in (1, 2))
         return two.forward + two.backward - one.forward - one.backward
 
     def fitted(
         self, counts: Weights, copies: int, size: int, recompute: str, weights: Weights, best: float
-    ) -> UnlikePlan | None:
+    ) -> HeteroTPPlan | None:
         """The plan with these weights, or where ranks lack memory with less on those; None: not below ``best``."""
         for _ in range(ROUNDS):
             plan = self.plan(counts, copies, size, recompute, weights)
@@ -105,7 +107,7 @@ class UnlikeSearch:
             prediction = predict(plan, self.model, self.cluster, self.costs.dtype, self.costs)
             if not prediction.over:
                 text = self.text(counts, copies, size, recompute, weights)
-                return UnlikePlan(plan, prediction, text) if prediction.step_seconds < best else None
+                return HeteroTPPlan(plan, prediction, text) if prediction.step_seconds < best else None
             ranks = {x.rank for x in prediction.over}
             units = [unit for p in plan.pipelines for unit in p.stages[0].units]
             over = {t for unit in units for t, rank in enumerate(unit.ranks) if rank in ranks}

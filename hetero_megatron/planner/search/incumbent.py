@@ -11,13 +11,13 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.plan import Plan, validate
 from hetero_megatron.plan.islands import with_islands_where_quick
 from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions
-from hetero_megatron.planner.estimate.template_score import Evaluator
+from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.search.memory_check import most_over
 from hetero_megatron.planner.simulate.step import Prediction, predict
 from hetero_megatron.planner.template.placement import place, to_plan
-from hetero_megatron.planner.template.plan_template import Candidate
-from hetero_megatron.planner.template.search_space import Space
-from hetero_megatron.planner.time_budget import Watch
+from hetero_megatron.planner.template.plan_template import PlanTemplate
+from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.words import plural
 
@@ -25,7 +25,7 @@ EXACT_CHIPS = 16384  # above, the search does not wait for exact prediction, whi
 WINDOW = 1.01  # candidates are predicted exactly if they are within this of the best: both mostly agree to 0.5 %
 SMALL = 256  # chips, up to which prediction takes next to no time
 Progress = Callable[[str], None]
-Row = tuple[float, int, Candidate]  # seconds by evaluation, which one it was, what it is
+Row = tuple[float, int, PlanTemplate]  # seconds by evaluation, which one it was, what it is
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class SearchOptions:
     dtype: str = "bf16"
     time_limit: float | None = None
     top: int = 6
-    space: Space = Space()
+    space: SearchSpace = SearchSpace()
     costs: CostOptions = CostOptions()
     exhaustive: bool | None = None
     regroup: int = 0
@@ -55,12 +55,12 @@ DEFAULTS = SearchOptions()
 
 
 @dataclass(frozen=True)
-class Choice:
+class JudgedPlan:
     """A plan that was judged."""
 
     plan: Plan
     cluster: Cluster  # that the plan's ranks count in
-    candidate: Candidate
+    candidate: PlanTemplate
     prediction: Prediction
     idle: tuple[int, ...]  # ranks without work
     text: str = ""  # what it is, where it has context groups: then the candidate is empty
@@ -70,11 +70,11 @@ class Choice:
         return self.prediction.step_seconds
 
 
-class LateChoice(Choice):
+class LazyJudgedPlan(JudgedPlan):
     """A plan of a very large cluster, which is known to fit: predicted when first asked for."""
 
     def __init__(
-        self, plan: Plan, cluster: Cluster, candidate: Candidate, idle: tuple[int, ...], costs: CostModel
+        self, plan: Plan, cluster: Cluster, candidate: PlanTemplate, idle: tuple[int, ...], costs: CostModel
     ) -> None:
         fields = {"plan": plan, "cluster": cluster, "candidate": candidate, "idle": idle, "_costs": costs}
         for name, value in fields.items():
@@ -86,17 +86,17 @@ class LateChoice(Choice):
         return predict(self.plan, costs.model, self.cluster, costs.dtype, costs)
 
 
-class Best:
+class Incumbent:
     """The best candidates so far, each plan once; says when to stop. ``part_of``: the search that this is a part of."""
 
     def __init__(
-        self, keep: int, watch: Watch | None, progress: Progress | None, part_of: Best | None = None
+        self, keep: int, watch: TimeBudget | None, progress: Progress | None, part_of: Incumbent | None = None
     ) -> None:
         self.keep, self.watch, self.progress, self.part_of = keep, watch, progress, part_of
         self.rows: list[Row] = []
         self.count = 0
 
-    def improve(self, candidate: Candidate, seconds: float) -> bool:
+    def improve(self, candidate: PlanTemplate, seconds: float) -> bool:
         self.count += 1
         candidate = _plainest(candidate)
         known = any(row[2] == candidate for row in self.rows)
@@ -113,12 +113,12 @@ class Best:
         known = self.rows or (self.part_of is not None and self.part_of.rows)
         return self.watch is not None and bool(known) and self.watch.over()
 
-    def make_ups(self) -> list[Candidate]:
+    def make_ups(self) -> list[PlanTemplate]:
         """The best of each number of pipelines."""
         return list({row[2].pipelines: row[2] for row in reversed(self.rows)}.values())
 
 
-def _plainest(candidate: Candidate) -> Candidate:
+def _plainest(candidate: PlanTemplate) -> PlanTemplate:
     """The same plan with no more said than it takes: schedules differ where several micro-batches pass several stages,
     orders where there are several pipelines."""
     candidate = candidate.joined()
@@ -133,22 +133,22 @@ def judge(
     model: ModelSpec,
     seq_length: int,
     options: SearchOptions,
-    evaluator: Evaluator,
-    watch: Watch | None = None,
-) -> list[Choice]:
+    evaluator: TemplateScorer,
+    watch: TimeBudget | None = None,
+) -> list[JudgedPlan]:
     """Concrete plans of the best candidates, predicted exactly; those that fit, best first. What the search evaluated
     faster than the best prediction so far could be faster, so on small clusters all of that is predicted. When
     ``watch`` is over, the first one that fits is enough."""
-    watch = watch or Watch()
-    found: list[Choice] = []
+    watch = watch or TimeBudget()
+    found: list[JudgedPlan] = []
     if evaluator.pool.chips > EXACT_CHIPS:
         tight = [most_over(evaluator, candidate) > 0 for _, _, candidate in rows]
         order = sorted(range(len(rows)), key=lambda i: (rows[i][0] > WINDOW * rows[0][0], tight[i], i))
         for i in order:
             late = watch.finish(
-                partial(concrete, rows[i][2], cluster, model, seq_length, options, evaluator, late=not tight[i])
+                partial(judge_template, rows[i][2], cluster, model, seq_length, options, evaluator, late=not tight[i])
             )
-            if late is not None and (isinstance(late, LateChoice) or not late.prediction.over):
+            if late is not None and (isinstance(late, LazyJudgedPlan) or not late.prediction.over):
                 return [late]
         return []
     least, small = math.inf, evaluator.pool.chips <= SMALL
@@ -159,22 +159,22 @@ def judge(
             break
         if found and watch.over():
             break
-        choice = watch.finish(partial(concrete, candidate, cluster, model, seq_length, options, evaluator))
+        choice = watch.finish(partial(judge_template, candidate, cluster, model, seq_length, options, evaluator))
         if choice is not None and not choice.prediction.over:
             found.append(choice)
             least = min(least, choice.step_seconds)
     return sorted(found, key=lambda choice: choice.step_seconds)
 
 
-def concrete(
-    candidate: Candidate,
+def judge_template(
+    candidate: PlanTemplate,
     cluster: Cluster,
     model: ModelSpec,
     seq_length: int,
     options: SearchOptions,
-    evaluator: Evaluator,
+    evaluator: TemplateScorer,
     late: bool = False,
-) -> Choice | None:
+) -> JudgedPlan | None:
     """The plan of a candidate, validated and predicted (``late``: when asked for); None when its TP groups do not
     pack."""
     placed = place(candidate, evaluator.pool)
@@ -183,6 +183,6 @@ def concrete(
     plan = with_islands_where_quick(to_plan(placed, cluster, seq_length, model.num_heads), model, cluster)
     validate(plan, model, cluster, dtype=options.dtype)
     if late:
-        return LateChoice(plan, cluster, candidate, placed.idle, evaluator.costs)
+        return LazyJudgedPlan(plan, cluster, candidate, placed.idle, evaluator.costs)
     prediction = predict(plan, model, cluster, options.dtype, evaluator.costs)
-    return Choice(plan, cluster, candidate, prediction, placed.idle)
+    return JudgedPlan(plan, cluster, candidate, prediction, placed.idle)

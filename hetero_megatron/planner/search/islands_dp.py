@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from hetero_megatron.planner.search.pipeline_dp import Family
+    from hetero_megatron.planner.search.pipeline_dp import PipelineFamily
 
 
-class Fleet:
+class IslandCover:
     """Families sorted by the groups that they use."""
 
-    def __init__(self, families: Sequence[Family], groups: int) -> None:
+    def __init__(self, families: Sequence[PipelineFamily], groups: int) -> None:
         self.families, self.groups = sorted(families, key=lambda f: f.mask), groups
         rows = [(f.tau, f.stages, f.size * f.replicas, f.mask) for f in self.families]
         self.tau, self.stages, self.together, masks = np.array(rows).T
         self.masks = sorted({int(mask) for mask in masks})
         self.starts = np.searchsorted(masks, self.masks)
 
-    def cover(self, limit: float, batch: int) -> list[Family] | None:
+    def cover(self, limit: float, batch: int) -> list[PipelineFamily] | None:
         """Families of disjoint sets of groups that compute ``batch`` sequences within ``limit`` seconds; None if there
         are none."""
         totals = np.maximum(0, np.floor(limit / self.tau - self.stages + 1 + 1e-9)) * self.together

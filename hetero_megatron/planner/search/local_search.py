@@ -6,16 +6,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from hetero_megatron.planner.estimate.template_score import Evaluator, best_recompute
-from hetero_megatron.planner.template.plan_template import Candidate, Part, PipelineShape, StageShape
-from hetero_megatron.planner.template.search_space import Space
+from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute
+from hetero_megatron.planner.template.plan_template import (
+    PipelineReplicas,
+    PipelineTemplate,
+    PlanTemplate,
+    StageTemplate,
+)
+from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.time_budget import Late, never
 
-Improve = Callable[[Candidate, float], bool]
+Improve = Callable[[PlanTemplate, float], bool]
 
 
 def polish(
-    evaluator: Evaluator, candidate: Candidate, seconds: float, space: Space, most: int, improve: Improve,
+    evaluator: TemplateScorer, candidate: PlanTemplate, seconds: float, space: SearchSpace, most: int, improve: Improve,
     late: Late = never,
 ) -> bool:  # fmt: skip
     """Hill climbing from ``candidate``, with at most ``most`` evaluations; False when ``improve`` or ``late`` asks to
@@ -45,7 +50,7 @@ def polish(
     return True
 
 
-def _neighbours(evaluator: Evaluator, candidate: Candidate, space: Space) -> Iterator[Candidate]:
+def _neighbours(evaluator: TemplateScorer, candidate: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:
     for schedule in space.schedules:
         if schedule != candidate.schedule:
             yield from _fitted(evaluator, replace(candidate, schedule=schedule), space)
@@ -53,11 +58,11 @@ def _neighbours(evaluator: Evaluator, candidate: Candidate, space: Space) -> Ite
         yield replace(candidate, order="pipeline" if candidate.order == "stage" else "stage")
     for p, part in enumerate(candidate.parts):
         for shape, m in _shapes(part, space):
-            parts = (*candidate.parts[:p], Part(shape, part.copies, m), *candidate.parts[p + 1 :])
+            parts = (*candidate.parts[:p], PipelineReplicas(shape, part.copies, m), *candidate.parts[p + 1 :])
             yield from _fitted(evaluator, replace(candidate, parts=parts), space)
 
 
-def _shapes(part: Part, space: Space) -> Iterator[tuple[PipelineShape, int]]:
+def _shapes(part: PipelineReplicas, space: SearchSpace) -> Iterator[tuple[PipelineTemplate, int]]:
     stages, m, size = part.shape.stages, part.num_micro_batches, part.shape.micro_batch_size
     last = len(stages) - 1
     if space.offload == "always":
@@ -79,11 +84,11 @@ def _shapes(part: Part, space: Space) -> Iterator[tuple[PipelineShape, int]]:
             yield replace(part.shape, micro_batch_size=size // 2), m * 2
 
 
-def _with(shape: PipelineShape, changed: Mapping[int, StageShape]) -> PipelineShape:
+def _with(shape: PipelineTemplate, changed: Mapping[int, StageTemplate]) -> PipelineTemplate:
     return replace(shape, stages=tuple(changed.get(i, s) for i, s in enumerate(shape.stages)))
 
 
-def _fitted(evaluator: Evaluator, candidate: Candidate, space: Space) -> Iterator[Candidate]:
+def _fitted(evaluator: TemplateScorer, candidate: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:
     """The candidate with the fastest recompute that fits; nothing where none does."""
     if space.recompute is not None:
         yield candidate

@@ -6,27 +6,33 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hetero_megatron.planner.estimate.layer_partition import best_split
-from hetero_megatron.planner.estimate.stage_table import Kind
-from hetero_megatron.planner.estimate.template_score import Evaluator, best_recompute
-from hetero_megatron.planner.template.plan_template import Candidate, Part, PipelineShape, StageShape, in_flight
-from hetero_megatron.planner.template.search_space import Space
+from hetero_megatron.planner.estimate.stage_table import StageKind
+from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute
+from hetero_megatron.planner.template.plan_template import (
+    PipelineReplicas,
+    PipelineTemplate,
+    PlanTemplate,
+    StageTemplate,
+    in_flight,
+)
+from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.spec import ModelSpec
 
 
 @dataclass(frozen=True)
-class Skeleton:
+class PipelineOutline:
     """``copies`` pipelines with these stages (layers not yet given) and micro-batches of ``size`` sequences."""
 
-    stages: tuple[StageShape, ...]
+    stages: tuple[StageTemplate, ...]
     size: int
     copies: int
 
 
 @dataclass(frozen=True)
-class _Line:
+class _AffinePipeline:
     """One kind of pipeline: its time is at least before[i] + m x seconds[i] for every stage."""
 
-    skeleton: Skeleton
+    skeleton: PipelineOutline
     seconds: tuple[float, ...]
     before: tuple[float, ...]
 
@@ -34,15 +40,15 @@ class _Line:
         return max(0, int(min((limit - b) / s for b, s in zip(self.before, self.seconds)) + 1e-9))
 
 
-class Builder:
+class TemplateBuilder:
     """Concrete candidates for combinations of skeletons."""
 
-    def __init__(self, evaluator: Evaluator, model: ModelSpec, batch: int, space: Space) -> None:
+    def __init__(self, evaluator: TemplateScorer, model: ModelSpec, batch: int, space: SearchSpace) -> None:
         self.evaluator, self.tables, self.model = evaluator, evaluator.tables, model
         self.batch, self.space = batch, space
-        self._shapes: dict[tuple[object, ...], PipelineShape | None] = {}
+        self._shapes: dict[tuple[object, ...], PipelineTemplate | None] = {}
 
-    def candidates(self, skeletons: Sequence[Skeleton], schedule: str) -> Iterator[Candidate]:
+    def candidates(self, skeletons: Sequence[PipelineOutline], schedule: str) -> Iterator[PlanTemplate]:
         """Under both orders of placement; nothing when it does not fit or the batch cannot be divided."""
         replicas = sum(s.copies for s in skeletons)
         if replicas > self.batch:
@@ -57,31 +63,31 @@ class Builder:
         counts = divide(lines, self.batch)
         if counts is None:
             return
-        parts: list[Part] = []
+        parts: list[PipelineReplicas] = []
         for skeleton, found in zip(skeletons, counts):
             for m, copies in found:
                 shape = self.shape(skeleton, m, replicas, schedule)
                 if shape is None:
                     return
-                parts.append(Part(shape, copies, m))
+                parts.append(PipelineReplicas(shape, copies, m))
         for order in ("stage", "pipeline") if replicas > 1 else ("stage",):
-            yield Candidate(tuple(parts), schedule, order).merged()
+            yield PlanTemplate(tuple(parts), schedule, order).merged()
 
-    def shape(self, skeleton: Skeleton, m: int, replicas: int, schedule: str) -> PipelineShape | None:
+    def shape(self, skeleton: PipelineOutline, m: int, replicas: int, schedule: str) -> PipelineTemplate | None:
         """Exact layers and recompute for ``m`` micro-batches."""
         key = (skeleton.stages, skeleton.size, m, replicas, schedule)
         if key not in self._shapes:
             self._shapes[key] = self._shape(skeleton, m, replicas, schedule)
         return self._shapes[key]
 
-    def _shape(self, skeleton: Skeleton, m: int, replicas: int, schedule: str) -> PipelineShape | None:
+    def _shape(self, skeleton: PipelineOutline, m: int, replicas: int, schedule: str) -> PipelineTemplate | None:
         stages, last = skeleton.stages, len(skeleton.stages) - 1
         alive = in_flight(schedule, len(stages), m)
         if max(alive) > self.tables.depth:
             return None
         rows = []
         for s, stage in enumerate(stages):
-            kind = Kind(
+            kind = StageKind(
                 stage.group, stage.tp, stage.dp, skeleton.size, s == 0, s == last, replicas, self.space.recompute
             )
             table = self.tables.table(kind)
@@ -94,10 +100,10 @@ class Builder:
         if found is None:
             return None
         recompute = self.space.recompute or "none"
-        made = PipelineShape(
+        made = PipelineTemplate(
             skeleton.size,
             tuple(
-                StageShape(s.group, s.tp, s.dp, n, recompute, offload=self.tables.offloads(s.group))
+                StageTemplate(s.group, s.tp, s.dp, n, recompute, offload=self.tables.offloads(s.group))
                 for s, n in zip(stages, found[1])
             ),
         )
@@ -105,7 +111,7 @@ class Builder:
             return made
         return best_recompute(self.tables, made, schedule, m, replicas)
 
-    def _line(self, skeleton: Skeleton, shape: PipelineShape) -> _Line:
+    def _line(self, skeleton: PipelineOutline, shape: PipelineTemplate) -> _AffinePipeline:
         forward, backward = self.evaluator.stage_seconds(shape)
         trips = [*map(sum, self.evaluator.links(shape)), 0.0]
         seconds = tuple(f + b for f, b in zip(forward, backward))
@@ -113,10 +119,10 @@ class Builder:
         for t, trip in zip(seconds, trips):
             before.append(total)
             total += t + trip
-        return _Line(skeleton, seconds, tuple(before))
+        return _AffinePipeline(skeleton, seconds, tuple(before))
 
 
-def divide(lines: Sequence[_Line], batch: int) -> list[list[tuple[int, int]]] | None:
+def divide(lines: Sequence[_AffinePipeline], batch: int) -> list[list[tuple[int, int]]] | None:
     """Per line [(micro-batches, copies)], such that all end about together and the sizes sum to ``batch``; None when no
     division comes out."""
     low, high = 0.0, max(max(b + batch * s for b, s in zip(x.before, x.seconds)) for x in lines) + 1.0
@@ -140,7 +146,9 @@ def divide(lines: Sequence[_Line], batch: int) -> list[list[tuple[int, int]]] | 
     return [sorted(row.items(), reverse=True) for row in found]
 
 
-def _take_off(lines: Sequence[_Line], pipelines: Sequence[tuple[int, int]], counts: list[int], surplus: int) -> int:
+def _take_off(
+    lines: Sequence[_AffinePipeline], pipelines: Sequence[tuple[int, int]], counts: list[int], surplus: int
+) -> int:
     """Give up micro-batches of the pipelines that end last until nothing is too much; returns what is left over."""
     import heapq
 

@@ -10,13 +10,13 @@ from hetero_megatron.plan import Pipeline, Plan, Recompute, Stage, Unit
 from hetero_megatron.plan.buckets import WHOLE_BYTES, Bucket, make_buckets
 from hetero_megatron.plan.canonical import Optimizer
 from hetero_megatron.planner.cost.memory import buffer_bytes, most_buffered, state_bytes
-from hetero_megatron.planner.estimate.template_score import Evaluator
-from hetero_megatron.planner.template.plan_template import Candidate, in_flight
+from hetero_megatron.planner.estimate.template_score import TemplateScorer
+from hetero_megatron.planner.template.plan_template import PlanTemplate, in_flight
 
 WHOLE = WHOLE_BYTES // 4  # elements of a cell that has one owner
 
 
-def most_over(evaluator: Evaluator, candidate: Candidate) -> int:
+def most_over(evaluator: TemplateScorer, candidate: PlanTemplate) -> int:
     """Upper bound on the bytes by which a rank exceeds its chip: 0 or less where every rank fits, wherever it lies."""
     costs = evaluator.costs
     plan, weight = _small(candidate, costs.seq_length, costs.model.num_heads)
@@ -60,7 +60,7 @@ def _owned(bucket: Bucket, rank: int, weight: int) -> tuple[int, float]:
     return whole, mine
 
 
-def _small(candidate: Candidate, seq_length: int, num_heads: int) -> tuple[Plan, dict[int, int]]:
+def _small(candidate: PlanTemplate, seq_length: int, num_heads: int) -> tuple[Plan, dict[int, int]]:
     """(a plan with one pipeline per part and one unit per stage, for how many ranks each of its ranks stands)."""
     weight: dict[int, int] = {}
     pipelines = []

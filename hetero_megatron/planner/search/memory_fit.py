@@ -25,12 +25,12 @@ from hetero_megatron.planner.cost.memory import (
     held_elements,
     state_bytes,
 )
-from hetero_megatron.planner.estimate.template_score import Evaluator
+from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.simulate.memory_report import estimate_memory
-from hetero_megatron.planner.template.placement import Placed, to_plan
-from hetero_megatron.planner.template.plan_template import Candidate, PipelineShape, StageShape, in_flight
+from hetero_megatron.planner.template.placement import PlacedTemplate, to_plan
+from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, StageTemplate, in_flight
 
-Level = tuple[float, StageShape, int, int]  # backward seconds, the stage, bytes kept per micro-batch, working bytes
+Level = tuple[float, StageTemplate, int, int]  # backward seconds, the stage, bytes kept per micro-batch, working bytes
 Key = tuple[object, ...]
 At = tuple[int, int]  # pipeline, stage
 Spans = list[tuple[float, list[At]]]
@@ -42,7 +42,7 @@ FINEST = 100  # largest share
 
 
 @dataclass(frozen=True)
-class States:
+class StateRoom:
     """Bytes of one rank: ``free`` beside weights, gradients and overhead, its part of the optimizer, and buckets."""
 
     free: int
@@ -56,7 +56,7 @@ class States:
         return room if self.buffers <= room else -1
 
 
-class Fitting:
+class MemoryFit:
     """Fits candidates of one evaluator, whose parts are single pipelines.
 
     Args:
@@ -64,14 +64,14 @@ class Fitting:
         shares: whether replicas may own unequal shares of the states.
     """
 
-    def __init__(self, evaluator: Evaluator, recompute: str | None = None, shares: bool = True) -> None:
+    def __init__(self, evaluator: TemplateScorer, recompute: str | None = None, shares: bool = True) -> None:
         self.evaluator, self.recompute, self.shares = evaluator, recompute, shares
         self.computed = 0  # placements whose states were counted
         self._known: dict[Key, dict[int, MemoryBytes]] = {}
         self._levels: dict[Key, list[Level]] = {}
         self._known_limits: dict[Key, tuple[int, int]] = {}
 
-    def fits(self, placed: Placed) -> tuple[list[Candidate], Candidate | None]:
+    def fits(self, placed: PlacedTemplate) -> tuple[list[PlanTemplate], PlanTemplate | None]:
         """(the candidate with the fastest recompute of each stage that fits on all its ranks, with equal shares and,
         where these cost recompute or do not fit, with unequal ones; None, or a candidate that no way to fit it beats
         where other shares were not ruled out)."""
@@ -95,7 +95,7 @@ class Fitting:
             return [*found, candidate_of(candidate, shared)], None
         return found, candidate_of(candidate, least)
 
-    def _without_states(self, candidate: Candidate) -> tuple[list[list[Level]] | None, bool]:
+    def _without_states(self, candidate: PlanTemplate) -> tuple[list[list[Level]] | None, bool]:
         """(the fastest level of each stage as if others owned its states and buckets took no memory, None if a stage or
         all states do not fit even so; whether that fits whoever owns them)."""
         ranks = sum(part.shape.chips for part in candidate.parts)
@@ -116,7 +116,7 @@ class Fitting:
             rows.append(row)
         return (rows if left >= 0 else None), sure
 
-    def _limits(self, stage: StageShape, embed: bool, head: bool, ranks: int) -> tuple[int, int]:
+    def _limits(self, stage: StageTemplate, embed: bool, head: bool, ranks: int) -> tuple[int, int]:
         """Bytes for activations on the stage's fullest rank when it owns no states, and when it owns all that it holds
         and what all ``ranks`` hold of its largest buckets arrives at once."""
         key = (stage.group, stage.tp, stage.layers, embed, head, ranks)
@@ -139,7 +139,7 @@ class Fitting:
         total = held_elements(costs.model, costs.model.num_layers, True, True, equal_shares(costs.model, 1)[0])
         return state_bytes(total, total, costs.item, costs.options.moments)[2]
 
-    def _choose(self, placed: Placed, rooms: Mapping[int, int]) -> list[list[Level]] | None:
+    def _choose(self, placed: PlacedTemplate, rooms: Mapping[int, int]) -> list[list[Level]] | None:
         """By pipeline and stage, the fastest level that fits into the rooms of all its ranks."""
         found = []
         for shape, m, units in placed.pipelines:
@@ -154,13 +154,13 @@ class Fitting:
             found.append(row)
         return found
 
-    def _may_fit(self, placed: Placed, spans: Spans) -> bool:
+    def _may_fit(self, placed: PlacedTemplate, spans: Spans) -> bool:
         """Whether states come near to fitting with equal shares."""
         stages = _stages(placed)
         owned = _owned(spans, stages, dict.fromkeys(stages, 1.0))
         return all(MEAN * owned[at] <= room for at, room in self._room(placed, None).items())
 
-    def _room(self, placed: Placed, levels: list[list[Level]] | None) -> dict[At, int]:
+    def _room(self, placed: PlacedTemplate, levels: list[list[Level]] | None) -> dict[At, int]:
         """By stage: bytes that states may take on a rank, with these levels or those that keep least."""
         ranks = sum(part.shape.chips for part in placed.candidate.parts)
         found = {}
@@ -173,7 +173,7 @@ class Fitting:
                 found[p, s] = free - min(alive[s] * kept + work for _, _, kept, work in rows)
         return found
 
-    def _shared(self, placed: Placed, levels: list[list[Level]], spans: Spans) -> list[list[Level]] | None:
+    def _shared(self, placed: PlacedTemplate, levels: list[list[Level]], spans: Spans) -> list[list[Level]] | None:
         """These levels with shares under which they fit; None where none were found."""
         rooms = self._room(placed, levels)
         for p, (_, _, units) in enumerate(placed.pipelines):
@@ -204,7 +204,7 @@ class Fitting:
             weights = [[n / (x * 1.02) if x > 1 else n for n, x in zip(ns, row)] for ns, row in zip(shares, over)]
         return None
 
-    def _spans(self, placed: Placed) -> Spans:
+    def _spans(self, placed: PlacedTemplate) -> Spans:
         """(bytes of the states, stages that hold them) of each run of layers with the same holders, and of the ends."""
         costs, share = self.evaluator.costs, equal_shares(self.evaluator.costs.model, 1)[0]
         starts = [list(itertools.accumulate((s.layers for s in x.stages), initial=0)) for x, _, _ in placed.pipelines]
@@ -223,7 +223,7 @@ class Fitting:
             found.append((state(b - a, False, False), holders))
         return [*found, (state(0, False, True), [(p, len(row) - 2) for p, row in enumerate(starts)])]
 
-    def _balanced(self, placed: Placed, spans: Spans, rooms: Mapping[At, int]) -> list[list[float]] | None:
+    def _balanced(self, placed: PlacedTemplate, spans: Spans, rooms: Mapping[At, int]) -> list[list[float]] | None:
         """Weights under which no stage's ranks own more than they may if states were divided exactly by weight; None
         where lowering what is over does not lead there."""
         stages = _stages(placed)
@@ -241,7 +241,7 @@ class Fitting:
                 return None
         return None
 
-    def states(self, placed: Placed) -> dict[int, States]:
+    def states(self, placed: PlacedTemplate) -> dict[int, StateRoom]:
         """By rank. What ranks hold and own does not depend on their chips, so placements that differ in these alone are
         counted once."""
         costs = self.evaluator.costs
@@ -265,17 +265,17 @@ class Fitting:
                 held = needs.weights // costs.item
                 optimizer = state_bytes(held, held, costs.item, costs.options.moments)[2]
             free = costs.memory_limit(chip) - costs.overhead(chip) - needs.weights - needs.gradients
-            found[rank] = States(free, optimizer, needs.buffers)
+            found[rank] = StateRoom(free, optimizer, needs.buffers)
         return found
 
-    def fastest(self, stage: StageShape, size: int, embed: bool, head: bool, alive: int, room: int) -> Level | None:
+    def fastest(self, stage: StageTemplate, size: int, embed: bool, head: bool, alive: int, room: int) -> Level | None:
         """The fastest recompute whose activations take at most ``room`` bytes."""
         if room < 0:
             return None
         levels = self.levels(stage, size, embed, head)
         return next((row for row in levels if alive * row[2] + row[3] <= room), None)
 
-    def levels(self, stage: StageShape, size: int, embed: bool, head: bool) -> list[Level]:
+    def levels(self, stage: StageTemplate, size: int, embed: bool, head: bool) -> list[Level]:
         """Fastest first."""
         key = (stage.group, stage.tp, stage.dp, stage.layers, stage.share, size, embed, head)
         if key not in self._levels:
@@ -283,7 +283,7 @@ class Fitting:
             self._levels[key] = sorted(found, key=lambda level: level[0])
         return self._levels[key]
 
-    def _make_levels(self, stage: StageShape, size: int, embed: bool, head: bool) -> list[Level]:
+    def _make_levels(self, stage: StageTemplate, size: int, embed: bool, head: bool) -> list[Level]:
         tables, costs = self.evaluator.tables, self.evaluator.costs
         kinds = [("none", 0), ("selective", 0), ("full", 0)]
         if tables.first:
@@ -298,7 +298,7 @@ class Fitting:
         return found
 
 
-def candidate_of(candidate: Candidate, levels: list[list[Level]]) -> Candidate:
+def candidate_of(candidate: PlanTemplate, levels: list[list[Level]]) -> PlanTemplate:
     """The candidate with these stages."""
     parts = tuple(
         replace(part, shape=_shape(part.shape, row)) for part, row in zip(candidate.parts, levels, strict=True)
@@ -306,25 +306,25 @@ def candidate_of(candidate: Candidate, levels: list[list[Level]]) -> Candidate:
     return replace(candidate, parts=parts)
 
 
-def _shape(shape: PipelineShape, levels: list[Level]) -> PipelineShape:
+def _shape(shape: PipelineTemplate, levels: list[Level]) -> PipelineTemplate:
     return replace(shape, stages=tuple(stage for _, stage, _, _ in levels))
 
 
-def _plain(shape: PipelineShape) -> PipelineShape:
+def _plain(shape: PipelineTemplate) -> PipelineTemplate:
     return replace(shape, stages=tuple(replace(s, recompute="none", first=0) for s in shape.stages))
 
 
-def _over(states: States, cap: int) -> float:
+def _over(states: StateRoom, cap: int) -> float:
     """How many times what it may have a rank has: above 1 it does not fit."""
     own = states.optimizer / cap if cap else math.inf if states.optimizer else 0.0
     return max(own, (states.optimizer + states.buffers) / states.free if states.free > 0 else math.inf)
 
 
-def _stages(placed: Placed) -> dict[At, StageShape]:
+def _stages(placed: PlacedTemplate) -> dict[At, StageTemplate]:
     return {(p, s): x for p, (shape, _, _) in enumerate(placed.pipelines) for s, x in enumerate(shape.stages)}
 
 
-def _owned(spans: Spans, stages: Mapping[At, StageShape], weight: Mapping[At, float]) -> dict[At, float]:
+def _owned(spans: Spans, stages: Mapping[At, StageTemplate], weight: Mapping[At, float]) -> dict[At, float]:
     """By stage: bytes of states on each of its ranks, divided exactly by weight."""
     owned = dict.fromkeys(stages, 0.0)
     for size, holders in spans:
@@ -334,7 +334,7 @@ def _owned(spans: Spans, stages: Mapping[At, StageShape], weight: Mapping[At, fl
     return owned
 
 
-def _divisible(spans: Spans, stages: Mapping[At, StageShape], rooms: Mapping[At, int]) -> bool:
+def _divisible(spans: Spans, stages: Mapping[At, StageTemplate], rooms: Mapping[At, int]) -> bool:
     """Whether there is any division of the states: no set of spans may need more than all that hold any of it have
     room for together (which is enough for a division, by max-flow = min-cut)."""
 

@@ -20,12 +20,12 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.planner.estimate.stage_table import Kind, per_layer
-from hetero_megatron.planner.estimate.template_score import Evaluator
-from hetero_megatron.planner.search.islands_dp import Fleet
-from hetero_megatron.planner.search.materialize import Builder, Skeleton
-from hetero_megatron.planner.template.plan_template import Candidate, StageShape
-from hetero_megatron.planner.template.search_space import Option, Space, batch_sizes, options
+from hetero_megatron.planner.estimate.stage_table import StageKind, per_layer
+from hetero_megatron.planner.estimate.template_score import TemplateScorer
+from hetero_megatron.planner.search.islands_dp import IslandCover
+from hetero_megatron.planner.search.materialize import PipelineOutline, TemplateBuilder
+from hetero_megatron.planner.template.plan_template import PlanTemplate, StageTemplate
+from hetero_megatron.planner.template.search_space import SearchSpace, StageOption, batch_sizes, options
 from hetero_megatron.planner.time_budget import Late, never
 from hetero_megatron.spec import ModelSpec
 
@@ -40,7 +40,7 @@ RUNS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 
 
 @dataclass(frozen=True)
-class Family:
+class PipelineFamily:
     """Equal pipelines over a set of groups (``mask``), as the program found them: with ``stages`` stages of at most
     ``tau`` seconds, on at most ``budget`` chips per group and pipeline."""
 
@@ -60,10 +60,10 @@ class Family:
         return (micro_batches + self.stages - 1) * self.tau
 
 
-class Program:
+class LayersProgram:
     """Step 1 for one budget, micro-batch size and number of replicas."""
 
-    def __init__(self, search: LargeSearch, budget: tuple[int, ...], size: int, replicas: int) -> None:
+    def __init__(self, search: PipelineDP, budget: tuple[int, ...], size: int, replicas: int) -> None:
         self.search, self.budget, self.size, self.replicas = search, budget, size, replicas
         tables = search.evaluator.tables
         self.depth = min(tables.depth, search.model.num_layers + 2, sum(budget))
@@ -71,10 +71,10 @@ class Program:
         self._most_depth = min(tables.depth, max(1, sum(search.counts) // self._replicas))  # of programs with as many
         self.options = [[o for o in search.options(g, size) if o.chips <= budget[g]] for g in range(len(budget))]
 
-    def table(self, option: Option, embed: bool, head: bool) -> Floats:
+    def table(self, option: StageOption, embed: bool, head: bool) -> Floats:
         """[in flight, layers] seconds, with memory at a conservative power of four of replicas; with the head (the last
         stage, counted from which there is one in flight) of the first row only."""
-        kind = Kind(
+        kind = StageKind(
             option.group, option.tp, option.dp, self.size, embed, head, self._replicas, self.search.space.recompute
         )
         return self.search.evaluator.tables.table(kind, 1 if head else self._most_depth).seconds
@@ -106,7 +106,7 @@ class Program:
         best = np.cumsum(np.sort(np.maximum(np.concatenate(gains), 0.0))[::-1])[: self.depth]
         return float(np.min(layers * ticks / best)), alone
 
-    def capacity(self, option: Option, steps: range, embed: bool, head: bool, depth: int) -> Layers:
+    def capacity(self, option: StageOption, steps: range, embed: bool, head: bool, depth: int) -> Layers:
         """[tau, in flight]: most layers of a stage that takes at most tau; NONE where it cannot hold any."""
         known = self.search.capacities
         key = (option, self.size, self._replicas, embed, head)
@@ -119,7 +119,7 @@ class Program:
             known[key] = low, found
         return found[steps.start - low : steps.stop - low, :depth]
 
-    def _capacity(self, option: Option, steps: range, embed: bool, head: bool) -> Layers:
+    def _capacity(self, option: StageOption, steps: range, embed: bool, head: bool) -> Layers:
         seconds = _monotone(self.table(option, embed, head))
         rows, width = len(seconds), len(steps)
         # The tau at which it is in time.
@@ -186,7 +186,7 @@ class Program:
             inner[mask], whole[mask] = a, b
         return inner, whole, matrices
 
-    def families(self, nominal: float, grid: int = GRID) -> Iterator[Family]:
+    def families(self, nominal: float, grid: int = GRID) -> Iterator[PipelineFamily]:
         """Per set of groups the one with the least time for ``nominal`` micro-batches; ``grid``: taus looked at."""
         least = self.least_tau()
         if not math.isfinite(least):
@@ -206,7 +206,7 @@ class Program:
         for mask, (seconds, tau, p, step) in best.items():
             if math.isfinite(seconds):
                 budget = tuple(c if mask >> g & 1 else 0 for g, c in enumerate(self.budget))
-                yield Family(mask, budget, self.size, tau, p, self.replicas, step)
+                yield PipelineFamily(mask, budget, self.size, tau, p, self.replicas, step)
 
     def _fastest(self, layers: Layers, nominal: float, taus: Floats, steps: range) -> tuple[float, float, int, int]:
         """(seconds, tau, stages, place of tau) of the pipelines that hold all layers in the least time."""
@@ -215,7 +215,7 @@ class Program:
         t, p = divmod(int(np.argmin(seconds)), self.depth + 1)
         return float(seconds[t, p]), float(taus[t]), p, steps[t]
 
-    def trace(self, family: Family) -> tuple[StageShape, ...]:
+    def trace(self, family: PipelineFamily) -> tuple[StageTemplate, ...]:
         """The stages of a family, first one first, without layers."""
         steps = range(family.step, family.step + 1)
         inner, whole, matrices = self.solve(steps, [family.mask])
@@ -230,11 +230,11 @@ class Program:
                 if abs(inner[mask & ~(1 << g)][0, p] + matrices[g][1 if final else 0][0, p, at] - value) < 0.5
             )
             option = self._option(g, steps, before, at, final, float(matrices[g][1 if final else 0][0, before, at]))
-            stages += [StageShape(g, option.tp, option.dp)] * (at - before)
+            stages += [StageTemplate(g, option.tp, option.dp)] * (at - before)
             mask, at, final = mask & ~(1 << g), before, False
         return tuple(stages)
 
-    def _option(self, g: int, steps: range, before: int, at: int, final: bool, want: float) -> Option:
+    def _option(self, g: int, steps: range, before: int, at: int, final: bool, want: float) -> StageOption:
         """The option behind an entry of a matrix; the one with the fewest chips if several."""
         for option in sorted(self.options[g], key=lambda o: o.chips):
             if option.chips * (at - before) > self.budget[g]:
@@ -247,16 +247,16 @@ class Program:
         raise AssertionError("an entry of the program without an option")
 
 
-class LargeSearch:
+class PipelineDP:
     """See the module docstring. ``counts``: chips that may be used, per group; None: all. ``late``: whether to stop."""
 
     def __init__(
         self,
-        evaluator: Evaluator,
+        evaluator: TemplateScorer,
         model: ModelSpec,
         batch: int,
-        space: Space,
-        improve: Callable[[Candidate, float], bool],
+        space: SearchSpace,
+        improve: Callable[[PlanTemplate, float], bool],
         counts: tuple[int, ...] | None = None,
         late: Late = never,
     ) -> None:
@@ -264,12 +264,12 @@ class LargeSearch:
         self.counts = counts or self.pool.counts
         self.everything = sum(1 << g for g, n in enumerate(self.counts) if n)
         self.batch, self.space, self.improve, self.late = batch, space, improve, late
-        self.builder = Builder(evaluator, model, batch, space)
-        self._options: dict[tuple[int, int], list[Option]] = {}
-        self.families: list[Family] = []
+        self.builder = TemplateBuilder(evaluator, model, batch, space)
+        self._options: dict[tuple[int, int], list[StageOption]] = {}
+        self.families: list[PipelineFamily] = []
         self.capacities: dict[tuple[object, ...], tuple[int, Layers]] = {}  # from a place in the grid
         self._rates: dict[tuple[int, int], list[tuple[int, float]]] = {}
-        self._traced: dict[Family, tuple[StageShape, ...]] = {}
+        self._traced: dict[PipelineFamily, tuple[StageTemplate, ...]] = {}
         self.rejected: dict[str, int] = {}
 
     @staticmethod
@@ -283,7 +283,7 @@ class LargeSearch:
         start = math.ceil(math.log(least, RATIO) - 1e-9)
         return range(start, start + GRID)
 
-    def options(self, group: int, size: int) -> list[Option]:
+    def options(self, group: int, size: int) -> list[StageOption]:
         if (group, size) not in self._options:
             found = options(self.pool, group, self.model, self.space, size, every=self.pool.groups[group].per_node <= 4)
             self._options[group, size] = [o for o in found if o.dp <= 4]
@@ -295,7 +295,7 @@ class LargeSearch:
             found = []
             for o in self.options(group, size):
                 most = 4 ** int(math.log(self._most_pipelines(), 4) + 1e-9)
-                kind = Kind(group, o.tp, o.dp, size, False, False, most, self.space.recompute)
+                kind = StageKind(group, o.tp, o.dp, size, False, False, most, self.space.recompute)
                 seconds = self.evaluator.tables.table(kind, 1).seconds[0]
                 per = per_layer(seconds)
                 if np.isfinite(per) and per > 0:
@@ -350,13 +350,13 @@ class LargeSearch:
                 found.append((d, budget))
         return found
 
-    def _bounded(self) -> list[tuple[float, int, int, float, dict[int, float], Program]]:
+    def _bounded(self) -> list[tuple[float, int, int, float, dict[int, float], LayersProgram]]:
         """(seconds that no pipelines of the program beat, replicas, micro-batch size, micro-batches, the same by group,
         program)."""
         programs = []
         for d, budget in self.budgets():
             for size in self.sizes(d):
-                program = Program(self, budget, size, d)
+                program = LayersProgram(self, budget, size, d)
                 nominal = max(1.0, self.batch / (d * size))
                 bound, alone = program.least_seconds(nominal)
                 programs.append((bound, d, size, nominal, alone, program))
@@ -366,10 +366,10 @@ class LargeSearch:
         """No equal pipelines of these chips take less."""
         return min((row[0] for row in self._bounded()), default=math.inf)
 
-    def _families(self) -> list[Family]:
+    def _families(self) -> list[PipelineFamily]:
         """Programs that can give neither pipelines over all groups nor over one of them that are about as fast as the
         best so far are not solved."""
-        found: list[tuple[float, Family]] = []
+        found: list[tuple[float, PipelineFamily]] = []
         best: dict[int, float] = {}
         programs, everything = self._bounded(), self.everything
         for bound, _, _, nominal, alone, program in programs:
@@ -388,17 +388,17 @@ class LargeSearch:
         found.sort(key=lambda row: (row[0], row[1].stages, row[1].budget))
         return [family for _, family in found]
 
-    def stages(self, family: Family) -> tuple[StageShape, ...]:
+    def stages(self, family: PipelineFamily) -> tuple[StageTemplate, ...]:
         if family not in self._traced:
             budget = tuple(n // family.replicas for n in self.counts)
             self._traced[family] = self._programs[budget, family.size, family.replicas].trace(family)
         return self._traced[family]
 
-    def _proposals(self) -> Iterator[tuple[list[Skeleton], str]]:
+    def _proposals(self) -> Iterator[tuple[list[PipelineOutline], str]]:
         """Combinations to make concrete, most promising first."""
         seen: set[object] = set()
 
-        def fresh(rows: list[Skeleton]) -> bool:
+        def fresh(rows: list[PipelineOutline]) -> bool:
             key = frozenset((r.stages, r.size, r.copies) for r in rows)
             new = key not in seen
             seen.add(key)
@@ -421,10 +421,10 @@ class LargeSearch:
             if fresh(rows):
                 yield rows, "1f1b"
 
-    def _skeleton(self, family: Family, copies: int) -> Skeleton:
-        return Skeleton(self.stages(family), family.size, copies)
+    def _skeleton(self, family: PipelineFamily, copies: int) -> PipelineOutline:
+        return PipelineOutline(self.stages(family), family.size, copies)
 
-    def _islands(self, most: int) -> Iterator[list[Skeleton]]:
+    def _islands(self, most: int) -> Iterator[list[PipelineOutline]]:
         """Step 2: the best division of the groups into islands, and the best few with other numbers of pipelines."""
         if not self.families:
             return
@@ -437,11 +437,11 @@ class LargeSearch:
             worst = choice[0]
             banned.add((worst.mask, worst.replicas, worst.size))
 
-    def _divide(self, families: Sequence[Family]) -> list[Family] | None:
+    def _divide(self, families: Sequence[PipelineFamily]) -> list[PipelineFamily] | None:
         """Islands that compute the batch soonest: bisection on the time."""
         if not families:
             return None
-        fleet = Fleet(families, len(self.pool.groups))
+        fleet = IslandCover(families, len(self.pool.groups))
         high = max(f.seconds(self.batch) for f in families)
         low = 0.0
         best = fleet.cover(high, self.batch)
@@ -458,7 +458,7 @@ class LargeSearch:
                 break
         return best
 
-    def _mixed(self) -> Iterator[list[Skeleton]]:
+    def _mixed(self) -> Iterator[list[PipelineOutline]]:
         """Step 3."""
         from hetero_megatron.planner.search.beam import mixed
 

@@ -16,25 +16,27 @@ from functools import cached_property, partial
 import numpy as np
 
 from hetero_megatron.planner.estimate.layer_partition import LISTED, Floats, best_split, count_splits, listed
-from hetero_megatron.planner.estimate.lower_bounds import Line, Tails, floor, line_under
+from hetero_megatron.planner.estimate.lower_bounds import LineUnder, SyncBounds, floor, line_under
 from hetero_megatron.planner.estimate.pipeline_time import Link, many
-from hetero_megatron.planner.estimate.stage_table import NEARLY_NONE, Kind, StageTable
-from hetero_megatron.planner.estimate.template_score import Evaluator
-from hetero_megatron.planner.search.columns import Column, Shelf
-from hetero_megatron.planner.template.device_pool import Pool
-from hetero_megatron.planner.template.plan_template import PipelineShape, StageShape, in_flight
-from hetero_megatron.planner.template.search_space import Option, Space, batch_sizes, options, tp_degrees
+from hetero_megatron.planner.estimate.stage_table import NEARLY_NONE, StageKind, StageTable
+from hetero_megatron.planner.estimate.template_score import TemplateScorer
+from hetero_megatron.planner.search.columns import ColumnPool, PipelineColumn
+from hetero_megatron.planner.template.device_pool import DevicePool
+from hetero_megatron.planner.template.plan_template import PipelineTemplate, StageTemplate, in_flight
+from hetero_megatron.planner.template.search_space import SearchSpace, StageOption, batch_sizes, options, tp_degrees
 from hetero_megatron.spec import ModelSpec
 
 Usage = tuple[int, ...]
-Sequence_ = tuple[Option, ...]
+Sequence_ = tuple[StageOption, ...]
 MOST_SEQUENCES = 6000
 MOST_SIMULATED = 4_000_000  # splits x micro-batches that are timed exactly
 MOST_SPLITS = 400  # of one sequence of stages that are kept
 MOST_KEPT = 24  # columns per usage and number of sequences, where several pipelines are combined
 
 
-def sequences(pool: Pool, model: ModelSpec, space: Space, size: int, most: int) -> dict[Usage, list[Sequence_]] | None:
+def sequences(
+    pool: DevicePool, model: ModelSpec, space: SearchSpace, size: int, most: int
+) -> dict[Usage, list[Sequence_]] | None:
     """All sequences of stages by the chips they use, for micro-batches of ``size``; None when more than ``most``."""
     by_group = [list(options(pool, g, model, space, size)) for g in range(len(pool.groups))]
     found: dict[Usage, list[Sequence_]] = defaultdict(list)
@@ -60,11 +62,11 @@ def sequences(pool: Pool, model: ModelSpec, space: Space, size: int, most: int) 
 
 
 @dataclass
-class _Line:
+class _Sequence:
     """A sequence of stages without layers, for micro-batches of one size. ``made``: columns of it, by layers and
     micro-batches in flight."""
 
-    stages: list[StageShape]
+    stages: list[StageTemplate]
     tables: list[StageTable]
     links: list[Link]
     size: int
@@ -80,24 +82,24 @@ class _Line:
         return [t.seconds[t.row(k)] for t, k in zip(self.tables, alive)]
 
 
-class Lines:
+class StageSequences:
     """``skipped``: the least time of what was not looked into, for want of effort."""
 
-    def __init__(self, evaluator: Evaluator, model: ModelSpec, batch: int, space: Space) -> None:
+    def __init__(self, evaluator: TemplateScorer, model: ModelSpec, batch: int, space: SearchSpace) -> None:
         self.evaluator, self.tables, self.pool = evaluator, evaluator.tables, evaluator.pool
         self.model, self.batch, self.space = model, batch, space
         self.exact, self.best = False, math.inf
         self.skipped = math.inf
         self.simulated = 0
-        self._tails = Tails(evaluator, model.num_layers)
-        self._tables: dict[tuple[object, ...], tuple[StageTable, list[Line]]] = {}
+        self._tails = SyncBounds(evaluator, model.num_layers)
+        self._tables: dict[tuple[object, ...], tuple[StageTable, list[LineUnder]]] = {}
         self._saved: dict[tuple[int, int, bool, bool], float] = {}
 
-    def shelves(self, pipelines: int, best: float, exact: bool) -> dict[Usage, Shelf]:
+    def shelves(self, pipelines: int, best: float, exact: bool) -> dict[Usage, ColumnPool]:
         """Columns by usage, for plans of ``pipelines`` pipelines that are faster than ``best``: a few by closed form,
         or by ``exact`` times all that several pipelines have use for."""
         self.best, self.exact = best, exact
-        shelves: dict[Usage, Shelf] = {}
+        shelves: dict[Usage, ColumnPool] = {}
         most = self.batch - pipelines + 1
         for size in batch_sizes(self.space, most):
             if pipelines == 1 and self.batch % size:
@@ -113,7 +115,7 @@ class Lines:
                             continue
                         if usage not in shelves:
                             keep = (400 if pipelines == 1 else MOST_KEPT) if self.exact else 6
-                            shelves[usage] = Shelf(self.batch, self.exact, keep)
+                            shelves[usage] = ColumnPool(self.batch, self.exact, keep)
                         self._fill(shelves[usage], row, size, pipelines, most // size, schedule)
         return {usage: shelf for usage, shelf in shelves.items() if shelf.makers}
 
@@ -124,25 +126,25 @@ class Lines:
         """Whether transfers take long enough that more micro-batches in flight could pay; in the last pass any."""
         if self.exact:
             return len(row) > 1
-        stages = [StageShape(o.group, o.tp, o.dp, 1) for o in row]
+        stages = [StageTemplate(o.group, o.tp, o.dp, 1) for o in row]
         for a, b in zip(stages, stages[1:]):
             link = self.tables.boundary(a, b, size, self.tables.likely_same_node(a, b))
-            table = self.tables.table(Kind(a.group, a.tp, a.dp, size, False, False, 1))
+            table = self.tables.table(StageKind(a.group, a.tp, a.dp, size, False, False, 1))
             if max(link) > 0.02 * float(table.forward[1]):
                 return True
         return False
 
-    def _fill(self, shelf: Shelf, row: Sequence_, size: int, pipelines: int, most: int, schedule: str) -> None:
+    def _fill(self, shelf: ColumnPool, row: Sequence_, size: int, pipelines: int, most: int, schedule: str) -> None:
         """Put the best layers of one sequence of stages on the shelf, for every number of micro-batches that can be
         asked for."""
-        stages = [StageShape(o.group, o.tp, o.dp) for o in row]
+        stages = [StageTemplate(o.group, o.tp, o.dp) for o in row]
         tables = [self._table(o, s == 0, s == len(row) - 1, size, pipelines, row) for s, o in enumerate(row)]
         links = [
             self.tables.boundary(a, b, size, self.tables.likely_same_node(a, b)) for a, b in zip(stages, stages[1:])
         ]
         counts = [most] if pipelines == 1 else anchors(most)
         every = len(counts) == most or pipelines == 1
-        line = _Line(stages, [t for t, _ in tables], links, size, schedule, pipelines)
+        line = _Sequence(stages, [t for t, _ in tables], links, size, schedule, pipelines)
         least = self._least_after_any(stages, pipelines)
         few = count_splits(self.model.num_layers, len(stages)) <= LISTED
         by_split: dict[tuple[Usage, Usage], list[int]] = defaultdict(list)
@@ -167,7 +169,7 @@ class Lines:
         for (layers, alive), found_at in by_split.items():
             shelf.add_at(self._column(line, layers, alive), found_at if every else list(range(1, max(found_at) + 1)))
 
-    def _fill_exactly(self, shelf: Shelf, line: _Line, m: int, alive: Usage) -> None:
+    def _fill_exactly(self, shelf: ColumnPool, line: _Sequence, m: int, alive: Usage) -> None:
         """All splits of the layers that could be better than the best plan, by their exact times."""
         q = m * line.size
         for layers, seconds in self._promising(line, m, alive):
@@ -178,7 +180,7 @@ class Lines:
                 index = line.made[layers, alive] = shelf.promise(partial(self._column, line, layers, alive))
             shelf.insert(q, seconds, index)
 
-    def _least_after_any(self, stages: list[StageShape], pipelines: int) -> float:
+    def _least_after_any(self, stages: list[StageTemplate], pipelines: int) -> float:
         """All that is known of what follows a pipeline before its layers are."""
         last, found = len(stages) - 1, []
         for s, x in enumerate(stages):
@@ -190,8 +192,8 @@ class Lines:
         return (self.evaluator.least_update if pipelines > 1 else 0.0) - max(found)
 
     def _table(
-        self, o: Option, embed: bool, head: bool, size: int, pipelines: int, row: Sequence_
-    ) -> tuple[StageTable, list[Line]]:
+        self, o: StageOption, embed: bool, head: bool, size: int, pipelines: int, row: Sequence_
+    ) -> tuple[StageTable, list[LineUnder]]:
         """(of a stage; the lines under its rows). For lower bounds buckets take no memory, and of several pipelines the
         others may own its states, or as many of them as there can be."""
         replicas = float(pipelines)
@@ -200,7 +202,7 @@ class Lines:
             replicas = NEARLY_NONE if self.space.shares else 1 + others / o.chips
         key = (o, embed, head, size, replicas, self.exact)
         if key not in self._tables:
-            kind = Kind(
+            kind = StageKind(
                 o.group, o.tp, o.dp, size, embed, head, replicas, self.space.recompute, buckets=not self.exact,
             )  # fmt: skip
             table = self.tables.table(kind)
@@ -214,7 +216,7 @@ class Lines:
         sizes = [tp_degrees(self.pool, g, self.model, self.space, True) for g in range(len(self.pool.groups))]
         return max(min(g.chips, max(tps, default=0) * most) for g, tps in zip(self.pool.groups, sizes))
 
-    def _promising(self, line: _Line, m: int, alive: Usage) -> Iterator[tuple[Usage, float]]:
+    def _promising(self, line: _Sequence, m: int, alive: Usage) -> Iterator[tuple[Usage, float]]:
         """The splits whose exact time is below the best, and that time, with the least that follows; fastest first."""
         ways, closed, seconds = listed(line.seconds(alive), line.links, m, line.schedule, line.forward)
         good = np.flatnonzero(closed < np.inf)
@@ -236,18 +238,18 @@ class Lines:
         if len(order) > MOST_SPLITS:
             self.skipped = min(self.skipped, float(exact[order[MOST_SPLITS]]))
 
-    def _column(self, line: _Line, layers: Usage, alive: Usage) -> Column:
+    def _column(self, line: _Sequence, layers: Usage, alive: Usage) -> PipelineColumn:
         made, forward, backward = [], [], []
         for s, (stage, table) in enumerate(zip(line.stages, line.tables)):
             recompute, first = table.choice(alive[s], layers[s])
             if self.space.recompute is not None:
                 recompute, first = self.space.recompute, 0
-            made.append(StageShape(stage.group, stage.tp, stage.dp, layers[s], recompute, first))
+            made.append(StageTemplate(stage.group, stage.tp, stage.dp, layers[s], recompute, first))
             forward.append(float(table.forward[layers[s]]))
             backward.append(float(table.seconds[table.row(alive[s]), layers[s]]) - forward[-1])
         after = self.evaluator.least_after(made, line.size, line.links, line.pipelines)
-        shape = PipelineShape(line.size, tuple(made))
-        return Column(shape, tuple(forward), tuple(backward), tuple(line.links), line.schedule, after)
+        shape = PipelineTemplate(line.size, tuple(made))
+        return PipelineColumn(shape, tuple(forward), tuple(backward), tuple(line.links), line.schedule, after)
 
 
 def anchors(most: int) -> list[int]:

@@ -12,18 +12,20 @@ import math
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 
-from hetero_megatron.planner.estimate.stage_table import Kind
-from hetero_megatron.planner.search.materialize import Builder, Skeleton
-from hetero_megatron.planner.template.plan_template import Candidate, StageShape
-from hetero_megatron.planner.template.search_space import Space, batch_sizes, tp_degrees
+from hetero_megatron.planner.estimate.stage_table import StageKind
+from hetero_megatron.planner.search.materialize import PipelineOutline, TemplateBuilder
+from hetero_megatron.planner.template.plan_template import PlanTemplate, StageTemplate
+from hetero_megatron.planner.template.search_space import SearchSpace, batch_sizes, tp_degrees
 
 MOST_CHIPS = 8  # of one run of stages
 ORDERED = 6  # chips up to which all orders of degrees are tried; above, falling and rising ones
 MOST_WAYS = 4000  # for a whole pipeline
-Improve = Callable[[Candidate, float], bool]
+Improve = Callable[[PlanTemplate, float], bool]
 
 
-def regroup(builder: Builder, candidate: Candidate, seconds: float, space: Space, most: int, improve: Improve) -> bool:
+def regroup(
+    builder: TemplateBuilder, candidate: PlanTemplate, seconds: float, space: SearchSpace, most: int, improve: Improve
+) -> bool:
     """Try the most promising ``most`` ways to cut the stages anew; False when ``improve`` asks to stop."""
     for skeleton, bound in itertools.islice(_promising(builder, candidate, seconds, space), most):
         if bound >= seconds:
@@ -39,8 +41,8 @@ def regroup(builder: Builder, candidate: Candidate, seconds: float, space: Space
 
 
 def _promising(
-    builder: Builder, candidate: Candidate, seconds: float, space: Space
-) -> Iterator[tuple[Skeleton, float]]:
+    builder: TemplateBuilder, candidate: PlanTemplate, seconds: float, space: SearchSpace
+) -> Iterator[tuple[PipelineOutline, float]]:
     """(skeleton, least seconds of a step), most promising first; nothing for pipelines of unlike make-up."""
     shapes = {tuple((s.group, s.tp, s.dp) for s in part.shape.stages) for part in candidate.parts}
     if len(shapes) > 1 or any(dp > 1 for _, _, dp in next(iter(shapes))):
@@ -67,17 +69,17 @@ def _promising(
             if bound < seconds and (size != candidate.parts[0].shape.micro_batch_size or made != _plain(old)):
                 found.append((bound, size, made))
     for bound, size, made in sorted(found):
-        cut = tuple(StageShape(group, tp, 1) for group, tp in made)
-        yield Skeleton(cut, size, copies), bound
+        cut = tuple(StageTemplate(group, tp, 1) for group, tp in made)
+        yield PipelineOutline(cut, size, copies), bound
 
 
 def _plain(stages: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int], ...]:
     return tuple((group, tp) for group, tp, _ in stages)
 
 
-def _rate(builder: Builder, group: int, tp: int, size: int) -> float:
+def _rate(builder: TemplateBuilder, group: int, tp: int, size: int) -> float:
     """Layers per second and micro-batch; 0 where not even two fit."""
-    seconds = builder.tables.table(Kind(group, tp, 1, size, False, False, 1, builder.space.recompute)).seconds[0]
+    seconds = builder.tables.table(StageKind(group, tp, 1, size, False, False, 1, builder.space.recompute)).seconds[0]
     if len(seconds) <= 2 or not math.isfinite(seconds[2]):
         return 0.0
     return 1 / max(float(seconds[2] - seconds[1]), 1e-12)

@@ -12,9 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hetero_megatron.plan import MegatronParallel
-from hetero_megatron.planner.estimate.template_score import Evaluator
-from hetero_megatron.planner.template.device_pool import Pool
-from hetero_megatron.planner.template.plan_template import Candidate, Part, PipelineShape, StageShape, in_flight
+from hetero_megatron.planner.estimate.template_score import TemplateScorer
+from hetero_megatron.planner.template.device_pool import DevicePool
+from hetero_megatron.planner.template.plan_template import (
+    PipelineReplicas,
+    PipelineTemplate,
+    PlanTemplate,
+    StageTemplate,
+    in_flight,
+)
 from hetero_megatron.spec import ModelSpec
 
 SIZES = (1, 2, 4, 8)
@@ -22,7 +28,7 @@ RECOMPUTES = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
-class Uniform:
+class UniformPlan:
     """Degrees of a uniform plan."""
 
     tp: int
@@ -47,8 +53,12 @@ class Uniform:
 
 
 def uniform_plans(
-    pool: Pool, model: ModelSpec, batch: int, recomputes: tuple[str, ...] = RECOMPUTES, sizes: tuple[int, ...] = SIZES
-) -> Iterator[tuple[Uniform, Candidate]]:
+    pool: DevicePool,
+    model: ModelSpec,
+    batch: int,
+    recomputes: tuple[str, ...] = RECOMPUTES,
+    sizes: tuple[int, ...] = SIZES,
+) -> Iterator[tuple[UniformPlan, PlanTemplate]]:
     """Every uniform plan over all chips of the pool whose TP groups lie inside nodes of one chip type."""
     chips = pool.chips
     ranks = sorted((r, g, n) for g, group in enumerate(pool.groups) for n, node in enumerate(group.ranks) for r in node)
@@ -73,31 +83,31 @@ def uniform_plans(
                     continue
                 for recompute in recomputes:
                     parts = tuple(
-                        Part(
-                            PipelineShape(
+                        PipelineReplicas(
+                            PipelineTemplate(
                                 size,
-                                tuple(StageShape(g, tp, 1, each + (p < more), recompute) for p, g in enumerate(key)),
+                                tuple(StageTemplate(g, tp, 1, each + (p < more), recompute) for p, g in enumerate(key)),
                             ),
                             copies,
                             batch // (dp * size),
                         )
                         for key, copies in counts.items()
                     )
-                    yield Uniform(tp, pp, dp, size, recompute), Candidate(parts)
+                    yield UniformPlan(tp, pp, dp, size, recompute), PlanTemplate(parts)
 
 
 def few_uniform(
-    evaluator: Evaluator, model: ModelSpec, batch: int, most: int
-) -> tuple[list[tuple[Uniform, Candidate]], list[tuple[Uniform, Candidate]]]:
+    evaluator: TemplateScorer, model: ModelSpec, batch: int, most: int
+) -> tuple[list[tuple[UniformPlan, PlanTemplate]], list[tuple[UniformPlan, PlanTemplate]]]:
     """(the uniform plans that come first by closed form, of those that are good by their slowest stage alone; those
     that were passed over on the way because they do not fit)."""
-    rough: list[tuple[float, int, Uniform, Candidate]] = []
+    rough: list[tuple[float, int, UniformPlan, PlanTemplate]] = []
     for i, (uniform, candidate) in enumerate(uniform_plans(evaluator.pool, model, batch)):
         seconds = max(_rough(evaluator, part) for part in candidate.parts[:8])
         rough.append((seconds, i, uniform, candidate))
     rough.sort(key=lambda row: row[:2])
-    rows: list[tuple[float, int, Uniform, Candidate]] = []
-    over: list[tuple[Uniform, Candidate]] = []
+    rows: list[tuple[float, int, UniformPlan, PlanTemplate]] = []
+    over: list[tuple[UniformPlan, PlanTemplate]] = []
     for _, i, shape, candidate in rough:
         if len(rows) >= 3 * most:
             break
@@ -109,7 +119,7 @@ def few_uniform(
     return [(shape, candidate) for _, _, shape, candidate in rows[:most]], over
 
 
-def closed_seconds(evaluator: Evaluator, candidate: Candidate) -> float:
+def closed_seconds(evaluator: TemplateScorer, candidate: PlanTemplate) -> float:
     """Of the pipelines of a uniform plan, by closed form."""
     return max(
         evaluator.pipeline_seconds(part.shape, part.num_micro_batches, "1f1b", exact=False)
@@ -117,12 +127,12 @@ def closed_seconds(evaluator: Evaluator, candidate: Candidate) -> float:
     )
 
 
-def bytes_over(evaluator: Evaluator, candidate: Candidate) -> float:
+def bytes_over(evaluator: TemplateScorer, candidate: PlanTemplate) -> float:
     """By how much the worst stage of a uniform plan exceeds its chips; not above 0 where it fits."""
     return max(_beyond(evaluator, candidate))
 
 
-def _rough(evaluator: Evaluator, part: Part) -> float:
+def _rough(evaluator: TemplateScorer, part: PipelineReplicas) -> float:
     """Seconds of a uniform pipeline without links and ends: its slowest stage for every micro-batch, and the fill."""
     size, stages = part.shape.micro_batch_size, part.shape.stages
     first = {stage.group: stage for stage in reversed(stages)}  # of each group: it has most layers
@@ -130,7 +140,7 @@ def _rough(evaluator: Evaluator, part: Part) -> float:
     return (part.num_micro_batches + len(stages) - 1) * max(x.forward + x.backward for x in found)
 
 
-def _beyond(evaluator: Evaluator, candidate: Candidate) -> Iterator[float]:
+def _beyond(evaluator: TemplateScorer, candidate: PlanTemplate) -> Iterator[float]:
     """Of each stage, the bytes above what its chips have."""
     costs, tables, pool = evaluator.costs, evaluator.tables, evaluator.pool
     for part in candidate.parts[:4]:

@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 from hetero_megatron.layout import Box, Layout
 from hetero_megatron.layout.layout import box_arrays, overlapping_pairs
 from hetero_megatron.plan.buckets import Bucket
-from hetero_megatron.planner.cost.link_model import LinkKind, Network, Traffic
+from hetero_megatron.planner.cost.link_model import LinkKind, LinkModel, LinkTraffic
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-class Places:
+class PortIndex:
     """The ranks of a plan, numbered in ascending order, and their nodes; ports of the former and the latter."""
 
-    def __init__(self, ranks: tuple[int, ...], network: Network) -> None:
+    def __init__(self, ranks: tuple[int, ...], network: LinkModel) -> None:
         self.ranks = np.array(ranks, np.int64)
         self.index = {rank: i for i, rank in enumerate(ranks)}
         names = {node: i for i, node in enumerate(dict.fromkeys(network.ranks[r].node for r in ranks))}
@@ -58,7 +58,7 @@ def distinct(values: Ints) -> tuple[Ints, Ints]:
 @dataclass(frozen=True)
 class PortTraffic:
     """Messages that start together, by port: ``size[i]`` elements go through port ``ports[i]`` over a link of kind
-    ``ways[way[i]]``; ``longest``, ``pairs``: as in :class:`Traffic`."""
+    ``ways[way[i]]``; ``longest``, ``pairs``: as in :class:`LinkTraffic`."""
 
     ports: Ints
     way: Ints
@@ -69,7 +69,7 @@ class PortTraffic:
 
 
 @dataclass(frozen=True)
-class Flows:
+class BucketFlows:
     """Of one bucket, over its ranks in ascending order.
 
     Attributes:
@@ -88,7 +88,7 @@ class Flows:
     owned: Ints
 
 
-def bucket_flows(bucket: Bucket, at: Ints) -> Flows:
+def bucket_flows(bucket: Bucket, at: Ints) -> BucketFlows:
     """``at``: places of the bucket's ranks."""
     kinds, volumes = zip(*(_volume(bucket.holders[name], bucket.owners[name]) for name in bucket.names))
     if len(kinds) == 1:
@@ -104,7 +104,7 @@ def bucket_flows(bucket: Bucket, at: Ints) -> Flows:
         np.sum([layout.counts() for layout in layouts.values()], axis=0) for layouts in (bucket.holders, bucket.owners)
     )
     taken = np.bincount(kind, minlength=len(volume)) @ volume - own
-    return Flows(at, kind, volume, held, mine, volume.sum(axis=1)[kind] - own, taken, own)
+    return BucketFlows(at, kind, volume, held, mine, volume.sum(axis=1)[kind] - own, taken, own)
 
 
 def _volume(holders: Layout, owners: Layout) -> tuple[Ints, Ints]:
@@ -123,7 +123,7 @@ def _volume(holders: Layout, owners: Layout) -> tuple[Ints, Ints]:
     return kind, volume
 
 
-def port_traffic(flows: Flows, places: Places, spread: bool) -> PortTraffic:
+def port_traffic(flows: BucketFlows, places: PortIndex, spread: bool) -> PortTraffic:
     """From holders to owners, or back to ``spread`` the new parameters; what a rank keeps does not travel. Equal flows
     between other ranks that lie alike on their nodes differ in the ports alone."""
     nodes, node = distinct(places.node[flows.at])
@@ -136,7 +136,7 @@ def port_traffic(flows: Flows, places: Places, spread: bool) -> PortTraffic:
     return replace(found, ports=2 * where[found.ports >> 1] + (found.ports & 1))
 
 
-def _own_traffic(flows: Flows, node: Ints, group: Ints, names: tuple[str, ...], spread: bool) -> PortTraffic:
+def _own_traffic(flows: BucketFlows, node: Ints, group: Ints, names: tuple[str, ...], spread: bool) -> PortTraffic:
     """By ports of the flows' own ranks and, after these, nodes; ``node``: of each rank, ``group``: of each node."""
     nodes, ranks = np.arange(len(group)), np.arange(len(node))
     count = np.zeros((len(nodes), len(flows.volume)))  # holders of each kind
@@ -173,7 +173,7 @@ def _own_traffic(flows: Flows, node: Ints, group: Ints, names: tuple[str, ...], 
     return _joined(rows, most, pairs)
 
 
-def of_traffic(traffic: Traffic, places: Places) -> PortTraffic:
+def of_traffic(traffic: LinkTraffic, places: PortIndex) -> PortTraffic:
     """The same of messages that were added up pair by pair."""
     rows: list[tuple[Ints, Floats, tuple[bool, LinkKind]]] = []
     for ((end, where), kind), size in traffic.bytes_by.items():
@@ -199,7 +199,7 @@ def _joined(
 
 
 @dataclass(frozen=True)
-class Price:
+class PortPrice:
     """Seconds that messages occupy each of ``ports`` (no port twice), until everything was sent, and until the slowest
     has arrived after that."""
 
@@ -213,7 +213,7 @@ class Price:
         return max(self.link, float(self.busy.max()) if len(self.busy) else 0.0)
 
 
-def price(traffic: PortTraffic, item: float, network: Network) -> Price:
+def price(traffic: PortTraffic, item: float, network: LinkModel) -> PortPrice:
     """By the rules of :meth:`Network.price` for one collective; ``item``: bytes per element."""
     latency, rate = 0.0, np.zeros(len(traffic.ways))
     for i, (into, kind) in enumerate(traffic.ways):
@@ -229,4 +229,4 @@ def price(traffic: PortTraffic, item: float, network: Network) -> Price:
         slowest = max(slowest, size * item * network.rates.between(*kind).between_chips("all_to_all"))
     ports, place = distinct(traffic.ports)
     busy = np.bincount(place, traffic.size * item * rate[traffic.way], len(ports))
-    return Price(ports, busy.astype(np.float64), slowest, latency)
+    return PortPrice(ports, busy.astype(np.float64), slowest, latency)

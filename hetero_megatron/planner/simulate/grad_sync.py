@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from hetero_megatron.plan import Plan, Stage
 from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket
 from hetero_megatron.planner.cost.layer_cost import CostModel, UnitSeconds
-from hetero_megatron.planner.cost.link_model import Network
-from hetero_megatron.planner.cost.sync_host_cost import Hosts, back_copies
-from hetero_megatron.planner.simulate.bucket_flows import Price, price
-from hetero_megatron.planner.simulate.sync_structure import Meeting, Structure
+from hetero_megatron.planner.cost.link_model import LinkModel
+from hetero_megatron.planner.cost.sync_host_cost import RankHosts, back_copies
+from hetero_megatron.planner.simulate.bucket_flows import PortPrice, price
+from hetero_megatron.planner.simulate.sync_structure import SyncAction, SyncStructure
 from hetero_megatron.spec import logical_tensors
 
 Floats = NDArray[np.float64]
@@ -29,7 +29,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Span:
+class BucketSpan:
     """When one hop of a bucket travels, in seconds from the start of the step."""
 
     bucket: int
@@ -38,14 +38,14 @@ class Span:
     hop: int = 0
 
 
-class Synchronisation:
+class GradSync:
     """All buckets of a plan and their prices; ``structure``: what does not depend on rates, where it is known."""
 
     def __init__(
-        self, plan: Plan, model: CostModel, network: Network, structure: Structure | None = None
+        self, plan: Plan, model: CostModel, network: LinkModel, structure: SyncStructure | None = None
     ) -> None:
         self.plan, self.model, self.network = plan, model, network
-        self.structure = Structure(plan, model, network) if structure is None else structure
+        self.structure = SyncStructure(plan, model, network) if structure is None else structure
         assert self.structure.serves(model), "of another model or cluster"
         self.all_buckets = self.structure.buckets
         self.buckets = [b for b in self.all_buckets if len(b.ranks) > 1]
@@ -57,15 +57,15 @@ class Synchronisation:
         self._pack, self._add, self._unpack, self._fixed = (
             np.array([getattr(r, name) for r in rates]) for name in ("pack", "add", "unpack", "exchange_seconds")
         )
-        self._prices: dict[tuple[object, ...], Price] = {}
+        self._prices: dict[tuple[object, ...], PortPrice] = {}
         self._posting: dict[tuple[int, ...], float] = {}
         self._own: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
 
-    def meetings(self, bucket: Bucket, spread: bool) -> list[list[Meeting]]:
+    def meetings(self, bucket: Bucket, spread: bool) -> list[list[SyncAction]]:
         """Who meets in each action on a bucket, in the order of the actions."""
         return self.structure.meetings(bucket, spread)
 
-    def price(self, meeting: Meeting, item: float, spread: bool) -> Price:
+    def price(self, meeting: SyncAction, item: float, spread: bool) -> PortPrice:
         content = meeting.content
         key = (id(content), item, spread)
         if key not in self._prices:
@@ -124,7 +124,7 @@ class Synchronisation:
             return part.action + head + (len(held) - held.index(min(decoder))) * each
         return part.action + head
 
-    def host_seconds(self, meeting: Meeting, item: float, spread: bool) -> tuple[Floats, Floats]:
+    def host_seconds(self, meeting: SyncAction, item: float, spread: bool) -> tuple[Floats, Floats]:
         """(before, after) it travels, by rank: packing what others get; summing gradients, or writing parameters."""
         content, dense = meeting.content, meeting.bucket.dense
         key = (id(content), dense, item, spread)
@@ -141,7 +141,7 @@ class Synchronisation:
 
     def run(
         self, ready: Callable[[Bucket], Floats], idle: Mapping[int, float], item: float, spread: bool
-    ) -> tuple[dict[int, float], list[Span]]:
+    ) -> tuple[dict[int, float], list[BucketSpan]]:
         """(when each rank is done with all its buckets, when each hop of a bucket travels).
 
         Args:
@@ -150,7 +150,9 @@ class Synchronisation:
         """
         sharded = self.model.options.sharded  # an all-reduce packs and adds on the way
         places, order = self.structure.places, self.structure.order(spread)
-        hosts = Hosts(len(places.ranks), IN_FLIGHT if self.structure.hops == 1 else max(IN_FLIGHT, len(order.meetings)))
+        hosts = RankHosts(
+            len(places.ranks), IN_FLIGHT if self.structure.hops == 1 else max(IN_FLIGHT, len(order.meetings))
+        )
         missing = list(order.missing)
         heap: list[tuple[float, int]] = []
         free = np.zeros(places.ports)
@@ -174,7 +176,7 @@ class Synchronisation:
             start = max(at, float(free[cost.ports].max())) if len(cost.ports) else at
             free[cost.ports] = start + cost.busy
             end = start + cost.seconds + cost.latency
-            spans.append(Span(meeting.bucket.index, start, end, meeting.hop))
+            spans.append(BucketSpan(meeting.bucket.index, start, end, meeting.hop))
             after = self.host_seconds(meeting, item, spread)[1] if sharded else 0.0
             hosts.travel(meeting.content.at, meeting.bucket.index, end, after)
             for following, count in order.following.get(number, ()):

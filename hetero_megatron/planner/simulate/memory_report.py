@@ -16,8 +16,8 @@ from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, make_buckets
 from hetero_megatron.planner.context.activations import context_activations
 from hetero_megatron.planner.cost.memory import (
     ITEM_BYTES,
-    Held,
     MemoryBytes,
+    RankWork,
     activation_bytes,
     buffer_bytes,
     chunk_limit,
@@ -90,7 +90,7 @@ def plan_activations(
 ) -> dict[int, MemoryBytes]:
     """Only the activations of every rank."""
     out: dict[int, MemoryBytes] = {}
-    known: dict[tuple[Held, int], MemoryBytes] = {}
+    known: dict[tuple[RankWork, int], MemoryBytes] = {}
     for pipeline in plan.pipelines:
         alive = _in_flight(plan.schedule, len(pipeline.stages), pipeline.num_micro_batches)
         for stage, count in zip(pipeline.stages, alive, strict=True):
@@ -101,7 +101,7 @@ def plan_activations(
             for unit in stage.units:
                 for rank, weight in zip(unit.ranks, unit.tp_split, strict=True):
                     tp = sum(unit.tp_split) / weight
-                    held = Held(
+                    held = RankWork(
                         stage.num_layers, stage.embed, stage.head, kind.kind, kind.layers, unit.micro_batch_tokens,
                         item, tp, unit.tp, limit,
                     )  # fmt: skip

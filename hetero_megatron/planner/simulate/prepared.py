@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.planner.cost.layer_cost import CostModel
-from hetero_megatron.planner.cost.link_model import Network
+from hetero_megatron.planner.cost.link_model import LinkModel
 from hetero_megatron.planner.simulate.stage_cost import StageTransfers
-from hetero_megatron.planner.simulate.sync_structure import Structure
+from hetero_megatron.planner.simulate.sync_structure import SyncStructure
 from hetero_megatron.schedule import Schedule, lowered
 
 
@@ -21,7 +21,7 @@ class PreparedPlan:
         self.compiled, self.plan = compiled, compiled.plan
         self.transfers = StageTransfers()
         self._schedules: dict[tuple[int, int], Schedule] = {}
-        self._structure: Structure | None = None
+        self._structure: SyncStructure | None = None
 
     def schedule(self, num_stages: int, num_micro_batches: int) -> Schedule:
         """Of pipelines of this shape, up to the last backward."""
@@ -30,8 +30,8 @@ class PreparedPlan:
             self._schedules[shape] = lowered(self.plan.schedule, *shape)
         return self._schedules[shape]
 
-    def structure(self, costs: CostModel, network: Network) -> Structure:
+    def structure(self, costs: CostModel, network: LinkModel) -> SyncStructure:
         """Who meets in which exchange of gradients, and what they exchange."""
         if self._structure is None or not self._structure.serves(costs):
-            self._structure = Structure(self.plan, costs, network, self.compiled.buckets)
+            self._structure = SyncStructure(self.plan, costs, network, self.compiled.buckets)
         return self._structure

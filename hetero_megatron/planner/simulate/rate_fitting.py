@@ -57,7 +57,7 @@ WARM_UP = 2  # first steps of a run that do not count
 
 
 @dataclass(frozen=True)
-class Run:
+class MeasuredRun:
     """One measured plan: ``seconds`` per optimizer step."""
 
     plan: Plan
@@ -92,7 +92,9 @@ class Fit:
     after: tuple[float, ...]
 
 
-def predict_runs(runs: Sequence[Run], rates: Rates, options: CostOptions, pipelines_only: bool = False) -> list[float]:
+def predict_runs(
+    runs: Sequence[MeasuredRun], rates: Rates, options: CostOptions, pipelines_only: bool = False
+) -> list[float]:
     """Predicted seconds of each run, or of its pipelines only (without synchronisation and optimizer)."""
     predicted = pipeline_seconds if pipelines_only else step_seconds
     costs: dict[tuple[ModelSpec, int], CostModel] = {}
@@ -106,7 +108,7 @@ def predict_runs(runs: Sequence[Run], rates: Rates, options: CostOptions, pipeli
 
 
 def fit_rates(
-    runs: Sequence[Run],
+    runs: Sequence[MeasuredRun],
     start: Rates,
     options: CostOptions | None = None,
     only: Sequence[str] | None = None,
@@ -129,7 +131,7 @@ def fit_rates(
         if not 0 < run.seconds < math.inf:
             raise UserError("not a time", field=run.label or "seconds", value=run.seconds, accepted="seconds above 0")
     knobs = _knobs(runs, start, only)
-    problem = _Problem(runs, start, options or CostOptions(), knobs)
+    problem = _FitProblem(runs, start, options or CostOptions(), knobs)
     highest = [_highest(knob, start) for knob in knobs]
     found = least_squares(
         problem.residuals, _coarse(problem, np.array(highest)), problem.jacobian, loss="soft_l1",
@@ -151,7 +153,7 @@ def fit_rates(
     return Fit(rates, fitted, tuple(before.tolist()), tuple((np.exp(after) - 1).tolist()))
 
 
-class _Problem:
+class _FitProblem:
     """Residuals of a fit and their derivatives.
 
     A prediction is the time of the pipelines and what comes after them, mostly the synchronisation of gradients, which
@@ -160,7 +162,7 @@ class _Problem:
     apart. Columns of the other rates are computed at every :data:`LAG`-th step and kept in between.
     """
 
-    def __init__(self, runs: Sequence[Run], start: Rates, options: CostOptions, knobs: Sequence[_Knob]) -> None:
+    def __init__(self, runs: Sequence[MeasuredRun], start: Rates, options: CostOptions, knobs: Sequence[_Knob]) -> None:
         self.runs, self.start, self.options, self.knobs = runs, start, options, knobs
         self.measured = np.log([run.seconds for run in runs])
         self.some = runs if len(runs) <= EVERY else [runs[round(i)] for i in np.linspace(0, len(runs) - 1, EVERY)]
@@ -174,7 +176,7 @@ class _Problem:
             self._exact[key] = np.array(predict_runs(self.runs, _apply(self.start, self.knobs, theta), self.options))
         return self._exact[key]
 
-    def pipelines(self, theta: np.ndarray, runs: Sequence[Run]) -> np.ndarray:
+    def pipelines(self, theta: np.ndarray, runs: Sequence[MeasuredRun]) -> np.ndarray:
         """Seconds of the pipelines alone."""
         rates = _apply(self.start, self.knobs, theta)
         return np.array(predict_runs(runs, rates, self.options, pipelines_only=True))
@@ -230,7 +232,7 @@ def _highest(knob: _Knob, start: Rates) -> float:
     return max(math.log(peak / knob.value(start)), 1e-3) if peak else math.inf
 
 
-def _coarse(problem: _Problem, highest: np.ndarray) -> np.ndarray:
+def _coarse(problem: _FitProblem, highest: np.ndarray) -> np.ndarray:
     """A start: knobs one after the other by factors, coarse ones first, as long as it helps. Maxima (compute or
     launches, bytes or FLOPs) hide a knob that is far off from every gradient, and one that moved first, to make up for
     another, has to come back."""
@@ -292,7 +294,7 @@ def _size(rows: Sequence[object]) -> float:
     return float(row[-1] if isinstance(row, tuple) else row.forward)  # type: ignore[attr-defined]
 
 
-def _knobs(runs: Sequence[Run], start: Rates, only: Sequence[str] | None) -> list[_Knob]:
+def _knobs(runs: Sequence[MeasuredRun], start: Rates, only: Sequence[str] | None) -> list[_Knob]:
     """What the runs can say something about: their chips, and the links that their plans use."""
     ranks = start.cluster.ranks
     chips = sorted({ranks[r].chip for run in runs for r in run.plan.ranks})
@@ -354,7 +356,7 @@ def _first(start: Rates, knob: _Knob) -> float:
     return knob.value(start) or LEAST.get(knob.rate, LEAST_SECONDS)
 
 
-def read_runs(path: str, cluster: Cluster, say: Callable[[str], None] = lambda _: None) -> list[Run]:
+def read_runs(path: str, cluster: Cluster, say: Callable[[str], None] = lambda _: None) -> list[MeasuredRun]:
     """Measured runs from a CSV file with the columns ``plan``, ``model`` and either ``seconds`` or ``metrics`` (a
     metrics.jsonl, of which the median step counts). Paths are relative to the CSV file; ``say`` is told of plans that
     get the cluster's islands.
@@ -380,7 +382,7 @@ def read_runs(path: str, cluster: Cluster, say: Callable[[str], None] = lambda _
         if plan is not written:
             say(f"{where}: {format_added(plan, cluster)}")
         seconds = _seconds(row, base, where)
-        runs.append(Run(plan, model, seconds, where))
+        runs.append(MeasuredRun(plan, model, seconds, where))
     return runs
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from hetero_megatron.plan import Plan, Stage, Unit
 from hetero_megatron.plan.context_plan import StageContext, stage_contexts
 from hetero_megatron.planner.cost.layer_cost import SWAPS, CostModel, UnitSeconds
-from hetero_megatron.planner.cost.link_model import Exchange, Network, Port
+from hetero_megatron.planner.cost.link_model import ExchangePrice, LinkModel, Port
 from hetero_megatron.planner.simulate.ring_traffic import LayerTraffic, Passage, Volumes
 from hetero_megatron.spec import shares
 from hetero_megatron.spec.flops import visible_pairs
@@ -30,7 +30,7 @@ class ContextSeconds:
         self,
         plan: Plan,
         model: CostModel,
-        network: Network,
+        network: LinkModel,
         traffic: dict[Stage, list[LayerTraffic]] | None = None,
     ) -> None:
         self.plan, self.model, self.network = plan, model, network
@@ -113,7 +113,7 @@ class _Layer:
         self.linear: dict[int, Pair] = {}  # by rank: without attention, TP collectives included
         self.per_pair: dict[int, Pair] = {}  # by group: of the slowest member's heads
         self.floor: Pair = (0.0, 0.0)
-        self._prices: dict[object, Exchange] = {}
+        self._prices: dict[object, ExchangePrice] = {}
         self._posting: dict[Passage, float] = {}
         whole = visible_pairs(self.context.seq_length, model.model.sliding_window)
         for unit in units:
@@ -156,7 +156,7 @@ class _Layer:
 
     def _exchanges(self, flows: Sequence[Volumes], item: int, back: bool) -> ByGroup:
         """Seconds of the all-to-all that each group takes part in; those of different groups share cards."""
-        found: list[tuple[Exchange, float]] = []
+        found: list[tuple[ExchangePrice, float]] = []
         ports: dict[Port, float] = defaultdict(float)
         for volumes in flows:
             price = self._price(id(volumes), volumes, item, "all_to_all", back)
@@ -173,7 +173,9 @@ class _Layer:
             out[group] = max([price.link, *(ports[p] for p in price.ports), 0.0]) + latency
         return out
 
-    def _price(self, key: object, volumes: Volumes, item: int, collective: str | None, back: bool = False) -> Exchange:
+    def _price(
+        self, key: object, volumes: Volumes, item: int, collective: str | None, back: bool = False
+    ) -> ExchangePrice:
         if (key, item, back) not in self._prices:
             size = item * self.unit_bytes
             flows = [((b, a) if back else (a, b), n * size) for (a, b), n in volumes.items()]
@@ -188,7 +190,7 @@ class _Layer:
             return {g: start[g] + sum(work[g]) for g in start}
         return _Ring(self.traffic, work, start, self._passage, self._post).run(backward)
 
-    def _passage(self, passage: Passage) -> Exchange:
+    def _passage(self, passage: Passage) -> ExchangePrice:
         item = self.prices.model.wide if passage.gradients else self.prices.model.item
         return self._price(passage, self.traffic.volumes(passage), item, None)
 
@@ -211,7 +213,7 @@ class _Ring:
         traffic: LayerTraffic,
         work: Mapping[int, list[float]],
         start: ByGroup,
-        price: Callable[[Passage], Exchange],
+        price: Callable[[Passage], ExchangePrice],
         post: Callable[[Passage], float],
     ) -> None:
         self.traffic, self.work, self.now = traffic, work, dict(start)

@@ -10,7 +10,7 @@ from hetero_megatron.layout import Box, Layout, transfer
 from hetero_megatron.plan import Pipeline, Plan, Stage, Unit, token_intervals, unit_sequences
 from hetero_megatron.plan.context_plan import has_context
 from hetero_megatron.planner.cost.layer_cost import CostModel, UnitSeconds
-from hetero_megatron.planner.cost.link_model import Exchange, Flow, Network
+from hetero_megatron.planner.cost.link_model import ExchangePrice, Flow, LinkModel
 from hetero_megatron.planner.simulate.ring_attention import ContextSeconds
 from hetero_megatron.planner.simulate.ring_traffic import LayerTraffic
 from hetero_megatron.schedule import Costs
@@ -42,7 +42,7 @@ class StageCosts:
 
     def __init__(self, plan: Plan, model: CostModel, transfers: StageTransfers | None = None) -> None:
         self.plan, self.model = plan, model
-        self.network = Network(model.rates)
+        self.network = LinkModel(model.rates)
         self._transfers = StageTransfers() if transfers is None else transfers
         self.context = ContextSeconds(plan, model, self.network, self._transfers.context)
         self.sharing = self._sharing()
@@ -104,7 +104,7 @@ class StageCosts:
                     (s + 1, "SEND_B", home),
                 ):
                     host[at][kind] += busy.seconds + busy.latency
-                there = home = Exchange({}, 0.0)
+                there = home = ExchangePrice({}, 0.0)
             link.append(there.seconds)
             back.append(home.seconds)
             latency.append(max(there.latency, home.latency))
@@ -165,10 +165,7 @@ class StageCosts:
         width = self.model.model.hidden_size * self.model.item
         if self.model.options.whole_transfers and [u.tp for u in up.units] == [u.tp for u in down.units]:
             rows = {r: u for u in up.units for r in u.ranks}
-            return [
-                (a, b, rows[a].micro_batch_tokens * width)
-                for a, b in zip(up.ranks, down.ranks)
-            ]
+            return [(a, b, rows[a].micro_batch_tokens * width) for a, b in zip(up.ranks, down.ranks)]
         return [(up.ranks[i], down.ranks[j], n * width) for i, j, n in pieces[key, same, size]]
 
 

@@ -20,7 +20,7 @@ from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions, UnitSeconds
 from hetero_megatron.planner.cost.memory import MemoryBytes, state_bytes
 from hetero_megatron.planner.cost.rates import source_of
-from hetero_megatron.planner.simulate.grad_sync import Span, Synchronisation
+from hetero_megatron.planner.simulate.grad_sync import BucketSpan, GradSync
 from hetero_megatron.planner.simulate.memory_report import OverLimit, estimate_memory, over_limit, refuse
 from hetero_megatron.planner.simulate.prepared import PreparedPlan
 from hetero_megatron.planner.simulate.stage_cost import PipelineCosts, StageCosts
@@ -57,8 +57,8 @@ class Prediction:
     limits: Mapping[int, int]
     over: tuple[OverLimit, ...]
     timelines: tuple[Timeline, ...]
-    reduces: tuple[Span, ...]
-    spreads: tuple[Span, ...]
+    reduces: tuple[BucketSpan, ...]
+    spreads: tuple[BucketSpan, ...]
     parts: Mapping[str, float]
     busy: Mapping[int, float]
     chips: Mapping[int, str]
@@ -176,8 +176,8 @@ def _timelines(prepared: PreparedPlan, pipelines: list[PipelineCosts]) -> tuple[
 class _Times:
     end: float
     timelines: tuple[Timeline, ...]
-    reduces: tuple[Span, ...]
-    spreads: tuple[Span, ...]
+    reduces: tuple[BucketSpan, ...]
+    spreads: tuple[BucketSpan, ...]
     parts: Mapping[str, float]
 
 
@@ -189,7 +189,7 @@ class _Step:
         self.chips = {r: costs.cluster.ranks[r].chip for r in self.plan.ranks}
         self.stages = StageCosts(self.plan, costs, prepared.transfers)
         network = self.stages.network
-        self.sync = Synchronisation(self.plan, costs, network, prepared.structure(costs, network))
+        self.sync = GradSync(self.plan, costs, network, prepared.structure(costs, network))
 
     def times(self) -> _Times:
         costs = self.costs

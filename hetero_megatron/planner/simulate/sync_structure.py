@@ -13,10 +13,10 @@ from hetero_megatron.plan import Plan
 from hetero_megatron.plan.buckets import Bucket, Hop, bucket_actions, make_buckets
 from hetero_megatron.plan.islands import hop_elements
 from hetero_megatron.planner.cost.layer_cost import CostModel
-from hetero_megatron.planner.cost.link_model import Network
+from hetero_megatron.planner.cost.link_model import LinkModel
 from hetero_megatron.planner.simulate.bucket_flows import (
-    Flows,
-    Places,
+    BucketFlows,
+    PortIndex,
     PortTraffic,
     bucket_flows,
     of_traffic,
@@ -26,7 +26,7 @@ from hetero_megatron.planner.simulate.bucket_flows import (
 Ints = NDArray[np.int64]
 
 
-class Content:
+class ActionContent:
     """What some ranks exchange; arrays are over them.
 
     Attributes:
@@ -36,7 +36,12 @@ class Content:
     """
 
     def __init__(
-        self, ranks: tuple[int, ...], at: Ints, inside: Ints, flows: Flows | None, pairs: Mapping[tuple[int, int], int]
+        self,
+        ranks: tuple[int, ...],
+        at: Ints,
+        inside: Ints,
+        flows: BucketFlows | None,
+        pairs: Mapping[tuple[int, int], int],
     ) -> None:
         self.ranks, self.at, self.inside, self.flows, self.pairs = ranks, at, inside, flows, pairs
         if flows is not None:
@@ -62,7 +67,7 @@ class Content:
         rows = zip(source.tolist(), target.tolist(), counts, strict=True)
         return {(self.ranks[i], self.ranks[j]): n for i, j, n in rows}
 
-    def traffic(self, spread: bool, places: Places, network: Network) -> PortTraffic:
+    def traffic(self, spread: bool, places: PortIndex, network: LinkModel) -> PortTraffic:
         """In elements; from holders to owners, or back to spread the new parameters."""
         if spread not in self._traffic:
             if self.flows is not None:
@@ -74,12 +79,12 @@ class Content:
 
 
 @dataclass(frozen=True, eq=False)
-class Meeting:
+class SyncAction:
     """The ranks that do one action on a bucket together."""
 
     bucket: Bucket
     hop: int
-    content: Content
+    content: ActionContent
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -87,31 +92,31 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class Order:
+class ActionOrder:
     """A rank does its actions in order: ``meetings``; ``missing``: how many members of each have an earlier one;
     ``following``: by meeting, the ones that come next for some of its members, and for how many."""
 
-    meetings: Sequence[Meeting]
+    meetings: Sequence[SyncAction]
     missing: Sequence[int]
     following: Mapping[int, Sequence[tuple[int, int]]]
 
 
-class Structure:
+class SyncStructure:
     """All buckets of a plan; arrays are over the plan's ranks in ascending order. ``buckets``: where they are known."""
 
     def __init__(
-        self, plan: Plan, model: CostModel, network: Network, buckets: tuple[Bucket, ...] | None = None
+        self, plan: Plan, model: CostModel, network: LinkModel, buckets: tuple[Bucket, ...] | None = None
     ) -> None:
         self.model, self.cluster, self.network = model.model, model.cluster, network
         self.buckets = make_buckets(plan, model.model) if buckets is None else buckets
-        self.places = Places(plan.ranks, network)
+        self.places = PortIndex(plan.ranks, network)
         self.owned = np.zeros(len(plan.ranks), np.int64)
         self.held = np.zeros(len(plan.ranks), np.int64)
         self._ranks: dict[tuple[int, ...], Ints] = {}
         self._at = [self._places_of(b.ranks) for b in self.buckets]
-        self._orders: dict[bool, Order] = {}
-        contents: dict[tuple[int, ...], tuple[Flows, list[list[Content]]]] = {}
-        self._contents: list[list[list[Content]]] = []  # by bucket and hop; a rank alone meets nobody
+        self._orders: dict[bool, ActionOrder] = {}
+        contents: dict[tuple[int, ...], tuple[BucketFlows, list[list[ActionContent]]]] = {}
+        self._contents: list[list[list[ActionContent]]] = []  # by bucket and hop; a rank alone meets nobody
         for bucket, at in zip(self.buckets, self._at, strict=True):
             # Equal for buckets that move the same between the same ranks.
             key = (*map(id, bucket.holders.values()), *map(id, bucket.owners.values()))
@@ -131,12 +136,12 @@ class Structure:
         """Places of the bucket's ranks."""
         return self._at[bucket.index]
 
-    def meetings(self, bucket: Bucket, spread: bool) -> list[list[Meeting]]:
+    def meetings(self, bucket: Bucket, spread: bool) -> list[list[SyncAction]]:
         """Who meets in each action on a bucket, in the order of the actions."""
         rows = self._contents[bucket.index]
-        return [[Meeting(bucket, a.chunk, c) for c in rows[a.chunk]] for a in bucket_actions(bucket, spread)]
+        return [[SyncAction(bucket, a.chunk, c) for c in rows[a.chunk]] for a in bucket_actions(bucket, spread)]
 
-    def order(self, spread: bool) -> Order:
+    def order(self, spread: bool) -> ActionOrder:
         spread = spread and self.hops > 1  # of single hops it is the same both ways
         if spread not in self._orders:
             found = [m for b in self.buckets for row in self.meetings(b, spread) for m in row]
@@ -149,7 +154,7 @@ class Structure:
                 for earlier, count in counts.items():
                     following[earlier].append((number, count))
                 latest[meeting.content.at] = number
-            self._orders[spread] = Order(found, missing, following)
+            self._orders[spread] = ActionOrder(found, missing, following)
         return self._orders[spread]
 
     def _places_of(self, ranks: tuple[int, ...]) -> Ints:
@@ -157,21 +162,21 @@ class Structure:
             self._ranks[ranks] = np.array([self.places.index[r] for r in ranks], np.int64)
         return self._ranks[ranks]
 
-    def _hops(self, bucket: Bucket, flows: Flows) -> list[list[Content]]:
+    def _hops(self, bucket: Bucket, flows: BucketFlows) -> list[list[ActionContent]]:
         if len(bucket.ranks) == 1:
             return [[] for _ in bucket.hops]
         if len(bucket.hops) == 1:
-            return [[Content(bucket.ranks, flows.at, np.arange(len(bucket.ranks)), flows, {})]]
+            return [[ActionContent(bucket.ranks, flows.at, np.arange(len(bucket.ranks)), flows, {})]]
         return [self._groups(bucket, hop) for hop in bucket.hops]
 
-    def _groups(self, bucket: Bucket, hop: Hop) -> list[Content]:
+    def _groups(self, bucket: Bucket, hop: Hop) -> list[ActionContent]:
         parts: dict[tuple[int, ...], dict[tuple[int, int], int]] = {ranks: {} for ranks in hop.groups}
         group_of = {rank: ranks for ranks in hop.groups for rank in ranks}
         for (src, dst), count in hop_elements(hop).items():
             parts[group_of[src]][src, dst] = count
         inside = {rank: i for i, rank in enumerate(bucket.ranks)}
         return [
-            Content(ranks, self._places_of(ranks), np.array([inside[r] for r in ranks], np.int64), None, pairs)
+            ActionContent(ranks, self._places_of(ranks), np.array([inside[r] for r in ranks], np.int64), None, pairs)
             for ranks, pairs in parts.items()
             if len(ranks) > 1
         ]

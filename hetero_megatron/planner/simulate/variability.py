@@ -56,9 +56,7 @@ def _units(stage: Stage, stages: StageCosts) -> list[tuple[float, float]]:
     for one another is in the seconds of their exchanges."""
     seconds = [max(stages.computing(stage, unit, t) for t in range(unit.tp)) for unit in stage.units]
     slowest = max(seconds) or 1.0
-    return [
-        (own / slowest, max(stages.jitter(rank) for rank in unit.ranks)) for own, unit in zip(seconds, stage.units)
-    ]
+    return [(own / slowest, max(stages.jitter(rank) for rank in unit.ranks)) for own, unit in zip(seconds, stage.units)]
 
 
 def expected_delay(ends: Iterable[tuple[float, float]]) -> float:

@@ -16,7 +16,7 @@ LinkOf = Callable[[int, int], Link]  # (rank, rank) -> link
 
 
 @dataclass(frozen=True)
-class Group:
+class DeviceGroup:
     """``nodes`` equal nodes of ``per_node`` chips each. ``ranks``: per node, the ranks of its chips in the cluster;
     ``home``: the cluster's node group that these are (or are all like)."""
 
@@ -35,11 +35,11 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Pool:
+class DevicePool:
     """``intra[g]``: link between chips of one node (None: one chip per node); ``inter[g][h]``: between two nodes (None
     for g == h with a single node)."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[DeviceGroup, ...]
     intra: tuple[Link | None, ...]
     inter: tuple[tuple[Link | None, ...], ...]
 
@@ -59,16 +59,16 @@ class Pool:
         """Bytes/s of the fastest link from a node of the group to others: what its cards can do."""
         return max((link.bandwidth for link in self.inter[g] if link is not None), default=0.0)
 
-    def restricted(self, groups: Sequence[int]) -> Pool:
+    def restricted(self, groups: Sequence[int]) -> DevicePool:
         """The pool of only these groups."""
-        return Pool(
+        return DevicePool(
             tuple(self.groups[g] for g in groups),
             tuple(self.intra[g] for g in groups),
             tuple(tuple(self.inter[g][h] for h in groups) for g in groups),
         )
 
 
-def make_pool(cluster: Cluster, link_of: LinkOf, dtype: str | None = None) -> Pool:
+def make_pool(cluster: Cluster, link_of: LinkOf, dtype: str | None = None) -> DevicePool:
     """The pool of a cluster.
 
     Node groups of one chip type and node shape become one group where no link tells them apart. Chips that do not
@@ -103,7 +103,7 @@ def make_pool(cluster: Cluster, link_of: LinkOf, dtype: str | None = None) -> Po
         key = (group.chip, group.chips_per_node) if plain else (group.chip, group.chips_per_node, i)
         merged.setdefault(key, []).append(i)
     groups = tuple(
-        Group(home.chip, home.chips_per_node, tuple(n for i in m for n in first[i]), home.name)
+        DeviceGroup(home.chip, home.chips_per_node, tuple(n for i in m for n in first[i]), home.name)
         for m in merged.values()
         for home in [cluster.nodes[m[0]]]
     )
@@ -117,4 +117,4 @@ def make_pool(cluster: Cluster, link_of: LinkOf, dtype: str | None = None) -> Po
         )
         for i, g in enumerate(groups)
     )
-    return Pool(groups, intra, inter)
+    return DevicePool(groups, intra, inter)

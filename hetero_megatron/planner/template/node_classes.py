@@ -11,15 +11,15 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hetero_megatron.planner.template.placement import Placed, Units
-from hetero_megatron.planner.template.plan_template import Candidate
+from hetero_megatron.planner.template.placement import PlacedTemplate, Units
+from hetero_megatron.planner.template.plan_template import PlanTemplate
 
 At = tuple[int, int]  # part, stage
 Node = tuple[int, int]  # group, index
 
 
 @dataclass(frozen=True)
-class Ground:
+class NodeClasses:
     """Classes of nodes are numbered.
 
     Attributes:
@@ -37,7 +37,7 @@ class Ground:
     near: tuple[tuple[tuple[int, ...], ...], ...]
 
 
-def chips_key(candidate: Candidate) -> tuple[object, ...]:
+def chips_key(candidate: PlanTemplate) -> tuple[object, ...]:
     """Candidates with equal keys lie on the same chips."""
     return (
         candidate.order,
@@ -47,7 +47,7 @@ def chips_key(candidate: Candidate) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def ground_of(placed: Placed, node_of: Mapping[int, Node]) -> Ground:
+def node_classes(placed: PlacedTemplate, node_of: Mapping[int, Node]) -> NodeClasses:
     """Classes and boundaries of a placed candidate; ``node_of``: by rank."""
     lies = [[_nodes(units, node_of) for units in stages] for _, _, stages in placed.pipelines]
     users: Counter[Node] = Counter()
@@ -79,7 +79,7 @@ def ground_of(placed: Placed, node_of: Mapping[int, Node]) -> Ground:
     for c, members in enumerate(classes.values()):
         for at, n in by_node[members[0]].items():
             nodes[at][c] = n
-    return Ground(
+    return NodeClasses(
         tuple(members[0][0] for members in classes.values()), tuple(map(len, classes.values())), nodes, total,
         tuple(near),
     )  # fmt: skip

@@ -17,25 +17,25 @@ from typing import Any
 from hetero_megatron.cluster import Cluster, Link, NodeGroup
 from hetero_megatron.plan import Interval, Pipeline, Plan, Recompute, Stage, Unit
 from hetero_megatron.plan.canonical import Optimizer
-from hetero_megatron.planner.template.device_pool import Group, Pool
-from hetero_megatron.planner.template.plan_template import Candidate, PipelineShape, StageShape
+from hetero_megatron.planner.template.device_pool import DeviceGroup, DevicePool
+from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, StageTemplate
 
 Units = tuple[tuple[int, ...], ...]  # ranks of each TP group of a stage
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedTemplate:
     """A candidate on ranks of the cluster: per pipeline its shape, micro-batches, and units of each stage."""
 
-    candidate: Candidate
-    pipelines: tuple[tuple[PipelineShape, int, tuple[Units, ...]], ...]
+    candidate: PlanTemplate
+    pipelines: tuple[tuple[PipelineTemplate, int, tuple[Units, ...]], ...]
     idle: tuple[int, ...]
 
 
-class _Shelf:
+class _FreeChips:
     """Free chips of one group, taken node by node."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: DeviceGroup) -> None:
         self.group = group
         self.free = [list(ranks) for ranks in group.ranks]
         self.by_size: dict[int, list[int]] = defaultdict(list)  # free chips -> nodes, last one first
@@ -62,7 +62,7 @@ class _Shelf:
         return tuple(found)
 
 
-def place(candidate: Candidate, pool: Pool) -> Placed | None:
+def place(candidate: PlanTemplate, pool: DevicePool) -> PlacedTemplate | None:
     """Ranks for every unit; None when the TP groups do not pack into the nodes."""
     shapes = [(part.shape, part.num_micro_batches) for part in candidate.parts for _ in range(part.copies)]
     requests: list[tuple[int, int, int, int]] = []  # (-tp, place in the order, pipeline, stage)
@@ -76,7 +76,7 @@ def place(candidate: Candidate, pool: Pool) -> Placed | None:
             mixed[stage.group].add(stage.tp)
     # Largest groups first only where sizes are mixed: otherwise the order alone decides.
     requests.sort(key=lambda r: (r[0] if len(mixed[shapes[r[2]][0].stages[r[3]].group]) > 1 else 0, r[1]))
-    shelves = [_Shelf(group) for group in pool.groups]
+    shelves = [_FreeChips(group) for group in pool.groups]
     units: list[list[Units]] = [[() for _ in shape.stages] for shape, _ in shapes]
     for _, _, p, s in requests:
         stage = shapes[p][0].stages[s]
@@ -87,11 +87,11 @@ def place(candidate: Candidate, pool: Pool) -> Placed | None:
     used = {rank for pipeline in units for stage_units in pipeline for unit in stage_units for rank in unit}
     idle = tuple(r for g in pool.groups for node in g.ranks for r in node if r not in used)
     pipelines = tuple((shape, m, tuple(u)) for (shape, m), u in zip(shapes, units, strict=True))
-    return Placed(candidate, pipelines, tuple(sorted(idle)))
+    return PlacedTemplate(candidate, pipelines, tuple(sorted(idle)))
 
 
 def to_plan(
-    placed: Placed, cluster: Cluster, seq_length: int, num_heads: int, number: Mapping[int, int] | None = None
+    placed: PlacedTemplate, cluster: Cluster, seq_length: int, num_heads: int, number: Mapping[int, int] | None = None
 ) -> Plan:
     """The canonical plan; with ``number[rank]`` in place of each rank of the cluster where given."""
     pipelines = []
@@ -122,9 +122,9 @@ def renumbered(plan: Plan, number: Mapping[int, int]) -> Plan:
 
 
 def _stage(
-    stage: StageShape,
+    stage: StageTemplate,
     units: Units,
-    shape: PipelineShape,
+    shape: PipelineTemplate,
     layers: tuple[Interval, ...],
     index: int,
     seq_length: int,

@@ -11,7 +11,7 @@ from hetero_megatron.schedule import in_flight as alive
 
 
 @dataclass(frozen=True)
-class StageShape:
+class StageTemplate:
     """``dp`` units of ``tp`` chips of one group; ``first``: layers recomputed under ``recompute="first"``; ``share``:
     of the optimizer states that each rank owns, relative to those of other pipelines that hold the same."""
 
@@ -30,11 +30,11 @@ class StageShape:
 
 
 @dataclass(frozen=True)
-class PipelineShape:
+class PipelineTemplate:
     """Stages in the order of the layers; ``micro_batch_size`` in sequences."""
 
     micro_batch_size: int
-    stages: tuple[StageShape, ...]
+    stages: tuple[StageTemplate, ...]
 
     def usage(self, groups: int) -> tuple[int, ...]:
         """Chips per group."""
@@ -49,10 +49,10 @@ class PipelineShape:
 
 
 @dataclass(frozen=True)
-class Part:
+class PipelineReplicas:
     """``copies`` pipelines of one shape, each with ``num_micro_batches``."""
 
-    shape: PipelineShape
+    shape: PipelineTemplate
     copies: int
     num_micro_batches: int
 
@@ -62,10 +62,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlanTemplate:
     """A plan over groups; ``order`` says how pipelines lie on the nodes (see ``place.py``)."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[PipelineReplicas, ...]
     schedule: str = "1f1b"
     order: str = "stage"
 
@@ -84,24 +84,25 @@ class Candidate:
                 used[g] += part.copies * n
         return tuple(used)
 
-    def over(self, groups: Sequence[int]) -> Candidate:
+    def over(self, groups: Sequence[int]) -> PlanTemplate:
         """The same over other groups: each of its own by its number among these."""
-        def moved(shape: PipelineShape) -> PipelineShape:
+
+        def moved(shape: PipelineTemplate) -> PipelineTemplate:
             return replace(shape, stages=tuple(replace(s, group=groups[s.group]) for s in shape.stages))
 
         return replace(self, parts=tuple(replace(part, shape=moved(part.shape)) for part in self.parts))
 
-    def merged(self) -> Candidate:
+    def merged(self) -> PlanTemplate:
         """Equal parts added up, in the order of first appearance."""
-        counts: dict[tuple[PipelineShape, int], int] = {}
+        counts: dict[tuple[PipelineTemplate, int], int] = {}
         for part in self.parts:
             key = (part.shape, part.num_micro_batches)
             counts[key] = counts.get(key, 0) + part.copies
-        return replace(self, parts=tuple(Part(s, n, m) for (s, m), n in counts.items() if n))
+        return replace(self, parts=tuple(PipelineReplicas(s, n, m) for (s, m), n in counts.items() if n))
 
-    def joined(self) -> Candidate:
+    def joined(self) -> PlanTemplate:
         """Equal neighbouring parts added up: lies on the same ranks."""
-        parts: list[Part] = []
+        parts: list[PipelineReplicas] = []
         for part in self.parts:
             if parts and (parts[-1].shape, parts[-1].num_micro_batches) == (part.shape, part.num_micro_batches):
                 part = replace(part, copies=parts.pop().copies + part.copies)
@@ -120,9 +121,9 @@ def in_flight(schedule: str, stages: int, micro_batches: int) -> tuple[int, ...]
     return tuple(b + (b - a) * (micro_batches - most) for a, b in rows)
 
 
-def describe(shape: PipelineShape, chips: Sequence[str]) -> str:
+def describe(shape: PipelineTemplate, chips: Sequence[str]) -> str:
     """``A100 tp4 x3 [10,10,12] > V100 tp2 dp2 [4]``: runs of equal stages with their layers."""
-    runs: list[tuple[tuple[int, int, int], list[StageShape]]] = []
+    runs: list[tuple[tuple[int, int, int], list[StageTemplate]]] = []
     for stage in shape.stages:
         key = (stage.group, stage.tp, stage.dp)
         if runs and runs[-1][0] == key:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import supports
-from hetero_megatron.planner.template.device_pool import Pool
+from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.spec import ModelSpec, shares
 
 LONG = 32768  # tokens of a sequence from which the search tries context groups by itself
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """Choices that are open. None means every value that makes sense.
 
     Args:
@@ -43,7 +43,7 @@ class Space:
 
 
 @dataclass(frozen=True)
-class Option:
+class StageOption:
     """One way to run a stage on a group: ``tp`` x ``dp`` chips."""
 
     group: int
@@ -55,7 +55,7 @@ class Option:
         return self.tp * self.dp
 
 
-def tp_degrees(pool: Pool, group: int, model: ModelSpec, space: Space, every: bool) -> tuple[int, ...]:
+def tp_degrees(pool: DevicePool, group: int, model: ModelSpec, space: SearchSpace, every: bool) -> tuple[int, ...]:
     """Degrees to try: within a node all (``every``) or its divisors; over whole nodes by powers of two."""
     size, chips = pool.groups[group].per_node, pool.groups[group].chips
     inside = [t for t in range(1, size + 1) if every or size % t == 0]
@@ -79,23 +79,25 @@ def _divides(model: ModelSpec, tp: int) -> bool:
     return True
 
 
-def batch_sizes(space: Space, batch: int, limit: int = 16) -> tuple[int, ...]:
+def batch_sizes(space: SearchSpace, batch: int, limit: int = 16) -> tuple[int, ...]:
     """Micro-batch sizes to try, smallest first: all up to 4, then powers of two."""
     if space.micro_batch_sizes is not None:
         return tuple(b for b in space.micro_batch_sizes if b <= batch)
     return tuple(b for b in (1, 2, 3, 4, 8, 16, 32) if b <= min(batch, limit))
 
 
-def options(pool: Pool, group: int, model: ModelSpec, space: Space, size: int, every: bool = True) -> Iterator[Option]:
+def options(
+    pool: DevicePool, group: int, model: ModelSpec, space: SearchSpace, size: int, every: bool = True
+) -> Iterator[StageOption]:
     """Stages of a group for micro-batches of ``size``."""
     chips = pool.groups[group].chips
     for tp in tp_degrees(pool, group, model, space, every):
         for dp in range(1, chips // tp + 1):
             if size % dp == 0 and (dp == 1 or (space.inner_dp and supports("dp_split"))):
-                yield Option(group, tp, dp)
+                yield StageOption(group, tp, dp)
 
 
-def wanted(space: Space, seq_length: int, fits: bool) -> str:
+def why_no_context(space: SearchSpace, seq_length: int, fits: bool) -> str:
     """Empty where context groups are to be tried, else why not."""
     if space.context == "never":
         return "not tried: --context never"

@@ -81,5 +81,3 @@ def worst_by_node(cluster: Cluster, ratios: Mapping[int, float]) -> dict[str, fl
         node = cluster.ranks[rank].node
         found[node] = max(found.get(node, 0.0), ratio)
     return found
-
-

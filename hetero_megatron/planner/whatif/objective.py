@@ -4,7 +4,7 @@ Both ask which part of the cluster to rent: parts (of each node group all, a hal
 searched for speed, and the best by the objective is taken. ``cost_per_hour`` stands at the chips of the cluster file
 and is paid for the chips that a plan uses. The parts are many, so they are ranked first, by a bound on the speed that
 all of a part's chips can have (``context_joint_bound``): what cannot be better than the best plan known is not
-searched, and :data:`MOST_SEARCHED` parts at most are. ``Result.parts`` says how many were, and what is left open.
+searched, and :data:`MOST_SEARCHED` parts at most are. ``SearchResult.parts`` says how many were, and what is left open.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.cost.memory import cannot_offload, state_bytes
 from hetero_megatron.planner.estimate.context_certificate import most_tokens
-from hetero_megatron.planner.search.driver import Choice, Progress, Result, SearchOptions, search
+from hetero_megatron.planner.search.driver import JudgedPlan, Progress, SearchOptions, SearchResult, search
 from hetero_megatron.planner.template.placement import shrink
-from hetero_megatron.planner.time_budget import Watch
+from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import parameter_count
 
@@ -54,14 +54,14 @@ class ClusterPart:
     most: float
 
 
-def cost_per_hour(choice: Choice) -> float | None:
+def cost_per_hour(choice: JudgedPlan) -> float | None:
     """Of the chips that a plan uses; None where one has no ``cost_per_hour``."""
     costs = [choice.cluster.chip_of(rank).cost_per_hour for rank in choice.plan.ranks]
     known = [cost for cost in costs if cost is not None]
     return sum(known) if len(known) == len(costs) else None
 
 
-def tokens_per_cost(choice: Choice) -> float | None:
+def tokens_per_cost(choice: JudgedPlan) -> float | None:
     """Tokens per currency unit; None where a chip that the plan uses has no ``cost_per_hour``."""
     cost = cost_per_hour(choice)
     return None if cost is None else choice.prediction.tokens_per_second * 3600 / cost
@@ -126,15 +126,15 @@ def _of(cluster: Cluster, part: ClusterPart) -> Cluster:
     return cluster if len(keep) == cluster.world_size else shrink(cluster, keep)
 
 
-class _Search:
+class _ByObjective:
     """Parts in the order in which they are searched; the best plan by the objective."""
 
     def __init__(self, deadline: Deadline | None) -> None:
         self.deadline = deadline
-        self.best: tuple[float, Result] | None = None
+        self.best: tuple[float, SearchResult] | None = None
         self.fastest = 0.0
 
-    def take(self, result: Result) -> bool:
+    def take(self, result: SearchResult) -> bool:
         """Whether a plan of the result is the best so far."""
         better = False
         for choice in (result.best, *result.others):
@@ -181,19 +181,19 @@ def search_objective(
     options: SearchOptions,
     deadline: Deadline | None = None,
     progress: Progress | None = None,
-    watch: Watch | None = None,
-) -> Result:
+    watch: TimeBudget | None = None,
+) -> SearchResult:
     """The plan with the most tokens per currency unit; with ``deadline`` the cheapest that meets it.
 
     Raises:
         UserError: chips without a cost, a deadline that nothing meets, and what ``search`` raises.
         KeyboardInterrupt: Ctrl-C before any plan was found.
     """
-    watch, started = watch or Watch(options.time_limit), time.monotonic()
+    watch, started = watch or TimeBudget(options.time_limit), time.monotonic()
     costs = CostModel(model, cluster, seq_length, options.dtype, options.costs)
     left = parts(cluster, costs, options)
     whole = tuple(group.count for group in cluster.nodes)
-    found, failure, total, reached, searched = _Search(deadline), None, len(left), 1.0, 0
+    found, failure, total, reached, searched = _ByObjective(deadline), None, len(left), 1.0, 0
     while left and searched < MOST_SEARCHED:
         if searched and watch.over():
             break
@@ -226,7 +226,7 @@ def search_objective(
     raise failure
 
 
-def _said(searched: int, total: int, open_: int, watch: Watch) -> str:
+def _said(searched: int, total: int, open_: int, watch: TimeBudget) -> str:
     """What came of searching parts."""
     text = f"{searched} of {total} parts of the cluster searched (all, a half, a quarter or none of each node group)"
     if not open_:
@@ -235,7 +235,7 @@ def _said(searched: int, total: int, open_: int, watch: Watch) -> str:
     return text + f"; {open_} others could be better by the speeds of their chips, but {why}"
 
 
-def _too_slow(deadline: Deadline, fastest: float, searched: int, total: int, watch: Watch) -> UserError:
+def _too_slow(deadline: Deadline, fastest: float, searched: int, total: int, watch: TimeBudget) -> UserError:
     hours = deadline.tokens / fastest / 3600
     cut = " (the search was cut short)" if watch.cut else ""
     return UserError(

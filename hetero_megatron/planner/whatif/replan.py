@@ -1,6 +1,6 @@
 """Planning again within a fraction of a second, after nodes were lost or gained.
 
-A warm :class:`Planner` keeps the cost tables and the pipelines (skeletons) that the last search thought best. For new
+A :class:`WarmPlanner` keeps the cost tables and the pipelines (outlines) that the last search thought best. For new
 numbers of nodes it only asks how many of each fit, divides the batch, solves layers and recompute exactly, and
 evaluates the best few; no new kinds of pipelines are looked for. A full search can follow in the background. Where the
 last search tried stages of context groups, they are tried again on what is left, with the layouts known so far.
@@ -21,29 +21,29 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, validate
 from hetero_megatron.plan.islands import with_islands_where_quick
 from hetero_megatron.planner.estimate.layer_partition import bottleneck
-from hetero_megatron.planner.estimate.template_score import Evaluator
-from hetero_megatron.planner.search.context_stages import ContextSearch
-from hetero_megatron.planner.search.driver import Result, SearchOptions, search
-from hetero_megatron.planner.search.materialize import Builder, Skeleton
-from hetero_megatron.planner.template.device_pool import Pool
+from hetero_megatron.planner.estimate.template_score import TemplateScorer
+from hetero_megatron.planner.search.context_stages import ContextStages
+from hetero_megatron.planner.search.driver import SearchOptions, SearchResult, search
+from hetero_megatron.planner.search.materialize import PipelineOutline, TemplateBuilder
+from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.placement import place, renumbered, shrink, to_plan
-from hetero_megatron.planner.template.plan_template import Candidate, StageShape
+from hetero_megatron.planner.template.plan_template import PlanTemplate, StageTemplate
 from hetero_megatron.spec import ModelSpec
 
 MOST_SKELETONS, MOST_TRIED, CHIPS_SCORED = 24, 5, 10240
 
 
 @dataclass(frozen=True)
-class Known:
+class WarmPlan:
     """A plan for ``pool``: a candidate, or, with context groups, a plan on the pool's own ranks."""
 
     seconds: float
-    plan: Candidate | Plan
-    pool: Pool
+    plan: PlanTemplate | Plan
+    pool: DevicePool
 
 
 @dataclass(frozen=True)
-class Loss:
+class NodeLoss:
     """The plan after ``node`` is gone, or any other of the ``alike`` nodes of its group.
 
     Attributes:
@@ -61,7 +61,7 @@ class Loss:
     problem: str = ""
 
 
-class Planner:
+class WarmPlanner:
     """A model on a cluster whose nodes come and go. ``result``: of the search of all of it, where that was done."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Planner:
         seq_length: int,
         batch: int,
         options: SearchOptions | None = None,
-        result: Result | None = None,
+        result: SearchResult | None = None,
     ) -> None:
         self.model, self.cluster, self.seq_length, self.batch = model, cluster, seq_length, batch
         self.options = options = options or SearchOptions()
@@ -79,22 +79,22 @@ class Planner:
             self.options = replace(options, space=replace(options.space, unlike_tp=False))
         self.result = result or search(model, cluster, seq_length, batch, self.options)
         self.skeletons = self._skeletons()
-        self._speeds: dict[Skeleton, float] = {}
-        self._ready: dict[tuple[int, ...], Known] = {}
-        self._context: ContextSearch | None = None
+        self._speeds: dict[PipelineOutline, float] = {}
+        self._ready: dict[tuple[int, ...], WarmPlan] = {}
+        self._context: ContextStages | None = None
         if self.result.context_tried:
             costs = self.result.evaluator.costs
-            self._context = ContextSearch(model, cluster, self.result.pool, costs, batch, self.options.space)
+            self._context = ContextStages(model, cluster, self.result.pool, costs, batch, self.options.space)
 
-    def _skeletons(self) -> list[Skeleton]:
+    def _skeletons(self) -> list[PipelineOutline]:
         """Distinct pipelines of the best plans, best first, and halves of them (fewer stages of each kind)."""
-        found: dict[tuple[tuple[StageShape, ...], int], Skeleton] = {}
+        found: dict[tuple[tuple[StageTemplate, ...], int], PipelineOutline] = {}
         for candidate in self.result.ranked:
             for part in candidate.parts:
-                stages = tuple(StageShape(s.group, s.tp, s.dp) for s in part.shape.stages)
+                stages = tuple(StageTemplate(s.group, s.tp, s.dp) for s in part.shape.stages)
                 for variant in _variants(stages):
                     found.setdefault(
-                        (variant, part.shape.micro_batch_size), Skeleton(variant, part.shape.micro_batch_size, 1)
+                        (variant, part.shape.micro_batch_size), PipelineOutline(variant, part.shape.micro_batch_size, 1)
                     )
         return list(found.values())[:MOST_SKELETONS]
 
@@ -123,7 +123,7 @@ class Planner:
         validate(plan, self.model, own, dtype=self.options.dtype)
         return plan, own, found.seconds
 
-    def losses(self) -> list[Loss]:
+    def losses(self) -> list[NodeLoss]:
         """Of any one node: the nodes of a group of the cluster file are interchangeable, and so are those that are
         left, so once per group."""
         used = {r for group in self.result.pool.groups for node in group.ranks for r in node}
@@ -131,7 +131,7 @@ class Planner:
         alike = {group.name: group.count for group in self.cluster.nodes}
         return [self._loss(node, alike[group]) for group, node in reversed(groups.items())]
 
-    def _loss(self, node: str, alike: int) -> Loss:
+    def _loss(self, node: str, alike: int) -> NodeLoss:
         """Where no known pipeline fits what is left, it is searched."""
         started, warm = time.monotonic(), True
         try:
@@ -143,11 +143,11 @@ class Planner:
                 best = search(self.model, left, self.seq_length, self.batch, self.options).best
             except UserError as error:
                 problem = error.problem if keep else "no chip is left"
-                return Loss(node, alike, time.monotonic() - started, warm=False, problem=problem)
+                return NodeLoss(node, alike, time.monotonic() - started, warm=False, problem=problem)
             plan, step_seconds = best.plan, best.step_seconds
-        return Loss(node, alike, time.monotonic() - started, plan, left, step_seconds, warm)
+        return NodeLoss(node, alike, time.monotonic() - started, plan, left, step_seconds, warm)
 
-    def _on_ranks(self, found: Known, pool: Pool, number: Mapping[int, int]) -> Plan:
+    def _on_ranks(self, found: WarmPlan, pool: DevicePool, number: Mapping[int, int]) -> Plan:
         """On the ranks of a pool that has as many nodes of each group as that which it was made for, numbered anew."""
         if isinstance(found.plan, Plan):
             ranks = ([r for g in p.groups for node in g.ranks for r in node] for p in (found.pool, pool))
@@ -165,7 +165,7 @@ class Planner:
             if found is not None:
                 self._ready[tuple(g.nodes for g in smaller.groups)] = found
 
-    def _smaller(self, left: set[int]) -> Pool:
+    def _smaller(self, left: set[int]) -> DevicePool:
         """The pool with only these ranks, whole nodes at a time; no group goes, so tables stay valid."""
         pool = self.result.pool
         groups = tuple(replace(g, ranks=tuple(node for node in g.ranks if node[0] in left)) for g in pool.groups)
@@ -173,42 +173,42 @@ class Planner:
             tuple(None if g == h and groups[g].nodes < 2 else link for h, link in enumerate(row))
             for g, row in enumerate(pool.inter)
         )
-        return Pool(groups, pool.intra, inter)
+        return DevicePool(groups, pool.intra, inter)
 
-    def _search(self, pool: Pool) -> Known | None:
+    def _search(self, pool: DevicePool) -> WarmPlan | None:
         """The best of the known pipelines and of stages of context groups on these nodes; None when nothing fits."""
         best = self._pipelines(pool)
         if self._context is not None:
             left = pool.restricted([i for i, g in enumerate(pool.groups) if g.nodes])
             found = self._context.on(left).run(best.seconds if best else math.inf).plans
             if found and (best is None or found[0].prediction.step_seconds < best.seconds):
-                return Known(found[0].prediction.step_seconds, found[0].plan, pool)
+                return WarmPlan(found[0].prediction.step_seconds, found[0].plan, pool)
         return best
 
-    def _pipelines(self, pool: Pool) -> Known | None:
+    def _pipelines(self, pool: DevicePool) -> WarmPlan | None:
         """The best of the known pipelines."""
         known = self.result.evaluator
         stages = (s for p in self.result.best.candidate.parts for s in p.shape.stages)
         away = frozenset(pool.groups[s.group].chip for s in stages if s.offload)
-        evaluator = Evaluator(known.tables.over(pool, offload=away) if away else known.tables, pool, like=known)
-        builder = Builder(evaluator, self.model, self.batch, self.options.space)
-        found: list[tuple[float, int, Candidate]] = []
+        evaluator = TemplateScorer(known.tables.over(pool, offload=away) if away else known.tables, pool, like=known)
+        builder = TemplateBuilder(evaluator, self.model, self.batch, self.options.space)
+        found: list[tuple[float, int, PlanTemplate]] = []
         for i, rows in enumerate(self._combinations(pool)):
             if found and i >= MOST_TRIED:
                 break
             for candidate in builder.candidates(rows, self.result.best.candidate.schedule):
                 found.append((evaluator.least(candidate), len(found), candidate))
-        best: Known | None = None
+        best: WarmPlan | None = None
         most = max(2, min(10, CHIPS_SCORED // max(pool.chips, 1)))  # placing thousands of chips takes a while
         for i, (least, _, candidate) in enumerate(sorted(found, key=lambda row: row[:2])):
             if best is not None and (least >= best.seconds or i >= most):
                 break
             score = evaluator.score(candidate, best.seconds if best is not None else math.inf)
             if score is not None and score.over == 0 and (best is None or score.step_seconds < best.seconds):
-                best = Known(score.step_seconds, candidate, pool)
+                best = WarmPlan(score.step_seconds, candidate, pool)
         return best
 
-    def _combinations(self, pool: Pool) -> Iterator[list[Skeleton]]:
+    def _combinations(self, pool: DevicePool) -> Iterator[list[PipelineOutline]]:
         """As many of one kind as fit, then of others in what is left; those first that should be done first."""
         speeds = [self._speeds.get(skeleton) or self._speed(skeleton) for skeleton in self.skeletons]
         self._speeds = dict(zip(self.skeletons, speeds))
@@ -216,7 +216,7 @@ class Planner:
             [sum(s.chips for s in skeleton.stages if s.group == g) for g in range(len(pool.groups))]
             for skeleton in self.skeletons
         ]
-        rows: list[tuple[float, int, list[Skeleton]]] = []
+        rows: list[tuple[float, int, list[PipelineOutline]]] = []
         for i in range(len(self.skeletons)):
             left, chosen, rate, late = list(pool.counts), [], 0.0, 0.0
             for j in (i, *range(i), *range(i + 1, len(self.skeletons))):
@@ -230,14 +230,14 @@ class Planner:
                         rows.append(((self.batch + late) / rate, len(rows), list(chosen)))
             if any(left):
                 rows.append(((self.batch + late) / rate if rate else math.inf, len(rows), chosen))
-        seen: set[frozenset[tuple[tuple[StageShape, ...], int, int]]] = set()
+        seen: set[frozenset[tuple[tuple[StageTemplate, ...], int, int]]] = set()
         for _, _, chosen in sorted(rows, key=lambda row: row[:2]):
             key = frozenset((s.stages, s.size, s.copies) for s in chosen)
             if chosen and key not in seen:
                 seen.add(key)
                 yield chosen
 
-    def _speed(self, skeleton: Skeleton) -> float:
+    def _speed(self, skeleton: PipelineOutline) -> float:
         """Sequences per second of a pipeline that is never empty, its layers divided as well as they can be."""
         layers, last = self.model.num_layers, len(skeleton.stages) - 1
         rows = []
@@ -250,7 +250,7 @@ class Planner:
         return skeleton.size / bottleneck(np.stack(rows), layers)
 
 
-def _variants(stages: tuple[StageShape, ...]) -> Iterator[tuple[StageShape, ...]]:
+def _variants(stages: tuple[StageTemplate, ...]) -> Iterator[tuple[StageTemplate, ...]]:
     """The pipeline itself; then with fewer stages of one kind; then with one kind left out."""
     yield stages
     kinds = list(dict.fromkeys(stages))

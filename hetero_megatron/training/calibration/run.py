@@ -12,7 +12,7 @@ import torch
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import Comm
 from hetero_megatron.parallel.update import OptimizerFactory
-from hetero_megatron.planner.cost.link_model import Network
+from hetero_megatron.planner.cost.link_model import LinkModel
 from hetero_megatron.planner.cost.rates import LinkRates, Rates, link_document, model_fingerprint
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.testbed.clocks import Kept, worst_clock
@@ -224,7 +224,7 @@ def _waiting(
     Args:
         row_bytes: of one sequence's activations.
     """
-    network = Network(Rates(cluster, dtype, {}, {(r.source, r.target, r.same_node): _link_rates(r) for r in links}))
+    network = LinkModel(Rates(cluster, dtype, {}, {(r.source, r.target, r.same_node): _link_rates(r) for r in links}))
     found: dict[tuple[str, int, int], list[tuple[Observation, float]]] = {}
     for o in seen:
         if o.swaps:

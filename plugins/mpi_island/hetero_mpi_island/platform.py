@@ -6,7 +6,6 @@ from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-
 from hetero_megatron.platform import CPU
 
 BACKEND = "mpi_island"

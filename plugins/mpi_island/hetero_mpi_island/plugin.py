@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hetero_megatron.platform.plugins import PluginApi
+
 from hetero_mpi_island.platform import MpiHost
 
 HETERO_PLUGIN_API = 1  # read before anything here is imported
