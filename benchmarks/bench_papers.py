@@ -17,8 +17,9 @@ from common import machine
 
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import Summary, summarize, text_of
-from hetero_megatron.planner.search.driver import SearchOptions, search
+from hetero_megatron.planner.search.driver import search
 from hetero_megatron.spec import load_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,9 +95,9 @@ def run(case: Case) -> Row:
     started = time.process_time()
     model, cluster = load_model(case.model), load_cluster(str(ROOT / FOLDER / f"{case.cluster}.yaml"))
     options = SearchOptions()
-    result = search(model, cluster, case.seq_length, case.batch, options)
+    result = search(PlanningProblem(model, cluster, case.seq_length, case.batch, options))
     searched = time.process_time()
-    summary = summarize(result, model, cluster, case.seq_length, case.batch, options, bound=True)
+    summary = summarize(result, PlanningProblem(model, cluster, case.seq_length, case.batch, options), bound=True)
     return Row(case, summary, searched - started, time.process_time() - started)
 
 
@@ -111,7 +112,7 @@ def times(value: float | None) -> str:
 def whole_mfu(row: Row) -> float | None:
     """Model FLOPs over the peak of *all* chips of the cluster, as the papers have it (idle ones count)."""
     best = row.summary.result.best
-    cluster, dtype = best.cluster, row.summary.result.evaluator.costs.dtype
+    cluster, dtype = best.cluster, row.summary.result.scorer.costs.dtype
     peak = [cluster.chips[r.chip].flops[dtype] for r in cluster.ranks]
     used = sum(peak[r] for r in best.plan.ranks)
     mfu = best.prediction.mfu
@@ -145,7 +146,7 @@ def details(row: Row) -> str:
     case, summary = row.case, row.summary
     result = summary.result
     lines = [f"### {case.name}", "", f"`{case.command}`", ""]
-    lines.append(f"* plan: {text_of(result.best.candidate, [g.chip for g in result.pool.groups])}")
+    lines.append(f"* plan: {text_of(result.best.template, [g.chip for g in result.pool.groups])}")
     if result.best.idle:
         lines.append(f"* idle: {len(result.best.idle)} chips")
     for name, baseline in [("uniform", summary.uniform), *((f"{b.chips} x {b.name} alone", b) for b in summary.alone)]:

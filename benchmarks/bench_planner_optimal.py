@@ -26,7 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests/
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.estimate.certificate import price_bound
-from hetero_megatron.planner.search.driver import SearchOptions, make_evaluator, search
+from hetero_megatron.planner.estimate.template_score import make_scorer
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.uniform import few_uniform
 from hetero_megatron.planner.template.plan_template import PlanTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace
@@ -36,8 +38,8 @@ from tests.planner_reference import Case, Exhaustive, random_case, unequal_direc
 class _Restricted(Exhaustive):
     """The best plan of a restricted space; starts from no plan at all."""
 
-    def __init__(self, case: Case, evaluator, rule, best: float) -> None:  # type: ignore[no-untyped-def]
-        super().__init__(case, evaluator, best)
+    def __init__(self, case: Case, scorer, rule, best: float) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(case, scorer, best)
         self.rule = rule
 
     def _try(self, candidate: PlanTemplate) -> None:
@@ -124,27 +126,29 @@ def main() -> None:
         case = random_case(seed, kind)
         if args.unequal:
             case = unequal_directions(case, seed)
-        evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
+        scorer = make_scorer(PlanningProblem(case.model, case.cluster, case.seq_length, 1))
         sizes = (case.size,) if case.size else None
         space = SearchSpace(sizes, case.recompute, offload="always" if args.offload else "never")
-        options = SearchOptions(space=space)
+        problem = PlanningProblem(
+            case.model, case.cluster, case.seq_length, case.batch, SearchOptions(space=space)
+        )
         done += 1
         began = time.process_time()
         try:
-            result = search(case.model, case.cluster, case.seq_length, case.batch, options, evaluator=evaluator)
+            result = search(problem, scorer=scorer)
         except UserError:
             searched.append(time.process_time() - began)
             nowhere += 1
-            has = math.isfinite(Exhaustive(case, evaluator, math.inf, args.shares, args.offload).run())
+            has = math.isfinite(Exhaustive(case, scorer, math.inf, args.shares, args.offload).run())
             wrong += has
             if has:
                 print(f"{kind}:{seed}: nothing found, but there is a plan", flush=True)
             continue
         searched.append(time.process_time() - began)
-        mine = min(s.step_seconds for c in (result.best, *result.others) if (s := evaluator.score(c.candidate)))
-        reference = Exhaustive(case, evaluator, mine, args.shares, args.offload)
+        mine = min(s.step_seconds for c in (result.best, *result.others) if (s := scorer.score(c.template)))
+        reference = Exhaustive(case, scorer, mine, args.shares, args.offload)
         best = reference.run()
-        bound = result.lower_bound or price_bound(evaluator, case.model, case.batch, space, mine).seconds
+        bound = result.lower_bound or price_bound(scorer, case.model, case.batch, space, mine).seconds
         if args.verbose or mine > 1.001 * best or best < bound * (1 - 1e-9):
             print(f"{kind}:{seed}: {mine / best - 1:.3%} worse, bound {best / bound - 1:.2%} below, "
                   f"searched in {searched[-1]:.2f} CPU s, {time.process_time() - began:.1f} with the reference; "
@@ -152,13 +156,13 @@ def main() -> None:
         ratios.append(mine / best - 1)
         gaps.append(best / bound - 1)
         below += gaps[-1] < -1e-9
-        uniform = [s.step_seconds for _, c in few_uniform(evaluator, case.model, case.batch, 20)[0]
-                   if (s := evaluator.score(c)) and s.over == 0]  # fmt: skip
+        uniform = [s.step_seconds for _, c in few_uniform(problem, scorer, 20)[0]
+                   if (s := scorer.score(c)) and s.over == 0]  # fmt: skip
         if uniform:
             better["uniform plan"].append(min(uniform) / mine)
         if args.restricted and kind == "open":
             for name, rule in RULES.items():
-                found = _Restricted(case, evaluator, rule, math.inf if sum(evaluator.pool.counts) <= 2 else 3 * mine)
+                found = _Restricted(case, scorer, rule, math.inf if sum(scorer.pool.counts) <= 2 else 3 * mine)
                 value = found.run()
                 if found.found is not None:
                     better[name].append(value / mine)

@@ -19,6 +19,8 @@ from typing import Any
 
 from common import machine, peak_rss
 
+from hetero_megatron.planner.problem import PlanningProblem
+
 CHIPS = ("A100-80-SXM", "H100-SXM", "MI300X", "Ascend-910B", "Gaudi2", "L40S")
 # name: (chip types, nodes of 8 per type, model, sequences per step, seconds allowed)
 SIZES: dict[str, tuple[int, int, str, int, float]] = {
@@ -52,7 +54,7 @@ def run(name: str, top: int | None) -> dict[str, Any]:
     options = SearchOptions() if top is None else SearchOptions(top=top)
     spec = load_model(model)
     wall, cpu = time.perf_counter(), time.process_time()
-    planner = WarmPlanner(spec, cluster, 4096, batch, options)
+    planner = WarmPlanner(PlanningProblem(spec, cluster, 4096, batch, options))
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     rss = peak_rss()
     again_cpu = time.process_time()
@@ -69,14 +71,14 @@ def run(name: str, top: int | None) -> dict[str, Any]:
     mfu = best.prediction.mfu  # on very large clusters predicted only now
     predict_cpu = time.process_time() - predict_cpu
     report_cpu = time.process_time()
-    summarize(planner.result, spec, cluster, 4096, batch, options)
+    summarize(planner.result, PlanningProblem(spec, cluster, 4096, batch, options))
     report_cpu = time.process_time() - report_cpu
     return {
         "predicted": 1 + len(planner.result.others), "report_cpu": report_cpu,
         "wall": wall, "cpu": cpu, "rss": rss, "rss_predicted": peak_rss(), "step": best.step_seconds,
         "again_cpu": again_cpu, "prepare_cpu": prepare_cpu, "prepared_cpu": prepared_cpu, "again_step": step,
         "predict_cpu": predict_cpu, "mfu": mfu,
-        "plan": text_of(best.candidate, [g.chip for g in planner.result.pool.groups]),
+        "plan": text_of(best.template, [g.chip for g in planner.result.pool.groups]),
     }  # fmt: skip
 
 

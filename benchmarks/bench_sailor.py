@@ -9,7 +9,6 @@ against published and measured numbers.
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -19,23 +18,24 @@ from pathlib import Path
 from common import machine
 from public_data import WHERE, data
 from sailor_judge import Judge, Verdict, spelled
-from sailor_rules import SPACE, SailorCosts, SailorEvaluator
+from sailor_rules import SPACE, SailorCosts, SailorScorer
 
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.plan import validate
 from hetero_megatron.plan.export import export
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import text_of
-from hetero_megatron.planner.search.driver import POLISH
-from hetero_megatron.planner.search.local_search import polish
+from hetero_megatron.planner.search.incumbent import Incumbent, Row
+from hetero_megatron.planner.search.local_search import EFFORT, LocalSearch
 from hetero_megatron.planner.search.pipeline_dp import PipelineDP
-from hetero_megatron.planner.search.tp_moves import regroup
+from hetero_megatron.planner.search.tp_moves import TPMoves
 from hetero_megatron.planner.template.placement import place, to_plan
-from hetero_megatron.planner.template.plan_template import PlanTemplate
 from hetero_megatron.spec import load_model
 
 CLUSTERS = Path(__file__).resolve().parent.parent / "examples" / "clusters" / "papers"
 BATCH, SEQUENCE = 1024, 2048
 MAKE_UPS, WAYS = 3, 60  # other TP degrees tried for each of the best make-ups
+KEPT = 200  # templates that the incumbent keeps
 V, A = "V100-16", "A100-40"
 
 
@@ -97,37 +97,34 @@ def check_judge(judge: Judge, folder: Path) -> None:
 def plan_case(judge: Judge, case: Case) -> tuple[str, str, float, int]:
     """(the plan in Sailor's format, described, CPU seconds from the cluster file to the plan, candidates).
 
-    The steps of ``planner.search.search`` without its last one, the exact prediction of the best plans, which would be
-    by our rules.
+    The steps of ``planner.search.driver.search`` without its last one, simulation of the best plans, which would be by
+    our rules.
     """
     started = time.process_time()
     model, cluster = load_model("opt-350m"), load_cluster(str(case.file))
-    evaluator = SailorEvaluator(SailorCosts(judge, model, cluster))
-    best: dict[int, tuple[float, PlanTemplate]] = {}  # by number of pipelines
-
-    def improve(candidate: PlanTemplate, seconds: float) -> bool:
-        if seconds < best.get(candidate.pipelines, (math.inf, candidate))[0]:
-            best[candidate.pipelines] = (seconds, candidate)
-        return True
-
-    large = PipelineDP(evaluator, model, BATCH, SPACE, improve)
-    large.run()
-    for seconds, candidate in _first(best, 2):
-        polish(evaluator, candidate, seconds, SPACE, POLISH, improve)
-    for _, candidate in _first(best, MAKE_UPS):
-        regroup(large.builder, candidate, _first(best, 1)[0][0], SPACE, WAYS, improve)
-    ((_, chosen),) = _first(best, 1)
-    placed = place(chosen, evaluator.pool)
+    scorer = SailorScorer(SailorCosts(judge, model, cluster))
+    options = SearchOptions("fp32", space=SPACE, regroup=WAYS)
+    problem = PlanningProblem(model, cluster, SEQUENCE, BATCH, options)
+    incumbent = Incumbent(problem, scorer, keep=KEPT)
+    PipelineDP().propose(problem, incumbent)
+    for start in _first(incumbent, 2):
+        LocalSearch.climb(start, SPACE, incumbent, EFFORT)
+    for _, _, template in _first(incumbent, MAKE_UPS):
+        TPMoves.cut_anew(template, problem, incumbent, WAYS)
+    chosen = incumbent.rows[0][2]
+    placed = place(chosen, scorer.pool)
     assert placed is not None, "the search counts the chips"
     plan = to_plan(placed, cluster, SEQUENCE, model.num_heads)
     validate(plan, model, cluster, dtype="fp32")
     seconds = time.process_time() - started
-    described = text_of(chosen, [g.chip for g in evaluator.pool.groups])
-    return export("sailor", plan, cluster), described, seconds, evaluator.evaluated
+    described = text_of(chosen, [g.chip for g in scorer.pool.groups])
+    return export("sailor", plan, cluster), described, seconds, scorer.evaluated
 
 
-def _first(best: dict[int, tuple[float, PlanTemplate]], count: int) -> list[tuple[float, PlanTemplate]]:
-    return sorted(best.values(), key=lambda row: row[0])[:count]
+def _first(incumbent: Incumbent, count: int) -> list[Row]:
+    """The best of each number of pipelines, of the ``count`` best."""
+    best = {row[2].pipelines: row for row in reversed(incumbent.rows)}
+    return sorted(best.values(), key=lambda row: row[:2])[:count]
 
 
 def main(names: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Our planner under Sailor's cost rules: a cost model and an evaluator that stand in for ours.
+"""Our planner under Sailor's cost rules: a cost model and an scorer that stand in for ours.
 
 What changes is only what a stage costs and what a plan may look like (everything that its format can say: equal layer
 splits and one micro-batch size in all pipelines, degrees and sizes that were profiled). The search is the planner's.
@@ -13,9 +13,11 @@ from collections.abc import Sequence
 
 from sailor_judge import BYTES_PER_PARAMETER, FLOAT, FRAMEWORK_BYTES, Judge, Replica
 
-from hetero_megatron.cluster import Cluster, Link
+from hetero_megatron.cluster import Cluster
 from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions, StageChoice
+from hetero_megatron.planner.cost.link_model import LinkPrice
 from hetero_megatron.planner.cost.rates import ChipRates, LayerRow, LinkRates, Rates, model_fingerprint
+from hetero_megatron.planner.estimate.lower_bounds import TemplateBounds
 from hetero_megatron.planner.estimate.stage_table import StageTables
 from hetero_megatron.planner.estimate.template_score import TemplateScore, TemplateScorer
 from hetero_megatron.planner.template.device_pool import make_pool
@@ -64,8 +66,8 @@ class SailorCosts(CostModel):
         return int(self.judge.gpus[GPUS[chip]]["mem_per_gpu"])
 
     def boundary_seconds(
-        self, a: StageChoice, b: StageChoice, micro_batch_size: int, link: Link, same_node: bool = False,
-        alone: float = 0.0,
+        self, a: StageChoice, b: StageChoice, micro_batch_size: int, link: LinkPrice, sharing: int = 1,
+        same_node: bool = False,
     ) -> float:  # fmt: skip
         data = self.judge.info["1"]["1"]["act_output_floats"] * FLOAT * micro_batch_size
         first, second = self._replica(a.chip, a.tp), self._replica(b.chip, b.tp)
@@ -75,7 +77,12 @@ class SailorCosts(CostModel):
         return Replica(GPUS[chip], tp, self.judge.zone)
 
 
-class SailorEvaluator(TemplateScorer):
+class _NoBounds(TemplateBounds):
+    def least(self, template: PlanTemplate) -> float:
+        return 0.0  # ours would bound other rules
+
+
+class SailorScorer(TemplateScorer):
     """Step times by Sailor's closed form."""
 
     costs: SailorCosts
@@ -85,6 +92,7 @@ class SailorEvaluator(TemplateScorer):
         pool = make_pool(costs.cluster, lambda a, b: known.link(a, b).as_link(), "fp32")
         layers = costs.model.num_layers
         super().__init__(StageTables(costs, pool, layers, min(layers + 2, pool.chips)), pool)
+        self.bounds = _NoBounds(self, self.link_table)
         self._sync: dict[tuple[object, ...], float] = {}
         self._sums: dict[tuple[str, int, int], list[float]] = {}
 
@@ -108,9 +116,6 @@ class SailorEvaluator(TemplateScorer):
         update = max(self._update(p.shape, s) for p in parts for s in range(len(layers)))
         sync = max(self._stage_sync(candidate, s) for s in range(len(layers)))
         return TemplateScore(seconds + update + sync, (seconds,) * len(parts), over)
-
-    def least(self, candidate: PlanTemplate) -> float:
-        return 0.0  # ours would bound other rules
 
     def pipeline_seconds(
         self,

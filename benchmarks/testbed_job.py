@@ -19,6 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hetero_megatron.cluster import Cluster, cluster_from_dict
+from hetero_megatron.cluster.subset import without
 from hetero_megatron.comm import Comm, Group, start_comm, stop_comm
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.emulation import Emulation
@@ -29,11 +30,13 @@ from hetero_megatron.model import initial_values
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.dump import to_dict
-from hetero_megatron.planner.search.driver import SearchOptions, judge, make_evaluator, search
+from hetero_megatron.planner.estimate.template_score import make_scorer
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.search.driver import search
+from hetero_megatron.planner.search.incumbent import judge
 from hetero_megatron.planner.search.uniform import few_uniform
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.placement import renumbered
-from hetero_megatron.planner.whatif.cluster_edits import without
 from hetero_megatron.platform import detect_platform
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.testbed.clocks import worst_clock
@@ -112,12 +115,13 @@ def choose(cluster: Cluster, spec: ModelSpec, work: dict[str, Any]) -> list[tupl
     seq_length, batch = work["seq_length"], work["batch"]
     options = SearchOptions(dtype=DTYPE, time_limit=15.0)
     plans: list[tuple[str, str, Plan]] = []
-    best = search(spec, cluster, seq_length, batch, options)
+    problem = PlanningProblem(spec, cluster, seq_length, batch, options)
+    best = search(problem)
     plans.append(("planner", "planner", best.best.plan))
-    evaluator = make_evaluator(spec, cluster, seq_length, options)
+    scorer = make_scorer(problem)
     uniform = []
-    for shape, candidate in few_uniform(evaluator, spec, batch, 12)[0] if "uniform" in work["kinds"] else ():
-        choices = judge([(0.0, 0, candidate)], cluster, spec, seq_length, options, evaluator)
+    for shape, candidate in few_uniform(problem, scorer, 12)[0] if "uniform" in work["kinds"] else ():
+        choices = judge([(0.0, 0, candidate)], problem, scorer)
         uniform += [(shape, choice) for choice in choices]
     uniform.sort(key=lambda item: item[1].step_seconds)
     plans += [(f"uniform: {u.text()}", "uniform", c.plan) for u, c in uniform[:2]]  # type: ignore[attr-defined]
@@ -127,7 +131,7 @@ def choose(cluster: Cluster, spec: ModelSpec, work: dict[str, Any]) -> list[tupl
         if work.get("alone_memory"):  # a model that must be cut across types: the bound lends each type memory
             part = replace(part, chips={c: replace(k, memory=work["alone_memory"]) for c, k in part.chips.items()})
         try:
-            alone = search(spec, part, seq_length, batch, options)
+            alone = search(PlanningProblem(spec, part, seq_length, batch, options))
         except UserError:  # too little memory alone
             continue
         plans.append((f"{chip} alone", "alone", renumbered(alone.best.plan, dict(enumerate(ranks)))))

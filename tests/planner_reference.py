@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hetero_megatron.cluster import Cluster, cluster_from_dict
-from hetero_megatron.planner.cost.memory import MemoryBytes
+from hetero_megatron.plan.memory import MemoryBytes
 from hetero_megatron.planner.estimate.template_score import TemplateScore, TemplateScorer
-from hetero_megatron.planner.search.driver import SearchOptions, judge
+from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.search.incumbent import judge
 from hetero_megatron.planner.simulate.memory_report import estimate_memory
 from hetero_megatron.planner.template.placement import place, to_plan
 from hetero_megatron.planner.template.plan_template import (
@@ -101,14 +102,14 @@ class Exhaustive:
     """
 
     def __init__(
-        self, case: Case, evaluator: TemplateScorer, best: float, shares: Sequence[int] = (1,), offload: bool = False
+        self, case: Case, scorer: TemplateScorer, best: float, shares: Sequence[int] = (1,), offload: bool = False
     ) -> None:
-        self.case, self.evaluator, self.best, self.shares = case, evaluator, best, tuple(shares)
+        self.case, self.scorer, self.best, self.shares = case, scorer, best, tuple(shares)
         self.places = (False, True) if offload else (False,)
-        self.counts = evaluator.pool.counts
+        self.counts = scorer.pool.counts
         self.found: PlanTemplate | None = None
         self.tried = 0
-        self.fixed = min(evaluator.costs.chip_rates(g.chip).step_seconds for g in evaluator.pool.groups)
+        self.fixed = min(scorer.costs.chip_rates(g.chip).step_seconds for g in scorer.pool.groups)
         self._afters: dict[Any, float] = {}
         self._least: dict[Any, tuple[float, StageTemplate | None]] = {}
         self._states: dict[Any, dict[int, MemoryBytes]] = {}
@@ -157,7 +158,7 @@ class Exhaustive:
         if m * slowest + self.fixed >= self.best:
             return m * slowest
         fitting_shape = PipelineTemplate(shape.micro_batch_size, tuple(x for x in made if x is not None))
-        return self.evaluator.pipeline_seconds(fitting_shape, m, schedule)
+        return self.scorer.pipeline_seconds(fitting_shape, m, schedule)
 
     def _stage(
         self, stage: StageTemplate, size: int, embed: bool, head: bool, alive: int
@@ -165,9 +166,9 @@ class Exhaustive:
         """(seconds of a micro-batch, the stage) with the fastest recompute that could ever fit; inf if none could."""
         key = (stage, size, embed, head, alive)
         if key not in self._least:
-            costs, best = self.evaluator.costs, (math.inf, None)
+            costs, best = self.scorer.costs, (math.inf, None)
             for made in self._levels(stage):
-                choice = self.evaluator.tables.choice(made, embed, head)
+                choice = self.scorer.tables.choice(made, embed, head)
                 needs = costs.memory_bytes(choice, size, alive, 1e6 if len(self.shares) > 1 else sum(self.counts))
                 state = needs.overhead + needs.weights + needs.gradients + needs.optimizer
                 if state + needs.activations <= costs.memory_limit(choice.chip):
@@ -181,7 +182,7 @@ class Exhaustive:
         key = (shape, pipelines)
         if key not in self._afters:
             links = [(0.0, 0.0)] * (len(shape.stages) - 1)
-            self._afters[key] = self.evaluator.least_after(shape.stages, shape.micro_batch_size, links, pipelines)
+            self._afters[key] = self.scorer.bounds.after(shape.stages, shape.micro_batch_size, links, pipelines)
         return self._afters[key]
 
     def _levels(self, stage: StageTemplate) -> list[StageTemplate]:
@@ -195,7 +196,7 @@ class Exhaustive:
             yield ()
             return
         for g, left in enumerate(usage):
-            node = self.evaluator.pool.groups[g].per_node
+            node = self.scorer.pool.groups[g].per_node
             for tp in range(1, left + 1):
                 if self.case.model.num_heads < tp or (tp > node and (tp % node or (tp // node) & (tp // node - 1))):
                     continue
@@ -250,28 +251,29 @@ class Exhaustive:
             for fitting in self._recomputed(replace(candidate, order=order)):
                 if self._slow(fitting):
                     continue
-                score: TemplateScore | None = self.evaluator.score(fitting)
+                score: TemplateScore | None = self.scorer.score(fitting)
                 if score is not None and score.step_seconds < self.best and self._fits(fitting):
                     self.best, self.found = score.step_seconds, fitting
 
     def _slow(self, candidate: PlanTemplate) -> bool:
         """Whether a pipeline alone, with the recompute that fits, takes as long as the best plan."""
         return any(
-            self.evaluator.pipeline_seconds(p.shape, p.num_micro_batches, candidate.schedule)
+            self.scorer.pipeline_seconds(p.shape, p.num_micro_batches, candidate.schedule)
             + self._after(p.shape, len(candidate.parts))
             >= self.best
             for p in candidate.parts
         )
 
     def _fits(self, candidate: PlanTemplate) -> bool:
-        case, evaluator = self.case, self.evaluator
+        case, scorer = self.case, self.scorer
         row = [(0.0, 0, candidate)]
-        return bool(judge(row, case.cluster, case.model, case.seq_length, SearchOptions(), evaluator))
+        problem = PlanningProblem(case.model, case.cluster, case.seq_length, case.batch)
+        return bool(judge(row, problem, scorer))
 
     def _recomputed(self, candidate: PlanTemplate) -> Iterator[PlanTemplate]:
         """With the fastest recompute of each stage that fits on all its ranks: with equal shares of the optimizer
         states and, where these cost recompute or do not fit, with all others that are tried."""
-        if place(candidate, self.evaluator.pool) is None:
+        if place(candidate, self.scorer.pool) is None:
             return
         even = self._levelled(candidate, True)
         if even is not None:
@@ -289,7 +291,7 @@ class Exhaustive:
 
     def _levelled(self, candidate: PlanTemplate, states_count: bool) -> PlanTemplate | None:
         """With the fastest recompute of each stage, or None; without states it is what no division of them can beat."""
-        placed = place(candidate, self.evaluator.pool)
+        placed = place(candidate, self.scorer.pool)
         assert placed is not None, "only shares differ"
         where = tuple(
             (units, tuple((s.layers, s.share, s.offload) for s in shape.stages)) for shape, _, units in placed.pipelines
@@ -316,7 +318,7 @@ class Exhaustive:
         self, stage: StageTemplate, shape: PipelineTemplate, s: int, alive: int, states: list[MemoryBytes]
     ) -> StageTemplate | None:
         """``states``: of the stage's ranks, with activations of some recompute level or other."""
-        tables, costs = self.evaluator.tables, self.evaluator.costs
+        tables, costs = self.scorer.tables, self.scorer.costs
         best: tuple[float, StageTemplate] | None = None
         for made in self._levels(stage):
             choice = tables.choice(made, s == 0, s == len(shape.stages) - 1)

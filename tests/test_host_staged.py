@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 
 from hetero_megatron.cluster import CHIPS, Cluster, cluster_from_dict
+from hetero_megatron.cluster.dump import document
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import plan_from_dict, validate
 from hetero_megatron.plan.islands import divisions
 from hetero_megatron.planner.cost.link_model import LinkModel
 from hetero_megatron.planner.cost.rates import LINK_BANDWIDTH, load_rates
 from hetero_megatron.planner.estimate.certificate import price_bound
-from hetero_megatron.planner.estimate.template_score import TemplateScorer
-from hetero_megatron.planner.search.driver import SearchOptions, SearchResult, make_evaluator, search
+from hetero_megatron.planner.estimate.template_score import TemplateScorer, make_scorer
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.search.driver import SearchResult, search
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.plan_template import StageTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace
-from hetero_megatron.planner.whatif.cluster_edits import document
 from tests.planner_reference import Case, Exhaustive, random_case
 from tests.test_islands import SPEC, replicas
 
@@ -115,20 +116,22 @@ def staged(case: Case, seed: int) -> Case:
 
 
 def search_as_good_as_exhaustive(case: Case) -> tuple[SearchResult, TemplateScorer, float, float] | None:
-    """(result, evaluator, its best seconds, those of exhaustive search) of a search, asserted to be within 1 % of that
+    """(result, scorer, its best seconds, those of exhaustive search) of a search, asserted to be within 1 % of that
     and to have a bound that holds; None where nothing fits."""
-    evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
+    scorer = make_scorer(PlanningProblem(case.model, case.cluster, case.seq_length, 1))
     try:
         result = search(
-            case.model, case.cluster, case.seq_length, case.batch, SearchOptions(space=SearchSpace(offload="never")),
-            evaluator=evaluator,
-        )  # fmt: skip
+            PlanningProblem(
+                case.model, case.cluster, case.seq_length, case.batch, SearchOptions(space=SearchSpace(offload="never"))
+            ),
+            scorer=scorer,
+        )
     except UserError:
         return None
-    mine = min(s.step_seconds for c in (result.best, *result.others) if (s := evaluator.score(c.candidate)))
-    best = Exhaustive(case, evaluator, mine).run()
+    mine = min(s.step_seconds for c in (result.best, *result.others) if (s := scorer.score(c.template)))
+    best = Exhaustive(case, scorer, mine).run()
     assert mine <= 1.01 * best and result.lower_bound <= best * (1 + 1e-9)
-    return result, evaluator, mine, best
+    return result, scorer, mine, best
 
 
 SEVERAL_NODES = [i for i in range(100, 140) if sum(g.count for g in random_case(i, "open").cluster.nodes) > 1]
@@ -141,14 +144,14 @@ def test_plans_over_staged_links(seed: int) -> None:
     case = staged(plain, seed)
     if (found := search_as_good_as_exhaustive(case)) is None:
         return
-    result, evaluator, mine, best = found
-    assert price_bound(evaluator, case.model, case.batch, SearchSpace(), mine).seconds <= best
+    result, scorer, mine, best = found
+    assert price_bound(scorer, case.model, case.batch, SearchSpace(), mine).seconds <= best
     for choice in (result.best, *result.others):
         plan = validate_on(choice.plan, plain)
         assert predict(plan, case.model, plain.cluster).step_seconds <= choice.step_seconds
-        score = evaluator.score(choice.candidate)
+        score = scorer.score(choice.template)
         assert score is not None and score.step_seconds == pytest.approx(choice.step_seconds, rel=0.06)
-        assert evaluator.least(choice.candidate) <= score.step_seconds * (1 + 1e-9)
+        assert scorer.least(choice.template) <= score.step_seconds * (1 + 1e-9)
 
 
 def validate_on(plan: Any, case: Case) -> Any:
@@ -160,10 +163,10 @@ def validate_on(plan: Any, case: Case) -> Any:
 def test_the_search_prices_a_boundary_as_prediction_does(tp: int, per_node: int) -> None:
     """One chip's message to one other; two chips' at a time."""
     cluster, model = two(per_node, "host-staged"), random_case(0, "open").model
-    evaluator = make_evaluator(model, cluster, 1024, SearchOptions())
+    scorer = make_scorer(PlanningProblem(model, cluster, 1024, 1))
     size = 1024 * model.hidden_size * 2 / tp
     for here, there in ((0, 1), (1, 0)):
         a, b = (StageTemplate(g, tp, 1) for g in (here, there))
         flows = [(here * per_node + t, there * per_node + t, size) for t in range(tp)]
-        found = evaluator.tables.boundary(a, b, 1, False)[0]
+        found = scorer.tables.boundary(a, b, 1, False)[0]
         assert found == pytest.approx(seconds(cluster, flows), rel=1e-9) and math.isfinite(found)

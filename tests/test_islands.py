@@ -21,7 +21,8 @@ from hetero_megatron.plan.islands import add_islands, crossing, format_islands, 
 from hetero_megatron.plan.program import Collectives, format_step, step_schedules, validate_step
 from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions
 from hetero_megatron.planner.cost.link_model import LinkModel
-from hetero_megatron.planner.search.driver import SearchOptions, search
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.simulate.grad_sync import GradSync
 from hetero_megatron.planner.simulate.rate_fitting import read_runs
 from hetero_megatron.planner.simulate.step import predict
@@ -156,7 +157,7 @@ def test_files_runs_and_searches_have_the_same_islands(tmp_path: Path) -> None:
     assert added.islands == ((0, 1), (2, 3)) and added.fingerprint() == read.fingerprint()
     assert [run.plan for run in read_runs(str(tmp_path / "runs.csv"), cluster, said.append)] == [added]
     assert len(said) == 1 and "runs.csv:2: islands 0-1 | 2-3 added" in said[0]
-    found = search(SPEC, cluster, 8, 8, SearchOptions(dtype="fp32"))
+    found = search(PlanningProblem(SPEC, cluster, 8, 8, SearchOptions(dtype="fp32")))
     several = [c for c in (found.best, *found.others) if len(c.plan.pipelines) > 1]
     assert several
     for choice in several:

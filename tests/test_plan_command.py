@@ -21,15 +21,17 @@ import yaml
 
 from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import cluster_from_dict, load_cluster
+from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import load_plan, plan_from_dict
 from hetero_megatron.planner.estimate.context_certificate import most_tokens, work_bound
+from hetero_megatron.planner.estimate.template_score import make_scorer
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import best_uniform, summarize
 from hetero_megatron.planner.report.text import _memory_lines, format_summary, summary_json
-from hetero_megatron.planner.search.driver import SearchOptions, make_evaluator, search
+from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.incumbent import JudgedPlan
 from hetero_megatron.planner.simulate.step import predict
-from hetero_megatron.planner.template.placement import shrink
 from hetero_megatron.planner.template.plan_template import PlanTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.time_budget import TimeBudget
@@ -96,7 +98,7 @@ def test_ctrl_c_at_the_first_sign_of_a_plan_leaves_that_plan() -> None:
 
     said: list[str] = []
     cluster, watch = cluster_from_dict(there(("A100-80-SXM", 2, 4), ("L40S", 2, 4))), TimeBudget()
-    found = search(MODEL, cluster, 1024, 16, SearchOptions(space=FEW), progress=tell, watch=watch)
+    found = search(PlanningProblem(MODEL, cluster, 1024, 16, SearchOptions(space=FEW)), progress=tell, budget=watch)
     assert len(said) == 1 and watch.interrupted and not found.complete
     assert 0 < found.best.step_seconds <= 1.1 * float(said[0].split()[0])
 
@@ -150,8 +152,8 @@ def test_a_time_limit_leaves_the_best_plan_so_far(tmp_path: Path) -> None:
 )
 def test_no_part_of_a_search_goes_on_when_it_is_to_stop(rows: Any, space: SearchSpace, length: int) -> None:
     cluster, options, watch = cluster_from_dict(there(*rows)), SearchOptions(space=space), TimeBudget(0.0)
-    full = search(MODEL, cluster, length, 16, options)
-    result = search(MODEL, cluster, length, 16, options, watch=watch)
+    full = search(PlanningProblem(MODEL, cluster, length, 16, options))
+    result = search(PlanningProblem(MODEL, cluster, length, 16, options), budget=watch)
     assert full.complete and not result.complete and watch.cut
     assert result.evaluated <= 8 < full.evaluated, "uniform plans, of which one is enough"
     assert not result.context_tried and not result.alone and not result.others
@@ -162,7 +164,9 @@ def test_a_search_without_time_does_not_say_that_nothing_fits(monkeypatch: pytes
     monkeypatch.setattr("hetero_megatron.planner.search.driver.judge", lambda *_: [])
     options = SearchOptions(space=SearchSpace(context="never", offload="never"))
     with pytest.raises(UserError, match="--time-limit: none of the plans found by then fits"):
-        search(MODEL, cluster_from_dict(there(("L40S", 2, 1))), 1024, 8, options, watch=TimeBudget(0.0))
+        search(
+            PlanningProblem(MODEL, cluster_from_dict(there(("L40S", 2, 1))), 1024, 8, options), budget=TimeBudget(0.0)
+        )
 
 
 def test_ctrl_c_is_caught_once_and_not_in_the_report() -> None:
@@ -188,7 +192,7 @@ def test_ctrl_c_is_caught_once_and_not_in_the_report() -> None:
 
 def test_a_limit_holds_for_all_parts_of_the_cluster_together() -> None:
     data = there(("H100-SXM", 4, 2), ("L40S", 4, 2), costs={"H100-SXM": 8.0, "L40S": 1.0})
-    result = search_objective(MODEL, cluster_from_dict(data), 1024, 8, SearchOptions(), watch=TimeBudget(0.0))
+    result = search_objective(PlanningProblem(MODEL, cluster_from_dict(data), 1024, 8), budget=TimeBudget(0.0))
     assert not result.complete and result.parts.startswith("1 of 15 parts") and "cut short" in result.parts
 
 
@@ -197,12 +201,12 @@ def test_the_bound_for_many_clusters_is_that_of_each() -> None:
     counts = rng.integers(0, 4, (12, 3))
     counts[counts.sum(axis=1) == 0] = 1
     whole = cluster_from_dict(there(*((chip, 1, 3) for chip in CHIPS[:3])))
-    costs = make_evaluator(MODEL, whole, 2048, SearchOptions()).costs
+    costs = make_scorer(PlanningProblem(MODEL, whole, 2048, 1)).costs
     found = most_tokens(costs, CHIPS[:3], counts.astype(float))
     for row, most in zip(counts, found):
         keep = [r.rank for r in whole.ranks if r.local < row[CHIPS.index(r.chip)]]
-        evaluator = make_evaluator(MODEL, shrink(whole, keep), 2048, SearchOptions())
-        assert most == pytest.approx(4 * 2048 / work_bound(evaluator, MODEL, 4), rel=1e-6)
+        scorer = make_scorer(PlanningProblem(MODEL, shrink(whole, keep), 2048, 1))
+        assert most == pytest.approx(4 * 2048 / work_bound(scorer, MODEL, 4), rel=1e-6)
 
 
 def test_small_and_single_type_parts_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,12 +215,12 @@ def test_small_and_single_type_parts_are_tried(monkeypatch: pytest.MonkeyPatch) 
     prices = dict.fromkeys(CHIPS, 40.0) | {"L40S": 0.5}
     cluster = cluster_from_dict(there(*((chip, 1, 1) for chip in CHIPS), costs=prices))
     options = SearchOptions(space=FEW)
-    result = search_objective(MODEL, cluster, 1024, 8, options)
+    result = search_objective(PlanningProblem(MODEL, cluster, 1024, 8, options))
     best = tokens_per_cost(result.best)
     assert best is not None and result.parts
     for chip in CHIPS:
         part = shrink(cluster, [r.rank for r in cluster.ranks if r.chip == chip])
-        alone = tokens_per_cost(search(MODEL, part, 1024, 8, options).best)
+        alone = tokens_per_cost(search(PlanningProblem(MODEL, part, 1024, 8, options)).best)
         assert alone is not None and best >= alone * (1 - 1e-9)
 
 
@@ -230,12 +234,12 @@ def test_no_part_is_better_by_the_objective_than_what_is_found(share: float | No
     for keep in itertools.product(range(3), repeat=2):
         ranks = [r.rank for r in cluster.ranks if int(r.node[-1]) < keep[int(r.group[-1])]]
         if ranks:
-            best = search(MODEL, shrink(cluster, ranks), 1024, 8, options).best
+            best = search(PlanningProblem(MODEL, shrink(cluster, ranks), 1024, 8, options)).best
             cost = sum(prices[cluster.ranks[r].chip] for r in ranks)
             rows.append((best.prediction.tokens_per_second, cost, len(best.plan.ranks) == len(ranks)))
     fastest = max(speed for speed, _, _ in rows)
     due = None if share is None else Deadline(fastest * share * 3600, 1.0)
-    found = search_objective(MODEL, cluster, 1024, 8, options, due)
+    found = search_objective(PlanningProblem(MODEL, cluster, 1024, 8, options), due)
     assert "no other can be better" in found.parts
     speed, cost = found.best.prediction.tokens_per_second, cost_per_hour(found.best)
     assert cost is not None
@@ -246,9 +250,7 @@ def test_no_part_is_better_by_the_objective_than_what_is_found(share: float | No
         assert cost <= min(c for s, c, full in rows if full and s >= due.tokens_per_second)
 
 
-def test_the_report_is_of_the_cluster_that_the_plan_uses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_is_of_the_cluster_that_the_plan_uses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its ranks are others than those of the whole cluster."""
     data = there(("H100-SXM", 2, 2), ("L40S", 2, 4), costs={"H100-SXM": 50.0, "L40S": 1.0})
     words = command(tmp_path, data, "llama2-7b", "--objective", "cost", "--quiet")
@@ -270,9 +272,9 @@ def test_the_report_is_of_the_cluster_that_the_plan_uses(
 def test_costs_are_said_whenever_they_are_known_and_what_a_deadline_leaves() -> None:
     data = there(("L40S", 1, 2), costs={"L40S": 3.0})
     cluster = cluster_from_dict(data)
-    result = search(MODEL, cluster, 1024, 8)
+    result = search(PlanningProblem(MODEL, cluster, 1024, 8))
     due = Deadline(result.best.prediction.tokens_per_second * 3600 * 2, 5.0)
-    summary = summarize(result, MODEL, cluster, 1024, 8, SearchOptions(), baselines=False, deadline=due)
+    summary = summarize(result, PlanningProblem(MODEL, cluster, 1024, 8), baselines=False, deadline=due)
     report = summary_json(summary)
     cost = 3.0 * len(result.best.plan.ranks)
     assert report["cost_per_hour"] == cost and report["deadline"]["slack_hours"] == pytest.approx(3.0)
@@ -280,7 +282,9 @@ def test_costs_are_said_whenever_they_are_known_and_what_a_deadline_leaves() -> 
     assert f"cost: {cost:.4g} per hour" in format_summary(summary) and "3 of 5 h are left" in format_summary(summary)
     del data["chips"]
     free = cluster_from_dict(data)
-    summary = summarize(search(MODEL, free, 1024, 8), MODEL, free, 1024, 8, SearchOptions(), baselines=False)
+    summary = summarize(
+        search(PlanningProblem(MODEL, free, 1024, 8)), PlanningProblem(MODEL, free, 1024, 8), baselines=False
+    )
     assert "cost" not in format_summary(summary) and "cost_per_hour" not in summary_json(summary)
 
 
@@ -290,8 +294,8 @@ def test_the_report_says_what_the_bound_is_over(capsys: pytest.CaptureFixture[st
         ([("L40S", 1, 8), ("H100-SXM", 1, 8)], "equal TP of 1, 2, 4 or 8, inner DP up to 8, at most 6 stages"),
     ):
         cluster = cluster_from_dict(there(*rows))
-        result = search(MODEL, cluster, 1024, 8)
-        summary = summarize(result, MODEL, cluster, 1024, 8, SearchOptions(), baselines=False)
+        result = search(PlanningProblem(MODEL, cluster, 1024, 8))
+        summary = summarize(result, PlanningProblem(MODEL, cluster, 1024, 8), baselines=False)
         text = " ".join(format_summary(summary).split())
         assert said in text and "rates as given" in text
         assert summary_json(summary)["bound"]["assumptions"] == list(summary.assumptions)
@@ -300,9 +304,9 @@ def test_the_report_says_what_the_bound_is_over(capsys: pytest.CaptureFixture[st
 def test_chips_left_idle_by_a_search_that_was_cut_short_are_not_called_useless() -> None:
     cluster = cluster_from_dict(there(("H100-SXM", 1, 4), ("L40S", 1, 4)))
     options = SearchOptions(space=FEW)
-    result = search(MODEL, cluster, 1024, 8, options)
+    result = search(PlanningProblem(MODEL, cluster, 1024, 8, options))
     result.best = replace(result.best, idle=(7,))
-    summary = summarize(result, MODEL, cluster, 1024, 8, options, baselines=False)
+    summary = summarize(result, PlanningProblem(MODEL, cluster, 1024, 8, options), baselines=False)
     for complete, words in ((False, "the search was cut short"), (True, "no plan that was tried is faster with them")):
         result.complete = complete
         text = format_summary(summary)
@@ -333,12 +337,13 @@ def test_why_there_is_no_uniform_plan(memory: str, layers: int, chips: int, prob
     model = replace(MODEL, num_layers=layers)
     data = there(("L40S", chips, 1))
     cluster = cluster_from_dict(data)
-    result = search(model, cluster, 1024, 1, SearchOptions(space=SearchSpace(offload="never")))
+    problem_ = PlanningProblem(model, cluster, 1024, 1, SearchOptions(space=SearchSpace(offload="never")))
+    result = search(problem_)
     if memory != "80 GiB":
         small = cluster_from_dict({**data, "chips": {"L40S": {"memory": memory}}})
-        evaluator = make_evaluator(model, small, 1024, SearchOptions())
-        result = replace(result, evaluator=evaluator)
-    found, _ = best_uniform(result, model, cluster, 1024, 1, SearchOptions())
+        scorer = make_scorer(PlanningProblem(model, small, 1024, 1))
+        result = replace(result, scorer=scorer)
+    found, _ = best_uniform(result, problem_)
     assert problem in found.problem and math.isclose(found.tokens_per_second, 0.0)
 
 
@@ -357,11 +362,13 @@ def test_room_for_the_search_is_not_taken_from_plans(
     monkeypatch.setattr(module, "judge", nothing_at_first)
     cluster = cluster_from_dict(there(("L40S", 2, 1)))
     options = SearchOptions(space=replace(FEW, context="never"), exhaustive=exhaustive)
-    result = search(MODEL, cluster, 1024, 8, options)
-    assert left[0] < 0 and result.evaluator.costs.options == options.costs
+    result = search(PlanningProblem(MODEL, cluster, 1024, 8, options))
+    assert left[0] < 0 and result.scorer.costs.options == options.costs
     limit = int(cluster.chips["L40S"].memory * (1 - options.costs.margin))
     assert set(result.best.prediction.limits.values()) == {limit}
     monkeypatch.undo()
-    plain = search(MODEL, cluster, 1024, 8, options)
-    bounds = [summarize(r, MODEL, cluster, 1024, 8, options, baselines=False).bound for r in (result, plain)]
+    plain = search(PlanningProblem(MODEL, cluster, 1024, 8, options))
+    bounds = [
+        summarize(r, PlanningProblem(MODEL, cluster, 1024, 8, options), baselines=False).bound for r in (result, plain)
+    ]
     assert bounds[0] is not None and bounds[0].seconds <= plain.best.step_seconds and bounds[0].method == "prices"

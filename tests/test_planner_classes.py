@@ -18,8 +18,8 @@ from hetero_megatron.plan.buckets import make_buckets
 from hetero_megatron.planner.cost.link_model import LinkModel
 from hetero_megatron.planner.cost.sync_host_cost import RankHost, RankHosts
 from hetero_megatron.planner.estimate.pipeline_time import Link, seconds
-from hetero_megatron.planner.estimate.template_score import TemplateScorer
-from hetero_megatron.planner.search.driver import SearchOptions, make_evaluator
+from hetero_megatron.planner.estimate.template_score import TemplateScorer, make_scorer
+from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.memory_check import most_over
 from hetero_megatron.planner.simulate.bucket_flows import PortIndex, bucket_flows, of_traffic, port_traffic, price
 from hetero_megatron.planner.simulate.memory_report import estimate_memory
@@ -58,7 +58,7 @@ def there(count: int = 2) -> Cluster:
     )
 
 
-def random_candidate(rng: random.Random, evaluator: TemplateScorer) -> tuple[PlanTemplate, PlacedTemplate]:
+def random_candidate(rng: random.Random, scorer: TemplateScorer) -> tuple[PlanTemplate, PlacedTemplate]:
     """Pipelines of unlike stages, some several times, with all TP degrees and inner replicas."""
     while True:
         parts = []
@@ -72,7 +72,7 @@ def random_candidate(rng: random.Random, evaluator: TemplateScorer) -> tuple[Pla
             parts.append(PipelineReplicas(PipelineTemplate(2, stages), rng.randint(1, 2), rng.randint(1, 40)))
         candidate = PlanTemplate(tuple(parts), "1f1b", rng.choice(["stage", "pipeline"])).merged()
         usage = candidate.usage(2)
-        placed = place(candidate, evaluator.pool) if all(n <= m for n, m in zip(usage, evaluator.pool.counts)) else None
+        placed = place(candidate, scorer.pool) if all(n <= m for n, m in zip(usage, scorer.pool.counts)) else None
         if placed is not None:
             return candidate, placed
 
@@ -103,11 +103,11 @@ def test_micro_batches_in_flight_are_the_schedules(schedule: str) -> None:
 def test_flows_by_class_are_those_of_all_pairs(seed: int) -> None:
     rng = random.Random(seed)
     cluster = there()
-    evaluator = make_evaluator(MODEL, cluster, SEQ, SearchOptions())
-    _, placed = random_candidate(rng, evaluator)
+    scorer = make_scorer(PlanningProblem(MODEL, cluster, SEQ, 1))
+    _, placed = random_candidate(rng, scorer)
     plan = to_plan(placed, cluster, SEQ, MODEL.num_heads)
-    network = LinkModel(evaluator.costs.rates)
-    structure = SyncStructure(plan, evaluator.costs, network)
+    network = LinkModel(scorer.costs.rates)
+    structure = SyncStructure(plan, scorer.costs, network)
     held: dict[int, int] = defaultdict(int)
     owned: dict[int, int] = defaultdict(int)
     for bucket in structure.buckets:
@@ -160,15 +160,15 @@ def test_a_plan_that_is_said_to_fit_fits(seed: int) -> None:
     """Bound by classes against the memory of every rank of the placed plan, at most a few rows of each tensor apart."""
     rng = random.Random(seed)
     cluster = there(3)
-    evaluator = make_evaluator(MODEL, cluster, SEQ, SearchOptions())
-    costs = evaluator.costs
-    candidate, placed = random_candidate(rng, evaluator)
+    scorer = make_scorer(PlanningProblem(MODEL, cluster, SEQ, 1))
+    costs = scorer.costs
+    candidate, placed = random_candidate(rng, scorer)
     plan = to_plan(placed, cluster, SEQ, MODEL.num_heads)
     validate(plan, MODEL, cluster, dtype="bf16")
     needs = estimate_memory(plan, MODEL, "bf16")
     chips = {r: cluster.ranks[r].chip for r in plan.ranks}
     exact = max(m.total + costs.overhead(chips[r]) - costs.memory_limit(chips[r]) for r, m in needs.items())
-    bound = most_over(evaluator, candidate)
+    bound = most_over(scorer, candidate)
     most = max(m.optimizer + m.buffers for m in needs.values())
     assert exact <= bound <= exact + 4 * most + 1
     assert bool(predict(plan, MODEL, cluster, "bf16", costs).over) == (exact > 0)
@@ -177,21 +177,21 @@ def test_a_plan_that_is_said_to_fit_fits(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_the_bound_of_a_candidate_is_not_above_its_score(seed: int) -> None:
     rng = random.Random(seed)
-    evaluator = make_evaluator(MODEL, there(3), SEQ, SearchOptions())
+    scorer = make_scorer(PlanningProblem(MODEL, there(3), SEQ, 1))
     for _ in range(12):
-        candidate, placed = random_candidate(rng, evaluator)
-        score = evaluator.score(candidate)
-        assert score is not None and score == evaluator.score_placed(placed)
-        assert evaluator.least(candidate) <= score.step_seconds * (1 + 1e-9)
-        cut, whole = evaluator.score(candidate, 0.0), evaluator.score(candidate, score.step_seconds * (1 + 1e-9))
+        candidate, placed = random_candidate(rng, scorer)
+        score = scorer.score(candidate)
+        assert score is not None and score == scorer.score_placed(placed)
+        assert scorer.bounds.least(candidate) <= score.step_seconds * (1 + 1e-9)
+        cut, whole = scorer.score(candidate, 0.0), scorer.score(candidate, score.step_seconds * (1 + 1e-9))
         assert cut is not None and cut.step_seconds <= score.step_seconds * (1 + 1e-9) and whole == score
 
 
 def test_memory_is_that_of_the_buckets() -> None:
     """Bucket by bucket and rank by rank, against arrays."""
     cluster = there()
-    evaluator = make_evaluator(MODEL, cluster, SEQ, SearchOptions())
-    _, placed = random_candidate(random.Random(3), evaluator)
+    scorer = make_scorer(PlanningProblem(MODEL, cluster, SEQ, 1))
+    _, placed = random_candidate(random.Random(3), scorer)
     plan = to_plan(placed, cluster, SEQ, MODEL.num_heads)
     weights: dict[int, int] = defaultdict(int)
     optimizer: dict[int, int] = defaultdict(int)

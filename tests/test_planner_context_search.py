@@ -14,12 +14,14 @@ import pytest
 
 from hetero_megatron.cli import main
 from hetero_megatron.cluster import Cluster, cluster_from_dict
+from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import load_plan, plan_from_dict
 from hetero_megatron.planner.estimate.context_certificate import work_bound
-from hetero_megatron.planner.search.driver import SearchOptions, make_evaluator, search
+from hetero_megatron.planner.estimate.template_score import make_scorer
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.simulate.step import predict
-from hetero_megatron.planner.template.placement import shrink
 from hetero_megatron.planner.template.search_space import LONG, SearchSpace, why_no_context
 from hetero_megatron.planner.whatif.replan import WarmPlanner
 from hetero_megatron.spec import load_model
@@ -53,9 +55,9 @@ def options(context: str) -> SearchOptions:
 def test_context_never_makes_the_best_plan_worse(fast: int, slow: int, length: int, batch: int) -> None:
     """Beside the plans without, and beside every grouping of all ranks into one stage with equal or fair shares."""
     where = cluster(fast, slow)
-    without, with_ = (search(MODEL, where, length, batch, options(c)) for c in ("never", "always"))
+    without, with_ = (search(PlanningProblem(MODEL, where, length, batch, options(c))) for c in ("never", "always"))
     assert with_.best.step_seconds <= without.best.step_seconds
-    assert with_.best.step_seconds >= work_bound(with_.evaluator, MODEL, batch)
+    assert with_.best.step_seconds >= work_bound(with_.scorer, MODEL, batch)
     for seconds in _one_stage_plans(where, fast, slow, length, batch):
         # The scheduler's units and the block sizes tried are coarser than nothing at all.
         assert with_.best.step_seconds <= 1.02 * seconds
@@ -94,7 +96,7 @@ def _one_stage_plans(where: Cluster, fast: int, slow: int, length: int, batch: i
 def test_no_random_context_plan_is_below_the_bound() -> None:
     where = cluster(3, 3)
     rng = random.Random(5)
-    evaluator = make_evaluator(MODEL, where, 4096, options("always"))
+    scorer = make_scorer(PlanningProblem(MODEL, where, 4096, 1, options("always")))
     for _ in range(12):
         ranks = list(range(rng.randint(2, 6)))
         stage = {"ranks": ranks, "layers": [0, MODEL.num_layers]} | random_context(rng, ranks, 4096, MODEL.num_heads)
@@ -104,14 +106,14 @@ def test_no_random_context_plan_is_below_the_bound() -> None:
             "pipelines": [{"micro_batch_size": 2, "num_micro_batches": 2, "stages": [stage]}],
         }  # fmt: skip
         plan = plan_from_dict(data, MODEL)
-        assert predict(plan, MODEL, where).step_seconds >= work_bound(evaluator, MODEL, 4)
+        assert predict(plan, MODEL, where).step_seconds >= work_bound(scorer, MODEL, 4)
 
 
 def test_a_sequence_that_is_slow_on_one_chip_gets_context_groups() -> None:
     """Where TP may not cross nodes, context groups divide what one chip would compute alone."""
     where = cluster(4, 0)
     tight = SearchOptions(space=SearchSpace(max_tp=1))
-    found = search(MODEL, where, 131072, 2, tight)
+    found = search(PlanningProblem(MODEL, where, 131072, 2, tight))
     assert "context" in found.best.text and "; chosen" in found.context
     for rank, memory in found.best.prediction.memory.items():
         assert memory.total <= found.best.prediction.limits[rank]
@@ -126,7 +128,7 @@ def test_short_sequences_are_left_alone() -> None:
         == why_no_context(SearchSpace(context="always"), 1, True)
         == ""
     )
-    assert search(MODEL, cluster(1, 1), 2048, 4).context.startswith("not tried")
+    assert search(PlanningProblem(MODEL, cluster(1, 1), 2048, 4)).context.startswith("not tried")
 
 
 def test_the_command_reports_context_and_its_plan_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,15 +152,15 @@ def test_what_fits_nowhere_else_gets_context_groups_whatever_its_length() -> Non
     where, model = cluster(4, 0, memory="7 GiB"), replace(MODEL, num_layers=1, vocab_size=256)
     space = SearchSpace(max_tp=1, recompute="none", micro_batch_sizes=(1,), context="never")
     with pytest.raises(UserError, match="fits in no plan"):
-        search(model, where, 30000, 1, SearchOptions(space=space))
-    found = search(model, where, 30000, 1, SearchOptions(space=replace(space, context="auto")))
+        search(PlanningProblem(model, where, 30000, 1, SearchOptions(space=space)))
+    found = search(PlanningProblem(model, where, 30000, 1, SearchOptions(space=replace(space, context="auto"))))
     assert found.context.endswith("because nothing fits without") and "context" in found.best.text
 
 
 def test_planning_again_after_a_loss_knows_context_groups() -> None:
     """Whichever node goes, prepared or not: a valid plan, hardly slower than what a new search finds."""
     where, length, batch = cluster(2, 2), 1 << 17, 2
-    planner = WarmPlanner(MODEL, where, length, batch, options("always"))
+    planner = WarmPlanner(PlanningProblem(MODEL, where, length, batch, options("always")))
     assert planner.result.best.text
     found = {}
     for prepared in (False, True):
@@ -168,5 +170,5 @@ def test_planning_again_after_a_loss_knows_context_groups() -> None:
             assert found.setdefault(node, seconds) == seconds
         planner.prepare() if not prepared else None
     assert found["fast-0"] == found["fast-1"] > found["slow-1"]
-    again = search(MODEL, shrink(where, [0, 2, 3]), length, batch, options("always"))
+    again = search(PlanningProblem(MODEL, shrink(where, [0, 2, 3]), length, batch, options("always")))
     assert found["fast-1"] <= 1.02 * again.best.step_seconds

@@ -12,6 +12,8 @@ import yaml
 
 from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import CHIPS, cluster_from_dict, load_cluster
+from hetero_megatron.cluster.dump import document
+from hetero_megatron.cluster.subset import with_more
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops import SPECS
 from hetero_megatron.ops.spec import Cost
@@ -22,7 +24,6 @@ from hetero_megatron.planner.cost.operator_cost import ATTENTION_BACKWARD, UPDAT
 from hetero_megatron.planner.cost.rates import as_document, load_rates, model_fingerprint, share_of_peak
 from hetero_megatron.planner.simulate.memory_report import estimate_memory
 from hetero_megatron.planner.simulate.step import computing_seconds, predict
-from hetero_megatron.planner.whatif.cluster_edits import document, with_more
 from hetero_megatron.spec import load_model
 from hetero_megatron.spec.flops import (
     head_flops,
@@ -271,9 +272,9 @@ def test_the_choice_and_the_plan_cost_the_same() -> None:
         got = found.memory[8 * s]
         for part in ("weights", "gradients", "optimizer", "activations", "overhead"):
             assert getattr(got, part) == pytest.approx(getattr(needs, part), rel=2e-3), part
-    link = model.rates.between("n", "n").as_link()
+    link = LinkModel(model.rates).link("n", "n", False)
     size = 2048 * LLAMA.hidden_size * 2
-    assert model.boundary_seconds(*choices, 1, link) == pytest.approx(link.latency + size / link.bandwidth)
+    assert model.boundary_seconds(*choices, 1, link) == pytest.approx(link.alpha + size * link.link)
 
 
 def test_memory_follows_the_choice() -> None:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_megatron.planner.estimate.template_score import TemplateScorer
+from hetero_megatron.planner.estimate.template_score import TemplateScorer, make_scorer
+from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.batch_partition import count_ways, ways_together
-from hetero_megatron.planner.search.driver import SearchOptions, make_evaluator
 from hetero_megatron.planner.search.memory_fit import MemoryFit
 from hetero_megatron.planner.simulate.step import Prediction, predict
 from hetero_megatron.planner.template.placement import place, to_plan
@@ -26,16 +26,16 @@ from hetero_megatron.planner.template.plan_template import (
 from tests.planner_reference import Case, random_case
 
 
-def _random_candidate(rng: random.Random, case: Case, evaluator: TemplateScorer) -> PlanTemplate | None:
+def _random_candidate(rng: random.Random, case: Case, scorer: TemplateScorer) -> PlanTemplate | None:
     """One to three pipelines over some of the chips; None when too few chips are left."""
-    left, parts = list(evaluator.pool.counts), []
+    left, parts = list(scorer.pool.counts), []
     for _ in range(rng.randint(1, 3)):
         stages: list[StageTemplate] = []
         for _ in range(rng.randint(1, 2)):
             choices = [g for g, n in enumerate(left) if n]
             if choices:
                 group = rng.choice(choices)
-                tp = rng.choice([t for t in (1, 2) if t <= min(left[group], evaluator.pool.groups[group].per_node)])
+                tp = rng.choice([t for t in (1, 2) if t <= min(left[group], scorer.pool.groups[group].per_node)])
                 left[group] -= tp
                 stages.append(StageTemplate(group, tp, 1))
         if not stages:
@@ -47,11 +47,11 @@ def _random_candidate(rng: random.Random, case: Case, evaluator: TemplateScorer)
     return PlanTemplate(tuple(parts), rng.choice(["1f1b", "gpipe"]), rng.choice(["stage", "pipeline"]))
 
 
-def _predicted(case: Case, evaluator: TemplateScorer, candidate: PlanTemplate) -> Prediction:
-    placed = place(candidate, evaluator.pool)
+def _predicted(case: Case, scorer: TemplateScorer, candidate: PlanTemplate) -> Prediction:
+    placed = place(candidate, scorer.pool)
     assert placed is not None
     plan = to_plan(placed, case.cluster, case.seq_length, case.model.num_heads)
-    return predict(plan, case.model, case.cluster, "bf16", evaluator.costs)
+    return predict(plan, case.model, case.cluster, "bf16", scorer.costs)
 
 
 def _faster(stage: StageTemplate) -> list[StageTemplate]:
@@ -68,26 +68,26 @@ def _faster(stage: StageTemplate) -> list[StageTemplate]:
 def _all_fits(seed: int) -> list[tuple[Case, TemplateScorer, PlanTemplate, list[PlanTemplate]]]:
     rng = random.Random(seed)
     case = random_case(seed, "open" if seed % 2 else "fixed")
-    evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
-    fitting, found = MemoryFit(evaluator), []
+    scorer = make_scorer(PlanningProblem(case.model, case.cluster, case.seq_length, 1))
+    fitting, found = MemoryFit(scorer), []
     for _ in range(12):
-        candidate = _random_candidate(rng, case, evaluator)
-        placed = place(candidate, evaluator.pool) if candidate is not None else None
+        candidate = _random_candidate(rng, case, scorer)
+        placed = place(candidate, scorer.pool) if candidate is not None else None
         if candidate is not None and placed is not None:
-            found.append((case, evaluator, candidate, fitting.fits(placed)[0]))
+            found.append((case, scorer, candidate, fitting.fits(placed)[0]))
     return found
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_what_fits_is_what_predict_says_fits(seed: int) -> None:
     """All that is returned fits; with equal shares no stage fits with less recompute, and nothing is overlooked."""
-    for case, evaluator, candidate, fits in _all_fits(seed):
-        assert all(not _predicted(case, evaluator, x).over for x in fits)
+    for case, scorer, candidate, fits in _all_fits(seed):
+        assert all(not _predicted(case, scorer, x).over for x in fits)
         even = next((x for x in fits if all(s.share == 1 for p in x.parts for s in p.shape.stages)), None)
         if even is None:
             full = [replace(p.shape, stages=tuple(_full(s) for s in p.shape.stages)) for p in candidate.parts]
             parts = tuple(replace(p, shape=shape) for p, shape in zip(candidate.parts, full, strict=True))
-            assert _predicted(case, evaluator, replace(candidate, parts=parts)).over
+            assert _predicted(case, scorer, replace(candidate, parts=parts)).over
             continue
         for p, part in enumerate(even.parts):
             for s, stage in enumerate(part.shape.stages):
@@ -95,7 +95,7 @@ def test_what_fits_is_what_predict_says_fits(seed: int) -> None:
                     stages = (*part.shape.stages[:s], faster, *part.shape.stages[s + 1 :])
                     changed = replace(part, shape=replace(part.shape, stages=stages))
                     parts = (*even.parts[:p], changed, *even.parts[p + 1 :])
-                    assert _predicted(case, evaluator, replace(even, parts=parts)).over
+                    assert _predicted(case, scorer, replace(even, parts=parts)).over
 
 
 def _full(stage: StageTemplate) -> StageTemplate:
@@ -107,12 +107,12 @@ def test_shares_save_recompute_or_make_it_fit() -> None:
     of them is as near to ``predict`` as that of equal shares."""
     uneven, total = 0, 0.0
     for seed in range(0, 40, 2):
-        for case, evaluator, _, fits in _all_fits(seed):
+        for case, scorer, _, fits in _all_fits(seed):
             for found in fits:
                 if all(s.share == 1 for p in found.parts for s in p.shape.stages):
                     continue
                 uneven += 1
-                off, of_even = (_deviation(case, evaluator, x) for x in (found, _with_equal_shares(found)))
+                off, of_even = (_deviation(case, scorer, x) for x in (found, _with_equal_shares(found)))
                 assert off <= of_even + 0.05
                 total += off - of_even
     assert uneven >= 10
@@ -124,10 +124,10 @@ def _with_equal_shares(candidate: PlanTemplate) -> PlanTemplate:
     return replace(candidate, parts=tuple(replace(p, shape=x) for p, x in zip(candidate.parts, shapes, strict=True)))
 
 
-def _deviation(case: Case, evaluator: TemplateScorer, candidate: PlanTemplate) -> float:
-    score = evaluator.score(candidate)
+def _deviation(case: Case, scorer: TemplateScorer, candidate: PlanTemplate) -> float:
+    score = scorer.score(candidate)
     assert score is not None
-    return abs(math.log(score.step_seconds / _predicted(case, evaluator, candidate).step_seconds))
+    return abs(math.log(score.step_seconds / _predicted(case, scorer, candidate).step_seconds))
 
 
 @settings(max_examples=60, deadline=None)

@@ -14,10 +14,13 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan import dump_yaml, plan_from_dict, validate
 from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions, StageChoice
 from hetero_megatron.planner.estimate.certificate import price_bound
+from hetero_megatron.planner.estimate.template_score import make_scorer
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import summarize
 from hetero_megatron.planner.report.text import format_summary
-from hetero_megatron.planner.search.driver import SearchOptions, SearchResult, make_evaluator, search
+from hetero_megatron.planner.search.driver import SearchResult, search
 from hetero_megatron.planner.search.enumeration import Enumeration
+from hetero_megatron.planner.search.incumbent import Incumbent
 from hetero_megatron.planner.search.pipeline_dp import PipelineDP
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.whatif.replan import WarmPlanner
@@ -28,7 +31,9 @@ from tests.planner_reference import GIB, Case, Exhaustive, random_case
 def _search(case: Case, offload: str) -> SearchResult | None:
     try:
         return search(
-            case.model, case.cluster, case.seq_length, case.batch, SearchOptions(space=SearchSpace(offload=offload))
+            PlanningProblem(
+                case.model, case.cluster, case.seq_length, case.batch, SearchOptions(space=SearchSpace(offload=offload))
+            )
         )
     except UserError:
         return None
@@ -55,21 +60,19 @@ def test_as_good_as_exhaustive_search(seed: int) -> None:
     """A sample; benchmarks/bench_planner_optimal.py --offload runs hundreds."""
     case = random_case(100 + seed, "open")
     found, without = _search(case, "always"), _search(case, "never")
-    evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
+    scorer = make_scorer(PlanningProblem(case.model, case.cluster, case.seq_length, 1))
     if found is None:
         assert without is None
-        assert Exhaustive(case, evaluator, math.inf, offload=True).run() == math.inf
+        assert Exhaustive(case, scorer, math.inf, offload=True).run() == math.inf
         return
     validate(found.best.plan, case.model, found.best.cluster, dtype="bf16")
     assert not found.best.prediction.over
     assert without is None or found.best.step_seconds <= without.best.step_seconds * (1 + 1e-9)
-    score = evaluator.score(found.best.candidate)
+    score = scorer.score(found.best.template)
     assert score is not None
-    best = Exhaustive(case, evaluator, score.step_seconds, offload=True).run()
+    best = Exhaustive(case, scorer, score.step_seconds, offload=True).run()
     assert score.step_seconds <= 1.01 * best
-    assert price_bound(evaluator, case.model, case.batch, SearchSpace(offload="always"), best).seconds <= best * (
-        1 + 1e-9
-    )
+    assert price_bound(scorer, case.model, case.batch, SearchSpace(offload="always"), best).seconds <= best * (1 + 1e-9)
 
 
 def test_by_default_only_where_nothing_fits_without() -> None:
@@ -91,8 +94,10 @@ def test_by_default_only_where_nothing_fits_without() -> None:
 def test_the_report_says_so_and_its_bound_holds() -> None:
     case = _short_of_memory(12)
     options = SearchOptions()
-    result = search(case.model, case.cluster, case.seq_length, case.batch, options)
-    summary = summarize(result, case.model, case.cluster, case.seq_length, case.batch, options, baselines=False)
+    result = search(PlanningProblem(case.model, case.cluster, case.seq_length, case.batch, options))
+    summary = summarize(
+        result, PlanningProblem(case.model, case.cluster, case.seq_length, case.batch, options), baselines=False
+    )
     assert "offload" in format_summary(summary)
     assert summary.bound is not None and summary.bound.seconds <= result.best.step_seconds
 
@@ -100,7 +105,7 @@ def test_the_report_says_so_and_its_bound_holds() -> None:
 def test_a_smaller_cluster_is_planned_again_with_optimizers_where_they_were() -> None:
     case = _short_of_memory(13, nodes=3)
     options = SearchOptions(space=SearchSpace(offload="always"))
-    planner = WarmPlanner(case.model, case.cluster, case.seq_length, case.batch, options)
+    planner = WarmPlanner(PlanningProblem(case.model, case.cluster, case.seq_length, case.batch, options))
     assert any(_offloaded(planner.result))
     plan, cluster, _ = planner.without(["n-2"])
     validate(plan, case.model, cluster, dtype="bf16")
@@ -129,18 +134,23 @@ def test_an_update_in_host_memory_takes_what_its_links_and_memory_take() -> None
 def test_what_cannot_be_offloaded_is_refused(options: SearchOptions, message: str) -> None:
     case = _short_of_memory(40)
     with pytest.raises(UserError, match=f"--offload.*{message}"):
-        search(case.model, case.cluster, case.seq_length, case.batch, options)
+        search(PlanningProblem(case.model, case.cluster, case.seq_length, case.batch, options))
 
 
 def test_where_nothing_fits_the_search_on_the_chips_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     plain: list[Enumeration | PipelineDP] = []
     for kind in (Enumeration, PipelineDP):
 
-        def run(self: Enumeration | PipelineDP, kept: Callable[..., bool] = kind.run) -> bool:
-            if not self.evaluator.tables.offload:
+        def propose(
+            self: Enumeration | PipelineDP,
+            problem: PlanningProblem,
+            incumbent: Incumbent,
+            kept: Callable[..., bool] = kind.propose,
+        ) -> bool:
+            if not incumbent.scorer.tables.offload:
                 plain.append(self)
-            return kept(self)
+            return kept(self, problem, incumbent)
 
-        monkeypatch.setattr(kind, "run", run)
+        monkeypatch.setattr(kind, "propose", propose)
     found = _search(_short_of_memory(12), "auto")
     assert found is not None and found.offload_tried and len(plain) == 1

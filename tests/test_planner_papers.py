@@ -23,9 +23,10 @@ from hetero_megatron.plan import Plan, plan_from_dict, to_dict
 from hetero_megatron.plan.export import export
 from hetero_megatron.plan.from_flagscale import FlagScaleParallel, from_flagscale
 from hetero_megatron.planner.cost.rates import load_rates
-from hetero_megatron.planner.search.driver import SearchOptions, make_evaluator
-from hetero_megatron.planner.search.materialize import TemplateBuilder
-from hetero_megatron.planner.search.tp_moves import compositions, regroup
+from hetero_megatron.planner.estimate.template_score import make_scorer
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.search.incumbent import Incumbent
+from hetero_megatron.planner.search.tp_moves import TPMoves, compositions
 from hetero_megatron.planner.template.plan_template import (
     PipelineReplicas,
     PipelineTemplate,
@@ -33,6 +34,7 @@ from hetero_megatron.planner.template.plan_template import (
     StageTemplate,
 )
 from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.spec import load_model
 from tests.planner_cases import MODEL, SEQ, cluster
 
@@ -221,25 +223,22 @@ def test_compositions(total: int) -> None:
 def test_regroup_finds_another_degree() -> None:
     """Stages of one chip each where TP 2 is free: half as many stages fill in half the time."""
     given = cluster(nodes=1, per_node=4)
-    evaluator = make_evaluator(MODEL, given, SEQ, SearchOptions("fp32"))
     space = SearchSpace((1,), "none", inner_dp=False, schedules=("1f1b",))
+    problem = PlanningProblem(MODEL, given, SEQ, 2, SearchOptions("fp32", space=space, regroup=50))
+    scorer = make_scorer(problem)
     shape = PipelineTemplate(1, tuple(StageTemplate(0, 1, 1, n) for n in (3, 3, 3, 2)))
     start = PlanTemplate((PipelineReplicas(shape, 1, 2),))
-    before = evaluator.score(start)
+    before = scorer.score(start)
     assert before is not None
-    found: list[tuple[float, PlanTemplate]] = []
-
-    def keep(candidate: PlanTemplate, seconds: float) -> bool:
-        found.append((seconds, candidate))
-        return True
-
-    regroup(TemplateBuilder(evaluator, MODEL, 2, space), start, before.step_seconds, space, 50, keep)
-    assert found and min(found, key=lambda row: row[0])[0] < before.step_seconds
-    best = min(found, key=lambda row: row[0])[1]
+    incumbent = Incumbent(problem, scorer)
+    incumbent.take(start, before.step_seconds)
+    assert TPMoves().propose(problem, incumbent)
+    seconds, _, best = incumbent.rows[0]
+    assert seconds < before.step_seconds
     assert best.usage(1) == (4,) and max(s.tp for s in best.parts[0].shape.stages) > 1
-    assert not regroup(
-        TemplateBuilder(evaluator, MODEL, 2, space), start, before.step_seconds, space, 50, lambda c, s: False
-    )
+    late = Incumbent(problem, scorer, TimeBudget(0.0))
+    late.take(start, before.step_seconds)
+    assert not TPMoves().propose(problem, late)
 
 
 @pytest.mark.parametrize("path", PAPERS, ids=lambda p: p.stem)

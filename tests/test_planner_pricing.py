@@ -12,7 +12,9 @@ from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.estimate.certificate import price_bound
-from hetero_megatron.planner.search.driver import SearchOptions, make_evaluator
+from hetero_megatron.planner.estimate.template_score import make_scorer
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.search.graph_partition import layer_seconds
 from hetero_megatron.planner.simulate.grad_sync import GradSync
 from hetero_megatron.planner.simulate.prepared import PreparedPlan
 from hetero_megatron.planner.simulate.stage_cost import StageCosts
@@ -59,16 +61,16 @@ def random_candidate(rng: random.Random, pool: DevicePool) -> PlanTemplate:
 @pytest.mark.parametrize("per_node", [1, 2])
 def test_the_search_and_the_prediction_agree(per_node: int) -> None:
     there = cluster(per_node=per_node, beta=8 / BYTES, alpha=0.03, speeds=(1.0, 0.5, 0.3), **HOST)
-    evaluator = make_evaluator(MODEL, there, SEQ, SearchOptions(dtype="fp32"))
+    scorer = make_scorer(PlanningProblem(MODEL, there, SEQ, 1, SearchOptions(dtype="fp32")))
     rng = random.Random(per_node)
     errors = []
     for _ in range(10):
-        candidate = random_candidate(rng, evaluator.pool)
-        placed = place(candidate, evaluator.pool)
+        candidate = random_candidate(rng, scorer.pool)
+        placed = place(candidate, scorer.pool)
         assert placed is not None
         concrete = to_plan(placed, there, SEQ, MODEL.num_heads)
-        exact = predict(concrete, MODEL, there, "fp32", evaluator.costs).step_seconds
-        errors.append(abs(evaluator.score_placed(placed).step_seconds / exact - 1))
+        exact = predict(concrete, MODEL, there, "fp32", scorer.costs).step_seconds
+        errors.append(abs(scorer.score_placed(placed).step_seconds / exact - 1))
     assert sum(errors) / len(errors) < 0.005 and max(errors) < 0.02
 
 
@@ -81,13 +83,13 @@ def test_directions_of_a_boundary_are_priced_apart() -> None:
         beta = 25 / (4 * SEQ * MODEL.hidden_size)  # a micro-batch takes 25 s
         one_way = {"from": a, "to": b, "alpha": 0.0, "beta": beta}
         there = replace(there, rates={**there.rates, "links": [*there.rates["links"], one_way]})
-        evaluator = make_evaluator(MODEL, there, SEQ, SearchOptions(dtype="fp32"))
+        scorer = make_scorer(PlanningProblem(MODEL, there, SEQ, 1, SearchOptions(dtype="fp32")))
         for schedule in ("1f1b", "gpipe"):
             shape = PipelineTemplate(1, (StageTemplate(0, 1, 1, 6), StageTemplate(1, 1, 1, 5)))
-            placed = place(PlanTemplate((PipelineReplicas(shape, 1, 6),), schedule, "stage"), evaluator.pool)
+            placed = place(PlanTemplate((PipelineReplicas(shape, 1, 6),), schedule, "stage"), scorer.pool)
             assert placed is not None
-            exact = predict(to_plan(placed, there, SEQ, MODEL.num_heads), MODEL, there, "fp32", evaluator.costs)
-            assert evaluator.score_placed(placed).step_seconds == pytest.approx(exact.step_seconds, rel=1e-3)
+            exact = predict(to_plan(placed, there, SEQ, MODEL.num_heads), MODEL, there, "fp32", scorer.costs)
+            assert scorer.score_placed(placed).step_seconds == pytest.approx(exact.step_seconds, rel=1e-3)
 
 
 def test_pipelines_share_the_cards_of_a_node_not_its_slow_links() -> None:
@@ -97,12 +99,12 @@ def test_pipelines_share_the_cards_of_a_node_not_its_slow_links() -> None:
     links = [{"between": pair, "alpha": 0.0, "beta": seconds} for pair, seconds in rows]
     there = cluster(speeds=(1.0, 1.0, 1.0), per_node=2, alpha=0.0)
     there = replace(there, rates={**there.rates, "links": [*there.rates["links"], *links]})
-    evaluator = make_evaluator(MODEL, there, SEQ, SearchOptions(dtype="fp32"))
+    scorer = make_scorer(PlanningProblem(MODEL, there, SEQ, 1, SearchOptions(dtype="fp32")))
     shape = PipelineTemplate(1, tuple(StageTemplate(g, 1, 1, n) for g, n in enumerate((4, 4, 3))))
-    placed = place(PlanTemplate((PipelineReplicas(shape, 2, 6),), "1f1b", "stage"), evaluator.pool)
+    placed = place(PlanTemplate((PipelineReplicas(shape, 2, 6),), "1f1b", "stage"), scorer.pool)
     assert placed is not None
-    exact = predict(to_plan(placed, there, SEQ, MODEL.num_heads), MODEL, there, "fp32", evaluator.costs)
-    assert evaluator.score_placed(placed).step_seconds == pytest.approx(exact.step_seconds, rel=0.01)
+    exact = predict(to_plan(placed, there, SEQ, MODEL.num_heads), MODEL, there, "fp32", scorer.costs)
+    assert scorer.score_placed(placed).step_seconds == pytest.approx(exact.step_seconds, rel=0.01)
 
 
 @pytest.mark.parametrize("slow", ["small", "large"])
@@ -117,17 +119,17 @@ def test_node_groups_of_one_chip_have_links_and_nodes_of_their_own(slow: str) ->
         "links": {"inter_node": {"bandwidth": "5 GB/s", "latency": "20 us"}},
         "rates": {"links": [{"within": slow, "alpha": 1e-5, "beta": 1e-10}]},
     })  # fmt: skip
-    evaluator = make_evaluator(model, there, 2048, SearchOptions())
-    groups = {group.home: g for g, group in enumerate(evaluator.pool.groups)}
+    scorer = make_scorer(PlanningProblem(model, there, 2048, 1))
+    groups = {group.home: g for g, group in enumerate(scorer.pool.groups)}
     ways = [((home, tp, 1),) for home in groups for tp in (1, 2, 4)]
     ways += [(("small", 4, 1), ("large", 4, 1)), (("large", 1, 2), ("small", 1, 2)), (("small", 2, 2), ("small", 2, 2))]
     for way in ways:
         layers = model.num_layers // len(way)
         shape = PipelineTemplate(2, tuple(StageTemplate(groups[home], tp, dp, layers, "full") for home, tp, dp in way))
-        placed = place(PlanTemplate((PipelineReplicas(shape, 1, 8),), "1f1b", "stage"), evaluator.pool)
+        placed = place(PlanTemplate((PipelineReplicas(shape, 1, 8),), "1f1b", "stage"), scorer.pool)
         assert placed is not None
-        exact = predict(to_plan(placed, there, 2048, model.num_heads), model, there, "bf16", evaluator.costs)
-        assert evaluator.score_placed(placed).step_seconds == pytest.approx(exact.step_seconds, rel=0.01), way
+        exact = predict(to_plan(placed, there, 2048, model.num_heads), model, there, "bf16", scorer.costs)
+        assert scorer.score_placed(placed).step_seconds == pytest.approx(exact.step_seconds, rel=0.01), way
 
 
 def test_what_a_tp_group_alone_adds_up_is_priced() -> None:
@@ -137,13 +139,13 @@ def test_what_a_tp_group_alone_adds_up_is_priced() -> None:
         "version": 1, "nodes": [{"name": "n", "chip": "H100-SXM", "chips_per_node": 4, "count": 2}],
         "links": {"inter_node": {"bandwidth": "25 GB/s"}},
     })  # fmt: skip
-    evaluator = make_evaluator(model, there, 2048, SearchOptions())
+    scorer = make_scorer(PlanningProblem(model, there, 2048, 1))
     for layers in ((32,), (16, 16)):
         shape = PipelineTemplate(1, tuple(StageTemplate(0, 4, 1, n) for n in layers))
-        placed = place(PlanTemplate((PipelineReplicas(shape, 1, 1),), "1f1b", "stage"), evaluator.pool)
+        placed = place(PlanTemplate((PipelineReplicas(shape, 1, 1),), "1f1b", "stage"), scorer.pool)
         assert placed is not None
-        exact = predict(to_plan(placed, there, 2048, model.num_heads), model, there, "bf16", evaluator.costs)
-        assert evaluator.score_placed(placed).step_seconds == pytest.approx(exact.step_seconds, rel=0.015)
+        exact = predict(to_plan(placed, there, 2048, model.num_heads), model, there, "bf16", scorer.costs)
+        assert scorer.score_placed(placed).step_seconds == pytest.approx(exact.step_seconds, rel=0.015)
 
 
 @pytest.mark.parametrize("dense", [True, False])
@@ -191,8 +193,15 @@ def test_phases_are_told_apart() -> None:
 
 def test_the_bound_by_prices_knows_that_a_first_backward_is_cheaper() -> None:
     there = cluster(per_node=1, beta=8 / BYTES, speeds=(1.0,), **{**HOST, "step_seconds": 1e-9, "message_seconds": 0.0})
-    evaluator = make_evaluator(MODEL, there, SEQ, SearchOptions(dtype="fp32"))
+    scorer = make_scorer(PlanningProblem(MODEL, there, SEQ, 1, SearchOptions(dtype="fp32")))
     shape = PipelineTemplate(1, (StageTemplate(0, 1, 1, MODEL.num_layers),))
-    score = evaluator.score(PlanTemplate((PipelineReplicas(shape, 1, 1),), "1f1b", "stage"))
+    score = scorer.score(PlanTemplate((PipelineReplicas(shape, 1, 1),), "1f1b", "stage"))
     assert score is not None
-    assert price_bound(evaluator, MODEL, 1, SearchSpace(), 3 * score.step_seconds).seconds <= score.step_seconds
+    assert price_bound(scorer, MODEL, 1, SearchSpace(), 3 * score.step_seconds).seconds <= score.step_seconds
+
+
+def test_chips_without_a_peak_are_weighed_by_measured_layers() -> None:
+    """Graph partitioning weighs groups by this: chips measured 1 to 8 s per layer forward and twice that backward."""
+    where = cluster(speeds=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0))
+    scorer = make_scorer(PlanningProblem(MODEL, where, SEQ, 1, SearchOptions(dtype="fp32")))
+    assert [layer_seconds(scorer, g) for g in range(8)] == pytest.approx([3 * s for s in range(1, 9)])

@@ -18,9 +18,11 @@ from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.cluster.edit import without_nodes
 from hetero_megatron.plan import from_megatron, load_plan, validate
 from hetero_megatron.planner.estimate.certificate import _PriceBound, price_bound
+from hetero_megatron.planner.estimate.template_score import make_scorer
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import Summary, summarize
 from hetero_megatron.planner.report.text import format_summary, summary_json
-from hetero_megatron.planner.search.driver import SearchOptions, make_evaluator, search
+from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.uniform import closed_seconds, uniform_plans
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.search_space import SearchSpace
@@ -50,8 +52,8 @@ def cluster() -> Cluster:
 
 @pytest.fixture(scope="module")
 def summary(cluster: Cluster) -> Summary:
-    result = search(MODEL, cluster, LENGTH, BATCH, OPTIONS)
-    return summarize(result, MODEL, cluster, LENGTH, BATCH, OPTIONS)
+    result = search(PlanningProblem(MODEL, cluster, LENGTH, BATCH, OPTIONS))
+    return summarize(result, PlanningProblem(MODEL, cluster, LENGTH, BATCH, OPTIONS))
 
 
 def test_rejected_plans_name_the_rank_and_the_bytes(summary: Summary, cluster: Cluster) -> None:
@@ -59,8 +61,8 @@ def test_rejected_plans_name_the_rank_and_the_bytes(summary: Summary, cluster: C
     rows = list(uniform_plans(summary.result.pool, MODEL, BATCH))
     plans = {u.text(): from_megatron(u.flags(LENGTH, BATCH), MODEL) for u, _ in rows}
     over = {text: predict(plan, MODEL, cluster).over for text, plan in plans.items()}
-    evaluator = summary.result.evaluator
-    seconds = {u.text(): closed_seconds(evaluator, candidate) for u, candidate in rows if over[u.text()]}
+    scorer = summary.result.scorer
+    seconds = {u.text(): closed_seconds(scorer, candidate) for u, candidate in rows if over[u.text()]}
     text, report = format_summary(summary), summary_json(summary)["over_memory"]
     mine = [r for r in summary.rejected if not r.of]
     assert 1 <= len(mine) <= 3 and mine[0].step_seconds == min(seconds.values())
@@ -83,7 +85,7 @@ def test_a_type_that_cannot_train_the_model_alone_says_what_it_lacks(summary: Su
     assert [b.name for b in summary.alone if b.problem] == ["L4"] == [r.of for r in alone]
     part = cluster_from_dict({**DATA, "nodes": DATA["nodes"][1:]})
     least = math.inf
-    for uniform, _ in uniform_plans(make_evaluator(MODEL, part, LENGTH, OPTIONS).pool, MODEL, BATCH):
+    for uniform, _ in uniform_plans(make_scorer(PlanningProblem(MODEL, part, LENGTH, 1, OPTIONS)).pool, MODEL, BATCH):
         found = predict(from_megatron(uniform.flags(LENGTH, BATCH), MODEL), MODEL, part).over
         assert found
         least = min(least, found[0].over)
@@ -93,7 +95,7 @@ def test_a_type_that_cannot_train_the_model_alone_says_what_it_lacks(summary: Su
 
 def test_plans_for_the_loss_of_any_node(cluster: Cluster) -> None:
     """One per group of the file; it is a plan also where another node of the group is gone."""
-    planner = WarmPlanner(MODEL, cluster, LENGTH, BATCH, OPTIONS)
+    planner = WarmPlanner(PlanningProblem(MODEL, cluster, LENGTH, BATCH, OPTIONS))
     losses = {loss.node: loss for loss in planner.losses()}
     assert {node: loss.alike for node, loss in losses.items()} == {"ampere": 1, "ada-0": 2}
     assert losses["ampere"].plan is None and "fits in no plan" in losses["ampere"].problem
@@ -104,11 +106,13 @@ def test_plans_for_the_loss_of_any_node(cluster: Cluster) -> None:
 
 
 def test_where_no_known_pipeline_fits_what_is_left_it_is_searched(cluster: Cluster) -> None:
-    planner = WarmPlanner(MODEL, cluster, LENGTH, BATCH, OPTIONS)
-    planner.skeletons = []
+    planner = WarmPlanner(PlanningProblem(MODEL, cluster, LENGTH, BATCH, OPTIONS))
+    planner.outlines = []
     loss = {loss.node: loss for loss in planner.losses()}["ada-0"]
     assert loss.plan is not None and not loss.warm and loss.cluster is not None
-    best = search(MODEL, cluster_from_dict(without_nodes(DATA, {"ada-0"})), LENGTH, BATCH, OPTIONS).best
+    best = search(
+        PlanningProblem(MODEL, cluster_from_dict(without_nodes(DATA, {"ada-0"})), LENGTH, BATCH, OPTIONS)
+    ).best
     assert loss.step_seconds == best.step_seconds
 
 
@@ -130,16 +134,18 @@ def test_the_command_writes_fallback_plans(tmp_path: Path, capsys: pytest.Captur
 def test_the_bound_stops_in_time_and_still_holds(summary: Summary, cluster: Cluster) -> None:
     result, space = summary.result, OPTIONS.space
     step = result.best.step_seconds
-    whole = price_bound(result.evaluator, MODEL, BATCH, space, step)
-    assert price_bound(result.evaluator, MODEL, BATCH, space, step, late=lambda: True).seconds == 0.0
+    whole = price_bound(result.scorer, MODEL, BATCH, space, step)
+    assert price_bound(result.scorer, MODEL, BATCH, space, step, late=lambda: True).seconds == 0.0
     for asked in (3, 30, 100):
         count = itertools.count()
-        cut = price_bound(result.evaluator, MODEL, BATCH, space, step, late=lambda n=asked, c=count: next(c) > n)
+        cut = price_bound(result.scorer, MODEL, BATCH, space, step, late=lambda n=asked, c=count: next(c) > n)
         assert 0.0 <= cut.seconds <= whole.seconds, "what was ruled out by then"
     over = TimeBudget(0.0)
-    late = summarize(result, MODEL, cluster, LENGTH, BATCH, OPTIONS, baselines=False, watch=over)
+    late = summarize(result, PlanningProblem(MODEL, cluster, LENGTH, BATCH, OPTIONS), baselines=False, budget=over)
     assert late.bound is None and "no bound: the time is up; --bound computes it" in format_summary(late)
-    wanted = summarize(result, MODEL, cluster, LENGTH, BATCH, OPTIONS, baselines=False, watch=over, bound=True)
+    wanted = summarize(
+        result, PlanningProblem(MODEL, cluster, LENGTH, BATCH, OPTIONS), baselines=False, budget=over, bound=True
+    )
     assert wanted.bound is not None and wanted.bound.seconds == whole.seconds
 
 
@@ -147,8 +153,8 @@ def test_the_bound_stops_in_time_and_still_holds(summary: Summary, cluster: Clus
 def test_prices_of_pipelines_are_those_of_a_plain_program(seed: int) -> None:
     """Stage by stage from the end, by the definition in the module."""
     case = random_case(700 + seed, "open")
-    evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
-    prices = _PriceBound(evaluator, case.model, case.batch, SearchSpace(), False, never)
+    scorer = make_scorer(PlanningProblem(case.model, case.cluster, case.seq_length, 1))
+    prices = _PriceBound(scorer, case.model, case.batch, SearchSpace(), False, never)
     layers = case.model.num_layers
     for size in prices.sizes:
         every = prices.options[size]

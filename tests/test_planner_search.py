@@ -13,19 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_megatron.cluster import cluster_from_dict, load_cluster
+from hetero_megatron.cluster.dump import document
+from hetero_megatron.cluster.subset import shrink, with_more, without
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import plan_from_dict, to_dict, validate
 from hetero_megatron.planner.estimate.certificate import price_bound
 from hetero_megatron.planner.estimate.layer_partition import _bisect, best_split, count_splits, splits
 from hetero_megatron.planner.estimate.pipeline_time import Link, closed_form, lower_bound, many, seconds
+from hetero_megatron.planner.estimate.template_score import make_scorer
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import summarize
 from hetero_megatron.planner.report.text import summary_json
-from hetero_megatron.planner.search import graph_partition as graph
-from hetero_megatron.planner.search.columns import allocate
-from hetero_megatron.planner.search.driver import SearchOptions, judge, make_evaluator, search
-from hetero_megatron.planner.search.incumbent import Incumbent
-from hetero_megatron.planner.template.device_pool import DevicePool
-from hetero_megatron.planner.template.placement import shrink
+from hetero_megatron.planner.search.batch_partition import allocate
+from hetero_megatron.planner.search.driver import search
+from hetero_megatron.planner.search.incumbent import judge
 from hetero_megatron.planner.template.plan_template import (
     PipelineReplicas,
     PipelineTemplate,
@@ -33,11 +34,8 @@ from hetero_megatron.planner.template.plan_template import (
     StageTemplate,
 )
 from hetero_megatron.planner.template.search_space import SearchSpace
-from hetero_megatron.planner.whatif.cluster_edits import document, with_more, without
 from hetero_megatron.schedule import Costs, generate, lower, simulate
 from hetero_megatron.spec import load_model
-from tests.planner_cases import MODEL, SEQ
-from tests.planner_cases import cluster as rated_cluster
 from tests.planner_reference import Case, Exhaustive, random_case, unequal_directions
 
 SLOW = (0, 26, 5, 7, 9, 11, 12, 16, 17, 19, 23)  # seconds to a minute of exhaustive search each
@@ -102,20 +100,22 @@ def test_batch_is_divided_exactly(pipelines: int, batch: int, seed: int) -> None
 
 
 def _search(case: Case, **options: object) -> tuple[float, float]:
-    """(step seconds of the plan by the evaluator, bound); inf where nothing fits."""
+    """(step seconds of the plan by the scorer, bound); inf where nothing fits."""
     space = SearchSpace((case.size,) if case.size else None, case.recompute, offload="never")
-    evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
+    scorer = make_scorer(PlanningProblem(case.model, case.cluster, case.seq_length, 1))
     try:
         result = search(
-            case.model, case.cluster, case.seq_length, case.batch, SearchOptions(space=space, **options),  # type: ignore[arg-type]
-            evaluator=evaluator,
-        )  # fmt: skip
+            PlanningProblem(
+                case.model, case.cluster, case.seq_length, case.batch, SearchOptions(space=space, **options)
+            ),
+            scorer=scorer,
+        )
     except UserError:
         return math.inf, 0.0
     for choice in (result.best, *result.others):
         validate(choice.plan, case.model, choice.cluster, dtype="bf16")
         assert not choice.prediction.over
-    best = min(evaluator.score(c.candidate).step_seconds for c in (result.best, *result.others))  # type: ignore[union-attr]
+    best = min(scorer.score(c.template).step_seconds for c in (result.best, *result.others))  # type: ignore[union-attr]
     return best, result.lower_bound
 
 
@@ -124,8 +124,8 @@ def test_as_good_as_exhaustive_search(seed: int) -> None:
     """A sample; benchmarks/bench_planner_optimal.py runs hundreds."""
     case = random_case(100 + seed, "open")
     mine, bound = _search(case)
-    evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
-    best = Exhaustive(case, evaluator, mine if math.isfinite(mine) else math.inf).run()
+    scorer = make_scorer(PlanningProblem(case.model, case.cluster, case.seq_length, 1))
+    best = Exhaustive(case, scorer, mine if math.isfinite(mine) else math.inf).run()
     if math.isfinite(mine):
         assert mine <= 1.01 * best
         assert bound <= best * (1 + 1e-9)
@@ -136,14 +136,15 @@ def test_links_of_unequal_directions(seed: int) -> None:
     """As good as exhaustive search, and the bound holds by prediction, which knows nothing of the search's prices."""
     case = unequal_directions(random_case(100 + seed, "open"), seed)
     mine, bound = _search(case)
-    evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
-    reference = Exhaustive(case, evaluator, mine * 1.01)
+    scorer = make_scorer(PlanningProblem(case.model, case.cluster, case.seq_length, 1))
+    reference = Exhaustive(case, scorer, mine * 1.01)
     best = reference.run()
     if math.isfinite(mine):
         assert mine <= 1.01 * best and bound <= best * (1 + 1e-9)
     if reference.found is not None:
         row = [(best, 0, reference.found)]
-        (choice,) = judge(row, case.cluster, case.model, case.seq_length, SearchOptions(), evaluator)
+        problem = PlanningProblem(case.model, case.cluster, case.seq_length, case.batch)
+        (choice,) = judge(row, problem, scorer)
         assert choice.step_seconds == pytest.approx(best, rel=0.01)
         assert bound <= choice.step_seconds * 1.001
 
@@ -152,8 +153,8 @@ def test_links_of_unequal_directions(seed: int) -> None:
 def test_least_after_a_pipeline_is_never_too_much(seed: int) -> None:
     """The reference skips plans by it, so it is checked against the evaluation of plans of one and two pipelines."""
     case = random_case(seed, "open")
-    evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
-    kinds = [StageTemplate(g, 1, 1) for g, n in enumerate(evaluator.pool.counts) for _ in range(n)]
+    scorer = make_scorer(PlanningProblem(case.model, case.cluster, case.seq_length, 1))
+    kinds = [StageTemplate(g, 1, 1) for g, n in enumerate(scorer.pool.counts) for _ in range(n)]
     half = case.model.num_layers // 2
     shapes = [(replace(a, layers=half), replace(b, layers=case.model.num_layers - half)) for a in kinds for b in kinds]
     shapes += [(replace(a, layers=case.model.num_layers),) for a in kinds]
@@ -161,12 +162,12 @@ def test_least_after_a_pipeline_is_never_too_much(seed: int) -> None:
     for first, second in itertools.combinations_with_replacement(shapes, 2):
         for stages in ((first,), (first, second)):
             parts = tuple(PipelineReplicas(PipelineTemplate(1, s), 1, 2) for s in stages)
-            score = evaluator.score(PlanTemplate(parts))
+            score = scorer.score(PlanTemplate(parts))
             if score is None:
                 continue
             for part, seconds_ in zip(parts, score.pipelines, strict=True):
                 links = [(0.0, 0.0)] * (len(part.shape.stages) - 1)
-                after = evaluator.least_after(part.shape.stages, 1, links, len(parts))
+                after = scorer.bounds.after(part.shape.stages, 1, links, len(parts))
                 assert seconds_ + after <= score.step_seconds * (1 + 1e-9)
                 checked += 1
     assert checked > 5
@@ -177,9 +178,9 @@ def test_bound_by_prices_holds(seed: int) -> None:
     case = random_case(300 + seed, "open")
     mine, _ = _search(case)
     if math.isfinite(mine):
-        evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
+        scorer = make_scorer(PlanningProblem(case.model, case.cluster, case.seq_length, 1))
         for enumerated in (False, True):
-            bound = price_bound(evaluator, case.model, case.batch, SearchSpace(), mine, enumerated)
+            bound = price_bound(scorer, case.model, case.batch, SearchSpace(), mine, enumerated)
             assert 0 < bound.seconds <= mine
 
 
@@ -189,8 +190,8 @@ def test_where_the_enumeration_leaves_much_out_prices_give_the_bound() -> None:
     for chips in (2, 4):
         nodes = [{"name": "n", "chip": "A100-80-SXM", "chips_per_node": chips}]
         cluster = cluster_from_dict({"version": 1, "nodes": nodes, "links": {}})
-        result = search(model, cluster, 1024, 16, options)
-        summary = summarize(result, model, cluster, 1024, 16, options, baselines=False)
+        result = search(PlanningProblem(model, cluster, 1024, 16, options))
+        summary = summarize(result, PlanningProblem(model, cluster, 1024, 16, options), baselines=False)
         assert result.method == "enumeration" and summary.bound is not None
         step = result.best.step_seconds
         assert 0.85 * step <= summary.bound.seconds <= step and result.lower_bound <= step
@@ -209,12 +210,12 @@ def _mixed() -> dict[str, object]:
 def test_programs_search_a_larger_cluster_deterministically() -> None:
     cluster, model = cluster_from_dict(_mixed()), load_model("llama2-7b")
     options = SearchOptions(exhaustive=False)
-    a, b = (search(model, cluster, 2048, 32, options) for _ in range(2))
+    a, b = (search(PlanningProblem(model, cluster, 2048, 32, options)) for _ in range(2))
     assert a.method == "programs"
     assert a.best.plan.fingerprint() == b.best.plan.fingerprint()
     again = plan_from_dict(to_dict(a.best.plan), model, a.best.cluster, "bf16")
     assert again.fingerprint() == a.best.plan.fingerprint()
-    summary = summarize(a, model, cluster, 2048, 32, options)
+    summary = summarize(a, PlanningProblem(model, cluster, 2048, 32, options))
     assert summary.uniform is not None
     assert summary.uniform.step_seconds >= a.best.step_seconds * (1 - 1e-9)
     assert summary.bound is not None
@@ -228,7 +229,7 @@ def test_no_slower_than_the_best_type_alone() -> None:
     """24 RTX 4090 alone beat what the programs, before polishing, take for best on all 40 chips of three types."""
     model, cluster = load_model("llama2-7b"), load_cluster("examples/clusters/papers/hexiscale_1.yaml")
     alone = without(cluster, [g.name for g in cluster.nodes if g.chip != "RTX4090"])
-    whole, part = (search(model, c, 4096, 256).best.step_seconds for c in (cluster, alone))
+    whole, part = (search(PlanningProblem(model, c, 4096, 256)).best.step_seconds for c in (cluster, alone))
     assert whole <= part * (1 + 1e-9)
 
 
@@ -243,7 +244,9 @@ def test_equal_nodes_are_interchangeable() -> None:
         {"name": "z", "count": 1, "chip": "L40S", "chips_per_node": 2},
     ]
     times = [
-        search(model, cluster_from_dict(c), 2048, 16, SearchOptions(exhaustive=False)).best.step_seconds
+        search(
+            PlanningProblem(model, cluster_from_dict(c), 2048, 16, SearchOptions(exhaustive=False))
+        ).best.step_seconds
         for c in (one, other)
     ]
     assert times[0] == pytest.approx(times[1], rel=0.02)
@@ -269,14 +272,18 @@ def test_refusals_name_the_smallest_change(change: dict[str, object], words: str
     model = load_model(str(change.get("model", "llama2-7b")))
     options = SearchOptions(space=change.get("space", SearchSpace()), dtype=str(change.get("dtype", "bf16")))  # type: ignore[arg-type]
     with pytest.raises(UserError) as caught:
-        search(model, cluster, int(change.get("seq_length", 2048)), int(change.get("global_batch_size", 16)), options)  # type: ignore[call-overload]
+        search(
+            PlanningProblem(
+                model, cluster, int(change.get("seq_length", 2048)), int(change.get("global_batch_size", 16)), options
+            )
+        )  # type: ignore[call-overload]
     assert words in str(caught.value)
 
 
 def test_links_without_values_are_refused() -> None:
     cluster = cluster_from_dict({"nodes": [{"name": "a", "count": 2, "chip": "A100-80-SXM"}]})
     with pytest.raises(UserError, match=r"links\.inter_node"):
-        search(load_model("llama2-7b"), cluster, 2048, 16)
+        search(PlanningProblem(load_model("llama2-7b"), cluster, 2048, 16))
 
 
 def test_what_if() -> None:
@@ -323,7 +330,7 @@ def test_planning_again_after_a_loss() -> None:
     from hetero_megatron.planner.whatif.replan import WarmPlanner
 
     cluster, model = cluster_from_dict(_mixed()), load_model("llama2-7b")
-    planner = WarmPlanner(model, cluster, 2048, 32, SearchOptions(exhaustive=False, top=3))
+    planner = WarmPlanner(PlanningProblem(model, cluster, 2048, 32, SearchOptions(exhaustive=False, top=3)))
     for node in ("ada-0", "ada-1"):
         plan, own, step = planner.without([node])
         validate(plan, model, own, dtype="bf16")
@@ -386,22 +393,22 @@ def test_objectives() -> None:
     data = _mixed()
     model = dataclasses.replace(load_model("llama2-7b"), num_layers=4)
     with pytest.raises(UserError, match="cost_per_hour"):
-        search_objective(model, cluster_from_dict(data), 1024, 8, SearchOptions())
+        search_objective(PlanningProblem(model, cluster_from_dict(data), 1024, 8))
     data["nodes"] = [
         {"name": "ampere", "count": 1, "chip": "A100-80-SXM", "chips_per_node": 1},
         {"name": "ada", "count": 1, "chip": "L40S", "chips_per_node": 1},
     ]
     data["chips"] = {"A100-80-SXM": {"cost_per_hour": 100.0}, "L40S": {"cost_per_hour": 1.0}}
     cluster = cluster_from_dict(data)
-    fast = search(model, cluster, 1024, 8).best
-    cheap = search_objective(model, cluster, 1024, 8, SearchOptions()).best
+    fast = search(PlanningProblem(model, cluster, 1024, 8)).best
+    cheap = search_objective(PlanningProblem(model, cluster, 1024, 8)).best
     assert tokens_per_cost(cheap) > tokens_per_cost(fast)
     assert cost_per_hour(cheap) == 1.0
     speed = fast.prediction.tokens_per_second
-    due = search_objective(model, cluster, 1024, 8, SearchOptions(), Deadline(speed * 3600 * 0.99, 1.0)).best
+    due = search_objective(PlanningProblem(model, cluster, 1024, 8), Deadline(speed * 3600 * 0.99, 1.0)).best
     assert due.prediction.tokens_per_second >= 0.99 * speed
     with pytest.raises(UserError, match="no plan found is that fast"):
-        search_objective(model, cluster, 1024, 8, SearchOptions(), Deadline(speed * 7200, 1.0))
+        search_objective(PlanningProblem(model, cluster, 1024, 8), Deadline(speed * 7200, 1.0))
 
 
 def test_command(tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
@@ -480,25 +487,8 @@ def test_many_unlike_groups_are_cut_along_slow_links() -> None:
         "links": {**LINKS, "pairs": slow},
     }
     model = dataclasses.replace(load_model("llama2-7b"), num_layers=8)
-    result = search(model, cluster_from_dict(data), 1024, 32)
+    result = search(PlanningProblem(model, cluster_from_dict(data), 1024, 32))
     assert result.method == "islands"
     for pipeline in result.best.plan.pipelines:
         nodes = {int(result.best.cluster.ranks[r].node[1:]) for r in pipeline.ranks}
         assert max(nodes) < 4 or min(nodes) >= 4
-
-
-def test_islands_are_weighed_by_measured_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chips without a peak on a data sheet, measured 1 to 8 s per layer forward and twice that backward."""
-    pytest.importorskip("pymetis")
-    where = rated_cluster(speeds=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0))
-    evaluator = make_evaluator(MODEL, where, SEQ, SearchOptions(dtype="fp32"))
-    weighed: list[list[float]] = []
-    real = graph.islands
-
-    def islands(pool: DevicePool, speeds: list[float], count: int, seed: int) -> list[list[int]]:
-        weighed.append(speeds)
-        return real(pool, speeds, count, seed)
-
-    monkeypatch.setattr(graph, "islands", islands)
-    graph.GraphPartition(evaluator, MODEL, 16, SearchSpace(), Incumbent(12, None, None), 0).run()
-    assert weighed and all(speeds == pytest.approx([1 / (3 * s) for s in range(1, 9)]) for speeds in weighed)

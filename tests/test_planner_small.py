@@ -12,9 +12,11 @@ from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.planner.estimate.layer_partition import best_split, listed
 from hetero_megatron.planner.estimate.lower_bounds import SyncBounds, floor, line_under
 from hetero_megatron.planner.estimate.stage_table import StageKind
+from hetero_megatron.planner.estimate.template_score import make_scorer
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import best_uniform, each_alone, summarize
 from hetero_megatron.planner.report.text import summary_json
-from hetero_megatron.planner.search.driver import SearchOptions, SearchResult, make_evaluator, search
+from hetero_megatron.planner.search.driver import SearchResult, search
 from hetero_megatron.planner.search.incumbent import Incumbent
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.plan_template import (
@@ -41,16 +43,15 @@ ON_CHIPS = SearchSpace(offload="never")
 )  # fmt: skip
 def test_no_slower_than_a_type_alone_or_a_uniform_plan(seed: int, kind: str, batch: int, space: SearchSpace) -> None:
     case, options = random_case(seed, kind), SearchOptions(space=space)
-    result = search(case.model, case.cluster, case.seq_length, batch, options)
+    problem = PlanningProblem(case.model, case.cluster, case.seq_length, batch, options)
+    result = search(problem)
     assert result.method == "enumeration"
     rows = []
     for chip in dict.fromkeys(group.chip for group in result.pool.groups):
         part = replace(result, alone={}, pool=replace(result.pool, groups=_only(result.pool.groups, chip)))
-        rows += each_alone(part, case.model, case.cluster, case.seq_length, batch, options)
-    assert [row.text for row in rows] == [
-        row.text for row in each_alone(result, case.model, case.cluster, case.seq_length, batch, options)
-    ]
-    rows.append(best_uniform(result, case.model, case.cluster, case.seq_length, batch, options)[0])
+        rows += each_alone(part, problem)
+    assert [row.text for row in rows] == [row.text for row in each_alone(result, problem)]
+    rows.append(best_uniform(result, problem)[0])
     best = min((row.step_seconds for row in rows if row.step_seconds), default=math.inf)
     assert math.isfinite(best)
     assert result.best.step_seconds <= best * (1 + 1e-9)
@@ -63,14 +64,16 @@ def _only(groups, chip):  # type: ignore[no-untyped-def]
 
 def test_equal_plans_are_kept_once() -> None:
     shape = PipelineTemplate(2, (StageTemplate(0, 1, 1, 4), StageTemplate(0, 1, 1, 4)))
-    best = Incumbent(12, None, None)
+    case = random_case(900, "open")
+    problem = PlanningProblem(case.model, case.cluster, case.seq_length, 1)
+    best = Incumbent(problem, make_scorer(problem))
     for schedule in ("1f1b", "gpipe"):
         for order in ("stage", "pipeline"):
-            best.improve(PlanTemplate((PipelineReplicas(shape, 1, 1),), schedule, order), 1.0)
-            best.improve(
+            best.take(PlanTemplate((PipelineReplicas(shape, 1, 1),), schedule, order), 1.0)
+            best.take(
                 PlanTemplate((PipelineReplicas(shape, 1, 1), PipelineReplicas(shape, 1, 1)), schedule, order), 2.0
             )
-            best.improve(PlanTemplate((PipelineReplicas(shape, 1, 3),), schedule, order), 3.0)
+            best.take(PlanTemplate((PipelineReplicas(shape, 1, 3),), schedule, order), 3.0)
     # One; two by order; one with two schedules.
     assert [row[0] for row in best.rows] == [1.0, 2.0, 2.0, 3.0, 3.0]
 
@@ -78,11 +81,11 @@ def test_equal_plans_are_kept_once() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_bounds_of_all_splits_are_those_of_each(seed: int) -> None:
     case = random_case(900 + seed, "open")
-    evaluator = make_evaluator(case.model, case.cluster, case.seq_length, SearchOptions())
-    tables, layers = evaluator.tables, case.model.num_layers
-    groups = [g for g, n in enumerate(evaluator.pool.counts) for _ in range(n)][:3]
+    scorer = make_scorer(PlanningProblem(case.model, case.cluster, case.seq_length, 1))
+    tables, layers = scorer.tables, case.model.num_layers
+    groups = [g for g, n in enumerate(scorer.pool.counts) for _ in range(n)][:3]
     stages = [StageTemplate(g, 1, 1) for g in groups]
-    last, tails = len(stages) - 1, SyncBounds(evaluator, layers)
+    last, tails = len(stages) - 1, SyncBounds(scorer.bounds, layers)
     found = [tables.table(StageKind(g, 1, 1, 1, s == 0, s == last, 2.0)) for s, g in enumerate(groups)]
     times, forward = [t.seconds[0] for t in found], [t.forward for t in found]
     links = [tables.boundary(a, b, 1, tables.likely_same_node(a, b)) for a, b in zip(stages, stages[1:])]
@@ -100,7 +103,7 @@ def test_bounds_of_all_splits_are_those_of_each(seed: int) -> None:
                 recompute, count = table.choice(1, way[s])
                 made.append(replace(stage, layers=way[s], recompute=recompute, first=count))
             if np.isfinite(row).all():
-                assert value == pytest.approx(evaluator.least_after(made, 1, links, pipelines), rel=1e-9, abs=1e-15)
+                assert value == pytest.approx(scorer.bounds.after(made, 1, links, pipelines), rel=1e-9, abs=1e-15)
 
 
 def _fast_links(batch: int, unlike: bool) -> SearchResult:
@@ -109,7 +112,7 @@ def _fast_links(batch: int, unlike: bool) -> SearchResult:
     nodes = [{"name": f"n{i}", "chip": chip, "chips_per_node": n} for i, (chip, n) in enumerate(chips)]
     cluster = cluster_from_dict({"version": 1, "nodes": nodes, "links": {"intra_node": link, "inter_node": link}})
     options = SearchOptions(space=SearchSpace(unlike_tp=unlike))
-    return search(load_model("llama2-7b"), cluster, 2048, batch, options)
+    return search(PlanningProblem(load_model("llama2-7b"), cluster, 2048, batch, options))
 
 
 def test_tensor_parallel_groups_of_unlike_chips_are_cut_by_speed() -> None:
@@ -117,7 +120,7 @@ def test_tensor_parallel_groups_of_unlike_chips_are_cut_by_speed() -> None:
     plain, result = _fast_links(1, False), _fast_links(1, True)
     assert not plain.best.text and result.unlike_groups
     assert result.best.step_seconds < plain.best.step_seconds
-    plan, costs = result.best.plan, result.evaluator.costs
+    plan, costs = result.best.plan, result.scorer.costs
     (unit,) = plan.pipelines[0].stages[0].units
     assert len(set(unit.tp_split)) > 1 and len({result.best.cluster.ranks[r].chip for r in unit.ranks}) > 1
     again = predict(plan, costs.model, result.best.cluster, "bf16", costs)
@@ -127,6 +130,6 @@ def test_tensor_parallel_groups_of_unlike_chips_are_cut_by_speed() -> None:
     equal = replace(plan, pipelines=(replace(plan.pipelines[0], stages=(even,)),))
     assert result.best.step_seconds < predict(equal, costs.model, result.best.cluster, "bf16", costs).step_seconds
     # The bound counts all plans then.
-    summary = summarize(result, costs.model, result.best.cluster, 2048, 1, SearchOptions(), baselines=False)
+    summary = summarize(result, PlanningProblem(costs.model, result.best.cluster, 2048, 1), baselines=False)
     assert summary.bound is not None and summary.bound.seconds <= result.best.step_seconds
     assert summary_json(summary)

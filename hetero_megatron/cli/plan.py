@@ -15,19 +15,21 @@ from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cli.companion import Companion
 from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.cluster import load_cluster
+from hetero_megatron.cluster.dump import document
+from hetero_megatron.cluster.subset import with_more, without
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import dump_yaml
 from hetero_megatron.plan.export import FORMATS, export
 from hetero_megatron.plan.made_for import MadeFor, made_for
+from hetero_megatron.plan.memory import ITEM_BYTES, moments_of
 from hetero_megatron.planner.cost.layer_cost import CostOptions
-from hetero_megatron.planner.cost.memory import ITEM_BYTES, moments_of
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import Summary, summarize
 from hetero_megatron.planner.report.page import html_page
 from hetero_megatron.planner.report.text import format_summary, plan_text, summary_json
-from hetero_megatron.planner.search.driver import SearchOptions, SearchResult, search
+from hetero_megatron.planner.search.driver import SearchResult, search
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.time_budget import TimeBudget
-from hetero_megatron.planner.whatif.cluster_edits import document, with_more, without
 from hetero_megatron.planner.whatif.objective import Deadline, search_objective
 from hetero_megatron.planner.whatif.replan import NodeLoss, WarmPlanner
 from hetero_megatron.spec import ModelSpec, load_model
@@ -50,14 +52,13 @@ def main(argv: Sequence[str]) -> int:
         cluster = without(cluster, [name for word in args.without for name in word.split(",")])
     for text in args.add or ():
         cluster = with_more(cluster, text)
-    options = _options(args)
-    say = None if args.json or args.quiet else _say
-    size, watch = args.global_batch_size, TimeBudget(args.time_limit)
+    problem = PlanningProblem(model, cluster, args.seq_length, args.global_batch_size, _options(args))
+    say, budget = None if args.json or args.quiet else _say, TimeBudget(args.time_limit)
     deadline = Deadline(args.train_tokens, args.deadline_hours) if args.objective == "deadline" else None
     if args.objective == "tokens":
-        result = search(model, cluster, args.seq_length, size, options, progress=say, watch=watch)
+        result = search(problem, progress=say, budget=budget)
     else:
-        result = search_objective(model, cluster, args.seq_length, size, options, deadline, say, watch)
+        result = search_objective(problem, deadline, say, budget)
     best = result.best
     made = made_for(model, args.dtype, args.optimizer, best.cluster, best.plan.ranks)
     _write_plan(args, result, model, made)
@@ -68,11 +69,11 @@ def main(argv: Sequence[str]) -> int:
         if not args.json:
             print(plan_text(best, model.name, made), flush=True)
         summary = summarize(
-            result, model, cluster, args.seq_length, size, options, baselines=not args.no_baselines, bound=args.bound,
-            deadline=deadline, watch=watch.uncaught(),
+            result, problem, baselines=not args.no_baselines, bound=args.bound, deadline=deadline,
+            budget=budget.uncaught(),
         )  # fmt: skip
         if args.fallbacks:
-            summary.losses = _fallbacks(args.fallbacks, result, model, made, args.seq_length, size, options)
+            summary.losses = _fallbacks(args.fallbacks, result, problem, made)
         _write_page(args, summary)
     except KeyboardInterrupt:
         where = f"; the plan is in {args.out}" if args.out else "" if args.json else "; the plan is above"
@@ -192,25 +193,17 @@ def _write_plan(args: Namespace, result: SearchResult, model: ModelSpec, made: M
         write_text(name, "--export", export(kind, result.best.plan, result.best.cluster))
 
 
-def _fallbacks(
-    folder: str,
-    result: SearchResult,
-    model: ModelSpec,
-    made: MadeFor,
-    seq_length: int,
-    batch: int,
-    options: SearchOptions,
-) -> list[NodeLoss]:
+def _fallbacks(folder: str, result: SearchResult, problem: PlanningProblem, made: MadeFor) -> list[NodeLoss]:
     """Plans for the loss of a node, each written as ``without-NODE.yaml``."""
-    losses = WarmPlanner(model, result.best.cluster, seq_length, batch, options, result).losses()
+    losses = WarmPlanner(problem.on(result.best.cluster), result).losses()
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        problem = f"cannot be made: {error.strerror}"
-        raise UserError(problem, field="--fallbacks", value=folder, accepted="a folder") from None
+        why = f"cannot be made: {error.strerror}"
+        raise UserError(why, field="--fallbacks", value=folder, accepted="a folder") from None
     for loss in losses:
         if loss.plan is not None:
-            head = f"# {model.name} without {loss.node}: {loss.step_seconds:.4g} s per step predicted.\n"
+            head = f"# {problem.model.name} without {loss.node}: {loss.step_seconds:.4g} s per step predicted.\n"
             text = head + dump_yaml(replace(loss.plan, made_for=made))
             write_text(str(Path(folder) / f"without-{loss.node}.yaml"), "--fallbacks", text)
     return losses

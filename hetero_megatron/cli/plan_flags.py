@@ -129,9 +129,10 @@ def _searched(
     args: Arguments, spec: ModelSpec, launcher: LauncherEnvironment, cluster: Cluster | None, dtype: str | None
 ) -> Plan:
     """--auto-plan: every rank searches by itself and finds the same plan, because the search has no randomness."""
+    from hetero_megatron.plan.memory import moments_of
     from hetero_megatron.planner.cost.layer_cost import CostOptions
-    from hetero_megatron.planner.cost.memory import moments_of
-    from hetero_megatron.planner.search.driver import SearchOptions, search
+    from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+    from hetero_megatron.planner.search.driver import search
     from hetero_megatron.planner.template.search_space import SearchSpace
     from hetero_megatron.planner.time_budget import TimeBudget
 
@@ -151,7 +152,9 @@ def _searched(
         what = f"searching for a plan on {chips}; hetero-megatron plan would show how that goes"
         print(what, file=sys.stderr, flush=True)
     whole = TimeBudget().uncaught()  # of two ranks that Ctrl-C stops each would have its own best so far
-    found = search(spec, cluster, args["seq_length"], args["global_batch_size"], options, watch=whole).best
+    found = search(
+        PlanningProblem(spec, cluster, args["seq_length"], args["global_batch_size"], options), budget=whole
+    ).best
     _ranks(args, launcher, found.plan.ranks[-1] + 1)
     args.notices.append(
         f"plan {found.plan.fingerprint()} searched: {found.step_seconds:.4g} s per step predicted, "

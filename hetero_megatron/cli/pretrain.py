@@ -20,7 +20,7 @@ from hetero_megatron.words import notice_line
 
 if TYPE_CHECKING:
     from hetero_megatron.comm import CommError
-    from hetero_megatron.planner.cost.memory import MemoryBytes
+    from hetero_megatron.plan.memory import MemoryBytes
     from hetero_megatron.training.config import RunConfig
 
 USER_ERROR = 2  # exit code of every refusal, on every rank
@@ -149,7 +149,7 @@ def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
 
 def _memory(config: RunConfig) -> Mapping[int, MemoryBytes]:
     """What every rank needs, by formula."""
-    from hetero_megatron.planner.cost.memory import moments_of
+    from hetero_megatron.plan.memory import moments_of
     from hetero_megatron.planner.simulate.memory_report import estimate_memory
 
     moments = moments_of(config.optimizer.name)

@@ -17,7 +17,7 @@ from hetero_megatron.ops.bind import Split
 from hetero_megatron.ops.kernel import Kernel
 from hetero_megatron.parallel.vocab import VOCAB_CROSS_ENTROPY, combine_shares
 from hetero_megatron.plan import Stage
-from hetero_megatron.planner.cost.memory import chunk_limit, widest_vocabulary
+from hetero_megatron.plan.memory import chunk_limit, widest_vocabulary
 from hetero_megatron.spec import ModelSpec
 
 

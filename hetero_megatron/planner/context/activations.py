@@ -10,8 +10,8 @@ from hetero_megatron.plan.context_plan import (
     seen_tokens,
     stage_contexts,
 )
+from hetero_megatron.plan.memory import MemoryBytes
 from hetero_megatron.planner.context.memory import block_bytes, core_bytes, home_bytes, outside_bytes
-from hetero_megatron.planner.cost.memory import MemoryBytes
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import head_activation_bytes
 
@@ -21,7 +21,7 @@ def context_activations(
 ) -> dict[int, MemoryBytes]:
     """By rank, what micro-batches in flight keep and what one layer's backward works with; empty without context.
 
-    ``limit``: of the logits, as in :class:`~hetero_megatron.planner.cost.memory.Held`.
+    ``limit``: of the logits, as in :class:`~hetero_megatron.plan.memory.Held`.
     """
     found = {}
     weights = {rank: sum(u.tp_split) / w for u in stage.units for rank, w in zip(u.ranks, u.tp_split, strict=True)}

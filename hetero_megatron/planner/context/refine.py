@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from hetero_megatron.planner.context.cost import ContextCosts, LayoutCost
 from hetero_megatron.planner.context.problem import ContextLayout, MemberGroup
+from hetero_megatron.planner.hill_climb import HillClimb
 
 FEW = 8  # up to so many members, all pairs are tried
 EVALUATIONS = 600  # for few members; fewer for many, in proportion
@@ -14,27 +15,29 @@ LEAST_GAIN = 1e-9
 
 
 def refine(costs: ContextCosts, layout: ContextLayout) -> Iterator[ContextLayout]:
-    """Layouts of falling cost, by coordinate descent: steps of tokens that halve down to a unit, and single heads."""
+    """Layouts of falling cost: steps of tokens that halve down to a unit, and single heads."""
     unit, world = costs.problem.unit, len(costs.problem.members)
-    budget = EVALUATIONS if world <= FEW else max(24, 8 * EVALUATIONS // world)
+    climb = HillClimb[ContextLayout](EVALUATIONS if world <= FEW else max(24, 8 * EVALUATIONS // world))
     best, current = costs.evaluate(layout), layout
-    largest = max(sum(group.tokens) for group in layout.groups)
-    step = max(unit, largest // 8 // unit * unit)
-    while budget > 0:
-        moved = False
-        for candidate in _moves(costs, current, best, step):
-            budget -= 1
-            found = costs.evaluate(candidate)
-            if _better(found, best):
-                best, current, moved = found, candidate, True
-                yield current
-                break
-            if budget <= 0:
-                break
-        if not moved:
-            if step == unit:
-                return
-            step = max(unit, step // 2 // unit * unit)
+
+    def improves(other: ContextLayout) -> bool:
+        nonlocal best
+        found = costs.evaluate(other)
+        better = _better(found, best)
+        best = found if better else best
+        return better
+
+    def neighbours(one: ContextLayout) -> Iterator[ContextLayout]:
+        return _moves(costs, one, best, step)
+
+    step = max(unit, max(sum(group.tokens) for group in layout.groups) // 8 // unit * unit)
+    while True:
+        for better in climb.run(current, neighbours, improves):
+            current = better
+            yield better
+        if step == unit:
+            return
+        step = max(unit, step // 2 // unit * unit)
 
 
 def _better(a: LayoutCost, b: LayoutCost) -> bool:

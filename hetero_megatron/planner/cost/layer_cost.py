@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hetero_megatron.cluster import Cluster, Link, NodeGroup
+from hetero_megatron.cluster import Cluster, NodeGroup
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.cost.memory import (
+from hetero_megatron.plan.memory import (
     ITEM_BYTES,
     MemoryBytes,
     RankWork,
@@ -24,6 +24,7 @@ from hetero_megatron.planner.cost.memory import (
     state_bytes,
     working_bytes,
 )
+from hetero_megatron.planner.cost.link_model import LinkPrice
 from hetero_megatron.planner.cost.operator_cost import UPDATE_BYTES, Operators
 from hetero_megatron.planner.cost.rates import ChipRates, LinkRates, Rates, load_rates
 from hetero_megatron.spec import ModelSpec
@@ -234,19 +235,26 @@ class CostModel:
         return LinkRates(link.alpha, link.beta * out, link.message_seconds, None, False, link.calibrated)
 
     def boundary_seconds(
-        self, a: StageChoice, b: StageChoice, micro_batch_size: int, link: Link, same_node: bool = False,
-        alone: float = 0.0,
-    ) -> float:  # fmt: skip
+        self,
+        a: StageChoice,
+        b: StageChoice,
+        micro_batch_size: int,
+        link: LinkPrice,
+        sharing: int = 1,
+        same_node: bool = False,
+    ) -> float:
         """One direction. Each token crosses once; the receivers' gather is part of their layers, as in the runtime.
 
         Args:
-            link: bandwidth of a node's cards together, or with ``same_node`` of each chip.
-            alone: seconds per byte of what one chip has for another.
+            link: between nodes of the stages, or with ``same_node`` inside one.
+            sharing: such transfers at a time over a node's cards.
         """
         size = micro_batch_size * self.seq_length * self.model.hidden_size * self.item
         wide = [s.tp * s.dp if same_node else math.ceil(s.tp * s.dp / self.home(s).chips_per_node) for s in (a, b)]
         one = size / max(s.tp * s.dp for s in (a, b))
-        return link.latency + max(size / (link.bandwidth * min(wide)), one * alone)
+        # All share the cards, which do as much as their fastest link; none is faster than its own link.
+        per_byte = max(link.link, max(link.out, link.into) * sharing)
+        return link.alpha + max(size * per_byte / min(wide), one * link.pair)
 
     def message_seconds(self, chip: str) -> float:
         """Host seconds that one send or receive costs the rank itself."""

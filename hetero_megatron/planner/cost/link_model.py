@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.cost.rates import LinkRates, Rates
+from hetero_megatron.planner.cost.rates import Rates
 
 Flow = tuple[int, int, float]  # source rank, destination rank, bytes
 Port = tuple[str, int | str]  # ("out" | "in", rank or node)
@@ -46,12 +46,50 @@ class LinkTraffic:
     pairs: Mapping[LinkKind, float]
 
 
+@dataclass(frozen=True)
+class LinkPrice:
+    """What messages over a kind of link cost: of a collective, where it was asked for one that was measured.
+
+    Attributes:
+        alpha: seconds per message; single: the same outside of collectives.
+        out, into: seconds per byte by which a message occupies the sender's and the receiver's port, which pass
+            everything at the rate of their fastest link.
+        link: seconds per byte of what one end (a chip inside a node, else a node) has for one other.
+        pair: seconds per byte from one chip to another.
+        message: host seconds that a message costs the sender.
+    """
+
+    alpha: float
+    single: float
+    out: float
+    into: float
+    link: float
+    pair: float
+    message: float
+
+
 class LinkModel:
-    """Prices of messages between the ranks of a cluster."""
+    """Prices of messages between the ranks of a cluster: the one place where rates become seconds on links."""
 
     def __init__(self, rates: Rates) -> None:
         self.rates, self.ranks = rates, rates.cluster.ranks
         self._fastest: dict[tuple[str, bool], float] = {}
+        self._links: dict[tuple[str, str, bool, str | None], LinkPrice] = {}
+        self._chips = {group.name: group.chip for group in rates.cluster.nodes}
+
+    def link(self, group: str, other: str, same_node: bool, collective: str | None = None) -> LinkPrice:
+        """Of messages from a node of ``group`` to one of ``other``, or inside one node."""
+        key = (group, other, same_node, collective)
+        if key not in self._links:
+            rates = self.rates.between(group, other, same_node)
+            alpha, beta = rates.collective(collective)
+            out, into = (min(beta, self.fastest(name, same_node)) for name in (group, other))
+            message = rates.message_seconds
+            if message is None:
+                message = self.rates.chips[self._chips[group]].message_seconds
+            pair = rates.between_chips(collective)
+            self._links[key] = LinkPrice(alpha, rates.alpha, out, into, min(rates.beta, beta), pair, message)
+        return self._links[key]
 
     def traffic(self, flows: Iterable[Flow]) -> LinkTraffic:
         """Those to itself cost nothing."""
@@ -83,23 +121,19 @@ class LinkModel:
         Args:
             item: bytes per unit in which the traffic was counted.
             sharing: by node, how many such exchanges use its cards at a time.
-            collective: what they are together, which may have been measured as such: see :class:`LinkRates`.
+            collective: what they are together, which may have been measured as such: see ``LinkRates``.
         """
         ports: dict[Port, float] = defaultdict(float)
-        latency = 0.0
+        latency = slowest = 0.0
         for (port, kind), size in traffic.bytes_by.items():
-            link = self.rates.between(*kind)
-            alpha, beta = link.collective(collective)
-            latency = max(latency, alpha)
+            link = self.link(*kind, collective)
+            latency = max(latency, link.alpha)
             others = sharing.get(port[1], 1) if sharing and isinstance(port[1], str) else 1
-            at = kind[0] if port[0] == "out" else kind[1]
-            ports[port] += size * item * min(beta, self.fastest(at, kind[2])) * others
-        slowest = 0.0
+            ports[port] += size * item * (link.out if port[0] == "out" else link.into) * others
         for kind, size in traffic.longest.items():
-            link = self.rates.between(*kind)
-            slowest = max(slowest, size * item * min(link.beta, link.collective(collective)[1]))
+            slowest = max(slowest, size * item * self.link(*kind, collective).link)
         for kind, size in traffic.pairs.items():
-            slowest = max(slowest, size * item * self.rates.between(*kind).between_chips(collective))
+            slowest = max(slowest, size * item * self.link(*kind, collective).pair)
         return ExchangePrice(dict(ports), latency, slowest)
 
     def fastest(self, group: str, same_node: bool) -> float:
@@ -142,10 +176,8 @@ class LinkModel:
 
     def message_seconds(self, rank: int, peer: int) -> float:
         """Host seconds that a message to or from ``peer`` costs ``rank``."""
-        link: LinkRates = self.rates.link(rank, peer)
-        if link.message_seconds is not None:
-            return link.message_seconds
-        return self.rates.chips[self.ranks[rank].chip].message_seconds
+        a, b = self.ranks[rank], self.ranks[peer]
+        return self.link(a.group, b.group, a.node == b.node).message
 
 
 def _most(between: Mapping[Any, float]) -> dict[LinkKind, float]:

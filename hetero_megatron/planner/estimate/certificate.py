@@ -50,13 +50,13 @@ class _PriceBound:
     """P(q) for all micro-batch sizes, at given prices."""
 
     def __init__(
-        self, evaluator: TemplateScorer, model: ModelSpec, batch: int, space: SearchSpace, enumerated: bool, late: Late
+        self, scorer: TemplateScorer, model: ModelSpec, batch: int, space: SearchSpace, enumerated: bool, late: Late
     ) -> None:
-        self.evaluator, self.model, self.batch, self.space = evaluator, model, batch, space
+        self.scorer, self.model, self.batch, self.space = scorer, model, batch, space
         self.enumerated, self.late = enumerated, late
-        self.pool, self.tables = evaluator.pool, evaluator.tables
+        self.pool, self.tables = scorer.pool, scorer.tables
         self.sizes = batch_sizes(space, batch)
-        self.depth = _most_stages(evaluator, model)
+        self.depth = _most_stages(scorer, model)
         self.options = {b: self._options(b) for b in self.sizes}
         self.prices = self._rates()
         self._rising: dict[int, tuple[list[Floats], list[Floats]]] = {}
@@ -177,7 +177,7 @@ class _PriceBound:
                 fits = np.flatnonzero(np.isfinite(self.seconds(o, size, False)[0]))
                 if len(fits):
                     whole = StageTemplate(o.group, o.tp, o.dp, int(fits[-1]))
-                    found.append(self.evaluator.saved_seconds(whole, True, True))
+                    found.append(self.scorer.saved_seconds(whole, True, True))
         return max(found)
 
     def possible(self, limit: float) -> bool:
@@ -196,13 +196,13 @@ def _intervals(most: int) -> list[tuple[int, int]]:
     return found
 
 
-def _most_stages(evaluator: TemplateScorer, model: ModelSpec) -> int:
-    return min(evaluator.tables.depth, model.num_layers + 2, evaluator.pool.chips)
+def _most_stages(scorer: TemplateScorer, model: ModelSpec) -> int:
+    return min(scorer.tables.depth, model.num_layers + 2, scorer.pool.chips)
 
 
 def assumptions(
     method: str,
-    evaluator: TemplateScorer,
+    scorer: TemplateScorer,
     model: ModelSpec,
     batch: int,
     space: SearchSpace,
@@ -219,7 +219,7 @@ def assumptions(
     rates = "rates as given, chips steady (no jitter)"
     if method == "work":
         return "all plans; only products of layers and attention take time, at each chip's best rate", rates
-    pool = evaluator.pool
+    pool = scorer.pool
     degrees = {
         t
         for g, group in enumerate(pool.groups)
@@ -228,12 +228,12 @@ def assumptions(
     stages = f"equal TP of {_listed(degrees)}"
     if method == "enumeration":
         taken = (
-            f"gpipe up to {evaluator.tables.depth} micro-batches, pipelines placed on nodes stage by stage or one "
+            f"gpipe up to {scorer.tables.depth} micro-batches, pipelines placed on nodes stage by stage or one "
             "after the other"
         )
     else:
         inner = f"inner DP up to {MOST_INNER}" if space.inner_dp else "no inner DP"
-        stages += f", {inner}, at most {_most_stages(evaluator, model)} stages"
+        stages += f", {inner}, at most {_most_stages(scorer, model)} stages"
         taken = "transfers, synchronisation and optimizer take no time, optimizer states divided among all chips"
     return (
         f"stages of one chip type, {stages}",
@@ -253,7 +253,7 @@ def _listed(numbers: Iterable[int]) -> str:
 
 
 def price_bound(
-    evaluator: TemplateScorer, model: ModelSpec, batch: int, space: SearchSpace, step_seconds: float,
+    scorer: TemplateScorer, model: ModelSpec, batch: int, space: SearchSpace, step_seconds: float,
     enumerated: bool = False, late: Late = never,
 ) -> LowerBound:  # fmt: skip
     """By prices; ``step_seconds``: of a plan that is known, so the bound is not above it.
@@ -262,7 +262,7 @@ def price_bound(
         enumerated: over all that the complete enumeration may choose: any TP degree, unequal shares of the states.
         late: when to stop; what was ruled out by then still is.
     """
-    prices = _PriceBound(evaluator, model, batch, space, enumerated, late)
+    prices = _PriceBound(scorer, model, batch, space, enumerated, late)
     low, high = 0.0, step_seconds
     for step in range(STEPS):
         middle = high * 0.9 if step == 0 else (low + high) / 2

@@ -27,19 +27,19 @@ from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops
 ROWS, DEGREES, PARTS = (1, 4, 32), (1, 2, 4, 8), (1, 2, 8, 64)
 
 
-def context_bound(found: LowerBound, evaluator: TemplateScorer, model: ModelSpec, batch: int) -> LowerBound:
+def context_bound(found: LowerBound, scorer: TemplateScorer, model: ModelSpec, batch: int) -> LowerBound:
     """The smaller of a bound on plans without context groups and of the one on all plans."""
-    seconds = work_bound(evaluator, model, batch)
+    seconds = work_bound(scorer, model, batch)
     return LowerBound(seconds, "work") if seconds < found.seconds else found
 
 
-def work_bound(evaluator: TemplateScorer, model: ModelSpec, batch: int) -> float:
+def work_bound(scorer: TemplateScorer, model: ModelSpec, batch: int) -> float:
     """Seconds in which no plan computes ``batch`` sequences."""
-    best = {group.chip: _fastest(model, evaluator.costs, group.chip) for group in evaluator.pool.groups}
+    best = {group.chip: _fastest(model, scorer.costs, group.chip) for group in scorer.pool.groups}
     members = [
-        replace(best[group.chip], ranks=(rank,)) for group in evaluator.pool.groups for n in group.ranks for rank in n
+        replace(best[group.chip], ranks=(rank,)) for group in scorer.pool.groups for n in group.ranks for rank in n
     ]
-    return batch * speed_bound(_problem(model, evaluator.costs, members))
+    return batch * speed_bound(_problem(model, scorer.costs, members))
 
 
 def most_tokens(costs: CostModel, chips: Sequence[str], counts: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -1,7 +1,7 @@
 """Seconds of one pipeline: a closed form to rank, and the exact time of the schedule's actions.
 
-Both know stages of unlike speed. ``seconds`` gives, for the schedules 1f1b and gpipe, exactly what
-``schedule.simulate`` gives for the lowered actions; it is a recurrence over micro-batches instead of an event queue.
+Both know stages of unlike speed. ``seconds`` is what ``schedule.simulate`` gives for the lowered actions of any
+schedule; :data:`FAST` schedules have a recurrence over micro-batches instead of an event queue, with the same result.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+from hetero_megatron.schedule import Costs, lowered, simulate
 
 Floats = NDArray[np.float64]
 Times = Sequence[float]
@@ -66,9 +68,11 @@ def closed_form(forward: Times, backward: Times, link: Links, micro_batches: int
 
 def seconds(forward: Times, backward: Times, link: Links, micro_batches: int, schedule: str = "1f1b") -> float:
     """Exact time from the first start to the last end; transfers of one direction of a boundary follow one another."""
-    if schedule == "gpipe":
-        return _gpipe(forward, backward, link, micro_batches)
-    return _one_f_one_b(forward, backward, link, micro_batches)
+    if schedule in FAST:
+        return FAST[schedule](forward, backward, link, micro_batches)
+    there, back = _directions(link)
+    costs = Costs(forward, backward, there, link_back=back)
+    return simulate(lowered(schedule, len(forward), micro_batches), costs).step_seconds
 
 
 def _one_f_one_b(forward: Times, backward: Times, link: Links, m: int) -> float:
@@ -161,13 +165,20 @@ def _gpipe(forward: Times, backward: Times, link: Links, m: int) -> float:
     return max(ends)
 
 
+FAST = {"1f1b": _one_f_one_b, "gpipe": _gpipe}
+
+
 def many(forward: Floats, backward: Floats, link: Links, micro_batches: int, schedule: str = "1f1b") -> Floats:
     """``seconds`` of many pipelines with the same links at once: [ways, stages] -> [ways]."""
     f = [np.ascontiguousarray(column) for column in forward.T]
     b = [np.ascontiguousarray(column) for column in backward.T]
+    if schedule not in FAST_MANY:
+        return np.array(
+            [seconds(*row, link, micro_batches, schedule) for row in zip(forward.tolist(), backward.tolist())]
+        )
     if len(f) == 1:
         return np.asarray(micro_batches * (f[0] + b[0]))
-    return (_many_gpipe if schedule == "gpipe" else _many_1f1b)(f, b, link, micro_batches)
+    return FAST_MANY[schedule](f, b, link, micro_batches)
 
 
 def _many_1f1b(forward: list[Floats], backward: list[Floats], link: Links, m: int) -> Floats:
@@ -208,3 +219,6 @@ def _many_gpipe(forward: list[Floats], backward: list[Floats], link: Links, m: i
                 arrival[j] = busy = np.maximum(busy, clock) + link[i - 1][1]
         ends[i] = clock
     return np.asarray(np.max(ends, axis=0))
+
+
+FAST_MANY = {"1f1b": _many_1f1b, "gpipe": _many_gpipe}

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.cluster import Link
 from hetero_megatron.plan import supports
 from hetero_megatron.planner.cost.layer_cost import CostModel, StageChoice
+from hetero_megatron.planner.cost.link_model import LinkModel
 from hetero_megatron.planner.estimate.pipeline_time import Link as Transfers
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.plan_template import StageTemplate
@@ -103,6 +103,7 @@ class StageTables:
     ) -> None:
         self.costs, self.pool, self.layers, self.depth = costs, pool, layers, max(1, depth)
         self.offload = offload
+        self.links = LinkModel(costs.rates)
         self._layers = np.arange(layers + 1)
         self._tables: dict[StageKind, StageTable] = {}
         self._shallow: dict[tuple[StageKind, int], StageTable] = {}
@@ -263,15 +264,9 @@ class StageTables:
 
     def _one_way(self, a: StageTemplate, b: StageTemplate, size: int, same_node: bool, sharing: int) -> float:
         inside = same_node or self.pool.link(a.group, b.group) is None
-        link = self.pool.link(a.group, b.group, inside)
-        assert link is not None, "two stages with no link between them"
-        # All share the cards, which do as much as their fastest link; none is faster than its own link.
-        cards = max(link.bandwidth, min(self.pool.fastest(s.group) for s in (a, b)))
-        link = Link(min(link.bandwidth, cards / sharing), link.latency)
         first, second = (self.choice(StageTemplate(s.group, s.tp, s.dp), False, False) for s in (a, b))
-        homes = self.costs.home(first).name, self.costs.home(second).name
-        alone = self.costs.rates.between(homes[0], homes[1], inside).between_chips(None)
-        return self.costs.boundary_seconds(first, second, size, link, same_node, alone)
+        link = self.links.link(self.costs.home(first).name, self.costs.home(second).name, inside)
+        return self.costs.boundary_seconds(first, second, size, link, sharing, same_node)
 
     def likely_same_node(self, a: StageTemplate, b: StageTemplate) -> bool:
         """Whether neighbouring stages can lie in one node."""

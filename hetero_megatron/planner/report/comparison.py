@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from hetero_megatron.cluster import Cluster
+from hetero_megatron.cluster.subset import of_type
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import from_megatron
 from hetero_megatron.planner.estimate.certificate import LowerBound, assumptions, price_bound
 from hetero_megatron.planner.estimate.context_certificate import context_bound
-from hetero_megatron.planner.estimate.template_score import best_recompute
+from hetero_megatron.planner.estimate.template_score import best_recompute, make_scorer
+from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.report.prediction import format_seconds
 from hetero_megatron.planner.report.rejected import Rejected, fastest_rejected, nearest_rejected
-from hetero_megatron.planner.search.driver import SearchResult, make_evaluator, search
-from hetero_megatron.planner.search.incumbent import JudgedPlan, SearchOptions, judge_template
+from hetero_megatron.planner.search.driver import SearchResult, alone
+from hetero_megatron.planner.search.incumbent import JudgedPlan, judge_template
 from hetero_megatron.planner.search.uniform import UniformPlan, few_uniform, uniform_plans
 from hetero_megatron.planner.simulate.step import Prediction, predict
-from hetero_megatron.planner.template.placement import shrink
 from hetero_megatron.planner.template.plan_template import PipelineReplicas, PipelineTemplate, PlanTemplate, describe
 from hetero_megatron.planner.time_budget import TimeBudget, never
 from hetero_megatron.planner.whatif.objective import Deadline
@@ -90,16 +90,12 @@ class Summary:
 
 def summarize(
     result: SearchResult,
-    model: ModelSpec,
-    cluster: Cluster,
-    seq_length: int,
-    batch: int,
-    options: SearchOptions,
+    problem: PlanningProblem,
     *,
     baselines: bool = True,
     bound: bool | None = None,
     deadline: Deadline | None = None,
-    watch: TimeBudget | None = None,
+    budget: TimeBudget | None = None,
 ) -> Summary:
     """Compute the comparisons. They are all of the cluster that the plan's ranks count in, which an objective beside
     speed makes a part of ``cluster``: nodes of the rest are idle.
@@ -108,28 +104,29 @@ def summarize(
         baselines: also search each chip type alone and enumerate uniform plans.
         bound: True: however long it takes; None: unless the cluster is large.
         deadline: that of the objective.
-        watch: that of the search; when it is over, no chip type is searched alone, and the bound is as far as it got.
+        budget: that of the search; when it is over, no chip type is searched alone, and the bound is as far as it got.
     """
-    watch = watch or TimeBudget(options.time_limit)
-    nodes, cluster = dict.fromkeys(rank.node for rank in cluster.ranks), result.best.cluster
+    budget = budget or TimeBudget(problem.options.time_limit)
+    nodes, cluster = dict.fromkeys(rank.node for rank in problem.cluster.ranks), result.best.cluster
+    problem, options, model = problem.on(cluster), problem.options, problem.model
     there = {rank.node for rank in cluster.ranks}
     lacking = {c: [r.rank for r in cluster.ranks if r.chip == c] for c, chip in cluster.chips.items()
                if options.dtype not in chip.dtypes}  # fmt: skip
     unusable = {chip: tuple(ranks) for chip, ranks in lacking.items() if ranks}
-    found, assumed = _bound(result, model, batch, options, bound, watch)
+    found, assumed = _bound(result, problem, bound, budget)
     summary = Summary(
         result, model.name, found, dtype=options.dtype, unusable=unusable, assumptions=assumed,
         left_out=tuple(name for name in nodes if name not in there), deadline=deadline,
     )  # fmt: skip
     if found is None:
         summary.no_bound = f"{'the time is up' if _quick(result, model) else 'it takes long'}; --bound computes it"
-    summary.variants = variants(result, model, cluster, seq_length, batch, options)
+    summary.variants = variants(result, problem)
     if baselines:
-        summary.uniform, summary.rejected = best_uniform(result, model, cluster, seq_length, batch, options)
+        summary.uniform, summary.rejected = best_uniform(result, problem)
         new = {group.chip for group in result.pool.groups} - set(result.alone)
-        if not (new and watch.over()):
-            summary.alone = each_alone(result, model, cluster, seq_length, batch, options, watch, summary.rejected)
-        if new and watch.cut:  # a type that was not searched to its end would look slower than it is
+        if not (new and budget.over()):
+            summary.alone = each_alone(result, problem, budget, summary.rejected)
+        if new and budget.cut:  # a type that was not searched to its end would look slower than it is
             summary.alone, summary.skipped = [], "not searched, because the time is up"
     return summary
 
@@ -140,143 +137,128 @@ def _quick(result: SearchResult, model: ModelSpec) -> bool:
 
 
 def _bound(
-    result: SearchResult, model: ModelSpec, batch: int, options: SearchOptions, wanted: bool | None, watch: TimeBudget
+    result: SearchResult, problem: PlanningProblem, wanted: bool | None, budget: TimeBudget
 ) -> tuple[LowerBound | None, tuple[str, ...]]:
     """(the certificate, what it assumes); (None, ()) where it would take long, or the user does not wait. ``wanted``:
     however long it takes."""
-    late = never if wanted else watch.over
+    late, model, batch, options = (
+        never if wanted else budget.over,
+        problem.model,
+        problem.global_batch_size,
+        problem.options,
+    )
     if not (result.lower_bound > 0 or wanted or (wanted is None and _quick(result, model) and not late())):
         return None, ()
     space = replace(options.space, offload="always") if result.offload_tried else options.space
     enumerated = result.method == "enumeration" and not result.offload_tried
-    found = price_bound(result.evaluator, model, batch, space, result.best.step_seconds, enumerated, late)
+    found = price_bound(result.scorer, model, batch, space, result.best.step_seconds, enumerated, late)
     # What was left out of the enumeration may have made its bound weak; both hold.
     if 0 < result.lower_bound >= found.seconds:
         found = LowerBound(result.lower_bound, "enumeration")
     everything = result.context_tried or result.unlike_groups
     if everything:
-        found = context_bound(found, result.evaluator, model, batch)
+        found = context_bound(found, result.scorer, model, batch)
     if found.seconds <= 0 and late():
         return None, ()
-    return found, assumptions(found.method, result.evaluator, model, batch, space, enumerated, everything)
+    return found, assumptions(found.method, result.scorer, model, batch, space, enumerated, everything)
 
 
-def best_uniform(
-    result: SearchResult, model: ModelSpec, cluster: Cluster, seq_length: int, batch: int, options: SearchOptions
-) -> tuple[Baseline, list[Rejected]]:
+def best_uniform(result: SearchResult, problem: PlanningProblem) -> tuple[Baseline, list[Rejected]]:
     """(the best plan that Megatron's flags can describe, over all chips of the cluster; some that do not fit)."""
     best: tuple[float, UniformPlan, Prediction] | None = None
+    model, cluster, batch = problem.model, problem.cluster, problem.global_batch_size
     if result.pool.chips < cluster.world_size:
         return Baseline("uniform", "", problem="some chips lack the dtype"), []
     if next(uniform_plans(result.pool, model, batch), None) is None:
-        problem = f"no equal degrees divide {plural(cluster.world_size, 'chip')}, their nodes and a batch of {batch}"
-        return Baseline("uniform", "", problem=problem), []
-    problem = "no uniform plan fits into memory"
-    few, over = few_uniform(result.evaluator, model, batch, 4)
-    for uniform, candidate in few:
+        why = f"no equal degrees divide {plural(cluster.world_size, 'chip')}, their nodes and a batch of {batch}"
+        return Baseline("uniform", "", problem=why), []
+    why = "no uniform plan fits into memory"
+    few, over = few_uniform(problem, result.scorer, 4)
+    for uniform, template in few:
         try:
-            plan = from_megatron(uniform.flags(seq_length, batch), model)
-            found = predict(plan, model, cluster, options.dtype, result.evaluator.costs)
+            plan = from_megatron(uniform.flags(problem.seq_length, batch), model)
+            found = predict(plan, model, cluster, problem.dtype, result.scorer.costs)
         except UserError as error:
-            problem = error.problem
+            why = error.problem
             continue
         if found.over:
-            over.append((uniform, candidate))
+            over.append((uniform, template))
         elif best is None or found.step_seconds < best[0]:
             best = (found.step_seconds, uniform, found)
-    rejected = fastest_rejected(over, result.evaluator, model, cluster, options, batch)
+    rejected = fastest_rejected(over, problem, result.scorer)
     if best is None:
-        return Baseline("uniform", "", problem=problem), rejected
+        return Baseline("uniform", "", problem=why), rejected
     name, tokens = best[1].text(), best[2].tokens_per_second
     return Baseline("uniform", name, tokens, best[0], cluster.world_size), rejected
 
 
 def each_alone(
-    result: SearchResult, model: ModelSpec, cluster: Cluster, seq_length: int, batch: int, options: SearchOptions,
-    watch: TimeBudget | None = None, rejected: list[Rejected] | None = None,
+    result: SearchResult, problem: PlanningProblem, budget: TimeBudget | None = None,
+    rejected: list[Rejected] | None = None,
 ) -> list[Baseline]:  # fmt: skip
     """The best plan of each chip type alone, with the same global batch (which favours the parts: fewer bubbles); to
     ``rejected`` goes what comes nearest to fitting where nothing fits."""
     names = list(dict.fromkeys(group.chip for group in result.pool.groups))
     found = []
     for name in names:
-        keep = [rank.rank for rank in cluster.ranks if rank.chip == name]
-        own = result.alone.get(name) or _alone(cluster, keep, model, seq_length, batch, options, watch)
+        count = sum(rank.chip == name for rank in problem.cluster.ranks)
+        own = result.alone.get(name) or alone(problem, name, budget)
         if isinstance(own, UserError):
-            found.append(Baseline(name, "", chips=len(keep), problem=own.problem))
+            found.append(Baseline(name, "", chips=count, problem=own.problem))
             if rejected is not None:
-                part = shrink(cluster, keep)
-                evaluator = make_evaluator(model, part, seq_length, options)
-                rejected += nearest_rejected(name, evaluator, model, part, options, batch)
+                part = problem.on(of_type(problem.cluster, name))
+                rejected += nearest_rejected(name, part, make_scorer(part))
             continue
         best = own.best
         text = choice_text(best, [g.chip for g in own.pool.groups])
-        found.append(Baseline(name, text, best.prediction.tokens_per_second, best.step_seconds, len(keep)))
+        found.append(Baseline(name, text, best.prediction.tokens_per_second, best.step_seconds, count))
     return found
 
 
-def _alone(
-    cluster: Cluster, keep: list[int], model: ModelSpec, seq_length: int, batch: int, options: SearchOptions,
-    watch: TimeBudget | None,
-) -> SearchResult | UserError:  # fmt: skip
-    part = cluster if len(keep) == cluster.world_size else shrink(cluster, keep)
-    try:
-        return search(model, part, seq_length, batch, options, watch=watch)
-    except UserError as error:
-        return error
-
-
-def text_of(candidate: PlanTemplate, chips: list[str]) -> str:
+def text_of(template: PlanTemplate, chips: list[str]) -> str:
     """``8 x (m 32, b 1) A100 tp8 [10] > H100 tp2 [8,8,7,7]``, parts joined by `` + ``."""
     parts = [
         f"{p.copies} x (m {p.num_micro_batches}, b {p.shape.micro_batch_size}) {describe(p.shape, chips)}"
-        for p in candidate.parts[:4]
+        for p in template.parts[:4]
     ]
-    return " + ".join(parts) + (" + …" if len(candidate.parts) > 4 else "")
+    return " + ".join(parts) + (" + …" if len(template.parts) > 4 else "")
 
 
 def choice_text(choice: JudgedPlan, chips: list[str]) -> str:
     """What a plan is."""
-    return choice.text or text_of(choice.candidate, chips)
+    return choice.text or text_of(choice.template, chips)
 
 
-def variants(
-    result: SearchResult, model: ModelSpec, cluster: Cluster, seq_length: int, batch: int, options: SearchOptions
-) -> list[Variant]:
+def variants(result: SearchResult, problem: PlanningProblem) -> list[Variant]:
     """Plans near the best one: one choice undone each, and the runners-up of another make-up."""
     best, found = result.best, []
     chips = [g.chip for g in result.pool.groups]
-    for text, candidate in (
-        ("the same with equal layers per stage", _even_layers(result, best.candidate, model)),
-        ("the same with equal shares of the batch", None if best.text else _even_shares(best.candidate, batch)),
+    for text, template in (
+        ("the same with equal layers per stage", _even_layers(result, best.template, problem.model)),
+        (
+            "the same with equal shares of the batch",
+            None if best.text else _even_shares(best.template, problem.global_batch_size),
+        ),
     ):
-        if candidate is not None and not best.text:
-            found.append(_variant(result, text, candidate, model, cluster, seq_length, options))
-    seen = {(best.text, _make_up(best.candidate))}
+        if template is not None and not best.text:
+            found.append(_variant(result, text, template, problem))
+    seen = {(best.text, _make_up(best.template))}
     for other in result.others:
-        if (other.text, _make_up(other.candidate)) not in seen and len(found) < 6:
-            seen.add((other.text, _make_up(other.candidate)))
+        if (other.text, _make_up(other.template)) not in seen and len(found) < 6:
+            seen.add((other.text, _make_up(other.template)))
             found.append(Variant(choice_text(other, chips), other.step_seconds, _why(best, other)))
     return [v for v in found if v.step_seconds >= best.step_seconds or v.step_seconds == 0.0]
 
 
-def _make_up(candidate: PlanTemplate) -> frozenset[object]:
+def _make_up(template: PlanTemplate) -> frozenset[object]:
     return frozenset(
-        (tuple((s.group, s.tp, s.dp, s.layers) for s in p.shape.stages), p.copies, candidate.schedule)
-        for p in candidate.parts
+        (tuple((s.group, s.tp, s.dp, s.layers) for s in p.shape.stages), p.copies, template.schedule)
+        for p in template.parts
     )
 
 
-def _variant(
-    result: SearchResult,
-    text: str,
-    candidate: PlanTemplate,
-    model: ModelSpec,
-    cluster: Cluster,
-    seq_length: int,
-    options: SearchOptions,
-) -> Variant:
-    choice = judge_template(candidate, cluster, model, seq_length, options, result.evaluator)
+def _variant(result: SearchResult, text: str, template: PlanTemplate, problem: PlanningProblem) -> Variant:
+    choice = judge_template(template, problem, result.scorer)
     assert choice is not None, "it lies on the chips of the best plan"
     if choice.prediction.over:
         worst = max(choice.prediction.over, key=lambda o: o.over)
@@ -298,9 +280,9 @@ def _why(best: JudgedPlan, other: JudgedPlan) -> str:
     return f"{words[part]} {format_seconds(grown[part])} longer"
 
 
-def _even_layers(result: SearchResult, candidate: PlanTemplate, model: ModelSpec) -> PlanTemplate | None:
+def _even_layers(result: SearchResult, template: PlanTemplate, model: ModelSpec) -> PlanTemplate | None:
     parts = []
-    for part in candidate.parts:
+    for part in template.parts:
         count = len(part.shape.stages)
         each, more = divmod(model.num_layers, count)
         stages = tuple(
@@ -309,24 +291,24 @@ def _even_layers(result: SearchResult, candidate: PlanTemplate, model: ModelSpec
         shape: PipelineTemplate | None = PipelineTemplate(part.shape.micro_batch_size, stages)
         assert shape is not None
         fitting = best_recompute(
-            result.evaluator.tables, shape, candidate.schedule, part.num_micro_batches, candidate.pipelines
+            result.scorer.tables, shape, template.schedule, part.num_micro_batches, template.pipelines
         )
         parts.append(PipelineReplicas(fitting or shape, part.copies, part.num_micro_batches))
-    changed = replace(candidate, parts=tuple(parts))
+    changed = replace(template, parts=tuple(parts))
     same = all(
         [s.layers for s in a.shape.stages] == [s.layers for s in b.shape.stages]
-        for a, b in zip(changed.parts, candidate.parts)
+        for a, b in zip(changed.parts, template.parts)
     )
     return None if same else changed
 
 
-def _even_shares(candidate: PlanTemplate, batch: int) -> PlanTemplate | None:
-    per = {p.shape.micro_batch_size * p.num_micro_batches for p in candidate.parts}
-    if len(per) == 1 or batch % candidate.pipelines:
+def _even_shares(template: PlanTemplate, batch: int) -> PlanTemplate | None:
+    per = {p.shape.micro_batch_size * p.num_micro_batches for p in template.parts}
+    if len(per) == 1 or batch % template.pipelines:
         return None
-    share = batch // candidate.pipelines
-    if any(share % p.shape.micro_batch_size for p in candidate.parts):
+    share = batch // template.pipelines
+    if any(share % p.shape.micro_batch_size for p in template.parts):
         return None
     return replace(
-        candidate, parts=tuple(replace(p, num_micro_batches=share // p.shape.micro_batch_size) for p in candidate.parts)
+        template, parts=tuple(replace(p, num_micro_batches=share // p.shape.micro_batch_size) for p in template.parts)
     )

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, from_megatron, validate
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
-from hetero_megatron.planner.search.incumbent import EXACT_CHIPS, SearchOptions
+from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.search.incumbent import EXACT_CHIPS
 from hetero_megatron.planner.search.uniform import UniformPlan, bytes_over, closed_seconds, uniform_plans
 from hetero_megatron.planner.simulate.memory_report import OverLimit
 from hetero_megatron.planner.simulate.step import over_memory
 from hetero_megatron.planner.template.plan_template import PlanTemplate
-from hetero_megatron.spec import ModelSpec
 
 SHOWN, LOOKED_AT = 3, 12
 Row = tuple[UniformPlan, PlanTemplate]
@@ -41,48 +40,38 @@ class Rejected:
         return f"{self.stage}: {self.worst}; most of it is {self.largest}"
 
 
-def fastest_rejected(
-    rows: Sequence[Row],
-    evaluator: TemplateScorer,
-    model: ModelSpec,
-    cluster: Cluster,
-    options: SearchOptions,
-    batch: int,
-) -> list[Rejected]:
+def fastest_rejected(rows: Sequence[Row], problem: PlanningProblem, scorer: TemplateScorer) -> list[Rejected]:
     """Of ``rows``, which do not fit by evaluation, those that would be fastest, one of each TP, PP and DP."""
     first = {(u.tp, u.pp, u.dp): (u, c) for u, c in reversed(rows)}
-    order = sorted(list(first.values())[::-1][:LOOKED_AT], key=lambda row: closed_seconds(evaluator, row[1]))
-    return _look(order, evaluator, model, cluster, options, batch, "", SHOWN)
+    order = sorted(list(first.values())[::-1][:LOOKED_AT], key=lambda row: closed_seconds(scorer, row[1]))
+    return _look(order, problem, scorer, "", SHOWN)
 
 
-def nearest_rejected(
-    chip: str, evaluator: TemplateScorer, model: ModelSpec, cluster: Cluster, options: SearchOptions, batch: int
-) -> list[Rejected]:
+def nearest_rejected(chip: str, problem: PlanningProblem, scorer: TemplateScorer) -> list[Rejected]:
     """Of chips of one type, none of whose plans fits: the uniform plan that is over by least, where there is any."""
-    rows = list(uniform_plans(evaluator.pool, model, batch, ("full",), (1,)))
-    rows.sort(key=lambda row: bytes_over(evaluator, row[1]))
-    return _look(rows[:1], evaluator, model, cluster, options, batch, chip, 1)
+    rows = list(uniform_plans(scorer.pool, problem.model, problem.global_batch_size, ("full",), (1,)))
+    rows.sort(key=lambda row: bytes_over(scorer, row[1]))
+    return _look(rows[:1], problem, scorer, chip, 1)
 
 
 def _look(
-    rows: Iterable[Row], evaluator: TemplateScorer, model: ModelSpec, cluster: Cluster, options: SearchOptions,
-    batch: int, of: str, most: int,
+    rows: Iterable[Row], problem: PlanningProblem, scorer: TemplateScorer, of: str, most: int
 ) -> list[Rejected]:  # fmt: skip
     found: list[Rejected] = []
-    if evaluator.pool.chips > EXACT_CHIPS or evaluator.pool.chips < cluster.world_size:
+    if scorer.pool.chips > EXACT_CHIPS or scorer.pool.chips < problem.cluster.world_size:
         return found
-    for uniform, candidate in rows:
+    for uniform, template in rows:
         if len(found) == most:
             break
         try:
-            plan = from_megatron(uniform.flags(evaluator.costs.seq_length, batch), model)
-            validate(plan, model, cluster, dtype=options.dtype)
+            plan = from_megatron(uniform.flags(problem.seq_length, problem.global_batch_size), problem.model)
+            validate(plan, problem.model, problem.cluster, dtype=problem.dtype)
         except UserError:
             continue
-        over, memory = over_memory(plan, evaluator.costs)
+        over, memory = over_memory(plan, scorer.costs)
         if over:
             largest = memory[over[0].rank].largest
-            seconds = closed_seconds(evaluator, candidate)
+            seconds = closed_seconds(scorer, template)
             found.append(Rejected(of, uniform.text(), seconds, _stage_of(plan, over[0].rank), over[0], largest))
     return found
 

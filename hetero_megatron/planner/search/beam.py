@@ -7,27 +7,67 @@ sequences are computed; bisection on the limit finds the least one within which 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from hetero_megatron.planner.search.materialize import PipelineOutline
-    from hetero_megatron.planner.search.pipeline_dp import PipelineDP
+from hetero_megatron.planner.search.layers_program import LayersProgram, PipelineFamily, ProgramInputs
 
 MOST_BUDGETS, MOST_COLUMNS, ROUNDS = 32, 200, 6
 NEAR = 24  # taus of a column above its least
 MOST_USED, BEAM = 32, 24  # columns that the beam search goes through, and its width
+Programs = Mapping[tuple[tuple[int, ...], int, int], LayersProgram]  # by budget, micro-batch size, replicas
 
 
-def budgets(search: PipelineDP) -> list[tuple[int, tuple[int, ...]]]:
-    """Unequal numbers of chips per group: for every pair of divisors of two groups' counts that gives pipelines of
-    about the size of the best ones; the rest of the groups absent."""
-    counts = search.counts
-    good = sorted({sum(f.budget) for f in search.families[:40]})
-    low, high = (good[0] / 2, good[-1] * 2) if good else (1, sum(counts))
+def mixed_columns(
+    inputs: ProgramInputs, families: Sequence[PipelineFamily], programs: Programs
+) -> Iterator[list[tuple[PipelineFamily, LayersProgram, int]]]:
+    """Combinations of columns, best first: (family, its program, how many such pipelines).
+
+    Args:
+        families: pipelines that were found for equal budgets, best first.
+    """
+    if sum(n > 0 for n in inputs.counts) < 2 or not families:
+        return
+    columns = _columns(inputs, families, programs)
+    usage = np.array([f.budget for f, _ in columns], float)
+    first = families[0]
+    high = first.seconds(max(1.0, inputs.batch / (first.replicas * first.size)))
+    low, best = high / 2, None
+    for _ in range(ROUNDS):
+        middle = (low + high) / 2
+        counts = _solve(inputs, usage, [f.most(middle) for f, _ in columns])
+        if counts is None:
+            low = middle
+        else:
+            high, best = middle, counts
+    if best is not None:
+        yield [(*column, int(n)) for column, n in zip(columns, best) if n]
+
+
+def _columns(
+    inputs: ProgramInputs, families: Sequence[PipelineFamily], programs: Programs
+) -> list[tuple[PipelineFamily, LayersProgram]]:
+    """The families and, for unequal budgets, further ones; one for each budget and micro-batch size."""
+    size, rows = families[0].size, list[tuple[PipelineFamily, LayersProgram]]()
+    for f in families[:MOST_COLUMNS]:
+        rows.append((f, programs[tuple(n // f.replicas for n in inputs.counts), f.size, f.replicas]))
+    for replicas, budget in _budgets(inputs, families):
+        program = LayersProgram(inputs, budget, size, replicas)
+        rows += [(f, program) for f in program.families(max(1.0, inputs.batch / (replicas * size)), NEAR)]
+    first: dict[tuple[tuple[int, ...], int], tuple[PipelineFamily, LayersProgram]] = {}
+    for f, program in rows:
+        first.setdefault((f.budget, f.size), (f, program))
+    return list(first.values())
+
+
+def _budgets(inputs: ProgramInputs, families: Sequence[PipelineFamily]) -> list[tuple[int, tuple[int, ...]]]:
+    """(replicas, unequal numbers of chips per group): for every pair of divisors of two groups' counts that gives
+    pipelines of about the size of the best ones; the rest of the groups absent."""
+    counts = inputs.counts
+    good = sorted({sum(f.budget) for f in families[:40]})
+    low, high = good[0] / 2, good[-1] * 2
     found: dict[tuple[int, ...], int] = {}
     parts = [sorted({max(1, round(n / 2 ** (i / 2))) for i in range(2 * n.bit_length())}) for n in counts]
     for g in range(len(counts)):
@@ -39,55 +79,16 @@ def budgets(search: PipelineDP) -> list[tuple[int, tuple[int, ...]]]:
                         found.setdefault(budget, max(1, sum(counts) // (a + b)))
     rows = sorted(found.items(), key=lambda row: (sum(row[0]), row[0]))
     step = max(1, len(rows) // MOST_BUDGETS)
-    return [(d, budget) for budget, d in rows[::step]]
+    return [(replicas, budget) for budget, replicas in rows[::step]]
 
 
-def mixed(search: PipelineDP) -> Iterator[list[PipelineOutline]]:
-    """Combinations of columns, best first."""
-    if sum(n > 0 for n in search.counts) < 2 or not search.families:
-        return
-    from hetero_megatron.planner.search.materialize import PipelineOutline
-    from hetero_megatron.planner.search.pipeline_dp import LayersProgram, PipelineFamily
-
-    size = search.families[0].size
-    programs: list[tuple[PipelineFamily, LayersProgram]] = []
-    for f in search.families[:MOST_COLUMNS]:
-        key = (tuple(n // f.replicas for n in search.counts), f.size, f.replicas)
-        programs.append((f, search._programs[key]))
-    for d, budget in budgets(search):
-        program = LayersProgram(search, budget, size, d)
-        programs += [(f, program) for f in program.families(max(1.0, search.batch / (d * size)), NEAR)]
-    seen: set[tuple[tuple[int, ...], int]] = set()
-    columns = []
-    for f, program in programs:
-        if (f.budget, f.size) not in seen:
-            seen.add((f.budget, f.size))
-            columns.append((f, program))
-    usage = np.array([f.budget for f, _ in columns], float)
-    high = search.families[0].seconds(max(1.0, search.batch / (search.families[0].replicas * search.families[0].size)))
-    low, best = high / 2, None
-    for _ in range(ROUNDS):
-        middle = (low + high) / 2
-        counts = _solve(search, usage, [f.most(middle) for f, _ in columns])
-        if counts is None:
-            low = middle
-        else:
-            high, best = middle, counts
-    if best is not None:
-        yield [
-            PipelineOutline(columns[i][1].trace(columns[i][0]), columns[i][0].size, int(n))
-            for i, n in enumerate(best)
-            if n
-        ]
-
-
-def _solve(search: PipelineDP, usage: NDArray[np.float64], sequences: list[int]) -> list[int] | None:
+def _solve(inputs: ProgramInputs, usage: NDArray[np.float64], sequences: list[int]) -> list[int] | None:
     """How many pipelines of each column compute the batch; None when none are found.
 
     Beam search over the columns in the order of sequences per price of their chips: as many as fit, fewer, or none. A
     state is worth what it computes and, at most, what the chips that are left could at the best rate.
     """
-    counts = np.array(search.counts, float)
+    counts = np.array(inputs.counts, float)
     worth = np.array(sequences, float)
     keep = np.flatnonzero(worth > 0)
     if not len(keep):
@@ -108,7 +109,7 @@ def _solve(search: PipelineDP, usage: NDArray[np.float64], sequences: list[int])
                 if 0 <= n <= most:
                     rest = tuple(c - n * u for c, u in zip(left, need))
                     value = total + n * gain
-                    if value >= search.batch:
+                    if value >= inputs.batch:
                         return _counts(len(worth), (*chosen, (i, n)))
                     key = (rest, value)
                     if n or key not in found:

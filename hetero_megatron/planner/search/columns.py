@@ -1,4 +1,5 @@
-"""Pipelines that were found for a number of chips, and how long they take for a share of the batch."""
+"""Columns (in the sense of column generation): pipelines that were found for some chips, and how long each takes for a
+share of the batch."""
 
 from __future__ import annotations
 
@@ -84,74 +85,3 @@ class ColumnPool:
         if len(row) > self.keep:
             self.cut[q] = min(self.cut[q], row.pop()[0])
         self.times[q] = row[0][0]
-
-
-def allocate(times: Sequence[Floats], batch: int) -> tuple[float, tuple[int, ...]] | None:
-    """Share ``batch`` sequences so that the pipelines end as early as possible: exact min-max over tables of time by
-    number of sequences (at least one each); None when no division comes out."""
-    values = np.unique(np.concatenate([t[1:][np.isfinite(t[1:])] for t in times]))
-    if not len(values) or any(not np.isfinite(t[1:]).any() for t in times):
-        return None
-    low, high = 0, len(values) - 1
-    if not _reach(times, batch, float(values[high])):
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        if sum(_most(t, float(values[middle])) for t in times) >= batch and _reach(times, batch, float(values[middle])):
-            high = middle
-        else:
-            low = middle + 1
-    limit = float(values[low])
-    return limit, _shares(times, batch, limit)
-
-
-def _most(times: Floats, limit: float) -> int:
-    found = np.flatnonzero(times <= limit)
-    return int(found[-1]) if len(found) else -(1 << 40)
-
-
-def _allowed(times: Floats, limit: float) -> list[int]:
-    return [int(q) for q in np.flatnonzero(times <= limit) if q]
-
-
-def _reach(times: Sequence[Floats], batch: int, limit: float) -> list[int] | None:
-    """Per pipeline, the bit set of totals that it and those before can reach; None when ``batch`` is not among them."""
-    sets, mask = [1], (1 << (batch + 1)) - 1
-    for t in times:
-        total = 0
-        allowed = _allowed(t, limit)
-        if len(allowed) > 8 and allowed[-1] - allowed[0] == len(allowed) - 1:
-            total = _spread(sets[-1], allowed[0], allowed[-1])
-        else:
-            for q in allowed:
-                total |= sets[-1] << q
-        sets.append(total & mask)
-    return sets if sets[-1] >> batch & 1 else None
-
-
-def _spread(bits: int, low: int, high: int) -> int:
-    """OR of ``bits << q`` for all q in [low, high], by doubling."""
-    result, width, want = bits, 1, high - low + 1
-    while width * 2 <= want:
-        result |= result << width
-        width *= 2
-    if width < want:
-        result |= result << (want - width)
-    return result << low
-
-
-def _shares(times: Sequence[Floats], batch: int, limit: float) -> tuple[int, ...]:
-    """One division within ``limit``; larger shares go to the pipelines that would be done earliest."""
-    sets = _reach(times, batch, limit)
-    assert sets is not None, "the limit was reachable"
-    shares, left = [], batch
-    for i in range(len(times) - 1, -1, -1):
-        fits = [q for q in _allowed(times[i], limit) if q <= left and sets[i] >> (left - q) & 1]
-        q = min(fits, key=lambda q: (abs(left / (i + 1) - q), q)) if i and _equal(times, i) else fits[-1]
-        shares.append(q)
-        left -= q
-    return tuple(shares[::-1])
-
-
-def _equal(times: Sequence[Floats], i: int) -> bool:
-    return all(t is times[i] for t in times[: i + 1])

@@ -1,23 +1,19 @@
 """Plans whose stages are context groups: the search's part for sequences that are long for one chip.
 
-Symmetry first: a *structure* says into how many equal pipelines the chips go, which groups of chips the stages of one
-take, and how many ranks a context member has; equal stages of all pipelines get one layout. Structures are tried in the
-order of a lower bound on their time; the CP x HP scheduler divides tokens and heads of each stage (cached by chip
-counts), the best few become plans, and ``predict`` judges them as it judges all others.
+Structures (:mod:`context_structures`) are tried in the order of a lower bound on their time; the CP x HP scheduler
+divides tokens and heads of each stage (cached by chip counts), the best few become plans, and the step simulator judges
+them as it judges all others.
 """
 
 from __future__ import annotations
 
-import copy
-import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Pipeline, Plan, Stage, validate
+from hetero_megatron.plan import Pipeline, Plan, Stage, supports, validate
 from hetero_megatron.plan.canonical import KeyValues, Recompute, Unit
 from hetero_megatron.plan.context import nested_zigzag
 from hetero_megatron.plan.fields import first_layers
@@ -27,86 +23,98 @@ from hetero_megatron.planner.context.lower_bound import speed_bound
 from hetero_megatron.planner.context.memory import member_limits
 from hetero_megatron.planner.context.problem import ContextLayout, ContextOptions, ContextProblem
 from hetero_megatron.planner.context.scheduler import schedule_context
-from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.cost.link_model import LinkModel
+from hetero_megatron.planner.estimate.template_score import TemplateScorer
+from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.search.context_structures import ContextStructure, Ranks, structures
+from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judged_plan
 from hetero_megatron.planner.simulate.memory_report import plan_activations
 from hetero_megatron.planner.simulate.ring_attention import ContextSeconds
 from hetero_megatron.planner.simulate.step import Prediction, predict
-from hetero_megatron.planner.template.device_pool import DeviceGroup, DevicePool
 from hetero_megatron.planner.template.plan_template import in_flight
-from hetero_megatron.planner.template.search_space import SearchSpace, tp_degrees
+from hetero_megatron.planner.template.search_space import why_no_context
 from hetero_megatron.planner.time_budget import TimeBudget
-from hetero_megatron.spec import ModelSpec
 
 MOST_SCHEDULED, MOST_PREDICTED = 24, 3  # structures
-CUTS = (1, 2, 4, 8)  # equal stages that the chips of one kind form
-Ranks = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ContextStructure:
-    """``ranks[p][s]``: of stage s of pipeline p, in corresponding order; ``tp``: ranks of a context member."""
-
-    ranks: tuple[tuple[Ranks, ...], ...]
-    tp: int
-
-    @property
-    def stages(self) -> int:
-        return len(self.ranks[0])
-
-
-@dataclass(frozen=True)
-class ContextPlan:
-    """A plan that was predicted; ``text`` says what it is."""
-
-    plan: Plan
-    prediction: Prediction
-    text: str
-
-
-@dataclass
-class ContextStagesFound:
-    """Plans with context groups that fit, best first; ``why``: what was tried, or why nothing was."""
-
-    plans: list[ContextPlan]
-    why: str
-    tried: int = 0
+_Layout = tuple[ContextProblem, ContextLayout, float]  # of a stage, and its seconds
 
 
 class ContextStages:
-    """Context plans of one model on one pool of chips."""
+    """Proposes plans with context groups. Layouts that are known stay known, also on other chips of the cluster.
 
-    def __init__(
-        self, model: ModelSpec, cluster: Cluster, pool: DevicePool, costs: CostModel, batch: int, space: SearchSpace
-    ) -> None:
-        self.model, self.cluster, self.pool, self.costs = model, cluster, pool, costs
-        self.batch, self.space = batch, space
-        self._known: dict[object, tuple[ContextProblem, ContextLayout, float] | None] = {}
+    Attributes:
+        why: what came of it, or why it was not tried; tried: whether it was.
+    """
+
+    def __init__(self) -> None:
+        self.why, self.tried = "", False
+        self._known: dict[object, _Layout | None] = {}
         self._bounds: dict[object, tuple[float, float]] = {}
 
-    def on(self, pool: DevicePool) -> ContextStages:
-        """The same on other chips of the cluster; layouts that are known stay known."""
-        other = copy.copy(self)
-        other.pool = pool
-        return other
+    def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
+        """Only where the space asks for it, or nothing fits without. ``incumbent.plans`` are those without."""
+        plans, budget = incumbent.plans, incumbent.budget or TimeBudget()
+        why_not = "not supported"
+        if supports("context"):
+            why_not = why_no_context(problem.space, problem.seq_length, bool(plans))
+        if not why_not and plans and budget.over():
+            why_not = "not tried: the search was cut short"
+        if why_not:
+            self.why = why_not
+            return True
+        self.tried, self.why = True, "cut short"
+        best = plans[0].step_seconds if plans else math.inf
+        found: list[JudgedPlan] = []
+        with budget.catching():
+            found, self.why = self.search(problem, incumbent.scorer, best, budget)
+        for plan in found:
+            incumbent.take_plan(plan)
+        if found and incumbent.plans[0] is found[0]:
+            faster = f", {best / found[0].step_seconds:.2f} x as fast as the best without"
+            self.why += "; chosen" + (faster if best < math.inf else ", because nothing fits without")
+        elif found:
+            self.why += f"; the best takes {found[0].step_seconds / best:.2f} x as long as the plan without"
+        return not budget.cut
 
-    def run(self, best: float, watch: TimeBudget | None = None) -> ContextStagesFound:
-        """Args:
-        best: seconds of a step that a plan must beat to be of interest (inf: any that fits).
-        watch: when it is over, no further structure is tried.
+    def search(
+        self, problem: PlanningProblem, scorer: TemplateScorer, best: float, budget: TimeBudget | None = None
+    ) -> tuple[list[JudgedPlan], str]:
+        """(plans with context groups that fit, best first; what was tried).
+
+        Args:
+            best: seconds of a step that a plan must beat to be of interest (inf: any that fits).
+            budget: when it is over, no further structure is tried.
         """
-        watch = watch or TimeBudget()
-        if self.space.micro_batch_sizes is not None and 1 not in self.space.micro_batch_sizes:
-            return ContextStagesFound([], "not tried: its micro-batches have one sequence")
-        rows = [(self.bound(x), i, x) for i, x in enumerate(self.structures())]
+        if problem.space.micro_batch_sizes is not None and 1 not in problem.space.micro_batch_sizes:
+            self.tried = False
+            return [], "not tried: its micro-batches have one sequence"
+        return _ContextSearch(problem, scorer, self._known, self._bounds).run(best, budget or TimeBudget())
+
+
+class _ContextSearch:
+    """One search; ``known`` layouts of stages and ``bounds`` on their seconds are added to."""
+
+    def __init__(
+        self,
+        problem: PlanningProblem,
+        scorer: TemplateScorer,
+        known: dict[object, _Layout | None],
+        bounds: dict[object, tuple[float, float]],
+    ) -> None:
+        self.request, self.scorer, self.costs, self.pool = problem, scorer, scorer.costs, scorer.pool
+        self.model, self.cluster, self.space = problem.model, problem.cluster, problem.space
+        self.batch, self._known, self._bounds = problem.global_batch_size, known, bounds
+
+    def run(self, best: float, budget: TimeBudget) -> tuple[list[JudgedPlan], str]:
+        rows = [(self.bound(x), i, x) for i, x in enumerate(structures(self.request, self.pool))]
         rows.sort(key=lambda row: row[:2])
         found: list[tuple[float, int, Plan, str]] = []
         tried, ended = 0, False
-        with watch.catching():
+        with budget.catching():
             for bound, i, structure in rows:
                 known = min([best, *(row[0] for row in found)])
                 ended = bound >= known or tried >= MOST_SCHEDULED
-                if ended or (known < math.inf and watch.over()):
+                if ended or (known < math.inf and budget.over()):
                     break
                 tried += 1
                 made = self.make(structure)
@@ -115,13 +123,12 @@ class ContextStages:
             else:
                 ended = True
         found.sort(key=lambda row: row[:2])
-        plans: list[ContextPlan] = []
+        plans: list[JudgedPlan] = []
         for _, _, plan, text in found[:MOST_PREDICTED]:
-            if (plans or best < math.inf) and watch.interrupted:
+            if (plans or best < math.inf) and budget.interrupted:
                 break
-            made_plan = watch.finish(partial(self.judge, plan, text))
-            plans += [made_plan] if made_plan is not None else []
-        plans.sort(key=lambda p: p.prediction.step_seconds)
+            judged = budget.finish(partial(self.judge, plan, text))
+            plans += [judged] if judged is not None else []
         why = f"{tried} of {len(rows)} structures tried"
         if not plans and tried:
             why += "; none of those fits into memory"
@@ -129,53 +136,7 @@ class ContextStages:
             why += "; cut short"
         elif tried < min(len(rows), MOST_SCHEDULED):
             why += "; the others cannot be faster at these speeds"
-        return ContextStagesFound(plans, why, tried)
-
-    def structures(self) -> Iterator[ContextStructure]:
-        """Sets of chip groups in one stage together, or each as stages of its own, for every number of pipelines."""
-        groups = range(len(self.pool.groups))
-        few = len(self.pool.groups) <= 3
-        sets = [c for n in groups for c in itertools.combinations(groups, n + 1)] if few else [tuple(groups)]
-        seen: set[ContextStructure] = set()
-        for chosen in sets:
-            orders = itertools.permutations(chosen) if few else iter([chosen])
-            for order in orders:
-                for copies in range(1, min(self.batch, max(self.pool.counts)) + 1):
-                    if self.batch % copies:
-                        continue
-                    parts = [_divide(self.pool.groups[g], copies) for g in order]
-                    if any(p is None for p in parts):
-                        continue
-                    together = list(order) == sorted(order)  # one stage of all: its order says nothing
-                    for ranks in _stagings([p for p in parts if p is not None], copies, together):
-                        for tp in self._degrees(ranks):
-                            one = ContextStructure(ranks, tp)
-                            if one not in seen and 1 <= one.stages <= self.model.num_layers and self._joined(one):
-                                seen.add(one)
-                                yield one
-
-    def _joined(self, structure: ContextStructure) -> bool:
-        """Whether a communication library joins the ranks of every stage."""
-        library = self.cluster.library_of
-        return all(len({library(r) for r in ranks}) == 1 for stages in structure.ranks for ranks in stages)
-
-    def _degrees(self, ranks: tuple[tuple[Ranks, ...], ...]) -> Iterator[int]:
-        """Members' sizes that divide the ranks of every node of every stage."""
-        sizes = set()
-        for stage in ranks[0]:
-            nodes: dict[str, int] = {}
-            for rank in stage:
-                nodes[self.cluster.ranks[rank].node] = nodes.get(self.cluster.ranks[rank].node, 0) + 1
-            sizes |= set(nodes.values())
-        used = {rank for stage in ranks[0] for rank in stage}
-        allowed = [
-            set(tp_degrees(self.pool, g, self.model, self.space, False))
-            for g, group in enumerate(self.pool.groups)
-            if any(rank in used for node in group.ranks for rank in node)
-        ]
-        for tp in (1, 2, 4, 8):
-            if all(size % tp == 0 for size in sizes) and all(tp in a for a in allowed):
-                yield tp
+        return sorted(plans, key=lambda plan: plan.step_seconds), why
 
     def bound(self, structure: ContextStructure) -> float:
         """Seconds that no layout of it is below, by the speeds of its members and its layers per stage."""
@@ -221,9 +182,7 @@ class ContextStages:
         places = [self.cluster.ranks[r] for r in ranks]
         return tuple((p.group, nodes.setdefault(p.node, len(nodes))) for p in places)
 
-    def schedule(
-        self, structure: ContextStructure, s: int, layers: int
-    ) -> tuple[ContextProblem, ContextLayout, float] | None:
+    def schedule(self, structure: ContextStructure, s: int, layers: int) -> _Layout | None:
         """The layout of a stage by the fastest recompute that fits; None: none does."""
         pipelines, last = len(structure.ranks), structure.stages - 1
         alive = in_flight("1f1b", structure.stages, self.batch // pipelines)[s]
@@ -243,7 +202,7 @@ class ContextStages:
         return None
 
     @staticmethod
-    def _schedule(problem: ContextProblem) -> tuple[ContextProblem, ContextLayout, float] | None:
+    def _schedule(problem: ContextProblem) -> _Layout | None:
         if member_limits(problem).min() < 0:
             return None
         try:
@@ -273,7 +232,7 @@ class ContextStages:
         text = f"{len(pipelines)} x (m {rounds}, b 1) " + " > ".join(words)
         return (rounds - 1) * max(times) + sum(times), Plan(self.costs.seq_length, self.batch, "1f1b", pipelines), text
 
-    def judge(self, plan: Plan, text: str) -> ContextPlan | None:
+    def judge(self, plan: Plan, text: str) -> JudgedPlan | None:
         """Predicted exactly, with the block size that is best by its timed rounds, and with no more layers recomputed
         than memory asks for; None: over memory."""
         plan = with_islands_where_quick(plan, self.model, self.cluster)
@@ -285,7 +244,7 @@ class ContextStages:
                 again = self._predict(other)
                 if not again.over and (found.over or again.step_seconds < found.step_seconds):
                     plan, found = other, again
-        return None if found.over else ContextPlan(plan, found, text)
+        return None if found.over else judged_plan(self.request, self.scorer, plan, found, text)
 
     def _predict(self, plan: Plan) -> Prediction:
         return predict(plan, self.model, self.cluster, self.costs.dtype, self.costs)
@@ -346,37 +305,6 @@ def _with_first(plan: Plan, s: int, count: int) -> Plan:
 
 def _groups(stage: Stage) -> set[int]:
     return {unit.group for unit in stage.units}
-
-
-def _divide(group: DeviceGroup, copies: int) -> list[list[Ranks]] | None:
-    """The chips of a group for each of ``copies`` pipelines, by node; None where they do not divide evenly."""
-    if group.nodes % copies == 0:
-        each = group.nodes // copies
-        return [list(group.ranks[i * each : (i + 1) * each]) for i in range(copies)]
-    if copies % group.nodes or group.per_node % (copies // group.nodes):
-        return None
-    size = group.per_node // (copies // group.nodes)
-    return [[node[i : i + size]] for node in group.ranks for i in range(0, group.per_node, size)]
-
-
-def _stagings(
-    parts: Sequence[list[list[Ranks]]], copies: int, together: bool
-) -> Iterator[tuple[tuple[Ranks, ...], ...]]:
-    """Ranks by pipeline and stage: all groups in one stage, or each cut into the same number of stages."""
-    if len(parts) > 1 and together:
-        yield tuple((tuple(r for part in parts for node in part[p] for r in node),) for p in range(copies))
-    for cuts in CUTS:
-        rows: list[tuple[Ranks, ...]] = []
-        for p in range(copies):
-            row: list[Ranks] = []
-            for part in parts:
-                flat = [rank for node in part[p] for rank in node]
-                if len(flat) % cuts:
-                    return
-                each = len(flat) // cuts
-                row += [tuple(flat[i * each : (i + 1) * each]) for i in range(cuts)]
-            rows.append(tuple(row))
-        yield tuple(rows)
 
 
 def _stage(

@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from hetero_megatron.planner.estimate.layer_partition import LISTED, count_splits
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute
-from hetero_megatron.planner.search.batch_partition import least_dropped, ways_together
-from hetero_megatron.planner.search.columns import ColumnPool, PipelineColumn, allocate
+from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.search.batch_partition import allocate, least_dropped, ways_together
+from hetero_megatron.planner.search.columns import ColumnPool, PipelineColumn
+from hetero_megatron.planner.search.incumbent import Incumbent, judge
 from hetero_megatron.planner.search.memory_fit import MemoryFit
 from hetero_megatron.planner.search.stage_sequences import MOST_SEQUENCES, StageSequences, Usage, anchors, sequences
 from hetero_megatron.planner.template.placement import PlacedTemplate, place
 from hetero_megatron.planner.template.plan_template import PipelineReplicas, PipelineTemplate, PlanTemplate
-from hetero_megatron.planner.template.search_space import SearchSpace, batch_sizes
-from hetero_megatron.planner.time_budget import Late, never
-from hetero_megatron.spec import ModelSpec
+from hetero_megatron.planner.template.search_space import batch_sizes
 
 MOST_CHIPS = 24  # above, not even worth counting
 MOST_COMBINATIONS = 20_000
@@ -51,80 +50,87 @@ def multisets(usages: Sequence[Usage], counts: Usage, most: int) -> Iterator[tup
 
 
 class Enumeration:
-    """See the module docstring. ``best``/``value``: the best candidate so far and its step seconds."""
+    """Proposes every plan of the space that is not ruled out by a lower bound.
 
-    def __init__(
-        self,
-        evaluator: TemplateScorer,
-        model: ModelSpec,
-        batch: int,
-        space: SearchSpace,
-        improve: Callable[[PlanTemplate, float], bool],
-        late: Late = never,
-    ) -> None:
-        self.evaluator, self.tables, self.pool = evaluator, evaluator.tables, evaluator.pool
-        self.model, self.batch, self.space = model, batch, space
-        self.improve, self.late = improve, late
+    Attributes:
+        bound: seconds that no plan of the space beats, once all was gone through.
+    """
+
+    def __init__(self) -> None:
+        self.bound = 0.0
+
+    @staticmethod
+    def possible(problem: PlanningProblem, scorer: TemplateScorer) -> bool:
+        """Whether the space is small enough."""
+        pool, model, space, batch = scorer.pool, problem.model, problem.space, problem.global_batch_size
+        if pool.chips > MOST_CHIPS:
+            return False
+        total = work = 0
+        for size in batch_sizes(space, batch):
+            found = sequences(pool, model, space, size, MOST_SEQUENCES)
+            if found is None:
+                return False
+            total += sum(map(len, found.values()))
+            shares = len(anchors(max(1, batch // size)))
+            for rows in found.values():
+                work += shares * sum(min(LISTED, count_splits(model.num_layers, len(row))) for row in rows)
+        if work > MOST_WORK or total > MOST_SEQUENCES * (3 if model.num_layers <= 16 else 1):
+            return False
+        usages = [u for u in itertools.product(*(range(n + 1) for n in pool.counts)) if any(u)]
+        combinations = multisets(usages, pool.counts, most_pipelines(problem, scorer))
+        return all(i < MOST_COMBINATIONS for i, _ in enumerate(combinations))
+
+    def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
+        run = _Enumerator(problem, incumbent)
+        if judge(incumbent.seeds[:1], problem, incumbent.scorer, incumbent.budget):
+            run.best = incumbent.seeds[0][0]
+        complete = run.run()
+        self.bound = run.bound
+        return complete
+
+
+def most_pipelines(problem: PlanningProblem, scorer: TemplateScorer) -> int:
+    chips = scorer.pool.chips
+    return min(problem.global_batch_size, chips, problem.space.max_pipelines or chips)
+
+
+class _Enumerator:
+    """One run. ``best``: step seconds of the best template so far."""
+
+    def __init__(self, problem: PlanningProblem, incumbent: Incumbent) -> None:
+        self.problem, self.incumbent, self.scorer = problem, incumbent, incumbent.scorer
+        self.tables, self.pool, self.late = self.scorer.tables, self.scorer.pool, incumbent.late
+        self.batch, self.space = problem.global_batch_size, problem.space
         self.bound = 0.0  # no plan of the space is faster
         self.best = math.inf
         self.exact = False
         self.listed = self.fitted = 0
-        self.fitting = MemoryFit(evaluator, space.recompute, space.shares)
-        self.rejected: dict[str, int] = defaultdict(int)
-        self.lines = StageSequences(evaluator, model, batch, space)
-
-    def possible(self) -> bool:
-        if self.pool.chips > MOST_CHIPS:
-            return False
-        total = work = 0
-        for size in batch_sizes(self.space, self.batch):
-            found = sequences(self.pool, self.model, self.space, size, MOST_SEQUENCES)
-            if found is None:
-                return False
-            total += sum(map(len, found.values()))
-            shares = len(anchors(max(1, self.batch // size)))
-            for rows in found.values():
-                work += shares * sum(min(LISTED, count_splits(self.model.num_layers, len(row))) for row in rows)
-        if work > MOST_WORK:
-            return False
-        limit = MOST_SEQUENCES * (3 if self.model.num_layers <= 16 else 1)
-        if total > limit:
-            return False
-        combinations = multisets(self._usages(), self.pool.counts, self._most_pipelines())
-        return all(i < MOST_COMBINATIONS for i, _ in enumerate(combinations))
-
-    def _usages(self) -> list[Usage]:
-        found: list[Usage] = [()]
-        for n in self.pool.counts:
-            found = [(*u, i) for u in found for i in range(n + 1)]
-        return [u for u in found if any(u)]
-
-    def _most_pipelines(self) -> int:
-        return min(self.batch, self.pool.chips, self.space.max_pipelines or self.pool.chips)
+        self.fit = MemoryFit(self.scorer, problem.space.recompute, problem.space.shares)
+        self.sequences = StageSequences(problem, self.scorer)
 
     def run(self) -> bool:
-        """True when the whole space was searched; False when ``improve`` or ``late`` asked to stop.
+        """True when the whole space was searched; False when the incumbent said to stop.
 
         First with the best layers by closed form only, which gives a good plan; then with all that could beat it.
         """
-        counts = range(1, self._most_pipelines() + 1)
+        counts = range(1, most_pipelines(self.problem, self.scorer) + 1)
         if not all(self._pass([d]) for d in counts):
             return False
-        self.exact, self.fitted = True, self.fitting.computed
+        self.exact, self.fitted = True, self.fit.computed
         return self._pass(counts)
 
     def _pass(self, counts: Sequence[int]) -> bool:
         """All plans of these numbers of pipelines."""
         if self.late():
             return False
-        shelves = {d: self.lines.shelves(d, self.best, self.exact) for d in counts}
+        column_pools = {d: self.sequences.columns(d, self.best, self.exact) for d in counts}
         rows: list[tuple[float, tuple[Usage, ...], tuple[int, ...]]] = []
-        usages = sorted({u for s in shelves.values() for u in s})
+        usages = sorted({u for s in column_pools.values() for u in s})
         for combination in multisets(usages, self.pool.counts, max(counts)):
-            shelf = shelves.get(len(combination), {})
-            if any(u not in shelf for u in combination):
+            column_pool = column_pools.get(len(combination), {})
+            if any(u not in column_pool for u in combination):
                 continue
-            found = allocate([shelf[u].times for u in combination], self.batch)
+            found = allocate([column_pool[u].times for u in combination], self.batch)
             if found is not None:
                 rows.append((found[0], combination, found[1]))
         rows.sort()
@@ -134,45 +140,51 @@ class Enumeration:
                 break
             if self.late():
                 return False
-            shelf = shelves[len(combination)]
+            column_pool = column_pools[len(combination)]
             rest: float | None
             if self.exact and len(combination) > 1:
-                rest = self._together(combination, shelf, bound)
+                rest = self._together(combination, column_pool, bound)
             else:
-                rest = self._best_of(combination, shares, shelf, bound)
+                rest = self._best_of(combination, shares, column_pool, bound)
             if rest is None:
                 return False
             left = min(left, rest)
         if self.exact:
             # What was left out takes at least as long as the best plan.
-            self.bound = min(self.best, self.lines.skipped, left)
+            self.bound = min(self.best, self.sequences.skipped, left)
         return True
 
     def _best_of(
-        self, combination: tuple[Usage, ...], shares: tuple[int, ...], shelf: dict[Usage, ColumnPool], bound: float
+        self,
+        combination: tuple[Usage, ...],
+        shares: tuple[int, ...],
+        column_pool: dict[Usage, ColumnPool],
+        bound: float,
     ) -> float | None:
         """Try the best columns for one division of the batch; returns the least time of what was left out, None to
         stop."""
-        # All that one pipeline can be is tried, so only what its shelf did not keep is left of the combination.
-        rest = float(shelf[combination[0]].cut[self.batch]) if len(combination) == 1 else bound
-        for least, candidate in self._candidates(combination, shares, shelf):
-            placed = place(candidate, self.pool)
+        # All that one pipeline can be is tried, so only what its column_pool did not keep is left of the combination.
+        rest = float(column_pool[combination[0]].cut[self.batch]) if len(combination) == 1 else bound
+        for least, template in self._templates(combination, shares, column_pool):
+            placed = place(template, self.pool)
             if placed is None:
-                self.rejected["packing"] += 1
+                self.incumbent.rejected["packing"] += 1
                 rest = min(rest, least)  # in other nodes it may pack
             elif not self._try(placed)[1]:
                 return None
         return rest
 
-    def _together(self, combination: tuple[Usage, ...], shelf: dict[Usage, ColumnPool], bound: float) -> float | None:
+    def _together(
+        self, combination: tuple[Usage, ...], column_pool: dict[Usage, ColumnPool], bound: float
+    ) -> float | None:
         """Try all that several pipelines can be and any division of the batch, as :meth:`_best_of` does."""
-        shelves = [shelf[u] for u in combination]
-        rest = max(bound, least_dropped([s.times for s in shelves], [s.cut for s in shelves], self.batch))
+        column_pools = [column_pool[u] for u in combination]
+        rest = max(bound, least_dropped([s.times for s in column_pools], [s.cut for s in column_pools], self.batch))
         for schedule in self.space.schedules:
-            rows = [self._rows(s, schedule) for s in shelves]
-            if not all(rows) or (schedule != self.space.schedules[0] and not self._several_stages(rows, shelves)):
+            rows = [self._rows(s, schedule) for s in column_pools]
+            if not all(rows) or (schedule != self.space.schedules[0] and not self._several_stages(rows, column_pools)):
                 continue
-            if self.listed >= MOST_LISTED or self.fitting.computed - self.fitted >= MOST_FITTED:
+            if self.listed >= MOST_LISTED or self.fit.computed - self.fitted >= MOST_FITTED:
                 return bound
             ways, limit = ways_together(rows, self.batch, bound, self.best, MOST_WAYS)
             self.listed += len(ways)
@@ -182,10 +194,10 @@ class Enumeration:
                     break
                 if self.late():
                     return None
-                if self.fitting.computed - self.fitted >= MOST_FITTED:
+                if self.fit.computed - self.fitted >= MOST_FITTED:
                     rest = min(rest, least)
                     break
-                columns = [s.column(index) for s, (_, index) in zip(shelves, way)]
+                columns = [s.column(index) for s, (_, index) in zip(column_pools, way)]
                 parts = tuple(
                     PipelineReplicas(c.shape, 1, q // c.shape.micro_batch_size) for c, (q, _) in zip(columns, way)
                 )
@@ -202,62 +214,64 @@ class Enumeration:
                         tried = placed
         return rest
 
-    def _rows(self, shelf: ColumnPool, schedule: str) -> dict[int, list[tuple[float, int]]]:
+    def _rows(self, column_pool: ColumnPool, schedule: str) -> dict[int, list[tuple[float, int]]]:
         """By number of sequences, the columns of a schedule that are below the best; one stage alone is the same in
         all."""
         found = {}
-        for q, row in enumerate(shelf.best):
+        for q, row in enumerate(column_pool.best):
             few = [
                 (seconds, i) for seconds, i in row
-                if seconds < self.best and schedule in (shelf.column(i).schedule, *self._any(shelf.column(i)))
+                if seconds < self.best and self._under(column_pool.column(i), schedule)
             ]  # fmt: skip
             if few:
                 found[q] = few
         return found
 
-    def _any(self, column: PipelineColumn) -> tuple[str, ...]:
-        return self.space.schedules if len(column.shape.stages) == 1 else ()
+    @staticmethod
+    def _under(column: PipelineColumn, schedule: str) -> bool:
+        return column.schedule == schedule or len(column.shape.stages) == 1
 
-    def _several_stages(self, rows: list[dict[int, list[tuple[float, int]]]], shelves: list[ColumnPool]) -> bool:
+    def _several_stages(self, rows: list[dict[int, list[tuple[float, int]]]], column_pools: list[ColumnPool]) -> bool:
         return any(
-            len(shelf.column(i).shape.stages) > 1
-            for by_q, shelf in zip(rows, shelves) for row in by_q.values() for _, i in row
+            len(column_pool.column(i).shape.stages) > 1
+            for by_q, column_pool in zip(rows, column_pools) for row in by_q.values() for _, i in row
         )  # fmt: skip
 
     def _try(self, placed: PlacedTemplate) -> tuple[float, bool]:
-        """(least seconds of ways to fit the candidate that were not tried, inf if there are none; whether to go on)."""
-        fits, other = self.fitting.fits(placed)
+        """(least seconds of ways to fit the template that were not tried, inf if there are none; whether to go on)."""
+        fits, other = self.fit.fits(placed)
         least = math.inf if other is None else self._least(other)
         for found in fits:
             if self._least(found) >= self.best:
                 continue
-            score = self.evaluator.score(found)
+            score = self.scorer.score(found)
             assert score is not None, "it was placed a moment ago"
             self.best = min(self.best, score.step_seconds)
-            if not self.improve(found.joined(), score.step_seconds):
+            self.incumbent.take(found.joined(), score.step_seconds)
+            if self.late():
                 return least, False
-        self.rejected["memory"] += not fits
+        self.incumbent.rejected["memory"] += not fits
         return least, True
 
-    def _least(self, candidate: PlanTemplate) -> float:
+    def _least(self, template: PlanTemplate) -> float:
         """Lower bound on the step time, over the best links that the stages could have."""
         worst = 0.0
-        for part in candidate.parts:
+        for part in template.parts:
             shape, m = part.shape, part.num_micro_batches
-            links = self.evaluator.links(shape)
-            after = self.evaluator.least_after(shape.stages, shape.micro_batch_size, links, candidate.pipelines)
-            worst = max(worst, after + self.evaluator.pipeline_seconds(shape, m, candidate.schedule))
+            links = self.scorer.links(shape)
+            after = self.scorer.bounds.after(shape.stages, shape.micro_batch_size, links, template.pipelines)
+            worst = max(worst, after + self.scorer.pipeline_seconds(shape, m, template.schedule))
         return worst
 
-    def _candidates(
-        self, combination: tuple[Usage, ...], shares: tuple[int, ...], shelves: dict[Usage, ColumnPool]
+    def _templates(
+        self, combination: tuple[Usage, ...], shares: tuple[int, ...], column_pools: dict[Usage, ColumnPool]
     ) -> Iterator[tuple[float, PlanTemplate]]:
         """(lower bound, plan) of one combination: the best columns of each pipeline for its share; of a single pipeline
         all that could be best, of several the first two each."""
         for schedule in self.space.schedules:
             choices = []
             for usage, q in zip(combination, shares):
-                found = self._shapes(shelves[usage], q, schedule, len(combination))
+                found = self._shapes(column_pools[usage], q, schedule, len(combination))
                 choices.append(found if len(combination) == 1 else found[:2])
             for row in itertools.islice(itertools.product(*choices), 400 if len(choices) == 1 else 8):
                 if row[0][0] >= self.best:
@@ -267,16 +281,16 @@ class Enumeration:
                     yield max(seconds for seconds, _, _ in row), PlanTemplate(parts, schedule, order)
 
     def _shapes(
-        self, shelf: ColumnPool, q: int, schedule: str, pipelines: int
+        self, column_pool: ColumnPool, q: int, schedule: str, pipelines: int
     ) -> list[tuple[float, PipelineTemplate, int]]:
         """(seconds, shape, micro-batches) of the columns for ``q`` sequences, fastest first."""
         found = []
-        for _, index in shelf.best[q]:
-            column = shelf.column(index)
+        for _, index in column_pool.best[q]:
+            column = column_pool.column(index)
             shape: PipelineTemplate | None = column.shape
             m = q // column.shape.micro_batch_size
             if self.space.recompute is None and not self.exact:
                 shape = best_recompute(self.tables, column.shape, schedule, m, pipelines)
             if shape is not None:
-                found.append((self.evaluator.pipeline_seconds(shape, m, schedule) + column.after, shape, m))
+                found.append((self.scorer.pipeline_seconds(shape, m, schedule) + column.after, shape, m))
         return sorted(found, key=lambda row: row[0])

@@ -12,13 +12,12 @@ from collections.abc import Iterator
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
+from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import Incumbent
-from hetero_megatron.planner.search.materialize import PipelineOutline, TemplateBuilder
+from hetero_megatron.planner.search.materialize import PipelineOutline
 from hetero_megatron.planner.search.pipeline_dp import PipelineDP
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.plan_template import StageTemplate
-from hetero_megatron.planner.template.search_space import SearchSpace
-from hetero_megatron.spec import ModelSpec
 
 MOST_GROUPS = 6  # that one search handles: its programs go over all sets of groups
 
@@ -57,74 +56,54 @@ def islands(pool: DevicePool, speeds: list[float], count: int, seed: int) -> lis
 
 
 class GraphPartition:
-    """Searches islands one by one and puts their best pipelines side by side."""
+    """Searches islands one by one and proposes their best pipelines side by side."""
 
-    def __init__(
-        self,
-        evaluator: TemplateScorer,
-        model: ModelSpec,
-        batch: int,
-        space: SearchSpace,
-        best: Incumbent,
-        seed: int,
-    ) -> None:
-        self.evaluator, self.model, self.batch, self.space = evaluator, model, batch, space
-        self.best, self.seed = best, seed
-        self.rejected: dict[str, int] = {}
-
-    def run(self) -> bool:
-        """True when everything planned was searched; False when ``best`` asked to stop."""
-        builder = TemplateBuilder(self.evaluator, self.model, self.batch, self.space)
-        for rows in self._proposals():
-            if self.best.late():
+    def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
+        for outlines in self._proposals(problem, incumbent):
+            if incumbent.late():
                 return False
-            for candidate in builder.candidates(rows, "1f1b"):
-                score = self.evaluator.score(candidate)
-                if score is None or score.over > 0:
-                    reason = "memory" if score else "packing"
-                    self.rejected[reason] = self.rejected.get(reason, 0) + 1
-                elif not self.best.improve(candidate, score.step_seconds):
-                    return False
-        return True
+            for template in incumbent.builder.templates(outlines, "1f1b"):
+                incumbent.offer(template)
+        return not incumbent.late()
 
-    def _proposals(self) -> Iterator[list[PipelineOutline]]:
+    def _proposals(self, problem: PlanningProblem, incumbent: Incumbent) -> Iterator[list[PipelineOutline]]:
         """For several numbers of islands and cuts: the best pipelines of each island, alone where they can be."""
-        pool = self.evaluator.pool
-        speeds = [1 / self._layer_seconds(g) for g in range(len(pool.groups))]
+        pool = incumbent.scorer.pool
+        speeds = [1 / layer_seconds(incumbent.scorer, g) for g in range(len(pool.groups))]
+        whole = sum(s * n for s, n in zip(speeds, pool.counts))
         least = math.ceil(len(pool.groups) / MOST_GROUPS)
         seen: set[frozenset[tuple[object, ...]]] = set()
         for count in range(max(2, least), min(len(pool.groups), least + 3) + 1):
             for turn in range(2):
                 rows: list[PipelineOutline] = []
-                for groups in islands(pool, speeds, count, self.seed + turn):
+                for groups in islands(pool, speeds, count, problem.options.seed + turn):
                     for start in range(0, len(groups), MOST_GROUPS):
                         part = groups[start : start + MOST_GROUPS]
-                        share = sum(speeds[g] * pool.counts[g] for g in part) / sum(
-                            s * n for s, n in zip(speeds, pool.counts)
-                        )
-                        rows += self._island(part, max(1, round(self.batch * share)))
+                        share = sum(speeds[g] * pool.counts[g] for g in part) / whole
+                        batch = max(1, round(problem.global_batch_size * share))
+                        rows += self._island(problem.with_batch(batch), incumbent, part)
                 key = frozenset((r.stages, r.size, r.copies) for r in rows)
                 if rows and key not in seen:
                     seen.add(key)
                     yield rows
 
-    def _layer_seconds(self, group: int) -> float:
-        """Of one layer and sequence on one chip."""
-        one, two = (self.evaluator.stage(StageTemplate(group, 1, 1, n), 1, False, False) for n in (1, 2))
-        return two.forward + two.backward - one.forward - one.backward
-
-    def _island(self, groups: list[int], batch: int) -> list[PipelineOutline]:
+    @staticmethod
+    def _island(problem: PlanningProblem, incumbent: Incumbent, groups: list[int]) -> list[PipelineOutline]:
         """Pipelines of the best plan of one island for its share of the batch; none when the model does not fit."""
-        pool = self.evaluator.pool.restricted(groups)
-        tables = self.evaluator.tables.over(pool)
-        own = Incumbent(1, self.best.watch, None, part_of=self.best)
-        PipelineDP(TemplateScorer(tables, pool), self.model, batch, self.space, own.improve, late=own.late).run()
+        own = Incumbent(problem, incumbent.scorer.restricted(groups), incumbent.budget, keep=1, part_of=incumbent)
+        PipelineDP().propose(problem, own)
         return [
             PipelineOutline(
                 tuple(StageTemplate(groups[s.group], s.tp, s.dp) for s in part.shape.stages),
                 part.shape.micro_batch_size,
                 part.copies,
             )
-            for _, _, candidate in own.rows
-            for part in candidate.parts
+            for _, _, template in own.rows
+            for part in template.parts
         ]
+
+
+def layer_seconds(scorer: TemplateScorer, group: int, size: int = 1) -> float:
+    """Forward and backward of one layer and a micro-batch of ``size`` sequences on one chip of the group."""
+    one, two = (scorer.stage(StageTemplate(group, 1, 1, n), size, False, False) for n in (1, 2))
+    return two.forward + two.backward - one.forward - one.backward

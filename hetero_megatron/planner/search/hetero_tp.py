@@ -10,19 +10,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Pipeline, Plan, Recompute, Stage, Unit, validate
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
+from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.search.graph_partition import layer_seconds
+from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judged_plan
 from hetero_megatron.planner.simulate.stage_cost import StageCosts
-from hetero_megatron.planner.simulate.step import Prediction, predict
-from hetero_megatron.planner.template.plan_template import StageTemplate
-from hetero_megatron.planner.template.search_space import SearchSpace, batch_sizes
-from hetero_megatron.planner.time_budget import Late, never
-from hetero_megatron.spec import ModelSpec
+from hetero_megatron.planner.simulate.step import predict
+from hetero_megatron.planner.template.search_space import batch_sizes
 
 MOST_CHIPS = 16
 FINEST = 64  # parts by which weights are rounded
@@ -31,40 +29,36 @@ ROUNDS = 4
 Weights = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class HeteroTPPlan:
-    """``text``: what it is, for reports."""
-
-    plan: Plan
-    prediction: Prediction
-    text: str
-
-
 class HeteroTP:
-    """See the module docstring."""
+    """Proposes the best plan with such groups, where that takes less than all plans judged so far."""
 
-    def __init__(
-        self, model: ModelSpec, cluster: Cluster, evaluator: TemplateScorer, batch: int, space: SearchSpace
-    ) -> None:
-        self.model, self.cluster, self.evaluator, self.batch, self.space = model, cluster, evaluator, batch, space
-        self.costs, self.pool = evaluator.costs, evaluator.pool
-
-    def run(self, best: float, late: Late = never) -> HeteroTPPlan | None:
-        """The best plan with such groups that takes less than ``best`` seconds, of those tried before ``late``."""
-        found: HeteroTPPlan | None = None
-        if len({g.chip for g in self.pool.groups}) < 2 or self.pool.chips > MOST_CHIPS:
-            return None
-        for counts, copies, size in self.structures():
-            if late():
-                break
-            for recompute in (self.space.recompute,) if self.space.recompute else ("none", "full"):
-                plans = [self.fitted(counts, copies, size, recompute, w, best) for w in self.weights(counts, size)]
+    def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
+        pool = incumbent.scorer.pool
+        if len({g.chip for g in pool.groups}) < 2 or pool.chips > MOST_CHIPS:
+            return True
+        search = _Structures(problem, incumbent.scorer)
+        best = incumbent.plans[0].step_seconds if incumbent.plans else math.inf
+        for counts, copies, size in search.structures():
+            if incumbent.late():
+                return False
+            for recompute in (problem.space.recompute,) if problem.space.recompute else ("none", "full"):
+                plans = [search.fitted(counts, copies, size, recompute, w, best) for w in search.weights(counts, size)]
                 tried = [x for x in plans if x is not None]
                 if tried:
-                    found = min(tried, key=lambda x: x.prediction.step_seconds)
-                    best = found.prediction.step_seconds
+                    found = min(tried, key=lambda x: x.step_seconds)
+                    best = found.step_seconds
+                    incumbent.take_plan(found)
                     break  # recompute only costs
-        return found
+        return True
+
+
+class _Structures:
+    """Pipelines of one stage whose TP groups have chips of several groups."""
+
+    def __init__(self, problem: PlanningProblem, scorer: TemplateScorer) -> None:
+        self.problem, self.scorer, self.costs, self.pool = problem, scorer, scorer.costs, scorer.pool
+        self.model, self.cluster, self.space = problem.model, problem.cluster, problem.space
+        self.batch = problem.global_batch_size
 
     def structures(self) -> Iterator[tuple[Weights, int, int]]:
         """(chips of each group in a TP group, pipelines, micro-batch size)."""
@@ -80,21 +74,16 @@ class HeteroTP:
 
     def weights(self, counts: Weights, size: int) -> list[Weights]:
         """Splits by speed: fine ones for the MLP, and whole numbers of heads with the earliest end; and equal parts."""
-        speeds = [1 / self.layer_seconds(g, size) for g, n in enumerate(counts) for _ in range(n)]
+        speeds = [1 / layer_seconds(self.scorer, g, size) for g, n in enumerate(counts) for _ in range(n)]
         fine = tuple(max(1, round(FINEST * s / max(speeds))) for s in speeds)
         heads = [1] * len(speeds)
         for _ in range(self.model.num_heads - len(speeds)):
             heads[min(range(len(heads)), key=lambda t: ((heads[t] + 1) / speeds[t], t))] += 1
         return list(dict.fromkeys((fine, tuple(heads), (1,) * len(speeds))))
 
-    def layer_seconds(self, group: int, size: int) -> float:
-        """Of one layer and micro-batch on one chip."""
-        one, two = (self.evaluator.stage(StageTemplate(group, 1, 1, n), size, False, False) for n in (1, 2))
-        return two.forward + two.backward - one.forward - one.backward
-
     def fitted(
         self, counts: Weights, copies: int, size: int, recompute: str, weights: Weights, best: float
-    ) -> HeteroTPPlan | None:
+    ) -> JudgedPlan | None:
         """The plan with these weights, or where ranks lack memory with less on those; None: not below ``best``."""
         for _ in range(ROUNDS):
             plan = self.plan(counts, copies, size, recompute, weights)
@@ -107,7 +96,8 @@ class HeteroTP:
             prediction = predict(plan, self.model, self.cluster, self.costs.dtype, self.costs)
             if not prediction.over:
                 text = self.text(counts, copies, size, recompute, weights)
-                return HeteroTPPlan(plan, prediction, text) if prediction.step_seconds < best else None
+                judged = judged_plan(self.problem, self.scorer, plan, prediction, text)
+                return judged if judged.step_seconds < best else None
             ranks = {x.rank for x in prediction.over}
             units = [unit for p in plan.pipelines for unit in p.stages[0].units]
             over = {t for unit in units for t, rank in enumerate(unit.ranks) if rank in ranks}

@@ -1,69 +1,168 @@
-"""Plans that a search found: the best candidates, made concrete and predicted exactly."""
+"""The incumbent: the best plans found so far, and when to stop looking for better ones.
+
+Proposers offer plan templates, which are ranked by the fast estimate of :class:`TemplateScorer`. :func:`judge` turns
+the best few into concrete plans and times them with the step simulator; only those seconds are ever reported.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Protocol
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.plan import Plan, validate
 from hetero_megatron.plan.islands import with_islands_where_quick
-from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions
-from hetero_megatron.planner.estimate.template_score import TemplateScorer
+from hetero_megatron.planner.cost.layer_cost import CostModel
+from hetero_megatron.planner.estimate.template_score import TemplateScore, TemplateScorer
+from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.search.materialize import TemplateBuilder
 from hetero_megatron.planner.search.memory_check import most_over
 from hetero_megatron.planner.simulate.step import Prediction, predict
 from hetero_megatron.planner.template.placement import place, to_plan
 from hetero_megatron.planner.template.plan_template import PlanTemplate
-from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.time_budget import TimeBudget
-from hetero_megatron.spec import ModelSpec
 from hetero_megatron.words import plural
 
-EXACT_CHIPS = 16384  # above, the search does not wait for exact prediction, which takes longer than it does
-WINDOW = 1.01  # candidates are predicted exactly if they are within this of the best: both mostly agree to 0.5 %
-SMALL = 256  # chips, up to which prediction takes next to no time
+EXACT_CHIPS = 16384  # above, the search does not wait for the simulator, which takes longer than it does
+WINDOW = 1.01  # templates are simulated if they are within this of the best: both mostly agree to 0.5 %
+SMALL = 256  # chips, up to which simulation takes next to no time
 Progress = Callable[[str], None]
-Row = tuple[float, int, PlanTemplate]  # seconds by evaluation, which one it was, what it is
+Row = tuple[float, int, PlanTemplate]  # seconds by estimate, which offer it was, what it is
 
 
-@dataclass(frozen=True)
-class SearchOptions:
-    """Args:
-    dtype: of weights and activations.
-    time_limit: seconds after which the best plan so far is taken; None: until done.
-    top: candidates that are predicted exactly.
-    space: what may be chosen.
-    costs: assumptions of the cost model.
-    exhaustive: False: never enumerate completely; None: where possible.
-    regroup: ways to cut the stages of each of the best make-ups into other TP degrees that are tried; 0: none.
-    seed: of graph partitioning, the only part with random choices.
+class Proposer(Protocol):
+    """A way to look for plans."""
+
+    def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
+        """Offer plans to the incumbent, most promising first.
+
+        Returns:
+            Whether all was gone through that this proposer looks at; False where the incumbent said to stop.
+        """
+        ...
+
+
+class Incumbent:
+    """The best templates so far, each plan once.
+
+    Attributes:
+        rows: the best, fastest first; plans: concrete ones that were simulated, fastest first.
+        seeds: uniform plans, which are kept whatever else is found.
+        rejected: offers by why they are no plans: over "memory", or TP groups that do not pack into nodes ("packing").
     """
 
-    dtype: str = "bf16"
-    time_limit: float | None = None
-    top: int = 6
-    space: SearchSpace = SearchSpace()
-    costs: CostOptions = CostOptions()
-    exhaustive: bool | None = None
-    regroup: int = 0
-    seed: int = 0
+    def __init__(
+        self,
+        problem: PlanningProblem,
+        scorer: TemplateScorer,
+        budget: TimeBudget | None = None,
+        *,
+        keep: int | None = None,
+        progress: Progress | None = None,
+        part_of: Incumbent | None = None,
+    ) -> None:
+        """Args:
+        keep: how many templates.
+        part_of: the search that this one is a part of: it may stop when that one has a plan.
+        """
+        self.problem, self.scorer, self.budget, self.progress, self.part_of = (
+            problem, scorer, budget, progress, part_of
+        )  # fmt: skip
+        self.keep = 2 * max(problem.options.top, 1) if keep is None else keep
+        self.rows: list[Row] = []
+        self.plans: list[JudgedPlan] = []
+        self.seeds: list[Row] = []
+        self.rejected: Counter[str] = Counter()
+        self._offers = itertools.count(1)
+
+    def on(self, scorer: TemplateScorer) -> Incumbent:
+        """The same incumbent, whose offers are scored by another scorer."""
+        other = Incumbent(self.problem, scorer, self.budget, keep=self.keep, progress=self.progress)
+        other.part_of, other.rows, other.seeds, other.plans = self.part_of, self.rows, self.seeds, self.plans
+        other.rejected, other._offers = self.rejected, self._offers
+        return other
+
+    @cached_property
+    def builder(self) -> TemplateBuilder:
+        """Makes templates from outlines of pipelines; shapes that are known stay known."""
+        return TemplateBuilder(self.problem, self.scorer)
+
+    @property
+    def seconds(self) -> float:
+        """Of the best template; inf without one."""
+        return self.rows[0][0] if self.rows else math.inf
+
+    def offer(self, template: PlanTemplate, limit: float = math.inf) -> TemplateScore | None:
+        """Score a template and take it where it fits and is faster than ``limit``; None where it is not taken."""
+        score = self.scorer.score(template, limit)
+        if score is None or score.over > 0:
+            self.rejected["packing" if score is None else "memory"] += 1
+            return None
+        if score.step_seconds >= limit:
+            return None
+        self.take(template, score.step_seconds)
+        return score
+
+    def take(self, template: PlanTemplate, seconds: float) -> None:
+        """Keep a template that fits, if it is among the best."""
+        number, template = next(self._offers), _plainest(template)
+        if any(row[2] == template for row in self.rows):
+            return
+        if len(self.rows) >= self.keep and seconds >= self.rows[-1][0]:
+            return
+        better = seconds < self.seconds
+        # In one go, and before it is told: who is told of a plan may press Ctrl-C at once, and is to get it.
+        self.rows[:] = sorted([*self.rows, (seconds, number, template)], key=lambda row: row[:2])[: self.keep]
+        if self.progress is not None and better:
+            self.progress(f"{seconds:.4g} s per step with {plural(template.pipelines, 'pipeline')}")
+
+    def take_plan(self, plan: JudgedPlan) -> None:
+        """Keep a concrete plan."""
+        self.plans[:] = sorted([*self.plans, plan], key=lambda x: x.step_seconds)
+
+    def late(self) -> bool:
+        """Whether to stop: the time is up or Ctrl-C came, and there is a plan to take."""
+        known = self.rows or self.plans or (self.part_of is not None and self.part_of.rows)
+        return self.budget is not None and bool(known) and self.budget.over()
+
+    def ranked(self) -> list[Row]:
+        """The best and the seeds, fastest first."""
+        return sorted([*self.rows, *(row for row in self.seeds if row not in self.rows)], key=lambda row: row[:2])
+
+    def best_by_pipelines(self) -> list[PlanTemplate]:
+        """The best of each number of pipelines."""
+        return list({row[2].pipelines: row[2] for row in reversed(self.rows)}.values())
 
 
-DEFAULTS = SearchOptions()
+def _plainest(template: PlanTemplate) -> PlanTemplate:
+    """The same plan with no more said than it takes: schedules differ where several micro-batches pass several stages,
+    orders where there are several pipelines."""
+    template = template.joined()
+    if all(len(part.shape.stages) == 1 or part.num_micro_batches == 1 for part in template.parts):
+        template = replace(template, schedule="1f1b")
+    return replace(template, order="stage") if template.pipelines == 1 else template
 
 
 @dataclass(frozen=True)
 class JudgedPlan:
-    """A plan that was judged."""
+    """A concrete plan and its simulated step.
+
+    Attributes:
+        cluster: that the plan's ranks count in; idle: its ranks without work.
+        template: what it was made from; empty where ``text`` says what it is (context groups, TP over unlike chips).
+    """
 
     plan: Plan
-    cluster: Cluster  # that the plan's ranks count in
-    candidate: PlanTemplate
+    cluster: Cluster
+    template: PlanTemplate
     prediction: Prediction
-    idle: tuple[int, ...]  # ranks without work
-    text: str = ""  # what it is, where it has context groups: then the candidate is empty
+    idle: tuple[int, ...]
+    text: str = ""
 
     @property
     def step_seconds(self) -> float:
@@ -71,12 +170,12 @@ class JudgedPlan:
 
 
 class LazyJudgedPlan(JudgedPlan):
-    """A plan of a very large cluster, which is known to fit: predicted when first asked for."""
+    """A plan of a very large cluster, which is known to fit: simulated when first asked for."""
 
     def __init__(
-        self, plan: Plan, cluster: Cluster, candidate: PlanTemplate, idle: tuple[int, ...], costs: CostModel
+        self, plan: Plan, cluster: Cluster, template: PlanTemplate, idle: tuple[int, ...], costs: CostModel
     ) -> None:
-        fields = {"plan": plan, "cluster": cluster, "candidate": candidate, "idle": idle, "_costs": costs}
+        fields = {"plan": plan, "cluster": cluster, "template": template, "idle": idle, "_costs": costs}
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
@@ -86,103 +185,64 @@ class LazyJudgedPlan(JudgedPlan):
         return predict(self.plan, costs.model, self.cluster, costs.dtype, costs)
 
 
-class Incumbent:
-    """The best candidates so far, each plan once; says when to stop. ``part_of``: the search that this is a part of."""
-
-    def __init__(
-        self, keep: int, watch: TimeBudget | None, progress: Progress | None, part_of: Incumbent | None = None
-    ) -> None:
-        self.keep, self.watch, self.progress, self.part_of = keep, watch, progress, part_of
-        self.rows: list[Row] = []
-        self.count = 0
-
-    def improve(self, candidate: PlanTemplate, seconds: float) -> bool:
-        self.count += 1
-        candidate = _plainest(candidate)
-        known = any(row[2] == candidate for row in self.rows)
-        if not known and (len(self.rows) < self.keep or seconds < self.rows[-1][0]):
-            better = not self.rows or seconds < self.rows[0][0]
-            # In one go, and before it is told: who is told of a plan may press Ctrl-C at once, and is to get it.
-            self.rows = sorted([*self.rows, (seconds, self.count, candidate)], key=lambda row: row[:2])[: self.keep]
-            if self.progress is not None and better:
-                self.progress(f"{seconds:.4g} s per step with {plural(candidate.pipelines, 'pipeline')}")
-        return not self.late()
-
-    def late(self) -> bool:
-        """Whether to stop: the time is up or Ctrl-C came, and there is a plan to take."""
-        known = self.rows or (self.part_of is not None and self.part_of.rows)
-        return self.watch is not None and bool(known) and self.watch.over()
-
-    def make_ups(self) -> list[PlanTemplate]:
-        """The best of each number of pipelines."""
-        return list({row[2].pipelines: row[2] for row in reversed(self.rows)}.values())
-
-
-def _plainest(candidate: PlanTemplate) -> PlanTemplate:
-    """The same plan with no more said than it takes: schedules differ where several micro-batches pass several stages,
-    orders where there are several pipelines."""
-    candidate = candidate.joined()
-    if all(len(part.shape.stages) == 1 or part.num_micro_batches == 1 for part in candidate.parts):
-        candidate = replace(candidate, schedule="1f1b")
-    return replace(candidate, order="stage") if candidate.pipelines == 1 else candidate
+def judged_plan(
+    problem: PlanningProblem, scorer: TemplateScorer, plan: Plan, found: Prediction, text: str
+) -> JudgedPlan:
+    """A plan that was not made from a template; ``text``: what it is."""
+    chips = {rank for group in scorer.pool.groups for node in group.ranks for rank in node}
+    idle = tuple(sorted(chips - set(plan.ranks)))
+    return JudgedPlan(plan, problem.cluster, PlanTemplate(()), found, idle, text)
 
 
 def judge(
-    rows: list[Row],
-    cluster: Cluster,
-    model: ModelSpec,
-    seq_length: int,
-    options: SearchOptions,
-    evaluator: TemplateScorer,
-    watch: TimeBudget | None = None,
+    rows: list[Row], problem: PlanningProblem, scorer: TemplateScorer, budget: TimeBudget | None = None
 ) -> list[JudgedPlan]:
-    """Concrete plans of the best candidates, predicted exactly; those that fit, best first. What the search evaluated
-    faster than the best prediction so far could be faster, so on small clusters all of that is predicted. When
-    ``watch`` is over, the first one that fits is enough."""
-    watch = watch or TimeBudget()
+    """Concrete plans of the best templates, simulated; those that fit, best first. What was estimated faster than the
+    best simulated so far could be faster, so on small clusters all of that is simulated. When ``budget`` is over, the
+    first one that fits is enough."""
+    budget = budget or TimeBudget()
+    if scorer.pool.chips > EXACT_CHIPS:
+        return _first_that_fits(rows, problem, scorer, budget)
     found: list[JudgedPlan] = []
-    if evaluator.pool.chips > EXACT_CHIPS:
-        tight = [most_over(evaluator, candidate) > 0 for _, _, candidate in rows]
-        order = sorted(range(len(rows)), key=lambda i: (rows[i][0] > WINDOW * rows[0][0], tight[i], i))
-        for i in order:
-            late = watch.finish(
-                partial(judge_template, rows[i][2], cluster, model, seq_length, options, evaluator, late=not tight[i])
-            )
-            if late is not None and (isinstance(late, LazyJudgedPlan) or not late.prediction.over):
-                return [late]
-        return []
-    least, small = math.inf, evaluator.pool.chips <= SMALL
-    for seconds, _, candidate in rows:
+    least, small, top = math.inf, scorer.pool.chips <= SMALL, problem.options.top
+    for seconds, _, template in rows:
         if seconds > WINDOW * (least if small else rows[0][0]) and found:
             break
-        if len(found) >= options.top and not (small and seconds < least):
+        if len(found) >= top and not (small and seconds < least):
             break
-        if found and watch.over():
+        if found and budget.over():
             break
-        choice = watch.finish(partial(judge_template, candidate, cluster, model, seq_length, options, evaluator))
-        if choice is not None and not choice.prediction.over:
-            found.append(choice)
-            least = min(least, choice.step_seconds)
-    return sorted(found, key=lambda choice: choice.step_seconds)
+        plan = budget.finish(partial(judge_template, template, problem, scorer))
+        if plan is not None and not plan.prediction.over:
+            found.append(plan)
+            least = min(least, plan.step_seconds)
+    return sorted(found, key=lambda plan: plan.step_seconds)
+
+
+def _first_that_fits(
+    rows: list[Row], problem: PlanningProblem, scorer: TemplateScorer, budget: TimeBudget
+) -> list[JudgedPlan]:
+    """Of a cluster too large to simulate all: the first that is known to fit, or else that fits by simulation."""
+    tight = [most_over(scorer, template) > 0 for _, _, template in rows]
+    for i in sorted(range(len(rows)), key=lambda i: (rows[i][0] > WINDOW * rows[0][0], tight[i], i)):
+        plan = budget.finish(partial(judge_template, rows[i][2], problem, scorer, lazy=not tight[i]))
+        if plan is not None and (isinstance(plan, LazyJudgedPlan) or not plan.prediction.over):
+            return [plan]
+    return []
 
 
 def judge_template(
-    candidate: PlanTemplate,
-    cluster: Cluster,
-    model: ModelSpec,
-    seq_length: int,
-    options: SearchOptions,
-    evaluator: TemplateScorer,
-    late: bool = False,
+    template: PlanTemplate, problem: PlanningProblem, scorer: TemplateScorer, lazy: bool = False
 ) -> JudgedPlan | None:
-    """The plan of a candidate, validated and predicted (``late``: when asked for); None when its TP groups do not
-    pack."""
-    placed = place(candidate, evaluator.pool)
+    """The plan of a template, validated and simulated (``lazy``: when asked for); None when its TP groups do not pack
+    into the nodes."""
+    placed = place(template, scorer.pool)
     if placed is None:
         return None
-    plan = with_islands_where_quick(to_plan(placed, cluster, seq_length, model.num_heads), model, cluster)
-    validate(plan, model, cluster, dtype=options.dtype)
-    if late:
-        return LazyJudgedPlan(plan, cluster, candidate, placed.idle, evaluator.costs)
-    prediction = predict(plan, model, cluster, options.dtype, evaluator.costs)
-    return JudgedPlan(plan, cluster, candidate, prediction, placed.idle)
+    model, cluster = problem.model, problem.cluster
+    plan = with_islands_where_quick(to_plan(placed, cluster, problem.seq_length, model.num_heads), model, cluster)
+    validate(plan, model, cluster, dtype=problem.dtype)
+    if lazy:
+        return LazyJudgedPlan(plan, cluster, template, placed.idle, scorer.costs)
+    prediction = predict(plan, model, cluster, problem.dtype, scorer.costs)
+    return JudgedPlan(plan, cluster, template, prediction, placed.idle)

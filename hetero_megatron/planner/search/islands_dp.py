@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from hetero_megatron.planner.search.pipeline_dp import PipelineFamily
+from hetero_megatron.planner.search.layers_program import PipelineFamily
+
+HALVINGS, NEAR = 30, 2e-3  # of the bisection on the time
+
+
+def divide_into_islands(families: Sequence[PipelineFamily], groups: int, batch: int) -> list[PipelineFamily] | None:
+    """Islands side by side that compute ``batch`` sequences soonest, by bisection on the time; None: there are none."""
+    if not families:
+        return None
+    islands = IslandCover(families, groups)
+    low, high = 0.0, max(f.seconds(batch) for f in families)
+    best = islands.cover(high, batch)
+    for _ in range(HALVINGS if best is not None else 0):
+        middle = (low + high) / 2
+        found = islands.cover(middle, batch)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, middle
+        if high - low < NEAR * high:
+            break
+    return best
 
 
 class IslandCover:

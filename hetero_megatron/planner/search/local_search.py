@@ -1,12 +1,18 @@
-"""Small changes to a good plan, kept where the exact evaluation likes them: layers moved between stages, stages
-swapped, optimizers moved to host memory or back, the other schedules, other micro-batch sizes, the other placement."""
+"""Small changes to the best plans, kept where the estimate of a step falls.
+
+Layers move between stages, stages are swapped, optimizers move to host memory or back; the other schedules, other
+micro-batch sizes, and the other order of placement are tried.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute
+from hetero_megatron.planner.hill_climb import HillClimb
+from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.search.incumbent import Incumbent, Row
 from hetero_megatron.planner.template.plan_template import (
     PipelineReplicas,
     PipelineTemplate,
@@ -14,52 +20,61 @@ from hetero_megatron.planner.template.plan_template import (
     StageTemplate,
 )
 from hetero_megatron.planner.template.search_space import SearchSpace
-from hetero_megatron.planner.time_budget import Late, never
 
-Improve = Callable[[PlanTemplate, float], bool]
+STARTS = 2  # templates that are improved
+EFFORT, LARGE = 240, 256  # neighbours that are looked at from each; an eighth of them above so many chips
+LEAST_GAIN = 1e-9
 
 
-def polish(
-    evaluator: TemplateScorer, candidate: PlanTemplate, seconds: float, space: SearchSpace, most: int, improve: Improve,
-    late: Late = never,
-) -> bool:  # fmt: skip
-    """Hill climbing from ``candidate``, with at most ``most`` evaluations; False when ``improve`` or ``late`` asks to
-    stop."""
-    left, better = most, True
-    tried = {candidate}
-    while better and left > 0:
-        better = False
-        for other in _neighbours(evaluator, candidate, space):
-            if other in tried:
-                continue
-            tried.add(other)
-            if left <= 0:
-                return True
-            left -= 1
-            if late():
+class LocalSearch:
+    """Hill climbing from the best templates.
+
+    Args:
+        effort: neighbours that are looked at from each start; None: by the size of the cluster.
+    """
+
+    def __init__(self, effort: int | None = None) -> None:
+        self.effort = effort
+
+    def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
+        effort = self.effort
+        if effort is None:
+            effort = EFFORT if incumbent.scorer.pool.chips <= LARGE else EFFORT // 8
+        return all(self.climb(row, problem.space, incumbent, effort) for row in list(incumbent.rows[:STARTS]))
+
+    @staticmethod
+    def climb(start: Row, space: SearchSpace, incumbent: Incumbent, effort: int) -> bool:
+        """From one template; False where the incumbent said to stop."""
+        scorer, best, stopped = incumbent.scorer, start[0], False
+
+        def improves(template: PlanTemplate) -> bool:
+            nonlocal best, stopped
+            stopped = stopped or incumbent.late()
+            limit = best * (1 - LEAST_GAIN)
+            if stopped or scorer.bounds.least(template) >= limit:
                 return False
-            if evaluator.least(other) >= seconds * (1 - 1e-9):
-                continue
-            score = evaluator.score(other, seconds)
-            if score is None or score.over > 0 or score.step_seconds >= seconds * (1 - 1e-9):
-                continue
-            candidate, seconds, better = other, score.step_seconds, True
-            if not improve(candidate, seconds):
+            score = incumbent.offer(template, limit)
+            if score is None:
                 return False
-            break
-    return True
+            best = score.step_seconds
+            return True
+
+        for _ in HillClimb[PlanTemplate](effort).run(start[2], lambda t: _neighbours(scorer, t, space), improves):
+            if incumbent.late():
+                return False
+        return not stopped
 
 
-def _neighbours(evaluator: TemplateScorer, candidate: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:
+def _neighbours(scorer: TemplateScorer, template: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:
     for schedule in space.schedules:
-        if schedule != candidate.schedule:
-            yield from _fitted(evaluator, replace(candidate, schedule=schedule), space)
-    if candidate.pipelines > 1:
-        yield replace(candidate, order="pipeline" if candidate.order == "stage" else "stage")
-    for p, part in enumerate(candidate.parts):
+        if schedule != template.schedule:
+            yield from _fitted(scorer, replace(template, schedule=schedule), space)
+    if template.pipelines > 1:
+        yield replace(template, order="pipeline" if template.order == "stage" else "stage")
+    for p, part in enumerate(template.parts):
         for shape, m in _shapes(part, space):
-            parts = (*candidate.parts[:p], PipelineReplicas(shape, part.copies, m), *candidate.parts[p + 1 :])
-            yield from _fitted(evaluator, replace(candidate, parts=parts), space)
+            parts = (*template.parts[:p], PipelineReplicas(shape, part.copies, m), *template.parts[p + 1 :])
+            yield from _fitted(scorer, replace(template, parts=parts), space)
 
 
 def _shapes(part: PipelineReplicas, space: SearchSpace) -> Iterator[tuple[PipelineTemplate, int]]:
@@ -88,18 +103,18 @@ def _with(shape: PipelineTemplate, changed: Mapping[int, StageTemplate]) -> Pipe
     return replace(shape, stages=tuple(changed.get(i, s) for i, s in enumerate(shape.stages)))
 
 
-def _fitted(evaluator: TemplateScorer, candidate: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:
-    """The candidate with the fastest recompute that fits; nothing where none does."""
+def _fitted(scorer: TemplateScorer, template: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:
+    """The template with the fastest recompute that fits; nothing where none does."""
     if space.recompute is not None:
-        yield candidate
+        yield template
         return
     parts = []
-    for part in candidate.parts:
+    for part in template.parts:
         count = part.num_micro_batches
-        if candidate.schedule == "gpipe" and count > evaluator.tables.depth:
+        if template.schedule == "gpipe" and count > scorer.tables.depth:
             return
-        shape = best_recompute(evaluator.tables, part.shape, candidate.schedule, count, candidate.pipelines)
+        shape = best_recompute(scorer.tables, part.shape, template.schedule, count, template.pipelines)
         if shape is None:
             return
         parts.append(replace(part, shape=shape))
-    yield replace(candidate, parts=tuple(parts))
+    yield replace(template, parts=tuple(parts))

@@ -9,16 +9,16 @@ from __future__ import annotations
 from hetero_megatron.plan import Pipeline, Plan, Recompute, Stage, Unit
 from hetero_megatron.plan.buckets import WHOLE_BYTES, Bucket, make_buckets
 from hetero_megatron.plan.canonical import Optimizer
-from hetero_megatron.planner.cost.memory import buffer_bytes, most_buffered, state_bytes
+from hetero_megatron.plan.memory import buffer_bytes, most_buffered, state_bytes
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.template.plan_template import PlanTemplate, in_flight
 
 WHOLE = WHOLE_BYTES // 4  # elements of a cell that has one owner
 
 
-def most_over(evaluator: TemplateScorer, candidate: PlanTemplate) -> int:
+def most_over(scorer: TemplateScorer, candidate: PlanTemplate) -> int:
     """Upper bound on the bytes by which a rank exceeds its chip: 0 or less where every rank fits, wherever it lies."""
-    costs = evaluator.costs
+    costs = scorer.costs
     plan, weight = _small(candidate, costs.seq_length, costs.model.num_heads)
     rows: dict[int, tuple[int, float, list[tuple[float, float]]]] = {r: (0, 0.0, []) for r in weight}
     for bucket in make_buckets(plan, costs.model):
@@ -35,7 +35,7 @@ def most_over(evaluator: TemplateScorer, candidate: PlanTemplate) -> int:
         stages = part.shape.stages
         alive = in_flight(candidate.schedule, len(stages), part.num_micro_batches)
         for s, (stage, made) in enumerate(zip(stages, pipeline.stages, strict=True)):
-            choice = evaluator.tables.choice(stage, s == 0, s == len(stages) - 1)
+            choice = scorer.tables.choice(stage, s == 0, s == len(stages) - 1)
             rest = costs.memory_bytes(choice, part.shape.micro_batch_size, alive[s], candidate.pipelines)
             for rank in made.ranks:
                 held, owned, moving = rows[rank]

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hetero_megatron.planner.cost.memory import (
+from hetero_megatron.plan.memory import (
     MemoryBytes,
     bucket_elements,
     equal_shares,
@@ -57,15 +57,15 @@ class StateRoom:
 
 
 class MemoryFit:
-    """Fits candidates of one evaluator, whose parts are single pipelines.
+    """Fits candidates of one scorer, whose parts are single pipelines.
 
     Args:
         recompute: one level for all stages, or None for the fastest of each.
         shares: whether replicas may own unequal shares of the states.
     """
 
-    def __init__(self, evaluator: TemplateScorer, recompute: str | None = None, shares: bool = True) -> None:
-        self.evaluator, self.recompute, self.shares = evaluator, recompute, shares
+    def __init__(self, scorer: TemplateScorer, recompute: str | None = None, shares: bool = True) -> None:
+        self.scorer, self.recompute, self.shares = scorer, recompute, shares
         self.computed = 0  # placements whose states were counted
         self._known: dict[Key, dict[int, MemoryBytes]] = {}
         self._levels: dict[Key, list[Level]] = {}
@@ -75,7 +75,7 @@ class MemoryFit:
         """(the candidate with the fastest recompute of each stage that fits on all its ranks, with equal shares and,
         where these cost recompute or do not fit, with unequal ones; None, or a candidate that no way to fit it beats
         where other shares were not ruled out)."""
-        candidate = placed.candidate
+        candidate = placed.template
         least, sure = self._without_states(candidate)
         if least is None:
             return [], None
@@ -121,8 +121,8 @@ class MemoryFit:
         and what all ``ranks`` hold of its largest buckets arrives at once."""
         key = (stage.group, stage.tp, stage.layers, embed, head, ranks)
         if key not in self._known_limits:
-            costs = self.evaluator.costs
-            choice = self.evaluator.tables.choice(stage, embed, head)
+            costs = self.scorer.costs
+            choice = self.scorer.tables.choice(stage, embed, head)
             held = costs.held_elements(choice)
             weights, gradients, optimizer = state_bytes(held, held, costs.item, costs.options.moments)
             free = costs.memory_limit(choice.chip) - costs.overhead(choice.chip) - weights - gradients
@@ -135,7 +135,7 @@ class MemoryFit:
     @cached_property
     def _all_states(self) -> int:
         """Bytes of all optimizer states."""
-        costs = self.evaluator.costs
+        costs = self.scorer.costs
         total = held_elements(costs.model, costs.model.num_layers, True, True, equal_shares(costs.model, 1)[0])
         return state_bytes(total, total, costs.item, costs.options.moments)[2]
 
@@ -143,7 +143,7 @@ class MemoryFit:
         """By pipeline and stage, the fastest level that fits into the rooms of all its ranks."""
         found = []
         for shape, m, units in placed.pipelines:
-            alive = in_flight(placed.candidate.schedule, len(shape.stages), m)
+            alive = in_flight(placed.template.schedule, len(shape.stages), m)
             row = []
             for s, stage in enumerate(shape.stages):
                 room = min(rooms[rank] for unit in units[s] for rank in unit)
@@ -162,11 +162,11 @@ class MemoryFit:
 
     def _room(self, placed: PlacedTemplate, levels: list[list[Level]] | None) -> dict[At, int]:
         """By stage: bytes that states may take on a rank, with these levels or those that keep least."""
-        ranks = sum(part.shape.chips for part in placed.candidate.parts)
+        ranks = sum(part.shape.chips for part in placed.template.parts)
         found = {}
         for p, (shape, m, _) in enumerate(placed.pipelines):
             last = len(shape.stages) - 1
-            alive = in_flight(placed.candidate.schedule, last + 1, m)
+            alive = in_flight(placed.template.schedule, last + 1, m)
             for s, stage in enumerate(shape.stages):
                 rows = [levels[p][s]] if levels else self.levels(stage, shape.micro_batch_size, s == 0, s == last)
                 free = self._limits(stage, s == 0, s == last, ranks)[0]
@@ -206,7 +206,7 @@ class MemoryFit:
 
     def _spans(self, placed: PlacedTemplate) -> Spans:
         """(bytes of the states, stages that hold them) of each run of layers with the same holders, and of the ends."""
-        costs, share = self.evaluator.costs, equal_shares(self.evaluator.costs.model, 1)[0]
+        costs, share = self.scorer.costs, equal_shares(self.scorer.costs.model, 1)[0]
         starts = [list(itertools.accumulate((s.layers for s in x.stages), initial=0)) for x, _, _ in placed.pipelines]
         cuts = sorted({n for row in starts for n in row})
 
@@ -244,7 +244,7 @@ class MemoryFit:
     def states(self, placed: PlacedTemplate) -> dict[int, StateRoom]:
         """By rank. What ranks hold and own does not depend on their chips, so placements that differ in these alone are
         counted once."""
-        costs = self.evaluator.costs
+        costs = self.scorer.costs
         ranks = sorted(rank for _, _, units in placed.pipelines for stage in units for unit in stage for rank in unit)
         number = {rank: i for i, rank in enumerate(ranks)}
         lies = tuple(
@@ -284,7 +284,7 @@ class MemoryFit:
         return self._levels[key]
 
     def _make_levels(self, stage: StageTemplate, size: int, embed: bool, head: bool) -> list[Level]:
-        tables, costs = self.evaluator.tables, self.evaluator.costs
+        tables, costs = self.scorer.tables, self.scorer.costs
         kinds = [("none", 0), ("selective", 0), ("full", 0)]
         if tables.first:
             kinds += [("first", n) for n in range(1, stage.layers)]

@@ -2,7 +2,7 @@
 
 Every sequence of stages (group, TP, inner DP) over every number of chips; for each number of micro-batches the splits
 of the layers that could be part of a plan that is better than the best one. Most are ruled out by bounds of many at
-once (``floors``); only those that a shelf keeps are made.
+once (``lower_bounds``); only those that a column pool keeps are made.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from hetero_megatron.planner.estimate.lower_bounds import LineUnder, SyncBounds,
 from hetero_megatron.planner.estimate.pipeline_time import Link, many
 from hetero_megatron.planner.estimate.stage_table import NEARLY_NONE, StageKind, StageTable
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
+from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.columns import ColumnPool, PipelineColumn
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, StageTemplate, in_flight
@@ -85,21 +86,21 @@ class _Sequence:
 class StageSequences:
     """``skipped``: the least time of what was not looked into, for want of effort."""
 
-    def __init__(self, evaluator: TemplateScorer, model: ModelSpec, batch: int, space: SearchSpace) -> None:
-        self.evaluator, self.tables, self.pool = evaluator, evaluator.tables, evaluator.pool
-        self.model, self.batch, self.space = model, batch, space
+    def __init__(self, problem: PlanningProblem, scorer: TemplateScorer) -> None:
+        self.scorer, self.tables, self.pool = scorer, scorer.tables, scorer.pool
+        self.model, self.batch, self.space = problem.model, problem.global_batch_size, problem.space
         self.exact, self.best = False, math.inf
         self.skipped = math.inf
         self.simulated = 0
-        self._tails = SyncBounds(evaluator, model.num_layers)
+        self._sync = SyncBounds(scorer.bounds, problem.model.num_layers)
         self._tables: dict[tuple[object, ...], tuple[StageTable, list[LineUnder]]] = {}
         self._saved: dict[tuple[int, int, bool, bool], float] = {}
 
-    def shelves(self, pipelines: int, best: float, exact: bool) -> dict[Usage, ColumnPool]:
+    def columns(self, pipelines: int, best: float, exact: bool) -> dict[Usage, ColumnPool]:
         """Columns by usage, for plans of ``pipelines`` pipelines that are faster than ``best``: a few by closed form,
         or by ``exact`` times all that several pipelines have use for."""
         self.best, self.exact = best, exact
-        shelves: dict[Usage, ColumnPool] = {}
+        column_pools: dict[Usage, ColumnPool] = {}
         most = self.batch - pipelines + 1
         for size in batch_sizes(self.space, most):
             if pipelines == 1 and self.batch % size:
@@ -113,11 +114,11 @@ class StageSequences:
                     for schedule in self.space.schedules:
                         if schedule == "gpipe" and not self._slow_links(row, size):
                             continue
-                        if usage not in shelves:
+                        if usage not in column_pools:
                             keep = (400 if pipelines == 1 else MOST_KEPT) if self.exact else 6
-                            shelves[usage] = ColumnPool(self.batch, self.exact, keep)
-                        self._fill(shelves[usage], row, size, pipelines, most // size, schedule)
-        return {usage: shelf for usage, shelf in shelves.items() if shelf.makers}
+                            column_pools[usage] = ColumnPool(self.batch, self.exact, keep)
+                        self._fill(column_pools[usage], row, size, pipelines, most // size, schedule)
+        return {usage: column_pool for usage, column_pool in column_pools.items() if column_pool.makers}
 
     def _others_have_none(self, usage: Usage, pipelines: int) -> bool:
         return sum(self.pool.counts) - sum(usage) < pipelines - 1
@@ -134,8 +135,10 @@ class StageSequences:
                 return True
         return False
 
-    def _fill(self, shelf: ColumnPool, row: Sequence_, size: int, pipelines: int, most: int, schedule: str) -> None:
-        """Put the best layers of one sequence of stages on the shelf, for every number of micro-batches that can be
+    def _fill(
+        self, column_pool: ColumnPool, row: Sequence_, size: int, pipelines: int, most: int, schedule: str
+    ) -> None:
+        """Put the best layers of one sequence of stages into the pool, for every number of micro-batches that can be
         asked for."""
         stages = [StageTemplate(o.group, o.tp, o.dp) for o in row]
         tables = [self._table(o, s == 0, s == len(row) - 1, size, pipelines, row) for s, o in enumerate(row)]
@@ -154,31 +157,33 @@ class StageSequences:
                 continue
             slopes = [lines[t.row(k)] for (t, lines), k in zip(tables, alive)]
             low = floor(slopes, self.model.num_layers, links, m) + least
-            if low >= self.best or not (self.exact or shelf.takes(m * size, low)):
+            if low >= self.best or not (self.exact or column_pool.takes(m * size, low)):
                 continue
             if self.exact and few:
-                self._fill_exactly(shelf, line, m, alive)
+                self._fill_exactly(column_pool, line, m, alive)
                 continue
             found = best_split(line.seconds(alive), links, m, schedule, line.forward)
-            if found is None or not (self.exact or shelf.takes(m * size, found[0] + least)):
+            if found is None or not (self.exact or column_pool.takes(m * size, found[0] + least)):
                 continue
             if found[0] + least < self.best:
                 by_split[found[1], alive].append(m)
                 if self.exact:
                     self.skipped = min(self.skipped, found[0] + least)
         for (layers, alive), found_at in by_split.items():
-            shelf.add_at(self._column(line, layers, alive), found_at if every else list(range(1, max(found_at) + 1)))
+            column_pool.add_at(
+                self._column(line, layers, alive), found_at if every else list(range(1, max(found_at) + 1))
+            )
 
-    def _fill_exactly(self, shelf: ColumnPool, line: _Sequence, m: int, alive: Usage) -> None:
+    def _fill_exactly(self, column_pool: ColumnPool, line: _Sequence, m: int, alive: Usage) -> None:
         """All splits of the layers that could be better than the best plan, by their exact times."""
         q = m * line.size
         for layers, seconds in self._promising(line, m, alive):
-            if not shelf.takes(q, seconds):
+            if not column_pool.takes(q, seconds):
                 break  # the others are slower
             index = line.made.get((layers, alive))
             if index is None:
-                index = line.made[layers, alive] = shelf.promise(partial(self._column, line, layers, alive))
-            shelf.insert(q, seconds, index)
+                index = line.made[layers, alive] = column_pool.promise(partial(self._column, line, layers, alive))
+            column_pool.insert(q, seconds, index)
 
     def _least_after_any(self, stages: list[StageTemplate], pipelines: int) -> float:
         """All that is known of what follows a pipeline before its layers are."""
@@ -187,9 +192,9 @@ class StageSequences:
             key = (x.group, x.tp, s == 0, s == last)
             if key not in self._saved:
                 whole = replace(x, dp=1, layers=self.model.num_layers)
-                self._saved[key] = self.evaluator.saved_seconds(whole, s == 0, s == last)
+                self._saved[key] = self.scorer.saved_seconds(whole, s == 0, s == last)
             found.append(self._saved[key])
-        return (self.evaluator.least_update if pipelines > 1 else 0.0) - max(found)
+        return (self.scorer.bounds.update if pipelines > 1 else 0.0) - max(found)
 
     def _table(
         self, o: StageOption, embed: bool, head: bool, size: int, pipelines: int, row: Sequence_
@@ -222,7 +227,7 @@ class StageSequences:
         good = np.flatnonzero(closed < np.inf)
         ways, closed, seconds = ways[good], closed[good], seconds[good]
         first = np.stack([line.forward[i][ways[:, i]] for i in range(len(line.stages))], axis=1)
-        after = self._tails.after(line.stages, ways, seconds - first, line.links, line.pipelines)
+        after = self._sync.after(line.stages, ways, seconds - first, line.links, line.pipelines)
         good = np.flatnonzero(closed + after < self.best)
         if not len(good):
             return
@@ -247,7 +252,7 @@ class StageSequences:
             made.append(StageTemplate(stage.group, stage.tp, stage.dp, layers[s], recompute, first))
             forward.append(float(table.forward[layers[s]]))
             backward.append(float(table.seconds[table.row(alive[s]), layers[s]]) - forward[-1])
-        after = self.evaluator.least_after(made, line.size, line.links, line.pipelines)
+        after = self.scorer.bounds.after(made, line.size, line.links, line.pipelines)
         shape = PipelineTemplate(line.size, tuple(made))
         return PipelineColumn(shape, tuple(forward), tuple(backward), tuple(line.links), line.schedule, after)
 

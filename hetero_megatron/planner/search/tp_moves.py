@@ -1,6 +1,6 @@
 """Other tensor-parallel degrees inside the pipelines of a good plan.
 
-The program of :mod:`search_large` gives all stages of a node group one degree. Here a run of stages of one group is
+The program of :mod:`layers_program` gives all stages of a node group one degree. Here a run of stages of one group is
 cut up anew, in every way: 2 + 2 + 2 chips may become 4 + 2 or 2 + 4. Layers and shares are solved exactly again; what
 cannot be faster even with all chips busy all the time is left out.
 """
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 
 from hetero_megatron.planner.estimate.stage_table import StageKind
+from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.search.incumbent import Incumbent
 from hetero_megatron.planner.search.materialize import PipelineOutline, TemplateBuilder
 from hetero_megatron.planner.template.plan_template import PlanTemplate, StageTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace, batch_sizes, tp_degrees
@@ -20,35 +22,40 @@ from hetero_megatron.planner.template.search_space import SearchSpace, batch_siz
 MOST_CHIPS = 8  # of one run of stages
 ORDERED = 6  # chips up to which all orders of degrees are tried; above, falling and rising ones
 MOST_WAYS = 4000  # for a whole pipeline
-Improve = Callable[[PlanTemplate, float], bool]
 
 
-def regroup(
-    builder: TemplateBuilder, candidate: PlanTemplate, seconds: float, space: SearchSpace, most: int, improve: Improve
-) -> bool:
-    """Try the most promising ``most`` ways to cut the stages anew; False when ``improve`` asks to stop."""
-    for skeleton, bound in itertools.islice(_promising(builder, candidate, seconds, space), most):
-        if bound >= seconds:
-            break
-        for other in builder.candidates([skeleton], candidate.schedule):
-            score = builder.evaluator.score(other)
-            if score is None or score.over > 0 or score.step_seconds >= seconds:
-                continue
-            seconds = score.step_seconds
-            if not improve(other, seconds):
-                return False
-    return True
+class TPMoves:
+    """Proposes, for the best template of each number of pipelines, the most promising ways to cut its stages anew."""
+
+    def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
+        most = problem.options.regroup
+        templates = incumbent.best_by_pipelines() if most else []
+        return all(self.cut_anew(template, problem, incumbent, most) for template in templates)
+
+    @staticmethod
+    def cut_anew(template: PlanTemplate, problem: PlanningProblem, incumbent: Incumbent, most: int) -> bool:
+        """Offer at most ``most`` ways to cut the stages of one template."""
+        seconds, builder = incumbent.seconds, incumbent.builder
+        for outline, bound in itertools.islice(_promising(builder, template, seconds, problem.space), most):
+            if bound >= seconds:
+                break
+            for other in builder.templates([outline], template.schedule):
+                score = incumbent.offer(other, seconds)
+                seconds = seconds if score is None else score.step_seconds
+                if incumbent.late():
+                    return False
+        return True
 
 
 def _promising(
-    builder: TemplateBuilder, candidate: PlanTemplate, seconds: float, space: SearchSpace
+    builder: TemplateBuilder, template: PlanTemplate, seconds: float, space: SearchSpace
 ) -> Iterator[tuple[PipelineOutline, float]]:
-    """(skeleton, least seconds of a step), most promising first; nothing for pipelines of unlike make-up."""
-    shapes = {tuple((s.group, s.tp, s.dp) for s in part.shape.stages) for part in candidate.parts}
+    """(outline, least seconds of a step), most promising first; nothing for pipelines of unlike make-up."""
+    shapes = {tuple((s.group, s.tp, s.dp) for s in part.shape.stages) for part in template.parts}
     if len(shapes) > 1 or any(dp > 1 for _, _, dp in next(iter(shapes))):
         return
     old = next(iter(shapes))
-    pool, copies = builder.evaluator.pool, candidate.pipelines
+    pool, copies = builder.scorer.pool, template.pipelines
     runs = []
     for group, stages in itertools.groupby(old, key=lambda s: s[0]):
         chips = sum(tp for _, tp, _ in stages)
@@ -66,7 +73,7 @@ def _promising(
             made = tuple(itertools.chain(*ways))
             rate = sum(rates[key] for key in made)
             bound = (micro_batches + len(made) - 1) * builder.model.num_layers / rate if rate else math.inf
-            if bound < seconds and (size != candidate.parts[0].shape.micro_batch_size or made != _plain(old)):
+            if bound < seconds and (size != template.parts[0].shape.micro_batch_size or made != _plain(old)):
                 found.append((bound, size, made))
     for bound, size, made in sorted(found):
         cut = tuple(StageTemplate(group, tp, 1) for group, tp in made)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from hetero_megatron.plan import MegatronParallel
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
+from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.search.incumbent import Incumbent
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.plan_template import (
     PipelineReplicas,
@@ -24,6 +26,7 @@ from hetero_megatron.planner.template.plan_template import (
 from hetero_megatron.spec import ModelSpec
 
 SIZES = (1, 2, 4, 8)
+SEEDS = 4
 RECOMPUTES = ("none", "selective", "full")
 
 
@@ -96,57 +99,71 @@ def uniform_plans(
                     yield UniformPlan(tp, pp, dp, size, recompute), PlanTemplate(parts)
 
 
+class UniformSeeds:
+    """Proposes the best few uniform plans, where the space allows all of them; they stay in the incumbent as seeds."""
+
+    def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
+        space = problem.space
+        if space.micro_batch_sizes is not None or space.recompute is not None or space.max_pipelines is not None:
+            return True
+        for _, template in few_uniform(problem, incumbent.scorer, SEEDS)[0]:
+            incumbent.offer(template)
+            if incumbent.late():
+                break
+        incumbent.seeds[:] = incumbent.rows
+        return not incumbent.late()
+
+
 def few_uniform(
-    evaluator: TemplateScorer, model: ModelSpec, batch: int, most: int
+    problem: PlanningProblem, scorer: TemplateScorer, most: int
 ) -> tuple[list[tuple[UniformPlan, PlanTemplate]], list[tuple[UniformPlan, PlanTemplate]]]:
     """(the uniform plans that come first by closed form, of those that are good by their slowest stage alone; those
     that were passed over on the way because they do not fit)."""
     rough: list[tuple[float, int, UniformPlan, PlanTemplate]] = []
-    for i, (uniform, candidate) in enumerate(uniform_plans(evaluator.pool, model, batch)):
-        seconds = max(_rough(evaluator, part) for part in candidate.parts[:8])
-        rough.append((seconds, i, uniform, candidate))
+    for i, (uniform, template) in enumerate(uniform_plans(scorer.pool, problem.model, problem.global_batch_size)):
+        seconds = max(_rough(scorer, part) for part in template.parts[:8])
+        rough.append((seconds, i, uniform, template))
     rough.sort(key=lambda row: row[:2])
     rows: list[tuple[float, int, UniformPlan, PlanTemplate]] = []
     over: list[tuple[UniformPlan, PlanTemplate]] = []
-    for _, i, shape, candidate in rough:
+    for _, i, shape, template in rough:
         if len(rows) >= 3 * most:
             break
-        if any(beyond > 0 for beyond in _beyond(evaluator, candidate)):
-            over.append((shape, candidate))
+        if any(beyond > 0 for beyond in _beyond(scorer, template)):
+            over.append((shape, template))
         else:
-            rows.append((closed_seconds(evaluator, candidate), i, shape, candidate))
+            rows.append((closed_seconds(scorer, template), i, shape, template))
     rows.sort(key=lambda row: row[:2])
-    return [(shape, candidate) for _, _, shape, candidate in rows[:most]], over
+    return [(shape, template) for _, _, shape, template in rows[:most]], over
 
 
-def closed_seconds(evaluator: TemplateScorer, candidate: PlanTemplate) -> float:
+def closed_seconds(scorer: TemplateScorer, template: PlanTemplate) -> float:
     """Of the pipelines of a uniform plan, by closed form."""
     return max(
-        evaluator.pipeline_seconds(part.shape, part.num_micro_batches, "1f1b", exact=False)
-        for part in candidate.parts[:8]
+        scorer.pipeline_seconds(part.shape, part.num_micro_batches, "1f1b", exact=False) for part in template.parts[:8]
     )
 
 
-def bytes_over(evaluator: TemplateScorer, candidate: PlanTemplate) -> float:
+def bytes_over(scorer: TemplateScorer, template: PlanTemplate) -> float:
     """By how much the worst stage of a uniform plan exceeds its chips; not above 0 where it fits."""
-    return max(_beyond(evaluator, candidate))
+    return max(_beyond(scorer, template))
 
 
-def _rough(evaluator: TemplateScorer, part: PipelineReplicas) -> float:
+def _rough(scorer: TemplateScorer, part: PipelineReplicas) -> float:
     """Seconds of a uniform pipeline without links and ends: its slowest stage for every micro-batch, and the fill."""
     size, stages = part.shape.micro_batch_size, part.shape.stages
     first = {stage.group: stage for stage in reversed(stages)}  # of each group: it has most layers
-    found = [evaluator.stage(stage, size, False, False) for stage in first.values()]
+    found = [scorer.stage(stage, size, False, False) for stage in first.values()]
     return (part.num_micro_batches + len(stages) - 1) * max(x.forward + x.backward for x in found)
 
 
-def _beyond(evaluator: TemplateScorer, candidate: PlanTemplate) -> Iterator[float]:
+def _beyond(scorer: TemplateScorer, template: PlanTemplate) -> Iterator[float]:
     """Of each stage, the bytes above what its chips have."""
-    costs, tables, pool = evaluator.costs, evaluator.tables, evaluator.pool
-    for part in candidate.parts[:4]:
+    costs, tables, pool = scorer.costs, scorer.tables, scorer.pool
+    for part in template.parts[:4]:
         stages = part.shape.stages
         alive = in_flight("1f1b", len(stages), part.num_micro_batches)
         for s, stage in enumerate(stages):
             choice = tables.choice(stage, s == 0, s == len(stages) - 1)
-            need = costs.memory_bytes(choice, part.shape.micro_batch_size, alive[s], candidate.pipelines)
+            need = costs.memory_bytes(choice, part.shape.micro_batch_size, alive[s], template.pipelines)
             yield need.total - costs.memory_limit(pool.groups[stage.group].chip)

@@ -215,18 +215,14 @@ class PortPrice:
 
 def price(traffic: PortTraffic, item: float, network: LinkModel) -> PortPrice:
     """By the rules of :meth:`Network.price` for one collective; ``item``: bytes per element."""
-    latency, rate = 0.0, np.zeros(len(traffic.ways))
+    latency, slowest, rate = 0.0, 0.0, np.zeros(len(traffic.ways))
     for i, (into, kind) in enumerate(traffic.ways):
-        link = network.rates.between(*kind)
-        alpha, beta = link.collective("all_to_all")
-        latency = max(latency, alpha)
-        rate[i] = min(beta, network.fastest(kind[1] if into else kind[0], kind[2]))
-    slowest = 0.0
+        link = network.link(*kind, "all_to_all")
+        latency, rate[i] = max(latency, link.alpha), link.into if into else link.out
     for kind, size in traffic.longest.items():
-        link = network.rates.between(*kind)
-        slowest = max(slowest, size * item * min(link.beta, link.collective("all_to_all")[1]))
+        slowest = max(slowest, size * item * network.link(*kind, "all_to_all").link)
     for kind, size in traffic.pairs.items():
-        slowest = max(slowest, size * item * network.rates.between(*kind).between_chips("all_to_all"))
+        slowest = max(slowest, size * item * network.link(*kind, "all_to_all").pair)
     ports, place = distinct(traffic.ports)
     busy = np.bincount(place, traffic.size * item * rate[traffic.way], len(ports))
     return PortPrice(ports, busy.astype(np.float64), slowest, latency)

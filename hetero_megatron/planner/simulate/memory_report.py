@@ -13,8 +13,7 @@ from hetero_megatron.cluster import format_bytes
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, make_buckets
-from hetero_megatron.planner.context.activations import context_activations
-from hetero_megatron.planner.cost.memory import (
+from hetero_megatron.plan.memory import (
     ITEM_BYTES,
     MemoryBytes,
     RankWork,
@@ -24,6 +23,7 @@ from hetero_megatron.planner.cost.memory import (
     host_bytes,
     state_bytes,
 )
+from hetero_megatron.planner.context.activations import context_activations
 from hetero_megatron.schedule import generate, in_flight
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import LOGITS_BYTES

@@ -17,8 +17,8 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, validate
 from hetero_megatron.plan.buckets import Bucket
 from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plan.memory import MemoryBytes, state_bytes
 from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions, UnitSeconds
-from hetero_megatron.planner.cost.memory import MemoryBytes, state_bytes
 from hetero_megatron.planner.cost.rates import source_of
 from hetero_megatron.planner.simulate.grad_sync import BucketSpan, GradSync
 from hetero_megatron.planner.simulate.memory_report import OverLimit, estimate_memory, over_limit, refuse

@@ -61,7 +61,7 @@ def node_classes(placed: PlacedTemplate, node_of: Mapping[int, Node]) -> NodeCla
     by_node: dict[Node, Counter[At]] = defaultdict(Counter)
     total: Counter[At] = Counter()
     index = 0
-    for p, part in enumerate(placed.candidate.parts):
+    for p, part in enumerate(placed.template.parts):
         distinct: dict[tuple[int, ...], None] = {}
         for copy in range(index, index + part.copies):
             rows = lies[copy]

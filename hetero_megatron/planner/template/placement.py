@@ -10,11 +10,10 @@ A plan's ranks are those of the cluster; chips that no stage has are idle.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from hetero_megatron.cluster import Cluster, Link, NodeGroup
+from hetero_megatron.cluster import Cluster
 from hetero_megatron.plan import Interval, Pipeline, Plan, Recompute, Stage, Unit
 from hetero_megatron.plan.canonical import Optimizer
 from hetero_megatron.planner.template.device_pool import DeviceGroup, DevicePool
@@ -27,7 +26,7 @@ Units = tuple[tuple[int, ...], ...]  # ranks of each TP group of a stage
 class PlacedTemplate:
     """A candidate on ranks of the cluster: per pipeline its shape, micro-batches, and units of each stage."""
 
-    candidate: PlanTemplate
+    template: PlanTemplate
     pipelines: tuple[tuple[PipelineTemplate, int, tuple[Units, ...]], ...]
     idle: tuple[int, ...]
 
@@ -106,7 +105,7 @@ def to_plan(
             built.append(_stage(stage, units, shape, layers, s, seq_length, num_heads, chip))
         pipelines.append(Pipeline(shape.micro_batch_size, count, tuple(built)))
     batch = sum(p.batch_size for p in pipelines)
-    return Plan(seq_length, batch, placed.candidate.schedule, tuple(pipelines))
+    return Plan(seq_length, batch, placed.template.schedule, tuple(pipelines))
 
 
 def renumbered(plan: Plan, number: Mapping[int, int]) -> Plan:
@@ -145,68 +144,3 @@ def _stage(
     recompute = Recompute(stage.recompute, stage.first) if stage.layers else Recompute()
     last = len(shape.stages) - 1
     return Stage(layers, made, index == 0, index == last, recompute, chip, Optimizer(stage.offload, share=stage.share))
-
-
-def shrink(cluster: Cluster, keep: Sequence[int]) -> Cluster:
-    """The cluster with only the ranks ``keep``, in the same order. Nodes keep their names; chips of a node that loses
-    some are numbered anew."""
-    left: dict[str, int] = defaultdict(int)
-    for rank in keep:
-        left[cluster.ranks[rank].node] += 1
-    groups: list[NodeGroup] = []
-    origin: dict[str, str] = {}
-    for group in cluster.nodes:
-        run: list[tuple[int, int]] = []  # (node index, chips)
-        runs = []
-        for index in range(group.count):
-            chips = left.get(group.node(index), 0)
-            if run and (chips != run[0][1] or run[-1][0] != index - 1):
-                runs.append(run)
-                run = []
-            if chips:
-                run.append((index, chips))
-        if run:
-            runs.append(run)
-        for run in runs:
-            if len(run) == group.count:
-                groups.append(replace(group, chips_per_node=run[0][1]))
-                origin[group.name] = group.name
-                continue
-            # Consecutive numbers from 0 keep the group's name, the others stand alone under their node's name.
-            if run[0][0] == 0 and len(run) > 1:
-                groups.append(NodeGroup(group.name, len(run), group.chip, run[0][1]))
-                origin[group.name] = group.name
-            else:
-                for index, chips in run:
-                    groups.append(NodeGroup(group.node(index), 1, group.chip, chips))
-                    origin[group.node(index)] = group.name
-    pairs: dict[frozenset[str], Link] = {}
-    for a in groups if cluster.pairs else ():
-        for b in groups:
-            link = cluster.pairs.get(frozenset((origin[a.name], origin[b.name])))
-            if link is not None and (a.name != b.name or origin[a.name] == a.name):
-                pairs[frozenset((a.name, b.name))] = link
-    left_chips = {name: chip for name, chip in cluster.chips.items() if any(g.chip == name for g in groups)}
-    rates = dict(cluster.rates)
-    if rates.get("chips"):
-        rates["chips"] = {name: value for name, value in rates["chips"].items() if name in left_chips}
-    if rates.get("links"):
-        rates["links"] = _link_rows(rates["links"], origin)
-    return Cluster(tuple(groups), left_chips, cluster.intra_node, cluster.inter_node, pairs, rates, cluster.file)
-
-
-def _link_rows(rows: Sequence[Mapping[str, object]], origin: Mapping[str, str]) -> list[dict[str, object]]:
-    """Measured links under the names of the groups that are left."""
-    found: list[dict[str, object]] = []
-    for row in rows:
-        if "within" in row:
-            found += [{**row, "within": name} for name, old in origin.items() if old == row["within"]]
-            continue
-        ends: Any = row["between"] if "between" in row else (row["from"], row["to"])
-        first, second = str(ends[0]), str(ends[1])
-        pairs = [(a, b) for a, x in origin.items() if x == first for b, y in origin.items() if y == second]
-        if first == second and "between" in row:
-            pairs = [(a, b) for a, b in pairs if a <= b]
-        for a, b in pairs:
-            found.append({**row, **({"between": [a, b]} if "between" in row else {"from": a, "to": b})})
-    return found

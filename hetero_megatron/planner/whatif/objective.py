@@ -17,14 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetero_megatron.cluster import Cluster
+from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
+from hetero_megatron.plan.memory import state_bytes
 from hetero_megatron.planner.cost.layer_cost import CostModel
-from hetero_megatron.planner.cost.memory import cannot_offload, state_bytes
 from hetero_megatron.planner.estimate.context_certificate import most_tokens
-from hetero_megatron.planner.search.driver import JudgedPlan, Progress, SearchOptions, SearchResult, search
-from hetero_megatron.planner.template.placement import shrink
+from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.search.driver import SearchResult, search
+from hetero_megatron.planner.search.incumbent import JudgedPlan, Progress
 from hetero_megatron.planner.time_budget import TimeBudget
-from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import parameter_count
 
 MOST_SEARCHED = 48
@@ -67,13 +68,13 @@ def tokens_per_cost(choice: JudgedPlan) -> float | None:
     return None if cost is None else choice.prediction.tokens_per_second * 3600 / cost
 
 
-def parts(cluster: Cluster, costs: CostModel, options: SearchOptions) -> list[ClusterPart]:
+def parts(problem: PlanningProblem, costs: CostModel) -> list[ClusterPart]:
     """All parts but those whose memory does not even hold weights and gradients.
 
     Raises:
         UserError: a chip without ``cost_per_hour``, or too many node groups.
     """
-    prices = []
+    cluster, prices = problem.cluster, []
     for group in cluster.nodes:
         price = cluster.chips[group.chip].cost_per_hour
         if price is None:
@@ -93,7 +94,7 @@ def parts(cluster: Cluster, costs: CostModel, options: SearchOptions) -> list[Cl
         )  # fmt: skip
     rows = [row for row in itertools.product(*shares) if any(row)]
     chips = np.array(rows, float) * [group.chips_per_node for group in cluster.nodes]
-    usable = [options.dtype in cluster.chips[group.chip].dtypes for group in cluster.nodes]
+    usable = [problem.dtype in cluster.chips[group.chip].dtypes for group in cluster.nodes]
     kinds = sorted({group.chip for group, use in zip(cluster.nodes, usable) if use})
     by_kind = np.array([[group.chip == kind for kind in kinds] for group in cluster.nodes], float)
     most = most_tokens(costs, kinds, chips @ by_kind) if kinds else np.zeros(len(rows))
@@ -101,7 +102,7 @@ def parts(cluster: Cluster, costs: CostModel, options: SearchOptions) -> list[Cl
         max(0, costs.memory_limit(group.chip) - costs.overhead(group.chip)) if use else 0
         for group, use in zip(cluster.nodes, usable)
     ]
-    needed = _least_bytes(costs, options)
+    needed = _least_bytes(problem, costs)
     return [
         ClusterPart(row, float(cost), float(speed))
         for row, cost, speed, bytes_ in zip(rows, chips @ prices, most, room, strict=True)
@@ -109,11 +110,11 @@ def parts(cluster: Cluster, costs: CostModel, options: SearchOptions) -> list[Cl
     ]
 
 
-def _least_bytes(costs: CostModel, options: SearchOptions) -> float:
+def _least_bytes(problem: PlanningProblem, costs: CostModel) -> float:
     """Of memory that any plan takes on the chips."""
     count = parameter_count(costs.model)
     weights, gradients, optimizer = state_bytes(count, count, costs.item, costs.options.moments)
-    away = options.space.offload != "never" and cannot_offload(costs.options.moments, options.dtype) is None
+    away = problem.space.offload != "never" and problem.can_offload
     return weights + gradients + (0 if away else optimizer)
 
 
@@ -174,14 +175,10 @@ class _ByObjective:
 
 
 def search_objective(
-    model: ModelSpec,
-    cluster: Cluster,
-    seq_length: int,
-    batch: int,
-    options: SearchOptions,
+    problem: PlanningProblem,
     deadline: Deadline | None = None,
     progress: Progress | None = None,
-    watch: TimeBudget | None = None,
+    budget: TimeBudget | None = None,
 ) -> SearchResult:
     """The plan with the most tokens per currency unit; with ``deadline`` the cheapest that meets it.
 
@@ -189,18 +186,19 @@ def search_objective(
         UserError: chips without a cost, a deadline that nothing meets, and what ``search`` raises.
         KeyboardInterrupt: Ctrl-C before any plan was found.
     """
-    watch, started = watch or TimeBudget(options.time_limit), time.monotonic()
-    costs = CostModel(model, cluster, seq_length, options.dtype, options.costs)
-    left = parts(cluster, costs, options)
+    budget, started = budget or TimeBudget(problem.options.time_limit), time.monotonic()
+    cluster = problem.cluster
+    costs = CostModel(problem.model, cluster, problem.seq_length, problem.dtype, problem.options.costs)
+    left = parts(problem, costs)
     whole = tuple(group.count for group in cluster.nodes)
     found, failure, total, reached, searched = _ByObjective(deadline), None, len(left), 1.0, 0
     while left and searched < MOST_SEARCHED:
-        if searched and watch.over():
+        if searched and budget.over():
             break
         # The whole cluster first: its plan is the fastest, or about that.
         part = min(left, key=lambda p: (p.counts != whole, found.order(p, reached), p.counts[::-1]))
         try:
-            result = search(model, _of(cluster, part), seq_length, batch, options, watch=watch)
+            result = search(problem.on(_of(cluster, part)), budget=budget)
             if part.counts == whole:
                 reached = result.best.prediction.tokens_per_second / part.most
             if found.take(result) and progress is not None:
@@ -208,36 +206,36 @@ def search_objective(
         except UserError as error:
             failure = failure or error
         except KeyboardInterrupt:
-            if found.best is None or watch.interrupted:
+            if found.best is None or budget.interrupted:
                 raise
-            watch.stop()
+            budget.stop()
             break
         searched += 1
         left = [p for p in left if p is not part and found.can_be_better(p)]
     if found.best is not None:
         result = found.best[1]
-        result.complete, result.seconds = result.complete and not watch.cut, time.monotonic() - started
-        result.parts = _said(searched, total, len(left), watch)
+        result.complete, result.seconds = result.complete and not budget.cut, time.monotonic() - started
+        result.parts = _said(searched, total, len(left), budget)
         return result
     if deadline is not None and found.fastest:
-        raise _too_slow(deadline, found.fastest, searched, total, watch)
+        raise _too_slow(deadline, found.fastest, searched, total, budget)
     if failure is None:  # not even the memory of all chips would do: the search says what is missing
-        return search(model, cluster, seq_length, batch, options, watch=watch)
+        return search(problem, budget=budget)
     raise failure
 
 
-def _said(searched: int, total: int, open_: int, watch: TimeBudget) -> str:
+def _said(searched: int, total: int, open_: int, budget: TimeBudget) -> str:
     """What came of searching parts."""
     text = f"{searched} of {total} parts of the cluster searched (all, a half, a quarter or none of each node group)"
     if not open_:
         return text + "; no other can be better with all of its chips in use, by their speeds"
-    why = "the search was cut short" if watch.cut else f"{MOST_SEARCHED} are searched at most"
+    why = "the search was cut short" if budget.cut else f"{MOST_SEARCHED} are searched at most"
     return text + f"; {open_} others could be better by the speeds of their chips, but {why}"
 
 
-def _too_slow(deadline: Deadline, fastest: float, searched: int, total: int, watch: TimeBudget) -> UserError:
+def _too_slow(deadline: Deadline, fastest: float, searched: int, total: int, budget: TimeBudget) -> UserError:
     hours = deadline.tokens / fastest / 3600
-    cut = " (the search was cut short)" if watch.cut else ""
+    cut = " (the search was cut short)" if budget.cut else ""
     return UserError(
         f"no plan found is that fast: the best of {searched} of {total} parts of the cluster{cut} "
         f"computes {fastest:.4g} tokens/s, the deadline needs {deadline.tokens_per_second:.4g}",

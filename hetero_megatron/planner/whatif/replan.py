@@ -17,25 +17,26 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hetero_megatron.cluster import Cluster
+from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, validate
 from hetero_megatron.plan.islands import with_islands_where_quick
 from hetero_megatron.planner.estimate.layer_partition import bottleneck
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
+from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.context_stages import ContextStages
-from hetero_megatron.planner.search.driver import SearchOptions, SearchResult, search
+from hetero_megatron.planner.search.driver import SearchResult, search
 from hetero_megatron.planner.search.materialize import PipelineOutline, TemplateBuilder
 from hetero_megatron.planner.template.device_pool import DevicePool
-from hetero_megatron.planner.template.placement import place, renumbered, shrink, to_plan
+from hetero_megatron.planner.template.placement import place, renumbered, to_plan
 from hetero_megatron.planner.template.plan_template import PlanTemplate, StageTemplate
-from hetero_megatron.spec import ModelSpec
 
-MOST_SKELETONS, MOST_TRIED, CHIPS_SCORED = 24, 5, 10240
+MOST_OUTLINES, MOST_TRIED, CHIPS_SCORED = 24, 5, 10240
 
 
 @dataclass(frozen=True)
 class WarmPlan:
-    """A plan for ``pool``: a candidate, or, with context groups, a plan on the pool's own ranks."""
+    """A plan for ``pool``: a template, or, with context groups, a plan on the pool's own ranks."""
 
     seconds: float
     plan: PlanTemplate | Plan
@@ -64,39 +65,27 @@ class NodeLoss:
 class WarmPlanner:
     """A model on a cluster whose nodes come and go. ``result``: of the search of all of it, where that was done."""
 
-    def __init__(
-        self,
-        model: ModelSpec,
-        cluster: Cluster,
-        seq_length: int,
-        batch: int,
-        options: SearchOptions | None = None,
-        result: SearchResult | None = None,
-    ) -> None:
-        self.model, self.cluster, self.seq_length, self.batch = model, cluster, seq_length, batch
-        self.options = options = options or SearchOptions()
-        if options.space.unlike_tp:  # what is kept warm has one chip type per stage
-            self.options = replace(options, space=replace(options.space, unlike_tp=False))
-        self.result = result or search(model, cluster, seq_length, batch, self.options)
-        self.skeletons = self._skeletons()
+    def __init__(self, problem: PlanningProblem, result: SearchResult | None = None) -> None:
+        # What is kept warm has one chip type per stage.
+        self.problem = problem = problem.with_space(unlike_tp=False)
+        self.model, self.cluster, self.batch = problem.model, problem.cluster, problem.global_batch_size
+        self.result = result or search(problem)
+        self.outlines = self._outlines()
         self._speeds: dict[PipelineOutline, float] = {}
         self._ready: dict[tuple[int, ...], WarmPlan] = {}
-        self._context: ContextStages | None = None
-        if self.result.context_tried:
-            costs = self.result.evaluator.costs
-            self._context = ContextStages(model, cluster, self.result.pool, costs, batch, self.options.space)
+        self._context = ContextStages() if self.result.context_tried else None
 
-    def _skeletons(self) -> list[PipelineOutline]:
+    def _outlines(self) -> list[PipelineOutline]:
         """Distinct pipelines of the best plans, best first, and halves of them (fewer stages of each kind)."""
         found: dict[tuple[tuple[StageTemplate, ...], int], PipelineOutline] = {}
-        for candidate in self.result.ranked:
-            for part in candidate.parts:
+        for template in self.result.ranked:
+            for part in template.parts:
                 stages = tuple(StageTemplate(s.group, s.tp, s.dp) for s in part.shape.stages)
                 for variant in _variants(stages):
                     found.setdefault(
                         (variant, part.shape.micro_batch_size), PipelineOutline(variant, part.shape.micro_batch_size, 1)
                     )
-        return list(found.values())[:MOST_SKELETONS]
+        return list(found.values())[:MOST_OUTLINES]
 
     def without(self, nodes: Sequence[str]) -> tuple[Plan, Cluster, float]:
         """(plan, cluster that its ranks count in, predicted seconds of a step) after these nodes are gone.
@@ -120,7 +109,7 @@ class WarmPlanner:
         own = shrink(self.cluster, keep)
         plan = self._on_ranks(found, smaller, {rank: i for i, rank in enumerate(keep)})
         plan = with_islands_where_quick(plan, self.model, own)
-        validate(plan, self.model, own, dtype=self.options.dtype)
+        validate(plan, self.model, own, dtype=self.problem.dtype)
         return plan, own, found.seconds
 
     def losses(self) -> list[NodeLoss]:
@@ -140,7 +129,7 @@ class WarmPlanner:
             keep, warm = [r.rank for r in self.cluster.ranks if r.node != node], False
             try:
                 left = shrink(self.cluster, keep)
-                best = search(self.model, left, self.seq_length, self.batch, self.options).best
+                best = search(self.problem.on(left)).best
             except UserError as error:
                 problem = error.problem if keep else "no chip is left"
                 return NodeLoss(node, alike, time.monotonic() - started, warm=False, problem=problem)
@@ -154,7 +143,7 @@ class WarmPlanner:
             return renumbered(found.plan, {a: number[b] for a, b in zip(*ranks, strict=True)})
         placed = place(found.plan, pool)
         assert placed is not None, "it was evaluated on these chips"
-        return to_plan(placed, self.cluster, self.seq_length, self.model.num_heads, number)
+        return to_plan(placed, self.cluster, self.problem.seq_length, self.model.num_heads, number)
 
     def prepare(self) -> None:
         """Plan ahead for the loss of any one node: equal nodes are interchangeable, so once per group of them."""
@@ -180,52 +169,54 @@ class WarmPlanner:
         best = self._pipelines(pool)
         if self._context is not None:
             left = pool.restricted([i for i, g in enumerate(pool.groups) if g.nodes])
-            found = self._context.on(left).run(best.seconds if best else math.inf).plans
+            found, _ = self._context.search(
+                self.problem, self.result.scorer.over(left), best.seconds if best else math.inf
+            )
             if found and (best is None or found[0].prediction.step_seconds < best.seconds):
                 return WarmPlan(found[0].prediction.step_seconds, found[0].plan, pool)
         return best
 
     def _pipelines(self, pool: DevicePool) -> WarmPlan | None:
         """The best of the known pipelines."""
-        known = self.result.evaluator
-        stages = (s for p in self.result.best.candidate.parts for s in p.shape.stages)
+        known = self.result.scorer
+        stages = (s for p in self.result.best.template.parts for s in p.shape.stages)
         away = frozenset(pool.groups[s.group].chip for s in stages if s.offload)
-        evaluator = TemplateScorer(known.tables.over(pool, offload=away) if away else known.tables, pool, like=known)
-        builder = TemplateBuilder(evaluator, self.model, self.batch, self.options.space)
+        scorer = TemplateScorer(known.tables.over(pool, offload=away) if away else known.tables, pool, like=known)
+        builder = TemplateBuilder(self.problem, scorer)
         found: list[tuple[float, int, PlanTemplate]] = []
         for i, rows in enumerate(self._combinations(pool)):
             if found and i >= MOST_TRIED:
                 break
-            for candidate in builder.candidates(rows, self.result.best.candidate.schedule):
-                found.append((evaluator.least(candidate), len(found), candidate))
+            for template in builder.templates(rows, self.result.best.template.schedule):
+                found.append((scorer.bounds.least(template), len(found), template))
         best: WarmPlan | None = None
         most = max(2, min(10, CHIPS_SCORED // max(pool.chips, 1)))  # placing thousands of chips takes a while
-        for i, (least, _, candidate) in enumerate(sorted(found, key=lambda row: row[:2])):
+        for i, (least, _, template) in enumerate(sorted(found, key=lambda row: row[:2])):
             if best is not None and (least >= best.seconds or i >= most):
                 break
-            score = evaluator.score(candidate, best.seconds if best is not None else math.inf)
+            score = scorer.score(template, best.seconds if best is not None else math.inf)
             if score is not None and score.over == 0 and (best is None or score.step_seconds < best.seconds):
-                best = WarmPlan(score.step_seconds, candidate, pool)
+                best = WarmPlan(score.step_seconds, template, pool)
         return best
 
     def _combinations(self, pool: DevicePool) -> Iterator[list[PipelineOutline]]:
         """As many of one kind as fit, then of others in what is left; those first that should be done first."""
-        speeds = [self._speeds.get(skeleton) or self._speed(skeleton) for skeleton in self.skeletons]
-        self._speeds = dict(zip(self.skeletons, speeds))
+        speeds = [self._speeds.get(outline) or self._speed(outline) for outline in self.outlines]
+        self._speeds = dict(zip(self.outlines, speeds))
         usages = [
-            [sum(s.chips for s in skeleton.stages if s.group == g) for g in range(len(pool.groups))]
-            for skeleton in self.skeletons
+            [sum(s.chips for s in outline.stages if s.group == g) for g in range(len(pool.groups))]
+            for outline in self.outlines
         ]
         rows: list[tuple[float, int, list[PipelineOutline]]] = []
-        for i in range(len(self.skeletons)):
+        for i in range(len(self.outlines)):
             left, chosen, rate, late = list(pool.counts), [], 0.0, 0.0
-            for j in (i, *range(i), *range(i + 1, len(self.skeletons))):
+            for j in (i, *range(i), *range(i + 1, len(self.outlines))):
                 copies = min(n // u for n, u in zip(left, usages[j]) if u)
                 if copies:
-                    skeleton = self.skeletons[j]
-                    chosen.append(replace(skeleton, copies=copies))
+                    outline = self.outlines[j]
+                    chosen.append(replace(outline, copies=copies))
                     left = [n - copies * u for n, u in zip(left, usages[j])]
-                    rate, late = rate + copies * speeds[j], late + copies * skeleton.size * (len(skeleton.stages) - 1)
+                    rate, late = rate + copies * speeds[j], late + copies * outline.size * (len(outline.stages) - 1)
                     if len(chosen) == 1 or not any(left):
                         rows.append(((self.batch + late) / rate, len(rows), list(chosen)))
             if any(left):
@@ -237,17 +228,17 @@ class WarmPlanner:
                 seen.add(key)
                 yield chosen
 
-    def _speed(self, skeleton: PipelineOutline) -> float:
+    def _speed(self, outline: PipelineOutline) -> float:
         """Sequences per second of a pipeline that is never empty, its layers divided as well as they can be."""
-        layers, last = self.model.num_layers, len(skeleton.stages) - 1
+        layers, last = self.model.num_layers, len(outline.stages) - 1
         rows = []
-        for s, stage in enumerate(skeleton.stages):
+        for s, stage in enumerate(outline.stages):
             one, two = (
-                self.result.evaluator.stage(replace(stage, layers=n), skeleton.size, s == 0, s == last) for n in (1, 2)
+                self.result.scorer.stage(replace(stage, layers=n), outline.size, s == 0, s == last) for n in (1, 2)
             )
             first, second = one.forward + one.backward, two.forward + two.backward
             rows.append(2 * first - second + (second - first) * np.arange(layers + 1))
-        return skeleton.size / bottleneck(np.stack(rows), layers)
+        return outline.size / bottleneck(np.stack(rows), layers)
 
 
 def _variants(stages: tuple[StageTemplate, ...]) -> Iterator[tuple[StageTemplate, ...]]:

@@ -10,60 +10,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hetero_megatron.plan.buckets import BUCKET_BYTES
+from hetero_megatron.plan.buckets import BUCKET_BYTES, IN_FLIGHT
 from hetero_megatron.planner.cost.layer_cost import CostModel
-from hetero_megatron.planner.cost.link_model import LinkModel
-from hetero_megatron.planner.cost.sync_host_cost import back_copies
-from hetero_megatron.planner.template.device_pool import DevicePool
+from hetero_megatron.planner.cost.sync_host_cost import RankHost, back_copies
+from hetero_megatron.planner.estimate.link_table import LinkTable
 from hetero_megatron.planner.template.node_classes import At, NodeClasses
 from hetero_megatron.planner.template.plan_template import PlanTemplate, StageTemplate
 
 Port = tuple[int, ...]  # the cards of each node of a class; (part, stage, 0): the own link of each of the stage's chips
-
-
-@dataclass(frozen=True)
-class LinkPrice:
-    """From a group to another (or itself, between nodes or inside one): seconds per message, per byte through the
-    sender's and the receiver's port, per byte between two ends, and between two chips in a collective; host seconds per
-    message."""
-
-    alpha: float
-    single: float  # the same outside of collectives
-    out: float
-    into: float
-    link: float
-    pair: float
-    message: float
-
-
-class LinkTable:
-    """All of a pool's."""
-
-    def __init__(self, pool: DevicePool, costs: CostModel) -> None:
-        self.pool, self.network = pool, LinkModel(costs.rates)
-        self._known: dict[tuple[int, int, bool], LinkPrice | None] = {}
-
-    def between(self, g: int, h: int, inside: bool = False) -> LinkPrice | None:
-        """None where there is no such link."""
-        key = (g, h, inside)
-        if key not in self._known:
-            there = self.pool.link(g, h, inside) is not None and all(self.pool.groups[i].ranks for i in (g, h))
-            self._known[key] = self._make(g, h, inside) if there else None
-        return self._known[key]
-
-    def _make(self, g: int, h: int, inside: bool) -> LinkPrice:
-        ranks, groups = self.network.ranks, self.pool.groups
-        a = groups[g].ranks[0][0]
-        b = groups[g].ranks[0][1] if inside else groups[h].ranks[-1 if g == h else 0][0]
-        first, second = ranks[a].group, ranks[b].group
-        rates = self.network.rates.between(first, second, inside)
-        alpha, beta = rates.collective("all_to_all")
-        out, into = (min(beta, self.network.fastest(name, inside)) for name in (first, second))
-        link, pair = min(rates.beta, beta), rates.between_chips("all_to_all")
-        return LinkPrice(alpha, rates.alpha, out, into, link, pair, self.network.message_seconds(a, b))
 
 
 @dataclass
@@ -102,7 +59,7 @@ class SyncLoads:
     shared: dict[At, float] = field(default_factory=lambda: defaultdict(float))
 
 
-def sync_loads(candidate: PlanTemplate, ground: NodeClasses, ways: LinkTable, costs: CostModel) -> SyncLoads:
+def sync_loads(candidate: PlanTemplate, ground: NodeClasses, links: LinkTable, costs: CostModel) -> SyncLoads:
     """Of all layers, embedding and head."""
     loads = SyncLoads()
     spans: list[tuple[At, int, int, StageTemplate, int]] = []
@@ -141,11 +98,11 @@ def sync_loads(candidate: PlanTemplate, ground: NodeClasses, ways: LinkTable, co
                 run.lowest[at] = first - starts[at] if layers else stages[at].layers * (end == "head")
         run.embed = end == "embed"
     for run in loads.runs:
-        _price(run, ground, stages, ways)
+        _price(run, ground, stages, links)
     return loads
 
 
-def _price(run: SyncSegment, ground: NodeClasses, stages: Mapping[At, StageTemplate], ways: LinkTable) -> None:
+def _price(run: SyncSegment, ground: NodeClasses, stages: Mapping[At, StageTemplate], links: LinkTable) -> None:
     """Seconds per byte of an element on every port, and between the two most loaded ends. Equal nodes have equal
     ports, so each class of them is priced once."""
     nodes: Counter[int] = Counter()  # shares of the ranks on a node of each class
@@ -171,10 +128,10 @@ def _price(run: SyncSegment, ground: NodeClasses, stages: Mapping[At, StageTempl
         for c, mine in ground.nodes[at].items():
             g = ground.group[c]
             inside, others_inside = nodes[c], inside_units[c] - 1
-            group = ways.between(g, g, tp <= ways.pool.groups[g].per_node) if tp > 1 else None
+            group = links.between(g, g, tp <= links.pool.groups[g].per_node) if tp > 1 else None
             if group is not None:  # over what its ranks hold alike
                 run.latency, message = max(run.latency, group.alpha), max(message, group.message)
-            near = ways.between(g, g, True) if others_inside else None
+            near = links.between(g, g, True) if others_inside else None
             if near is not None:
                 given = (inside - tp * stages[at].share) / run.total
                 own = held * max(given * near.out, run.share[at] * others_inside * near.into)
@@ -185,7 +142,7 @@ def _price(run: SyncSegment, ground: NodeClasses, stages: Mapping[At, StageTempl
             for h in groups:
                 others = total[h] - (inside if h == g else 0)
                 copies = units[h] - (inside_units[c] if h == g else 0)
-                way, back = ways.between(g, h), ways.between(h, g)
+                way, back = links.between(g, h), links.between(h, g)
                 if not others or way is None or back is None:
                     continue
                 out, into = out + others / run.total * way.out, into + copies * run.share[at] * back.into
@@ -213,13 +170,61 @@ def own_seconds(
     return (0.0 if dense else given) * rates.pack + fixed, (taken + own) * rates.add + fixed * run.ranks
 
 
-def bounded(ways: LinkTable, group: int, pool: DevicePool, near: bool) -> tuple[float, float]:
-    """(least seconds per byte that a port of a node of ``group`` can do in either direction, least latency), for lower
-    bounds."""
-    others: Sequence[int] = [group] if near else range(len(pool.groups))
-    out, into = (
-        [way for way in found if way is not None]
-        for found in ([ways.between(group, h, near) for h in others], [ways.between(h, group, near) for h in others])
-    )
-    rates = [*(way.out for way in out), *(way.into for way in into)]
-    return min(rates, default=math.inf), min((way.alpha for way in (*out, *into)), default=math.inf)
+@dataclass(frozen=True)
+class LastBackward:
+    """Seconds: when it begins and ends, each of its layers, and all but the embedding's part."""
+
+    begin: float
+    done: float
+    layer: float
+    plain: float
+    layers: int
+
+    def span(self, run: SyncSegment, at: At, share: float) -> tuple[float, float]:
+        """When the gradients of the first and of the last bucket of a run are there."""
+        lowest = run.lowest[at]
+        last = self.done if run.embed else self.begin + self.plain - lowest * self.layer
+        above = last - self.begin - (self.layers - lowest) * self.layer if not run.embed else 0.0
+        first = max(self.begin + above, last - (1 - share) * (self.layers - lowest) * self.layer)
+        return min(first, last), last
+
+
+def sync_ends(
+    loads: SyncLoads,
+    costs: CostModel,
+    chips: Mapping[At, str],
+    idle: Mapping[At, float],
+    item: float,
+    times: Mapping[At, LastBackward] | None = None,
+) -> dict[At, float]:
+    """When the ranks of each stage are done with all runs: gradients as ``times`` has them, else parameters. The
+    rules are those of ``simulate.grad_sync.Synchronisation``, but a run's buckets are taken together."""
+    hosts = {at: RankHost() for at in idle}
+    free: dict[object, float] = {}
+    sharded = costs.options.sharded
+    for run in loads.runs:
+        ready = late = 0.0
+        after = {}
+        share = 1 / run.buckets  # of the run, that only the last bucket is
+        for at in run.held:
+            pack, after[at] = (
+                own_seconds(run, at, costs, chips[at], item, times is None)
+                if sharded else (0.0, 0.0)
+            )  # fmt: skip
+            first = last = idle[at]
+            if times is not None and costs.options.overlap:
+                first, last = times[at].span(run, at, share)
+            sent = hosts[at].send(last, pack)
+            late, ready = max(late, sent), max(ready, sent - (last - first) - pack * (1 - share))
+        begin = max([ready, *(free.get(port, 0.0) for port in run.ports)])
+        end = max(begin + run.link * item, late + run.link * item * share)
+        for port, seconds_ in run.ports.items():
+            free[port] = max(begin + seconds_ * item, late + seconds_ * item * share)
+            end = max(end, free[port])
+        # A bucket is sent once the one IN_FLIGHT before it has arrived, so of long ways there are so many in a row.
+        each, rows = max(run.link, *run.ports.values(), 0.0) * item * share, -(-run.buckets // IN_FLIGHT)
+        end = max(end + run.latency, begin + rows * (each + run.latency))
+        for at, seconds_ in after.items():
+            hosts[at].under_way.append((end, seconds_ * share))
+            hosts[at].delay += seconds_ * (1 - share)
+    return {at: host.finish(idle[at]) for at, host in hosts.items()}

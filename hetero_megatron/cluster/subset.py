@@ -1,0 +1,152 @@
+"""Parts of a cluster, and clusters with more nodes."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hetero_megatron.cluster.catalogue import CHIPS
+from hetero_megatron.cluster.cluster import Cluster, Link, NodeGroup
+from hetero_megatron.errors import UserError
+
+DEFAULT_PER_NODE = 8
+
+
+def shrink(cluster: Cluster, keep: Sequence[int]) -> Cluster:
+    """The cluster with only the ranks ``keep``, in the same order. Nodes keep their names; chips of a node that loses
+    some are numbered anew."""
+    left: dict[str, int] = defaultdict(int)
+    for rank in keep:
+        left[cluster.ranks[rank].node] += 1
+    groups: list[NodeGroup] = []
+    origin: dict[str, str] = {}
+    for group in cluster.nodes:
+        run: list[tuple[int, int]] = []  # (node index, chips)
+        runs = []
+        for index in range(group.count):
+            chips = left.get(group.node(index), 0)
+            if run and (chips != run[0][1] or run[-1][0] != index - 1):
+                runs.append(run)
+                run = []
+            if chips:
+                run.append((index, chips))
+        if run:
+            runs.append(run)
+        for run in runs:
+            if len(run) == group.count:
+                groups.append(replace(group, chips_per_node=run[0][1]))
+                origin[group.name] = group.name
+                continue
+            # Consecutive numbers from 0 keep the group's name, the others stand alone under their node's name.
+            if run[0][0] == 0 and len(run) > 1:
+                groups.append(NodeGroup(group.name, len(run), group.chip, run[0][1]))
+                origin[group.name] = group.name
+            else:
+                for index, chips in run:
+                    groups.append(NodeGroup(group.node(index), 1, group.chip, chips))
+                    origin[group.node(index)] = group.name
+    pairs: dict[frozenset[str], Link] = {}
+    for a in groups if cluster.pairs else ():
+        for b in groups:
+            link = cluster.pairs.get(frozenset((origin[a.name], origin[b.name])))
+            if link is not None and (a.name != b.name or origin[a.name] == a.name):
+                pairs[frozenset((a.name, b.name))] = link
+    left_chips = {name: chip for name, chip in cluster.chips.items() if any(g.chip == name for g in groups)}
+    rates = dict(cluster.rates)
+    if rates.get("chips"):
+        rates["chips"] = {name: value for name, value in rates["chips"].items() if name in left_chips}
+    if rates.get("links"):
+        rates["links"] = _link_rows(rates["links"], origin)
+    return Cluster(tuple(groups), left_chips, cluster.intra_node, cluster.inter_node, pairs, rates, cluster.file)
+
+
+def _link_rows(rows: Sequence[Mapping[str, object]], origin: Mapping[str, str]) -> list[dict[str, object]]:
+    """Measured links under the names of the groups that are left."""
+    found: list[dict[str, object]] = []
+    for row in rows:
+        if "within" in row:
+            found += [{**row, "within": name} for name, old in origin.items() if old == row["within"]]
+            continue
+        ends: Any = row["between"] if "between" in row else (row["from"], row["to"])
+        first, second = str(ends[0]), str(ends[1])
+        pairs = [(a, b) for a, x in origin.items() if x == first for b, y in origin.items() if y == second]
+        if first == second and "between" in row:
+            pairs = [(a, b) for a, b in pairs if a <= b]
+        for a, b in pairs:
+            found.append({**row, **({"between": [a, b]} if "between" in row else {"from": a, "to": b})})
+    return found
+
+
+def of_type(cluster: Cluster, chip: str) -> Cluster:
+    """Only the chips of one type."""
+    keep = [rank.rank for rank in cluster.ranks if rank.chip == chip]
+    return cluster if len(keep) == cluster.world_size else shrink(cluster, keep)
+
+
+def without(cluster: Cluster, names: Sequence[str]) -> Cluster:
+    """The cluster without these nodes (``fast-1``) or whole node groups (``fast``).
+
+    Raises:
+        UserError: no such node, or nothing is left.
+    """
+    nodes = {rank.node for rank in cluster.ranks}
+    groups = {group.name for group in cluster.nodes}
+    gone: set[str] = set()
+    for name in names:
+        if name in nodes:
+            gone.add(name)
+        elif name in groups:
+            gone |= {rank.node for rank in cluster.ranks if rank.group == name}
+        else:
+            near = difflib.get_close_matches(name, sorted(nodes | groups), n=1)
+            raise UserError(
+                "the cluster has no such node" + (f" (did you mean {near[0]}?)" if near else ""), field="--without",
+                value=name, accepted=", ".join(sorted(nodes)[:8]) + (", …" if len(nodes) > 8 else ""),
+                where=cluster.file,
+            )  # fmt: skip
+    keep = [rank.rank for rank in cluster.ranks if rank.node not in gone]
+    if not keep:
+        raise UserError(
+            "no chip is left", field="--without", value=",".join(names), accepted="at least one node that stays",
+            where=cluster.file,
+        )  # fmt: skip
+    return shrink(cluster, keep)
+
+
+def with_more(cluster: Cluster, text: str) -> Cluster:
+    """The cluster with more nodes: ``2xNAME`` or ``2xNAME-node``, where NAME is a node group, a chip of the cluster or
+    the beginning of a chip of the catalogue (then nodes of 8 chips).
+
+    Raises:
+        UserError: not of that form, or an unknown name.
+    """
+    match = re.fullmatch(r"(\d+)x(.+)", text)
+    if not match or int(match[1]) < 1:
+        raise UserError("cannot be read", field="--add", value=text, accepted="COUNTxNAME, e.g. 2xH100-node")
+    count, name = int(match[1]), match[2].removesuffix("-node")
+    for same in (
+        lambda group: match[2] in (group.name, group.chip),  # a name may end in -node
+        lambda group: name in (group.name, group.chip),
+        lambda group: group.chip.lower().startswith(name.lower()),
+    ):
+        for i, group in enumerate(cluster.nodes):
+            if same(group):
+                nodes = (*cluster.nodes[:i], replace(group, count=group.count + count), *cluster.nodes[i + 1 :])
+                return replace(cluster, nodes=nodes)
+    chips = [chip for chip in CHIPS if chip.lower().startswith(name.lower())]
+    if not chips:
+        known = [g.name for g in cluster.nodes] + list(CHIPS)
+        raise UserError(
+            "no such node group or chip", field="--add", value=text, accepted=", ".join(known), where=cluster.file
+        )
+    new = NodeGroup(_fresh(name.lower(), cluster), count, chips[0], DEFAULT_PER_NODE)
+    return replace(cluster, nodes=(*cluster.nodes, new), chips={**cluster.chips, chips[0]: CHIPS[chips[0]]})
+
+
+def _fresh(name: str, cluster: Cluster) -> str:
+    taken = {group.name for group in cluster.nodes}
+    return next(n for n in (name, *(f"{name}-{i}" for i in range(2, 1000))) if n not in taken)

@@ -1,0 +1,38 @@
+"""Prices of the links between the groups of a pool, by group numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hetero_megatron.planner.cost.layer_cost import CostModel
+from hetero_megatron.planner.cost.link_model import LinkModel, LinkPrice
+from hetero_megatron.planner.template.device_pool import DevicePool
+
+
+class LinkTable:
+    """What :class:`LinkModel` says of collectives between two nodes of these groups, or inside one."""
+
+    def __init__(self, pool: DevicePool, costs: CostModel) -> None:
+        self.pool, self.model = pool, LinkModel(costs.rates)
+        self._known: dict[tuple[int, int, bool], LinkPrice | None] = {}
+
+    def between(self, g: int, h: int, same_node: bool = False) -> LinkPrice | None:
+        """None where there is no such link."""
+        key = (g, h, same_node)
+        if key not in self._known:
+            groups = self.pool.groups
+            there = self.pool.link(g, h, same_node) is not None and all(groups[i].ranks for i in (g, h))
+            name, other = groups[g].home, groups[h].home
+            self._known[key] = self.model.link(name, other, same_node, "all_to_all") if there else None
+        return self._known[key]
+
+    def best(self, g: int, same_node: bool) -> tuple[float, float]:
+        """(least seconds per byte that a port of a node of the group can do in either direction, least latency)."""
+        others: Sequence[int] = [g] if same_node else range(len(self.pool.groups))
+        out, into = (
+            [price for price in found if price is not None]
+            for found in zip(*((self.between(g, h, same_node), self.between(h, g, same_node)) for h in others))
+        )
+        rates = [*(price.out for price in out), *(price.into for price in into)]
+        return min(rates, default=math.inf), min((price.alpha for price in (*out, *into)), default=math.inf)

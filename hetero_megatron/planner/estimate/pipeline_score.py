@@ -1,0 +1,97 @@
+"""Seconds of one pipeline of a template: its stages, the transfers between them, and its schedule's actions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hetero_megatron.planner.estimate.pipeline_time import Link, closed_form, seconds
+from hetero_megatron.planner.estimate.stage_table import StageTables
+from hetero_megatron.planner.template.device_pool import DevicePool
+from hetero_megatron.planner.template.plan_template import PipelineTemplate, StageTemplate
+
+EXACT = 400_000  # micro-batches x stages of one pipeline above which its time is extrapolated
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Of one micro-batch in a stage: with messages of the host; without them, a layer's backward and that of all but
+    the embedding; what the first backward of a step takes less than the others."""
+
+    forward: float
+    backward: float
+    own: float
+    layer: float
+    plain: float
+    saved: float
+
+
+class PipelineScorer:
+    """Times pipelines over one pool; stages and pipelines that are known stay known."""
+
+    def __init__(self, tables: StageTables, pool: DevicePool, like: PipelineScorer | None = None) -> None:
+        """``like``: one over the same tables, whose stages and pipelines cost the same."""
+        self.tables, self.pool, self.costs = tables, pool, tables.costs
+        self._stages: dict[tuple[StageTemplate, int, bool, bool], StageSeconds] = like._stages if like else {}
+        self._pipelines: dict[tuple[object, ...], float] = like._pipelines if like else {}
+
+    def stage(self, stage: StageTemplate, size: int, embed: bool, head: bool) -> StageSeconds:
+        """Of one micro-batch of ``size`` sequences."""
+        key = (stage, size, embed, head)
+        if key not in self._stages:
+            costs = self.costs
+            choice = self.tables.choice(stage, embed, head)
+            messages = costs.message_seconds(choice.chip) * ((not embed) + (not head))
+            own = costs.backward_seconds(choice, size)
+            bare, plain = (costs.backward_seconds(self.tables.choice(stage, False, end), size) for end in (False, head))
+            layer = (bare - costs.action_seconds(choice.chip)) / stage.layers if stage.layers else 0.0
+            saved = costs.held_elements(choice) * costs.item * costs.chip_rates(choice.chip).accumulate_beta
+            self._stages[key] = StageSeconds(
+                costs.forward_seconds(choice, size) + messages, own + messages, own, layer, plain, saved
+            )
+        return self._stages[key]
+
+    def saved_seconds(self, stage: StageTemplate, embed: bool, head: bool) -> float:
+        """What the first backward of a step takes less than the others."""
+        return self.stage(stage, stage.dp, embed, head).saved
+
+    def _each(self, shape: PipelineTemplate) -> list[StageSeconds]:
+        last = len(shape.stages) - 1
+        return [self.stage(x, shape.micro_batch_size, s == 0, s == last) for s, x in enumerate(shape.stages)]
+
+    def stage_seconds(self, shape: PipelineTemplate) -> tuple[list[float], list[float]]:
+        """(forward, backward) per stage of one micro-batch, messages of the host included."""
+        found = self._each(shape)
+        return [x.forward for x in found], [x.backward for x in found]
+
+    def links(self, shape: PipelineTemplate, sharing: Sequence[int] | None = None) -> list[Link]:
+        """Seconds of the transfers over each boundary; ``sharing``: 0 in one node, else the pipelines at its cards."""
+        found = []
+        for s, (a, b) in enumerate(zip(shape.stages, shape.stages[1:])):
+            count = sharing[s] if sharing is not None else int(not self.tables.likely_same_node(a, b))
+            found.append(self.tables.boundary(a, b, shape.micro_batch_size, count == 0, max(1, count)))
+        return found
+
+    def pipeline_seconds(
+        self,
+        shape: PipelineTemplate,
+        micro_batches: int,
+        schedule: str,
+        sharing: Sequence[int] | None = None,
+        exact: bool = True,
+    ) -> float:
+        forward, backward = self.stage_seconds(shape)
+        link = self.links(shape, sharing)
+        if not exact:
+            return closed_form(forward, backward, link, micro_batches, schedule)
+        if len(forward) * micro_batches <= EXACT:
+            return seconds(forward, backward, link, micro_batches, schedule)
+        few = max(8 * len(forward), EXACT // len(forward) // 2)
+        a, b = (seconds(forward, backward, link, n, schedule) for n in (few, 2 * few))
+        return b + (b - a) / few * (micro_batches - 2 * few)
+
+    def known_seconds(self, shape: PipelineTemplate, m: int, schedule: str, near: tuple[int, ...]) -> float:
+        key = (shape, m, schedule, near)
+        if key not in self._pipelines:
+            self._pipelines[key] = self.pipeline_seconds(shape, m, schedule, near)
+        return self._pipelines[key]

@@ -1,0 +1,103 @@
+"""What the planner is asked: a plan of a model on a cluster, for steps of a given size, within a search space."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hetero_megatron.cluster import Cluster
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan.memory import cannot_offload
+from hetero_megatron.planner.cost.layer_cost import CostOptions
+from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """Args:
+    dtype: of weights and activations.
+    time_limit: seconds after which the best plan so far is taken; None: until done.
+    top: templates that are simulated exactly.
+    space: what may be chosen.
+    costs: assumptions of the cost model.
+    exhaustive: False: never enumerate completely; None: where possible.
+    regroup: ways to cut the stages of each of the best templates into other TP degrees that are tried; 0: none.
+    seed: of graph partitioning, the only part with random choices.
+    """
+
+    dtype: str = "bf16"
+    time_limit: float | None = None
+    top: int = 6
+    space: SearchSpace = SearchSpace()
+    costs: CostOptions = CostOptions()
+    exhaustive: bool | None = None
+    regroup: int = 0
+    seed: int = 0
+
+
+DEFAULTS = SearchOptions()
+
+
+@dataclass(frozen=True)
+class PlanningProblem:
+    """One question to the planner.
+
+    Args:
+        seq_length: tokens per sequence; global_batch_size: sequences per optimizer step.
+    """
+
+    model: ModelSpec
+    cluster: Cluster
+    seq_length: int
+    global_batch_size: int
+    options: SearchOptions = DEFAULTS
+
+    @property
+    def space(self) -> SearchSpace:
+        return self.options.space
+
+    @property
+    def dtype(self) -> str:
+        return self.options.dtype
+
+    def on(self, cluster: Cluster) -> PlanningProblem:
+        return replace(self, cluster=cluster)
+
+    def with_batch(self, global_batch_size: int) -> PlanningProblem:
+        return replace(self, global_batch_size=global_batch_size)
+
+    def with_space(self, **changes: Any) -> PlanningProblem:
+        """The same question with other choices open; ``changes``: fields of :class:`SearchSpace`."""
+        return replace(self, options=replace(self.options, space=replace(self.space, **changes)))
+
+    def with_margin(self, margin: float) -> PlanningProblem:
+        """The same question with another share of memory that no plan may use."""
+        return replace(self, options=replace(self.options, costs=replace(self.options.costs, margin=margin)))
+
+    @property
+    def can_offload(self) -> bool:
+        """Whether the runtime can keep this optimizer in host memory."""
+        return cannot_offload(self.options.costs.moments, self.dtype) is None
+
+    def check(self) -> None:
+        """UserError for sizes that no plan can have."""
+        model, batch, sizes = self.model, self.global_batch_size, self.space.micro_batch_sizes
+        if not 1 <= self.seq_length <= model.max_position_embeddings:
+            raise UserError(
+                f"the model has {model.max_position_embeddings} positions", field="--seq-length", value=self.seq_length,
+                accepted=f"1 to {model.max_position_embeddings}",
+            )  # fmt: skip
+        problem = cannot_offload(self.options.costs.moments, self.dtype)
+        if self.space.offload == "always" and problem is not None:
+            raise UserError(problem[0], field="--offload", value="always", accepted="auto, never")
+        if batch < 1:
+            raise UserError("too small", field="--global-batch-size", value=batch, accepted="an integer >= 1")
+        if sizes is not None and len(sizes) == 1 and batch % sizes[0]:
+            size = sizes[0]
+            lower = batch // size * size
+            near = f"{lower} or {lower + size}" if lower else str(size)
+            raise UserError(
+                f"cannot be divided into micro-batches of {size} sequences", field="--global-batch-size", value=batch,
+                accepted=f"{near}, or --micro-batch-size 1",
+            )  # fmt: skip
