@@ -54,11 +54,11 @@ test-slow: env  ## fresh install, the commands of README and docs, long kills
 test-parity: env  ## N random plans against one process: make test-parity N=500 SEED=1
 	@seed="$(SEED)"; seed="$${seed:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}"; \
 	echo "test-parity: N=$(N) SEED=$$seed"; \
-	N="$(N)" SEED="$$seed" $(PY) -m pytest tests/test_parity.py -q -o timeout=0 $(ARGS) \
+	N="$(N)" SEED="$$seed" $(PY) -m pytest tests/distributed/training/test_parity.py -q -o timeout=0 $(ARGS) \
 	|| { echo "test-parity: again with: make test-parity N=$(N) SEED=$$seed"; exit 1; }
 
 test-faults: env  ## N runs with a rank killed at a random moment: make test-faults N=50 SEED=1
-	@N="$(if $(filter file,$(origin N)),50,$(N))" SEED="$(or $(SEED),1)" $(PY) -m pytest tests/test_faults.py -q -m slow -o timeout=0 $(ARGS)
+	@N="$(if $(filter file,$(origin N)),50,$(N))" SEED="$(or $(SEED),1)" $(PY) -m pytest tests/slow/test_faults.py -q -m slow -o timeout=0 $(ARGS)
 
 test-fuzz: env  ## N damaged and hostile inputs: make test-fuzz N=4000 SEED=1
 	@$(PY) -m tests.fuzz -n "$(if $(filter file,$(origin N)),4000,$(N))" --seed "$(or $(SEED),1)" $(ARGS)

@@ -2,9 +2,9 @@
 
 Half of the clusters have up to 4 chips and every choice open (TP, inner DP, stages, layers, micro-batch sizes and
 counts, recompute, schedule, idle chips), half 2 + 2 + 2 chips with micro-batch 1 and no recompute. The reference
-(tests/planner_reference.py) shares only the evaluation of one plan with the planner. Restricted searches of the same
-reference stand for other planners: uniform layers (AMP), one TP degree everywhere (Metis' stages of equal TP), equal
-shares of the batch per pipeline (Sailor's one DP degree, no unequal shares).
+(tests/support/planner_reference.py) shares only the evaluation of one plan with the planner. Restricted searches of
+the same reference stand for other planners: uniform layers (AMP), one TP degree everywhere (Metis' stages of equal
+TP), equal shares of the batch per pipeline (Sailor's one DP degree, no unequal shares).
 
 ``--offload``: any stage may have its optimizer in host memory, of the planner's plans as of the reference's; the bound
 is then the one by prices.
@@ -32,7 +32,7 @@ from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.uniform import few_uniform
 from hetero_megatron.planner.template.plan_template import PlanTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace
-from tests.planner_reference import Case, Exhaustive, random_case, unequal_directions
+from tests.support.planner_reference import Case, Exhaustive, random_case, unequal_directions
 
 
 class _Restricted(Exhaustive):

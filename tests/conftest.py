@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from tests.pool import close_special_pools
+from tests.support.pool import close_special_pools
 
 # Ranks share two cores: one thread each. Nothing is looked up on a hub.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

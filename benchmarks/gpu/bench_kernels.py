@@ -187,8 +187,8 @@ def unfused_targets(name: str, sides: dict[str, Any]) -> list[tuple[str, bool | 
 
 
 def kernel_tests_pass(seconds: float) -> bool:
-    """tests/test_kernels_*.py in a process of their own, or several where pytest can: most of it is compiling."""
-    tests = sorted(str(path) for path in (ROOT / "tests").glob("test_kernels_*.py"))
+    """tests/unit/kernels/ in a process of their own, or several where pytest can: most of it is compiling."""
+    tests = sorted(str(path) for path in (ROOT / "tests" / "unit" / "kernels").glob("test_*.py"))
     parallel = ["-n", "8"] if importlib.util.find_spec("xdist") else []
     paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, "-m", "pytest", "-q", *parallel, *tests]
@@ -240,7 +240,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="operators, separated by commas")
     parser.add_argument("--check", action="store_true", help="only compare with fp64")
-    parser.add_argument("--tests", action="store_true", help="run tests/test_kernels_*.py first, unless --resume")
+    parser.add_argument("--tests", action="store_true", help="run tests/unit/kernels/ first, unless --resume")
     parser.add_argument("--out", default=None, help="JSON file for the results")
     parser.add_argument("--seconds", type=float, default=0, help="begin no case after these")
     parser.add_argument("--resume", action="store_true", help="leave out the cases that --out holds")

@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from tests.fuzz import mutate
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parent.parent.parent
 CLUSTER = ROOT / "examples" / "clusters" / "testbed.yaml"
 PLANS = [ROOT / "examples" / "plans" / name for name in ("demo.yaml", "long_context.yaml", "keys.yaml")]
 CLUSTERS = [

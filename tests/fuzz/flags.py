@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 import re
-from pathlib import Path
 
 from tests.fuzz import mutate
+from tests.support.paths import FIXTURES
 
 BASE = [
     "--num-layers",
@@ -31,7 +31,7 @@ BASE = [
 ]
 
 
-FLAGS = Path(__file__).parent.parent / "fixtures" / "megatron_flags.txt"
+FLAGS = FIXTURES / "megatron_flags.txt"
 
 
 def known_flags() -> list[str]:

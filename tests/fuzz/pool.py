@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.fuzz.cases import CRASH, HANG, Outcome
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parent.parent.parent
 START = 60.0  # seconds by which the first case of a process may be longer: it imports torch
 
 

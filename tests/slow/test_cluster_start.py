@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_end_to_end import TORCHRUN
+from tests.distributed.training.test_end_to_end import TORCHRUN
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = """
 version: 1
 nodes:

@@ -9,11 +9,11 @@ import os
 import re
 import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from tests.support.paths import ROOT
+
 BLOCK = re.compile(
     r"(?:<!-- not run: *(?P<reason>[^>]*?) *-->\n\n?)?^```bash\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
 )

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from tests.support.paths import ROOT
+
 Shape = list[tuple[int, int]]  # (TP size, layers) of every stage
 EQUAL: Shape = [(2, 20)] * 4
 UNLIKE: tuple[Shape, Shape] = ([(4, 44), (2, 20), (2, 16)], [(2, 22), (4, 38), (1, 10), (1, 10)])

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from tests.support.paths import ROOT
+
 NEEDED_BYTES = 4 * 2**30  # a CPU build; measured: 2.5 GiB
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]

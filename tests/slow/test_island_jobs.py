@@ -11,12 +11,13 @@ import pytest
 import yaml
 
 from hetero_megatron.testbed.machine import examine
-from tests.test_cut_links import SMALL
-from tests.test_end_to_end import ENVIRONMENT, ROOT
-from tests.test_supervise import assert_same_losses, run_alone
-from tests.test_testbed_launch import hetero, until
-from tests.testbed_jobs import CLUSTER, LINKS, STEPS, TRAIN, TestbedRun
-from tests.vendors import PLUGINS, build_emulated
+from tests.distributed.training.test_end_to_end import ENVIRONMENT
+from tests.distributed.training.test_supervise import assert_same_losses, run_alone
+from tests.slow.test_cut_links import SMALL
+from tests.support.paths import ROOT
+from tests.support.testbed_jobs import CLUSTER, LINKS, STEPS, TRAIN, TestbedRun
+from tests.support.vendors import PLUGINS, build_emulated
+from tests.testbed.test_launch import hetero, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 DEVICES = {"HETERO_PLUGINS": "hetero_emulated_vendor.plugin", "PYTHONPATH": str(PLUGINS / "emulated_vendor")}
@@ -50,8 +51,8 @@ def test_a_fault_in_an_island(
 ) -> None:  # fmt: skip
     build_emulated()
     (tmp_path / "small.yaml").write_text(SMALL)
-    monkeypatch.setattr("tests.testbed_jobs.CLUSTER", unlike_vendors())
-    monkeypatch.setattr("tests.testbed_jobs.ENVIRONMENT", {**ENVIRONMENT, **DEVICES})
+    monkeypatch.setattr("tests.support.testbed_jobs.CLUSTER", unlike_vendors())
+    monkeypatch.setattr("tests.support.testbed_jobs.ENVIRONMENT", {**ENVIRONMENT, **DEVICES})
     options = ["--chips", "none", "--links", LINKS, "--on-failure", "replan", "--grace", "60"]
     options += ["--fallback-plan", str(tmp_path / "two.yaml"), str(tmp_path / "small.yaml")]
     flags = ["--train-iters", str(STEPS), "--save-interval", "2", "--distributed-timeout-minutes", "0.3"]

@@ -1,5 +1,5 @@
 """A node of the testbed is lost, a rank freezes, a chip slows down in mid-run: the launcher goes on, and the loss curve
-is that of an undisturbed run. (Links that are cut: ``tests/test_cut_links.py``.)"""
+is that of an undisturbed run. (Links that are cut: ``tests/slow/test_cut_links.py``.)"""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from hetero_megatron.training.metrics import FILE as METRICS
-from tests.test_supervise import assert_same_losses, run_alone
-from tests.testbed_jobs import LINKS, STEPS, TRAIN, TestbedRun, metrics
+from tests.distributed.training.test_supervise import assert_same_losses, run_alone
+from tests.support.testbed_jobs import LINKS, STEPS, TRAIN, TestbedRun, metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

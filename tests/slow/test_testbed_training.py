@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hetero_megatron.testbed.machine import examine
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = "examples/clusters/testbed.yaml"
 PLAN = """
 version: 1

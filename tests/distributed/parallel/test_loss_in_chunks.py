@@ -1,0 +1,204 @@
+"""Head and loss in chunks call the kernel plan's operators, and labels outside the vocabulary never pass unseen."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_megatron.comm import Comm
+from hetero_megatron.comm.fake import FakeComm
+from hetero_megatron.errors import UserError
+from hetero_megatron.model import initial_values
+from hetero_megatron.ops import SPECS, Kernel, KernelPlan, Signature, resolve, torch_registry
+from hetero_megatron.ops.bind import bind
+from hetero_megatron.ops.gemm import KERNELS as GEMM
+from hetero_megatron.ops.gemm import weight_gradient
+from hetero_megatron.ops.kernel import VENDOR
+from hetero_megatron.ops.stage import stage_signatures
+from hetero_megatron.ops.vocab_cross_entropy import gradient, statistics
+from hetero_megatron.parallel.long_loss import chunked_loss, loss_chunk
+from hetero_megatron.plan import plan_from_dict
+from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.platform.plugins import load_plugins
+from hetero_megatron.spec import ModelSpec, from_hf_config, shares
+from hetero_megatron.training.kernels import agree_on_kernels
+from hetero_megatron.training.runtime import Runtime
+from tests.distributed.parallel.test_context_kernels import CONTEXT
+from tests.distributed.training.test_kernel_training import LENGTH, MODEL, ROOT, batch, make_plan
+from tests.support.pool import shared_pool
+
+ALONE = FakeComm(0, torch.device("cpu")).group([0])
+OUTSIDE = [-100, -1, 23]
+PROVIDERS = ["aten", "reference", "triton"]
+
+
+def kernel_of(op: str, provider: str) -> Kernel:
+    return load_plugins().registry.kernel(op, provider)
+
+
+def head(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(3)
+    x, weight = torch.randn(2, 9, 8).to(dtype).requires_grad_(), torch.randn(23, 8).to(dtype).requires_grad_()
+    return x, weight, torch.randint(0, 23, (2, 9))
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_every_provider_serves_both_directions(provider: str) -> None:
+    x, weight, labels = head()
+    want = torch.nn.functional.cross_entropy((x @ weight.t()).flatten(0, 1), labels.flatten(), reduction="none")
+    seeds = torch.rand(2, 9).double()
+    exact = torch.autograd.grad(want, (x, weight), seeds.flatten())
+    op = bind(SPECS["vocab_cross_entropy"], kernel_of("vocab_cross_entropy", provider))
+    product = kernel_of("gemm", "aten" if provider == "triton" else provider)
+    loss = chunked_loss(x, weight, labels, 4, ALONE, (0, 23), op, product)
+    found = torch.autograd.grad(loss, (x, weight), seeds)
+    for got, right in zip((loss.flatten(), *found), (want, *exact), strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
+
+
+def test_weight_gradients_of_chunks_are_not_rounded_before_they_are_added() -> None:
+    """Two words, equal logits: dy is exactly a half. The first chunk's product, 128.5, has more digits than bf16."""
+    x = torch.tensor([[256.0], [1.0], [-256.0], [1.0]], dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    chunked_loss(x, weight, torch.zeros(4, dtype=torch.int64), 2, ALONE, (0, 2)).sum().backward()
+    assert weight.grad is not None and weight.grad.flatten().tolist() == [-1.0, 1.0]
+
+
+def counting_plan(called: list[str], spec: ModelSpec, requests: dict[str, str]) -> KernelPlan:
+    """A plan whose vendor counts the calls of what the head and its loss need."""
+
+    def forward(*args: Any) -> Any:
+        called.append("forward")
+        return statistics(*args)[:3]
+
+    def backward(*args: Any) -> Any:
+        called.append("backward")
+        return gradient(*args)
+
+    def weight(dy: torch.Tensor, x: torch.Tensor, into: torch.Tensor | None = None, beta: float = 1.0) -> torch.Tensor:
+        called.append("weight" if dy.shape[-1] == spec.vocab_size else "other weight")
+        return weight_gradient(dy, x, into, beta)
+
+    registry = torch_registry()
+    registry.register(Kernel("vocab_cross_entropy", "acme", VENDOR, forward, backward, overwrites=("logits",)))
+    aten = GEMM[0]
+    registry.register(replace(aten, provider="acme", kind=VENDOR, parts={**aten.parts, "weight": weight}))
+    base = Signature("", "cpu", torch.float32)
+    return resolve(registry, stage_signatures(base, spec, shares(spec, (1,))[0], True, 1, requests, True), requests)
+
+
+def test_a_chunked_head_runs_what_its_kernel_plan_says() -> None:
+    spec = from_hf_config(MODEL)
+    plan, called = make_plan(spec, {"ranks": 0, "layers": [0, 2]}), list[str]()
+    kernels = counting_plan(called, spec, {})
+    assert kernels.provider("vocab_cross_entropy") == "acme" and "cross_entropy" not in kernels.choices
+    comm, losses = FakeComm(0, torch.device("cpu")), []
+    for given, limit in ((kernels, 4 * 101 * 16), (None, 1 << 30)):
+        runtime = Runtime(
+            CompiledPlan(plan, spec), comm, torch.float32, lambda t, box: initial_values(t, box, spec, 7), None,
+            kernels=given, logits_bytes=limit,
+        )  # fmt: skip
+        assert (runtime.loss_chunk is None) == (given is None)
+        data = batch()
+        out = runtime.model(data.tokens, data)
+        loss = runtime._loss(out, data)
+        loss.backward()
+        losses.append(loss.detach())
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+    chunks = -(-2 * 64 // 4)
+    counts = {kind: called.count(kind) for kind in ("forward", "backward", "weight")}
+    assert counts == {"forward": 2 * chunks, "backward": chunks, "weight": chunks}
+
+
+def test_a_request_that_chunks_would_ignore_is_refused() -> None:
+    spec, share = from_hf_config(MODEL), shares(from_hf_config(MODEL), (1,))[0]
+    base = Signature("", "cpu", torch.float32)
+    with pytest.raises(UserError, match="goes through them in chunks"):
+        stage_signatures(base, spec, share, True, 1, {"cross_entropy": "aten"}, True)
+    for wanted, runs in (("vocab_cross_entropy", "vocab_cross_entropy"), ("linear_cross_entropy",) * 2):
+        ops = {s.op for s in stage_signatures(base, spec, share, True, 1, {wanted: "aten"}, True)}
+        assert {op for op in ops if "cross_entropy" in op} == {runs}
+
+
+def test_all_ranks_of_a_stage_go_through_chunks_if_one_must() -> None:
+    spec = from_hf_config(MODEL)
+    data = {"seq_length": 64, "global_batch_size": 4, "pipelines": [
+        {"micro_batch_size": 4, "num_micro_batches": 1,
+         "stages": [{"ranks": [0, 1], "layers": [0, 2], "tp": 1, "dp_split": [3, 1]}]}]}  # fmt: skip
+    stage = plan_from_dict(data, spec).pipelines[0].stages[0]
+    rows = [u.sequences[1] - u.sequences[0] for u in stage.units]
+    per_sequence = 64 * 101 * 4
+    limits = {min(rows) * per_sequence: False, max(rows) * per_sequence: True}
+    for limit, whole in limits.items():
+        found = [loss_chunk(stage, i, spec, torch.float32, limit) for i in range(len(rows))]
+        assert all((chunk is None) == whole for chunk in found)
+
+
+def test_the_run_prints_what_runs_and_names_what_it_cannot_watch() -> None:
+    command = [
+        sys.executable, "pretrain_gpt.py", "--model", "tiny", "--mock-data", "--seq-length", "1100", "--lr", "1e-3",
+        "--micro-batch-size", "1", "--global-batch-size", "1", "--train-iters", "1", "--max-logits-mib", "1",
+    ]  # fmt: skip
+    run = lambda *words: subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True)  # noqa: E731
+    good = run("--check-operators", "gemm", "swiglu", "adamw", "vocab_cross_entropy")
+    assert good.returncode == 0, good.stderr
+    line = next(x for x in good.stdout.splitlines() if x.startswith("kernels of pipeline 0 stage 0"))
+    assert ", vocab_cross_entropy" in line and " cross_entropy" not in line
+    for op in ("gemm", "adamw", "vocab_cross_entropy"):
+        assert f"notice: operators of rank 0: {op} is not watched: " in good.stdout
+    assert "swiglu is not watched" not in good.stdout
+    bad = run("--kernels", "cross_entropy=aten")
+    assert bad.returncode == 2 and "--max-logits-mib" in bad.stderr and "kernels.cross_entropy" in bad.stderr
+
+
+def agreed(comm: Comm, stage: dict[str, Any]) -> set[str]:
+    """Operators that cannot be watched, of ranks that agree on their kernels."""
+    spec = from_hf_config(MODEL)
+    data = {"seq_length": LENGTH, "global_batch_size": 2,
+            "pipelines": [{"micro_batch_size": 2, "num_micro_batches": 1, "stages": [stage]}]}  # fmt: skip
+    plan = plan_from_dict(data, spec)
+    compiled = CompiledPlan(plan, spec)
+    comm.create_groups(compiled.groups)
+    if comm.rank not in plan.ranks:
+        return set()
+    runtime = Runtime(compiled, comm, torch.float32, lambda t, box: initial_values(t, box, spec, 7), None)
+    agree_on_kernels(runtime)
+    return set(runtime.apart())
+
+
+def test_attention_between_context_groups_is_named_too() -> None:
+    assert shared_pool().run(agreed, CONTEXT)[:3] == [{"adamw", "attention", "attn_merge"}] * 3
+
+
+def test_tp_groups_of_one_rank_and_of_two_agree_though_their_losses_are_different_operators() -> None:
+    stage = {"ranks": [[0, 1], [2]], "layers": [0, 2], "dp_split": [1, 1]}
+    cut = {"adamw", "vocab_cross_entropy"}
+    assert shared_pool().run(agreed, stage)[:3] == [cut, cut, {"adamw"}]
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("label", OUTSIDE)
+@pytest.mark.parametrize("op", ["cross_entropy", "linear_cross_entropy", "vocab_cross_entropy"])
+def test_a_label_outside_the_vocabulary_raises_or_gives_nan(op: str, label: int, provider: str) -> None:
+    x, weight, labels = head(torch.float32)
+    labels[1, 4] = label
+    kernel = kernel_of(op, provider)
+    with torch.no_grad():
+        try:
+            if op == "vocab_cross_entropy":
+                loss = chunked_loss(x, weight, labels, 4, ALONE, (0, 23), bind(SPECS[op], kernel))
+            elif op == "cross_entropy":
+                loss = kernel.forward(x @ weight.t(), labels)[0]
+            else:
+                loss = kernel.forward(x, weight, labels)[0]
+        except (IndexError, RuntimeError) as error:
+            assert "out of bounds" in str(error)
+            return
+    wrong = torch.zeros(2, 9, dtype=torch.bool)
+    wrong[1, 4] = True
+    assert torch.equal(loss.isnan(), wrong)

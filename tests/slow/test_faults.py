@@ -1,0 +1,39 @@
+"""SIGKILL to a random rank at a random moment, during saves included: the same final loss, and no process left."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.faults import STEPS, ForkedJob, kill_run, losses
+
+SEED = int(os.environ.get("SEED", "1"))
+COUNT = int(os.environ.get("N", "2"))
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    path = tmp_path_factory.mktemp("undisturbed")
+    job = ForkedJob(path, 0)
+    try:
+        deadline = time.monotonic() + 900
+        while job.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert job.returncode == 0, job.output()
+    finally:
+        job.kill()
+    return losses(path)
+
+
+@pytest.mark.parametrize("index", range(COUNT))
+def test_a_killed_rank_changes_nothing(index: int, undisturbed: dict[int, float], tmp_path: Path) -> None:
+    """Every tenth under torchrun's elastic agent, the others under one of the tests' own that starts ranks faster."""
+    killed = kill_run(tmp_path, SEED + index, under_torchrun=index % 10 == 0)
+    print(f"seed {SEED + index}: killed rank {killed.rank} at {killed.moment}")
+    assert sorted(killed.final) == sorted(undisturbed) == list(range(1, STEPS + 1))
+    assert killed.final == undisturbed  # the same plan: bit for bit

@@ -1,0 +1,1 @@
+"""What tests share: pools of ranks, random plans, references to compare with."""

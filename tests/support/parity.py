@@ -1,0 +1,236 @@
+"""One random case: a model, a plan, data, an optimizer; trained by the runtime and by a plain Hugging Face loop."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from hetero_megatron.comm import Comm
+from hetero_megatron.data.batch import Batch, BatchOptions, make_batch
+from hetero_megatron.data.sample import Sample
+from hetero_megatron.layout import Box
+from hetero_megatron.plan import Plan, plan_from_dict
+from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.spec import LogicalTensor, ModelSpec
+from hetero_megatron.training.islands import plan_for
+from hetero_megatron.training.runtime import Runtime
+from tests.support.hf_reference import hf_grads, hf_loss_sum, hf_to_logical, make_hf
+from tests.support.random_plans import random_model, random_plan
+
+EOD = 0
+STEPS = 3
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything that both sides need; small enough to send to the rank processes."""
+
+    seed: int
+    ranks: int
+    model: dict[str, Any]
+    plan: dict[str, Any]
+    dtype: str = "fp64"
+    optimizer: str = "adamw"
+    packed: bool = False
+    masked: bool = False
+    lr: float = 1e-2
+    weight_decay: float = 0.1
+    clip_grad: float = 1.0
+    chunked_loss: bool = False
+
+    def describe(self) -> str:
+        kind = f"seed {self.seed}, {self.dtype}, {self.optimizer}, packed={self.packed}, chunked={self.chunked_loss}"
+        return f"{kind}, model={self.model}, plan={self.plan}"
+
+
+def random_case(seed: int, dtype: str = "fp64") -> Case:
+    rng = random.Random(seed)
+    model = random_model(rng)
+    ranks = rng.choice([1, 2, 3, 4, 4, 5, 6, 7, 8, 8])
+    layers = model.get("num_hidden_layers") or model["n_layer"]
+    heads = model.get("num_attention_heads") or model["n_head"]
+    plan = random_plan(rng, layers, heads, seq_length=rng.randint(8, 16), ranks=ranks)
+    return Case(
+        seed, ranks, model, plan, dtype,
+        optimizer=rng.choice(["adamw", "adamw", "sgd"]),
+        packed=rng.random() < 0.4,
+        masked=rng.random() < 0.3,
+        clip_grad=rng.choice([0.0, 1.0, 0.05]),
+        chunked_loss=rng.random() < 0.3,
+        # AdamW turns a gradient that is rounding noise into a full step, so fp32 weights differ by a share of lr.
+        lr=1e-2 if dtype == "fp64" else 1e-3,
+    )  # fmt: skip
+
+
+class RandomSamples:
+    """Packed samples of random tokens with document ends, a function of (seed, index)."""
+
+    def __init__(self, case: Case, vocab: int) -> None:
+        self.case, self.vocab = case, vocab
+
+    def __getitem__(self, index: int) -> Sample:
+        rng = np.random.default_rng([self.case.seed, index])
+        length = self.case.plan["seq_length"]
+        tokens = rng.integers(1, self.vocab, length + 1)
+        ends = rng.random(length + 1) < 0.2
+        tokens[ends] = EOD
+        starts = np.flatnonzero(tokens[:-1] == EOD) + 1
+        documents = np.concatenate([[0], starts[starts < length]]).astype(np.int32)
+        return Sample(tokens.astype(np.int64), documents)
+
+    def fetch(self, indices: Any) -> Batch:
+        case = self.case
+        options = BatchOptions(
+            reset_position_ids=case.packed, reset_attention_mask=case.packed, eod_mask_loss=case.masked, eod=EOD
+        )
+        return make_batch(self, indices, options)
+
+
+def build_optimizer(case: Case) -> Any:
+    def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        if case.optimizer == "sgd":
+            return torch.optim.SGD(groups, lr=case.lr, momentum=0.9)
+        return torch.optim.AdamW(groups, lr=case.lr, betas=(0.9, 0.95), eps=1e-8)
+
+    return build
+
+
+@dataclass
+class Outcome:
+    losses: list[float]
+    norms: list[float]
+    grads: dict[str, torch.Tensor]  # of the last step, after clipping, by logical name
+    weights: dict[str, torch.Tensor]
+
+
+def reference(case: Case, dtype: torch.dtype) -> tuple[Outcome, ModelSpec, dict[str, torch.Tensor]]:
+    """(outcome, spec, initial weights) of a single-process loop over the Hugging Face model, whole batch at once."""
+    hf, spec = make_hf(case.model, case.seed, dtype=dtype)
+    initial = {n: t.detach().clone() for n, t in hf_to_logical(hf, spec).items()}
+    data = RandomSamples(case, spec.vocab_size)
+    groups = [
+        {"params": [p for p in hf.parameters() if p.dim() > 1], "weight_decay": case.weight_decay},
+        {"params": [p for p in hf.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = build_optimizer(case)(groups)
+    batch_size = case.plan["global_batch_size"]
+    losses, norms = [], []
+    for step in range(STEPS):
+        batch = data.fetch(range(step * batch_size, (step + 1) * batch_size))
+        optimizer.zero_grad()
+        loss_sum = hf_loss_sum(hf, batch.tokens, batch.labels, batch.positions, batch.documents, batch.loss_mask)
+        loss = loss_sum / batch.num_loss_tokens()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(hf.parameters(), case.clip_grad or float("inf"))
+        grads = {n: g.clone() for n, g in hf_grads(hf, spec).items()}
+        optimizer.step()
+        losses.append(loss.item())
+        norms.append(float(norm))
+    return Outcome(losses, norms, grads, {n: t.detach() for n, t in hf_to_logical(hf, spec).items()}), spec, initial
+
+
+def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[str, np.ndarray]) -> dict[str, Any]:
+    """One rank of the runtime; returns what it saw, with the box of every array."""
+    plan = plan_for(plan, comm.islands)
+    compiled = CompiledPlan(plan, spec)
+    comm.create_groups(compiled.groups)
+    if comm.rank not in plan.ranks:
+        return {}
+
+    def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
+        return torch.from_numpy(initial[tensor.name][box.slices()])
+
+    options = {"logits_bytes": 4000} if case.chunked_loss else {}
+    runtime = Runtime(compiled, comm, DTYPES[case.dtype], initialize, build_optimizer(case), **options)
+    data = RandomSamples(case, spec.vocab_size)
+    assert runtime.optimizer is not None
+    grads: list[tuple[str, Box, np.ndarray]] = []
+    step = runtime.optimizer.step
+
+    def recording_step(per: Any, coefficient: float) -> None:
+        grads.clear()
+        for exchange, tensors in zip(runtime.sync.exchanges, per, strict=True):
+            for piece, tensor in zip(exchange.pieces, tensors, strict=True):
+                grads.append((piece.name, piece.box, (tensor * coefficient).cpu().numpy()))
+        step(per, coefficient)
+
+    runtime.optimizer.step = recording_step  # type: ignore[method-assign]
+    batch = plan.global_batch_size
+    stats = [
+        runtime.train_step(data.fetch, i * batch, batch, case.lr, case.weight_decay, case.clip_grad)
+        for i in range(STEPS)
+    ]
+    weights = [(n, runtime.boxes[n], p.detach().double().cpu().numpy().copy()) for n, p in runtime.sync.params.items()]
+    return {
+        "losses": [s.loss for s in stats],
+        "norms": [s.grad_norm for s in stats],
+        "grads": grads,
+        "weights": weights,
+    }
+
+
+def run_case(case: Case, pool: Any) -> tuple[Outcome, list[dict[str, Any]]]:
+    """(reference outcome, what each rank saw)."""
+    outcome, spec, initial = reference(case, torch.float64 if case.dtype == "bf16" else DTYPES[case.dtype])
+    plan = plan_from_dict(case.plan, spec)
+    arrays = {n: t.numpy() for n, t in initial.items()}
+    return outcome, pool.run(run_rank, case, plan, spec, arrays)[: case.ranks]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    loss: float
+    norm: float
+    grads: float
+    weights: float
+
+
+TOLERANCES = {
+    ("fp64", "adamw"): Tolerance(1e-12, 1e-12, 1e-9, 1e-9),
+    ("fp64", "sgd"): Tolerance(1e-12, 1e-12, 1e-9, 1e-9),
+    ("fp32", "adamw"): Tolerance(1e-5, 1e-5, 1e-3, 1e-3),
+    ("fp32", "sgd"): Tolerance(1e-5, 1e-5, 1e-4, 1e-5),
+    # bf16 has 8 bits of mantissa (2^-8 = 4e-3 per rounding); these bounds are a few roundings deep.
+    ("bf16", "adamw"): Tolerance(2e-2, 1e-1, 5e-1, 2e-1),
+    ("bf16", "sgd"): Tolerance(2e-2, 1e-1, 5e-1, 2e-1),
+}
+
+
+def check_case(case: Case, pool: Any) -> None:
+    """Assert that every rank's numbers equal the reference within the case's tolerance."""
+    want, ranks = run_case(case, pool)
+    tol = TOLERANCES[case.dtype, case.optimizer]
+    covered: dict[str, np.ndarray] = {n: np.zeros(t.shape, dtype=np.int64) for n, t in want.grads.items()}
+    for rank, got in enumerate(ranks):
+        where = f"rank {rank}: {case.describe()}"
+        np.testing.assert_allclose(got["losses"], want.losses, rtol=tol.loss, atol=0, err_msg=f"loss, {where}")
+        # After an AdamW step, fp32 weights differ by Adam's amplified noise, and so does the next gradient.
+        later = 100 * tol.norm if (case.dtype, case.optimizer) == ("fp32", "adamw") else tol.norm
+        bounds = np.array([tol.norm] + [later] * (STEPS - 1)) * want.norms
+        assert (np.abs(np.subtract(got["norms"], want.norms)) <= bounds).all(), f"{got['norms']} {want.norms}, {where}"
+        for name, box, _ in got["grads"]:
+            covered[name][box.slices()] += 1
+        for kind, expected, bound in (("grads", want.grads, tol.grads), ("weights", want.weights, tol.weights)):
+            for name, box, array in got[kind]:
+                # A key bias has zero true gradient (softmax ignores a shift), so what is left is rounding noise,
+                # which AdamW divides by its own size: only its fp64 gradient and SGD weights can be compared.
+                noise = case.dtype != "fp64" or (kind == "weights" and case.optimizer == "adamw")
+                if name.endswith("k_proj.bias") and noise:
+                    continue
+                part = expected[name].double().numpy()
+                # Relative to the tensor's largest entry: a key bias has zero true gradient, pure noise.
+                scale = max(float(np.abs(part).max()), 1e-3)
+                error = np.abs(array - part[box.slices()]).max(initial=0.0) / scale
+                assert error <= bound, f"{kind} of {name} {box}: error {error:.3g} > {bound:g}; {where}"
+    for name, count in covered.items():
+        assert (count == 1).all(), f"{name}: elements with no owner or several: {case.describe()}"
+
+
+def fixed_case(model: dict[str, Any], plan: dict[str, Any], **changes: Any) -> Case:
+    ranks = 1 + max(r for p in plan["pipelines"] for s in p["stages"] for r in s["ranks"])
+    return replace(Case(seed=7, ranks=ranks, model=model, plan=plan), **changes)

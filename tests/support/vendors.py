@@ -1,0 +1,60 @@
+"""Platforms of the ranks of a pool. ``walled`` is a vendor whose library is gloo, for its own ranks only."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hetero_megatron.platform import CPU, Platform
+from tests.support.paths import ROOT
+
+BACKEND = "walled"
+PLUGINS = ROOT / "plugins"
+
+
+class Walled(CPU):
+    name, vendor, library, backends = "walled", "Walled Inc.", "wccl", (BACKEND,)
+
+    def load(self) -> None:
+        if BACKEND not in dist.Backend.backend_list:
+            dist.Backend.register_backend(BACKEND, _create, devices=["cpu"])
+
+
+def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Every member leaves its vendor in the store; only its own ranks make such groups."""
+    store.set(f"walled/{rank}", Walled.vendor)
+    store.wait([f"walled/{r}" for r in range(size)], timeout)
+    return dist.ProcessGroupGloo(dist.PrefixStore("walled", store), rank, size, timeout)
+
+
+def build_emulated() -> None:
+    """Build the emulated device unless it is there; the test is skipped where there is no compiler."""
+    told = {**os.environ, "PYTHONPATH": str(PLUGINS / "emulated_vendor")}
+    command = [sys.executable, "-m", "hetero_emulated_vendor.build"]
+    done = subprocess.run(command, capture_output=True, text=True, env=told)
+    if "no C++ compiler" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+
+
+def platform(name: str, rank: int) -> Platform:
+    """``cpu``, ``walled``, or ``emulated``: a device of plugins/emulated_vendor, which has to be built."""
+    if name == "cpu":
+        return Platform(torch.device("cpu"), "gloo")
+    if name == "walled":
+        vendor = Walled()
+        vendor.load()
+        return Platform(torch.device("cpu"), BACKEND, vendor)
+    assert name == "emulated", name
+    sys.path.insert(0, str(PLUGINS / "emulated_vendor"))
+    from hetero_emulated_vendor.platform import EmulatedVendor
+
+    emulated = EmulatedVendor()
+    emulated.load()
+    return Platform(emulated.device(rank % emulated.device_count()), "cpu:gloo,emu:emuccl", emulated)

@@ -1,0 +1,375 @@
+"""The plan command: time limits and Ctrl-C of real processes, objectives beside speed, and what the report says."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from hetero_megatron.cli.main import main
+from hetero_megatron.cluster import cluster_from_dict, load_cluster
+from hetero_megatron.cluster.subset import shrink
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan import load_plan, plan_from_dict
+from hetero_megatron.planner.estimate.context_certificate import most_tokens, work_bound
+from hetero_megatron.planner.estimate.template_score import make_scorer
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.report.comparison import best_uniform, summarize
+from hetero_megatron.planner.report.text import _memory_lines, format_summary, summary_json
+from hetero_megatron.planner.search.driver import search
+from hetero_megatron.planner.search.incumbent import JudgedPlan
+from hetero_megatron.planner.simulate.step import predict
+from hetero_megatron.planner.template.plan_template import PlanTemplate
+from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.planner.time_budget import TimeBudget
+from hetero_megatron.planner.whatif import objective
+from hetero_megatron.planner.whatif.objective import Deadline, cost_per_hour, search_objective, tokens_per_cost
+from hetero_megatron.spec import load_model
+from hetero_megatron.training.exit import INTERRUPTED
+from tests.distributed.training.test_end_to_end import ENVIRONMENT
+from tests.support import planner_cases
+from tests.support.paths import ROOT
+
+CHIPS = ["H100-SXM", "A100-80-SXM", "L40S", "MI300X", "A100-40-SXM", "H200-SXM"]
+MODEL = replace(load_model("llama2-7b"), num_layers=4)
+
+FEW = SearchSpace(micro_batch_sizes=(1,), recompute="none", schedules=("1f1b",), inner_dp=False)
+
+
+def there(*rows: tuple[str, int, int], costs: dict[str, float] | None = None) -> dict[str, Any]:
+    """(chip, nodes, chips of a node) of each node group; ``costs`` per hour by chip."""
+    return {
+        "version": 1,
+        "nodes": [
+            {"name": f"n{i}", "chip": chip, "count": count, "chips_per_node": each}
+            for i, (chip, count, each) in enumerate(rows)
+        ],
+        "chips": {chip: {"cost_per_hour": cost} for chip, cost in (costs or {}).items()},
+        "links": {
+            "intra_node": {"bandwidth": "100 GB/s", "latency": "5 us"},
+            "inter_node": {"bandwidth": "25 GB/s", "latency": "10 us"},
+        },
+    }
+
+
+def command(folder: Path, data: dict[str, Any], model: str, *more: str) -> list[str]:
+    (folder / "c.yaml").write_text(yaml.safe_dump(data))
+    words = ["--cluster", str(folder / "c.yaml"), "--seq-length", "2048", "--global-batch-size", "256", *more]
+    return ["plan", "--model", model, *words, "--out", str(folder / "p.yaml")]
+
+
+def start(words: list[str], program: Sequence[str] = ("-m", "hetero_megatron.cli.main")) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *program, *words], cwd=ROOT, env=ENVIRONMENT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # background jobs ignore it
+    )  # fmt: skip
+
+
+LARGE = there(*((chip, 16, 8) for chip in CHIPS[:4]))
+
+
+def test_ctrl_c_in_the_search_leaves_the_best_plan_so_far(tmp_path: Path) -> None:
+    process = start(command(tmp_path, LARGE, "llama2-70b", "--no-baselines"))
+    assert process.stderr is not None and process.stderr.readline().startswith("search: ")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0 and "Traceback" not in err, err
+    assert "cut short, the best so far" in out
+    load_plan(tmp_path / "p.yaml", load_model("llama2-70b"), load_cluster(tmp_path / "c.yaml"), "bf16")
+
+
+def test_ctrl_c_at_the_first_sign_of_a_plan_leaves_that_plan() -> None:
+    def tell(text: str) -> None:
+        said.append(text)
+        raise KeyboardInterrupt
+
+    said: list[str] = []
+    cluster, watch = cluster_from_dict(there(("A100-80-SXM", 2, 4), ("L40S", 2, 4))), TimeBudget()
+    found = search(PlanningProblem(MODEL, cluster, 1024, 16, SearchOptions(space=FEW)), progress=tell, budget=watch)
+    assert len(said) == 1 and watch.interrupted and not found.complete
+    assert 0 < found.best.step_seconds <= 1.1 * float(said[0].split()[0])
+
+
+def test_ctrl_c_in_the_report_leaves_the_plan(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "page")  # nobody reads it, so the report does not end by itself however fast the machine is
+    small = there(("H100-SXM", 1, 8), ("A100-80-SXM", 2, 8))
+    words = command(tmp_path, small, "llama2-70b", "--quiet", "--no-baselines", "--html", str(tmp_path / "page"))
+    process = start([*words, "--micro-batch-size", "1"])
+    assert process.stdout is not None and process.stdout.readline().startswith("# llama2-70b")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == INTERRUPTED and "Traceback" not in err, err
+    assert f"error: interrupted in the report; the plan is in {tmp_path / 'p.yaml'}" in err
+    load_plan(tmp_path / "p.yaml", load_model("llama2-70b"), load_cluster(tmp_path / "c.yaml"), "bf16")
+
+
+def test_ctrl_c_in_the_search_of_a_training_run_starts_nothing(tmp_path: Path) -> None:
+    """Not with the best plan so far, as ``plan`` does: each rank would have another one."""
+    _, _, model, *words = command(tmp_path, LARGE, "llama2-70b")[:-2]
+    words = ["--auto-plan", "--model", model, *words, "--mock-data", "--train-iters", "1", "--lr", "1e-3"]
+    process = start(words, ["pretrain_gpt.py"])
+    assert process.stderr is not None and process.stderr.readline().startswith("searching for a plan on 512 chips")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (INTERRUPTED, "", "error: interrupted\n")
+
+
+def test_a_time_limit_leaves_the_best_plan_so_far(tmp_path: Path) -> None:
+    words = command(tmp_path, there(*((c, 2, 4) for c in CHIPS[:3])), "llama2-7b", "--json", "--time-limit", "0.01")
+    words += ["--micro-batch-size", "1"]
+    process = start(words)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    report = json.loads(out)
+    assert not report["complete"] and report["alone"] == []
+    plan = load_plan(tmp_path / "p.yaml", load_model("llama2-7b"), load_cluster(tmp_path / "c.yaml"), "bf16")
+    assert plan.fingerprint() == report["fingerprint"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "space", "length"),
+    [
+        ([("A100-80-SXM", 2, 1), ("L40S", 2, 1)], SearchSpace(), 1024),  # enumeration
+        ([("A100-80-SXM", 1, 1), ("L40S", 1, 1)], SearchSpace(unlike_tp=True), 1024),
+        ([("A100-80-SXM", 2, 4), ("L40S", 2, 4)], SearchSpace(), 1024),  # programs
+        ([(chip, 1, 2) for chip in [*CHIPS, "Gaudi2"]], SearchSpace(), 1024),  # islands
+        ([("A100-80-SXM", 2, 1), ("L40S", 2, 1)], SearchSpace(context="always"), 4096),
+        ([("A100-80-SXM", 2, 4), ("L40S", 2, 4)], SearchSpace(offload="always"), 1024),
+    ],
+)
+def test_no_part_of_a_search_goes_on_when_it_is_to_stop(rows: Any, space: SearchSpace, length: int) -> None:
+    cluster, options, watch = cluster_from_dict(there(*rows)), SearchOptions(space=space), TimeBudget(0.0)
+    full = search(PlanningProblem(MODEL, cluster, length, 16, options))
+    result = search(PlanningProblem(MODEL, cluster, length, 16, options), budget=watch)
+    assert full.complete and not result.complete and watch.cut
+    assert result.evaluated <= 8 < full.evaluated, "uniform plans, of which one is enough"
+    assert not result.context_tried and not result.alone and not result.others
+    assert result.best.step_seconds >= full.best.step_seconds * (1 - 1e-9)
+
+
+def test_a_search_without_time_does_not_say_that_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetero_megatron.planner.search.driver.judge", lambda *_: [])
+    options = SearchOptions(space=SearchSpace(context="never", offload="never"))
+    with pytest.raises(UserError, match="--time-limit: none of the plans found by then fits"):
+        search(
+            PlanningProblem(MODEL, cluster_from_dict(there(("L40S", 2, 1))), 1024, 8, options), budget=TimeBudget(0.0)
+        )
+
+
+def test_ctrl_c_is_caught_once_and_not_in_the_report() -> None:
+    watch, done = TimeBudget(), []
+    with watch.catching():
+        raise KeyboardInterrupt
+    assert watch.over() and watch.cut
+    with pytest.raises(KeyboardInterrupt), watch.catching():
+        raise KeyboardInterrupt
+
+    def once() -> int:
+        done.append(1)
+        if len(done) == 1:
+            raise KeyboardInterrupt
+        return len(done)
+
+    assert TimeBudget().finish(once) == 2
+    with pytest.raises(KeyboardInterrupt), TimeBudget().uncaught().catching():
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        TimeBudget().uncaught().stop()
+
+
+def test_a_limit_holds_for_all_parts_of_the_cluster_together() -> None:
+    data = there(("H100-SXM", 4, 2), ("L40S", 4, 2), costs={"H100-SXM": 8.0, "L40S": 1.0})
+    result = search_objective(PlanningProblem(MODEL, cluster_from_dict(data), 1024, 8), budget=TimeBudget(0.0))
+    assert not result.complete and result.parts.startswith("1 of 15 parts") and "cut short" in result.parts
+
+
+def test_the_bound_for_many_clusters_is_that_of_each() -> None:
+    rng = np.random.default_rng(0)
+    counts = rng.integers(0, 4, (12, 3))
+    counts[counts.sum(axis=1) == 0] = 1
+    whole = cluster_from_dict(there(*((chip, 1, 3) for chip in CHIPS[:3])))
+    costs = make_scorer(PlanningProblem(MODEL, whole, 2048, 1)).costs
+    found = most_tokens(costs, CHIPS[:3], counts.astype(float))
+    for row, most in zip(counts, found):
+        keep = [r.rank for r in whole.ranks if r.local < row[CHIPS.index(r.chip)]]
+        scorer = make_scorer(PlanningProblem(MODEL, shrink(whole, keep), 2048, 1))
+        assert most == pytest.approx(4 * 2048 / work_bound(scorer, MODEL, 4), rel=1e-6)
+
+
+def test_small_and_single_type_parts_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six types, the cheapest far from the largest: by size its parts were never among those searched."""
+    monkeypatch.setattr(objective, "MOST_SEARCHED", 5)
+    prices = dict.fromkeys(CHIPS, 40.0) | {"L40S": 0.5}
+    cluster = cluster_from_dict(there(*((chip, 1, 1) for chip in CHIPS), costs=prices))
+    options = SearchOptions(space=FEW)
+    result = search_objective(PlanningProblem(MODEL, cluster, 1024, 8, options))
+    best = tokens_per_cost(result.best)
+    assert best is not None and result.parts
+    for chip in CHIPS:
+        part = shrink(cluster, [r.rank for r in cluster.ranks if r.chip == chip])
+        alone = tokens_per_cost(search(PlanningProblem(MODEL, part, 1024, 8, options)).best)
+        assert alone is not None and best >= alone * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("share", [None, 0.9, 0.45])
+def test_no_part_is_better_by_the_objective_than_what_is_found(share: float | None) -> None:
+    """Against searching every part, of plans that use all of its chips; with deadlines that a share of the speed of the
+    whole cluster meets."""
+    prices = {"H100-SXM": 4.0, "L40S": 1.0}
+    cluster = cluster_from_dict(there(("H100-SXM", 2, 1), ("L40S", 2, 1), costs=prices))
+    options, rows = SearchOptions(space=FEW), []
+    for keep in itertools.product(range(3), repeat=2):
+        ranks = [r.rank for r in cluster.ranks if int(r.node[-1]) < keep[int(r.group[-1])]]
+        if ranks:
+            best = search(PlanningProblem(MODEL, shrink(cluster, ranks), 1024, 8, options)).best
+            cost = sum(prices[cluster.ranks[r].chip] for r in ranks)
+            rows.append((best.prediction.tokens_per_second, cost, len(best.plan.ranks) == len(ranks)))
+    fastest = max(speed for speed, _, _ in rows)
+    due = None if share is None else Deadline(fastest * share * 3600, 1.0)
+    found = search_objective(PlanningProblem(MODEL, cluster, 1024, 8, options), due)
+    assert "no other can be better" in found.parts
+    speed, cost = found.best.prediction.tokens_per_second, cost_per_hour(found.best)
+    assert cost is not None
+    if due is None:
+        assert speed / cost >= max(s / c for s, c, full in rows if full) * (1 - 1e-9)
+    else:
+        assert speed >= due.tokens_per_second
+        assert cost <= min(c for s, c, full in rows if full and s >= due.tokens_per_second)
+
+
+def test_the_report_is_of_the_cluster_that_the_plan_uses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its ranks are others than those of the whole cluster."""
+    data = there(("H100-SXM", 2, 2), ("L40S", 2, 4), costs={"H100-SXM": 50.0, "L40S": 1.0})
+    words = command(tmp_path, data, "llama2-7b", "--objective", "cost", "--quiet")
+    words += ["--micro-batch-size", "1"]
+    assert main([*words, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    part = load_cluster(tmp_path / "p.yaml.cluster.yaml")
+    assert set(part.chips) == {"L40S"} == {row["name"] for row in report["alone"]}
+    assert report["uniform"]["chips"] == report["alone"][0]["chips"] == part.world_size
+    assert set(report["idle_nodes"]) == {"n0-0", "n0-1", "n1-0", "n1-1"} - {r.node for r in part.ranks}
+    plan = load_plan(tmp_path / "p.yaml", load_model("llama2-7b"), part, "bf16")
+    assert report["cost_per_hour"] == len(plan.ranks) * 1.0
+    assert report["tokens_per_cost"] == pytest.approx(report["tokens_per_second"] * 3600 / len(plan.ranks))
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert f"idle: {len(report['idle_nodes'])} nodes (n0-0, n0-1" in text and "tokens per currency unit" in text
+
+
+def test_costs_are_said_whenever_they_are_known_and_what_a_deadline_leaves() -> None:
+    data = there(("L40S", 1, 2), costs={"L40S": 3.0})
+    cluster = cluster_from_dict(data)
+    result = search(PlanningProblem(MODEL, cluster, 1024, 8))
+    due = Deadline(result.best.prediction.tokens_per_second * 3600 * 2, 5.0)
+    summary = summarize(result, PlanningProblem(MODEL, cluster, 1024, 8), baselines=False, deadline=due)
+    report = summary_json(summary)
+    cost = 3.0 * len(result.best.plan.ranks)
+    assert report["cost_per_hour"] == cost and report["deadline"]["slack_hours"] == pytest.approx(3.0)
+    assert report["deadline"]["cost"] == pytest.approx(2 * cost)
+    assert f"cost: {cost:.4g} per hour" in format_summary(summary) and "3 of 5 h are left" in format_summary(summary)
+    del data["chips"]
+    free = cluster_from_dict(data)
+    summary = summarize(
+        search(PlanningProblem(MODEL, free, 1024, 8)), PlanningProblem(MODEL, free, 1024, 8), baselines=False
+    )
+    assert "cost" not in format_summary(summary) and "cost_per_hour" not in summary_json(summary)
+
+
+def test_the_report_says_what_the_bound_is_over(capsys: pytest.CaptureFixture[str]) -> None:
+    for rows, said in (
+        ([("L40S", 1, 3)], "equal TP of 1, 2 or 3; micro-batches of 1, 2, 3, 4 or 8"),
+        ([("L40S", 1, 8), ("H100-SXM", 1, 8)], "equal TP of 1, 2, 4 or 8, inner DP up to 8, at most 6 stages"),
+    ):
+        cluster = cluster_from_dict(there(*rows))
+        result = search(PlanningProblem(MODEL, cluster, 1024, 8))
+        summary = summarize(result, PlanningProblem(MODEL, cluster, 1024, 8), baselines=False)
+        text = " ".join(format_summary(summary).split())
+        assert said in text and "rates as given" in text
+        assert summary_json(summary)["bound"]["assumptions"] == list(summary.assumptions)
+
+
+def test_chips_left_idle_by_a_search_that_was_cut_short_are_not_called_useless() -> None:
+    cluster = cluster_from_dict(there(("H100-SXM", 1, 4), ("L40S", 1, 4)))
+    options = SearchOptions(space=FEW)
+    result = search(PlanningProblem(MODEL, cluster, 1024, 8, options))
+    result.best = replace(result.best, idle=(7,))
+    summary = summarize(result, PlanningProblem(MODEL, cluster, 1024, 8, options), baselines=False)
+    for complete, words in ((False, "the search was cut short"), (True, "no plan that was tried is faster with them")):
+        result.complete = complete
+        text = format_summary(summary)
+        assert "would not help" not in text and words in text
+
+
+def test_memory_of_pipelines_that_differ_in_micro_batch_or_tp_is_shown_apart() -> None:
+    layers = planner_cases.stages(11, tp=2)
+    rows = [(1, 2, [{**layers[0], "tp": 2}]), (2, 1, planner_cases.stages(11, tp=2, first_rank=2))]
+    one = [{**planner_cases.stages(11, first_rank=4)[0], "ranks": [4, 5], "dp_split": [1, 1]}]
+    rows.append((2, 1, one))
+    data = {
+        "seq_length": planner_cases.SEQ, "global_batch_size": 6,
+        "pipelines": [{"micro_batch_size": b, "num_micro_batches": m, "stages": s} for b, m, s in rows],
+    }  # fmt: skip
+    plan = plan_from_dict(data, planner_cases.MODEL)
+    cluster = planner_cases.cluster(3, 2)
+    found = predict(plan, planner_cases.MODEL, cluster, "fp32")
+    lines = _memory_lines(JudgedPlan(plan, cluster, PlanTemplate(()), found, ()))
+    assert [line.split()[0] for line in lines] == ["stage", "0.0", "1.0", "2.0"]
+
+
+@pytest.mark.parametrize(
+    ("memory", "layers", "chips", "problem"),
+    [("80 GiB", 3, 5, "no equal degrees divide 5 chips"), ("6 GiB", 4, 2, "no uniform plan fits into memory")],
+)
+def test_why_there_is_no_uniform_plan(memory: str, layers: int, chips: int, problem: str) -> None:
+    model = replace(MODEL, num_layers=layers)
+    data = there(("L40S", chips, 1))
+    cluster = cluster_from_dict(data)
+    problem_ = PlanningProblem(model, cluster, 1024, 1, SearchOptions(space=SearchSpace(offload="never")))
+    result = search(problem_)
+    if memory != "80 GiB":
+        small = cluster_from_dict({**data, "chips": {"L40S": {"memory": memory}}})
+        scorer = make_scorer(PlanningProblem(model, small, 1024, 1))
+        result = replace(result, scorer=scorer)
+    found, _ = best_uniform(result, problem_)
+    assert problem in found.problem and math.isclose(found.tokens_per_second, 0.0)
+
+
+@pytest.mark.parametrize(("exhaustive", "calls"), [(False, 1), (None, 2)])
+def test_room_for_the_search_is_not_taken_from_plans(
+    exhaustive: bool | None, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing that was found fits exactly, the search counts with more margin; limits and bound do not."""
+    module, left = importlib.import_module("hetero_megatron.planner.search.driver"), [calls]
+    judge = module.judge
+
+    def nothing_at_first(*words: Any) -> list[JudgedPlan]:
+        left[0] -= 1
+        return [] if left[0] >= 0 else judge(*words)
+
+    monkeypatch.setattr(module, "judge", nothing_at_first)
+    cluster = cluster_from_dict(there(("L40S", 2, 1)))
+    options = SearchOptions(space=replace(FEW, context="never"), exhaustive=exhaustive)
+    result = search(PlanningProblem(MODEL, cluster, 1024, 8, options))
+    assert left[0] < 0 and result.scorer.costs.options == options.costs
+    limit = int(cluster.chips["L40S"].memory * (1 - options.costs.margin))
+    assert set(result.best.prediction.limits.values()) == {limit}
+    monkeypatch.undo()
+    plain = search(PlanningProblem(MODEL, cluster, 1024, 8, options))
+    bounds = [
+        summarize(r, PlanningProblem(MODEL, cluster, 1024, 8, options), baselines=False).bound for r in (result, plain)
+    ]
+    assert bounds[0] is not None and bounds[0].seconds <= plain.best.step_seconds and bounds[0].method == "prices"

@@ -1,0 +1,200 @@
+"""The conformance kit: it passes what is right, and finds what is wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetero_megatron.cli.check_plugin import check_plugin
+from hetero_megatron.cli.check_report import print_report
+from hetero_megatron.cli.scaffold import plugin_files
+from hetero_megatron.ops import SPECS, Signature, torch_registry
+from hetero_megatron.ops.conformance import DTYPES, FAIL, Finding, check_kernel
+from hetero_megatron.ops.conformance.compare import flatten, judge
+from hetero_megatron.ops.conformance.sandbox import Sandbox
+from hetero_megatron.platform.plugins import load_plugins
+from tests.support.paths import ROOT
+
+CPU = torch.device("cpu")
+
+
+def failures(provider: str, op: str, dtypes: tuple[torch.dtype, ...] = DTYPES, quick: bool = True) -> list[Finding]:
+    registry = load_plugins().registry if provider == "triton" else torch_registry()
+    kernel = registry.kernel(op, provider)
+    found = list(check_kernel(SPECS[op], kernel, CPU, lambda d: Signature(op, "cpu", d, "cpu"), dtypes, quick))
+    assert len(found) >= 10 * len(dtypes)
+    return [f for f in found if f.status == FAIL]
+
+
+@pytest.mark.parametrize("op", sorted(SPECS))
+def test_built_in_providers_conform(op: str) -> None:
+    """fp32 with every case, more than 65,535 rows among them; 16 bits without the largest."""
+    assert failures("aten", op, (torch.float32,), quick=False) == []
+    assert failures("aten", op, (torch.bfloat16, torch.float16)) == []
+    assert failures("reference", op) == []
+
+
+TRITON = sorted(k.op for k in load_plugins().registry if k.provider == "triton")
+
+
+@pytest.mark.parametrize("op", ["swiglu", "rope", "vocab_cross_entropy"])
+def test_triton_under_its_interpreter_conforms(op: str) -> None:
+    assert failures("triton", op, (torch.float32, torch.bfloat16)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", TRITON)
+def test_every_triton_kernel_conforms(op: str) -> None:
+    """In every dtype with every case: more than 65,535 rows too."""
+    assert failures("triton", op, quick=False) == []
+
+
+def test_every_operator_over_rows_has_a_case_of_more_than_a_grid_of_16_bits_holds() -> None:
+    rows = {op for op in SPECS if op not in ("adamw", "l2norm", "attention")}
+    large = {op for op in rows for case in SPECS[op].cases() if any(65_537 in x.shape for x in flatten(case.args))}
+    assert large == rows
+
+
+@pytest.fixture
+def vendors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The two packages of plugins/ as plugins of this process, found by the environment list."""
+    for name in ("example_vendor", "bad_vendor"):
+        monkeypatch.syspath_prepend(str(ROOT / "plugins" / name))
+    monkeypatch.setenv("HETERO_PLUGINS", "hetero_example_vendor.plugin,hetero_bad.plugin")
+    yield
+    for module in [m for m in sys.modules if m.startswith(("hetero_example_vendor", "hetero_bad"))]:
+        del sys.modules[module]
+
+
+def test_the_example_is_what_the_scaffold_writes_and_passes(vendors: None, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = ROOT / "plugins" / "example_vendor"
+    written = {
+        str(path.relative_to(folder)): path.read_text(encoding="utf-8")
+        for path in folder.rglob("*")
+        if path.suffix in (".py", ".toml", ".md") and not str(path.relative_to(folder)).startswith(".")
+    }
+    assert written == plugin_files("example_vendor"), "hetero-megatron plugins new example_vendor writes other files"
+    report = check_plugin("example_vendor", None, ["fp32", "bf16"], None, True, True)
+    assert report.ok and report.platform == "example_vendor"
+    assert {s["direction"] for s in report.speeds} == {"forward", "backward"}
+    (rates,) = report.profile["rates"]["chips"].values()
+    assert rates["bf16"]["bytes_per_second"] > 0
+    print_report(report)
+    shown = capsys.readouterr().out
+    assert "all passed" in shown and "swap: reference backward" in shown and "of the floor" in shown
+
+
+def test_every_defect_of_the_bad_plugin_is_found(vendors: None, capsys: pytest.CaptureFixture[str]) -> None:
+    import hetero_bad.plugin as bad
+
+    report = check_plugin("bad", None, ["bf16"], None, True, False)
+    assert not report.ok
+    failed = [f for f in report.findings if f["status"] == FAIL]
+    for kernel, (check, words) in bad.DEFECTS.items():
+        found = [f["detail"] for f in failed if f["kernel"] == kernel and f["check"] == check]
+        assert any(words in detail for detail in found), f"{kernel}: {check} with {words!r}: {found[:3]}"
+    assert {f["kernel"] for f in failed} == set(bad.DEFECTS)
+    only = {"gemm:sums_beyond_the_end": "bounds", "attention:half_a_delta": "tiles", "attention:rounded_share": "tiles"}
+    for kernel, check in only.items():
+        assert {f["check"] for f in failed if f["kernel"] == kernel} == {check}, "and nothing else is wrong with it"
+    assert all("delta given" in f["case"] for f in failed if f["kernel"] == "attention:half_a_delta")
+    print_report(report)
+    assert f"{len(failed)} FAILED" in capsys.readouterr().out
+
+
+def test_one_wrong_row_and_small_truths_do_not_hide_behind_tolerances() -> None:
+    """Rows of a softmax are far below 1; an error of 3 % in the largest element of a bf16 tensor is no rounding."""
+    row = torch.full((4, 1000), 1e-3, dtype=torch.float64)
+    assert not judge(row.float(), row, row.float(), 1e-6, 2.0)
+    assert "error" in judge((row * (1 + 2e-5)).float(), row, row.float(), 1e-6, 2.0)
+    many = torch.ones(65_537, 4, dtype=torch.float64)
+    off = many.clone()
+    off[77] *= 1.03
+    assert not judge(many.bfloat16(), many, many.bfloat16(), 5e-3, 2.0)
+    assert "one element is off" in judge(off.bfloat16(), many, many.bfloat16(), 5e-3, 2.0)
+
+
+def test_a_plugin_whose_device_is_absent_was_not_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = check_plugin("ascend", None, ["fp32"], None, True, False)
+    print_report(report)
+    shown = capsys.readouterr().out
+    assert not report.ok and "none of its devices is here (ascend: torch_npu is not installed)" in shown
+    monkeypatch.setenv("TRITON_INTERPRET", "")
+    report = check_plugin("triton", None, ["fp32"], ["rope"], True, False)
+    (finding,) = [f for f in report.findings if f["status"] == FAIL]
+    assert not report.ok and finding["kernel"] == "rope:triton" and "set TRITON_INTERPRET=1" in finding["detail"]
+    assert any("TRITON_INTERPRET is not set" in note for note in report.notes)
+
+
+def test_a_providers_name_may_have_dots() -> None:
+    kernel = replace(torch_registry().kernel("rope", "reference"), provider="acme-v2.1")
+    asked = lambda d: Signature("rope", "cpu", d, "cpu")  # noqa: E731
+    found = list(check_kernel(SPECS["rope"], kernel, CPU, asked, DTYPES[:1], True))
+    assert "compile" in {f.check for f in found} and FAIL not in {f.status for f in found}
+
+
+CHIP = """
+import torch
+from hetero_megatron.platform import Accelerator
+
+HETERO_PLUGIN_API = 1
+
+
+class Chip(Accelerator):
+    name, vendor, device_type = "chip", "Acme", "privateuseone"
+
+    def available(self): return True
+    def device(self, index=0): return torch.device("cpu")
+    def arch(self, index=0): return ()
+    def chip(self, index=0): return "chip"
+    def synchronize(self): pass
+
+
+def register(api): api.platform(Chip())
+"""
+
+
+def test_without_a_platform_the_accelerator_that_is_here_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hetero_chip.py").write_text(CHIP)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("HETERO_PLUGINS", "hetero_chip")
+    report = check_plugin("reference", None, ["fp32"], ["rope"], True, False)
+    assert report.ok and report.platform == "chip"
+
+
+def test_the_bad_plugin_is_named_and_harms_nobody(vendors: None) -> None:
+    found = load_plugins()
+    (broken,) = found.broken()
+    assert broken.source.name == "bad" and "it has no backward" in broken.error
+    assert "example_vendor" in found.platforms
+    assert not {"twice", "no_backward", "base_two"} & set(found.registry.providers())
+
+
+def test_red_zones_see_single_elements() -> None:
+    for offset, says in ((-1, "1 before"), (10, "1 after")):
+        box = Sandbox()
+        with box:
+            x = torch.empty(2, 5)
+        x.as_strided((1,), (1,), x.storage_offset() + offset).fill_(1.0)
+        assert x.isnan().all() and [says in d for d in box.damage()] == [True]
+    box = Sandbox()
+    x = box.place(torch.arange(6.0).view(2, 3).t())
+    assert torch.equal(x, torch.arange(6.0).view(2, 3).t()) and x.stride() == (1, 3) and box.damage() == []
+    x[0, 0] = 9
+    assert "changed an argument" in box.damage()[0]
+
+
+def test_the_environment_is_the_interpreters() -> None:
+    """conftest sets it before Triton is imported; without it the Triton tests would test nothing."""
+    if not torch.accelerator.is_available():
+        assert os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,0 +1,193 @@
+"""The planner's report: plans that do not fit, plans for the loss of a node, and a bound that stops in time."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from hetero_megatron.cli.main import main
+from hetero_megatron.cli.run import first_that_fits
+from hetero_megatron.cluster import Cluster, cluster_from_dict
+from hetero_megatron.cluster.edit import without_nodes
+from hetero_megatron.plan import from_megatron, load_plan, validate
+from hetero_megatron.planner.estimate.certificate import _PriceBound, price_bound
+from hetero_megatron.planner.estimate.template_score import make_scorer
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.report.comparison import Summary, summarize
+from hetero_megatron.planner.report.text import format_summary, summary_json
+from hetero_megatron.planner.search.driver import search
+from hetero_megatron.planner.search.uniform import closed_seconds, uniform_plans
+from hetero_megatron.planner.simulate.step import predict
+from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.planner.time_budget import TimeBudget, never
+from hetero_megatron.planner.whatif.replan import WarmPlanner
+from hetero_megatron.spec import load_model
+from hetero_megatron.training.jobs import Seat
+from hetero_megatron.words import format_bytes
+from tests.support.planner_reference import random_case
+
+MODEL, LENGTH, BATCH = load_model("llama2-7b"), 2048, 32
+DATA: dict[str, Any] = {
+    "version": 1,
+    "nodes": [
+        {"name": "ampere", "chip": "A100-80-SXM", "chips_per_node": 4},
+        {"name": "ada", "count": 2, "chip": "L4", "chips_per_node": 2},
+    ],
+    "links": {"inter_node": {"bandwidth": "25 GB/s", "latency": "10 us"}},
+}
+OPTIONS = SearchOptions(exhaustive=False, top=3, space=SearchSpace(offload="never"))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Cluster:
+    return cluster_from_dict(DATA)
+
+
+@pytest.fixture(scope="module")
+def summary(cluster: Cluster) -> Summary:
+    result = search(PlanningProblem(MODEL, cluster, LENGTH, BATCH, OPTIONS))
+    return summarize(result, PlanningProblem(MODEL, cluster, LENGTH, BATCH, OPTIONS))
+
+
+def test_rejected_plans_name_the_rank_and_the_bytes(summary: Summary, cluster: Cluster) -> None:
+    """As the prediction of the plan that Megatron's flags give has them; all uniform plans are gone through here."""
+    rows = list(uniform_plans(summary.result.pool, MODEL, BATCH))
+    plans = {u.text(): from_megatron(u.flags(LENGTH, BATCH), MODEL) for u, _ in rows}
+    over = {text: predict(plan, MODEL, cluster).over for text, plan in plans.items()}
+    scorer = summary.result.scorer
+    seconds = {u.text(): closed_seconds(scorer, candidate) for u, candidate in rows if over[u.text()]}
+    text, report = format_summary(summary), summary_json(summary)["over_memory"]
+    mine = [r for r in summary.rejected if not r.of]
+    assert 1 <= len(mine) <= 3 and mine[0].step_seconds == min(seconds.values())
+    for r in mine:
+        assert (r.worst, r.step_seconds) == (over[r.text][0], seconds[r.text])
+        where = next(
+            f"pipeline {p}, stage {s}" for p, pipeline in enumerate(plans[r.text].pipelines)
+            for s, stage in enumerate(pipeline.stages) if r.worst.rank in stage.ranks
+        )  # fmt: skip
+        assert f"{where}: rank {r.worst.rank} ({r.worst.chip}) needs" in text
+        assert f"over by {format_bytes(r.worst.over)}" in text and r.worst.over > 0
+    assert [(x["rank"], x["over"], x["need"] - x["limit"]) for x in report] == [
+        (r.worst.rank, r.worst.over, r.worst.over) for r in summary.rejected
+    ]
+
+
+def test_a_type_that_cannot_train_the_model_alone_says_what_it_lacks(summary: Summary) -> None:
+    """Four L4 of 24 GiB, for 7B parameters with their optimizer: no division of them is enough."""
+    alone = [r for r in summary.rejected if r.of]
+    assert [b.name for b in summary.alone if b.problem] == ["L4"] == [r.of for r in alone]
+    part = cluster_from_dict({**DATA, "nodes": DATA["nodes"][1:]})
+    least = math.inf
+    for uniform, _ in uniform_plans(make_scorer(PlanningProblem(MODEL, part, LENGTH, 1, OPTIONS)).pool, MODEL, BATCH):
+        found = predict(from_megatron(uniform.flags(LENGTH, BATCH), MODEL), MODEL, part).over
+        assert found
+        least = min(least, found[0].over)
+    assert alone[0].worst.over == pytest.approx(least, rel=0.02) and alone[0].worst.chip == "L4"
+    assert f"L4 alone: {alone[0].text}" in format_summary(summary)
+
+
+def test_plans_for_the_loss_of_any_node(cluster: Cluster) -> None:
+    """One per group of the file; it is a plan also where another node of the group is gone."""
+    planner = WarmPlanner(PlanningProblem(MODEL, cluster, LENGTH, BATCH, OPTIONS))
+    losses = {loss.node: loss for loss in planner.losses()}
+    assert {node: loss.alike for node, loss in losses.items()} == {"ampere": 1, "ada-0": 2}
+    assert losses["ampere"].plan is None and "fits in no plan" in losses["ampere"].problem
+    loss = losses["ada-0"]
+    assert loss.plan is not None and loss.warm and loss.step_seconds == planner.without(["ada-0"])[2]
+    for gone in ("ada-0", "ada-1"):
+        validate(loss.plan, MODEL, cluster_from_dict(without_nodes(DATA, {gone})), dtype="bf16")
+
+
+def test_where_no_known_pipeline_fits_what_is_left_it_is_searched(cluster: Cluster) -> None:
+    planner = WarmPlanner(PlanningProblem(MODEL, cluster, LENGTH, BATCH, OPTIONS))
+    planner.outlines = []
+    loss = {loss.node: loss for loss in planner.losses()}["ada-0"]
+    assert loss.plan is not None and not loss.warm and loss.cluster is not None
+    best = search(
+        PlanningProblem(MODEL, cluster_from_dict(without_nodes(DATA, {"ada-0"})), LENGTH, BATCH, OPTIONS)
+    ).best
+    assert loss.step_seconds == best.step_seconds
+
+
+def test_the_command_writes_fallback_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(DATA))
+    words = ["plan", "--model", "llama2-7b", "--cluster", str(tmp_path / "c.yaml"), "--seq-length", str(LENGTH)]
+    words += ["--global-batch-size", str(BATCH), "--offload", "never", "--no-baselines", "--fallbacks"]
+    assert main([*words, str(tmp_path / "c.yaml")]) == 2
+    assert "--fallbacks" in capsys.readouterr().err
+    assert main([*words, str(tmp_path / "f"), "--quiet", "--json"]) == 0
+    found = {loss["node"]: loss for loss in json.loads(capsys.readouterr().out)["losses"]}
+    assert [path.name for path in (tmp_path / "f").iterdir()] == ["without-ada-0.yaml"]
+    left = cluster_from_dict(without_nodes(DATA, {"ada-1"}))
+    plan = load_plan(tmp_path / "f" / "without-ada-0.yaml", MODEL, left, "bf16")
+    assert plan.global_batch_size == BATCH and found["ada-0"]["replan_seconds"] < 5
+    assert found["ampere"]["plan"] is None and found["ampere"]["problem"]
+
+
+def test_the_bound_stops_in_time_and_still_holds(summary: Summary, cluster: Cluster) -> None:
+    result, space = summary.result, OPTIONS.space
+    step = result.best.step_seconds
+    whole = price_bound(result.scorer, MODEL, BATCH, space, step)
+    assert price_bound(result.scorer, MODEL, BATCH, space, step, late=lambda: True).seconds == 0.0
+    for asked in (3, 30, 100):
+        count = itertools.count()
+        cut = price_bound(result.scorer, MODEL, BATCH, space, step, late=lambda n=asked, c=count: next(c) > n)
+        assert 0.0 <= cut.seconds <= whole.seconds, "what was ruled out by then"
+    over = TimeBudget(0.0)
+    late = summarize(result, PlanningProblem(MODEL, cluster, LENGTH, BATCH, OPTIONS), baselines=False, budget=over)
+    assert late.bound is None and "no bound: the time is up; --bound computes it" in format_summary(late)
+    wanted = summarize(
+        result, PlanningProblem(MODEL, cluster, LENGTH, BATCH, OPTIONS), baselines=False, budget=over, bound=True
+    )
+    assert wanted.bound is not None and wanted.bound.seconds == whole.seconds
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_prices_of_pipelines_are_those_of_a_plain_program(seed: int) -> None:
+    """Stage by stage from the end, by the definition in the module."""
+    case = random_case(700 + seed, "open")
+    scorer = make_scorer(PlanningProblem(case.model, case.cluster, case.seq_length, 1))
+    prices = _PriceBound(scorer, case.model, case.batch, SearchSpace(), False, never)
+    layers = case.model.num_layers
+    for size in prices.sizes:
+        every = prices.options[size]
+        fastest = min((prices.per_layer(o, size) for o in every), default=math.inf)
+        for m, factor in ((1, 0.4), (1, 1.0), (4, 0.6), (4, 2.0)):
+            limit = factor * m * layers * min(fastest, 1e3) + 1e-3
+            best, answer = {0: 0.0}, math.inf
+            for k in range(1, prices.depth + 1 if math.isfinite(fastest) else 0):
+                following: dict[int, float] = {}
+                for (covered, cost), o in itertools.product(best.items(), every):
+                    table = prices.seconds(o, size, k == 1)[k - 1]
+                    for c in range(int(k > 1), layers - covered + 1):
+                        if m * table[c] <= limit - (layers - covered - c) * fastest:
+                            new = cost + o.chips * prices.prices[o.group]
+                            following[covered + c] = min(new, following.get(covered + c, math.inf))
+                best = following
+                answer = min(answer, best.get(layers, math.inf))
+            for most in (math.inf, 1.001 * answer, 0.9 * answer):
+                found = prices.price(size, np.array([m], float), limit, np.array([most]))[0]
+                assert found == pytest.approx(answer) or (math.isfinite(most) and answer >= most <= found)
+
+
+def test_the_launcher_takes_a_fallback_plan(tmp_path: Path) -> None:
+    """The one for the loss of a node of three, whichever of the equal ones is gone."""
+    data = yaml.safe_load(Path("examples/clusters/two_nodes.yaml").read_text())
+    data["nodes"][1]["count"] = 2
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(data))
+    words = ["plan", "--model", "tiny", "--cluster", str(tmp_path / "c.yaml"), "--seq-length", "64", "--dtype", "fp32"]
+    words += ["--global-batch-size", "8", "--no-baselines", "--quiet", "--fallbacks", str(tmp_path / "f")]
+    assert main([*words, "--out", str(tmp_path / "p.yaml")]) == 0
+    files = sorted((tmp_path / "f").iterdir())
+    assert [path.name for path in files] == ["without-fast.yaml", "without-slow-0.yaml"]
+    choose = first_that_fits(["--model", "tiny", "--mock-data", "--train-iters", "1", "--lr", "1e-3"], files[1:])
+    for gone in ("slow-0", "slow-1"):
+        (tmp_path / "left.yaml").write_text(yaml.safe_dump(without_nodes(data, {gone})))
+        assert choose([Seat("fast", 0), Seat("slow", 0)], tmp_path / "left.yaml") == files[1]

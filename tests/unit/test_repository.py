@@ -1,0 +1,226 @@
+"""The repository keeps its own rules: pins, links, layers without torch, the lint, the Makefile."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+NO_TORCH = (
+    "errors", "files", "launcher", "foreign_launcher", "layout", "cluster", "spec", "schedule", "plan", "planner",
+    "testbed",
+)  # fmt: skip
+HEAVY = ("torch", "transformers", "datasets", "deepspeed", "triton")
+
+_spec = spec_from_file_location("lint_vendor_neutral", ROOT / "tools" / "lint_vendor_neutral.py")
+assert _spec is not None and _spec.loader is not None
+lint = module_from_spec(_spec)
+sys.modules[_spec.name] = lint  # dataclasses looks its module up
+_spec.loader.exec_module(lint)
+
+
+def rules(source: str, path: str = "hetero_megatron/training/loop.py") -> list[tuple[int, str]]:
+    return [(finding.line, finding.rule) for finding in lint.check_source(source, path)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch.cuda",
+        "from torch import cuda",
+        "from torch.cuda import synchronize",
+        "import torch; torch.cuda.synchronize()",
+        "import torch as t; t.backends.cudnn.benchmark = True",
+        "x.cuda()",
+        "device = 'cuda'",
+        "device = f'cuda:{rank}'",
+        "backend = 'cpu:gloo,cuda:nccl'",
+        "getattr(torch, 'npu')",
+    ],
+)
+def test_vendor_names_are_found(line: str) -> None:
+    assert rules(line) == [(1, "vendor")]
+    assert rules(line, "hetero_megatron/platform/gpu.py") == []
+    assert rules(line, "plugins/hetero_plugins/nvidia.py") == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch.distributed as dist",
+        "from torch import distributed",
+        "from torch.distributed import all_reduce",
+        "import torch; torch.distributed.barrier()",
+        "import torch.distributed.checkpoint as dcp",
+    ],
+)
+def test_torch_distributed_is_found(line: str) -> None:
+    assert rules(line) == [(1, "distributed")]
+    assert rules(line, "hetero_megatron/comm/groups.py") == []
+
+
+def test_checkpoints_may_use_distributed_checkpoint_and_no_more() -> None:
+    path = "hetero_megatron/checkpoint/dcp.py"
+    assert rules("import torch.distributed.checkpoint as dcp\ndcp.DefaultSavePlanner()", path) == []
+    assert rules("import torch\ntorch.distributed.checkpoint.DefaultSavePlanner()", path) == []
+    assert rules("import torch\ntorch.distributed.barrier()", path) == [(2, "distributed")]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import cloudpickle as c",
+        "import torch.distributed as dist; dist.all_gather_object([], x)",
+        "from torch.distributed import broadcast_object_list",
+        "anything.scatter_object_list(out, values)",
+        "import torch.distributed.checkpoint as dcp; dcp.save({})",
+        "from torch.distributed.checkpoint import load",
+        "import torch; torch.load(path)",
+        "import torch; torch.load(path, weights_only=False)",
+    ],
+)
+def test_pickle_is_found(line: str) -> None:
+    assert rules(line, "hetero_megatron/comm/groups.py")[-1:] == [(1, "pickle")]
+    assert "pickle" not in dict(map(reversed, rules(line, "tests/test_x.py")))  # type: ignore[arg-type]
+    assert rules(f"{line}  # lint: allow pickle (an exception's name)", "hetero_megatron/comm/groups.py") == []
+
+
+def test_reading_tensors_only_is_no_pickle() -> None:
+    assert rules("import torch; torch.load(path, weights_only=True)") == []
+    assert rules("group.gather_objects(value, str)") == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""A sentence about cuda."""',
+        "a.device_type",
+        "torch.accelerator.synchronize()",
+        "name = 'cuda-like'",
+    ],
+)
+def test_harmless_lines_pass(source: str) -> None:
+    assert rules(source) == []
+
+
+def test_an_excuse_needs_a_reason_and_the_right_rule() -> None:
+    assert rules("x = 'nccl'  # lint: allow vendor (Megatron's spelling)") == []
+    assert rules("x = 'nccl'  # lint: allow vendor ()") == [(1, "vendor")]
+    assert rules("x = 'nccl'  # lint: allow size (no)") == [(1, "vendor")]
+
+
+def test_long_files_and_functions_are_found() -> None:
+    body = "def f():\n" + "    pass\n" * 79
+    assert rules(body) == []
+    assert rules(body + "    pass\n") == [(1, "size")]
+    assert rules('def f():\n    """\n' + "    text\n" * 50 + '    """\n' + "    pass\n" * 79) == []
+    assert rules("x = 1\n" * 501) == [(1, "size")]
+
+
+def test_lower_layers_start_without_torch() -> None:
+    """Every module of planner, plan, schedule, spec, layout, cluster is imported in one new interpreter."""
+    names = []
+    for package in NO_TORCH:
+        base = ROOT / "hetero_megatron" / package
+        files = sorted(base.rglob("*.py")) if base.is_dir() else [base.with_suffix(".py")]
+        names += [".".join(f.relative_to(ROOT).with_suffix("").parts) for f in files if f.stem != "__main__"]
+    code = (
+        f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def _name(requirement: str) -> str:
+    found = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert found is not None, requirement
+    return re.sub(r"[-_.]+", "-", found.group(0)).lower()
+
+
+def _pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    exact = [line for line in lines if line.strip() and not line.startswith("#")]
+    assert [line for line in exact if not re.fullmatch(r"[A-Za-z0-9._-]+==\S+", line)] == []
+    return {_name(line): line.split("==")[1] for line in exact}
+
+
+def test_every_requirement_of_make_env_is_pinned() -> None:
+    pins = _pins()
+    source = (ROOT / "setup.py").read_text(encoding="utf-8")
+    wanted = {
+        _name(text) for text in re.findall(r'^ +"([A-Za-z0-9._-]+(?:>=[0-9.]+)?)",', source, re.MULTILINE)
+    }
+    wanted |= {_name(text) for text in re.findall(r'\["?([^]"]+)"', source) if ">=" in text}
+    assert {"torch", "numpy", "pytest", "deepspeed"} <= wanted
+    assert wanted - set(pins) <= {"wandb", "sentencepiece"}  # offered, never installed by us
+    assert (pins["torch"], pins["triton"]) == ("2.13.0", "3.7.1")
+
+
+def test_links_in_the_documents_lead_somewhere() -> None:
+    broken = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
+            if "://" not in target and not (page.parent / target).exists():
+                broken.append(f"{page.relative_to(ROOT)}: {target}")
+    assert broken == []
+
+
+def test_licence() -> None:
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Apache License" in text and "Version 2.0, January 2004" in text and "END OF TERMS" in text
+
+
+def test_make_alone_lists_every_target() -> None:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+    done = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, timeout=30, env=environment)
+    assert done.returncode == 0, done.stderr
+    listed = set(re.findall(r"^  make (\S+)", done.stdout, re.MULTILINE))
+    assert listed >= {
+        "env",
+        "demo",
+        "test",
+        "test-slow",
+        "test-parity",
+        "test-fuzz",
+        "test-scale",
+        "bench",
+        "lint",
+        "types",
+        "clean",
+    }
+
+
+def test_make_env_without_a_recent_python_says_what_is_missing(tmp_path: Path) -> None:
+    command = ["tools/make_venv.sh", str(tmp_path / "venv"), "dev", "/nowhere/python3.11"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1
+    assert "no Python 3.11 or newer found (tried: /nowhere/python3.11)" in done.stderr
+
+
+def test_no_string_names_a_module_of_another_layer() -> None:
+    """Where import-linter cannot see it; the command line, the top layer, may name what is below it."""
+    package = ROOT / "hetero_megatron"
+    found = []
+    for path in package.rglob("*.py"):
+        own = path.relative_to(package).parts[0]
+        if own == "cli":
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+                named = set(re.findall(r"\bhetero_megatron\.(\w+)", node.value)) - {own}
+                found += [(path, node.lineno, name) for name in named if (package / name).is_dir()]
+    assert not found
