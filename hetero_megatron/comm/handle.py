@@ -1,19 +1,15 @@
-"""Transfers under way, and the time that a rank was blocked in them."""
+"""Transfers under way."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from hetero_megatron.comm.hooks import Work
-
-if TYPE_CHECKING:
-    from hetero_megatron.comm.comm import Comm
+from hetero_megatron.comm.transport import Transport
 
 
 class Works:
@@ -64,7 +60,7 @@ class Handle:
 
     def __init__(
         self,
-        comm: Comm,
+        comm: Transport,
         work: Work | None,
         result: torch.Tensor | None,
         peers: tuple[int, ...],
@@ -93,17 +89,3 @@ class Handle:
             self._work = None
         self._keep = None
         return self._result
-
-
-@dataclass
-class WaitSeconds:
-    """Seconds blocked so far: in point-to-point transfers (pipeline neighbours) and in collectives."""
-
-    neighbours: float = 0.0
-    collectives: float = 0.0
-
-    def add(self, seconds: float, collective: bool) -> None:
-        if collective:
-            self.collectives += seconds
-        else:
-            self.neighbours += seconds
