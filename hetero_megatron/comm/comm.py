@@ -20,11 +20,10 @@ import torch.distributed as dist
 from hetero_megatron.comm.bridge import Bridge, Copies
 from hetero_megatron.comm.errors import CommError
 from hetero_megatron.comm.group import Group
-from hetero_megatron.comm.handle import Handle, Works
+from hetero_megatron.comm.handle import Handle, WaitSeconds, Works
 from hetero_megatron.comm.hooks import Hooks, Work
 from hetero_megatron.comm.islands import Islands
 from hetero_megatron.comm.reach import Reach, explain
-from hetero_megatron.comm.transport import WaitSeconds
 from hetero_megatron.comm.watch import Watch
 from hetero_megatron.errors import UserError
 from hetero_megatron.launcher import LauncherEnvironment

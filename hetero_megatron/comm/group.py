@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from hetero_megatron.comm.bridge import Bridge
-from hetero_megatron.comm.handle import Handle, Messages, Works
+from hetero_megatron.comm.handle import Handle, Messages, Transport, Works
 from hetero_megatron.comm.hooks import Work
-from hetero_megatron.comm.transport import Transport
 from hetero_megatron.comm.values import MAX_BYTES, decode, encode
 from hetero_megatron.errors import UserError
 from hetero_megatron.words import plural

@@ -7,26 +7,23 @@ sequences are computed; bisection on the limit finds the least one within which 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from hetero_megatron.planner.search.materialize import PipelineOutline
-    from hetero_megatron.planner.search.pipeline_dp import PipelineDP
+from hetero_megatron.planner.search.layers_program import LayersProgram, PipelineFamily, ProgramInputs
+from hetero_megatron.planner.search.materialize import PipelineOutline
 
 MOST_BUDGETS, MOST_COLUMNS, ROUNDS = 32, 200, 6
 NEAR = 24  # taus of a column above its least
 MOST_USED, BEAM = 32, 24  # columns that the beam search goes through, and its width
 
 
-def budgets(search: PipelineDP) -> list[tuple[int, tuple[int, ...]]]:
+def budgets(counts: tuple[int, ...], families: Sequence[PipelineFamily]) -> list[tuple[int, tuple[int, ...]]]:
     """Unequal numbers of chips per group: for every pair of divisors of two groups' counts that gives pipelines of
     about the size of the best ones; the rest of the groups absent."""
-    counts = search.counts
-    good = sorted({sum(f.budget) for f in search.families[:40]})
+    good = sorted({sum(f.budget) for f in families[:40]})
     low, high = (good[0] / 2, good[-1] * 2) if good else (1, sum(counts))
     found: dict[tuple[int, ...], int] = {}
     parts = [sorted({max(1, round(n / 2 ** (i / 2))) for i in range(2 * n.bit_length())}) for n in counts]
@@ -42,33 +39,41 @@ def budgets(search: PipelineDP) -> list[tuple[int, tuple[int, ...]]]:
     return [(d, budget) for budget, d in rows[::step]]
 
 
-def mixed(search: PipelineDP) -> Iterator[list[PipelineOutline]]:
-    """Combinations of columns, best first."""
-    if sum(n > 0 for n in search.counts) < 2 or not search.families:
-        return
-    from hetero_megatron.planner.search.materialize import PipelineOutline
-    from hetero_megatron.planner.search.pipeline_dp import LayersProgram, PipelineFamily
+def mixed(
+    inputs: ProgramInputs,
+    batch: int,
+    families: Sequence[PipelineFamily],
+    programs: Mapping[tuple[tuple[int, ...], int, int], LayersProgram],
+) -> Iterator[list[PipelineOutline]]:
+    """Combinations of columns, best first.
 
-    size = search.families[0].size
-    programs: list[tuple[PipelineFamily, LayersProgram]] = []
-    for f in search.families[:MOST_COLUMNS]:
-        key = (tuple(n // f.replicas for n in search.counts), f.size, f.replicas)
-        programs.append((f, search._programs[key]))
-    for d, budget in budgets(search):
-        program = LayersProgram(search, budget, size, d)
-        programs += [(f, program) for f in program.families(max(1.0, search.batch / (d * size)), NEAR)]
+    Args:
+        batch: sequences per step.
+        families: found so far, best first.
+        programs: that found them, by budget, micro-batch size and number of replicas.
+    """
+    if sum(n > 0 for n in inputs.counts) < 2 or not families:
+        return
+    size = families[0].size
+    found: list[tuple[PipelineFamily, LayersProgram]] = []
+    for f in families[:MOST_COLUMNS]:
+        key = (tuple(n // f.replicas for n in inputs.counts), f.size, f.replicas)
+        found.append((f, programs[key]))
+    for d, budget in budgets(inputs.counts, families):
+        program = LayersProgram(inputs, budget, size, d)
+        found += [(f, program) for f in program.families(max(1.0, batch / (d * size)), NEAR)]
     seen: set[tuple[tuple[int, ...], int]] = set()
     columns = []
-    for f, program in programs:
+    for f, program in found:
         if (f.budget, f.size) not in seen:
             seen.add((f.budget, f.size))
             columns.append((f, program))
     usage = np.array([f.budget for f, _ in columns], float)
-    high = search.families[0].seconds(max(1.0, search.batch / (search.families[0].replicas * search.families[0].size)))
+    high = families[0].seconds(max(1.0, batch / (families[0].replicas * families[0].size)))
     low, best = high / 2, None
     for _ in range(ROUNDS):
         middle = (low + high) / 2
-        counts = _solve(search, usage, [f.most(middle) for f, _ in columns])
+        counts = _solve(inputs.counts, batch, usage, [f.most(middle) for f, _ in columns])
         if counts is None:
             low = middle
         else:
@@ -81,13 +86,15 @@ def mixed(search: PipelineDP) -> Iterator[list[PipelineOutline]]:
         ]
 
 
-def _solve(search: PipelineDP, usage: NDArray[np.float64], sequences: list[int]) -> list[int] | None:
+def _solve(
+    chips: tuple[int, ...], batch: int, usage: NDArray[np.float64], sequences: list[int]
+) -> list[int] | None:
     """How many pipelines of each column compute the batch; None when none are found.
 
     Beam search over the columns in the order of sequences per price of their chips: as many as fit, fewer, or none. A
     state is worth what it computes and, at most, what the chips that are left could at the best rate.
     """
-    counts = np.array(search.counts, float)
+    counts = np.array(chips, float)
     worth = np.array(sequences, float)
     keep = np.flatnonzero(worth > 0)
     if not len(keep):
@@ -108,7 +115,7 @@ def _solve(search: PipelineDP, usage: NDArray[np.float64], sequences: list[int])
                 if 0 <= n <= most:
                     rest = tuple(c - n * u for c, u in zip(left, need))
                     value = total + n * gain
-                    if value >= search.batch:
+                    if value >= batch:
                         return _counts(len(worth), (*chosen, (i, n)))
                     key = (rest, value)
                     if n or key not in found:

@@ -11,7 +11,8 @@ from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.cost.memory import state_bytes
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.search.graph_partition import MOST_GROUPS
-from hetero_megatron.planner.search.pipeline_dp import LayersProgram, PipelineDP
+from hetero_megatron.planner.search.layers_program import LayersProgram, grid
+from hetero_megatron.planner.search.pipeline_dp import PipelineDP
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.spec import ModelSpec
@@ -30,7 +31,7 @@ def fits(evaluator: TemplateScorer, model: ModelSpec, space: SearchSpace) -> boo
     search = PipelineDP(evaluator, model, 1, space, lambda candidate, seconds: True)
     sizes = space.micro_batch_sizes or (1,)
     program = LayersProgram(search, evaluator.pool.counts, min(sizes), 1)
-    steps = search.grid(1e12)
+    steps = grid(1e12)
     _, whole, _ = program.solve(range(steps.start, steps.start + 1))
     return any(float(layers.max()) >= model.num_layers for layers in whole.values())
 

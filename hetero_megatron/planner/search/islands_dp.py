@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from hetero_megatron.planner.search.pipeline_dp import PipelineFamily
+from hetero_megatron.planner.search.layers_program import PipelineFamily
 
 
 class IslandCover:

@@ -14,237 +14,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hetero_megatron.planner.estimate.stage_table import StageKind, per_layer
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
+from hetero_megatron.planner.search.beam import mixed
 from hetero_megatron.planner.search.islands_dp import IslandCover
+from hetero_megatron.planner.search.layers_program import Layers, LayersProgram, PipelineFamily
 from hetero_megatron.planner.search.materialize import PipelineOutline, TemplateBuilder
 from hetero_megatron.planner.template.plan_template import PlanTemplate, StageTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace, StageOption, batch_sizes, options
 from hetero_megatron.planner.time_budget import Late, never
 from hetero_megatron.spec import ModelSpec
 
-Floats = NDArray[np.float64]
-Layers = NDArray[np.float32]  # whole numbers, so exact
-NONE, NO = -1e5, -1e7  # layers of a stage that cannot be; of a run that cannot be, whatever is taken off for stages
-RATIO, GRID = 1.06, 44
-BLOCK = 11  # taus of the grid that are done at once
 CUT = 1.03  # programs whose bound is so much above the best found so far are not solved
 FAR = 1.5  # the same for pipelines over a single group where none was found yet
-RUNS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
-
-
-@dataclass(frozen=True)
-class PipelineFamily:
-    """Equal pipelines over a set of groups (``mask``), as the program found them: with ``stages`` stages of at most
-    ``tau`` seconds, on at most ``budget`` chips per group and pipeline."""
-
-    mask: int
-    budget: tuple[int, ...]
-    size: int
-    tau: float
-    stages: int
-    replicas: int
-    step: int  # place of tau in the grid
-
-    def most(self, limit: float) -> int:
-        """Sequences that one pipeline computes within ``limit`` seconds."""
-        return max(0, math.floor(limit / self.tau - self.stages + 1 + 1e-9)) * self.size
-
-    def seconds(self, micro_batches: float) -> float:
-        return (micro_batches + self.stages - 1) * self.tau
-
-
-class LayersProgram:
-    """Step 1 for one budget, micro-batch size and number of replicas."""
-
-    def __init__(self, search: PipelineDP, budget: tuple[int, ...], size: int, replicas: int) -> None:
-        self.search, self.budget, self.size, self.replicas = search, budget, size, replicas
-        tables = search.evaluator.tables
-        self.depth = min(tables.depth, search.model.num_layers + 2, sum(budget))
-        self._replicas = 4 ** int(math.log(replicas, 4) + 1e-9)  # memory is taken at a conservative power of four
-        self._most_depth = min(tables.depth, max(1, sum(search.counts) // self._replicas))  # of programs with as many
-        self.options = [[o for o in search.options(g, size) if o.chips <= budget[g]] for g in range(len(budget))]
-
-    def table(self, option: StageOption, embed: bool, head: bool) -> Floats:
-        """[in flight, layers] seconds, with memory at a conservative power of four of replicas; with the head (the last
-        stage, counted from which there is one in flight) of the first row only."""
-        kind = StageKind(
-            option.group, option.tp, option.dp, self.size, embed, head, self._replicas, self.search.space.recompute
-        )
-        return self.search.evaluator.tables.table(kind, 1 if head else self._most_depth).seconds
-
-    def least_tau(self) -> float:
-        """No pipeline over the whole budget has a smaller bottleneck: all chips busy all the time at their best
-        rate."""
-        rate = 0.0
-        for g, budget in enumerate(self.budget):
-            known = self.search.rates(g, self.size)
-            rate += budget * max((best for chips, best in known if chips <= budget), default=0.0)
-        return self.search.model.num_layers / rate if rate else math.inf
-
-    def least_seconds(self, nominal: float) -> tuple[float, dict[int, float]]:
-        """(no pipeline over all of the budget takes less for ``nominal`` micro-batches; the same for each group alone):
-        with every number of stages, the options taken that use the chips best."""
-        layers, count = self.search.model.num_layers, np.arange(self.depth + 1)
-        ticks = nominal + count[1:] - 1
-        gains, alone = [], {}
-        for g, budget in enumerate(self.budget):
-            points = [(chips, chips * rate) for chips, rate in self.search.rates(g, self.size) if chips <= budget]
-            if points:
-                chips, rates = _hull(points)
-                rate = count * np.interp(budget / np.maximum(count, 1), chips, rates)  # of so many stages: concave
-                gains.append(np.diff(rate))
-                alone[g] = float(np.min(layers * ticks / np.maximum.accumulate(rate[1:])))
-        if not gains:
-            return math.inf, {}
-        best = np.cumsum(np.sort(np.maximum(np.concatenate(gains), 0.0))[::-1])[: self.depth]
-        return float(np.min(layers * ticks / best)), alone
-
-    def capacity(self, option: StageOption, steps: range, embed: bool, head: bool, depth: int) -> Layers:
-        """[tau, in flight]: most layers of a stage that takes at most tau; NONE where it cannot hold any."""
-        known = self.search.capacities
-        key = (option, self.size, self._replicas, embed, head)
-        low, found = known.get(key, (steps.start, None))
-        if found is None or steps.start < low or steps.stop > low + len(found):
-            # Programs with so many replicas look at much the same part of the grid, a little further for more of them.
-            high = max(steps.start + GRID + GRID // 2, low + (0 if found is None else len(found)))
-            low = min(steps.start - GRID // 2, low)
-            found = self._capacity(option, range(low, high), embed, head)
-            known[key] = low, found
-        return found[steps.start - low : steps.stop - low, :depth]
-
-    def _capacity(self, option: StageOption, steps: range, embed: bool, head: bool) -> Layers:
-        seconds = _monotone(self.table(option, embed, head))
-        rows, width = len(seconds), len(steps)
-        # The tau at which it is in time.
-        first = np.ceil(np.log(np.maximum(seconds, 1e-300)) * (1 / math.log(RATIO)) - 1e-9) - steps.start
-        at = np.minimum(np.maximum(first, 0), width).astype(np.int64) + np.arange(rows)[:, None] * (width + 1)
-        found = np.bincount(at.ravel(), minlength=rows * (width + 1)).reshape(rows, width + 1)
-        counts = np.cumsum(found[:, :width], axis=1).T - 1
-        least = 0 if embed or head else 1
-        return np.where(counts >= least, counts, NONE).astype(np.float32)
-
-    def matrices(self, steps: range, groups: Sequence[int]) -> dict[int, tuple[Layers, Layers]]:
-        """Per group, [tau, stages before, stages after]: most layers of a run of stages of this group behind (nearer
-        the end: before) others; as inner stages, and with the embedding on the last one added."""
-        n, size = len(steps), self.depth + 1
-        found = {}
-        for g in groups:
-            inner = np.full((n, size, size), NONE, np.float32)
-            ends = inner.copy()
-            for option in self.options[g]:
-                plain = self.capacity(option, steps, False, False, self.depth)
-                first = self.capacity(option, steps, True, False, self.depth)
-                single = self.capacity(option, steps, True, True, 1)
-                total = np.zeros((n, size), np.float32)
-                np.cumsum(plain, axis=1, out=total[:, 1:])
-                gain = total[:, None, :] - total[:, :, None]
-                gain += _runs(size, min(self.budget[g] // option.chips, self.depth))
-                gain[:, 0, :] += self.capacity(option, steps, False, True, 1) - plain[:, :1]
-                np.maximum(inner, gain, out=inner)
-                last = np.zeros((n, 1, size), np.float32)
-                np.subtract(first, plain, out=last[:, 0, 1:])
-                gain += last
-                gain[:, 0, 1] = single[:, 0]
-                np.maximum(ends, gain, out=ends)
-            found[g] = (inner, ends)
-        return found
-
-    def masks(self) -> list[int]:
-        """All sets of groups that a stage fits on, smaller ones first."""
-        masks = [0]
-        for g in (g for g, found in enumerate(self.options) if found):
-            masks += [mask | 1 << g for mask in masks]
-        return sorted(masks[1:], key=lambda mask: (bin(mask).count("1"), mask))
-
-    def solve(
-        self, steps: range, within: Sequence[int] = (-1,)
-    ) -> tuple[dict[int, Layers], dict[int, Layers], dict[int, tuple[Layers, Layers]]]:
-        """(layers by mask [tau, stages], inner; the same for whole pipelines; the matrices), for these masks and all
-        parts of them."""
-        masks = [mask for mask in self.masks() if any(not mask & ~row for row in within)]
-        groups = [g for g in range(len(self.budget)) if 1 << g in masks]
-        matrices = self.matrices(steps, groups)
-        start = np.full((len(steps), self.depth + 1), NONE, np.float32)
-        start[:, 0] = 0.0
-        inner: dict[int, Layers] = {0: start}
-        whole: dict[int, Layers] = {}
-        for mask in masks:
-            a = np.full_like(start, NONE)
-            b = a.copy()
-            for g in groups:
-                if mask >> g & 1:
-                    before = inner[mask & ~(1 << g)][:, :, None]
-                    np.maximum(a, np.max(before + matrices[g][0], axis=1), out=a)
-                    np.maximum(b, np.max(before + matrices[g][1], axis=1), out=b)
-            inner[mask], whole[mask] = a, b
-        return inner, whole, matrices
-
-    def families(self, nominal: float, grid: int = GRID) -> Iterator[PipelineFamily]:
-        """Per set of groups the one with the least time for ``nominal`` micro-batches; ``grid``: taus looked at."""
-        least = self.least_tau()
-        if not math.isfinite(least):
-            return
-        steps = self.search.grid(least)[:grid]
-        taus = self.search.tau(np.array(steps))
-        # By mask, smaller ones first: seconds, tau, stages, place of tau.
-        best = dict.fromkeys(self.masks(), (math.inf, math.inf, 0, 0))
-        for start in range(0, len(steps), BLOCK):
-            # Greater taus are of no use to what takes less already than all micro-batches of one stage would.
-            within = [mask for mask, row in best.items() if nominal * taus[start] < row[0]]
-            if not within:
-                break
-            block = slice(start, start + BLOCK)
-            for mask, layers in self.solve(steps[block], within)[1].items():
-                best[mask] = min(best[mask], self._fastest(layers, nominal, taus[block], steps[block]))
-        for mask, (seconds, tau, p, step) in best.items():
-            if math.isfinite(seconds):
-                budget = tuple(c if mask >> g & 1 else 0 for g, c in enumerate(self.budget))
-                yield PipelineFamily(mask, budget, self.size, tau, p, self.replicas, step)
-
-    def _fastest(self, layers: Layers, nominal: float, taus: Floats, steps: range) -> tuple[float, float, int, int]:
-        """(seconds, tau, stages, place of tau) of the pipelines that hold all layers in the least time."""
-        ticks = nominal + np.arange(self.depth + 1) - 1
-        seconds = np.where(layers >= self.search.model.num_layers, ticks * taus[:, None], np.inf)
-        t, p = divmod(int(np.argmin(seconds)), self.depth + 1)
-        return float(seconds[t, p]), float(taus[t]), p, steps[t]
-
-    def trace(self, family: PipelineFamily) -> tuple[StageTemplate, ...]:
-        """The stages of a family, first one first, without layers."""
-        steps = range(family.step, family.step + 1)
-        inner, whole, matrices = self.solve(steps, [family.mask])
-        mask, at, stages, final = family.mask, family.stages, [], True
-        while mask:
-            value = (whole if final else inner)[mask][0, at]
-            g, before = next(
-                (g, p)
-                for g in range(len(self.budget))
-                if mask >> g & 1
-                for p in range(at)
-                if abs(inner[mask & ~(1 << g)][0, p] + matrices[g][1 if final else 0][0, p, at] - value) < 0.5
-            )
-            option = self._option(g, steps, before, at, final, float(matrices[g][1 if final else 0][0, before, at]))
-            stages += [StageTemplate(g, option.tp, option.dp)] * (at - before)
-            mask, at, final = mask & ~(1 << g), before, False
-        return tuple(stages)
-
-    def _option(self, g: int, steps: range, before: int, at: int, final: bool, want: float) -> StageOption:
-        """The option behind an entry of a matrix; the one with the fewest chips if several."""
-        for option in sorted(self.options[g], key=lambda o: o.chips):
-            if option.chips * (at - before) > self.budget[g]:
-                continue
-            own = [
-                self.capacity(option, steps, final and k == at, k == 1, k)[0, k - 1] for k in range(before + 1, at + 1)
-            ]
-            if abs(sum(own) - want) < 0.5:
-                return option
-        raise AssertionError("an entry of the program without an option")
 
 
 class PipelineDP:
@@ -271,17 +56,6 @@ class PipelineDP:
         self._rates: dict[tuple[int, int], list[tuple[int, float]]] = {}
         self._traced: dict[PipelineFamily, tuple[StageTemplate, ...]] = {}
         self.rejected: dict[str, int] = {}
-
-    @staticmethod
-    def tau(steps: NDArray[np.int64]) -> Floats:
-        """Bottleneck seconds of places in the grid."""
-        return np.asarray(RATIO ** steps.astype(np.float64))
-
-    @staticmethod
-    def grid(least: float) -> range:
-        """The part of the grid that a program with this least bottleneck looks at."""
-        start = math.ceil(math.log(least, RATIO) - 1e-9)
-        return range(start, start + GRID)
 
     def options(self, group: int, size: int) -> list[StageOption]:
         if (group, size) not in self._options:
@@ -417,7 +191,7 @@ class PipelineDP:
             rows = [self._skeleton(family, family.replicas)]
             if fresh(rows):
                 yield rows, "1f1b"
-        for rows in self._mixed():
+        for rows in mixed(self, self.batch, self.families, self._programs):  # step 3
             if fresh(rows):
                 yield rows, "1f1b"
 
@@ -457,38 +231,3 @@ class PipelineDP:
             if high - low < 2e-3 * high:
                 break
         return best
-
-    def _mixed(self) -> Iterator[list[PipelineOutline]]:
-        """Step 3."""
-        from hetero_megatron.planner.search.beam import mixed
-
-        yield from mixed(self)
-
-
-@lru_cache(maxsize=256)
-def _runs(size: int, most: int) -> Layers:
-    """[stages before, stages after]: 0 where there may be so many stages in between, else NO."""
-    runs = np.arange(size)[None, :] - np.arange(size)[:, None]
-    allowed = np.isin(runs, [*(r for r in RUNS if r <= most), most]) & (runs > 0)
-    return np.where(allowed, 0.0, NO).astype(np.float32)
-
-
-def _hull(points: list[tuple[int, float]]) -> tuple[list[float], list[float]]:
-    """Corners of the least concave curve from (0, 0) over the points."""
-    corners = [(0.0, 0.0)]
-    for x, y in sorted(points):
-        if y <= corners[-1][1]:
-            continue
-        while len(corners) > 1:
-            (a, b), (c, d) = corners[-2:]
-            if (d - b) * (x - a) > (y - b) * (c - a) and c < x:
-                break
-            corners.pop()
-        corners.append((float(x), y))
-    return [x for x, _ in corners], [y for _, y in corners]
-
-
-def _monotone(rows: Floats) -> Floats:
-    """Rows that never decrease, so that they can be searched (recompute may make one layer more a little cheaper)."""
-    result: Floats = np.maximum.accumulate(rows, axis=1)
-    return result
