@@ -14,7 +14,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan import dump_yaml, plan_from_dict, validate
 from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions, StageChoice
 from hetero_megatron.planner.estimate.certificate import price_bound
-from hetero_megatron.planner.report.comparison import summarize
+from hetero_megatron.planner.report.comparison import BRIEF, summarize
 from hetero_megatron.planner.report.text import format_summary
 from hetero_megatron.planner.search.driver import SearchOptions, SearchResult, make_evaluator, search
 from hetero_megatron.planner.search.enumeration import Enumeration
@@ -92,7 +92,7 @@ def test_the_report_says_so_and_its_bound_holds() -> None:
     case = _short_of_memory(12)
     options = SearchOptions()
     result = search(case.model, case.cluster, case.seq_length, case.batch, options)
-    summary = summarize(result, case.model, case.cluster, case.seq_length, case.batch, options, baselines=False)
+    summary = summarize(result, case.model, case.cluster, case.seq_length, case.batch, options, BRIEF)
     assert "offload" in format_summary(summary)
     assert summary.bound is not None and summary.bound.seconds <= result.best.step_seconds
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ from hetero_megatron.cli.main import main
 from hetero_megatron.cli.run import first_that_fits
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.cluster.edit import without_nodes
-from hetero_megatron.plan import from_megatron, load_plan, validate
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan import Plan, from_megatron, load_plan, validate
 from hetero_megatron.planner.estimate.certificate import _PriceBound, price_bound
-from hetero_megatron.planner.report.comparison import Summary, summarize
+from hetero_megatron.planner.report.comparison import BRIEF, Comparisons, Summary, summarize
 from hetero_megatron.planner.report.text import format_summary, summary_json
-from hetero_megatron.planner.search.driver import SearchOptions, make_evaluator, search
+from hetero_megatron.planner.search.driver import SearchOptions, make_evaluator, search, search_types_alone
 from hetero_megatron.planner.search.uniform import closed_seconds, uniform_plans
-from hetero_megatron.planner.simulate.step import predict
+from hetero_megatron.planner.simulate.step import Prediction, predict
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.time_budget import TimeBudget, never
 from hetero_megatron.planner.whatif.replan import WarmPlanner
@@ -51,7 +53,7 @@ def cluster() -> Cluster:
 @pytest.fixture(scope="module")
 def summary(cluster: Cluster) -> Summary:
     result = search(MODEL, cluster, LENGTH, BATCH, OPTIONS)
-    return summarize(result, MODEL, cluster, LENGTH, BATCH, OPTIONS)
+    return summarize(result, MODEL, cluster, LENGTH, BATCH, OPTIONS, Comparisons(every=True))
 
 
 def test_rejected_plans_name_the_rank_and_the_bytes(summary: Summary, cluster: Cluster) -> None:
@@ -137,10 +139,78 @@ def test_the_bound_stops_in_time_and_still_holds(summary: Summary, cluster: Clus
         cut = price_bound(result.evaluator, MODEL, BATCH, space, step, late=lambda n=asked, c=count: next(c) > n)
         assert 0.0 <= cut.seconds <= whole.seconds, "what was ruled out by then"
     over = TimeBudget(0.0)
-    late = summarize(result, MODEL, cluster, LENGTH, BATCH, OPTIONS, baselines=False, watch=over)
-    assert late.bound is None and "no bound: the time is up; --bound computes it" in format_summary(late)
-    wanted = summarize(result, MODEL, cluster, LENGTH, BATCH, OPTIONS, baselines=False, watch=over, bound=True)
-    assert wanted.bound is not None and wanted.bound.seconds == whole.seconds
+    late = summarize(result, MODEL, cluster, LENGTH, BATCH, OPTIONS, BRIEF, watch=over)
+    assert late.bound is not None and late.bound.method == "work" and "--bound computes" in format_summary(late)
+    asked = Comparisons(baselines=False, bound=True)
+    wanted = summarize(result, MODEL, cluster, LENGTH, BATCH, OPTIONS, asked, watch=over)
+    assert wanted.bound is not None and wanted.bound.seconds == whole.seconds and wanted.bound.method == "prices"
+    assert 0 < late.bound.seconds < wanted.bound.seconds <= step and "--bound" not in format_summary(wanted)
+
+
+def test_the_report_by_default_searches_nothing_and_predicts_one_uniform_plan(
+    cluster: Cluster, summary: Summary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What takes longer than a part of the search's time is left to --compare and --bound."""
+    result, predicted = search(MODEL, cluster, LENGTH, BATCH, OPTIONS), []
+
+    def search_again(*_: Any, **__: Any) -> None:
+        raise AssertionError("another search")
+
+    def count(plan: Plan, *words: Any) -> Prediction:
+        predicted.append(plan)
+        return predict(plan, *words)
+
+    monkeypatch.setattr("hetero_megatron.planner.search.driver.search", search_again)
+    monkeypatch.setattr("hetero_megatron.planner.report.comparison.price_bound", search_again)
+    monkeypatch.setattr("hetero_megatron.planner.report.comparison.predict", count)
+    brief = summarize(result, MODEL, cluster, LENGTH, BATCH, OPTIONS)
+    assert len(predicted) == 1 and brief.uniform is not None and summary.uniform is not None
+    assert brief.uniform.step_seconds >= summary.uniform.step_seconds
+    assert predict(predicted[0], MODEL, cluster).step_seconds == brief.uniform.step_seconds
+    assert not brief.alone and not brief.rejected and "--compare" in format_summary(brief)
+    report = summary_json(brief)
+    assert report["alone"] == [] and "--compare" in report["alone_skipped"]
+    assert report["hethub_bound_tokens_per_second"] is None and report["uniform"]["text"] == brief.uniform.text
+    assert "--compare" not in format_summary(summary) and summary_json(summary)["alone_skipped"] == ""
+
+
+def test_types_that_the_search_had_alone_are_compared_without_being_asked_for() -> None:
+    one = cluster_from_dict({**DATA, "nodes": [{"name": "n", "chip": "A100-80-SXM", "chips_per_node": 8}]})
+    result = search(MODEL, one, LENGTH, BATCH, OPTIONS)
+    (alone,) = summarize(result, MODEL, one, LENGTH, BATCH, OPTIONS).alone
+    assert (alone.chips, alone.step_seconds) == (8, result.best.step_seconds)
+    two = cluster_from_dict({**DATA, "nodes": [{"name": c, "chip": c} for c in ("A100-80-SXM", "H100-SXM")]})
+    options, model = replace(OPTIONS, exhaustive=None), replace(MODEL, num_layers=4)
+    result = search(model, two, LENGTH, 2, options)
+    assert result.method == "enumeration"
+    found = summarize(result, model, two, LENGTH, 2, options)
+    best = {chip: own.best.step_seconds for chip, own in result.alone.items() if not isinstance(own, UserError)}
+    assert {row.name: row.step_seconds for row in found.alone} == best and not found.skipped
+
+
+def test_a_type_whose_search_is_cut_short_is_not_compared(cluster: Cluster) -> None:
+    result, over = search(MODEL, cluster, LENGTH, BATCH, OPTIONS), TimeBudget(0.0)
+    assert not search_types_alone(result, MODEL, cluster, LENGTH, BATCH, OPTIONS, over) and not result.alone
+    late = summarize(result, MODEL, cluster, LENGTH, BATCH, OPTIONS, Comparisons(every=True), watch=over)
+    assert not late.alone and "the time is up" in format_summary(late)
+    whole = TimeBudget()
+    assert search_types_alone(result, MODEL, cluster, LENGTH, BATCH, OPTIONS, whole)
+    assert set(result.alone) == {"A100-80-SXM", "L4"} and isinstance(result.alone["L4"], UserError)
+
+
+def test_the_command_compares_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(DATA))
+    words = ["plan", "--model", "llama2-7b", "--cluster", str(tmp_path / "c.yaml"), "--seq-length", str(LENGTH)]
+    words += ["--global-batch-size", str(BATCH), "--offload", "never", "--micro-batch-size", "1", "--json"]
+    assert main(words) == 0
+    brief, said = json.loads((captured := capsys.readouterr()).out), captured.err
+    assert main([*words, "--compare", "--bound"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert not said and (brief["fingerprint"], brief["alone"]) == (whole["fingerprint"], [])
+    assert [row["name"] for row in whole["alone"]] == ["A100-80-SXM", "L4"] and whole["hetero_speedup_ratio"] > 0
+    assert brief["bound"]["step_seconds"] < whole["bound"]["step_seconds"] <= whole["step_seconds"]
+    assert main([*words, "--compare", "--no-baselines"]) == 2
+    assert "--no-baselines" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -18,7 +18,7 @@ from hetero_megatron.plan import plan_from_dict, to_dict, validate
 from hetero_megatron.planner.estimate.certificate import price_bound
 from hetero_megatron.planner.estimate.layer_partition import _bisect, best_split, count_splits, splits
 from hetero_megatron.planner.estimate.pipeline_time import Link, closed_form, lower_bound, many, seconds
-from hetero_megatron.planner.report.comparison import summarize
+from hetero_megatron.planner.report.comparison import BRIEF, Comparisons, summarize
 from hetero_megatron.planner.report.text import summary_json
 from hetero_megatron.planner.search import graph_partition as graph
 from hetero_megatron.planner.search.columns import allocate
@@ -190,7 +190,7 @@ def test_where_the_enumeration_leaves_much_out_prices_give_the_bound() -> None:
         nodes = [{"name": "n", "chip": "A100-80-SXM", "chips_per_node": chips}]
         cluster = cluster_from_dict({"version": 1, "nodes": nodes, "links": {}})
         result = search(model, cluster, 1024, 16, options)
-        summary = summarize(result, model, cluster, 1024, 16, options, baselines=False)
+        summary = summarize(result, model, cluster, 1024, 16, options, BRIEF)
         assert result.method == "enumeration" and summary.bound is not None
         step = result.best.step_seconds
         assert 0.85 * step <= summary.bound.seconds <= step and result.lower_bound <= step
@@ -214,7 +214,7 @@ def test_programs_search_a_larger_cluster_deterministically() -> None:
     assert a.best.plan.fingerprint() == b.best.plan.fingerprint()
     again = plan_from_dict(to_dict(a.best.plan), model, a.best.cluster, "bf16")
     assert again.fingerprint() == a.best.plan.fingerprint()
-    summary = summarize(a, model, cluster, 2048, 32, options)
+    summary = summarize(a, model, cluster, 2048, 32, options, Comparisons(every=True, bound=True))
     assert summary.uniform is not None
     assert summary.uniform.step_seconds >= a.best.step_seconds * (1 - 1e-9)
     assert summary.bound is not None

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from hetero_megatron.cluster import cluster_from_dict
+from hetero_megatron.errors import UserError
 from hetero_megatron.planner.estimate.layer_partition import best_split, listed
 from hetero_megatron.planner.estimate.lower_bounds import SyncBounds, floor, line_under
 from hetero_megatron.planner.estimate.stage_table import StageKind
-from hetero_megatron.planner.report.comparison import best_uniform, each_alone, summarize
+from hetero_megatron.planner.report.comparison import BRIEF, best_uniform, summarize
 from hetero_megatron.planner.report.text import summary_json
-from hetero_megatron.planner.search.driver import SearchOptions, SearchResult, make_evaluator, search
+from hetero_megatron.planner.search.driver import SearchOptions, SearchResult, make_evaluator, search, search_part
 from hetero_megatron.planner.search.incumbent import Incumbent
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.plan_template import (
@@ -24,6 +25,7 @@ from hetero_megatron.planner.template.plan_template import (
     StageTemplate,
 )
 from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.spec import load_model
 from tests.planner_reference import random_case
 
@@ -43,22 +45,19 @@ def test_no_slower_than_a_type_alone_or_a_uniform_plan(seed: int, kind: str, bat
     case, options = random_case(seed, kind), SearchOptions(space=space)
     result = search(case.model, case.cluster, case.seq_length, batch, options)
     assert result.method == "enumeration"
-    rows = []
+    rows: dict[str, float] = {}
     for chip in dict.fromkeys(group.chip for group in result.pool.groups):
-        part = replace(result, alone={}, pool=replace(result.pool, groups=_only(result.pool.groups, chip)))
-        rows += each_alone(part, case.model, case.cluster, case.seq_length, batch, options)
-    assert [row.text for row in rows] == [
-        row.text for row in each_alone(result, case.model, case.cluster, case.seq_length, batch, options)
-    ]
-    rows.append(best_uniform(result, case.model, case.cluster, case.seq_length, batch, options)[0])
-    best = min((row.step_seconds for row in rows if row.step_seconds), default=math.inf)
+        keep = [rank.rank for rank in case.cluster.ranks if rank.chip == chip]
+        part = search_part(case.model, case.cluster, keep, case.seq_length, batch, options, TimeBudget())
+        if not isinstance(part, UserError):
+            rows[chip] = part.best.step_seconds
+    summary = summarize(result, case.model, case.cluster, case.seq_length, batch, options)
+    assert rows == {row.name: row.step_seconds for row in summary.alone if not row.problem}
+    uniform = best_uniform(result, case.model, case.cluster, case.seq_length, batch, options)[0]
+    best = min([*rows.values(), *([] if uniform.problem else [uniform.step_seconds])], default=math.inf)
     assert math.isfinite(best)
     assert result.best.step_seconds <= best * (1 + 1e-9)
     assert result.lower_bound <= result.best.step_seconds
-
-
-def _only(groups, chip):  # type: ignore[no-untyped-def]
-    return tuple(group for group in groups if group.chip == chip)
 
 
 def test_equal_plans_are_kept_once() -> None:
@@ -127,6 +126,6 @@ def test_tensor_parallel_groups_of_unlike_chips_are_cut_by_speed() -> None:
     equal = replace(plan, pipelines=(replace(plan.pipelines[0], stages=(even,)),))
     assert result.best.step_seconds < predict(equal, costs.model, result.best.cluster, "bf16", costs).step_seconds
     # The bound counts all plans then.
-    summary = summarize(result, costs.model, result.best.cluster, 2048, 1, SearchOptions(), baselines=False)
+    summary = summarize(result, costs.model, result.best.cluster, 2048, 1, SearchOptions(), BRIEF)
     assert summary.bound is not None and summary.bound.seconds <= result.best.step_seconds
     assert summary_json(summary)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -9,12 +11,12 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import from_megatron
 from hetero_megatron.planner.estimate.certificate import LowerBound, assumptions, price_bound
-from hetero_megatron.planner.estimate.context_certificate import context_bound
-from hetero_megatron.planner.estimate.template_score import best_recompute
+from hetero_megatron.planner.estimate.context_certificate import work_bound
+from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute
 from hetero_megatron.planner.report.prediction import format_seconds
 from hetero_megatron.planner.report.rejected import Rejected, fastest_rejected, nearest_rejected
-from hetero_megatron.planner.search.driver import SearchResult, make_evaluator, search
-from hetero_megatron.planner.search.incumbent import JudgedPlan, SearchOptions, judge_template
+from hetero_megatron.planner.search.driver import SearchResult, make_evaluator, search_types_alone
+from hetero_megatron.planner.search.incumbent import JudgedPlan, Progress, SearchOptions, judge_template
 from hetero_megatron.planner.search.uniform import UniformPlan, few_uniform, uniform_plans
 from hetero_megatron.planner.simulate.step import Prediction, predict
 from hetero_megatron.planner.template.placement import shrink
@@ -24,8 +26,6 @@ from hetero_megatron.planner.whatif.objective import Deadline
 from hetero_megatron.planner.whatif.replan import NodeLoss
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.words import plural
-
-PRICE_CHIPS = 300_000  # chips x layers above which the bound by prices is only computed when asked for
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,33 @@ class Variant:
     why: str
 
 
+@dataclass(frozen=True)
+class Comparisons:
+    """What the report compares the plan with.
+
+    Attributes:
+        baselines: the best uniform plan, and each chip type alone where the search did that anyway.
+        every: search each chip type alone, predict all good uniform plans, and look at those that do not fit. Takes
+            several times as long as the search.
+        bound: by prices, however long it takes; else by what the speeds of the chips allow, which takes milliseconds,
+            and by prices only where the search enumerated.
+    """
+
+    baselines: bool = True
+    every: bool = False
+    bound: bool = False
+
+
+BRIEF = Comparisons(baselines=False)
+
+
 @dataclass
 class Summary:
     """Everything that the report says."""
 
     result: SearchResult
     model: str
-    bound: LowerBound | None
+    bound: LowerBound | None = None
     uniform: Baseline | None = None
     alone: list[Baseline] = field(default_factory=list)
     variants: list[Variant] = field(default_factory=list)
@@ -66,8 +86,9 @@ class Summary:
     deadline: Deadline | None = None
     skipped: str = ""  # why no chip type is compared alone
     rejected: list[Rejected] = field(default_factory=list)  # uniform plans that would be fast, if they fitted
-    no_bound: str = ""  # why there is no bound
     losses: list[NodeLoss] = field(default_factory=list)  # plans for the loss of a node, where these were asked for
+    bound_by_prices: bool = False  # whether that bound was computed
+    seconds: float = 0.0  # that the comparisons took
 
     @property
     def idle(self) -> tuple[int, ...]:
@@ -88,95 +109,117 @@ class Summary:
         return None if total is None else self.result.best.prediction.tokens_per_second / total
 
 
-def summarize(
-    result: SearchResult,
+def outline(
+    result: SearchResult, model: ModelSpec, cluster: Cluster, options: SearchOptions, deadline: Deadline | None = None
+) -> Summary:
+    """The report without comparisons: the plan, its memory, what is idle.
+
+    Args:
+        cluster: that was searched. An objective beside speed makes a part of it the one that the plan's ranks count in:
+            nodes of the rest are idle.
+        deadline: that of the objective.
+    """
+    nodes = dict.fromkeys(rank.node for rank in cluster.ranks)
+    there = {rank.node for rank in result.best.cluster.ranks}
+    lacking = {c: tuple(r.rank for r in result.best.cluster.ranks if r.chip == c)
+               for c, chip in result.best.cluster.chips.items() if options.dtype not in chip.dtypes}  # fmt: skip
+    return Summary(
+        result, model.name, dtype=options.dtype, deadline=deadline,
+        unusable={chip: ranks for chip, ranks in lacking.items() if ranks},
+        left_out=tuple(name for name in nodes if name not in there),
+    )  # fmt: skip
+
+
+def compare(
+    summary: Summary,
     model: ModelSpec,
-    cluster: Cluster,
     seq_length: int,
     batch: int,
     options: SearchOptions,
-    *,
-    baselines: bool = True,
-    bound: bool | None = None,
-    deadline: Deadline | None = None,
-    watch: TimeBudget | None = None,
-) -> Summary:
-    """Compute the comparisons. They are all of the cluster that the plan's ranks count in, which an objective beside
-    speed makes a part of ``cluster``: nodes of the rest are idle.
+    what: Comparisons,
+    watch: TimeBudget,
+    progress: Progress | None = None,
+) -> None:
+    """Add the bound and the comparisons, all of the cluster that the plan's ranks count in.
 
     Args:
-        baselines: also search each chip type alone and enumerate uniform plans.
-        bound: True: however long it takes; None: unless the cluster is large.
-        deadline: that of the objective.
-        watch: that of the search; when it is over, no chip type is searched alone, and the bound is as far as it got.
+        watch: that of the search; when it is over, no chip type is searched alone.
+        progress: told what is begun that takes long.
     """
-    watch = watch or TimeBudget(options.time_limit)
-    nodes, cluster = dict.fromkeys(rank.node for rank in cluster.ranks), result.best.cluster
-    there = {rank.node for rank in cluster.ranks}
-    lacking = {c: [r.rank for r in cluster.ranks if r.chip == c] for c, chip in cluster.chips.items()
-               if options.dtype not in chip.dtypes}  # fmt: skip
-    unusable = {chip: tuple(ranks) for chip, ranks in lacking.items() if ranks}
-    found, assumed = _bound(result, model, batch, options, bound, watch)
-    summary = Summary(
-        result, model.name, found, dtype=options.dtype, unusable=unusable, assumptions=assumed,
-        left_out=tuple(name for name in nodes if name not in there), deadline=deadline,
-    )  # fmt: skip
-    if found is None:
-        summary.no_bound = f"{'the time is up' if _quick(result, model) else 'it takes long'}; --bound computes it"
+    result, started = summary.result, time.monotonic()
+    cluster = result.best.cluster
+    if what.bound and progress is not None:
+        progress("bound by prices")
+    summary.bound_by_prices = what.bound or result.method == "enumeration"
+    summary.bound, summary.assumptions = _bound(result, model, batch, options, what.bound, watch)
     summary.variants = variants(result, model, cluster, seq_length, batch, options)
-    if baselines:
-        summary.uniform, summary.rejected = best_uniform(result, model, cluster, seq_length, batch, options)
-        new = {group.chip for group in result.pool.groups} - set(result.alone)
-        if not (new and watch.over()):
-            summary.alone = each_alone(result, model, cluster, seq_length, batch, options, watch, summary.rejected)
-        if new and watch.cut:  # a type that was not searched to its end would look slower than it is
-            summary.alone, summary.skipped = [], "not searched, because the time is up"
+    if what.baselines:
+        summary.uniform, summary.rejected = best_uniform(
+            result, model, cluster, seq_length, batch, options, every=what.every
+        )
+        if what.every and not search_types_alone(
+            result, model, cluster, seq_length, batch, options, watch, progress
+        ):  # a type that was not searched to its end would look slower than it is
+            summary.skipped = "not searched, because the time is up"
+        else:
+            _compare_types(summary, model, seq_length, batch, options, what.every)
+    summary.seconds = time.monotonic() - started
+
+
+def summarize(
+    result: SearchResult, model: ModelSpec, cluster: Cluster, seq_length: int, batch: int, options: SearchOptions,
+    what: Comparisons | None = None, deadline: Deadline | None = None, watch: TimeBudget | None = None,
+) -> Summary:  # fmt: skip
+    """The whole report: :func:`outline` and :func:`compare`."""
+    summary = outline(result, model, cluster, options, deadline)
+    watch = watch or TimeBudget(options.time_limit)
+    compare(summary, model, seq_length, batch, options, what or Comparisons(), watch)
     return summary
 
 
-def _quick(result: SearchResult, model: ModelSpec) -> bool:
-    """Whether the bound by prices is computed without being asked for."""
-    return result.method != "islands" and result.pool.chips * model.num_layers <= PRICE_CHIPS
-
-
 def _bound(
-    result: SearchResult, model: ModelSpec, batch: int, options: SearchOptions, wanted: bool | None, watch: TimeBudget
-) -> tuple[LowerBound | None, tuple[str, ...]]:
-    """(the certificate, what it assumes); (None, ()) where it would take long, or the user does not wait. ``wanted``:
-    however long it takes."""
-    late = never if wanted else watch.over
-    if not (result.lower_bound > 0 or wanted or (wanted is None and _quick(result, model) and not late())):
-        return None, ()
+    result: SearchResult, model: ModelSpec, batch: int, options: SearchOptions, wanted: bool, watch: TimeBudget
+) -> tuple[LowerBound, tuple[str, ...]]:
+    """(the certificate, what it assumes). ``wanted``: by prices too, also where the time is up."""
+    scorer = result.evaluator
     space = replace(options.space, offload="always") if result.offload_tried else options.space
     enumerated = result.method == "enumeration" and not result.offload_tried
-    found = price_bound(result.evaluator, model, batch, space, result.best.step_seconds, enumerated, late)
-    # What was left out of the enumeration may have made its bound weak; both hold.
-    if 0 < result.lower_bound >= found.seconds:
-        found = LowerBound(result.lower_bound, "enumeration")
     everything = result.context_tried or result.unlike_groups
-    if everything:
-        found = context_bound(found, result.evaluator, model, batch)
-    if found.seconds <= 0 and late():
-        return None, ()
-    return found, assumptions(found.method, result.evaluator, model, batch, space, enumerated, everything)
+    found = LowerBound(work_bound(scorer, model, batch), "work")
+    if wanted or result.method == "enumeration":
+        late = never if wanted else watch.over
+        plain = price_bound(scorer, model, batch, space, result.best.step_seconds, enumerated, late)
+        # What was left out of the enumeration may have made its bound weak; both hold.
+        if 0 < result.lower_bound >= plain.seconds:
+            plain = LowerBound(result.lower_bound, "enumeration")
+        # Where context groups were tried only the work bounds them.
+        pick = min if everything else max
+        found = pick(plain, found, key=lambda bound: bound.seconds)
+    return found, assumptions(found.method, scorer, model, batch, space, enumerated, everything)
 
 
 def best_uniform(
-    result: SearchResult, model: ModelSpec, cluster: Cluster, seq_length: int, batch: int, options: SearchOptions
-) -> tuple[Baseline, list[Rejected]]:
-    """(the best plan that Megatron's flags can describe, over all chips of the cluster; some that do not fit)."""
+    result: SearchResult, model: ModelSpec, cluster: Cluster, seq_length: int, batch: int, options: SearchOptions,
+    every: bool = True,
+) -> tuple[Baseline, list[Rejected]]:  # fmt: skip
+    """(the best plan that Megatron's flags can describe, over all chips of the cluster; some that do not fit).
+
+    Args:
+        every: predict all that are good by estimate, and look at what does not fit; else only the best by the search's
+            evaluation is predicted.
+    """
     best: tuple[float, UniformPlan, Prediction] | None = None
     if result.pool.chips < cluster.world_size:
         return Baseline("uniform", "", problem="some chips lack the dtype"), []
     if next(uniform_plans(result.pool, model, batch), None) is None:
         problem = f"no equal degrees divide {plural(cluster.world_size, 'chip')}, their nodes and a batch of {batch}"
         return Baseline("uniform", "", problem=problem), []
-    problem = "no uniform plan fits into memory"
-    few, over = few_uniform(result.evaluator, model, batch, 4)
-    for uniform, candidate in few:
+    problem, scorer = "no uniform plan fits into memory", result.evaluator
+    few, over = few_uniform(scorer, model, batch, 4)
+    for uniform, candidate in few if every else sorted(few, key=lambda row: _evaluated(scorer, row[1])):
         try:
             plan = from_megatron(uniform.flags(seq_length, batch), model)
-            found = predict(plan, model, cluster, options.dtype, result.evaluator.costs)
+            found = predict(plan, model, cluster, options.dtype, scorer.costs)
         except UserError as error:
             problem = error.problem
             continue
@@ -184,46 +227,44 @@ def best_uniform(
             over.append((uniform, candidate))
         elif best is None or found.step_seconds < best[0]:
             best = (found.step_seconds, uniform, found)
-    rejected = fastest_rejected(over, result.evaluator, model, cluster, options, batch)
+            if not every:
+                break
+    rejected = fastest_rejected(over, scorer, model, cluster, options, batch) if every else []
     if best is None:
         return Baseline("uniform", "", problem=problem), rejected
     name, tokens = best[1].text(), best[2].tokens_per_second
     return Baseline("uniform", name, tokens, best[0], cluster.world_size), rejected
 
 
-def each_alone(
-    result: SearchResult, model: ModelSpec, cluster: Cluster, seq_length: int, batch: int, options: SearchOptions,
-    watch: TimeBudget | None = None, rejected: list[Rejected] | None = None,
-) -> list[Baseline]:  # fmt: skip
-    """The best plan of each chip type alone, with the same global batch (which favours the parts: fewer bubbles); to
-    ``rejected`` goes what comes nearest to fitting where nothing fits."""
+def _evaluated(scorer: TemplateScorer, candidate: PlanTemplate) -> float:
+    """Seconds of a step by the search's evaluation; inf where it does not fit."""
+    score = scorer.score(candidate)
+    return math.inf if score is None or score.over > 0 else score.step_seconds
+
+
+def _compare_types(
+    summary: Summary, model: ModelSpec, seq_length: int, batch: int, options: SearchOptions, every: bool
+) -> None:
+    """The best plan of each chip type alone, with the same global batch (which favours the parts: fewer bubbles), if
+    all were searched. Where nothing fits, and ``every``, ``summary.rejected`` gets what comes nearest to it."""
+    result, cluster = summary.result, summary.result.best.cluster
     names = list(dict.fromkeys(group.chip for group in result.pool.groups))
-    found = []
+    if len(names) > 1 and not result.alone.keys() >= set(names):
+        summary.skipped = "not searched; --compare does"
+        return
     for name in names:
         keep = [rank.rank for rank in cluster.ranks if rank.chip == name]
-        own = result.alone.get(name) or _alone(cluster, keep, model, seq_length, batch, options, watch)
+        own = result.alone.get(name, result)
         if isinstance(own, UserError):
-            found.append(Baseline(name, "", chips=len(keep), problem=own.problem))
-            if rejected is not None:
+            summary.alone.append(Baseline(name, "", chips=len(keep), problem=own.problem))
+            if every:
                 part = shrink(cluster, keep)
-                evaluator = make_evaluator(model, part, seq_length, options)
-                rejected += nearest_rejected(name, evaluator, model, part, options, batch)
+                scorer = make_evaluator(model, part, seq_length, options)
+                summary.rejected += nearest_rejected(name, scorer, model, part, options, batch)
             continue
-        best = own.best
-        text = choice_text(best, [g.chip for g in own.pool.groups])
-        found.append(Baseline(name, text, best.prediction.tokens_per_second, best.step_seconds, len(keep)))
-    return found
-
-
-def _alone(
-    cluster: Cluster, keep: list[int], model: ModelSpec, seq_length: int, batch: int, options: SearchOptions,
-    watch: TimeBudget | None,
-) -> SearchResult | UserError:  # fmt: skip
-    part = cluster if len(keep) == cluster.world_size else shrink(cluster, keep)
-    try:
-        return search(model, part, seq_length, batch, options, watch=watch)
-    except UserError as error:
-        return error
+        text = choice_text(own.best, [g.chip for g in own.pool.groups])
+        tokens, seconds = own.best.prediction.tokens_per_second, own.best.step_seconds
+        summary.alone.append(Baseline(name, text, tokens, seconds, len(keep)))
 
 
 def text_of(candidate: PlanTemplate, chips: list[str]) -> str:

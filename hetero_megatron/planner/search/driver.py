@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from hetero_megatron.cluster import Cluster
@@ -46,6 +46,7 @@ from hetero_megatron.spec import ModelSpec
 
 __all__ = [
     "JudgedPlan", "Progress", "SearchOptions", "SearchResult", "judge", "make_evaluator", "search",
+    "search_part", "search_types_alone",
 ]  # fmt: skip
 MARGIN = 0.1  # of memory, up to which the search leaves more and more room when nothing it finds fits exactly
 POLISH = 240  # evaluations of changes to each of the two best plans, on large clusters fewer
@@ -152,26 +153,11 @@ def _add_types_alone(
     """Also what is best on each chip type alone: the enumeration does not go into what it evaluates slower than its
     best, which prediction may see the other way round, nor into optimizers in host memory where all chips do without.
     """
+    search_types_alone(result, model, cluster, seq_length, batch, options, watch)
     choices = [result.best, *result.others]
-    for chip in dict.fromkeys(group.chip for group in result.pool.groups):
-        if watch.over():
-            break
-        part = shrink(cluster, [rank.rank for rank in cluster.ranks if rank.chip == chip])
-        try:
-            own = search(model, part, seq_length, batch, options, watch=watch)
-        except UserError as error:
-            if watch.cut:
-                break
-            result.alone[chip] = error
+    for chip, own in result.alone.items():
+        if isinstance(own, UserError):
             continue
-        except KeyboardInterrupt:
-            if watch.interrupted:
-                raise
-            watch.stop()
-            break
-        if watch.cut:  # nothing that was cut short is compared with
-            break
-        result.alone[chip] = own
         groups = [g for g, group in enumerate(result.pool.groups) if group.chip == chip]
         # With context groups there is no candidate: those are tried on all chips too. Where links to other types are
         # all that tells node groups apart, they are one group alone.
@@ -187,6 +173,50 @@ def _add_types_alone(
     result.lower_bound = min(result.lower_bound, choices[0].step_seconds)
     if any(stage.offload for part in choices[0].candidate.parts for stage in part.shape.stages):
         result.lower_bound, result.offload_tried = 0.0, True  # the enumeration's is without
+
+
+def search_part(
+    model: ModelSpec, cluster: Cluster, keep: Sequence[int], seq_length: int, batch: int, options: SearchOptions,
+    watch: TimeBudget,
+) -> SearchResult | UserError:  # fmt: skip
+    """Search these ranks of a cluster alone; a plan counts ranks as ``shrink`` numbers them. The error where nothing
+    fits on them."""
+    part = cluster if len(keep) == cluster.world_size else shrink(cluster, keep)
+    try:
+        return search(model, part, seq_length, batch, options, watch=watch)
+    except UserError as error:
+        return error
+
+
+def search_types_alone(
+    result: SearchResult, model: ModelSpec, cluster: Cluster, seq_length: int, batch: int, options: SearchOptions,
+    watch: TimeBudget, progress: Progress | None = None,
+) -> bool:  # fmt: skip
+    """Search each chip type of ``cluster`` alone, and note in ``result.alone`` what was found, or why nothing fits.
+    Those that are there already are kept; where there is one type, the result is of it. Nothing that was cut short is
+    noted.
+
+    Returns:
+        whether none was left out.
+    """
+    chips = list(dict.fromkeys(group.chip for group in result.pool.groups))
+    for chip in (chip for chip in chips if chip not in result.alone and len(chips) > 1):
+        if watch.over():
+            return False
+        if progress is not None:
+            progress(f"{chip} alone")
+        try:
+            keep = [rank.rank for rank in cluster.ranks if rank.chip == chip]
+            own = search_part(model, cluster, keep, seq_length, batch, options, watch)
+        except KeyboardInterrupt:
+            if watch.interrupted:
+                raise
+            watch.stop()
+            return False
+        if watch.cut:
+            return False
+        result.alone[chip] = own
+    return True
 
 
 def _make_up(group: DeviceGroup) -> tuple[str, int, int]:

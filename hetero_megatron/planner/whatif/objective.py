@@ -3,7 +3,7 @@
 Both ask which part of the cluster to rent: parts (of each node group all, a half, a quarter or none of its nodes) are
 searched for speed, and the best by the objective is taken. ``cost_per_hour`` stands at the chips of the cluster file
 and is paid for the chips that a plan uses. The parts are many, so they are ranked first, by a bound on the speed that
-all of a part's chips can have (``context_joint_bound``): what cannot be better than the best plan known is not
+all of a part's chips can have (``most_tokens``): what cannot be better than the best plan known is not
 searched, and :data:`MOST_SEARCHED` parts at most are. ``SearchResult.parts`` says how many were, and what is left open.
 """
 
@@ -21,8 +21,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.cost.memory import cannot_offload, state_bytes
 from hetero_megatron.planner.estimate.context_certificate import most_tokens
-from hetero_megatron.planner.search.driver import JudgedPlan, Progress, SearchOptions, SearchResult, search
-from hetero_megatron.planner.template.placement import shrink
+from hetero_megatron.planner.search.driver import JudgedPlan, Progress, SearchOptions, SearchResult, search, search_part
 from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import parameter_count
@@ -117,13 +116,13 @@ def _least_bytes(costs: CostModel, options: SearchOptions) -> float:
     return weights + gradients + (0 if away else optimizer)
 
 
-def _of(cluster: Cluster, part: ClusterPart) -> Cluster:
-    """The cluster with the first nodes of each group."""
+def _ranks(cluster: Cluster, part: ClusterPart) -> list[int]:
+    """Of the first nodes of each group."""
     start, keep = 0, list[int]()
     for group, count in zip(cluster.nodes, part.counts, strict=True):
         keep += range(start, start + count * group.chips_per_node)
         start += group.count * group.chips_per_node
-    return cluster if len(keep) == cluster.world_size else shrink(cluster, keep)
+    return keep
 
 
 class _ByObjective:
@@ -200,13 +199,14 @@ def search_objective(
         # The whole cluster first: its plan is the fastest, or about that.
         part = min(left, key=lambda p: (p.counts != whole, found.order(p, reached), p.counts[::-1]))
         try:
-            result = search(model, _of(cluster, part), seq_length, batch, options, watch=watch)
-            if part.counts == whole:
-                reached = result.best.prediction.tokens_per_second / part.most
-            if found.take(result) and progress is not None:
-                progress(found.text())
-        except UserError as error:
-            failure = failure or error
+            result = search_part(model, cluster, _ranks(cluster, part), seq_length, batch, options, watch)
+            if isinstance(result, UserError):
+                failure = failure or result
+            else:
+                if part.counts == whole:
+                    reached = result.best.prediction.tokens_per_second / part.most
+                if found.take(result) and progress is not None:
+                    progress(found.text())
         except KeyboardInterrupt:
             if found.best is None or watch.interrupted:
                 raise
