@@ -77,6 +77,7 @@ lint: env  ## ruff, layers and circles of imports, vendor-neutral core, file and
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/lint-imports --no-logo
 	$(PY) tools/lint_vendor_neutral.py
+	$(PY) tools/lint_import_circles.py
 
 types: env  ## mypy
 	$(PY) -m mypy $(SOURCES)

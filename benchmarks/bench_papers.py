@@ -18,7 +18,7 @@ from common import machine
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
-from hetero_megatron.planner.report.comparison import Summary, summarize, text_of
+from hetero_megatron.planner.report.comparison import Comparisons, Summary, summarize, text_of
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.spec import load_model
 
@@ -91,13 +91,14 @@ class Row:
 
 
 def run(case: Case) -> Row:
-    """Search and compare, as the command does."""
+    """Search and compare, as ``plan --compare --bound`` does."""
     started = time.process_time()
     model, cluster = load_model(case.model), load_cluster(str(ROOT / FOLDER / f"{case.cluster}.yaml"))
     options = SearchOptions()
     result = search(PlanningProblem(model, cluster, case.seq_length, case.batch, options))
     searched = time.process_time()
-    summary = summarize(result, PlanningProblem(model, cluster, case.seq_length, case.batch, options), bound=True)
+    what = Comparisons(every=True, bound=True)
+    summary = summarize(result, PlanningProblem(model, cluster, case.seq_length, case.batch, options), what)
     return Row(case, summary, searched - started, time.process_time() - started)
 
 

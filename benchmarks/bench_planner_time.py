@@ -2,9 +2,9 @@
 
 First the simulation of one long pipeline. Each size runs in a process of its own, with the options that the ``plan``
 command has by default (``--top``: another number of candidates to predict). All but the first column are CPU seconds
-of one thread: search; exact prediction where the search did not wait for it; the comparisons of the command's report;
-planning again after two nodes were lost (nothing prepared for that), preparing for the loss of any one node, and
-planning again after that loss.
+of one thread: search; exact prediction where the search did not wait for it; the comparisons of the command's report,
+and their share of the search's seconds; planning again after two nodes were lost (nothing prepared for that), preparing
+for the loss of any one node, and planning again after that loss; the comparisons of ``plan --compare``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STAGES, MICRO_BATCHES, SIMULATED, REPLANNED = 64, 1024, 0.5, 0.1  # the last two
 def run(name: str, top: int | None) -> dict[str, Any]:
     """Search one cluster; seconds without imports."""
     from hetero_megatron.cluster import cluster_from_dict
-    from hetero_megatron.planner.report.comparison import summarize, text_of
+    from hetero_megatron.planner.report.comparison import Comparisons, summarize, text_of
     from hetero_megatron.planner.search.driver import SearchOptions
     from hetero_megatron.planner.whatif.replan import WarmPlanner
     from hetero_megatron.spec import load_model
@@ -57,6 +57,14 @@ def run(name: str, top: int | None) -> dict[str, Any]:
     planner = WarmPlanner(PlanningProblem(spec, cluster, 4096, batch, options))
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     rss = peak_rss()
+    best = planner.result.best
+    predict_cpu = time.process_time()
+    mfu = best.prediction.mfu  # on very large clusters predicted only now
+    predict_cpu = time.process_time() - predict_cpu
+    rss_predicted = peak_rss()
+    report_cpu = time.process_time()
+    summarize(planner.result, PlanningProblem(spec, cluster, 4096, batch, options))
+    report_cpu = time.process_time() - report_cpu
     again_cpu = time.process_time()
     planner.without([cluster.ranks[0].node, cluster.ranks[-1].node])  # nothing was prepared for this
     again_cpu = time.process_time() - again_cpu
@@ -66,16 +74,12 @@ def run(name: str, top: int | None) -> dict[str, Any]:
     prepared_cpu = time.process_time()
     _, _, step = planner.without([cluster.ranks[0].node])
     prepared_cpu = time.process_time() - prepared_cpu
-    best = planner.result.best
-    predict_cpu = time.process_time()
-    mfu = best.prediction.mfu  # on very large clusters predicted only now
-    predict_cpu = time.process_time() - predict_cpu
-    report_cpu = time.process_time()
-    summarize(planner.result, PlanningProblem(spec, cluster, 4096, batch, options))
-    report_cpu = time.process_time() - report_cpu
+    compare_cpu = time.process_time()
+    summarize(planner.result, PlanningProblem(spec, cluster, 4096, batch, options), Comparisons(every=True))
+    compare_cpu = time.process_time() - compare_cpu
     return {
-        "predicted": 1 + len(planner.result.others), "report_cpu": report_cpu,
-        "wall": wall, "cpu": cpu, "rss": rss, "rss_predicted": peak_rss(), "step": best.step_seconds,
+        "predicted": 1 + len(planner.result.others), "report_cpu": report_cpu, "compare_cpu": compare_cpu,
+        "wall": wall, "cpu": cpu, "rss": rss, "rss_predicted": rss_predicted, "step": best.step_seconds,
         "again_cpu": again_cpu, "prepare_cpu": prepare_cpu, "prepared_cpu": prepared_cpu, "again_step": step,
         "predict_cpu": predict_cpu, "mfu": mfu,
         "plan": text_of(best.template, [g.chip for g in planner.result.pool.groups]),
@@ -111,8 +115,8 @@ def main() -> None:
         flush=True,
     )
     again: list[tuple[float, float]] = []
-    heads = ("wall s", "CPU s", "allowed", "peak MB", "judged", "predict", "peak MB", "report")
-    heads += ("lost 2", "prepare", "lost 1")
+    heads = ("wall s", "CPU s", "allowed", "peak MB", "judged", "predict", "peak MB", "report", "of it")
+    heads += ("lost 2", "prepare", "lost 1", "compare")
     print(f"{'cluster':<26}" + "".join(f"{head:>9}" for head in heads) + "   plan")
     for name in [args.only] if args.only else SIZES:
         words = [sys.executable, __file__, "--inside", name, *(("--top", str(args.top)) if args.top else ())]
@@ -122,7 +126,8 @@ def main() -> None:
         r = json.loads(done.stdout.strip().splitlines()[-1])
         again.append((r["prepared_cpu"], r["again_cpu"]))
         row = (r["wall"], r["cpu"], SIZES[name][4], r["rss"] / 1e6, r["predicted"], r["predict_cpu"])
-        row += (r["rss_predicted"] / 1e6, r["report_cpu"], r["again_cpu"], r["prepare_cpu"], r["prepared_cpu"])
+        row += (r["rss_predicted"] / 1e6, r["report_cpu"], r["report_cpu"] / r["cpu"], r["again_cpu"], r["prepare_cpu"])
+        row += (r["prepared_cpu"], r["compare_cpu"])
         print(
             f"{name:<26}"
             + "".join(f"{x:>9.0f}" if x > 99 or isinstance(x, int) else f"{x:>9.3f}" for x in row)

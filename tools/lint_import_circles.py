@@ -2,14 +2,20 @@
 
     python tools/lint_import_circles.py          # hetero_megatron, kernels, plugins
 
-Prints each circle as ``a -> b -> a`` and exits with 1 if there are any. A module imports what an import statement
-anywhere in it names (the module itself, and the package it lies in where a name is taken from the package), and what a
-string in it names that is one of our modules (``"package.module"`` or ``"package.module:name"``).
+Prints one circle of every group of modules that import each other, as ``a -> b -> a``, and exits with 1 if there are
+any. A module imports
+
+* what an import statement anywhere in it names: under ``TYPE_CHECKING`` and in functions too;
+* what a string in it names that is one of our modules: ``"package.module"``, ``"package.module:name"``;
+* the packages that hold those, as Python runs their ``__init__`` first, but for the ones that hold the module itself.
+
+What a string only begins to name (``f"package.{name}"``) is not followed.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = {"hetero_megatron": ROOT, "hetero_kernels": ROOT / "kernels"}
 SOURCES |= {path.name: path.parent for path in (ROOT / "plugins").glob("*/hetero_*") if path.is_dir()}
+NAME = re.compile(r"[\w.]+(:[\w.]+)?")  # in a string: of a module, or of a thing in one
 
 
 def modules() -> dict[str, Path]:
@@ -29,14 +36,16 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def named(tree: ast.Module) -> Iterator[str]:
-    """Dotted names that the file imports or names in a string, of modules or of things in them."""
+def named(tree: ast.Module, package: str) -> Iterator[str]:
+    """Dotted names that a file of ``package`` imports or names in a string, of modules or of things in them."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (item.name for item in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            yield from (f"{node.module}.{item.name}" for item in node.names)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")[: 1 - node.level or None] if node.level else []
+            base = ".".join([*parts, *([node.module] if node.module else [])])
+            yield from (f"{base}.{item.name}" for item in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and NAME.fullmatch(node.value):
             yield node.value.partition(":")[0]
 
 
@@ -44,12 +53,16 @@ def graph(files: Mapping[str, Path]) -> dict[str, set[str]]:
     """Module -> modules that it imports."""
     found = {}
     for module, path in files.items():
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
         edges = set()
-        for name in named(ast.parse(path.read_text(encoding="utf-8"))):
-            # ``from package import name``: the module package.name where there is one, else the package.
-            target = name if name in files else name.rpartition(".")[0]
-            if target in files and target != module:
-                edges.add(target)
+        for name in named(ast.parse(path.read_text(encoding="utf-8")), package):
+            # A name may be of a module, or of something in one: the longest part of it that is a module's.
+            while name and name not in files:
+                name = name.rpartition(".")[0]
+            if name and name != module:
+                edges.add(name)
+            while (name := name.rpartition(".")[0]) and not f"{module}.".startswith(f"{name}."):
+                edges.add(name)
         found[module] = edges
     return found
 
@@ -84,12 +97,13 @@ def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
 
 def shortest(edges: Mapping[str, set[str]], group: set[str], start: str) -> list[str]:
     """The shortest way from ``start`` through ``group`` back to it."""
-    ways = [[start]]
+    ways, reached = [[start]], {start}
     for way in ways:
         for other in sorted(edges[way[-1]] & group):
             if other == start:
                 return [*way, start]
-            if other not in way:
+            if other not in reached:
+                reached.add(other)
                 ways.append([*way, other])
     raise AssertionError("a component without a circle")
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hetero_megatron.cli.check_process import Event, Limits, Worker
+from hetero_megatron.cli.check_process import Limits, Worker
+from hetero_megatron.cli.check_protocol import Event
 from hetero_megatron.errors import UserError
 from hetero_megatron.words import dtype_name
 

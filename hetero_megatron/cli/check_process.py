@@ -20,9 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-Event = dict[str, Any]
+from hetero_megatron.cli.check_protocol import LOST_CHANNEL, Event
 
-BROKEN_DEVICE, LOST_CHANNEL = 70, 71  # exit codes of the worker
 STDERR_BYTES = 64 << 10  # of one request; what comes after is dropped
 LOADING = 120.0  # seconds that loading torch and all plugins may take at least
 TICK = 0.2  # seconds between two looks at memory and time

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.cli.check_process import BROKEN_DEVICE, LOST_CHANNEL
+from hetero_megatron.cli.check_protocol import BROKEN_DEVICE, LOST_CHANNEL, Event
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops import SPECS, Signature
 from hetero_megatron.ops.conformance import FAIL, PASS, Finding, kernel_steps
@@ -39,8 +39,6 @@ from hetero_megatron.platform.platform import platform_here
 from hetero_megatron.platform.plugins import Plugin, Plugins, Source, discover, load_plugins
 from hetero_megatron.spec import load_model, shares
 from hetero_megatron.testbed.process import die_with_parent
-
-Event = dict[str, Any]
 
 
 class Channel:

@@ -11,7 +11,7 @@ from hetero_megatron.cli.arguments import version_line
 from hetero_megatron.cli.say import say_error
 from hetero_megatron.errors import UserError
 from hetero_megatron.out_of_memory import out_of_memory
-from hetero_megatron.training.exit import INTERRUPTED, at_once
+from hetero_megatron.training.exit import INTERRUPTED, at_once, outlive_terminal
 
 # Each is a module of this package with a function main(arguments) -> exit code, imported when it is called.
 _COMMANDS = {
@@ -73,6 +73,5 @@ def _usage() -> str:
 
 
 if __name__ == "__main__":
-    from hetero_megatron.cli.start import console
-
-    sys.exit(console())
+    outlive_terminal()
+    sys.exit(main())

@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -24,9 +25,9 @@ from hetero_megatron.plan.made_for import MadeFor, made_for
 from hetero_megatron.plan.memory import ITEM_BYTES, moments_of
 from hetero_megatron.planner.cost.layer_cost import CostOptions
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
-from hetero_megatron.planner.report.comparison import Summary, summarize
+from hetero_megatron.planner.report.comparison import Comparisons, Summary, compare, outline
 from hetero_megatron.planner.report.page import html_page
-from hetero_megatron.planner.report.text import format_summary, plan_text, summary_json
+from hetero_megatron.planner.report.text import format_comparisons, format_plan, format_summary, plan_text, summary_json
 from hetero_megatron.planner.search.driver import SearchResult, search
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.time_budget import TimeBudget
@@ -66,12 +67,14 @@ def main(argv: Sequence[str]) -> int:
         another = other or result.best.cluster is not cluster
         text = yaml.safe_dump(document(result.best.cluster), sort_keys=False) if another else None
         companion.finish(text, quiet=args.json)
+        summary = outline(result, problem, deadline)
         if not args.json:
-            print(plan_text(best, model.name, made), flush=True)
-        summary = summarize(
-            result, problem, baselines=not args.no_baselines, bound=args.bound, deadline=deadline,
-            budget=budget.uncaught(),
-        )  # fmt: skip
+            print(plan_text(best, model.name, made), format_plan(summary), "", sep="\n", flush=True)
+        what = Comparisons(not args.no_baselines, args.compare, args.bound)
+        tell = None if say is None else partial(say, what="report")
+        compare(summary, problem, what, budget.uncaught(), tell)
+        if tell is not None:
+            tell(f"{summary.seconds:.2f} s, after {result.seconds:.2f} s of search")
         if args.fallbacks:
             summary.losses = _fallbacks(args.fallbacks, result, problem, made)
         _write_page(args, summary)
@@ -79,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
         where = f"; the plan is in {args.out}" if args.out else "" if args.json else "; the plan is above"
         print(f"error: interrupted in the report{where}", file=sys.stderr)
         return INTERRUPTED
-    print(json.dumps(summary_json(summary)) if args.json else format_summary(summary))
+    print(json.dumps(summary_json(summary)) if args.json else format_comparisons(summary))
     return 0
 
 
@@ -92,8 +95,8 @@ def stretched(model: ModelSpec, seq_length: int) -> ModelSpec:
     return replace(model, max_position_embeddings=seq_length)
 
 
-def _say(text: str) -> None:
-    print(f"search: {text}", file=sys.stderr, flush=True)
+def _say(text: str, what: str = "search") -> None:
+    print(f"{what}: {text}", file=sys.stderr, flush=True)
 
 
 def _parser() -> ArgumentParser:
@@ -134,8 +137,10 @@ def _parser() -> ArgumentParser:
     add("--fallbacks", metavar="DIR",
         help="also write a plan for the loss of any one node, as run --fallback-plan takes them")  # fmt: skip
     add("--add", action="append", metavar="NxNODE", help="what if there were more: 2xH100-node")
-    add("--no-baselines", action="store_true", help="no uniform plans and single chip types for comparison")
-    add("--bound", action="store_true", default=None, help="compute the bound also where it takes long")
+    add("--compare", action="store_true",
+        help="also search each chip type alone and predict all good uniform plans: longer than the search")  # fmt: skip
+    add("--no-baselines", action="store_true", help="no uniform plan and single chip types for comparison")
+    add("--bound", action="store_true", help="also the bound by prices, which is tighter and takes long")
     add("--export", metavar="FORMAT:FILE", help=f"also write the plan for others: {', '.join(FORMATS)}")
     return parser
 
@@ -152,6 +157,8 @@ def _check(args: Namespace) -> None:
         if (getattr(args, name) is None) == wants:
             problem = "missing beside --objective deadline" if wants else "it needs --objective deadline"
             raise UserError(problem, field="--" + name.replace("_", "-"), accepted="a number above 0")
+    if args.compare and args.no_baselines:
+        raise UserError("it contradicts --compare", field="--no-baselines", accepted="one of the two")
     if args.export:
         _check_export(args.export)
     check_writable(args.out, "--out")

@@ -8,13 +8,13 @@ from contextlib import suppress
 from typing import NoReturn
 
 from hetero_megatron.launcher import is_first
-from hetero_megatron.training.exit import INTERRUPTED, LastingStream, at_once, end_with_parent
+from hetero_megatron.training.exit import INTERRUPTED, at_once, end_with_parent, outlive_terminal
 
 
 def console() -> int:
     """``hetero-megatron``. Returns the exit code."""
     try:
-        _outlive_terminal()
+        outlive_terminal()
         with at_once():
             from hetero_megatron.cli.main import main
         return main()
@@ -28,7 +28,7 @@ def pretrain() -> NoReturn:
     with suppress(KeyboardInterrupt):
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent
             end_with_parent()
-        _outlive_terminal()
+        outlive_terminal()
         with at_once(is_first()):
             from hetero_megatron.cli.pretrain import main
         code = main(sys.argv[1:])
@@ -38,7 +38,3 @@ def pretrain() -> NoReturn:
     # Not sys.exit: gloo's threads may still be dropping tensors, and one that asks for the interpreter's lock while it
     # shuts down aborts the process ("terminate called without an active exception").
     os._exit(code)
-
-
-def _outlive_terminal() -> None:
-    sys.stdout, sys.stderr = LastingStream(sys.stdout), LastingStream(sys.stderr)

@@ -5,20 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hetero_megatron.comm.bridge import Bridge
-from hetero_megatron.comm.handle import Handle, Messages, Works
+from hetero_megatron.comm.handle import Handle, Messages, Transport, Works
 from hetero_megatron.comm.hooks import Work
 from hetero_megatron.comm.values import MAX_BYTES, decode, encode
 from hetero_megatron.errors import UserError
 from hetero_megatron.words import plural
-
-if TYPE_CHECKING:
-    from hetero_megatron.comm.comm import Comm
 
 MOST_MESSAGES = 8  # members of a group whose all-to-all goes as messages: gloo's own sends one way at a time
 T = TypeVar("T")
@@ -37,7 +34,7 @@ class Group:
     devices.
     """
 
-    comm: Comm
+    comm: Transport
     ranks: tuple[int, ...]
     _handle: dist.ProcessGroup | None
     _bridge: Bridge | None = None

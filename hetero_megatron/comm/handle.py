@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-from hetero_megatron.comm.hooks import Work
-
-if TYPE_CHECKING:
-    from hetero_megatron.comm.comm import Comm
+from hetero_megatron.comm.errors import CommError
+from hetero_megatron.comm.hooks import Clock, Work
+from hetero_megatron.errors import UserError
 
 
 class Works:
@@ -59,12 +58,57 @@ class Messages(Works):
             raise self._error
 
 
+@dataclass
+class WaitSeconds:
+    """Seconds blocked so far: in point-to-point transfers (pipeline neighbours) and in collectives."""
+
+    neighbours: float = 0.0
+    collectives: float = 0.0
+
+    def add(self, seconds: float, collective: bool) -> None:
+        if collective:
+            self.collectives += seconds
+        else:
+            self.neighbours += seconds
+
+
+class Transport(Protocol):
+    """What groups and handles need of the rank's communicator, :class:`~hetero_megatron.comm.comm.Comm`."""
+
+    rank: int
+    activity: str
+    device: torch.device
+    clock: Clock
+    seconds: WaitSeconds
+    sent_bytes: dict[int, int]
+
+    def start(
+        self,
+        peers: tuple[int, ...],
+        transfer: Callable[[], Work | None],
+        sizes: Mapping[int, int] | None = None,
+        group: tuple[int, ...] = (),
+    ) -> Work | None:
+        """Start a transfer; where this rank sends, ``sizes`` has the bytes by peer."""
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Handle:
+        """Send a contiguous tensor; the tensor must not change until the handle was waited for."""
+
+    def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Handle:
+        """Receive into a contiguous tensor."""
+
+    def failure(
+        self, peers: tuple[int, ...], seconds: float, error: Exception, activity: str | None = None
+    ) -> CommError | UserError:
+        """What to raise for a transfer that failed after ``seconds``."""
+
+
 class Handle:
     """A transfer under way. ``wait`` returns the received tensor (None for a send)."""
 
     def __init__(
         self,
-        comm: Comm,
+        comm: Transport,
         work: Work | None,
         result: torch.Tensor | None,
         peers: tuple[int, ...],
@@ -93,17 +137,3 @@ class Handle:
             self._work = None
         self._keep = None
         return self._result
-
-
-@dataclass
-class WaitSeconds:
-    """Seconds blocked so far: in point-to-point transfers (pipeline neighbours) and in collectives."""
-
-    neighbours: float = 0.0
-    collectives: float = 0.0
-
-    def add(self, seconds: float, collective: bool) -> None:
-        if collective:
-            self.collectives += seconds
-        else:
-            self.neighbours += seconds

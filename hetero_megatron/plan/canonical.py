@@ -19,6 +19,7 @@ from hetero_megatron.plan.made_for import MadeFor
 Interval = tuple[int, int]
 
 VERSION = 1
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "adaptive")
 
 
 @dataclass(frozen=True)

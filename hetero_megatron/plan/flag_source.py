@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.schema import Source
+from hetero_megatron.plan.source import Source
 
 PATH = re.compile(r"(?:pipelines\[\d+\]\.stages\[(\d+)\]\.)?(\w+).*")
 

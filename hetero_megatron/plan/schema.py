@@ -18,14 +18,13 @@ must come out.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.cluster.document import Entry, from_data, read_document
-from hetero_megatron.errors import UserError
 from hetero_megatron.plan.canonical import (
+    SCHEDULES,
     VERSION,
     KeyValues,
     Optimizer,
@@ -47,13 +46,14 @@ from hetero_megatron.plan.fields import (
 )
 from hetero_megatron.plan.kernels import EVERY, OPERATORS, operator_problem
 from hetero_megatron.plan.made_for import read_made_for
+from hetero_megatron.plan.source import Source
+from hetero_megatron.plan.validate import validate
 from hetero_megatron.words import plural
 
 if TYPE_CHECKING:
     from hetero_megatron.cluster import Cluster
     from hetero_megatron.spec import ModelSpec
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "adaptive")
 PLAN_KEYS = (
     "version", "seq_length", "global_batch_size", "schedule", "islands", "allow_bridge", "made_for", "pipelines",
 )  # fmt: skip
@@ -62,39 +62,6 @@ STAGE_KEYS = (
     "ranks", "layers", "tp", "tp_split", "dp_split", "context", "embed", "head",
     "recompute", "optimizer", "kernels", "chip", "kv", "order",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where the values of a canonical plan were read, for messages.
-
-    Args:
-        file: name of the file; empty for plans that were built by code.
-        lines: line of each path as spelled.
-        pipelines: canonical pipeline -> pipeline as spelled (they differ after ``repeat``).
-    """
-
-    file: str = ""
-    lines: Mapping[str, int] = field(default_factory=dict)
-    pipelines: tuple[int, ...] = ()
-
-    def error(self, problem: str, path: str, value: Any = None, accepted: str = "") -> UserError:
-        """A UserError about a canonical path, reported by the path and line of the spelling."""
-        spelled = self.spelled(path)
-        return UserError(problem, field=spelled, value=value, accepted=accepted, where=self.where(spelled))
-
-    def spelled(self, path: str) -> str:
-        match = re.match(r"pipelines\[(\d+)\]", path)
-        if match and self.pipelines:
-            return f"pipelines[{self.pipelines[int(match[1])]}]" + path[match.end() :]
-        return path
-
-    def where(self, path: str) -> str:
-        """file:line of a path, or of the nearest value around it."""
-        while path and path not in self.lines:
-            path = path[: max(path.rfind("."), path.rfind("["), 0)]
-        line = self.lines.get(path, 0)
-        return f"{self.file}:{line}" if self.file and line else self.file
 
 
 @dataclass(frozen=True)
@@ -129,8 +96,6 @@ def plan_from_dict(
 
 
 def _load(document: Entry, spec: ModelSpec, cluster: Cluster | None, dtype: str | None) -> Plan:
-    from hetero_megatron.plan.validate import validate
-
     plan, source = expand(document, spec.num_heads)
     validate(plan, spec, cluster, dtype=dtype, source=source)
     return plan

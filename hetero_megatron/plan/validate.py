@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.canonical import Interval, Pipeline, Plan, Stage, Unit
+from hetero_megatron.plan.canonical import SCHEDULES, Interval, Pipeline, Plan, Stage, Unit
 from hetero_megatron.plan.capabilities import TABLE, used_features
-from hetero_megatron.plan.schema import SCHEDULES, Source
+from hetero_megatron.plan.source import Source
 from hetero_megatron.words import plural
 
 if TYPE_CHECKING:

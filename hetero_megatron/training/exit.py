@@ -88,6 +88,11 @@ class LastingStream:
             raise error
 
 
+def outlive_terminal() -> None:
+    """From now on what this process prints outlives its terminal."""
+    sys.stdout, sys.stderr = LastingStream(sys.stdout), LastingStream(sys.stderr)
+
+
 def handled(names: Iterable[str]) -> set[signal.Signals]:
     """The signals with these names but SIGHUP where it is ignored (``nohup``)."""
     numbers = {signal.Signals[name] for name in names}

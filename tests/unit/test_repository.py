@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -20,11 +21,18 @@ NO_TORCH = (
 )  # fmt: skip
 HEAVY = ("torch", "transformers", "datasets", "deepspeed", "triton")
 
-_spec = spec_from_file_location("lint_vendor_neutral", ROOT / "tools" / "lint_vendor_neutral.py")
-assert _spec is not None and _spec.loader is not None
-lint = module_from_spec(_spec)
-sys.modules[_spec.name] = lint  # dataclasses looks its module up
-_spec.loader.exec_module(lint)
+
+def tool(name: str) -> ModuleType:
+    """A script of tools/ as a module."""
+    spec = spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses looks its module up
+    spec.loader.exec_module(module)
+    return module
+
+
+lint, import_circles = tool("lint_vendor_neutral"), tool("lint_import_circles")
 
 
 def rules(source: str, path: str = "hetero_megatron/training/loop.py") -> list[tuple[int, str]]:
@@ -224,3 +232,60 @@ def test_no_string_names_a_module_of_another_layer() -> None:
                 named = set(re.findall(r"\bhetero_megatron\.(\w+)", node.value)) - {own}
                 found += [(path, node.lineno, name) for name in named if (package / name).is_dir()]
     assert not found
+
+
+def circles_of(folder: Path, sources: dict[str, str]) -> list[list[str]]:
+    """Circles among modules written into ``folder``, by dotted name; what has modules below it is a package."""
+    files = {}
+    for module, text in sources.items():
+        path = folder.joinpath(*module.split("."))
+        is_package = any(other.startswith(f"{module}.") for other in sources)
+        path = path / "__init__.py" if is_package else path.with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        files[module] = path
+    found: list[list[str]] = import_circles.circles(import_circles.graph(files))
+    return found
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "import p.a",
+        "from p import a",
+        "from p.a import f",
+        "from p.a import *",
+        "from .a import f",
+        "from . import a",
+        "def f():\n    from p.a import g",
+        "if TYPE_CHECKING:\n    from p.a import f",
+        "x = 'p.a'",
+        "x = 'p.a:f'",
+        "x = 'p.a.f'",
+        "x = ['python', '-m', 'p.a']",
+    ],
+)
+def test_circles_of_imports_are_found(tmp_path: Path, back: str) -> None:
+    sources = {"p": "", "p.a": "from p.b import x", "p.b": "import p.c", "p.c": back}
+    assert circles_of(tmp_path, sources) == [["p.a", "p.b", "p.c", "p.a"]]
+    assert circles_of(tmp_path, {**sources, "p.c": "import os"}) == []
+
+
+def test_circles_through_the_init_of_another_package_are_found(tmp_path: Path) -> None:
+    sources = {"p": "", "p.a": "from p.q.low import f", "p.q": "from p.q.high import g", "p.q.low": ""}
+    assert circles_of(tmp_path, {**sources, "p.q.high": "import p.a"}) == [["p.a", "p.q", "p.q.high", "p.a"]]
+    assert circles_of(tmp_path, {**sources, "p.q.high": "import p.q.low"}) == []
+
+
+def test_every_group_of_modules_that_import_each_other_is_reported_once(tmp_path: Path) -> None:
+    sources = {"a": "import b", "b": "import a, c", "c": "import d", "d": "import c", "e": "import a, e"}
+    assert sorted(circles_of(tmp_path, sources)) == [["a", "b", "a"], ["c", "d", "c"]]
+
+
+@pytest.mark.parametrize("text", ['"""p.a does the work."""', "x = 'p.az'", "x = 'q.a'", "x = 'see p.a'", "# p.a"])
+def test_words_that_name_no_module_make_no_circle(tmp_path: Path, text: str) -> None:
+    assert circles_of(tmp_path, {"p": "", "p.a": "import p.b", "p.b": text}) == []
+
+
+def test_no_module_of_ours_is_in_a_circle() -> None:
+    assert import_circles.circles(import_circles.graph(import_circles.modules())) == []

@@ -19,18 +19,11 @@ from hetero_megatron.planner.context.lower_bound import speed_bound, token_secon
 from hetero_megatron.planner.context.problem import ContextMember, ContextOptions, ContextProblem, Fabric
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.cost.operator_cost import Operators
-from hetero_megatron.planner.estimate.certificate import LowerBound
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, visible_pairs
 
 ROWS, DEGREES, PARTS = (1, 4, 32), (1, 2, 4, 8), (1, 2, 8, 64)
-
-
-def context_bound(found: LowerBound, scorer: TemplateScorer, model: ModelSpec, batch: int) -> LowerBound:
-    """The smaller of a bound on plans without context groups and of the one on all plans."""
-    seconds = work_bound(scorer, model, batch)
-    return LowerBound(seconds, "work") if seconds < found.seconds else found
 
 
 def work_bound(scorer: TemplateScorer, model: ModelSpec, batch: int) -> float:

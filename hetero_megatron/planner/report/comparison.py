@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -9,13 +11,13 @@ from hetero_megatron.cluster.subset import of_type
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import from_megatron
 from hetero_megatron.planner.estimate.certificate import LowerBound, assumptions, price_bound
-from hetero_megatron.planner.estimate.context_certificate import context_bound
-from hetero_megatron.planner.estimate.template_score import best_recompute, make_scorer
+from hetero_megatron.planner.estimate.context_certificate import work_bound
+from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute, make_scorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.report.prediction import format_seconds
 from hetero_megatron.planner.report.rejected import Rejected, fastest_rejected, nearest_rejected
-from hetero_megatron.planner.search.driver import SearchResult, alone
-from hetero_megatron.planner.search.incumbent import JudgedPlan, judge_template
+from hetero_megatron.planner.search.driver import SearchResult, search_types_alone
+from hetero_megatron.planner.search.incumbent import JudgedPlan, Progress, judge_template
 from hetero_megatron.planner.search.uniform import UniformPlan, few_uniform, uniform_plans
 from hetero_megatron.planner.simulate.step import Prediction, predict
 from hetero_megatron.planner.template.plan_template import PipelineReplicas, PipelineTemplate, PlanTemplate, describe
@@ -24,8 +26,6 @@ from hetero_megatron.planner.whatif.objective import Deadline
 from hetero_megatron.planner.whatif.replan import NodeLoss
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.words import plural
-
-PRICE_CHIPS = 300_000  # chips x layers above which the bound by prices is only computed when asked for
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,33 @@ class Variant:
     why: str
 
 
+@dataclass(frozen=True)
+class Comparisons:
+    """What the report compares the plan with.
+
+    Attributes:
+        baselines: the best uniform plan, and each chip type alone where the search did that anyway.
+        every: search each chip type alone, predict all good uniform plans, and look at those that do not fit. Takes
+            several times as long as the search.
+        bound: by prices, however long it takes; else by what the speeds of the chips allow, which takes milliseconds,
+            and by prices only where the search enumerated.
+    """
+
+    baselines: bool = True
+    every: bool = False
+    bound: bool = False
+
+
+BRIEF = Comparisons(baselines=False)
+
+
 @dataclass
 class Summary:
     """Everything that the report says."""
 
     result: SearchResult
     model: str
-    bound: LowerBound | None
+    bound: LowerBound | None = None
     uniform: Baseline | None = None
     alone: list[Baseline] = field(default_factory=list)
     variants: list[Variant] = field(default_factory=list)
@@ -66,8 +86,9 @@ class Summary:
     deadline: Deadline | None = None
     skipped: str = ""  # why no chip type is compared alone
     rejected: list[Rejected] = field(default_factory=list)  # uniform plans that would be fast, if they fitted
-    no_bound: str = ""  # why there is no bound
     losses: list[NodeLoss] = field(default_factory=list)  # plans for the loss of a node, where these were asked for
+    bound_by_prices: bool = False  # whether that bound was computed
+    seconds: float = 0.0  # that the comparisons took
 
     @property
     def idle(self) -> tuple[int, ...]:
@@ -88,83 +109,97 @@ class Summary:
         return None if total is None else self.result.best.prediction.tokens_per_second / total
 
 
+def outline(result: SearchResult, problem: PlanningProblem, deadline: Deadline | None = None) -> Summary:
+    """The report without comparisons: the plan, its memory, what is idle.
+
+    Args:
+        problem: that was searched. An objective beside speed makes a part of its cluster the one that the plan's ranks
+            count in: nodes of the rest are idle.
+        deadline: that of the objective.
+    """
+    nodes = dict.fromkeys(rank.node for rank in problem.cluster.ranks)
+    there = {rank.node for rank in result.best.cluster.ranks}
+    lacking = {c: tuple(r.rank for r in result.best.cluster.ranks if r.chip == c)
+               for c, chip in result.best.cluster.chips.items() if problem.dtype not in chip.dtypes}  # fmt: skip
+    return Summary(
+        result, problem.model.name, dtype=problem.dtype, deadline=deadline,
+        unusable={chip: ranks for chip, ranks in lacking.items() if ranks},
+        left_out=tuple(name for name in nodes if name not in there),
+    )  # fmt: skip
+
+
+def compare(
+    summary: Summary,
+    problem: PlanningProblem,
+    what: Comparisons,
+    budget: TimeBudget,
+    progress: Progress | None = None,
+) -> None:
+    """Add the bound and the comparisons, all of the cluster that the plan's ranks count in.
+
+    Args:
+        budget: that of the search; when it is over, no chip type is searched alone.
+        progress: told what is begun that takes long.
+    """
+    result, started = summary.result, time.monotonic()
+    problem = problem.on(result.best.cluster)
+    if what.bound and progress is not None:
+        progress("bound by prices")
+    summary.bound_by_prices = what.bound or result.method == "enumeration"
+    summary.bound, summary.assumptions = _bound(result, problem, what.bound, budget)
+    summary.variants = variants(result, problem)
+    if what.baselines:
+        summary.uniform, summary.rejected = best_uniform(result, problem, what.every)
+        # A type that was not searched to its end would look slower than it is.
+        if what.every and not search_types_alone(result, problem, budget, progress):
+            summary.skipped = "not searched, because the time is up"
+        else:
+            _compare_types(summary, problem, what.every)
+    summary.seconds = time.monotonic() - started
+
+
 def summarize(
     result: SearchResult,
     problem: PlanningProblem,
-    *,
-    baselines: bool = True,
-    bound: bool | None = None,
+    what: Comparisons | None = None,
     deadline: Deadline | None = None,
     budget: TimeBudget | None = None,
 ) -> Summary:
-    """Compute the comparisons. They are all of the cluster that the plan's ranks count in, which an objective beside
-    speed makes a part of ``cluster``: nodes of the rest are idle.
-
-    Args:
-        baselines: also search each chip type alone and enumerate uniform plans.
-        bound: True: however long it takes; None: unless the cluster is large.
-        deadline: that of the objective.
-        budget: that of the search; when it is over, no chip type is searched alone, and the bound is as far as it got.
-    """
+    """The whole report: :func:`outline` and :func:`compare`."""
+    summary = outline(result, problem, deadline)
     budget = budget or TimeBudget(problem.options.time_limit)
-    nodes, cluster = dict.fromkeys(rank.node for rank in problem.cluster.ranks), result.best.cluster
-    problem, options, model = problem.on(cluster), problem.options, problem.model
-    there = {rank.node for rank in cluster.ranks}
-    lacking = {c: [r.rank for r in cluster.ranks if r.chip == c] for c, chip in cluster.chips.items()
-               if options.dtype not in chip.dtypes}  # fmt: skip
-    unusable = {chip: tuple(ranks) for chip, ranks in lacking.items() if ranks}
-    found, assumed = _bound(result, problem, bound, budget)
-    summary = Summary(
-        result, model.name, found, dtype=options.dtype, unusable=unusable, assumptions=assumed,
-        left_out=tuple(name for name in nodes if name not in there), deadline=deadline,
-    )  # fmt: skip
-    if found is None:
-        summary.no_bound = f"{'the time is up' if _quick(result, model) else 'it takes long'}; --bound computes it"
-    summary.variants = variants(result, problem)
-    if baselines:
-        summary.uniform, summary.rejected = best_uniform(result, problem)
-        new = {group.chip for group in result.pool.groups} - set(result.alone)
-        if not (new and budget.over()):
-            summary.alone = each_alone(result, problem, budget, summary.rejected)
-        if new and budget.cut:  # a type that was not searched to its end would look slower than it is
-            summary.alone, summary.skipped = [], "not searched, because the time is up"
+    compare(summary, problem, what or Comparisons(), budget)
     return summary
 
 
-def _quick(result: SearchResult, model: ModelSpec) -> bool:
-    """Whether the bound by prices is computed without being asked for."""
-    return result.method != "islands" and result.pool.chips * model.num_layers <= PRICE_CHIPS
-
-
 def _bound(
-    result: SearchResult, problem: PlanningProblem, wanted: bool | None, budget: TimeBudget
-) -> tuple[LowerBound | None, tuple[str, ...]]:
-    """(the certificate, what it assumes); (None, ()) where it would take long, or the user does not wait. ``wanted``:
-    however long it takes."""
-    late, model, batch, options = (
-        never if wanted else budget.over,
-        problem.model,
-        problem.global_batch_size,
-        problem.options,
-    )
-    if not (result.lower_bound > 0 or wanted or (wanted is None and _quick(result, model) and not late())):
-        return None, ()
-    space = replace(options.space, offload="always") if result.offload_tried else options.space
+    result: SearchResult, problem: PlanningProblem, wanted: bool, budget: TimeBudget
+) -> tuple[LowerBound, tuple[str, ...]]:
+    """(the certificate, what it assumes). ``wanted``: by prices too, also where the time is up."""
+    scorer, model, batch = result.scorer, problem.model, problem.global_batch_size
+    space = replace(problem.space, offload="always") if result.offload_tried else problem.space
     enumerated = result.method == "enumeration" and not result.offload_tried
-    found = price_bound(result.scorer, model, batch, space, result.best.step_seconds, enumerated, late)
-    # What was left out of the enumeration may have made its bound weak; both hold.
-    if 0 < result.lower_bound >= found.seconds:
-        found = LowerBound(result.lower_bound, "enumeration")
     everything = result.context_tried or result.unlike_groups
-    if everything:
-        found = context_bound(found, result.scorer, model, batch)
-    if found.seconds <= 0 and late():
-        return None, ()
-    return found, assumptions(found.method, result.scorer, model, batch, space, enumerated, everything)
+    found = LowerBound(work_bound(scorer, model, batch), "work")
+    if wanted or result.method == "enumeration":
+        late = never if wanted else budget.over
+        plain = price_bound(scorer, model, batch, space, result.best.step_seconds, enumerated, late)
+        # What was left out of the enumeration may have made its bound weak; both hold.
+        if 0 < result.lower_bound >= plain.seconds:
+            plain = LowerBound(result.lower_bound, "enumeration")
+        # Where context groups were tried only the work bounds them.
+        pick = min if everything else max
+        found = pick(plain, found, key=lambda bound: bound.seconds)
+    return found, assumptions(found.method, scorer, model, batch, space, enumerated, everything)
 
 
-def best_uniform(result: SearchResult, problem: PlanningProblem) -> tuple[Baseline, list[Rejected]]:
-    """(the best plan that Megatron's flags can describe, over all chips of the cluster; some that do not fit)."""
+def best_uniform(result: SearchResult, problem: PlanningProblem, every: bool = True) -> tuple[Baseline, list[Rejected]]:
+    """(the best plan that Megatron's flags can describe, over all chips of the cluster; some that do not fit).
+
+    Args:
+        every: predict all that are good by estimate, and look at what does not fit; else only the best by
+            estimate is predicted.
+    """
     best: tuple[float, UniformPlan, Prediction] | None = None
     model, cluster, batch = problem.model, problem.cluster, problem.global_batch_size
     if result.pool.chips < cluster.world_size:
@@ -172,12 +207,12 @@ def best_uniform(result: SearchResult, problem: PlanningProblem) -> tuple[Baseli
     if next(uniform_plans(result.pool, model, batch), None) is None:
         why = f"no equal degrees divide {plural(cluster.world_size, 'chip')}, their nodes and a batch of {batch}"
         return Baseline("uniform", "", problem=why), []
-    why = "no uniform plan fits into memory"
-    few, over = few_uniform(problem, result.scorer, 4)
-    for uniform, template in few:
+    why, scorer = "no uniform plan fits into memory", result.scorer
+    few, over = few_uniform(problem, scorer, 4)
+    for uniform, template in few if every else sorted(few, key=lambda row: _estimated(scorer, row[1])):
         try:
             plan = from_megatron(uniform.flags(problem.seq_length, batch), model)
-            found = predict(plan, model, cluster, problem.dtype, result.scorer.costs)
+            found = predict(plan, model, cluster, problem.dtype, scorer.costs)
         except UserError as error:
             why = error.problem
             continue
@@ -185,34 +220,41 @@ def best_uniform(result: SearchResult, problem: PlanningProblem) -> tuple[Baseli
             over.append((uniform, template))
         elif best is None or found.step_seconds < best[0]:
             best = (found.step_seconds, uniform, found)
-    rejected = fastest_rejected(over, problem, result.scorer)
+            if not every:
+                break
+    rejected = fastest_rejected(over, problem, scorer) if every else []
     if best is None:
         return Baseline("uniform", "", problem=why), rejected
     name, tokens = best[1].text(), best[2].tokens_per_second
     return Baseline("uniform", name, tokens, best[0], cluster.world_size), rejected
 
 
-def each_alone(
-    result: SearchResult, problem: PlanningProblem, budget: TimeBudget | None = None,
-    rejected: list[Rejected] | None = None,
-) -> list[Baseline]:  # fmt: skip
-    """The best plan of each chip type alone, with the same global batch (which favours the parts: fewer bubbles); to
-    ``rejected`` goes what comes nearest to fitting where nothing fits."""
+def _estimated(scorer: TemplateScorer, template: PlanTemplate) -> float:
+    """Seconds of a step by estimate; inf where it does not fit."""
+    score = scorer.score(template)
+    return math.inf if score is None or score.over > 0 else score.step_seconds
+
+
+def _compare_types(summary: Summary, problem: PlanningProblem, every: bool) -> None:
+    """The best plan of each chip type alone, with the same global batch (which favours the parts: fewer bubbles), if
+    all were searched. Where nothing fits, and ``every``, ``summary.rejected`` gets what comes nearest to it."""
+    result = summary.result
     names = list(dict.fromkeys(group.chip for group in result.pool.groups))
-    found = []
+    if len(names) > 1 and not result.alone.keys() >= set(names):
+        summary.skipped = "not searched; --compare does"
+        return
     for name in names:
         count = sum(rank.chip == name for rank in problem.cluster.ranks)
-        own = result.alone.get(name) or alone(problem, name, budget)
+        own = result.alone.get(name, result)
         if isinstance(own, UserError):
-            found.append(Baseline(name, "", chips=count, problem=own.problem))
-            if rejected is not None:
+            summary.alone.append(Baseline(name, "", chips=count, problem=own.problem))
+            if every:
                 part = problem.on(of_type(problem.cluster, name))
-                rejected += nearest_rejected(name, part, make_scorer(part))
+                summary.rejected += nearest_rejected(name, part, make_scorer(part))
             continue
-        best = own.best
-        text = choice_text(best, [g.chip for g in own.pool.groups])
-        found.append(Baseline(name, text, best.prediction.tokens_per_second, best.step_seconds, count))
-    return found
+        text = choice_text(own.best, [g.chip for g in own.pool.groups])
+        tokens, seconds = own.best.prediction.tokens_per_second, own.best.step_seconds
+        summary.alone.append(Baseline(name, text, tokens, seconds, count))
 
 
 def text_of(template: PlanTemplate, chips: list[str]) -> str:
@@ -231,14 +273,11 @@ def choice_text(choice: JudgedPlan, chips: list[str]) -> str:
 
 def variants(result: SearchResult, problem: PlanningProblem) -> list[Variant]:
     """Plans near the best one: one choice undone each, and the runners-up of another make-up."""
-    best, found = result.best, []
+    best, found, batch = result.best, list[Variant](), problem.global_batch_size
     chips = [g.chip for g in result.pool.groups]
     for text, template in (
         ("the same with equal layers per stage", _even_layers(result, best.template, problem.model)),
-        (
-            "the same with equal shares of the batch",
-            None if best.text else _even_shares(best.template, problem.global_batch_size),
-        ),
+        ("the same with equal shares of the batch", None if best.text else _even_shares(best.template, batch)),
     ):
         if template is not None and not best.text:
             found.append(_variant(result, text, template, problem))

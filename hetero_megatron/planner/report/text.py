@@ -22,6 +22,11 @@ SHOWN = 8  # names of idle nodes in the report
 
 def format_summary(summary: Summary) -> str:
     """The report as text."""
+    return "\n\n".join(text for text in (format_plan(summary), format_comparisons(summary)) if text)
+
+
+def format_plan(summary: Summary) -> str:
+    """The part of the report that is known when the search ends: the plan, its memory, what is idle."""
     result, best = summary.result, summary.result.best
     found = best.prediction
     chips = [g.chip for g in result.pool.groups]
@@ -32,18 +37,6 @@ def format_summary(summary: Summary) -> str:
         f"  found in {result.seconds:.2f} s, {plural(result.evaluated, 'plan')} evaluated exactly"
         + ("" if result.complete else "; cut short, the best so far"),
     ]
-    if summary.bound is not None:
-        gap = max(0.0, summary.bound.gap(best.step_seconds))
-        tokens = found.tokens_per_second * best.step_seconds / summary.bound.seconds if summary.bound.seconds else 0.0
-        lines.append(
-            f"  no plan of this space does more than {tokens:,.0f} tokens/s under these rates: within {gap:.1%} of the "
-            f"bound (by {summary.bound.method})"
-        )
-        lines += textwrap.wrap(
-            "it is over: " + "; ".join(summary.assumptions), 118, initial_indent=" " * 4, subsequent_indent=" " * 6
-        )
-    elif summary.no_bound:
-        lines.append(f"  no bound: {summary.no_bound}")
     lines += _cost_lines(summary)
     lines.append(f"  context groups: {result.context}")
     if summary.left_out:
@@ -57,26 +50,49 @@ def format_summary(summary: Summary) -> str:
     for chip, unusable in summary.unusable.items():
         ranks = f"{word(len(unusable), 'rank')} {rank_ranges(unusable)}"
         lines.append(f"  idle: {plural(len(unusable), 'chip')} ({ranks}): {chip} does not compute in {summary.dtype}")
-    lines += ["", *_memory_lines(best), "", *_comparison_lines(summary)]
-    if summary.variants:
-        lines += ["", "why not"]
-        for v in summary.variants:
-            slower = f"+{v.step_seconds / best.step_seconds - 1:.1%}" if v.step_seconds else "—"
-            lines.append(f"  {slower:>8}  {v.text}: {v.why}")
-    if summary.losses:
-        lines += ["", "after the loss of one node, planned again from the search's warm state"]
-        lines += [f"  without {loss.node:<20}{_loss_text(loss, best.step_seconds)}" for loss in summary.losses]
-    if summary.rejected:
-        lines += ["", "uniform plans (Megatron) that do not fit, with about the step that they would have"]
-        for r in summary.rejected:
-            alone = f"{r.of} alone: " if r.of else ""
-            lines += [f"  {format_seconds(r.step_seconds):>8}  {alone}{r.text}", f"{'':>12}{r}"]
     if result.rejected:
         words = {"memory": "over memory after exact evaluation", "packing": "TP groups that do not pack into nodes"}
         lines.append("  dropped: " + ", ".join(f"{n} {words.get(k, k)}" for k, n in result.rejected.items()))
+    lines += ["", *_memory_lines(best)]
     if found.assumed:
         lines += ["", f"rates of {found.describe_assumed()} are from data sheets, not measured: run calibrate"]
     return "\n".join(lines)
+
+
+def format_comparisons(summary: Summary) -> str:
+    """The part of the report that is computed after the search: the bound, other plans, plans for losses."""
+    best = summary.result.best
+    parts = [_bound_lines(summary), _comparison_lines(summary)]
+    if summary.variants:
+        parts.append(["why not"])
+        for v in summary.variants:
+            slower = f"+{v.step_seconds / best.step_seconds - 1:.1%}" if v.step_seconds else "—"
+            parts[-1].append(f"  {slower:>8}  {v.text}: {v.why}")
+    if summary.losses:
+        parts.append(["after the loss of one node, planned again from the search's warm state"])
+        parts[-1] += [f"  without {loss.node:<20}{_loss_text(loss, best.step_seconds)}" for loss in summary.losses]
+    if summary.rejected:
+        parts.append(["uniform plans (Megatron) that do not fit, with about the step that they would have"])
+        for r in summary.rejected:
+            alone = f"{r.of} alone: " if r.of else ""
+            parts[-1] += [f"  {format_seconds(r.step_seconds):>8}  {alone}{r.text}", f"{'':>12}{r}"]
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def _bound_lines(summary: Summary) -> list[str]:
+    bound, best = summary.bound, summary.result.best
+    if bound is None:
+        return []
+    gap = max(0.0, bound.gap(best.step_seconds))
+    tokens = best.prediction.tokens_per_second * best.step_seconds / bound.seconds if bound.seconds else 0.0
+    tighter = "; --bound computes a tighter one" if bound.method == "work" and not summary.bound_by_prices else ""
+    return [
+        f"no plan of this space does more than {tokens:,.0f} tokens/s under these rates: within {gap:.1%} of the bound "
+        f"(by {bound.method}{tighter})",
+        *textwrap.wrap(
+            "it is over: " + "; ".join(summary.assumptions), 118, initial_indent=" " * 2, subsequent_indent=" " * 4
+        ),
+    ]
 
 
 def _loss_text(loss: NodeLoss, before: float) -> str:
@@ -121,10 +137,11 @@ def _costs(summary: Summary) -> dict[str, Any]:
 
 def _why_idle(summary: Summary) -> str:
     """As much as the search can say."""
-    result, bound = summary.result, summary.bound
+    result = summary.result
     if not result.complete:
         return "the search was cut short before a faster plan used them"
-    if bound is not None and bound.method == "enumeration" and bound.seconds >= result.best.step_seconds * (1 - 1e-9):
+    others = result.context_tried or result.unlike_groups  # which the enumeration's bound is not over
+    if result.lower_bound >= result.best.step_seconds * (1 - 1e-9) and not others:
         return "using them would not help"
     return "no plan that was tried is faster with them"
 
@@ -168,7 +185,7 @@ def _comparison_lines(summary: Summary) -> list[str]:
             ratio = tokens / baseline.tokens_per_second
             lines.append(f"  {name:<34}{baseline.tokens_per_second:>14,.0f} tokens/s  {ratio:>6.2f}x  {baseline.text}")
     if summary.skipped:
-        lines.append(f"  {'each chip type alone':<34} none: {summary.skipped}")
+        lines.append(f"  {'each chip type alone':<34} {summary.skipped}")
     if summary.alone:
         total = summary.hethub_tokens_per_second
         if total is None:
@@ -213,6 +230,7 @@ def summary_json(summary: Summary) -> Mapping[str, Any]:
         "context": result.context,
         "uniform": vars(summary.uniform) if summary.uniform else None,
         "alone": [vars(b) for b in summary.alone],
+        "alone_skipped": summary.skipped,
         "losses": [
             {
                 "node": x.node,
@@ -239,6 +257,7 @@ def summary_json(summary: Summary) -> Mapping[str, Any]:
             for r in summary.rejected
         ],
         "search_seconds": result.seconds,
+        "report_seconds": summary.seconds,
         "evaluated": result.evaluated,
         "complete": result.complete,
         "assumed_rates": list(found.assumed),

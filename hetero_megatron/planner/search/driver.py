@@ -222,32 +222,50 @@ def _add_unlike_groups(result: SearchResult, problem: PlanningProblem, budget: T
         result.lower_bound, result.unlike_groups = 0.0, True  # the enumeration's is without
 
 
-def alone(problem: PlanningProblem, chip: str, budget: TimeBudget | None = None) -> SearchResult | UserError:
-    """The search of the chips of one type alone; the error where they have no plan."""
+def search_or_error(problem: PlanningProblem, budget: TimeBudget | None = None) -> SearchResult | UserError:
+    """The search, or the error where nothing fits."""
     try:
-        return search(problem.on(of_type(problem.cluster, chip)), budget=budget)
+        return search(problem, budget=budget)
     except UserError as error:
         return error
+
+
+def search_types_alone(
+    result: SearchResult, problem: PlanningProblem, budget: TimeBudget, progress: Progress | None = None
+) -> bool:
+    """Search each chip type of the cluster alone, and note in ``result.alone`` what was found, or why nothing fits.
+    Those that are there already are kept; where there is one type, the result is of it. Nothing that was cut short is
+    noted.
+
+    Returns:
+        Whether none was left out.
+    """
+    chips = list(dict.fromkeys(group.chip for group in result.pool.groups))
+    for chip in (chip for chip in chips if chip not in result.alone and len(chips) > 1):
+        if budget.over():
+            return False
+        if progress is not None:
+            progress(f"{chip} alone")
+        try:
+            own = search_or_error(problem.on(of_type(problem.cluster, chip)), budget)
+        except KeyboardInterrupt:
+            if budget.interrupted:
+                raise
+            budget.stop()
+            return False
+        if budget.cut:
+            return False
+        result.alone[chip] = own
+    return True
 
 
 def _add_types_alone(result: SearchResult, problem: PlanningProblem, budget: TimeBudget) -> None:
     """Also what is best on each chip type alone: the enumeration does not go into what it estimates slower than its
     best, which simulation may see the other way round, nor into optimizers in host memory where all chips do without.
     """
+    search_types_alone(result, problem, budget)
     plans = [result.best, *result.others]
-    for chip in dict.fromkeys(group.chip for group in result.pool.groups):
-        if budget.over():
-            break
-        try:
-            own = alone(problem, chip, budget)
-        except KeyboardInterrupt:
-            if budget.interrupted:
-                raise
-            budget.stop()
-            break
-        if budget.cut:  # nothing that was cut short is compared with
-            break
-        result.alone[chip] = own
+    for chip, own in result.alone.items():
         if isinstance(own, UserError):
             continue
         groups = [g for g, group in enumerate(result.pool.groups) if group.chip == chip]

@@ -3,7 +3,7 @@
 Both ask which part of the cluster to rent: parts (of each node group all, a half, a quarter or none of its nodes) are
 searched for speed, and the best by the objective is taken. ``cost_per_hour`` stands at the chips of the cluster file
 and is paid for the chips that a plan uses. The parts are many, so they are ranked first, by a bound on the speed that
-all of a part's chips can have (``context_joint_bound``): what cannot be better than the best plan known is not
+all of a part's chips can have (``most_tokens``): what cannot be better than the best plan known is not
 searched, and :data:`MOST_SEARCHED` parts at most are. ``SearchResult.parts`` says how many were, and what is left open.
 """
 
@@ -23,7 +23,7 @@ from hetero_megatron.plan.memory import state_bytes
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.estimate.context_certificate import most_tokens
 from hetero_megatron.planner.problem import PlanningProblem
-from hetero_megatron.planner.search.driver import SearchResult, search
+from hetero_megatron.planner.search.driver import SearchResult, search, search_or_error
 from hetero_megatron.planner.search.incumbent import JudgedPlan, Progress
 from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.spec.flops import parameter_count
@@ -198,13 +198,14 @@ def search_objective(
         # The whole cluster first: its plan is the fastest, or about that.
         part = min(left, key=lambda p: (p.counts != whole, found.order(p, reached), p.counts[::-1]))
         try:
-            result = search(problem.on(_of(cluster, part)), budget=budget)
-            if part.counts == whole:
-                reached = result.best.prediction.tokens_per_second / part.most
-            if found.take(result) and progress is not None:
-                progress(found.text())
-        except UserError as error:
-            failure = failure or error
+            result = search_or_error(problem.on(_of(cluster, part)), budget)
+            if isinstance(result, UserError):
+                failure = failure or result
+            else:
+                if part.counts == whole:
+                    reached = result.best.prediction.tokens_per_second / part.most
+                if found.take(result) and progress is not None:
+                    progress(found.text())
         except KeyboardInterrupt:
             if found.best is None or budget.interrupted:
                 raise

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hetero_emulated_vendor import build
-
-VENDOR = "HETERO_EMULATED_VENDOR"  # environment variable: ranks of unlike names cannot talk by emuccl
-
-extension = build.load()
-
-
-def vendor() -> str:
-    return os.environ.get(VENDOR) or "emulated"
+from hetero_emulated_vendor import device
+from hetero_emulated_vendor.extension import extension, vendor
 
 
 def make_backend(options: Any, _: Any = None) -> Any:
@@ -28,8 +20,6 @@ def make_backend(options: Any, _: Any = None) -> Any:
 
 
 def _register() -> None:
-    from hetero_emulated_vendor import device
-
     torch.utils.rename_privateuse1_backend("emu")
     extension.register_device()
     torch._register_device_module("emu", device)

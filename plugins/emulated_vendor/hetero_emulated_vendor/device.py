@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hetero_emulated_vendor.adapter import extension, vendor
+from hetero_emulated_vendor.extension import extension, vendor
 
 Device = torch.device | int | str | None
 _DEVICE_TYPE = torch._C._autograd.DeviceType.PrivateUse1.value

@@ -21,7 +21,7 @@ class EmulatedVendor(Accelerator):
     def reach(self) -> str:
         """Ranks of unlike names count as unlike vendors."""
         self.load()
-        from hetero_emulated_vendor.adapter import vendor
+        from hetero_emulated_vendor.extension import vendor
 
         return vendor()
 

@@ -7,8 +7,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from hetero_megatron.platform import CPU
-
-BACKEND = "mpi_island"
+from hetero_mpi_island.backend_name import BACKEND
 
 
 class MpiHost(CPU):

@@ -27,7 +27,7 @@ from hetero_megatron.plan import load_plan, plan_from_dict
 from hetero_megatron.planner.estimate.context_certificate import most_tokens, work_bound
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
-from hetero_megatron.planner.report.comparison import best_uniform, summarize
+from hetero_megatron.planner.report.comparison import BRIEF, Comparisons, best_uniform, summarize
 from hetero_megatron.planner.report.text import _memory_lines, format_summary, summary_json
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.incumbent import JudgedPlan
@@ -110,6 +110,7 @@ def test_ctrl_c_in_the_report_leaves_the_plan(tmp_path: Path) -> None:
     words = command(tmp_path, small, "llama2-70b", "--quiet", "--no-baselines", "--html", str(tmp_path / "page"))
     process = start([*words, "--micro-batch-size", "1"])
     assert process.stdout is not None and process.stdout.readline().startswith("# llama2-70b")
+    assert any(line.startswith("best plan: ") for line in process.stdout), "what is known without comparisons"
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
     assert process.returncode == INTERRUPTED and "Traceback" not in err, err
@@ -130,12 +131,12 @@ def test_ctrl_c_in_the_search_of_a_training_run_starts_nothing(tmp_path: Path) -
 
 def test_a_time_limit_leaves_the_best_plan_so_far(tmp_path: Path) -> None:
     words = command(tmp_path, there(*((c, 2, 4) for c in CHIPS[:3])), "llama2-7b", "--json", "--time-limit", "0.01")
-    words += ["--micro-batch-size", "1"]
+    words += ["--micro-batch-size", "1", "--compare"]
     process = start(words)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     report = json.loads(out)
-    assert not report["complete"] and report["alone"] == []
+    assert not report["complete"] and report["alone"] == [] and "time is up" in report["alone_skipped"]
     plan = load_plan(tmp_path / "p.yaml", load_model("llama2-7b"), load_cluster(tmp_path / "c.yaml"), "bf16")
     assert plan.fingerprint() == report["fingerprint"]
 
@@ -255,7 +256,7 @@ def test_the_report_is_of_the_cluster_that_the_plan_uses(tmp_path: Path, capsys:
     """Its ranks are others than those of the whole cluster."""
     data = there(("H100-SXM", 2, 2), ("L40S", 2, 4), costs={"H100-SXM": 50.0, "L40S": 1.0})
     words = command(tmp_path, data, "llama2-7b", "--objective", "cost", "--quiet")
-    words += ["--micro-batch-size", "1"]
+    words += ["--micro-batch-size", "1", "--compare"]
     assert main([*words, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     part = load_cluster(tmp_path / "p.yaml.cluster.yaml")
@@ -275,7 +276,7 @@ def test_costs_are_said_whenever_they_are_known_and_what_a_deadline_leaves() -> 
     cluster = cluster_from_dict(data)
     result = search(PlanningProblem(MODEL, cluster, 1024, 8))
     due = Deadline(result.best.prediction.tokens_per_second * 3600 * 2, 5.0)
-    summary = summarize(result, PlanningProblem(MODEL, cluster, 1024, 8), baselines=False, deadline=due)
+    summary = summarize(result, PlanningProblem(MODEL, cluster, 1024, 8), BRIEF, due)
     report = summary_json(summary)
     cost = 3.0 * len(result.best.plan.ranks)
     assert report["cost_per_hour"] == cost and report["deadline"]["slack_hours"] == pytest.approx(3.0)
@@ -283,9 +284,7 @@ def test_costs_are_said_whenever_they_are_known_and_what_a_deadline_leaves() -> 
     assert f"cost: {cost:.4g} per hour" in format_summary(summary) and "3 of 5 h are left" in format_summary(summary)
     del data["chips"]
     free = cluster_from_dict(data)
-    summary = summarize(
-        search(PlanningProblem(MODEL, free, 1024, 8)), PlanningProblem(MODEL, free, 1024, 8), baselines=False
-    )
+    summary = summarize(search(PlanningProblem(MODEL, free, 1024, 8)), PlanningProblem(MODEL, free, 1024, 8), BRIEF)
     assert "cost" not in format_summary(summary) and "cost_per_hour" not in summary_json(summary)
 
 
@@ -296,7 +295,7 @@ def test_the_report_says_what_the_bound_is_over(capsys: pytest.CaptureFixture[st
     ):
         cluster = cluster_from_dict(there(*rows))
         result = search(PlanningProblem(MODEL, cluster, 1024, 8))
-        summary = summarize(result, PlanningProblem(MODEL, cluster, 1024, 8), baselines=False)
+        summary = summarize(result, PlanningProblem(MODEL, cluster, 1024, 8), Comparisons(baselines=False, bound=True))
         text = " ".join(format_summary(summary).split())
         assert said in text and "rates as given" in text
         assert summary_json(summary)["bound"]["assumptions"] == list(summary.assumptions)
@@ -307,7 +306,7 @@ def test_chips_left_idle_by_a_search_that_was_cut_short_are_not_called_useless()
     options = SearchOptions(space=FEW)
     result = search(PlanningProblem(MODEL, cluster, 1024, 8, options))
     result.best = replace(result.best, idle=(7,))
-    summary = summarize(result, PlanningProblem(MODEL, cluster, 1024, 8, options), baselines=False)
+    summary = summarize(result, PlanningProblem(MODEL, cluster, 1024, 8, options), BRIEF)
     for complete, words in ((False, "the search was cut short"), (True, "no plan that was tried is faster with them")):
         result.complete = complete
         text = format_summary(summary)
@@ -369,7 +368,7 @@ def test_room_for_the_search_is_not_taken_from_plans(
     assert set(result.best.prediction.limits.values()) == {limit}
     monkeypatch.undo()
     plain = search(PlanningProblem(MODEL, cluster, 1024, 8, options))
-    bounds = [
-        summarize(r, PlanningProblem(MODEL, cluster, 1024, 8, options), baselines=False).bound for r in (result, plain)
-    ]
+    asked = Comparisons(baselines=False, bound=True)
+    problem = PlanningProblem(MODEL, cluster, 1024, 8, options)
+    bounds = [summarize(r, problem, asked).bound for r in (result, plain)]
     assert bounds[0] is not None and bounds[0].seconds <= plain.best.step_seconds and bounds[0].method == "prices"

@@ -14,7 +14,7 @@ import pytest
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import FlagScaleParallel, MegatronParallel, from_flagscale, from_megatron, load_plan
-from hetero_megatron.plan.schema import SCHEDULES
+from hetero_megatron.plan.canonical import SCHEDULES
 from hetero_megatron.spec import ModelSpec, from_hf_config
 from tests.support.paths import FIXTURES
 

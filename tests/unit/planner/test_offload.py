@@ -16,7 +16,7 @@ from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions, Stag
 from hetero_megatron.planner.estimate.certificate import price_bound
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
-from hetero_megatron.planner.report.comparison import summarize
+from hetero_megatron.planner.report.comparison import BRIEF, summarize
 from hetero_megatron.planner.report.text import format_summary
 from hetero_megatron.planner.search.driver import SearchResult, search
 from hetero_megatron.planner.search.enumeration import Enumeration
@@ -96,7 +96,7 @@ def test_the_report_says_so_and_its_bound_holds() -> None:
     options = SearchOptions()
     result = search(PlanningProblem(case.model, case.cluster, case.seq_length, case.batch, options))
     summary = summarize(
-        result, PlanningProblem(case.model, case.cluster, case.seq_length, case.batch, options), baselines=False
+        result, PlanningProblem(case.model, case.cluster, case.seq_length, case.batch, options), BRIEF
     )
     assert "offload" in format_summary(summary)
     assert summary.bound is not None and summary.bound.seconds <= result.best.step_seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,16 @@ from hetero_megatron.cli.main import main
 from hetero_megatron.cli.run import first_that_fits
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.cluster.edit import without_nodes
-from hetero_megatron.plan import from_megatron, load_plan, validate
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan import Plan, from_megatron, load_plan, validate
 from hetero_megatron.planner.estimate.certificate import _PriceBound, price_bound
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
-from hetero_megatron.planner.report.comparison import Summary, summarize
+from hetero_megatron.planner.report.comparison import BRIEF, Comparisons, Summary, summarize
 from hetero_megatron.planner.report.text import format_summary, summary_json
-from hetero_megatron.planner.search.driver import search
+from hetero_megatron.planner.search.driver import search, search_types_alone
 from hetero_megatron.planner.search.uniform import closed_seconds, uniform_plans
-from hetero_megatron.planner.simulate.step import predict
+from hetero_megatron.planner.simulate.step import Prediction, predict
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.time_budget import TimeBudget, never
 from hetero_megatron.planner.whatif.replan import WarmPlanner
@@ -43,6 +45,7 @@ DATA: dict[str, Any] = {
     "links": {"inter_node": {"bandwidth": "25 GB/s", "latency": "10 us"}},
 }
 OPTIONS = SearchOptions(exhaustive=False, top=3, space=SearchSpace(offload="never"))
+PROBLEM = PlanningProblem(MODEL, cluster_from_dict(DATA), LENGTH, BATCH, OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +55,8 @@ def cluster() -> Cluster:
 
 @pytest.fixture(scope="module")
 def summary(cluster: Cluster) -> Summary:
-    result = search(PlanningProblem(MODEL, cluster, LENGTH, BATCH, OPTIONS))
-    return summarize(result, PlanningProblem(MODEL, cluster, LENGTH, BATCH, OPTIONS))
+    result = search(PROBLEM.on(cluster))
+    return summarize(result, PROBLEM.on(cluster), Comparisons(every=True))
 
 
 def test_rejected_plans_name_the_rank_and_the_bytes(summary: Summary, cluster: Cluster) -> None:
@@ -95,7 +98,7 @@ def test_a_type_that_cannot_train_the_model_alone_says_what_it_lacks(summary: Su
 
 def test_plans_for_the_loss_of_any_node(cluster: Cluster) -> None:
     """One per group of the file; it is a plan also where another node of the group is gone."""
-    planner = WarmPlanner(PlanningProblem(MODEL, cluster, LENGTH, BATCH, OPTIONS))
+    planner = WarmPlanner(PROBLEM.on(cluster))
     losses = {loss.node: loss for loss in planner.losses()}
     assert {node: loss.alike for node, loss in losses.items()} == {"ampere": 1, "ada-0": 2}
     assert losses["ampere"].plan is None and "fits in no plan" in losses["ampere"].problem
@@ -106,13 +109,11 @@ def test_plans_for_the_loss_of_any_node(cluster: Cluster) -> None:
 
 
 def test_where_no_known_pipeline_fits_what_is_left_it_is_searched(cluster: Cluster) -> None:
-    planner = WarmPlanner(PlanningProblem(MODEL, cluster, LENGTH, BATCH, OPTIONS))
+    planner = WarmPlanner(PROBLEM.on(cluster))
     planner.outlines = []
     loss = {loss.node: loss for loss in planner.losses()}["ada-0"]
     assert loss.plan is not None and not loss.warm and loss.cluster is not None
-    best = search(
-        PlanningProblem(MODEL, cluster_from_dict(without_nodes(DATA, {"ada-0"})), LENGTH, BATCH, OPTIONS)
-    ).best
+    best = search(PROBLEM.on(cluster_from_dict(without_nodes(DATA, {"ada-0"})))).best
     assert loss.step_seconds == best.step_seconds
 
 
@@ -141,12 +142,78 @@ def test_the_bound_stops_in_time_and_still_holds(summary: Summary, cluster: Clus
         cut = price_bound(result.scorer, MODEL, BATCH, space, step, late=lambda n=asked, c=count: next(c) > n)
         assert 0.0 <= cut.seconds <= whole.seconds, "what was ruled out by then"
     over = TimeBudget(0.0)
-    late = summarize(result, PlanningProblem(MODEL, cluster, LENGTH, BATCH, OPTIONS), baselines=False, budget=over)
-    assert late.bound is None and "no bound: the time is up; --bound computes it" in format_summary(late)
-    wanted = summarize(
-        result, PlanningProblem(MODEL, cluster, LENGTH, BATCH, OPTIONS), baselines=False, budget=over, bound=True
-    )
-    assert wanted.bound is not None and wanted.bound.seconds == whole.seconds
+    late = summarize(result, PROBLEM.on(cluster), BRIEF, budget=over)
+    assert late.bound is not None and late.bound.method == "work" and "--bound computes" in format_summary(late)
+    asked = Comparisons(baselines=False, bound=True)
+    wanted = summarize(result, PROBLEM.on(cluster), asked, budget=over)
+    assert wanted.bound is not None and wanted.bound.seconds == whole.seconds and wanted.bound.method == "prices"
+    assert 0 < late.bound.seconds < wanted.bound.seconds <= step and "--bound" not in format_summary(wanted)
+
+
+def test_the_report_by_default_searches_nothing_and_predicts_one_uniform_plan(
+    cluster: Cluster, summary: Summary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What takes longer than a part of the search's time is left to --compare and --bound."""
+    result, predicted = search(PROBLEM.on(cluster)), []
+
+    def search_again(*_: Any, **__: Any) -> None:
+        raise AssertionError("another search")
+
+    def count(plan: Plan, *words: Any) -> Prediction:
+        predicted.append(plan)
+        return predict(plan, *words)
+
+    monkeypatch.setattr("hetero_megatron.planner.search.driver.search", search_again)
+    monkeypatch.setattr("hetero_megatron.planner.report.comparison.price_bound", search_again)
+    monkeypatch.setattr("hetero_megatron.planner.report.comparison.predict", count)
+    brief = summarize(result, PROBLEM.on(cluster))
+    assert len(predicted) == 1 and brief.uniform is not None and summary.uniform is not None
+    assert brief.uniform.step_seconds >= summary.uniform.step_seconds
+    assert predict(predicted[0], MODEL, cluster).step_seconds == brief.uniform.step_seconds
+    assert not brief.alone and not brief.rejected and "--compare" in format_summary(brief)
+    report = summary_json(brief)
+    assert report["alone"] == [] and "--compare" in report["alone_skipped"]
+    assert report["hethub_bound_tokens_per_second"] is None and report["uniform"]["text"] == brief.uniform.text
+    assert "--compare" not in format_summary(summary) and summary_json(summary)["alone_skipped"] == ""
+
+
+def test_types_that_the_search_had_alone_are_compared_without_being_asked_for() -> None:
+    one = cluster_from_dict({**DATA, "nodes": [{"name": "n", "chip": "A100-80-SXM", "chips_per_node": 8}]})
+    result = search(PlanningProblem(MODEL, one, LENGTH, BATCH, OPTIONS))
+    (alone,) = summarize(result, PlanningProblem(MODEL, one, LENGTH, BATCH, OPTIONS)).alone
+    assert (alone.chips, alone.step_seconds) == (8, result.best.step_seconds)
+    two = cluster_from_dict({**DATA, "nodes": [{"name": c, "chip": c} for c in ("A100-80-SXM", "H100-SXM")]})
+    options, model = replace(OPTIONS, exhaustive=None), replace(MODEL, num_layers=4)
+    result = search(PlanningProblem(model, two, LENGTH, 2, options))
+    assert result.method == "enumeration"
+    found = summarize(result, PlanningProblem(model, two, LENGTH, 2, options))
+    best = {chip: own.best.step_seconds for chip, own in result.alone.items() if not isinstance(own, UserError)}
+    assert {row.name: row.step_seconds for row in found.alone} == best and not found.skipped
+
+
+def test_a_type_whose_search_is_cut_short_is_not_compared(cluster: Cluster) -> None:
+    result, over = search(PROBLEM.on(cluster)), TimeBudget(0.0)
+    assert not search_types_alone(result, PROBLEM.on(cluster), over) and not result.alone
+    late = summarize(result, PROBLEM.on(cluster), Comparisons(every=True), budget=over)
+    assert not late.alone and "the time is up" in format_summary(late)
+    whole = TimeBudget()
+    assert search_types_alone(result, PROBLEM.on(cluster), whole)
+    assert set(result.alone) == {"A100-80-SXM", "L4"} and isinstance(result.alone["L4"], UserError)
+
+
+def test_the_command_compares_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(DATA))
+    words = ["plan", "--model", "llama2-7b", "--cluster", str(tmp_path / "c.yaml"), "--seq-length", str(LENGTH)]
+    words += ["--global-batch-size", str(BATCH), "--offload", "never", "--micro-batch-size", "1", "--json"]
+    assert main(words) == 0
+    brief, said = json.loads((captured := capsys.readouterr()).out), captured.err
+    assert main([*words, "--compare", "--bound"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert not said and (brief["fingerprint"], brief["alone"]) == (whole["fingerprint"], [])
+    assert [row["name"] for row in whole["alone"]] == ["A100-80-SXM", "L4"] and whole["hetero_speedup_ratio"] > 0
+    assert brief["bound"]["step_seconds"] < whole["bound"]["step_seconds"] <= whole["step_seconds"]
+    assert main([*words, "--compare", "--no-baselines"]) == 2
+    assert "--no-baselines" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seed", range(8))

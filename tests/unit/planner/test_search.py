@@ -22,7 +22,7 @@ from hetero_megatron.planner.estimate.layer_partition import _bisect, best_split
 from hetero_megatron.planner.estimate.pipeline_time import Link, closed_form, lower_bound, many, seconds
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
-from hetero_megatron.planner.report.comparison import summarize
+from hetero_megatron.planner.report.comparison import BRIEF, Comparisons, summarize
 from hetero_megatron.planner.report.text import summary_json
 from hetero_megatron.planner.search.batch_partition import allocate
 from hetero_megatron.planner.search.driver import search
@@ -191,7 +191,7 @@ def test_where_the_enumeration_leaves_much_out_prices_give_the_bound() -> None:
         nodes = [{"name": "n", "chip": "A100-80-SXM", "chips_per_node": chips}]
         cluster = cluster_from_dict({"version": 1, "nodes": nodes, "links": {}})
         result = search(PlanningProblem(model, cluster, 1024, 16, options))
-        summary = summarize(result, PlanningProblem(model, cluster, 1024, 16, options), baselines=False)
+        summary = summarize(result, PlanningProblem(model, cluster, 1024, 16, options), BRIEF)
         assert result.method == "enumeration" and summary.bound is not None
         step = result.best.step_seconds
         assert 0.85 * step <= summary.bound.seconds <= step and result.lower_bound <= step
@@ -215,7 +215,8 @@ def test_programs_search_a_larger_cluster_deterministically() -> None:
     assert a.best.plan.fingerprint() == b.best.plan.fingerprint()
     again = plan_from_dict(to_dict(a.best.plan), model, a.best.cluster, "bf16")
     assert again.fingerprint() == a.best.plan.fingerprint()
-    summary = summarize(a, PlanningProblem(model, cluster, 2048, 32, options))
+    asked = Comparisons(every=True, bound=True)
+    summary = summarize(a, PlanningProblem(model, cluster, 2048, 32, options), asked)
     assert summary.uniform is not None
     assert summary.uniform.step_seconds >= a.best.step_seconds * (1 - 1e-9)
     assert summary.bound is not None

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 
 from hetero_megatron.cluster import cluster_from_dict
+from hetero_megatron.cluster.subset import of_type
+from hetero_megatron.errors import UserError
 from hetero_megatron.planner.estimate.layer_partition import best_split, listed
 from hetero_megatron.planner.estimate.lower_bounds import SyncBounds, floor, line_under
 from hetero_megatron.planner.estimate.stage_table import StageKind
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
-from hetero_megatron.planner.report.comparison import best_uniform, each_alone, summarize
+from hetero_megatron.planner.report.comparison import BRIEF, best_uniform, summarize
 from hetero_megatron.planner.report.text import summary_json
-from hetero_megatron.planner.search.driver import SearchResult, search
+from hetero_megatron.planner.search.driver import SearchResult, search, search_or_error
 from hetero_megatron.planner.search.incumbent import Incumbent
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.plan_template import (
@@ -46,20 +48,17 @@ def test_no_slower_than_a_type_alone_or_a_uniform_plan(seed: int, kind: str, bat
     problem = PlanningProblem(case.model, case.cluster, case.seq_length, batch, options)
     result = search(problem)
     assert result.method == "enumeration"
-    rows = []
+    rows: dict[str, float] = {}
     for chip in dict.fromkeys(group.chip for group in result.pool.groups):
-        part = replace(result, alone={}, pool=replace(result.pool, groups=_only(result.pool.groups, chip)))
-        rows += each_alone(part, problem)
-    assert [row.text for row in rows] == [row.text for row in each_alone(result, problem)]
-    rows.append(best_uniform(result, problem)[0])
-    best = min((row.step_seconds for row in rows if row.step_seconds), default=math.inf)
+        part = search_or_error(problem.on(of_type(case.cluster, chip)))
+        if not isinstance(part, UserError):
+            rows[chip] = part.best.step_seconds
+    assert rows == {row.name: row.step_seconds for row in summarize(result, problem).alone if not row.problem}
+    uniform = best_uniform(result, problem)[0]
+    best = min([*rows.values(), *([] if uniform.problem else [uniform.step_seconds])], default=math.inf)
     assert math.isfinite(best)
     assert result.best.step_seconds <= best * (1 + 1e-9)
     assert result.lower_bound <= result.best.step_seconds
-
-
-def _only(groups, chip):  # type: ignore[no-untyped-def]
-    return tuple(group for group in groups if group.chip == chip)
 
 
 def test_equal_plans_are_kept_once() -> None:
@@ -130,6 +129,6 @@ def test_tensor_parallel_groups_of_unlike_chips_are_cut_by_speed() -> None:
     equal = replace(plan, pipelines=(replace(plan.pipelines[0], stages=(even,)),))
     assert result.best.step_seconds < predict(equal, costs.model, result.best.cluster, "bf16", costs).step_seconds
     # The bound counts all plans then.
-    summary = summarize(result, PlanningProblem(costs.model, result.best.cluster, 2048, 1), baselines=False)
+    summary = summarize(result, PlanningProblem(costs.model, result.best.cluster, 2048, 1), BRIEF)
     assert summary.bound is not None and summary.bound.seconds <= result.best.step_seconds
     assert summary_json(summary)

@@ -1,0 +1,3 @@
+"""The name of the backend, importable where mpi4py is missing."""
+
+BACKEND = "mpi_island"
