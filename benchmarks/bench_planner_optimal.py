@@ -70,6 +70,7 @@ def report(
     below: int,
     ratios: list[float],
     gaps: list[float],
+    errors: list[float],
     better: dict[str, list[float]],
 ) -> None:
     print(f"{done} clusters; {nowhere} on which nothing is found ({wrong} of these have a plan)")
@@ -79,6 +80,8 @@ def report(
           f"{sum(r > 0.01 for r in ratios)} of {len(ratios)} by more than 1 %")  # fmt: skip
     print(f"bound: below the optimum's time on all but {below}; gap median {statistics.median(gaps):.2%}, "
           f"mean {statistics.mean(gaps):.2%}, worst {max(gaps):.2%}")  # fmt: skip
+    print(f"estimate of judged templates against the step simulator: {len(errors)} of them, "
+          f"mean error {statistics.mean(map(abs, errors)):.3%}, worst {max(errors, key=abs):+.3%}")  # fmt: skip
     for name, values in better.items():
         if values:
             print(f"against the best of {name}: {len(values)} clusters, median {statistics.median(values):.3f}x, "
@@ -114,6 +117,7 @@ def main() -> None:
     ratios: list[float] = []
     searched: list[float] = []
     gaps: list[float] = []
+    errors: list[float] = []
     better: dict[str, list[float]] = {"uniform plan": [], **{name: [] for name in RULES}}
     nowhere = wrong = below = done = 0
     start, cpu = time.perf_counter(), time.process_time()
@@ -121,7 +125,7 @@ def main() -> None:
         if time.perf_counter() - start > args.seconds:
             break
         if done and done % 20 == 0:
-            report(done, nowhere, wrong, below, ratios, gaps, better)
+            report(done, nowhere, wrong, below, ratios, gaps, errors, better)
             print(f"{time.process_time() - cpu:.0f} CPU s so far", flush=True)
         case = random_case(seed, kind)
         if args.unequal:
@@ -145,7 +149,9 @@ def main() -> None:
                 print(f"{kind}:{seed}: nothing found, but there is a plan", flush=True)
             continue
         searched.append(time.process_time() - began)
-        mine = min(s.step_seconds for c in (result.best, *result.others) if (s := scorer.score(c.template)))
+        judged = [(s.step_seconds, c) for c in (result.best, *result.others) if (s := scorer.score(c.template))]
+        errors += [seconds / c.step_seconds - 1 for seconds, c in judged]
+        mine = min(seconds for seconds, _ in judged)
         reference = Exhaustive(case, scorer, mine, args.shares, args.offload)
         best = reference.run()
         bound = result.lower_bound or price_bound(scorer, case.model, case.batch, space, mine).seconds
@@ -166,7 +172,7 @@ def main() -> None:
                 value = found.run()
                 if found.found is not None:
                     better[name].append(value / mine)
-    report(done, nowhere, wrong, below, ratios, gaps, better)
+    report(done, nowhere, wrong, below, ratios, gaps, errors, better)
     print(f"CPU s of a search: median {statistics.median(searched):.2f}, worst {max(searched):.2f}")
 
 
