@@ -31,13 +31,13 @@ class TimeBudget:
         self._catches = True
 
     def uncaught(self) -> TimeBudget:
-        """The same limit for work that Ctrl-C ends at once."""
+        """The same limit, for work that Ctrl-C may end at once."""
         other = copy.copy(self)
         other._catches = False
         return other
 
     def over(self) -> bool:
-        """Whether to stop; who asks also does, so that what was found is not all."""
+        """Whether to stop. A caller that is told so must stop: the result then counts as cut short."""
         if self.interrupted or (self.deadline is not None and time.monotonic() > self.deadline):
             self.cut = True
             return True
@@ -45,7 +45,7 @@ class TimeBudget:
 
     @contextmanager
     def catching(self) -> Iterator[None]:
-        """Ctrl-C ends no more than the work in here."""
+        """In this block Ctrl-C ends the block, not the command."""
         try:
             yield
         except KeyboardInterrupt:
@@ -54,13 +54,13 @@ class TimeBudget:
             self.stop()
 
     def stop(self) -> None:
-        """For who catches a KeyboardInterrupt itself; raises it again where it is to go through."""
+        """Call after catching a KeyboardInterrupt: end the search here, or re-raise where the budget does not catch."""
         if not self._catches:
             raise KeyboardInterrupt
         self.interrupted = self.cut = True
 
     def finish(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns, begun again where Ctrl-C ends it: for short work without which there is no plan."""
+        """Run ``work``; retry once if Ctrl-C interrupts it, so there is still a plan to print. For short work only."""
         with self.catching():
             return work()
         return work()

@@ -1,4 +1,4 @@
-"""A rank's own time in the exchange of all its buckets: packing, summing and unpacking, in order, few under way."""
+"""Host time of a rank in gradient sync: packing, summing and unpacking its buckets in order, few of them in flight."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RankHost:
         return self.last
 
     def finish(self, at: float) -> float:
-        """When everything is summed; ``at``: when the rank is done with all else."""
+        """Time (s) when all buckets are reduced. ``at``: when the rank is done with all else (s)."""
         end = max(at + self.delay, self.last)
         for arrived, after in self.under_way:
             end = max(end, arrived) + after

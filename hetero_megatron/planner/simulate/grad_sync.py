@@ -61,12 +61,12 @@ class GradSync:
         self._posting: dict[tuple[int, ...], float] = {}
         self._own: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
 
-    def meetings(self, bucket: Bucket, spread: bool) -> list[list[SyncAction]]:
-        """Who meets in each action on a bucket, in the order of the actions."""
-        return self.structure.meetings(bucket, spread)
+    def actions(self, bucket: Bucket, spread: bool) -> list[list[SyncAction]]:
+        """Participants of each action on a bucket, by hop, in the order of the actions."""
+        return self.structure.actions(bucket, spread)
 
-    def price(self, meeting: SyncAction, item: float, spread: bool) -> PortPrice:
-        content = meeting.content
+    def price(self, action: SyncAction, item: float, spread: bool) -> PortPrice:
+        content = action.content
         key = (id(content), item, spread)
         if key not in self._prices:
             if content.ranks not in self._posting:
@@ -124,9 +124,9 @@ class GradSync:
             return part.action + head + (len(held) - held.index(min(decoder))) * each
         return part.action + head
 
-    def host_seconds(self, meeting: SyncAction, item: float, spread: bool) -> tuple[Floats, Floats]:
+    def host_seconds(self, action: SyncAction, item: float, spread: bool) -> tuple[Floats, Floats]:
         """(before, after) it travels, by rank: packing what others get; summing gradients, or writing parameters."""
-        content, dense = meeting.content, meeting.bucket.dense
+        content, dense = action.content, action.bucket.dense
         key = (id(content), dense, item, spread)
         if key not in self._own:
             pack, add, unpack, fixed = (x[content.at] for x in (self._pack, self._add, self._unpack, self._fixed))
@@ -151,7 +151,7 @@ class GradSync:
         sharded = self.model.options.sharded  # an all-reduce packs and adds on the way
         places, order = self.structure.places, self.structure.order(spread)
         hosts = RankHosts(
-            len(places.ranks), IN_FLIGHT if self.structure.hops == 1 else max(IN_FLIGHT, len(order.meetings))
+            len(places.ranks), IN_FLIGHT if self.structure.hops == 1 else max(IN_FLIGHT, len(order.actions))
         )
         missing = list(order.missing)
         heap: list[tuple[float, int]] = []
@@ -159,11 +159,11 @@ class GradSync:
         spans = []
 
         def launch(number: int) -> None:
-            meeting = order.meetings[number]
-            pack = self.host_seconds(meeting, item, spread)[0] if sharded else 0.0
-            there = ready(meeting.bucket)[meeting.content.inside]
-            limited = spread or meeting.hop == 0
-            sent = hosts.start(meeting.content.at, meeting.bucket.index, there, pack, limited)
+            action = order.actions[number]
+            pack = self.host_seconds(action, item, spread)[0] if sharded else 0.0
+            there = ready(action.bucket)[action.content.inside]
+            limited = spread or action.hop == 0
+            sent = hosts.start(action.content.at, action.bucket.index, there, pack, limited)
             heapq.heappush(heap, (float(sent.max()), number))
 
         for number, count in enumerate(order.missing):
@@ -171,14 +171,14 @@ class GradSync:
                 launch(number)
         while heap:
             at, number = heapq.heappop(heap)
-            meeting = order.meetings[number]
-            cost = self.price(meeting, item, spread)
+            action = order.actions[number]
+            cost = self.price(action, item, spread)
             start = max(at, float(free[cost.ports].max())) if len(cost.ports) else at
             free[cost.ports] = start + cost.busy
             end = start + cost.seconds + cost.latency
-            spans.append(BucketSpan(meeting.bucket.index, start, end, meeting.hop))
-            after = self.host_seconds(meeting, item, spread)[1] if sharded else 0.0
-            hosts.travel(meeting.content.at, meeting.bucket.index, end, after)
+            spans.append(BucketSpan(action.bucket.index, start, end, action.hop))
+            after = self.host_seconds(action, item, spread)[1] if sharded else 0.0
+            hosts.travel(action.content.at, action.bucket.index, end, after)
             for following, count in order.following.get(number, ()):
                 missing[following] -= count
                 if not missing[following]:

@@ -31,7 +31,7 @@ class PreparedPlan:
         return self._schedules[shape]
 
     def structure(self, costs: CostModel, network: LinkModel) -> SyncStructure:
-        """Who meets in which exchange of gradients, and what they exchange."""
+        """Participants and element counts of every exchange of gradients."""
         if self._structure is None or not self._structure.serves(costs):
             self._structure = SyncStructure(self.plan, costs, network, self.compiled.buckets)
         return self._structure

@@ -1,4 +1,4 @@
-"""Who meets in each action on a plan's buckets, what they exchange, and in which order: all but rates."""
+"""Rate-independent structure of gradient sync: participants, element counts and order of each REDUCE and SPREAD."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ActionContent:
 
 @dataclass(frozen=True, eq=False)
 class SyncAction:
-    """The ranks that do one action on a bucket together."""
+    """One hop of a bucket: ranks that exchange its elements in one collective."""
 
     bucket: Bucket
     hop: int
@@ -93,10 +93,10 @@ class SyncAction:
 
 @dataclass(frozen=True)
 class ActionOrder:
-    """A rank does its actions in order: ``meetings``; ``missing``: how many members of each have an earlier one;
-    ``following``: by meeting, the ones that come next for some of its members, and for how many."""
+    """A rank does its actions in order: ``actions``; ``missing``: how many members of each have an earlier one;
+    ``following``: by action, the ones that come next for some of its members, and for how many."""
 
-    meetings: Sequence[SyncAction]
+    actions: Sequence[SyncAction]
     missing: Sequence[int]
     following: Mapping[int, Sequence[tuple[int, int]]]
 
@@ -136,24 +136,24 @@ class SyncStructure:
         """Places of the bucket's ranks."""
         return self._at[bucket.index]
 
-    def meetings(self, bucket: Bucket, spread: bool) -> list[list[SyncAction]]:
-        """Who meets in each action on a bucket, in the order of the actions."""
+    def actions(self, bucket: Bucket, spread: bool) -> list[list[SyncAction]]:
+        """Participants of each action on a bucket, by hop, in the order of the actions."""
         rows = self._contents[bucket.index]
         return [[SyncAction(bucket, a.chunk, c) for c in rows[a.chunk]] for a in bucket_actions(bucket, spread)]
 
     def order(self, spread: bool) -> ActionOrder:
         spread = spread and self.hops > 1  # of single hops it is the same both ways
         if spread not in self._orders:
-            found = [m for b in self.buckets for row in self.meetings(b, spread) for m in row]
-            latest = np.full(len(self.places.ranks), -1)  # number of a rank's last meeting
+            found = [m for b in self.buckets for row in self.actions(b, spread) for m in row]
+            latest = np.full(len(self.places.ranks), -1)  # number of a rank's last action
             missing: list[int] = []
             following: dict[int, list[tuple[int, int]]] = defaultdict(list)
-            for number, meeting in enumerate(found):
-                counts = Counter(latest[meeting.content.at].tolist())
-                missing.append(len(meeting.ranks) - counts.pop(-1, 0))
+            for number, action in enumerate(found):
+                counts = Counter(latest[action.content.at].tolist())
+                missing.append(len(action.ranks) - counts.pop(-1, 0))
                 for earlier, count in counts.items():
                     following[earlier].append((number, count))
-                latest[meeting.content.at] = number
+                latest[action.content.at] = number
             self._orders[spread] = ActionOrder(found, missing, following)
         return self._orders[spread]
 
