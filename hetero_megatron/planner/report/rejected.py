@@ -9,7 +9,6 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, from_megatron, validate
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
-from hetero_megatron.planner.search.incumbent import EXACT_CHIPS
 from hetero_megatron.planner.search.uniform import UniformPlan, bytes_over, closed_seconds, uniform_plans
 from hetero_megatron.planner.simulate.memory_report import OverLimit
 from hetero_megatron.planner.simulate.step import over_memory
@@ -58,7 +57,7 @@ def _look(
     rows: Iterable[Row], problem: PlanningProblem, scorer: TemplateScorer, of: str, most: int
 ) -> list[Rejected]:  # fmt: skip
     found: list[Rejected] = []
-    if scorer.pool.chips > EXACT_CHIPS or scorer.pool.chips < problem.cluster.world_size:
+    if scorer.pool.chips < problem.cluster.world_size:
         return found
     for uniform, template in rows:
         if len(found) == most:

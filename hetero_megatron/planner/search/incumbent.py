@@ -17,18 +17,15 @@ from typing import Protocol
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.plan import Plan, validate
 from hetero_megatron.plan.islands import with_islands_where_quick
-from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.estimate.template_score import TemplateScore, TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.materialize import TemplateBuilder
-from hetero_megatron.planner.search.memory_check import most_over
 from hetero_megatron.planner.simulate.step import Prediction, predict
 from hetero_megatron.planner.template.placement import place, to_plan
 from hetero_megatron.planner.template.plan_template import PlanTemplate
 from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.words import plural
 
-EXACT_CHIPS = 16384  # above, the search does not wait for the simulator, which takes longer than it does
 WINDOW = 1.01  # templates are simulated if they are within this of the best: both mostly agree to 0.5 %
 SMALL = 256  # chips, up to which simulation takes next to no time
 Progress = Callable[[str], None]
@@ -169,22 +166,6 @@ class JudgedPlan:
         return self.prediction.step_seconds
 
 
-class LazyJudgedPlan(JudgedPlan):
-    """A plan of a very large cluster, which is known to fit: simulated when first asked for."""
-
-    def __init__(
-        self, plan: Plan, cluster: Cluster, template: PlanTemplate, idle: tuple[int, ...], costs: CostModel
-    ) -> None:
-        fields = {"plan": plan, "cluster": cluster, "template": template, "idle": idle, "_costs": costs}
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
-
-    @cached_property
-    def prediction(self) -> Prediction:  # type: ignore[override]
-        costs: CostModel = self.__dict__["_costs"]
-        return predict(self.plan, costs.model, self.cluster, costs.dtype, costs)
-
-
 def judged_plan(
     problem: PlanningProblem, scorer: TemplateScorer, plan: Plan, found: Prediction, text: str
 ) -> JudgedPlan:
@@ -201,8 +182,6 @@ def judge(
     best simulated so far could be faster, so on small clusters all of that is simulated. When ``budget`` is over, the
     first one that fits is enough."""
     budget = budget or TimeBudget()
-    if scorer.pool.chips > EXACT_CHIPS:
-        return _first_that_fits(rows, problem, scorer, budget)
     found: list[JudgedPlan] = []
     least, small, top = math.inf, scorer.pool.chips <= SMALL, problem.options.top
     for seconds, _, template in rows:
@@ -219,30 +198,13 @@ def judge(
     return sorted(found, key=lambda plan: plan.step_seconds)
 
 
-def _first_that_fits(
-    rows: list[Row], problem: PlanningProblem, scorer: TemplateScorer, budget: TimeBudget
-) -> list[JudgedPlan]:
-    """Of a cluster too large to simulate all: the first that is known to fit, or else that fits by simulation."""
-    tight = [most_over(scorer, template) > 0 for _, _, template in rows]
-    for i in sorted(range(len(rows)), key=lambda i: (rows[i][0] > WINDOW * rows[0][0], tight[i], i)):
-        plan = budget.finish(partial(judge_template, rows[i][2], problem, scorer, lazy=not tight[i]))
-        if plan is not None and (isinstance(plan, LazyJudgedPlan) or not plan.prediction.over):
-            return [plan]
-    return []
-
-
-def judge_template(
-    template: PlanTemplate, problem: PlanningProblem, scorer: TemplateScorer, lazy: bool = False
-) -> JudgedPlan | None:
-    """The plan of a template, validated and simulated (``lazy``: when asked for); None when its TP groups do not pack
-    into the nodes."""
+def judge_template(template: PlanTemplate, problem: PlanningProblem, scorer: TemplateScorer) -> JudgedPlan | None:
+    """The plan of a template, validated and simulated; None when its TP groups do not pack into the nodes."""
     placed = place(template, scorer.pool)
     if placed is None:
         return None
     model, cluster = problem.model, problem.cluster
     plan = with_islands_where_quick(to_plan(placed, cluster, problem.seq_length, model.num_heads), model, cluster)
     validate(plan, model, cluster, dtype=problem.dtype)
-    if lazy:
-        return LazyJudgedPlan(plan, cluster, template, placed.idle, scorer.costs)
     prediction = predict(plan, model, cluster, problem.dtype, scorer.costs)
     return JudgedPlan(plan, cluster, template, prediction, placed.idle)

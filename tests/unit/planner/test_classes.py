@@ -20,7 +20,6 @@ from hetero_megatron.planner.cost.sync_host_cost import RankHost, RankHosts
 from hetero_megatron.planner.estimate.pipeline_time import Link, seconds
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, make_scorer
 from hetero_megatron.planner.problem import PlanningProblem
-from hetero_megatron.planner.search.memory_check import most_over
 from hetero_megatron.planner.simulate.bucket_flows import PortIndex, bucket_flows, of_traffic, port_traffic, price
 from hetero_megatron.planner.simulate.memory_report import estimate_memory
 from hetero_megatron.planner.simulate.step import predict
@@ -156,21 +155,18 @@ def test_hosts_in_arrays_are_hosts() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_plan_that_is_said_to_fit_fits(seed: int) -> None:
-    """Bound by classes against the memory of every rank of the placed plan, at most a few rows of each tensor apart."""
+def test_a_prediction_says_which_plans_fit(seed: int) -> None:
+    """Against the memory of every rank of the placed plan."""
     rng = random.Random(seed)
     cluster = there(3)
     scorer = make_scorer(PlanningProblem(MODEL, cluster, SEQ, 1))
     costs = scorer.costs
-    candidate, placed = random_candidate(rng, scorer)
+    _, placed = random_candidate(rng, scorer)
     plan = to_plan(placed, cluster, SEQ, MODEL.num_heads)
     validate(plan, MODEL, cluster, dtype="bf16")
     needs = estimate_memory(plan, MODEL, "bf16")
     chips = {r: cluster.ranks[r].chip for r in plan.ranks}
     exact = max(m.total + costs.overhead(chips[r]) - costs.memory_limit(chips[r]) for r, m in needs.items())
-    bound = most_over(scorer, candidate)
-    most = max(m.optimizer + m.buffers for m in needs.values())
-    assert exact <= bound <= exact + 4 * most + 1
     assert bool(predict(plan, MODEL, cluster, "bf16", costs).over) == (exact > 0)
 
 
