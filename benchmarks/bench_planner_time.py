@@ -19,8 +19,6 @@ from typing import Any
 
 from common import machine, peak_rss
 
-from hetero_megatron.planner.problem import PlanningProblem
-
 CHIPS = ("A100-80-SXM", "H100-SXM", "MI300X", "Ascend-910B", "Gaudi2", "L40S")
 # name: (chip types, nodes of 8 per type, model, sequences per step, seconds allowed)
 SIZES: dict[str, tuple[int, int, str, int, float]] = {
@@ -37,8 +35,8 @@ STAGES, MICRO_BATCHES, SIMULATED, REPLANNED = 64, 1024, 0.5, 0.1  # the last two
 def run(name: str, top: int | None) -> dict[str, Any]:
     """Search one cluster; seconds without imports."""
     from hetero_megatron.cluster import cluster_from_dict
+    from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
     from hetero_megatron.planner.report.comparison import Comparisons, summarize, text_of
-    from hetero_megatron.planner.search.driver import SearchOptions
     from hetero_megatron.planner.whatif.replan import WarmPlanner
     from hetero_megatron.spec import load_model
 

@@ -10,6 +10,8 @@ pipelines: transfers, synchronisation and optimizer take no time, states are div
 before one are as fast as the fastest chip. Lagrangian duality makes this valid for *any* prices; good ones make it
 tight.
 
+*Work* (``context_certificate.py``): what the speeds of all chips allow, whatever the plan.
+
 What a bound holds for is stated in the report (:func:`assumptions`).
 """
 
@@ -207,15 +209,9 @@ def assumptions(
     batch: int,
     space: SearchSpace,
     enumerated: bool,
-    everything: bool,
 ) -> tuple[str, ...]:
-    """What plans a bound by ``method`` is over, and what they are taken to cost.
-
-    Args:
-        enumerated: as in :func:`price_bound`.
-        everything: it was compared with the bound on the work, so it also holds for context groups and for TP groups of
-            unlike chips.
-    """
+    """What plans a bound by ``method`` is over, and what they are taken to cost; ``enumerated`` as in
+    :func:`price_bound`."""
     rates = "rates as given, chips steady (no jitter)"
     if method == "work":
         return "all plans; only products of layers and attention take time, at each chip's best rate", rates
@@ -241,7 +237,7 @@ def assumptions(
         + (f" ({space.recompute})" if space.recompute else ""),
         "every backward whole and after its forward, no virtual chunks",
         "optimizers on the chips" + (" or in host memory" if space.offload == "always" else ""),
-        "with context groups or unlike TP any plan, by its work alone" if everything else "no context groups",
+        "no context groups",
         taken,
         rates,
     )

@@ -1,10 +1,9 @@
-"""The certificate where stages may be context groups: what the speeds of all chips allow, whatever the plan.
+"""The certificate of any plan, also one with context groups: what the speeds of all chips allow.
 
 Every layer's products and every visible query-key pair are computed once in forward and again in backward, by some
 chip; a chip divides its time between the two. The least time in which all chips together do the work of a batch is a
 linear program with a known optimum (:func:`speed_bound`); recompute, communication, bubbles, head, embedding, host and
-optimizer only add to it. Plans with and without context groups compute this work, so it bounds both; the certificate
-of a search that tried both is the smaller of this and the bound of its plans without.
+optimizer only add to it. It takes milliseconds for any number of chips.
 """
 
 from __future__ import annotations

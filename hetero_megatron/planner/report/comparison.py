@@ -58,7 +58,8 @@ class Comparisons:
         every: search each chip type alone, predict all good uniform plans, and look at those that do not fit. Takes
             several times as long as the search.
         bound: by prices, however long it takes; else by what the speeds of the chips allow, which takes milliseconds,
-            and by prices only where the search enumerated.
+            and by prices only where the search enumerated. With context groups and TP groups of unlike chips among the
+            plans there is only the former.
     """
 
     baselines: bool = True
@@ -87,7 +88,7 @@ class Summary:
     skipped: str = ""  # why no chip type is compared alone
     rejected: list[Rejected] = field(default_factory=list)  # uniform plans that would be fast, if they fitted
     losses: list[NodeLoss] = field(default_factory=list)  # plans for the loss of a node, where these were asked for
-    bound_by_prices: bool = False  # whether that bound was computed
+    tighter: bool = False  # whether the bound by prices, which was not computed, may be tighter
     seconds: float = 0.0  # that the comparisons took
 
     @property
@@ -143,10 +144,12 @@ def compare(
     """
     result, started = summary.result, time.monotonic()
     problem = problem.on(result.best.cluster)
-    if what.bound and progress is not None:
+    plain = not (result.context_tried or result.unlike_groups)  # others are bound by their work alone
+    prices = plain and (what.bound or result.method == "enumeration")
+    summary.tighter = plain and not prices
+    if prices and progress is not None:
         progress("bound by prices")
-    summary.bound_by_prices = what.bound or result.method == "enumeration"
-    summary.bound, summary.assumptions = _bound(result, problem, what.bound, budget)
+    summary.bound, summary.assumptions = _bound(result, problem, prices, what.bound, budget)
     summary.variants = variants(result, problem)
     if what.baselines:
         summary.uniform, summary.rejected = best_uniform(result, problem, what.every)
@@ -173,24 +176,21 @@ def summarize(
 
 
 def _bound(
-    result: SearchResult, problem: PlanningProblem, wanted: bool, budget: TimeBudget
+    result: SearchResult, problem: PlanningProblem, prices: bool, wanted: bool, budget: TimeBudget
 ) -> tuple[LowerBound, tuple[str, ...]]:
-    """(the certificate, what it assumes). ``wanted``: by prices too, also where the time is up."""
+    """(the certificate, what it assumes). ``prices``: by prices too; ``wanted``: also where the time is up."""
     scorer, model, batch = result.scorer, problem.model, problem.global_batch_size
     space = replace(problem.space, offload="always") if result.offload_tried else problem.space
     enumerated = result.method == "enumeration" and not result.offload_tried
-    everything = result.context_tried or result.unlike_groups
     found = LowerBound(work_bound(scorer, model, batch), "work")
-    if wanted or result.method == "enumeration":
+    if prices:
         late = never if wanted else budget.over
         plain = price_bound(scorer, model, batch, space, result.best.step_seconds, enumerated, late)
         # What was left out of the enumeration may have made its bound weak; both hold.
         if 0 < result.lower_bound >= plain.seconds:
             plain = LowerBound(result.lower_bound, "enumeration")
-        # Where context groups were tried only the work bounds them.
-        pick = min if everything else max
-        found = pick(plain, found, key=lambda bound: bound.seconds)
-    return found, assumptions(found.method, scorer, model, batch, space, enumerated, everything)
+        found = max(plain, found, key=lambda bound: bound.seconds)
+    return found, assumptions(found.method, scorer, model, batch, space, enumerated)
 
 
 def best_uniform(result: SearchResult, problem: PlanningProblem, every: bool = True) -> tuple[Baseline, list[Rejected]]:

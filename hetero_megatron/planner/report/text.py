@@ -85,7 +85,7 @@ def _bound_lines(summary: Summary) -> list[str]:
         return []
     gap = max(0.0, bound.gap(best.step_seconds))
     tokens = best.prediction.tokens_per_second * best.step_seconds / bound.seconds if bound.seconds else 0.0
-    tighter = "; --bound computes a tighter one" if bound.method == "work" and not summary.bound_by_prices else ""
+    tighter = "; --bound computes a tighter one" if summary.tighter else ""
     return [
         f"no plan of this space does more than {tokens:,.0f} tokens/s under these rates: within {gap:.1%} of the bound "
         f"(by {bound.method}{tighter})",
