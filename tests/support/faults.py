@@ -19,8 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.distributed.training.test_end_to_end import ENVIRONMENT, TORCHRUN
 from tests.support.paths import ROOT
+from tests.support.programs import ENVIRONMENT, TORCHRUN
 
 STEPS = 12
 PLAN = """

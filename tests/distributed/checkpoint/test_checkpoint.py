@@ -23,11 +23,11 @@ from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.training.runtime import Runtime
 from tests.distributed.parallel.test_context_replicas import CASES as CONTEXT
-from tests.distributed.training.test_parity import LLAMA, plan
 from tests.support.hf_reference import hf_to_logical, make_hf
 from tests.support.parity import DTYPES, Case, RandomSamples, build_optimizer, fixed_case, random_case
 from tests.support.pool import shared_pool
 from tests.support.random_plans import random_plan
+from tests.support.small_plans import LLAMA, plan
 
 SEED = int(os.environ.get("SEED", "2026"))
 COUNT, QUICK = int(os.environ.get("N", "20")), 8  # random pairs of plans, and those of them in `make test`

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hetero_megatron.checkpoint.directory import CheckpointDirectory
-from tests.distributed.checkpoint.test_resume import inside
 from tests.distributed.training.test_failures import start
+from tests.support.programs import inside
 
 RUN = ["--model", "tiny", "--mock-data", "--seq-length", "16", "--micro-batch-size", "1", "--lr", "1e-3"]
 THREE_STEPS = [*RUN, "--train-iters", "3", "--save-interval", "1"]

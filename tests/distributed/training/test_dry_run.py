@@ -27,8 +27,8 @@ from hetero_megatron.training.kernels import shape_kernels
 from hetero_megatron.training.loop import DTYPES, optimizer_factory
 from hetero_megatron.training.memory import MemoryTracker
 from hetero_megatron.training.runtime import Runtime
-from tests.distributed.training.test_parity import pipe, plan, stage
 from tests.support.pool import shared_pool
+from tests.support.small_plans import pipe, plan, stage
 
 SPELLED = plan(
     [

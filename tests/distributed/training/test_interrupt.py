@@ -21,9 +21,9 @@ import pytest
 
 from hetero_megatron.checkpoint.lock import DirectoryLock
 from hetero_megatron.training.exit import INTERRUPTED, ExitConditions, LastingStream, handled, note_hang_up
-from tests.distributed.training.test_end_to_end import ENVIRONMENT, command
 from tests.support.faults import children
 from tests.support.paths import ROOT
+from tests.support.programs import ENVIRONMENT, command
 
 RUN = [sys.executable, "pretrain_gpt.py", "--model", "tiny", "--mock-data", "--seq-length", "32", "--lr", "1e-3"]
 RUN += ["--micro-batch-size", "2", "--log-interval", "1"]

@@ -18,9 +18,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.metrics import MetricsWriter, Resumed, StepMetrics
 from hetero_megatron.training.record import add_event
-from tests.distributed.checkpoint.test_resume import inside
-from tests.distributed.training.test_end_to_end import ENVIRONMENT, command
 from tests.support.paths import ROOT
+from tests.support.programs import ENVIRONMENT, command, inside
 
 WORDS = ["--mock-data", "--seq-length", "16", "--micro-batch-size", "1", "--global-batch-size", "2", "--lr", "1e-3"]
 WORDS += ["--model", "tiny", "--log-interval", "1", "--save-interval", "3", "--eval-interval", "4", "--eval-iters", "1"]

@@ -12,8 +12,8 @@ import yaml
 
 from hetero_megatron.cli import main
 from hetero_megatron.cli.configure import configure
-from tests.distributed.training.test_end_to_end import ENVIRONMENT, SINGLE, command
 from tests.support.paths import ROOT
+from tests.support.programs import ENVIRONMENT, SINGLE, command
 
 CLUSTER = {
     "nodes": [{"name": "fast", "count": 1, "chip": "big"}, {"name": "slow", "count": 2, "chip": "small"}],

@@ -19,10 +19,9 @@ from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.training.diagnosis import diagnoses_at, say_joined
 from hetero_megatron.training.jobs import Setup
 from hetero_megatron.training.supervise import Round, Seat, Supervisor, without_nodes
-from tests.distributed.checkpoint.test_resume import inside
-from tests.distributed.training.test_end_to_end import ENVIRONMENT
 from tests.support.faults import children
 from tests.support.paths import ROOT
+from tests.support.programs import ENVIRONMENT, inside
 
 CLUSTER = """
 version: 1

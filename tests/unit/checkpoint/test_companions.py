@@ -20,8 +20,8 @@ from hetero_megatron.checkpoint.companions import HUB_PATTERNS, from_checkpoint,
 from hetero_megatron.checkpoint.manifest import read_sums
 from hetero_megatron.cli.main import main
 from tests.distributed.checkpoint.test_hf_load import MODELS
-from tests.distributed.training.test_end_to_end import ENVIRONMENT
 from tests.support.paths import ROOT
+from tests.support.programs import ENVIRONMENT
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
 FILES = {  # of every kind, with bytes that no library would write anew alike

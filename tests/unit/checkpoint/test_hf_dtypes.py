@@ -18,9 +18,8 @@ from hetero_megatron.cli.main import main
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import load_model
 from tests.distributed.checkpoint.test_hf_load import save
-from tests.distributed.checkpoint.test_resume import inside
-from tests.distributed.training.test_end_to_end import ENVIRONMENT, command
 from tests.support.paths import ROOT
+from tests.support.programs import ENVIRONMENT, command, inside
 
 NORM = "model.norm.weight"
 DATA = ["--mock-data", "--seq-length", "16", "--micro-batch-size", "2", "--seed", "3"]

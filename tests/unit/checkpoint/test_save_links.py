@@ -15,8 +15,8 @@ from hetero_megatron.checkpoint.export_folder import make_work, publish_work, wo
 from hetero_megatron.checkpoint.lock import DirectoryLock
 from hetero_megatron.checkpoint.native import check_writable
 from hetero_megatron.errors import UserError
-from tests.distributed.checkpoint.test_resume import inside
 from tests.distributed.checkpoint.test_save_directory import RUN
+from tests.support.programs import inside
 from tests.support.tiny_checkpoint import alone, load, save
 
 

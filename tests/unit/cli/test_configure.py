@@ -17,8 +17,8 @@ from hetero_megatron.cli.main import main as hetero_megatron
 from hetero_megatron.cli.pretrain import main as pretrain
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.config import RunConfig
-from tests.distributed.training.test_parity import LLAMA
 from tests.support.paths import ROOT
+from tests.support.small_plans import LLAMA
 
 TINY = "--model tiny --mock-data --seq-length 64 --micro-batch-size 2 --train-iters 10 --lr 1e-3"
 SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 100"

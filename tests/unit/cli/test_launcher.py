@@ -12,8 +12,8 @@ from hetero_megatron.cli.pretrain import main
 from hetero_megatron.errors import UserError
 from hetero_megatron.launcher import LauncherEnvironment, is_first, read_launcher, refuse_copies
 from hetero_megatron.training.loop import open_to_others
-from tests.distributed.training.test_end_to_end import ENVIRONMENT
 from tests.support.paths import ROOT
+from tests.support.programs import ENVIRONMENT
 
 FLAGS = ["--model", "tiny", "--mock-data", "--seq-length", "32", "--micro-batch-size", "1", "--train-iters", "1"]
 TWO = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
