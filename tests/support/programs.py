@@ -6,6 +6,7 @@ is in ``tests/distributed/training/test_end_to_end.py`` and ``tests/slow``.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import multiprocessing as mp
@@ -79,6 +80,7 @@ class Program:
         self._folder = tempfile.TemporaryDirectory(prefix="program")
         self._process = context.Process(target=_program, args=(list(words), dict(environment), self._folder.name))
         self._process.start()
+        atexit.register(self.kill)
         assert self._process.pid is not None
         self.pid = self._process.pid
 
