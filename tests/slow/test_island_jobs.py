@@ -19,7 +19,7 @@ from tests.support.testbed_jobs import CLUSTER, LINKS, STEPS, TRAIN, TestbedRun
 from tests.support.vendors import PLUGINS, build_emulated
 from tests.testbed.test_launch import hetero, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500), pytest.mark.testbed]
 DEVICES = {"HETERO_PLUGINS": "hetero_emulated_vendor.plugin", "PYTHONPATH": str(PLUGINS / "emulated_vendor")}
 
 

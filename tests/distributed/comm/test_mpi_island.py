@@ -168,6 +168,7 @@ def losses(directory: Path, pipelines: str, islands: list[int], alone: bool = Fa
 
 
 @needs_mpi
+@pytest.mark.slow
 def test_training_over_mpi_islands_equals_one_process(tmp_path: Path) -> None:
     """In one island; in two, between which stages and gradients cross; in two and a rank that speaks gloo only."""
     one, _ = losses(tmp_path / "one", ONE, [])
@@ -179,6 +180,7 @@ def test_training_over_mpi_islands_equals_one_process(tmp_path: Path) -> None:
 
 
 @needs_mpi
+@pytest.mark.slow
 def test_a_layer_s_group_across_islands_is_refused(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(PLAN + ACROSS)
     words = [*TRAINING, "--plan", str(tmp_path / "plan.yaml"), "--platform", "mpi_host"]
