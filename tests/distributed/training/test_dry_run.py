@@ -27,6 +27,7 @@ from hetero_megatron.training.memory import MemoryTracker
 from hetero_megatron.training.runtime import Runtime
 from tests.support.pool import shared_pool
 from tests.support.programs import run_ranks
+from tests.support.selection import quick
 from tests.support.small_plans import pipe, plan, stage
 
 SPELLED = plan(
@@ -99,7 +100,7 @@ def real_step(comm: Comm, run: RunConfig) -> tuple[dict[int, int], int, int] | N
     return {r: n - before.get(r, 0) for r, n in comm.sent_bytes.items()}, weights, moments + copies
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", quick(["fp32", "bf16"], ["bf16"]))
 def test_a_dry_rank_sends_and_holds_what_a_real_one_does(dtype: str, tmp_path: Path) -> None:
     run = config(dtype, tmp_path)
     real = shared_pool().run(real_step, run)
@@ -133,7 +134,7 @@ def test_the_estimate_goes_through_chunks_where_the_run_does(tmp_path: Path) -> 
             assert peak <= estimates[rank].total <= 1.35 * peak, (limit / row, rank)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", quick(["fp32", "bf16"], ["bf16"]))
 def test_an_offloaded_optimizer_is_in_the_hosts_memory(dtype: str, tmp_path: Path) -> None:
     run = config(dtype, tmp_path, OFFLOADED)
     real, estimates = shared_pool().run(real_step, run), estimate_memory(run.plan, run.spec, run.dtype)
@@ -150,7 +151,7 @@ def test_an_offloaded_optimizer_is_in_the_hosts_memory(dtype: str, tmp_path: Pat
     assert text.splitlines()[1].endswith("host") and "host" not in format_memory({2: estimates[2]})
 
 
-@pytest.mark.parametrize("kind", ["adam fp32", "adam bf16", "sgd fp32", "offload bf16"])
+@pytest.mark.parametrize("kind", quick(["adam fp32", "adam bf16", "sgd fp32", "offload bf16"], ["adam bf16"]))
 def test_the_peak_is_that_of_a_later_step(kind: str, tmp_path: Path) -> None:
     """The first step's would be too small: its moments appear only at its end."""
     name, dtype = kind.split()
@@ -193,7 +194,7 @@ def _without_offload(chosen: Plan) -> Plan:
     return replace(chosen, pipelines=tuple(replace(p, stages=stages(p)) for p in chosen.pipelines))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", quick(["1f1b", "gpipe"], ["1f1b"]))
 def test_micro_batches_that_are_not_run_count_as_those_that_are(
     schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
