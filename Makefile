@@ -20,6 +20,8 @@ N ?= 500
 SEED ?=
 # Further arguments for pytest: make test ARGS="-k layout -x"
 ARGS ?=
+# Processes that tests run in. Ranks wait for each other most of the time, so two are no more than two cores' work.
+WORKERS ?= 2
 
 .PHONY: help env demo test test-torch211 test-slow test-parity test-faults test-fuzz test-scale bench lint types check clean
 .DEFAULT_GOAL := help
@@ -39,17 +41,18 @@ demo: env  ## pretrain a small model on 4 unequal ranks of this machine (about 2
 
 test: env  ## lint, types, import contract, and all tests but the slow ones
 	@$(MAKE) --no-print-directory check
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-torch211: $(VENV)-2.11/.installed  ## tests under torch 2.11 in a second environment (5 GB)
-	$(VENV)-2.11/bin/python -m pytest $(ARGS)
+	$(VENV)-2.11/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 $(VENV)-2.11/.installed: setup.py constraints.txt
 	@tools/make_venv.sh "$(VENV)-2.11" "$(EXTRAS)" "$(PYTHON)" "torch==2.11.0 triton==3.6.0 setuptools==81.0.0 numpy==2.3.5"
 	@touch $@
 
-test-slow: env  ## fresh install, the commands of README and docs, long kills
-	$(PY) -m pytest -m "slow and not scale" $(ARGS)
+test-slow: env  ## fresh install, the commands of README and docs, testbeds, all cases of laws
+	@code=0; $(PY) -m pytest -n $(WORKERS) --dist loadfile -m "slow and not scale and not testbed" $(ARGS) || code=1; \
+	$(PY) -m pytest -m "slow and testbed" $(ARGS) && exit $$code
 
 test-parity: env  ## N random plans against one process: make test-parity N=500 SEED=1
 	@seed="$(SEED)"; seed="$${seed:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}"; \

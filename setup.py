@@ -33,6 +33,7 @@ EXTRAS = {
     "dev": [
         "pytest>=8.0",
         "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",
         "hypothesis>=6.100",
         "ruff>=0.12",
         "mypy>=1.15",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -29,3 +32,14 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 def pools_end_with_their_module() -> Iterator[None]:
     yield
     close_special_pools()
+
+
+@pytest.fixture(autouse=True)
+def one_testbed_at_a_time(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests run in several processes, and those of the testbed look for what is left of theirs on this host."""
+    if not request.node.get_closest_marker("testbed"):
+        yield
+        return
+    with (Path(tempfile.gettempdir()) / "hetero_megatron_tests_testbed.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

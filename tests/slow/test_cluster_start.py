@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.training.test_end_to_end import TORCHRUN
 from tests.support.paths import ROOT
+from tests.support.programs import TORCHRUN
 
 pytestmark = pytest.mark.slow
 

@@ -33,15 +33,15 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 CASES = [
     # links that are cut, how they are made, what the launcher does, the node that goes, the plan that goes on
     pytest.param("slow-1 fast, slow-1 slow-0", LINKS, "replan", "slow-1", "two", id="a node is cut off"),
-    pytest.param(
-        "fast slow-0, fast slow-1", LINKS, "replan", "fast", "small", id="the store's node", marks=pytest.mark.slow
-    ),
-    pytest.param("slow-0 slow-1", LINKS, "replan", "slow-1", "two", id="one link", marks=pytest.mark.slow),
-    pytest.param("slow-0 slow-1", LINKS, "restart", "", "three", id="restart", marks=pytest.mark.slow),
-    pytest.param("slow-1 fast, slow-1 slow-0", "paced", "replan", "slow-1", "two", id="paced", marks=pytest.mark.slow),
+    pytest.param("fast slow-0, fast slow-1", LINKS, "replan", "fast", "small", id="the store's node"),
+    pytest.param("slow-0 slow-1", LINKS, "replan", "slow-1", "two", id="one link"),
+    pytest.param("slow-0 slow-1", LINKS, "restart", "", "three", id="restart"),
+    pytest.param("slow-1 fast, slow-1 slow-0", "paced", "replan", "slow-1", "two", id="paced"),
 ]
 
 
+@pytest.mark.slow
+@pytest.mark.testbed
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("cuts", "links", "policy", "dropped", "plan"), CASES)
 def test_a_cut_link(

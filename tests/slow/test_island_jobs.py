@@ -11,15 +11,15 @@ import pytest
 import yaml
 
 from hetero_megatron.testbed.machine import examine
-from tests.distributed.training.test_end_to_end import ENVIRONMENT
 from tests.distributed.training.test_supervise import assert_same_losses, run_alone
 from tests.slow.test_cut_links import SMALL
 from tests.support.paths import ROOT
+from tests.support.programs import ENVIRONMENT
 from tests.support.testbed_jobs import CLUSTER, LINKS, STEPS, TRAIN, TestbedRun
 from tests.support.vendors import PLUGINS, build_emulated
 from tests.testbed.test_launch import hetero, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500), pytest.mark.testbed]
 DEVICES = {"HETERO_PLUGINS": "hetero_emulated_vendor.plugin", "PYTHONPATH": str(PLUGINS / "emulated_vendor")}
 
 

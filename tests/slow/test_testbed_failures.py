@@ -13,7 +13,7 @@ from hetero_megatron.training.metrics import FILE as METRICS
 from tests.distributed.training.test_supervise import assert_same_losses, run_alone
 from tests.support.testbed_jobs import LINKS, STEPS, TRAIN, TestbedRun, metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500), pytest.mark.testbed]
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ pipelines:
 
 
 @pytest.mark.slow
+@pytest.mark.testbed
 @pytest.mark.skipif(bool(examine().no_namespaces()), reason=f"testbed: {examine().no_namespaces()}")
 def test_training_is_the_same_on_a_testbed(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(PLAN)

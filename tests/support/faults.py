@@ -19,8 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.distributed.training.test_end_to_end import ENVIRONMENT, TORCHRUN
 from tests.support.paths import ROOT
+from tests.support.pool import PRELOAD
+from tests.support.programs import ENVIRONMENT, TORCHRUN
 
 STEPS = 12
 PLAN = """
@@ -79,7 +80,7 @@ class ForkedJob:
 
     def __init__(self, directory: Path, restarts: int, asks: bool = True) -> None:
         self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed", "hetero_megatron.training.loop"])
+        self._context.set_forkserver_preload(PRELOAD)
         self._flags, self._log = words(directory), directory / "output"
         self._left, self._asks, self._round = restarts, asks, -1
         self.returncode: int | None = None

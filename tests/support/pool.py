@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 RANKS = 8
+PRELOAD = ["tests.support.preload"]
 JOBS = 24  # of one pool: every gloo group that a job makes has a thread that wakes up 100 times a second, for ever
 COMM_TIMEOUT = float(os.environ.get("POOL_COMM_TIMEOUT", "60"))
 JOB_TIMEOUT = float(os.environ.get("POOL_TIMEOUT", "240"))  # a busy machine takes longer to start torch 8 times
@@ -48,7 +49,7 @@ class Pool:
     def __init__(self, vendors: Sequence[str] = ("cpu",) * RANKS) -> None:
         size, self.jobs = len(vendors), 0
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "hetero_megatron.comm"])
+        context.set_forkserver_preload(PRELOAD)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

@@ -15,10 +15,10 @@ from typing import Any
 from hetero_megatron.cli.main import main as hetero_megatron
 from hetero_megatron.testbed import cgroups, process, state
 from hetero_megatron.testbed.machine import examine
-from tests.distributed.training.test_end_to_end import ENVIRONMENT
 from tests.distributed.training.test_supervise import THREE, TWO
 from tests.support.faults import children
 from tests.support.paths import ROOT
+from tests.support.programs import ENVIRONMENT
 from tests.testbed.test_launch import namespaces_in_use, netns_of
 
 LINKS = "paced" if examine().no_namespaces() else "namespaces"

@@ -21,6 +21,7 @@ from tests.support.paths import ROOT
 
 JOB = [sys.executable, str(ROOT / "tests" / "support" / "testbed_job.py")]
 MACHINE = machine.examine()
+pytestmark = pytest.mark.testbed
 ATTEMPTS = 3  # at what must not be disturbed by others
 needs_namespaces = pytest.mark.skipif(bool(MACHINE.no_namespaces()), reason=f"testbed: {MACHINE.no_namespaces()}")
 needs_memory = pytest.mark.skipif(bool(MACHINE.no_memory_limit()), reason=f"testbed: {MACHINE.no_memory_limit()}")
@@ -233,6 +234,7 @@ def test_the_reaper_is_replaced(start: Callable[..., Running], tmp_path: Path) -
 
 
 @needs_namespaces
+@pytest.mark.slow
 def test_links_are_as_fast_as_asked(start: Callable[..., Running], tmp_path: Path) -> None:
     """Also both ways: what goes to one node does not count for another, up to the node's fastest link."""
     wanted = {"0-1": 40e6, "1-2": 20e6, "3-0": 20e6, "3-2": 40e6}

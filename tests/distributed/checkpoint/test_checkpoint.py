@@ -23,14 +23,15 @@ from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.training.runtime import Runtime
 from tests.distributed.parallel.test_context_replicas import CASES as CONTEXT
-from tests.distributed.training.test_parity import LLAMA, plan
 from tests.support.hf_reference import hf_to_logical, make_hf
 from tests.support.parity import DTYPES, Case, RandomSamples, build_optimizer, fixed_case, random_case
 from tests.support.pool import shared_pool
 from tests.support.random_plans import random_plan
+from tests.support.selection import quick
+from tests.support.small_plans import LLAMA, plan
 
 SEED = int(os.environ.get("SEED", "2026"))
-COUNT, QUICK = int(os.environ.get("N", "20")), 8  # random pairs of plans, and those of them in `make test`
+COUNT, QUICK = int(os.environ.get("N", "20")), (2, 3, 4)  # random pairs of plans, and those of `make test`
 BEFORE, AFTER = 3, 5
 Seen = dict[str, Any]
 
@@ -120,13 +121,13 @@ def start(case: Case) -> tuple[ModelSpec, dict[str, np.ndarray], dict[str, np.nd
     return spec, initial, {n: a + 1.0 for n, a in initial.items()}
 
 
-@pytest.mark.parametrize("index", [pytest.param(i, marks=[pytest.mark.slow] * (i >= QUICK)) for i in range(COUNT)])
+@pytest.mark.parametrize("index", quick(range(COUNT), QUICK))
 def test_any_plan_goes_on_where_any_other_stopped(index: int, tmp_path: Path) -> None:
     a = random_case(SEED + 7 * index)
     check_pair(a, other_plan(a, SEED + 7 * index), tmp_path)
 
 
-@pytest.mark.parametrize("name", CONTEXT)
+@pytest.mark.parametrize("name", quick(CONTEXT, ["one_replica_without_context_beside_a_gather"]))
 def test_plans_with_context_groups_stop_and_go_on(name: str, tmp_path: Path) -> None:
     """From a plan with context groups to one without, and the other way round."""
     rng = random.Random(SEED)

@@ -26,10 +26,10 @@ from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import ModelSpec, load_model, logical_tensors
 from hetero_megatron.training.runtime import Runtime
-from tests.distributed.training.test_parity import LLAMA, pipe, plan, stage
 from tests.support.hf_reference import hf_loss_sum, hf_to_logical, make_hf
 from tests.support.parity import RandomSamples, fixed_case
 from tests.support.pool import shared_pool
+from tests.support.small_plans import LLAMA, pipe, plan, stage
 
 GPT2 = {"model_type": "gpt2", "n_layer": 3, "n_embd": 24, "n_head": 6, "vocab_size": 37, "n_positions": 64}
 GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import re
 import resource
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hetero_megatron.checkpoint.directory import CheckpointDirectory
-from hetero_megatron.cli.pretrain import main
-from tests.distributed.training.test_end_to_end import (
-    ASYMMETRIC,
-    ENVIRONMENT,
-    LENGTH,
-    MODEL_AND_DATA,
-    PACKING,
-    RATES,
-    SINGLE,
-    command,
-)
-from tests.distributed.training.test_parity import LLAMA
+from tests.distributed.training.test_end_to_end import ASYMMETRIC, LENGTH, MODEL_AND_DATA, PACKING, RATES
 from tests.support.paths import ROOT
+from tests.support.programs import ENVIRONMENT, SINGLE, Program, command, inside, run_ranks
+from tests.support.small_plans import LLAMA
 
 
 def run(directory: Path, plan: str, ranks: int, *more: str, code: int = 0) -> tuple[str, str]:
@@ -39,25 +27,7 @@ def run(directory: Path, plan: str, ranks: int, *more: str, code: int = 0) -> tu
     words += ["--load", str(directory / "run"), *MODEL_AND_DATA, *LENGTH, *RATES, *more]
     if ranks == 1:  # in this process: starting torch anew takes longer than the run
         return inside(words, code)
-    done = subprocess.run(
-        [*command(ranks), *words], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout, done.stderr
-
-
-def inside(words: list[str], code: int = 0) -> tuple[str, str]:
-    """(stdout, stderr) of the program with these words, alone, in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            returned = main(words, {})
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    assert returned == code, out.getvalue() + err.getvalue()
-    return out.getvalue(), err.getvalue()
+    return run_ranks(ranks, words, code)
 
 
 def metrics(directory: Path) -> list[dict[str, Any]]:
@@ -172,22 +142,17 @@ def test_nothing_to_load(tmp_path: Path) -> None:
 
 def test_sigterm_saves_and_the_next_run_goes_on(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(SINGLE)
-    words = [*command(1), "--plan", str(tmp_path / "plan.yaml"), "--save", str(tmp_path / "run"), "--model", "tiny"]
-    words += ["--mock-data", "--train-iters", "100000", "--lr", "1e-3", "--load", str(tmp_path / "run")]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(words, cwd=ROOT, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True)
-    file = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not (file.exists() and file.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    words = ["--plan", str(tmp_path / "plan.yaml"), "--save", str(tmp_path / "run"), "--model", "tiny", "--mock-data"]
+    words += ["--train-iters", "100000", "--log-interval", "1", "--lr", "1e-3", "--load", str(tmp_path / "run")]
+    process = Program(words)
+    process.until(" iteration ")
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     found = re.search(r"saving checkpoint of step (\d+)", out)
     assert found and f"stopped at step {found[1]}: received SIGTERM" in out
-    done = subprocess.run([*words, "--exit-interval", "1"], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert f": step {found[1]}, " in done.stdout
+    out, _ = inside([*words, "--exit-interval", "1"])
+    assert f": step {found[1]}, " in out
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])

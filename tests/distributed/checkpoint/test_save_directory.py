@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 
 from hetero_megatron.checkpoint.directory import CheckpointDirectory
-from tests.distributed.checkpoint.test_resume import inside
 from tests.distributed.training.test_failures import start
+from tests.support.programs import inside
 
 RUN = ["--model", "tiny", "--mock-data", "--seq-length", "16", "--micro-batch-size", "1", "--lr", "1e-3"]
 THREE_STEPS = [*RUN, "--train-iters", "3", "--save-interval", "1"]
@@ -69,7 +68,6 @@ def test_it_is_permitted_by_a_flag_or_by_saving_none(trained: Path, tmp_path: Pa
 
 def test_all_ranks_refuse_and_idle_ones_do_not_wait(trained: Path) -> None:
     """Ranks without a launcher, which would end the others as soon as one has refused."""
-    begun = time.monotonic()
     ranks = start(trained.parent, TWO_OF_THREE, 3, "--mock-data")
     try:
         errors = [rank.communicate(timeout=60)[1] for rank in ranks]
@@ -78,7 +76,7 @@ def test_all_ranks_refuse_and_idle_ones_do_not_wait(trained: Path) -> None:
             rank.kill()
     refused = [f"error: --save = {trained}: holds checkpoints already" in error for error in errors]
     assert refused == [True, True, False], errors
-    assert [rank.returncode for rank in ranks] == [2, 2, 0] and time.monotonic() - begun < 60, errors
+    assert [rank.returncode for rank in ranks] == [2, 2, 0], errors  # 3, had it waited in vain
 
 
 def test_one_that_was_being_replaced_counts(tmp_path: Path) -> None:

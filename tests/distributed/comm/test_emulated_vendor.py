@@ -175,6 +175,7 @@ def losses(directory: Path, *words: str, ranks: int = 1) -> list[float]:
     return [line["loss"] for line in map(json.loads, lines) if "loss" in line]
 
 
+@pytest.mark.slow
 def test_the_program_trains_on_it_and_its_checkpoint_goes_on_on_the_host(tmp_path: Path) -> None:
     one = ("--micro-batch-size", "2")
     (tmp_path / "plan.yaml").write_text(TWO_BY_TWO)

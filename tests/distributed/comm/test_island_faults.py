@@ -54,8 +54,11 @@ def start(
 @pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("platforms", "victim"),
-    [(("emulated_vendor", "emulated_vendor"), 1), (("emulated_vendor", "cpu"), 0), (("emulated_vendor", "cpu"), 1)],
-    ids=["on one device library", "the device of a bridge", "the host of a bridge"],
+    [
+        pytest.param(("emulated_vendor", "emulated_vendor"), 1, marks=pytest.mark.slow, id="on one device library"),
+        pytest.param(("emulated_vendor", "cpu"), 0, id="the device of a bridge"),
+        pytest.param(("emulated_vendor", "cpu"), 1, marks=pytest.mark.slow, id="the host of a bridge"),
+    ],
 )
 def test_a_lost_peer_is_named(platforms: tuple[str, str], victim: int, how: str, tmp_path: Path) -> None:
     build_emulated()

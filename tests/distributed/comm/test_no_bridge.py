@@ -18,7 +18,13 @@ WRONG = (
 
 
 @pytest.mark.timeout(1800)  # building the device takes minutes
-@pytest.mark.parametrize("others", [("emulated_vendor", "other"), ("cpu", "")], ids=["another vendor", "the host"])
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param(("emulated_vendor", "other"), id="another vendor"),
+        pytest.param(("cpu", ""), id="the host", marks=pytest.mark.slow),
+    ],
+)
 def test_a_route_by_the_wrong_library_ends_the_job_in_time(others: tuple[str, str], tmp_path: Path) -> None:
     build_emulated()
     plan, port = tmp_path / "plan.yaml", free_port()

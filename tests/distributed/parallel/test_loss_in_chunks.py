@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -29,8 +27,9 @@ from hetero_megatron.spec import ModelSpec, from_hf_config, shares
 from hetero_megatron.training.kernels import agree_on_kernels
 from hetero_megatron.training.runtime import Runtime
 from tests.distributed.parallel.test_context_kernels import CONTEXT
-from tests.distributed.training.test_kernel_training import LENGTH, MODEL, ROOT, batch, make_plan
+from tests.distributed.training.test_kernel_training import LENGTH, MODEL, batch, make_plan
 from tests.support.pool import shared_pool
+from tests.support.programs import run_ranks
 
 ALONE = FakeComm(0, torch.device("cpu")).group([0])
 OUTSIDE = [-100, -1, 23]
@@ -140,20 +139,18 @@ def test_all_ranks_of_a_stage_go_through_chunks_if_one_must() -> None:
 
 
 def test_the_run_prints_what_runs_and_names_what_it_cannot_watch() -> None:
-    command = [
-        sys.executable, "pretrain_gpt.py", "--model", "tiny", "--mock-data", "--seq-length", "1100", "--lr", "1e-3",
+    flags = [
+        "--model", "tiny", "--mock-data", "--seq-length", "1100", "--lr", "1e-3",
         "--micro-batch-size", "1", "--global-batch-size", "1", "--train-iters", "1", "--max-logits-mib", "1",
     ]  # fmt: skip
-    run = lambda *words: subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True)  # noqa: E731
-    good = run("--check-operators", "gemm", "swiglu", "adamw", "vocab_cross_entropy")
-    assert good.returncode == 0, good.stderr
-    line = next(x for x in good.stdout.splitlines() if x.startswith("kernels of pipeline 0 stage 0"))
+    good, _ = run_ranks(1, [*flags, "--check-operators", "gemm", "swiglu", "adamw", "vocab_cross_entropy"])
+    line = next(x for x in good.splitlines() if x.startswith("kernels of pipeline 0 stage 0"))
     assert ", vocab_cross_entropy" in line and " cross_entropy" not in line
     for op in ("gemm", "adamw", "vocab_cross_entropy"):
-        assert f"notice: operators of rank 0: {op} is not watched: " in good.stdout
-    assert "swiglu is not watched" not in good.stdout
-    bad = run("--kernels", "cross_entropy=aten")
-    assert bad.returncode == 2 and "--max-logits-mib" in bad.stderr and "kernels.cross_entropy" in bad.stderr
+        assert f"notice: operators of rank 0: {op} is not watched: " in good
+    assert "swiglu is not watched" not in good
+    _, bad = run_ranks(1, [*flags, "--kernels", "cross_entropy=aten"], code=2)
+    assert "--max-logits-mib" in bad and "kernels.cross_entropy" in bad
 
 
 def agreed(comm: Comm, stage: dict[str, Any]) -> set[str]:

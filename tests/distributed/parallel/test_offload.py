@@ -19,9 +19,9 @@ from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.runtime import Runtime
 from tests.distributed.checkpoint.test_checkpoint import build, save, start, steps, weights
-from tests.distributed.training.test_parity import LLAMA, pipe, plan, stage
 from tests.support.parity import Case, build_optimizer, fixed_case
 from tests.support.pool import shared_pool
+from tests.support.small_plans import LLAMA, pipe, plan, stage
 
 HOST = {"optimizer": {"offload": True}}
 OFFLOADED = plan(

@@ -16,9 +16,9 @@ from hetero_megatron.training.failure import StepGuard, is_spike
 from hetero_megatron.training.runtime import StepStats
 from hetero_megatron.training.stragglers import BASELINE, RECENT, SILENCE, WARM_UP, StragglerWatch
 from tests.distributed.checkpoint.test_checkpoint import build, start, weights
-from tests.distributed.training.test_parity import LLAMA, pipe, plan, stage
 from tests.support.parity import Case, RandomSamples, fixed_case
 from tests.support.pool import shared_pool
+from tests.support.small_plans import LLAMA, pipe, plan, stage
 
 PLAN = plan([pipe(2, 2, stage([0, 1], [0, 2], tp=2), stage([2], [2, 3])), pipe(1, 2, stage([3], [0, 3]))])
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +25,10 @@ from hetero_megatron.training.kernels import shape_kernels
 from hetero_megatron.training.loop import DTYPES, optimizer_factory
 from hetero_megatron.training.memory import MemoryTracker
 from hetero_megatron.training.runtime import Runtime
-from tests.distributed.training.test_parity import pipe, plan, stage
 from tests.support.pool import shared_pool
+from tests.support.programs import run_ranks
+from tests.support.selection import quick
+from tests.support.small_plans import pipe, plan, stage
 
 SPELLED = plan(
     [
@@ -100,7 +100,7 @@ def real_step(comm: Comm, run: RunConfig) -> tuple[dict[int, int], int, int] | N
     return {r: n - before.get(r, 0) for r, n in comm.sent_bytes.items()}, weights, moments + copies
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", quick(["fp32", "bf16"], ["bf16"]))
 def test_a_dry_rank_sends_and_holds_what_a_real_one_does(dtype: str, tmp_path: Path) -> None:
     run = config(dtype, tmp_path)
     real = shared_pool().run(real_step, run)
@@ -134,7 +134,7 @@ def test_the_estimate_goes_through_chunks_where_the_run_does(tmp_path: Path) -> 
             assert peak <= estimates[rank].total <= 1.35 * peak, (limit / row, rank)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", quick(["fp32", "bf16"], ["bf16"]))
 def test_an_offloaded_optimizer_is_in_the_hosts_memory(dtype: str, tmp_path: Path) -> None:
     run = config(dtype, tmp_path, OFFLOADED)
     real, estimates = shared_pool().run(real_step, run), estimate_memory(run.plan, run.spec, run.dtype)
@@ -151,7 +151,7 @@ def test_an_offloaded_optimizer_is_in_the_hosts_memory(dtype: str, tmp_path: Pat
     assert text.splitlines()[1].endswith("host") and "host" not in format_memory({2: estimates[2]})
 
 
-@pytest.mark.parametrize("kind", ["adam fp32", "adam bf16", "sgd fp32", "offload bf16"])
+@pytest.mark.parametrize("kind", quick(["adam fp32", "adam bf16", "sgd fp32", "offload bf16"], ["adam bf16"]))
 def test_the_peak_is_that_of_a_later_step(kind: str, tmp_path: Path) -> None:
     """The first step's would be too small: its moments appear only at its end."""
     name, dtype = kind.split()
@@ -194,7 +194,7 @@ def _without_offload(chosen: Plan) -> Plan:
     return replace(chosen, pipelines=tuple(replace(p, stages=stages(p)) for p in chosen.pipelines))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", quick(["1f1b", "gpipe"], ["1f1b"]))
 def test_micro_batches_that_are_not_run_count_as_those_that_are(
     schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,7 +223,6 @@ def test_offload_of_what_cannot_be_is_refused_in_a_dry_run(tmp_path: Path) -> No
 
 
 def test_the_command_prints_memory_and_the_rank() -> None:
-    words = ["pretrain_gpt.py", "--plan", "examples/plans/demo.yaml", "--model", "tiny", "--dry-run", "--as-rank", "2"]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "estimated memory per rank" in done.stdout and "rank 2: pipeline 0, stage 1" in done.stdout
+    words = ["--plan", "examples/plans/demo.yaml", "--model", "tiny", "--dry-run", "--as-rank", "2"]
+    said, _ = run_ranks(1, words)
+    assert "estimated memory per rank" in said and "rank 2: pipeline 0, stage 1" in said

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.programs import ENVIRONMENT, SINGLE, Program, command, inside
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 MODEL_AND_DATA = ["--model", "tiny", "--data-path", "stdlib", "--split", "95,5,0", "--fp64", "--seed", "7"]
 PACKING = ["--eod-mask-loss", "--reset-attention-mask", "--reset-position-ids"]
 # 2 + 2 + 4 + 6 samples in four steps.
@@ -34,29 +30,19 @@ pipelines:
       - {ranks: 2, layers: [4, 6]}
   - {micro_batch_size: 1, num_micro_batches: 2, stages: [{ranks: 3, layers: [0, 6], recompute: selective}]}
 """
-SINGLE = """
-version: 1
-seq_length: 48
-global_batch_size: 6
-pipelines:
-  - {micro_batch_size: 6, num_micro_batches: 1, stages: [{ranks: 0, layers: [0, 6]}]}
-"""
-
-
-def command(ranks: int) -> list[str]:
-    launcher = [*TORCHRUN, "--nproc-per-node", str(ranks)] if ranks > 1 else [sys.executable]
-    return [*launcher, "pretrain_gpt.py"]
-
-
 def train(directory: Path, plan: str, ranks: int) -> list[dict[str, Any]]:
     """Lines of metrics.jsonl."""
     directory.mkdir()
     (directory / "plan.yaml").write_text(plan)
-    words = [*command(ranks), "--plan", str(directory / "plan.yaml"), "--save", str(directory / "run")]
+    words = ["--plan", str(directory / "plan.yaml"), "--save", str(directory / "run")]
     words += [*MODEL_AND_DATA, *PACKING, *LENGTH, *RATES]
-    done = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Warning" not in done.stderr, done.stderr
+    if ranks == 1:
+        inside(words)
+    else:
+        pipe = subprocess.PIPE
+        done = subprocess.run([*command(ranks), *words], cwd=ROOT, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "Warning" not in done.stderr, done.stderr
     return [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -76,17 +62,13 @@ def test_an_asymmetric_run_equals_a_single_rank(tmp_path: Path) -> None:
 
 def test_a_signal_ends_the_run_after_a_step(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(SINGLE)
-    words = [*command(1), "--plan", str(tmp_path / "plan.yaml"), "--save", str(tmp_path / "run"), "--model", "tiny"]
-    words += ["--mock-data", "--train-iters", "100000", "--lr", "1e-3", "--exit-signal-handler"]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(words, cwd=ROOT, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True)
-    file = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not (file.exists() and file.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    words = ["--plan", str(tmp_path / "plan.yaml"), "--save", str(tmp_path / "run"), "--model", "tiny", "--mock-data"]
+    words += ["--train-iters", "100000", "--log-interval", "1", "--lr", "1e-3", "--exit-signal-handler"]
+    process = Program(words)
+    process.until(" iteration ")
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     assert "received SIGTERM" in out
-    last = json.loads(file.read_text().splitlines()[-1])
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert f"stopped at step {last['step']}" in out

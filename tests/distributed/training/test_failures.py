@@ -4,19 +4,15 @@ and in what."""
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support.programs import Program, start_ranks
 
 TIMEOUT = 5.0  # seconds that a rank waits for another
 PLAN = """
@@ -44,29 +40,12 @@ MESSAGE = re.compile(r"^error: rank (\d), in (.+), waited ([\d.]+) s for rank ([
 
 def start(
     directory: Path, plan: str, ranks: int, *data: str, own: Mapping[int, Sequence[str]] | None = None
-) -> list[subprocess.Popen[str]]:
-    """Ranks without a launcher, so that nobody but the ranks themselves notices a failure; ``own``: further flags of
-    some."""
+) -> list[Program]:
+    """A run without a launcher; ``own``: further flags of some ranks."""
     (directory / "plan.yaml").write_text(plan)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "pretrain_gpt.py", "--plan", str(directory / "plan.yaml"), "--model", "tiny"]
-    command += [*data, "--train-iters", "100000", "--lr", "1e-3", "--save", str(directory / "run")]
-    command += ["--distributed-timeout-minutes", str(TIMEOUT / 60)]
-    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    return [
-        subprocess.Popen(
-            [*command, *(own or {}).get(rank, ())],
-            cwd=ROOT,
-            env={**os.environ, **shared, "GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=pipe,
-            stderr=pipe,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
+    words = ["--plan", str(directory / "plan.yaml"), "--model", "tiny", *data, "--train-iters", "100000"]
+    words += ["--lr", "1e-3", "--save", str(directory / "run"), "--distributed-timeout-minutes", str(TIMEOUT / 60)]
+    return start_ranks(ranks, words, own)
 
 
 @pytest.mark.parametrize(("how", "victim"), [(signal.SIGKILL, 2), (signal.SIGSTOP, 1)])
@@ -74,7 +53,7 @@ def test_survivors_end_and_say_why(how: signal.Signals, victim: int, tmp_path: P
     ranks = start(tmp_path, PLAN, 4, "--mock-data")
     try:
         metrics = tmp_path / "run" / "metrics.jsonl"
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 240
         while not (metrics.exists() and metrics.read_text().count("\n") >= 2) and time.monotonic() < deadline:
             assert all(p.poll() is None for p in ranks), [p.communicate()[1] for p in ranks if p.poll() is not None]
             time.sleep(0.1)
@@ -84,7 +63,7 @@ def test_survivors_end_and_say_why(how: signal.Signals, victim: int, tmp_path: P
         for rank, process in enumerate(ranks):
             if rank == victim:
                 continue
-            _, err = process.communicate(timeout=4 * TIMEOUT + 30)
+            _, err = process.communicate(timeout=240)
             assert process.returncode == 3, err
             assert "Traceback" not in err
             found = MESSAGE.search(err)
@@ -109,7 +88,7 @@ def test_bad_data_that_one_rank_meets_ends_the_others_too(tmp_path: Path) -> Non
     flags = ("--data-path", str(tmp_path / "data.jsonl"), "--dataloader-type", "streaming")
     ranks = start(tmp_path, TWO_REPLICAS, 2, *flags, "--split", "1", "--eval-iters", "0", "--num-workers", "0")
     try:
-        (_, survivor), (_, met) = (process.communicate(timeout=90 + 4 * TIMEOUT) for process in ranks)
+        (_, survivor), (_, met) = (process.communicate(timeout=240) for process in ranks)
         assert [process.returncode for process in ranks] == [3, 2], survivor + met
         assert "data.jsonl:85" in met and "not JSON" in met and "Traceback" not in met + survivor
         found = MESSAGE.search(survivor)

@@ -12,9 +12,9 @@ import torch
 from hetero_megatron.comm import Comm
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.spec import ModelSpec
-from tests.distributed.training.test_parity import LLAMA, plan
 from tests.support.parity import STEPS, Case, check_case, fixed_case, random_case, reference, run_rank
 from tests.support.pool import shared_pool
+from tests.support.small_plans import LLAMA, plan
 from tests.support.vendors import build_emulated
 
 SEED = int(os.environ.get("SEED", "34"))

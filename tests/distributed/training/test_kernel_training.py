@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +25,8 @@ from hetero_megatron.spec import LogicalTensor, ModelSpec, from_hf_config, share
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.loop import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
-from tests.support.paths import ROOT
 from tests.support.pool import shared_pool
+from tests.support.programs import run_ranks
 
 MODEL = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
@@ -179,16 +177,14 @@ def test_kernels_of_a_plan_file_and_the_flag(tmp_path: Path) -> None:
 
 
 def test_a_run_prints_its_kernels_and_refuses_what_it_cannot_have() -> None:
-    command = [
-        sys.executable, "pretrain_gpt.py", "--model", "tiny", "--mock-data", "--seq-length", "32",
+    flags = [
+        "--model", "tiny", "--mock-data", "--seq-length", "32",
         "--micro-batch-size", "1", "--global-batch-size", "2", "--train-iters", "1", "--lr", "1e-3", "--kernels",
     ]  # fmt: skip
-    run = lambda *words: subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True)  # noqa: E731
-    good = run("rms_norm=reference", "--log-kernel-plan")
-    assert good.returncode == 0, good.stderr
-    assert "kernels of pipeline 0 stage 0 (" in good.stdout and "reference: rms_norm" in good.stdout
-    rows = [line.split() for line in good.stdout.splitlines()]
+    good, _ = run_ranks(1, [*flags, "rms_norm=reference", "--log-kernel-plan"])
+    assert "kernels of pipeline 0 stage 0 (" in good and "reference: rms_norm" in good
+    rows = [line.split() for line in good.splitlines()]
     assert ["rms_norm", "reference", "requested"] in rows and ["swiglu", "aten"] in rows
     assert ["not", "triton:"] in [row[:2] for row in rows], "with what was passed over and why"
-    bad = run("rope=tritn")
-    assert bad.returncode == 2 and "no such provider of rope; did you mean triton?" in bad.stderr
+    _, bad = run_ranks(1, [*flags, "rope=tritn"], code=2)
+    assert "no such provider of rope; did you mean triton?" in bad

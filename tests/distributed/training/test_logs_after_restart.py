@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 import types
@@ -18,9 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.metrics import MetricsWriter, Resumed, StepMetrics
 from hetero_megatron.training.record import add_event
-from tests.distributed.checkpoint.test_resume import inside
-from tests.distributed.training.test_end_to_end import ENVIRONMENT, command
-from tests.support.paths import ROOT
+from tests.support.programs import Program, inside
 
 WORDS = ["--mock-data", "--seq-length", "16", "--micro-batch-size", "1", "--global-batch-size", "2", "--lr", "1e-3"]
 WORDS += ["--model", "tiny", "--log-interval", "1", "--save-interval", "3", "--eval-interval", "4", "--eval-iters", "1"]
@@ -69,11 +65,11 @@ def test_each_step_stands_once_whatever_checkpoint_a_run_goes_on_from(tmp_path: 
 def test_a_run_that_is_killed_loses_no_step_up_to_its_checkpoint(tmp_path: Path) -> None:
     run, board = tmp_path / "run", tmp_path / "board"
     words = [*WORDS, "--save", str(run), "--load", str(run), "--tensorboard-dir", str(board), "--sync-save"]
-    process = subprocess.Popen([*command(1), *words, "--train-iters", "100000"], cwd=ROOT, env=ENVIRONMENT)
-    deadline = time.monotonic() + 120
+    process = Program([*words, "--train-iters", "100000"])
+    deadline = time.monotonic() + 240
     while not (run / "iter_0000006").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
     inside([*words, "--train-iters", "100000", "--exit-interval", "30"])
     steps = [s["step"] for s in lines(run, "loss")]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.distributed.checkpoint.test_resume import inside
+from tests.support.programs import inside
 
 WORDS = ["--mock-data", "--seq-length", "16", "--micro-batch-size", "1", "--global-batch-size", "2", "--lr", "1e-3"]
 WORDS += ["--model", "tiny", "--log-interval", "1"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ import yaml
 
 from hetero_megatron.cli import main
 from hetero_megatron.cli.configure import configure
-from tests.distributed.training.test_end_to_end import ENVIRONMENT, SINGLE, command
-from tests.support.paths import ROOT
+from tests.support.programs import ENVIRONMENT, SINGLE, Program, run_ranks
 
 CLUSTER = {
     "nodes": [{"name": "fast", "count": 1, "chip": "big"}, {"name": "slow", "count": 2, "chip": "small"}],
@@ -26,10 +24,9 @@ CLUSTER = {
 
 
 def train(directory: Path, plan: Path, ranks: int) -> list[dict[str, Any]]:
-    words = [*command(ranks), "--plan", str(plan), "--save", str(directory), "--model", "tiny", "--mock-data", "--fp64"]
+    words = ["--plan", str(plan), "--save", str(directory), "--model", "tiny", "--mock-data", "--fp64"]
     words += ["--train-iters", "2", "--lr", "1e-3", "--seed", "5"]
-    done = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_ranks(ranks, words, timeout=800)
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -46,11 +43,10 @@ def test_a_planned_stage_of_context_groups_trains_as_one_process(
     stages = [s for p in yaml.safe_load(out.read_text())["pipelines"] for s in p["stages"]]
     assert any("context" in s for s in stages) and "chosen" in found["context"], found["context"]
     ranks = 1 + max(int(r) for r in found["memory"])
-    done = subprocess.run(
-        [*command(1), "--plan", str(out), "--model", "tiny", "--fp64", "--dry-run", "--as-rank", "0"],
-        cwd=ROOT, env={**ENVIRONMENT, "WORLD_SIZE": str(ranks)}, capture_output=True, text=True, timeout=800,
-    )  # fmt: skip
-    assert done.returncode == 0 and "sent: context parallel" in done.stdout, done.stdout + done.stderr
+    words = ["--plan", str(out), "--model", "tiny", "--fp64", "--dry-run", "--as-rank", "0"]
+    dry = Program(words, {**ENVIRONMENT, "WORLD_SIZE": str(ranks)})
+    said, err = dry.communicate(timeout=800)
+    assert dry.returncode == 0 and "sent: context parallel" in said, said + err
     one.write_text(
         SINGLE.replace("48", "192").replace("global_batch_size: 6", "global_batch_size: 1")
         .replace("micro_batch_size: 6", "micro_batch_size: 1")

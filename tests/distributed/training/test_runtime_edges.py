@@ -17,10 +17,10 @@ from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.training.loss_scale import LossScale
 from hetero_megatron.training.runtime import Runtime
-from tests.distributed.training.test_parity import LLAMA, pipe, plan, stage
 from tests.support.hf_reference import hf_loss_sum, hf_to_logical, make_hf
 from tests.support.parity import Case, RandomSamples, build_optimizer, fixed_case
 from tests.support.pool import shared_pool
+from tests.support.small_plans import LLAMA, pipe, plan, stage
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PIPELINES = [

@@ -19,10 +19,9 @@ from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.training.diagnosis import diagnoses_at, say_joined
 from hetero_megatron.training.jobs import Setup
 from hetero_megatron.training.supervise import Round, Seat, Supervisor, without_nodes
-from tests.distributed.checkpoint.test_resume import inside
-from tests.distributed.training.test_end_to_end import ENVIRONMENT
 from tests.support.faults import children
 from tests.support.paths import ROOT
+from tests.support.programs import ENVIRONMENT, inside
 
 CLUSTER = """
 version: 1
@@ -134,14 +133,18 @@ class Frozen:
 
     ranks = [0]
 
-    def __init__(self, signals: Sequence[tuple[int, float]]) -> None:
+    def __init__(self, number: int) -> None:
         self.passed: list[int] = []
         self.killed = False
-        self._left = list(signals)
+        self._number, self._again = number, 0.0
 
     def poll(self) -> dict[int, int]:
-        if self._left and time.monotonic() >= self._left[0][1]:
-            os.kill(os.getpid(), self._left.pop(0)[0])
+        if not self._again:
+            for _ in range(2):  # `timeout` sends its signal to the group as well
+                os.kill(os.getpid(), self._number)
+            self._again = time.monotonic() + 1.5
+        elif self.passed and time.monotonic() >= self._again:
+            os.kill(os.getpid(), self._number)
         return {}
 
     def hung(self) -> set[int]:
@@ -156,16 +159,15 @@ class Frozen:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_second_signal_kills_ranks_that_do_not_end(number: int, tmp_path: Path) -> None:
-    now = time.monotonic()
-    echo = now + 0.2  # `timeout` sends its signal to the group as well
-    job = Frozen([(number, now), (number, echo), (number, now + 1.5)])
+    begin = time.monotonic()
+    job = Frozen(number)
     said: list[str] = []
     setup = Setup(tmp_path / "plan.yaml", (Seat("a", 0),))
     supervisor = Supervisor(
         setup, [], "restart", lambda *_: None, 3, 600.0, tmp_path, said.append, launch=lambda *_: job
     )
     assert supervisor.run() == 128 + number
-    assert job.passed == [number] and job.killed and time.monotonic() - now >= 1.5
+    assert job.passed == [number] and job.killed and time.monotonic() - begin >= 1.5
     assert "a second signal kills them" in said[0] and "all ranks are killed" in said[1]
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
 import stat
-import subprocess
-import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -20,8 +19,7 @@ from hetero_megatron.checkpoint.companions import HUB_PATTERNS, from_checkpoint,
 from hetero_megatron.checkpoint.manifest import read_sums
 from hetero_megatron.cli.main import main
 from tests.distributed.checkpoint.test_hf_load import MODELS
-from tests.distributed.training.test_end_to_end import ENVIRONMENT
-from tests.support.paths import ROOT
+from tests.support.programs import inside
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
 FILES = {  # of every kind, with bytes that no library would write anew alike
@@ -86,16 +84,9 @@ def same_companions(source: Path, target: Path, **changed: object) -> None:
 
 
 def train(directory: Path, *runs: list[str]) -> list[str]:
-    """Trainings one after the other in one process, which imports torch once; their output."""
-    code = (
-        "import sys, json; from hetero_megatron.cli.pretrain import main\n"
-        "for words in json.loads(sys.argv[1]): assert main(words) == 0, words; print('=====', flush=True)"
-    )
-    command = [sys.executable, "-c", code, json.dumps(runs)]
-    environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.split("=====\n")[:-1]
+    """What trainings print that run one after the other in ``directory``."""
+    with contextlib.chdir(directory):
+        return [inside(words)[0] for words in runs]
 
 
 def convert(capsys: pytest.CaptureFixture[str], source: Path, target: Path, *words: str) -> str:

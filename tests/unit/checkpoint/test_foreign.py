@@ -10,8 +10,8 @@ import pytest
 from hetero_megatron.checkpoint.foreign import refuse_foreign
 from hetero_megatron.cli import convert
 from hetero_megatron.errors import UserError
-from tests.distributed.checkpoint.test_resume import inside
 from tests.distributed.checkpoint.test_save_directory import RUN
+from tests.support.programs import inside
 from tests.support.tiny_checkpoint import load, save
 
 MEGATRON = ("Megatron-LM", "Hugging Face", "--load-hf")

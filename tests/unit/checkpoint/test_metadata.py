@@ -19,8 +19,8 @@ from safetensors.numpy import load_file, save_file
 from hetero_megatron.checkpoint.native import open_checkpoint
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, tiles
-from tests.distributed.checkpoint.test_resume import inside
 from tests.distributed.checkpoint.test_save_directory import RUN
+from tests.support.programs import inside
 from tests.support.tiny_checkpoint import load, save
 
 SEED, COUNT = int(os.environ.get("SEED", "2026")), int(os.environ.get("N", "100"))

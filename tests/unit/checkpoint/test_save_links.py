@@ -14,9 +14,9 @@ from hetero_megatron.checkpoint.directory import CheckpointDirectory
 from hetero_megatron.checkpoint.export_folder import make_work, publish_work, work_of
 from hetero_megatron.checkpoint.lock import DirectoryLock
 from hetero_megatron.checkpoint.native import check_writable
-from hetero_megatron.errors import UserError
-from tests.distributed.checkpoint.test_resume import inside
 from tests.distributed.checkpoint.test_save_directory import RUN
+from tests.support.programs import inside
+from tests.support.refusals import refused
 from tests.support.tiny_checkpoint import alone, load, save
 
 
@@ -109,7 +109,7 @@ def test_a_directory_that_is_lost_is_not_made_anew(how: str, tmp_path: Path) -> 
         run.rename(tmp_path / "elsewhere")
     if how == "replaced":
         (run / "iter_0000002.incomplete").mkdir(parents=True)  # another run's
-    with pytest.raises(UserError, match=r"--save.*is no longer the directory that this run began with.*not made anew"):
+    with refused("--save", "no longer the directory"):
         save(run, 2, 2, check=lock.check)
     assert run.exists() == (how in ("replaced", "link turned"))
     assert how != "replaced" or [p.name for p in run.iterdir()] == ["iter_0000002.incomplete"]
@@ -150,7 +150,7 @@ def test_an_export_removes_only_what_an_export_left(kind: str, other: Path, tmp_
         publish_work(final)
         assert os.listdir(final) == []
     else:
-        with pytest.raises(UserError, match=r"--save-hf.*was not made by an export that was cut off"):
+        with refused("--save-hf", "cut off"):
             make_work(final, "--save-hf")
         assert (work if kind == "file" else work / "file").read_text() == "precious"
 

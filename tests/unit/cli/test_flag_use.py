@@ -205,7 +205,7 @@ def test_real_flags_of_megatron_are_not_unknown() -> None:
 
 def test_a_config_in_another_vocabulary(tmp_path: Path) -> None:
     """Text for a model directory without tokenizer, read byte by byte because its vocabulary is small."""
-    from tests.distributed.training.test_parity import LLAMA
+    from tests.support.small_plans import LLAMA
 
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": 32_000}))
     assert "byte by byte" in str(refusal(f"--load-hf {tmp_path} --data-path stdlib {BASE}"))

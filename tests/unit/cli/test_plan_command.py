@@ -39,9 +39,9 @@ from hetero_megatron.planner.whatif import objective
 from hetero_megatron.planner.whatif.objective import Deadline, cost_per_hour, search_objective, tokens_per_cost
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.exit import INTERRUPTED
-from tests.distributed.training.test_end_to_end import ENVIRONMENT
 from tests.support import planner_cases
 from tests.support.paths import ROOT
+from tests.support.programs import ENVIRONMENT
 
 CHIPS = ["H100-SXM", "A100-80-SXM", "L40S", "MI300X", "A100-40-SXM", "H200-SXM"]
 MODEL = replace(load_model("llama2-7b"), num_layers=4)

@@ -44,8 +44,8 @@ from hetero_megatron.training.diagnosis import (
 )
 from hetero_megatron.training.jobs import Seat, Setup
 from hetero_megatron.training.supervise import Supervisor
-from tests.distributed.training.test_end_to_end import ENVIRONMENT
 from tests.support.paths import ROOT
+from tests.support.programs import ENVIRONMENT
 from tests.unit.training.test_drift import Scripted
 
 

@@ -23,6 +23,7 @@ from hetero_megatron.planner.simulate.step import _Step, predict
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.dry_run import run_rank
 from tests.support.random_plans import random_context
+from tests.support.selection import quick
 
 TINY = load_model("tiny")
 SEQ = 40
@@ -69,7 +70,7 @@ def nodes(count: int, bandwidth: str = "10 GB/s") -> Any:
     )
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", quick(range(6), [0, 2, 3, 4]))
 def test_bytes_of_context_stages_are_the_runtimes(seed: int, tmp_path: Path) -> None:
     """What every member sends in a dry run of its step, by destination, is what the predictor prices."""
     spelled = random_context_plan(seed)

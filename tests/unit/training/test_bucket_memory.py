@@ -23,7 +23,7 @@ from hetero_megatron.training.kernels import shape_kernels
 from hetero_megatron.training.loop import DTYPES, optimizer_factory
 from hetero_megatron.training.memory import MemoryTracker
 from hetero_megatron.training.runtime import Runtime
-from tests.distributed.training.test_parity import pipe, plan, stage
+from tests.support.small_plans import pipe, plan, stage
 
 MODEL = (
     "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 2048 --swiglu --vocab-size 16384 "

@@ -45,6 +45,7 @@ def findings(deadly: subprocess.CompletedProcess[str]) -> dict[str, list[dict[st
     return by_kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DEADLY)
 def test_a_deadly_kernel_is_named_with_what_it_did(name: str, findings: dict[str, list[dict[str, str]]]) -> None:
     check, words = DEADLY[name]
@@ -56,6 +57,7 @@ def test_a_deadly_kernel_is_named_with_what_it_did(name: str, findings: dict[str
 HARMFUL = ("segfault", "exits_well", "interrupts", "never_ends", "kills_its_parent", "closes_files", "takes_all_memory")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HARMFUL)
 def test_only_the_case_under_way_is_lost(name: str, findings: dict[str, list[dict[str, str]]]) -> None:
     """What a kernel does in one of nine cases leaves all checks of the others, and those that come after them."""
@@ -67,6 +69,7 @@ def test_only_the_case_under_way_is_lost(name: str, findings: dict[str, list[dic
     assert [f["case"] for f in findings[name] if f["status"] == "FAIL"] == ["odd"]
 
 
+@pytest.mark.slow
 def test_what_plugins_print_goes_to_stderr(deadly: subprocess.CompletedProcess[str]) -> None:
     assert "a plugin that prints" in deadly.stderr and "about to free" in deadly.stderr
     assert "Traceback" not in deadly.stderr

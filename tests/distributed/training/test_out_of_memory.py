@@ -19,8 +19,8 @@ from hetero_megatron.checkpoint.storage import BoxReader, BoxWriter
 from hetero_megatron.comm import CommError
 from hetero_megatron.errors import UserError
 from hetero_megatron.out_of_memory import out_of_memory
-from tests.distributed.training.test_end_to_end import ENVIRONMENT
 from tests.support.paths import ROOT
+from tests.support.programs import ENVIRONMENT
 from tests.support.tiny_checkpoint import alone, boxed, load, save, values
 
 RUN = ["pretrain_gpt.py", "--num-layers", "4", "--hidden-size", "1024", "--num-attention-heads", "8", "--mock-data"]

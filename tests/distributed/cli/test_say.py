@@ -13,8 +13,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from hetero_megatron.cli.say import say_error
 from hetero_megatron.launcher import ERROR_FILE
-from tests.distributed.training.test_end_to_end import ENVIRONMENT
 from tests.support.paths import ROOT
+from tests.support.programs import ENVIRONMENT
 
 SAY = "import sys; from hetero_megatron.cli.say import say_error; say_error(sys.argv[1])"
 

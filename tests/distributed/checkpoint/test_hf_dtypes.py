@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,7 @@ from hetero_megatron.cli.main import main
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import load_model
 from tests.distributed.checkpoint.test_hf_load import save
-from tests.distributed.checkpoint.test_resume import inside
-from tests.distributed.training.test_end_to_end import ENVIRONMENT, command
-from tests.support.paths import ROOT
+from tests.support.programs import inside, run_ranks
 
 NORM = "model.norm.weight"
 DATA = ["--mock-data", "--seq-length", "16", "--micro-batch-size", "2", "--seed", "3"]
@@ -78,10 +75,7 @@ def test_checkpoints_of_runs_remember_it(tmp_path: Path, capsys: pytest.CaptureF
     want = mixed(tmp_path / "in", "llama tied")
     still = [*DATA, *ONE_STEP, "--lr", "0", "--bf16", "--model", str(tmp_path / "in")]
     two = ["--tensor-model-parallel-size", "2", "--save", str(tmp_path / "two"), "--load-hf", str(tmp_path / "in")]
-    done = subprocess.run(
-        [*command(2), *still, *two], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_ranks(2, [*still, *two])
     one = ["--finetune", "--save", str(tmp_path / "one"), "--save-hf", str(tmp_path / "hf")]
     inside([*still, "--load", str(tmp_path / "two"), *one])
     assert_same(written(tmp_path / "hf"), want)

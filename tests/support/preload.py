@@ -1,0 +1,7 @@
+"""Imported once by the process that ranks are forked from: what jobs import takes each rank seconds."""
+
+import torch._dynamo  # optimizers import it on first use
+import torch.distributed  # noqa: F401
+
+import hetero_megatron.training.loop  # noqa: F401
+import tests.support.parity  # noqa: F401
