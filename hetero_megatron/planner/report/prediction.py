@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,8 +35,9 @@ def format_step_seconds(found: Prediction) -> str:
         return text
     number, unit = text.split()
     factor = float(number) / found.step_seconds if found.step_seconds else 0.0
-    low, high = (f"{float(f'{seconds * factor:.3g}'):.4g}" for seconds in found.seconds_range)
-    return f"{number} {unit} ({low}-{high})"
+    low, high = (seconds * factor for seconds in found.seconds_range)
+    digits = max(0, 2 - math.floor(math.log10(high))) if high > 0 else 0
+    return f"{number} {unit} ({low:.{digits}f}-{high:.{digits}f})"
 
 
 def format_prediction(found: Prediction) -> str:
