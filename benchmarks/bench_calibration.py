@@ -73,6 +73,8 @@ def flat(rates: dict[str, Any]) -> dict[str, dict[tuple[Any, ...], float]]:
     found: dict[str, dict[tuple[Any, ...], float]] = {}
     for chip, dtypes in rates["chips"].items():
         for kind, value in next(iter(dtypes.values())).items():
+            if isinstance(value, dict):  # the spread inside one calibration
+                continue
             if isinstance(value, float):
                 found.setdefault(kind, {})[chip,] = value
                 continue

@@ -24,9 +24,10 @@ from hetero_megatron.planner.context.cluster import problem_from_cluster
 from hetero_megatron.planner.context.io import one_stage_plan
 from hetero_megatron.planner.context.problem import ContextOptions
 from hetero_megatron.planner.context.scheduler import schedule_context
+from hetero_megatron.planner.report.rates import format_rates
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.training.calibration import CalibrationOptions, calibrate, format_calibration
+from hetero_megatron.training.calibration import CalibrationOptions, Job, calibrate
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.loop import optimizer_factory
 
@@ -40,11 +41,11 @@ def main() -> None:
         work["calibration_length"], DTYPE, (1,), (1,), tuple(work["attention_lengths"]), work["calibration_steps"]
     )
     start = time.perf_counter()
-    found = calibrate(comm, cluster, spec, options, torch.float32, build, lambda _: None)
+    found = calibrate(Job(comm, torch.float32, build), cluster, spec, options, lambda _: None)
     took = time.perf_counter() - start
     chosen: Any = None
     if comm.rank == 0:
-        print(format_calibration(found), flush=True)
+        print(format_rates(found.rates), flush=True)
         rated = cluster_from_dict({**work["cluster"], "rates": found.rates})
         chosen = choose(rated, spec, work["seq_length"], work["batch"], work["each"])
     rows, plans = [], world.gather_objects(chosen)[0]

@@ -19,6 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hetero_megatron.cluster import Cluster, cluster_from_dict
+from hetero_megatron.cluster.neighbours import tp_groups
 from hetero_megatron.cluster.subset import without
 from hetero_megatron.comm import Comm, Group, start_comm, stop_comm
 from hetero_megatron.data.batch import Batch
@@ -32,6 +33,7 @@ from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.dump import to_dict
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.report.rates import format_rates
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.incumbent import judge
 from hetero_megatron.planner.search.uniform import few_uniform
@@ -40,9 +42,8 @@ from hetero_megatron.planner.template.placement import renumbered
 from hetero_megatron.platform import detect_platform
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.testbed.clocks import worst_clock
-from hetero_megatron.training.calibration import CalibrationOptions, calibrate, degrees, format_calibration
-from hetero_megatron.training.calibration.run import Calibration
-from hetero_megatron.training.calibration.runs import tp_groups
+from hetero_megatron.training.calibration import Calibration, CalibrationOptions, Job, calibrate
+from hetero_megatron.training.calibration.pipelines import degrees
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.loop import optimizer_factory, position
 from hetero_megatron.training.runtime import Runtime
@@ -59,12 +60,12 @@ def main() -> None:
     length, sizes = work["seq_length"], tuple(work["sizes"])
     options = CalibrationOptions(length, DTYPE, sizes, degrees(cluster, spec), (length,), work["calibration_steps"])
     start = time.perf_counter()
-    found = calibrate(comm, cluster, spec, options, torch.float32, build, lambda _: None)
+    found = calibrate(Job(comm, torch.float32, build), cluster, spec, options, lambda _: None)
     took = time.perf_counter() - start
     rated = cluster_from_dict({**work["cluster"], "rates": found.rates})
     plans: Any = None
     if comm.rank == 0:
-        print(format_calibration(found), flush=True)
+        print(format_rates(found.rates), flush=True)
         plans = choose(rated, spec, work)
     plans = world.gather_objects(plans)[0]
     rows = []

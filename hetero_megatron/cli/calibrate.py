@@ -12,23 +12,28 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cli.output import check_writable
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.cluster.catalogue import DTYPES
-from hetero_megatron.cluster.cluster import Rank
 from hetero_megatron.cluster.rates_section import merge_rates, read_rates, write_rates
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import read_json_object
 from hetero_megatron.launcher import TESTBED, LauncherEnvironment, read_launcher
-from hetero_megatron.planner.cost.rates import refuse_twice
+from hetero_megatron.planner.cost.rates import given_rates, load_rates, refuse_twice
+from hetero_megatron.planner.report.rates import format_rates
 from hetero_megatron.training.exit import import_torch
 from hetero_megatron.words import dtype_name, notice_line, plural
+
+if TYPE_CHECKING:
+    from hetero_megatron.spec import ModelSpec
+    from hetero_megatron.training.calibration import CalibrationOptions
 
 TIMEOUT = 600.0  # seconds, of every transfer
 
@@ -83,7 +88,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--attention-lengths", default="", help="where to time attention alone (default: --seq-length)")
     p.add_argument("--dtype", default="", help="fp64, fp32, bf16, fp16, comma-separated (default fp32 on the CPU,\n"
                    "else bf16)")  # fmt: skip
-    p.add_argument("--steps", type=int, default=1, help="measured steps per pipeline of micro-batches of 1 (default 1)")
+    p.add_argument("--steps", type=int, default=1, help="measured steps per pipeline (default 1)")
+    p.add_argument("--transport", choices=("auto", "bridge"), default="auto", help="between islands (default:\n"
+                   "auto, or what the cluster file says)")  # fmt: skip
     p.add_argument("--from-runs", metavar="FILE", help="fit the rates to measured runs: CSV with the columns\n"
                    "plan, model, and seconds or metrics (a metrics.jsonl); paths relative to it")  # fmt: skip
     p.add_argument("--merge", action="append", default=[], metavar="FILE", help="add rates of a file (JSON or YAML)")
@@ -101,29 +108,20 @@ def main(argv: Sequence[str]) -> int:
     rates: dict[str, Any] = dict(cluster.rates)
     for extra in options.merge:
         rates = merge_rates(rates, _read_rates(extra))
-    first = True
+    out = options.out or file
     if options.from_runs is not None:
         rates = _fit(cluster, options, rates)
     elif options.model is not None:
         import_torch()
-        found, text, first, invalid = _measure(cluster, options, options.out or file)
-        rates = merge_rates(rates, found)
-        if first and not options.json:
-            print(text, flush=True)
-        if invalid and first:
-            raise UserError(
-                f"rank {invalid.rank}'s core did not keep up with its emulated chip, so nothing was written",
-                field=f"chips.{invalid.chip}.emulate.speed", value=cluster.chips[invalid.chip].speed,
-                accepted="a lower speed", where=cluster.file,
-            )  # fmt: skip
-        if invalid:
-            return 2
+        measured = _measure(cluster, options, rates, out)
+        if measured is None:  # rank 0 writes
+            return 0
+        rates = measured
     elif not options.merge:
         raise UserError("nothing to measure", field="--model", accepted="a model, --from-runs FILE or --merge FILE")
-    if first:
-        refuse_twice(cluster, rates.get("chips", {}))
-        write_rates(file, rates, options.out or file)
-        print(json.dumps(rates) if options.json else f"rates written to {options.out or file}", flush=True)
+    refuse_twice(cluster, rates.get("chips", {}))
+    write_rates(file, rates, out)
+    print(json.dumps(rates) if options.json else f"rates written to {out}", flush=True)
     return 0
 
 
@@ -148,9 +146,6 @@ def _read_rates(file: str) -> dict[str, Any]:
 
 def _fit(cluster: Cluster, options: argparse.Namespace, rates: dict[str, Any]) -> dict[str, Any]:
     """``rates`` with those that measured runs determine."""
-    from dataclasses import replace
-
-    from hetero_megatron.planner.cost.rates import load_rates
     from hetero_megatron.planner.simulate.rate_fitting import fit_rates, format_fit, rates_section, read_runs
 
     if options.model is not None:
@@ -169,18 +164,6 @@ def _fit(cluster: Cluster, options: argparse.Namespace, rates: dict[str, Any]) -
     return merge_rates(rates, rates_section(fit))
 
 
-def _known_fixed(cluster: Cluster, dtype: str, length: int) -> dict[str, tuple[float, float]]:
-    """What earlier calls with shorter sequences found of each chip type."""
-    from hetero_megatron.planner.cost.rates import given_rates
-
-    found: dict[str, tuple[float, float]] = {}
-    for name, dtypes in cluster.rates.get("chips", {}).items():
-        rates = given_rates(name, dtype, dtypes.get(dtype, {}), cluster)
-        if any(row.seq_length < length for row in rates["layers"]):
-            found[name] = (rates.get("action_seconds", 0.0),) * 2
-    return found
-
-
 def _launcher(cluster: Cluster) -> LauncherEnvironment:
     """This process's environment, of a job with a rank for each chip."""
     launcher = read_launcher()
@@ -193,26 +176,14 @@ def _launcher(cluster: Cluster) -> LauncherEnvironment:
     return launcher
 
 
-def _measure(
-    cluster: Cluster, options: argparse.Namespace, out: str
-) -> tuple[dict[str, Any], str, bool, Rank | None]:
-    """(rates, tables, whether this is the rank that writes, a rank whose core could not keep up with its chip)."""
-    from hetero_megatron.comm import start_comm, stop_comm
-    from hetero_megatron.emulation import Emulation
-    from hetero_megatron.platform.plugins import load_plugins
-    from hetero_megatron.spec import load_model
-    from hetero_megatron.training.calibration import CalibrationOptions, calibrate, degrees, format_calibration
-    from hetero_megatron.training.calibration.runs import tp_groups
-    from hetero_megatron.training.config import OptimizerConfig
-    from hetero_megatron.training.kernels import rank_kernels
-    from hetero_megatron.training.loop import DTYPES as TORCH_DTYPES
-    from hetero_megatron.training.loop import optimizer_factory, platform_at, position
+def _wanted(cluster: Cluster, spec: ModelSpec, options: argparse.Namespace) -> tuple[CalibrationOptions, ...]:
+    """One for each dtype (empty: the usual one) and sequence length, short ones first."""
+    from hetero_megatron.cluster.neighbours import tp_groups
+    from hetero_megatron.training.calibration import CalibrationOptions
+    from hetero_megatron.training.calibration.pipelines import degrees
 
     if options.steps < 1:
         raise UserError("too small", field="--steps", value=options.steps, accepted="an integer >= 1")
-    spec = load_model(options.model)
-    launcher = _launcher(cluster)
-    plugins = load_plugins()
     tp = _numbers(options.tp, "--tp") if options.tp else degrees(cluster, spec)
     if options.tp and (large := [n for n in tp if not tp_groups(cluster, n)]):
         raise UserError("no chip type has so many chips", field="--tp", value=large[0], accepted="smaller degrees")
@@ -222,27 +193,62 @@ def _measure(
     if max(tokens) > spec.max_position_embeddings:
         accepted = f"at most {spec.max_position_embeddings}"
         raise UserError("the model has no such position", field="--seq-length", value=max(tokens), accepted=accepted)
-    dtypes = _dtypes(options.dtype) if options.dtype else ()
-    _check_dtypes(dtypes, cluster)  # before this rank's place and device are looked for
+    return tuple(
+        CalibrationOptions(n, dtype, sizes, tp, lengths or (n,), options.steps)
+        for dtype, n in product(_dtypes(options.dtype) if options.dtype else ("",), sorted(tokens))
+    )
+
+
+def _known_fixed(cluster: Cluster, rates: Mapping[str, Any], dtype: str, length: int) -> dict[str, float]:
+    """Seconds of an action besides its layers, of each chip type where shorter sequences have told them: they tell it
+    best, and it is the same for all rows."""
+    found = {}
+    for chip, by_dtype in rates.get("chips", {}).items():
+        known = given_rates(chip, dtype, by_dtype.get(dtype, {}), cluster)
+        if any(row.seq_length < length for row in known["layers"]):
+            found[chip] = known.get("action_seconds", 0.0)
+    return found
+
+
+def _measure(
+    cluster: Cluster, options: argparse.Namespace, rates: dict[str, Any], out: str
+) -> dict[str, Any] | None:
+    """``rates`` with what all ranks of the job measure, on its first rank; None on others.
+
+    Raises:
+        UserError: on the first rank, where a core could not keep up with its emulated chip.
+    """
+    from hetero_megatron.comm import start_comm, stop_comm
+    from hetero_megatron.emulation import Emulation
+    from hetero_megatron.platform.plugins import load_plugins
+    from hetero_megatron.spec import load_model
+    from hetero_megatron.training.calibration import Job, calibrate
+    from hetero_megatron.training.config import OptimizerConfig
+    from hetero_megatron.training.islands import transport_of
+    from hetero_megatron.training.kernels import rank_kernels
+    from hetero_megatron.training.loop import DTYPES as TORCH_DTYPES
+    from hetero_megatron.training.loop import optimizer_factory, platform_at, position
+
+    spec = load_model(options.model)
+    launcher = _launcher(cluster)
+    wanted = _wanted(cluster, spec, options)
+    _check_dtypes([one.dtype for one in wanted if one.dtype], cluster)  # before this rank's place is looked for
+    plugins = load_plugins()
     rank = position(cluster, launcher)
     platform = platform_at(rank, cluster, launcher, plugins)
-    if not dtypes:
-        dtypes = ("fp32" if platform.device.type == "cpu" else "bf16",)
-        _check_dtypes(dtypes, cluster)
-    wanted = [
-        CalibrationOptions(n, dtype, sizes, tp, lengths or (n,), options.steps)
-        for dtype, n in product(dtypes, sorted(tokens))
-    ]
+    if not wanted[0].dtype:
+        wanted = tuple(replace(one, dtype="fp32" if platform.device.type == "cpu" else "bf16") for one in wanted)
+        _check_dtypes([wanted[0].dtype], cluster)
     refuse_twice(cluster, {chip: {one.dtype: {} for one in wanted} for chip in cluster.chips})
     if rank == 0:
         check_writable(out, "--out")
     emulation = Emulation.of(launcher, rank, TIMEOUT)
-    comm = start_comm(platform, TIMEOUT, rank, launcher, emulation.hooks())
-    first = comm.rank == 0
+    transport = transport_of(options.transport, cluster)
+    comm = start_comm(platform, TIMEOUT, rank, launcher, emulation.hooks(), transport)
     start = time.perf_counter()
 
     def log(text: str) -> None:
-        if first:
+        if comm.rank == 0:
             print(f"[{time.perf_counter() - start:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     try:
@@ -250,25 +256,27 @@ def _measure(
         gc.freeze()  # what imports made is there to stay; looking through it takes a tenth of a second
         if platform.device.type != "cpu":
             comm.clock.synchronize = platform.synchronize
-        build = optimizer_factory(OptimizerConfig())
-        rates: dict[str, Any] = {}
-        tables, links = [], None
-        invalid: Rank | None = None
-        known: dict[str, dict[str, tuple[float, float]]] = {dtype: {} for dtype in dtypes}
+        links = None
         for one in wanted:
             log(f"{one.dtype}, {plural(one.seq_length, 'token')}")
             kind = TORCH_DTYPES[one.dtype]
-            kernels = partial(
-                rank_kernels, rank=comm.rank, registry=plugins.registry, platform=platform, dtype=kind
-            )
-            # The shortest sequences tell best what an action takes besides its layers; it is the same for all rows.
-            fixed = known[one.dtype] or _known_fixed(cluster, one.dtype, one.seq_length)
-            found = calibrate(comm, cluster, spec, one, kind, build, log, links, kernels, fixed)
-            known[one.dtype] = found.fixed()
+            kernels = partial(rank_kernels, rank=comm.rank, registry=plugins.registry, platform=platform, dtype=kind)
+            job = Job(comm, kind, optimizer_factory(OptimizerConfig()), kernels)
+            fixed = _known_fixed(cluster, rates, one.dtype, one.seq_length)
+            found = calibrate(job, cluster, spec, one, log, links, fixed)
             rates, links = merge_rates(rates, found.rates), found.links
-            if found.clock is not None and found.clock.invalid:
-                invalid = cluster.ranks[found.clock.worst_rank]
-            tables.append(f"{one.dtype}, {plural(one.seq_length, 'token')}\n{format_calibration(found)}")
+            if comm.rank == 0 and not options.json:
+                text = format_rates(found.rates, found.slow, found.clock)
+                print(f"{one.dtype}, {plural(one.seq_length, 'token')}\n{text}", flush=True)
     finally:
         stop_comm(platform)
-    return rates, "\n\n".join(tables), first, invalid
+    if comm.rank != 0:
+        return None
+    if found.clock is not None and found.clock.invalid:
+        chip = cluster.ranks[found.clock.worst_rank].chip
+        raise UserError(
+            f"rank {found.clock.worst_rank}'s core did not keep up with its emulated chip, so nothing was written",
+            field=f"chips.{chip}.emulate.speed", value=cluster.chips[chip].speed, accepted="a lower speed",
+            where=cluster.file,
+        )  # fmt: skip
+    return rates

@@ -109,8 +109,8 @@ def _run(
     comm: Comm, options: argparse.Namespace, world: int, cluster: Cluster | None
 ) -> tuple[list[Fault], list[Speed]]:
     """(faults, speeds) of all ranks, on all ranks."""
+    from hetero_megatron.cluster.neighbours import link_pairs
     from hetero_megatron.comm import check
-    from hetero_megatron.training.calibration.links import pairs as pairs_of
 
     assert comm.islands is not None
     everyone = tuple(range(world))
@@ -137,7 +137,7 @@ def _run(
         return faults, []
     if faults := tell(check.check_groups(comm, groups, min(options.bytes, 1 << 20))):
         return faults, []
-    pairs = pairs_of(cluster) if cluster is not None else _pairs(comm)
+    pairs = link_pairs(cluster) if cluster is not None else _pairs(comm)
     both = list(dict.fromkeys(p for a, b in pairs for p in ((a, b), (b, a))))
     mine = check.measure(comm, control, both, options.bytes)
     speeds = [s for one in control.gather_objects(mine, list[check.Speed]) for s in one]

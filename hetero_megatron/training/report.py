@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hetero_megatron.emulation import Emulation
+from hetero_megatron.planner.report.prediction import format_step_seconds
 from hetero_megatron.platform import Platform
 from hetero_megatron.spec.flops import sequence_flops
 from hetero_megatron.testbed.clocks import Kept, spread, worst_clock
@@ -90,7 +91,7 @@ class Reporter:
         if found is not None:
             busy = expected_busy(self.config)
             self.predicted = found.step_seconds
-            print(f"predicted step: {found.step_seconds:.4g} s", flush=True)
+            print(f"predicted step: {format_step_seconds(found)}", flush=True)
             self.expected_busy = {} if found.assumed else busy
         directory = self.config.logging.save
         again = self.runtime.comm.launcher.restarts > 0

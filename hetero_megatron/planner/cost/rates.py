@@ -26,7 +26,7 @@ name; not both)::
             exchange_seconds: 0.0                     # fixed host seconds of packing or unpacking one bucket
             accumulate_beta: 0.0                      # s per byte of weights: what the first backward of a step saves
             jitter: 0.0                               # of t seconds of compute the standard deviation is jitter x t^0.5
-            spread: 0.0                               # (largest - smallest) / median of an action when it was measured
+            spread: {layers: 0.01, optimizer: 0.02}   # relative standard deviation of what was measured, by family
             overhead_bytes: 0                         # memory that the framework takes before any tensor
             layers: [[fingerprint, tp, micro_batch_size, seq_length, forward s, backward s], …]
             embed: / head:                            # rows like layers; head is final norm, output matrix and loss
@@ -35,8 +35,8 @@ name; not both)::
       links:
         - {within: <node group>, alpha: s, beta: s_per_byte}                   # inside one node of the group
         - {between: [<group>, <group>], alpha: s, beta: s_per_byte, message_seconds: s,
-           collectives: {all_to_all: {alpha: s, beta: s_per_byte}, exchange: {alpha: s, beta: s_per_byte}}}
-                                                                                # both directions
+           collectives: {all_to_all: {alpha: s, beta: s_per_byte}, exchange: {alpha: s, beta: s_per_byte}},
+           spread: 0.01}                                                        # both directions
         - {from: <group>, to: <group>, alpha: s, beta: s_per_byte}             # one direction, wins over ``between``
 
 All rows of layers, embed and head are compute of one rank (its 1/tp share), without communication and without
@@ -84,8 +84,9 @@ ROWS = {"gemm": 4, "attention": 5, "layers": 6, "embed": 6, "head": 6, "optimize
 NUMBERS = (
     "gemm_flops", "gemm_half", "attention_flops", "bytes_per_second", "layer_seconds", "action_seconds",
     "message_seconds", "step_seconds", "overhead_bytes", "score_seconds", "layer_backward_seconds", "pack_beta",
-    "add_beta", "unpack_beta", "exchange_seconds", "accumulate_beta", "jitter", "spread",
+    "add_beta", "unpack_beta", "exchange_seconds", "accumulate_beta", "jitter",
 )  # fmt: skip
+FAMILIES = ("layers", "waiting", "attention", "visits", "optimizer", "exchange")  # with a spread of their own
 
 Row = tuple[float, ...]
 
@@ -135,7 +136,7 @@ class ChipRates:
     exchange_seconds: float = 0.0
     accumulate_beta: float = 0.0
     jitter: float = 0.0
-    spread: float = 0.0  # for readers of the file: how far the other rates can be believed
+    spread: Mapping[str, float] = field(default_factory=dict)  # by family; none where nothing was measured
 
     @property
     def pack(self) -> float:
@@ -158,7 +159,8 @@ class LinkRates:
     host (None: the chips' own); (alpha, beta) of ``all_to_all`` and of a TP group's ``exchange``, what posting takes
     included, where these were measured. ``same_node``: the bandwidth is each chip's own; otherwise it is that of a
     node's network cards together, which its chips share. ``alone``: seconds per byte that one chip's messages take
-    more than those of all chips of its node together, where they go through hosts."""
+    more than those of all chips of its node together, where they go through hosts. ``spread``: relative standard
+    deviation of a large message's seconds; None: not measured."""
 
     alpha: float
     beta: float
@@ -168,6 +170,7 @@ class LinkRates:
     calibrated: bool = False
     exchange: tuple[float, float] | None = None
     alone: float = 0.0
+    spread: float | None = None
 
     def collective(self, name: str | None) -> tuple[float, float]:
         """(alpha, beta) of an ``all_to_all`` or a TP group's ``exchange``, as far as measured; None: of a message."""
@@ -307,19 +310,29 @@ def given_rates(chip: str, dtype: str, given: Any, cluster: Cluster) -> dict[str
     where = f"rates.chips.{chip}.{dtype}"
     entries = _mapping(given, where, cluster)
     for key in entries:
-        if key not in ROWS and key not in NUMBERS:
-            raise UserError(
-                "unknown rate", field=where, value=key, accepted=", ".join((*NUMBERS, *ROWS)), where=cluster.file
-            )
+        if key not in (*ROWS, *NUMBERS, "spread"):
+            accepted = ", ".join((*NUMBERS, *ROWS, "spread"))
+            raise UserError("unknown rate", field=where, value=key, accepted=accepted, where=cluster.file)
     values: dict[str, Any] = {
         k: _number(entries[k], f"{where}.{k}", cluster, k not in ("gemm_flops", "bytes_per_second", "attention_flops"))
         for k in NUMBERS
         if k in entries
     }
+    if "spread" in entries:
+        values["spread"] = _spreads(entries["spread"], f"{where}.spread", cluster)
     for key, width in ROWS.items():
         rows = _rows(entries.get(key, []), width, f"{where}.{key}", cluster)
         values[key] = tuple(LayerRow(*r) for r in rows) if width == 6 else rows
     return values
+
+
+def _spreads(value: Any, where: str, cluster: Cluster) -> dict[str, float]:
+    """By family; files once had one number, that of an action."""
+    by_family = value if isinstance(value, Mapping) else {"layers": value}
+    if unknown := [family for family in by_family if family not in FAMILIES]:
+        accepted = ", ".join(FAMILIES)
+        raise UserError("unknown family of rates", field=where, value=unknown[0], accepted=accepted, where=cluster.file)
+    return {family: _number(x, f"{where}.{family}", cluster) for family, x in by_family.items()}
 
 
 def _cold_start(chip: Chip, dtype: str, given: Mapping[str, Any], cluster: Cluster) -> ChipRates:
@@ -393,7 +406,7 @@ def _measured_links(cluster: Cluster) -> dict[tuple[str, str, bool], LinkRates]:
 
 
 def _link_rates(entry: Mapping[str, Any], same: bool, where: str, cluster: Cluster) -> LinkRates:
-    known = ("within", "between", "from", "to", "alpha", "beta", "message_seconds", "collectives", "source")
+    known = ("within", "between", "from", "to", "alpha", "beta", "message_seconds", "collectives", "spread", "source")
     for key in entry:
         if key not in known:
             raise UserError("unknown key", field=where, value=key, accepted=", ".join(known), where=cluster.file)
@@ -413,6 +426,7 @@ def _link_rates(entry: Mapping[str, Any], same: bool, where: str, cluster: Clust
     return LinkRates(
         alpha, beta, None if message is None else _number(message, f"{where}.message_seconds", cluster),
         pairs.get("all_to_all"), same, True, pairs.get("exchange"),
+        spread=_number(entry["spread"], f"{where}.spread", cluster) if "spread" in entry else None,
     )  # fmt: skip
 
 
@@ -444,6 +458,8 @@ def _rows(value: Any, width: int, where: str, cluster: Cluster) -> tuple[tuple[A
 def as_document(rates: ChipRates) -> dict[str, Any]:
     """Rates as the mapping below ``<dtype>:`` in a cluster file; empty tables are left out."""
     out: dict[str, Any] = {k: getattr(rates, k) for k in NUMBERS}
+    if rates.spread:
+        out["spread"] = dict(rates.spread)
     for key in ROWS:
         rows = getattr(rates, key)
         if rows:
@@ -460,4 +476,6 @@ def link_document(source: str, target: str, link: LinkRates) -> dict[str, Any]:
     pairs = {name: getattr(link, name) for name in COLLECTIVES}
     if any(pairs.values()):
         out["collectives"] = {n: dict(zip(("alpha", "beta"), pair)) for n, pair in pairs.items() if pair}
+    if link.spread is not None:
+        out["spread"] = link.spread
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,13 +28,25 @@ def format_seconds(seconds: float) -> str:
     return "0 s" if seconds < 5e-10 else f"{seconds * 1e9:.3g} ns"
 
 
+def format_step_seconds(found: Prediction) -> str:
+    """``1.236 s (1.19-1.29)``, the range in the unit of the seconds; without it where there is none."""
+    text = format_seconds(found.step_seconds)
+    if found.seconds_range is None:
+        return text
+    number, unit = text.split()
+    factor = float(number) / found.step_seconds if found.step_seconds else 0.0
+    low, high = (seconds * factor for seconds in found.seconds_range)
+    digits = max(0, 2 - math.floor(math.log10(high))) if high > 0 else 0
+    return f"{number} {unit} ({low:.{digits}f}-{high:.{digits}f})"
+
+
 def format_prediction(found: Prediction) -> str:
     """Step time and its parts, use of the chips, memory, and what was assumed."""
     share = f", {found.mfu:.1%} of the chips' peak (MFU)" if found.mfu is not None else ""
     lines = [
         f"plan {found.plan.fingerprint()}: {plural(found.plan.world_size, 'rank')}, "
         f"{plural(len(found.plan.pipelines), 'pipeline')}",
-        f"predicted step: {format_seconds(found.step_seconds)}, {found.tokens_per_second:,.0f} tokens/s{share}",
+        f"predicted step: {format_step_seconds(found)}, {found.tokens_per_second:,.0f} tokens/s{share}",
     ]
     for part, words in PARTS.items():
         seconds = found.parts[part]
@@ -69,6 +82,7 @@ def as_json(found: Prediction) -> Mapping[str, Any]:
     return {
         "plan": found.plan.fingerprint(),
         "step_seconds": found.step_seconds,
+        "seconds_range": None if found.seconds_range is None else list(found.seconds_range),
         "tokens_per_second": found.tokens_per_second,
         "mfu": found.mfu,
         "parts": dict(found.parts),

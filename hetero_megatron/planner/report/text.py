@@ -11,7 +11,7 @@ from hetero_megatron.cluster import format_bytes
 from hetero_megatron.plan import dump_yaml, to_dict
 from hetero_megatron.plan.made_for import MadeFor
 from hetero_megatron.planner.report.comparison import Summary, choice_text
-from hetero_megatron.planner.report.prediction import format_seconds
+from hetero_megatron.planner.report.prediction import format_seconds, format_step_seconds
 from hetero_megatron.planner.search.incumbent import JudgedPlan
 from hetero_megatron.planner.whatif.objective import cost_per_hour, tokens_per_cost
 from hetero_megatron.planner.whatif.replan import NodeLoss
@@ -32,7 +32,7 @@ def format_plan(summary: Summary) -> str:
     chips = [g.chip for g in result.pool.groups]
     share = f", {found.mfu:.1%} of the peak of the chips used (aggregate MFU)" if found.mfu is not None else ""
     lines = [
-        f"best plan: {format_seconds(best.step_seconds)} per step, {found.tokens_per_second:,.0f} tokens/s{share}",
+        f"best plan: {format_step_seconds(found)} per step, {found.tokens_per_second:,.0f} tokens/s{share}",
         f"  {choice_text(best, chips)}",
         f"  found in {result.seconds:.2f} s, {plural(result.evaluated, 'plan')} evaluated exactly"
         + ("" if result.complete else "; cut short, the best so far"),
@@ -215,6 +215,7 @@ def summary_json(summary: Summary) -> Mapping[str, Any]:
         "plan": to_dict(best.plan),
         "fingerprint": best.plan.fingerprint(),
         "step_seconds": best.step_seconds,
+        "seconds_range": None if found.seconds_range is None else list(found.seconds_range),
         "tokens_per_second": found.tokens_per_second,
         "mfu": found.mfu,
         "parts": dict(found.parts),

@@ -24,6 +24,7 @@ from hetero_megatron.planner.simulate.grad_sync import BucketSpan, GradSync
 from hetero_megatron.planner.simulate.memory_report import OverLimit, estimate_memory, over_limit, refuse
 from hetero_megatron.planner.simulate.prepared import PreparedPlan
 from hetero_megatron.planner.simulate.stage_cost import PipelineCosts, StageCosts
+from hetero_megatron.planner.simulate.uncertainty import seconds_range
 from hetero_megatron.planner.simulate.variability import late_seconds
 from hetero_megatron.schedule import Timeline, simulate
 from hetero_megatron.spec import ModelSpec
@@ -37,6 +38,8 @@ class Prediction:
 
     Attributes:
         step_seconds: from the first forward to the last updated parameter.
+        seconds_range: in which the step is expected (:mod:`~hetero_megatron.planner.simulate.uncertainty`); None where
+            some chip's rates are not measured.
         tokens_per_second: of the whole plan; mfu: model FLOPs over the peak of the chips used, None where a peak is not
             known (emulated chips).
         memory: by rank, framework overhead included; limits: usable bytes by rank; over: ranks that do not fit.
@@ -51,6 +54,7 @@ class Prediction:
 
     plan: Plan
     step_seconds: float
+    seconds_range: tuple[float, float] | None
     tokens_per_second: float
     mfu: float | None
     memory: Mapping[int, MemoryBytes]
@@ -227,6 +231,7 @@ class _Step:
         return Prediction(
             plan=self.plan,
             step_seconds=times.end,
+            seconds_range=seconds_range(times.end, self.stages, times.timelines, times.parts),
             tokens_per_second=tokens / times.end,
             mfu=self._mfu(times.end),
             memory=memory,

@@ -1,6 +1,6 @@
-"""Measuring the cluster that a job runs on: its chips (:mod:`.chips`) and its links (:mod:`.links`)."""
+"""Measuring the cluster that a job runs on: chips (:mod:`.layers`, :mod:`.operators`, :mod:`.exchange`) and links."""
 
-from hetero_megatron.training.calibration.run import CalibrationOptions, calibrate, format_calibration
-from hetero_megatron.training.calibration.runs import degrees
+from hetero_megatron.training.calibration.layers import Job
+from hetero_megatron.training.calibration.run import Calibration, CalibrationOptions, calibrate
 
-__all__ = ["CalibrationOptions", "calibrate", "degrees", "format_calibration"]
+__all__ = ["Calibration", "CalibrationOptions", "Job", "calibrate"]

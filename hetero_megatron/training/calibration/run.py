@@ -2,54 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from statistics import fmean, median
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
-import torch
-
 from hetero_megatron.cluster import Cluster
-from hetero_megatron.comm import Comm
-from hetero_megatron.parallel.update import OptimizerFactory
+from hetero_megatron.cluster.neighbours import tp_groups
 from hetero_megatron.planner.cost.link_model import LinkModel
 from hetero_megatron.planner.cost.rates import LinkRates, Rates, link_document, model_fingerprint
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.testbed.clocks import Kept, worst_clock
-from hetero_megatron.training.calibration.alone import Alone, AttentionRow, measure_alone
-from hetero_megatron.training.calibration.chips import Job, Kernels, Observed, observe, observe_exchange
-from hetero_megatron.training.calibration.links import LinkRow, measure_links
-from hetero_megatron.training.calibration.runs import (
-    Costs,
-    Observation,
-    Phase,
-    all_runs,
-    depths,
-    exchange_runs,
-    jitter,
-    one_layer_runs,
-    slow_ranks,
-    solve,
-    solve_phases,
-    spread,
-    stragglers,
-    tp_groups,
-    waiting,
-)
+from hetero_megatron.training.calibration.exchange import Phase, fit_phases, observe_exchange
+from hetero_megatron.training.calibration.layers import Job, StageTimes, fit_stages, observe, stragglers
+from hetero_megatron.training.calibration.links import LinkKind, measure_links
+from hetero_megatron.training.calibration.measure import LEAST, robust_fit
+from hetero_megatron.training.calibration.operators import Tables, measure_operators
+from hetero_megatron.training.calibration.pipelines import Run, Runs, depths
 
 STRAGGLER = 0.1  # slower than its fellows by more than this share
-ALONE = 5  # calls of what is timed alone that count, for each step
+CALLS, EXCHANGES = 5, 2  # of operators, and steps of an exchange between replicas, for each step of a pipeline
+UPDATES = (1 << 18, 1 << 21)  # elements of an update that stand for all
 
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """What to measure.
-
-    Args:
-        lengths: at which to time attention alone.
-        steps: measured per pipeline of micro-batches of 1 (a clocked testbed needs one); larger micro-batches take as
-            many fewer, at least one. What is timed alone is called ``ALONE`` times as often.
-    """
+    """What to measure; ``lengths``: at which to time attention alone; ``steps``: that count, of each pipeline."""
 
     seq_length: int
     dtype: str
@@ -59,266 +38,118 @@ class CalibrationOptions:
     steps: int = 1
 
 
-@dataclass
+@dataclass(frozen=True)
 class Calibration:
-    """What was measured: ``costs`` by (chip, tp, micro-batch size), ``spreads`` alike, ``alone_spread`` by chip, links,
-    ``slow`` ranks -> times slower than their chip type."""
+    """``rates``: as in a cluster file; ``slow``: groups of ranks -> times slower; ``clock``: on a testbed."""
 
-    costs: dict[tuple[str, int, int], Costs] = field(default_factory=dict)
-    spreads: dict[tuple[str, int, int], float] = field(default_factory=dict)
-    waiting: dict[tuple[str, int, int], tuple[float, float]] = field(default_factory=dict)  # by the same, with TP
-    step_seconds: dict[str, float] = field(default_factory=dict)
-    exchange: dict[str, tuple[float, float, float, float]] = field(default_factory=dict)  # as solve_phases() returns
-    saved: dict[str, float] = field(default_factory=dict)  # by a first backward, seconds per byte of weights
-    jitter: dict[str, float] = field(default_factory=dict)
-    optimizer: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    attention: dict[str, list[AttentionRow]] = field(default_factory=dict)
-    visits: dict[str, list[AttentionRow]] = field(default_factory=dict)
-    alone_spread: dict[str, float] = field(default_factory=dict)
-    links: list[LinkRow] = field(default_factory=list)
-    slow: dict[tuple[int, ...], float] = field(default_factory=dict)
-    clock: Kept | None = None  # on a testbed
-    rates: dict[str, Any] = field(default_factory=dict)
-
-    def fixed(self) -> dict[str, tuple[float, float]]:
-        """Seconds of an action besides its layers, by chip: those of the lowest TP degree, since slow ranks alone may
-        have measured a higher one."""
-        return {chip: costs.fixed for (chip, _, _), costs in sorted(self.costs.items(), reverse=True)}
+    rates: dict[str, Any]
+    links: Mapping[LinkKind, LinkRates]
+    slow: dict[tuple[int, ...], float]
+    clock: Kept | None
 
 
 def calibrate(
-    comm: Comm,
+    job: Job,
     cluster: Cluster,
     spec: ModelSpec,
     options: CalibrationOptions,
-    dtype: torch.dtype,
-    optimizer: OptimizerFactory,
     log: Callable[[str], None],
-    links: Sequence[LinkRow] | None = None,
-    kernels: Kernels | None = None,
-    fixed: Mapping[str, tuple[float, float]] | None = None,
+    links: Mapping[LinkKind, LinkRates] | None = None,
+    fixed: Mapping[str, float] | None = None,
 ) -> Calibration:
-    """Measure chips, and links where they are not known yet; every rank of the cluster calls it, and gets the same
-    answer. What slow ranks measured counts in nothing.
-
-    Args:
-        kernels: as runs would have them; None: torch's own.
-        fixed: seconds of an action besides its layers, by chip, where they are known.
-    """
-    everyone = tuple(range(cluster.world_size))
+    """Measure chips, and links where they are not known yet. Every rank of the cluster calls it, and gets the same
+    answer. ``fixed``: seconds of an action besides its layers, by chip, where they are known."""
+    comm, everyone = job.comm, tuple(range(cluster.world_size))
     comm.create_groups([everyone])
     world = comm.group(everyone)
     if links is None:
         log("links")
-        links = [row for rows in world.gather_objects(measure_links(comm, cluster), list[LinkRow]) for row in rows]
-    found = Calibration(links=list(links))
-    job = Job(comm, dtype, optimizer, kernels)
-    seen, rows = _observe_pipelines(cluster, spec, options, job, log)
-    log("updates of weights and attention, alone")
-    alone = world.gather_objects(measure_alone(job, spec, options.lengths, ALONE * options.steps), Alone)
-    _solve(found, seen, fixed or {})
-    found.slow = stragglers(seen, found.costs, STRAGGLER)
-    out = slow_ranks(found.slow, seen)
-    seen = [o for o in seen if not out & set(o.ranks)]
-    row_bytes = options.seq_length * spec.hidden_size * dtype.itemsize
-    _solve(found, seen, fixed or {})
-    found.waiting = _waiting(seen, cluster, links, options.dtype, row_bytes)
+        links = dict(measure_links(comm, cluster))
+
+    def runs(tp: int, micro_batch_size: int, without: Collection[int] = ()) -> Runs:
+        return Runs(cluster, spec, options.seq_length, tp, micro_batch_size, tp_groups(cluster, tp, without))
+
+    def observed(planned: Sequence[Run]) -> list[StageTimes]:
+        seen = list[StageTimes]()
+        for i, run in enumerate(planned, 1):
+            log(f"{i} of {len(planned)}: {run.title}")
+            own = observe(run, cluster.ranks[comm.rank].chip, job, options.steps)
+            seen += [o for o in world.gather_objects(own, StageTimes | None) if o is not None]
+        return seen
+
+    slow, out, seen = _all_stages(observed, cluster, options, runs)
+    log("attention alone")
+    operators = world.gather_objects(measure_operators(job, spec, options.lengths, CALLS * options.steps), Tables)
     log("exchange of gradients and parameters")
-    chips = [rank.chip for rank in cluster.ranks]
-    phases: list[Phase] = []
-    for run in exchange_runs(cluster, spec, options.seq_length):
-        own = observe_exchange(run, chips[comm.rank], job, 2 * options.steps)
-        every = world.gather_objects(own, list[Phase])
-        phases += [p for rank, theirs in enumerate(every) if rank not in out for p in theirs]
-    found.exchange = {c: solve_phases([p for p in phases if p.chip == c]) for c in {p.chip for p in phases}}
-    for rank, measured in enumerate(alone):
-        if rank not in out:
-            chip = chips[rank]
-            found.optimizer.setdefault(chip, []).extend(measured.optimizer)
-            found.attention.setdefault(chip, []).extend(measured.attention)
-            found.visits.setdefault(chip, []).extend(measured.visits)
-            found.alone_spread[chip] = max(found.alone_spread.get(chip, 0.0), measured.spread)
-    for chip in {chip for chip, _, _ in found.costs}:
-        _per_step(found, chip, [o for o in rows if o.observation.chip == chip and o.rank not in out])
-    reports = world.gather_objects(comm.clock.report(), dict[str, float])
-    found.clock = worst_clock(dict(enumerate(reports)))
-    found.rates = _document(found, cluster, spec, options)
-    return found
-
-
-def _observe_pipelines(
-    cluster: Cluster,
-    spec: ModelSpec,
-    options: CalibrationOptions,
-    job: Job,
-    log: Callable[[str], None],
-) -> tuple[list[Observation], list[Observed]]:
-    """What all runs of single pipelines and of replicas of one stage showed: of each stage, and, of the former, of each
-    rank with layers."""
-    comm, seen, rows = job.comm, list[Observation](), list[Observed]()
-    world = comm.group(range(cluster.world_size))
-    for tp in options.tp:
-        if few := sorted({rank.chip for rank in cluster.ranks} - set(tp_groups(cluster, tp))):
-            log(f"tp {tp}: not measured on {', '.join(few)}, of which there are fewer")
-    many = _depths(cluster, spec, options, job)
-    named = ", ".join(f"{n} on {chip}" for chip, n in many.items())
-    log(f"layers of a stage, so that all chip types take about as long: {named}")
-    runs = all_runs(cluster, spec, options.seq_length, options.tp, options.micro_batch_sizes, many)
-    for i, run in enumerate(runs, 1):
-        log(f"{i} of {len(runs)}: tp {run.tp}, micro-batch {run.micro_batch_size}: stages {run.title}")
-        own = observe(run, cluster.ranks[comm.rank].chip, job, run.steps(options.steps))
-        theirs = [o for o in world.gather_objects(own, Observed | None) if o is not None]
-        seen += _merge([o.observation for o in theirs])
-        if len(run.plan.pipelines) == 1:  # replicas also exchange gradients outside of their actions
-            rows += [o for o in theirs if o.observation.layers]
-    return seen, rows
-
-
-def _depths(cluster: Cluster, spec: ModelSpec, options: CalibrationOptions, job: Job) -> dict[str, int]:
-    """Layers of each chip type where they are to be many, by a first run; see :func:`depths`."""
-    comm, found = job.comm, list[Observation]()
-    for run in one_layer_runs(cluster, spec, options.seq_length, options.tp[0], options.micro_batch_sizes[0]):
-        own = observe(run, cluster.ranks[comm.rank].chip, job, steps=1)
-        every = comm.group(range(cluster.world_size)).gather_objects(own, Observed | None)
-        found += [o.observation for o in every if o is not None]
-    return depths(cluster, found)
-
-
-def _per_step(found: Calibration, chip: str, rows: Sequence[Observed]) -> None:
-    """What a chip type takes per step, besides its stages' actions, and how much these vary."""
-    update = _medians(found.optimizer[chip])  # part of the seconds outside the actions
-    found.step_seconds[chip] = max(1e-6, median(o.tail - _at(update, o.owned) for o in rows))
-    found.saved[chip] = max(0.0, median(o.saved for o in rows))
-    found.jitter[chip] = jitter([o.computed for o in rows])
-
-
-def _solve(
-    found: Calibration, observations: Sequence[Observation], fixed: Mapping[str, tuple[float, float]]
-) -> None:
-    """Costs and spreads of every (chip, TP, micro-batch size) that was observed."""
-    for chip in {o.chip for o in observations}:
-        alike = [o for o in observations if o.chip == chip]
-        for (tp, size), costs in solve(alike, fixed.get(chip)).items():
-            found.costs[chip, tp, size] = costs
-            found.spreads[chip, tp, size] = spread([o for o in alike if (o.tp, o.micro_batch_size) == (tp, size)])
-
-
-def _merge(observations: Sequence[Observation]) -> list[Observation]:
-    """The ranks of a TP group as one: means of their medians."""
-    groups: dict[tuple[int, ...], list[Observation]] = {}
-    for o in observations:
-        groups.setdefault(o.ranks, []).append(o)
-    merged = []
-    for o, *others in groups.values():
-        every = [o, *others]
-        means: dict[str, Any] = {k: fmean(getattr(e, k) for e in every) for k in ("forward", "backward", "spread")}
-        merged.append(replace(o, apart=(fmean(e.apart[0] for e in every), fmean(e.apart[1] for e in every)), **means))
-    return merged
-
-
-def _waiting(
-    seen: Sequence[Observation], cluster: Cluster, links: Sequence[LinkRow], dtype: str, row_bytes: int
-) -> dict[tuple[str, int, int], tuple[float, float]]:
-    """What TP groups waited in one exchange beyond what it takes by these links, by (chip, TP, micro-batch size).
-
-    Args:
-        row_bytes: of one sequence's activations.
-    """
-    network = LinkModel(Rates(cluster, dtype, {}, {(r.source, r.target, r.same_node): _link_rates(r) for r in links}))
-    found: dict[tuple[str, int, int], list[tuple[Observation, float]]] = {}
-    for o in seen:
-        if o.swaps:
-            seconds, _ = network.tp_exchange(o.ranks, o.micro_batch_size * row_bytes)
-            found.setdefault((o.chip, o.tp, o.micro_batch_size), []).append((o, seconds))
-    return {key: waiting(observations) for key, observations in found.items()}
-
-
-def _document(found: Calibration, cluster: Cluster, spec: ModelSpec, options: CalibrationOptions) -> dict[str, Any]:
-    """The ``rates:`` section; see planner/cost/rates.py."""
+    phases: list[list[Phase]] = [[] for _ in everyone]
+    for run in runs(1, 1, out).exchanges():
+        own = observe_exchange(run, job, EXCHANGES * options.steps)
+        phases = [a + b for a, b in zip(phases, world.gather_objects(own, list[Phase]), strict=True)]
+    network = LinkModel(Rates(cluster, options.dtype, {}, links))
+    shape = model_fingerprint(spec), options.seq_length, options.seq_length * spec.hidden_size * job.dtype.itemsize
     chips: dict[str, Any] = {}
-    name = model_fingerprint(spec)
-    for chip in dict.fromkeys(c for c, _, _ in found.costs):
-        mine = {(tp, size): costs for (c, tp, size), costs in sorted(found.costs.items()) if c == chip}
-        tables = {
-            table: {key: getattr(costs, part) for key, costs in mine.items()}
-            for table, part in (("layers", "layer"), ("embed", "embed"), ("head", "head"))
-        }
-        tables["waiting"] = {(tp, size): s for (c, tp, size), s in sorted(found.waiting.items()) if c == chip}
-        rows: dict[str, Any] = {
-            table: [
-                [name, tp, size, options.seq_length, *(_digits(max(s, 1e-7)) for s in seconds)]
-                for (tp, size), seconds in measured.items()
-            ]
-            for table, measured in tables.items()
-            if measured
-        }
-        rows["action_seconds"] = _digits(fmean(found.fixed()[chip]))
+    for chip in dict.fromkeys(rank.chip for rank in cluster.ranks):
+        ranks = [rank.rank for rank in cluster.ranks if rank.chip == chip and rank.rank not in out]
+        rates = _stage_rates([o for o in seen if o.chip == chip], network, (fixed or {}).get(chip), *shape)
+        tables, spread = operators[ranks[0]]
+        if exchanged := [phase for rank in ranks for phase in phases[rank]]:
+            betas, spread["exchange"] = fit_phases(exchanged)
+            rates |= betas
         groups = {g.name for g in cluster.nodes if g.chip == chip}
-        messages = [link.message for link in found.links if link.source in groups]
-        rows["message_seconds"] = _digits(median(messages) if messages else 0.0)
-        rows["step_seconds"] = _digits(found.step_seconds[chip])
-        rows["accumulate_beta"] = _digits(found.saved[chip])
-        rows["jitter"] = _digits(found.jitter[chip])
-        rows["spread"] = _digits(max(s for (c, _, _), s in found.spreads.items() if c == chip))
-        if chip in found.exchange:
-            names = ("pack_beta", "add_beta", "unpack_beta", "exchange_seconds")
-            rows |= {key: _digits(value) for key, value in zip(names, found.exchange[chip])}
-        rows["optimizer"] = [[n, _digits(s)] for n, s in _medians(found.optimizer[chip])]
-        for table in ("attention", "visits"):
-            if measured := getattr(found, table).get(chip):
-                rows[table] = [[*key, *map(_digits, s)] for key, s in _attention_medians(measured)]
-        chips[chip] = {options.dtype: rows}
-    links = [link_document(row.source, row.target, _link_rates(row)) for row in found.links]
-    return {"chips": chips, "links": links}
+        posting = [link.message_seconds or 0.0 for (source, _, _), link in links.items() if source in groups]
+        rates["spread"] |= spread
+        chips[chip] = {options.dtype: {**rates, **tables, "message_seconds": median(posting or [0.0])}}
+    found = {"chips": chips, "links": [link_document(a, b, link) for (a, b, _), link in links.items()]}
+    clock = worst_clock(dict(enumerate(world.gather_objects(comm.clock.report(), dict[str, float]))))
+    return Calibration(_rounded(found), links, slow, clock)
 
 
-def _at(rows: Sequence[tuple[int, float]], elements: int) -> float:
-    """Seconds of an update of so many elements, on the line through the first and last measured ones."""
-    (a, s), (b, t) = rows[0], rows[-1]
-    return s + (t - s) * (elements - a) / (b - a)
+def _all_stages(
+    observed: Callable[[Sequence[Run]], list[StageTimes]], cluster: Cluster, options: CalibrationOptions,
+    runs: Callable[..., Runs],
+) -> tuple[dict[tuple[int, ...], float], set[int], list[StageTimes]]:  # fmt: skip
+    """(slow groups of ranks and how slow they are, their ranks, what all others see of their stages)."""
+    first, *more = [(tp, n) for tp in options.tp for n in options.micro_batch_sizes]
+    survey = observed([runs(*first).alone()])
+    slow = stragglers(survey, STRAGGLER)
+    out = {rank for ranks in slow for rank in ranks}
+    seen = [o for o in survey if not out & set(o.ranks)]
+    many = depths(cluster, {o.chip: o.forward + o.backward for o in seen})
+    planned = runs(*first, out).pipelines(many)
+    for tp, n in more:
+        kind = runs(tp, n, out)
+        planned += [kind.alone(1), *kind.pipelines(many)] if kind.groups else []
+    return slow, out, seen + observed(planned)
 
 
-def _medians(rows: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    return [(n, median(s for m, s in rows if m == n)) for n in sorted({m for m, _ in rows})]
+def _stage_rates(
+    seen: Sequence[StageTimes], network: LinkModel, fixed: float | None, fingerprint: str, length: int, size: int
+) -> dict[str, Any]:
+    """Rates of one chip type from its stages. ``fixed``: see :func:`calibrate`; ``fingerprint``: of the model;
+    ``length``: tokens per sequence; ``size``: bytes of one sequence's activations."""
+    rates, spread = dict[str, Any](), dict[str, float]()
+    rates["action_seconds"], by_key, residuals = fit_stages(seen, fixed)
+    spread["layers"] = max(residuals, median(o.spread for o in seen))
+    for (tp, rows), parts in by_key.items():
+        if swapped := [o for o in seen if o.swaps and o.key == (tp, rows)]:
+            links = median(network.tp_exchange(o.ranks, rows * size)[0] for o in swapped)
+            counts = [[float(o.swaps)] for o in swapped]
+            ways = [robust_fit(counts, [max(o.waited[i], 0.0) for o in swapped], relative=False) for i in (0, 1)]
+            parts["waiting"] = (ways[0][0][0] - links, ways[1][0][0] - links)  # beyond what links explain
+            spread["waiting"] = max(spread.get("waiting", 0.0), *(varied for _, varied in ways))
+        for table, seconds in parts.items():
+            rates.setdefault(table, []).append([fingerprint, tp, rows, length, *(max(s, LEAST) for s in seconds)])
+    single = [o for o in seen if o.alone]  # replicas exchange gradients outside of their actions
+    (step, element), spread["optimizer"] = robust_fit([[1.0, o.owned] for o in single], [o.outside for o in single])
+    return rates | {
+        "step_seconds": max(step, 1e-6),
+        "optimizer": [[n, max(element * n, LEAST)] for n in UPDATES],
+        "accumulate_beta": max(0.0, median(o.saved for o in single if o.parts[0])),
+        "jitter": median(o.spread * (o.forward + o.backward) ** 0.5 for o in seen),
+        "spread": spread,
+    }
 
 
-def _attention_medians(rows: Sequence[AttentionRow]) -> list[tuple[tuple[int, ...], tuple[float, float]]]:
-    keys = sorted({row[:3] for row in rows})
-    return [(k, (median(r[3] for r in rows if r[:3] == k), median(r[4] for r in rows if r[:3] == k))) for k in keys]
-
-
-def _link_rates(row: LinkRow) -> LinkRates:
-    single, together, exchange = (
-        (_digits(alpha), _digits(beta, 5)) for alpha, beta in ((row.alpha, row.beta), row.all_to_all, row.exchange)
-    )
-    return LinkRates(*single, _digits(row.message), together, row.same_node, True, exchange)
-
-
-def _digits(value: float, count: int = 4) -> float:
-    return float(f"{value:.{count}g}")
-
-
-def format_calibration(found: Calibration) -> str:
-    """Tables of what was measured."""
-    lines = ["chip            tp  mbs   layer fwd   layer bwd       embed        head   spread   wait/exchange"]
-    for (chip, tp, size), costs in sorted(found.costs.items()):
-        values = (*costs.layer, sum(costs.embed), sum(costs.head))
-        lines.append(
-            f"{chip:<14}{tp:>4}{size:>5}"
-            + "".join(f"{1e3 * v:>9.3f} ms" for v in values)
-            + f"{found.spreads[chip, tp, size]:>9.1%}"
-            + (f"{1e6 * fmean(found.waiting[chip, tp, size]):>13.0f} us" if (chip, tp, size) in found.waiting else "")
-        )
-    lines.append("link                          latency     bandwidth   host/message   spread")
-    for row in found.links:
-        name = f"{row.source} -> {row.target}" + (" (same node)" if row.same_node else "")
-        rate = 1 / row.beta / 1e6 if row.beta else float("inf")
-        times = f"{1e6 * row.alpha:>7.0f} us{rate:>9.1f} MB/s{1e6 * row.message:>12.0f} us"
-        lines.append(f"{name:<27}{times}{row.spread:>9.1%}")
-    for chip, varied in sorted(found.alone_spread.items()):
-        lines.append(f"{chip}: calls of what is timed alone differ by up to {varied:.1%} of their median")
-    for ranks, slower in found.slow.items():
-        lines.append(f"straggler: ranks {', '.join(map(str, ranks))} {slower:.2f} times slower than their chip type")
-    if found.clock is not None:
-        lines.append(str(found.clock))
-    return "\n".join(lines)
+def _rounded(document: Any) -> Any:
+    """The same with five digits of every number."""
+    return json.loads(json.dumps(document), parse_float=lambda text: float(f"{float(text):.5g}"))

@@ -17,7 +17,6 @@ from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.simulate.variability import STEPS, expected_delay
 from hetero_megatron.schedule import generate
-from hetero_megatron.training.calibration.runs import jitter
 from tests.support.planner_cases import MODEL, SEQ, cluster, plan, stages
 
 DRAWS = 20_000
@@ -125,12 +124,3 @@ def test_members_of_a_context_group_wait_for_one_another_every_time() -> None:
 def test_ranks_of_a_tp_group_march_in_step() -> None:
     one = plan_from_dict(plan((16, stages(11, tp=2))), MODEL, cluster(1, 2))
     assert predict(one, MODEL, cluster(1, 2, jitter=0.1), "fp32").parts["jitter"] == pytest.approx(0.0, abs=1e-9)
-
-
-def test_jitter_is_the_deviation_of_steps() -> None:
-    rng = random.Random(1)
-    runs = [[rng.gauss(t, 0.04 * t**0.5) for _ in range(n)] for n in (2, 6) for t in (0.1, 3.0) for _ in range(200)]
-    assert jitter(runs) == pytest.approx(0.04, rel=0.15)
-    runs[0] = [1.0, 9.0]  # an outlier
-    assert jitter(runs) == pytest.approx(0.04, rel=0.15)
-    assert jitter([[1.0], [2.0]]) == 0.0 and jitter([[1.0, 1.0]]) == 0.0

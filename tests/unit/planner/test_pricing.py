@@ -30,7 +30,7 @@ from hetero_megatron.planner.template.plan_template import (
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.spec import load_model
 from hetero_megatron.spec.flops import parameter_count
-from hetero_megatron.training.calibration.runs import Phase, solve_phases
+from hetero_megatron.training.calibration.exchange import fit_phases
 from tests.support.planner_cases import MODEL, SEQ, cluster, plan, stages
 
 BYTES = 4 * parameter_count(MODEL)
@@ -180,15 +180,20 @@ def test_hosts_pack_sum_and_unpack(dense: bool) -> None:
 
 
 def test_phases_are_told_apart() -> None:
-    """Least squares gives back the rates that made the rows."""
-    rates, fixed = {"pack": 2e-9, "add": 3e-9, "unpack": 1e-9}, 2e-4
-    rows = [
-        Phase("c", kind, size, calls, size * rates[kind] + calls * fixed)
-        for size in (1 << 20, 3 << 20) for kind, calls in (("pack", 1), ("add", 4), ("unpack", 1))
+    """The fit gives back the rates that made the rows, also where some of them were disturbed."""
+    names, truth = ("pack_beta", "add_beta", "unpack_beta", "exchange_seconds"), (2e-9, 3e-9, 1e-9, 2e-4)
+    moved = [
+        [float(size * (column == i)) for i in range(3)] + [calls]
+        for size in (1 << 20, 2 << 20, 3 << 20) for column, calls in ((0, 1.0), (1, 4.0), (2, 1.0))
     ]  # fmt: skip
-    assert solve_phases(rows) == pytest.approx((2e-9, 3e-9, 1e-9, 2e-4), rel=1e-6)
-    negative = [Phase("c", p.kind, p.bytes, p.calls, p.seconds - 4 * fixed) for p in rows]
-    assert solve_phases(negative)[3] == 0.0
+    rows = [[*row, sum(n * rate for n, rate in zip(row, truth))] for row in moved] * 5
+    found, spread = fit_phases(rows)
+    assert [found[name] for name in names] == pytest.approx(truth, rel=1e-6) and spread < 1e-6
+    disturbed = [[*row, 3 * seconds] if i % 11 == 0 else [*row, seconds] for i, (*row, seconds) in enumerate(rows)]
+    found, _ = fit_phases(disturbed)
+    assert [found[name] for name in names] == pytest.approx(truth, rel=0.1)
+    without = [[*row, seconds - truth[3] * row[3]] for *row, seconds in rows]  # nothing fixed to be seen
+    assert fit_phases(without)[0]["exchange_seconds"] == pytest.approx(0.0, abs=1e-9)
 
 
 def test_the_bound_by_prices_knows_that_a_first_backward_is_cheaper() -> None:
