@@ -9,11 +9,8 @@ T = TypeVar("T", bound=Hashable)
 
 
 class HillClimb(Generic[T]):
-    """One local search that never evaluates the same solution twice.
-
-    Attributes:
-        effort: number of neighbours that may still be evaluated.
-    """
+    """One local search that never evaluates the same solution twice. ``effort``: number of neighbours that may still be
+    evaluated."""
 
     def __init__(self, effort: int) -> None:
         self.effort = effort

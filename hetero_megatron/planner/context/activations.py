@@ -20,11 +20,7 @@ def context_activations(
     plan: Plan, spec: ModelSpec, stage: Stage, in_flight: int, item: int, limit: int | None = None
 ) -> dict[int, MemoryBytes]:
     """By rank, bytes of the activations of micro-batches in flight and of one layer's backward; empty for stages
-    without context groups.
-
-    Args:
-        limit: of the logits, as in :class:`~hetero_megatron.plan.memory.RankWork`.
-    """
+    without context groups. ``limit``: of the logits, as in :class:`~hetero_megatron.plan.memory.RankWork`."""
     found = {}
     weights = {rank: sum(u.tp_split) / w for u in stage.units for rank, w in zip(u.ranks, u.tp_split, strict=True)}
     contexts = stage_contexts(spec, stage, plan.seq_length)

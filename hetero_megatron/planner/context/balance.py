@@ -15,11 +15,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Balancer:
-    """Balances groupings of one problem; equal groups are computed once.
-
-    Args:
-        idle: members without tokens and heads.
-    """
+    """Balances groupings of one problem; equal groups are computed once. ``idle``: members without tokens and heads."""
 
     def __init__(self, costs: ContextCosts, idle: frozenset[int] = frozenset()) -> None:
         self.costs, self.problem, self.idle = costs, costs.problem, idle

@@ -113,10 +113,8 @@ def _member(
     item: int,
     margin: float,
 ) -> ContextMember:
-    """Speeds of a member from operator rates, corrected by measured whole-layer rows where there are any.
-
-    Attention runs at the rate of the whole sequence's length, matrix products at that of an even share.
-    """
+    """Speeds of a member from operator rates, corrected by measured whole-layer rows where there are any. Attention
+    runs at the rate of the whole sequence's length, matrix products at that of an even share."""
     chip, group = at.chip, at.group
     known = rates.chips[chip]
     linear, core = _layer_seconds(model, known, seq_length, share, tp, item)

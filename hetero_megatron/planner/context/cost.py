@@ -282,12 +282,10 @@ class ContextCosts:
         return self._all_to_all(members, tokens, 2 * np.concatenate([p.kv for p in parts]))
 
     def lock_step(self, layout: ContextLayout, tokens: Floats) -> float:
-        """Slowdown of attention (1 or more) because blocks differ in size: blocks x largest block / sequence.
-
-        A group of S_k tokens has ceil(S_k / block) equal blocks, and all groups compute one block per round. Blocks as
-        large as the largest shard give the pace of the largest shard, P max(s) / S; small blocks bring it near 1 but
-        cost messages.
-        """
+        """Slowdown of attention (1 or more) because blocks differ in size: blocks x largest block / sequence. A group
+        of S_k tokens has ceil(S_k / block) equal blocks, and all groups compute one block per round. Blocks as large as
+        the largest shard give the pace of the largest shard, P max(s) / S; small blocks bring it near 1 but cost
+        messages."""
         counts = np.ceil(tokens / layout.block)
         return float(counts.sum() * (tokens / counts).max() / tokens.sum())
 

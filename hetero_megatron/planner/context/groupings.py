@@ -25,13 +25,9 @@ def chunks(items: Sequence[int], size: int) -> list[tuple[int, ...]]:
 
 def grid(problem: ContextProblem, nodes: int, each: int, order: str) -> Grouping:
     """Groups of ``each`` members from each of ``nodes`` nodes; the groups of the same nodes are neighbours in the ring.
-
     With ``each`` below a node's size the ring runs inside nodes and crosses nodes once per block of nodes, while the
-    all-to-all runs between nodes (LoongTrain's context-first placement); otherwise groups are whole nodes.
-
-    Args:
-        order: ``file``; ``kind``: no block of nodes mixes kinds; ``mixed``: kinds evenly spread over all blocks.
-    """
+    all-to-all runs between nodes (LoongTrain's context-first placement); otherwise groups are whole nodes. ``order``:
+    ``file``; ``kind``: no block of nodes mixes kinds; ``mixed``: kinds evenly spread over all blocks."""
     listed, kinds = nodes_of(problem), nodes_by_kind(problem)
     rows = [listed]
     if order == "kind":
@@ -129,11 +125,9 @@ def equal_shares(total: int, parts: int) -> list[int]:
 
 
 def equal_layouts(problem: ContextProblem) -> list[ContextLayout]:
-    """Every Ring, Ulysses and USP layout with equal shards: P = u x r, u a divisor of the number of query heads.
-
-    ``u`` members form an all-to-all group, of consecutive members (as in USP) or strided; r groups form the ring. KV
-    heads are copied where u exceeds them. Shards differ by at most one token.
-    """
+    """Every Ring, Ulysses and USP layout with equal shards: P = u x r, u a divisor of the number of query heads. ``u``
+    members form an all-to-all group, of consecutive members (as in USP) or strided; r groups form the ring. KV heads
+    are copied where u exceeds them. Shards differ by at most one token."""
     world, heads = len(problem.members), problem.model.num_heads
     tokens = equal_shares(problem.seq_length, world)
     found: list[ContextLayout] = []

@@ -44,10 +44,8 @@ def min_max_shares(
 
 
 def water_level(total: float, rate: Floats, caps: Floats, delay: Floats | None = None) -> float:
-    """The level t with sum_i min(caps_i, rate_i max(0, t - delay_i)) = total; the caps must suffice.
-
-    Piecewise linear in t: exact, by sorting the points where a share starts to grow or reaches its cap.
-    """
+    """The level t with sum_i min(caps_i, rate_i max(0, t - delay_i)) = total; the caps must suffice. Piecewise linear
+    in t: exact, by sorting the points where a share starts to grow or reaches its cap."""
     start = np.zeros(len(rate)) if delay is None else delay
     end = start + caps / rate
     points = np.concatenate([start, end])

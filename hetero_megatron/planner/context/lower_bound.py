@@ -9,11 +9,9 @@ from hetero_megatron.planner.context.problem import ContextProblem
 
 
 def speed_bound(problem: ContextProblem) -> float:
-    """Lower bound (s) on a micro-batch: work is divided freely and nothing is communicated.
-
-    A linear program: every member divides its time between matrix products and attention. In the optimum the members
-    that are relatively best at attention do attention.
-    """
+    """Lower bound (s) on a micro-batch: work is divided freely and nothing is communicated. A linear program: every
+    member divides its time between matrix products and attention. In the optimum the members that are relatively best
+    at attention do attention."""
     members, layers, tokens = problem.members, problem.layers, float(problem.seq_length)
     runs = _runs(problem)
     linear, attention = token_seconds(problem)
@@ -49,5 +47,4 @@ def token_seconds(problem: ContextProblem) -> tuple[NDArray[np.float64], NDArray
 
 
 def _runs(problem: ContextProblem) -> float:
-    """Number of forwards of a layer."""
     return {"none": 1.0, "selective": 1.0, "full": 2.0}[problem.options.recompute]

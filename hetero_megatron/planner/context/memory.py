@@ -15,10 +15,8 @@ Floats = npt.NDArray[np.float64]
 
 
 def state_bytes(problem: ContextProblem) -> tuple[float, float]:
-    """(bytes that every member holds, bytes that all hold together) of weights, gradients and Adam states.
-
-    fp32 masters and two moments are divided evenly over the members (distributed optimizer).
-    """
+    """(bytes that every member holds, bytes that all hold together) of weights, gradients and Adam states. fp32 masters
+    and two moments are divided evenly over the members (distributed optimizer)."""
     model, options = problem.model, problem.options
     elements = problem.layers * layer_parameters(model)
     elements += (int(options.embed) + int(options.head)) * model.vocab_size * model.hidden_size  # embedding, and head

@@ -142,11 +142,9 @@ class ContextProblem:
 
     @property
     def pair_flops(self) -> float:
-        """Forward attention FLOPs per query head and token, averaged over the sequence.
-
-        Under nested zigzag every share of the tokens, however uneven, sees the average number of keys: causal work
-        between shards i and j is s_i s_j / 2.
-        """
+        """Forward attention FLOPs per query head and token, averaged over the sequence. Under nested zigzag every share
+        of the tokens, however uneven, sees the average number of keys: causal work between shards i and j is s_i s_j /
+        2."""
         pairs = visible_pairs(self.seq_length, self.model.sliding_window) / self.seq_length
         return 4.0 * self.model.head_dim * pairs * self.options.micro_batch
 

@@ -50,7 +50,6 @@ def _better(a: LayoutCost, b: LayoutCost) -> bool:
 
 
 def _moves(costs: ContextCosts, layout: ContextLayout, found: LayoutCost, step: int) -> Iterator[ContextLayout]:
-    """Moves from the slowest group to others, and inside it."""
     few = len(costs.problem.members) <= FEW
     order = sorted(range(len(layout.groups)), key=lambda k: -found.group_seconds[k])
     sources = order if few else order[:1]

@@ -62,8 +62,6 @@ class ContextChoice:
 
 
 class _LayoutSearch:
-    """All layouts evaluated so far."""
-
     def __init__(self, problem: ContextProblem) -> None:
         self.problem, self.costs = problem, ContextCosts(problem)
         self.seen: dict[ContextLayout, LayoutCost] = {}
@@ -120,12 +118,9 @@ def schedule_context(problem: ContextProblem, exhaustive: bool | None = None) ->
 def _balanced(
     search: _LayoutSearch, balancer: Balancer, groupings: Iterable[Grouping], variants: bool = False
 ) -> list[tuple[float, Grouping]]:
-    """Evaluate the balanced shares of every grouping; returns (seconds, grouping), best first.
-
-    Args:
-        variants: try all transports, and heads in whole KV heads; otherwise only the first transport, with heads by
-            speed and, where members of a group differ, equal heads.
-    """
+    """Evaluate the balanced shares of every grouping; returns (seconds, grouping), best first. ``variants``: try all
+    transports, and heads in whole KV heads; otherwise only the first transport, with heads by speed and, where members
+    of a group differ, equal heads."""
     problem, found = search.problem, []
     extra = ("kv",) if variants and problem.model.queries_per_kv > 1 else ()
     types = search.costs.type
@@ -175,7 +170,6 @@ def _sizes_per_kind(search: _LayoutSearch, found: list[tuple[float, Grouping]]) 
 
 
 def _pairs(nodes: int, width: int) -> list[tuple[int, int]]:
-    """(nodes, members of each) to try for one kind of node."""
     each = sorted({1, 2, 4, width} & set(range(1, width + 1)))
     return [(n, e) for n in sorted({1, 2, 4, nodes}) if n <= nodes for e in each]
 

@@ -43,12 +43,8 @@ class Operators:
     def layer(
         self, share: float, rows: float, length: int, exchange: Seconds = (0.0, 0.0), posting: float = 0.0
     ) -> Seconds:
-        """One decoder layer for ``rows`` sequences of ``length`` tokens.
-
-        Args:
-            exchange: (forward, backward) seconds of its TP collectives; posting: seconds of them on the host, per
-                direction.
-        """
+        """One decoder layer for ``rows`` sequences of ``length`` tokens. ``exchange``: (forward, backward) seconds of
+        its TP collectives; posting: seconds of them on the host, per direction."""
         if self._measured("layers"):
             forward, backward = self._cached("layers", share, rows, length, self._layer_by_operators)
             return forward + exchange[0], backward + exchange[1]

@@ -49,11 +49,8 @@ class RankHost:
 
 
 class RankHosts:
-    """:class:`RankHost` of all ranks at once, as arrays, for buckets with any number of hops.
-
-    Args:
-        slots: most buckets that a rank may have under way; :data:`IN_FLIGHT` with single hops.
-    """
+    """:class:`RankHost` of all ranks at once, as arrays, for buckets with any number of hops. ``slots``: most buckets
+    that a rank may have under way; :data:`IN_FLIGHT` with single hops."""
 
     def __init__(self, ranks: int, slots: int = IN_FLIGHT) -> None:
         self.slots = slots

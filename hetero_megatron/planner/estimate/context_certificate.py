@@ -35,10 +35,9 @@ def work_bound(scorer: TemplateScorer, model: ModelSpec, batch: int) -> float:
 
 
 def most_tokens(costs: CostModel, chips: Sequence[str], counts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Upper bound on tokens per second for many clusters at once.
-
-    Linear programming duality: at any relative price of matrix products and attention a chip earns most by doing only
-    one of the two; the minimum over prices of the total earnings bounds the throughput.
+    """Upper bound on tokens per second for many clusters at once. Linear programming duality: at any relative price of
+    matrix products and attention a chip earns most by doing only one of the two; the minimum over prices of the total
+    earnings bounds the throughput.
 
     Args:
         chips: chip types.
@@ -62,7 +61,6 @@ def _problem(model: ModelSpec, costs: CostModel, members: Sequence[ContextMember
 
 
 def _fastest(model: ModelSpec, costs: CostModel, chip: str) -> ContextMember:
-    """A context member that runs at the chip's best rates."""
     operators: Operators = costs.operators(chip)
     flops = layer_matmul_flops(model)
     pairs = layer_attention_flops(model, visible_pairs(costs.seq_length, model.sliding_window))

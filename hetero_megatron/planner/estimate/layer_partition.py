@@ -149,10 +149,8 @@ def _bisect(seconds: list[Floats], links: Links, micro_batches: int) -> tuple[fl
 
 def _even_split(seconds: list[Floats], links: Links, m: int) -> tuple[float, tuple[float, tuple[int, ...]] | None]:
     """(lower bound on the slowest stage's time in any split; a feasible starting split with its closed form, or None).
-
     The split gives every stage what it can do within the bottleneck time and takes surplus layers from the slowest
-    stages.
-    """
+    stages."""
     each = np.stack(seconds)
     layers, count = each.shape[1] - 1, len(each)
     # Recompute may make one more layer slightly cheaper; these are monotone upper and lower envelopes.

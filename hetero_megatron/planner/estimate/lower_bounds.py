@@ -37,11 +37,8 @@ def affine_lower_bound(seconds: Floats) -> AffineBound:
 
 def split_lower_bound(lines: Sequence[AffineBound], layers: int, links: Links, micro_batches: int) -> float:
     """Lower bound (s) on the pipeline time over all splits of ``layers`` among stages with these affine bounds, in any
-    schedule.
-
-    The larger of one micro-batch's way through all stages, and all micro-batches on the slowest stage of the best
-    split.
-    """
+    schedule. The larger of one micro-batch's way through all stages, and all micro-batches on the slowest stage of the
+    best split."""
     ends = sum(own for own, _ in lines)
     each = min(slope for _, slope in lines)
     if math.isinf(ends) or math.isinf(each):

@@ -71,12 +71,8 @@ class PipelineScorer:
         return [x.forward for x in found], [x.backward for x in found]
 
     def links(self, shape: PipelineTemplate, sharing: Sequence[int] | None = None) -> list[Link]:
-        """Seconds of (forward, backward) transfers over each stage boundary.
-
-        Args:
-            sharing: per boundary, 0: inside one node, else how many pipelines share the node's network cards; None: as
-                likely placed.
-        """
+        """Seconds of (forward, backward) transfers over each stage boundary. ``sharing``: per boundary, 0: inside one
+        node, else how many pipelines share the node's network cards; None: as likely placed."""
         found = []
         for s, (a, b) in enumerate(zip(shape.stages, shape.stages[1:])):
             count = sharing[s] if sharing is not None else int(not self.tables.likely_same_node(a, b))

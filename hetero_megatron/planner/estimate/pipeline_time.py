@@ -26,11 +26,8 @@ def _directions(link: Links) -> tuple[Times, Times]:
 
 
 def lower_bound(forward: Times, backward: Times, link: Links, micro_batches: int) -> float:
-    """Lower bound (s) on any schedule that respects the dependencies.
-
-    Stage i waits for the first micro-batch to pass the stages before it, then does all its work, and the last gradient
-    still has to travel back to the first stage.
-    """
+    """Lower bound (s) on any schedule that respects the dependencies. Stage i waits for the first micro-batch to pass
+    the stages before it, then does all its work, and the last gradient still has to travel back to the first stage."""
     before = worst = total = 0.0
     for i, (f, b) in enumerate(zip(forward, backward)):
         worst = max(worst, before + micro_batches * (f + b))
@@ -43,12 +40,10 @@ def lower_bound(forward: Times, backward: Times, link: Links, micro_batches: int
 
 
 def closed_form(forward: Times, backward: Times, link: Links, micro_batches: int, schedule: str = "1f1b") -> float:
-    """Lower bound (s) on one schedule, used for ranking.
-
-    In addition to :func:`lower_bound`: 1f1b keeps P - i micro-batches in flight at stage i, so each takes at least the
-    round trip to the last stage divided by that. In gpipe all forwards end before the last stage's first backward, and
-    each phase is as long as its slowest stage or transfer.
-    """
+    """Lower bound (s) on one schedule, used for ranking. In addition to :func:`lower_bound`: 1f1b keeps P - i
+    micro-batches in flight at stage i, so each takes at least the round trip to the last stage divided by that. In
+    gpipe all forwards end before the last stage's first backward, and each phase is as long as its slowest stage or
+    transfer."""
     bound = lower_bound(forward, backward, link, micro_batches)
     count, m = len(forward), micro_batches
     if schedule == "gpipe":
@@ -78,11 +73,8 @@ def seconds(forward: Times, backward: Times, link: Links, micro_batches: int, sc
 
 def _one_f_one_b(forward: Times, backward: Times, link: Links, m: int) -> float:
     """Round j: every stage i runs B(i, j - P + i), then F(i, j); their inputs come from an earlier round or an earlier
-    stage.
-
-    After the warm-up all clocks advance by the same time every round (or every few rounds, where a round trip is the
-    bottleneck). The remaining rounds but the last are then skipped.
-    """
+    stage. After the warm-up all clocks advance by the same time every round (or every few rounds, where a round trip is
+    the bottleneck). The remaining rounds but the last are then skipped."""
     p = len(forward)
     if p == 1:
         return m * (forward[0] + backward[0])
@@ -143,7 +135,6 @@ def _steady(before: Sequence[float], now: Sequence[float]) -> float | None:
 
 
 def _gpipe(forward: Times, backward: Times, link: Links, m: int) -> float:
-    """All forwards, then all backwards in the same order."""
     p = len(forward)
     arrival = [0.0] * m
     ends = []

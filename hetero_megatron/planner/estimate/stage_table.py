@@ -106,10 +106,7 @@ class _StageSeconds:
 
 class StageTables:
     """Stage tables of one cost model over one pool, for up to ``layers`` layers and ``depth`` micro-batches in flight.
-
-    Args:
-        offload: chip types whose stages all keep their optimizer in host memory.
-    """
+    ``offload``: chip types whose stages all keep their optimizer in host memory."""
 
     def __init__(
         self, costs: CostModel, pool: DevicePool, layers: int, depth: int, offload: frozenset[str] = frozenset()
@@ -234,7 +231,6 @@ class StageTables:
         return self._rooms[key]
 
     def _buffers(self, kind: StageKind) -> Floats:
-        """[layers] bytes of gradient buckets under way."""
         moving, adding, together, largest = self.costs.buffering(self._stage(kind, "none", 1), kind.replicas)
         none, one = (self.costs.most_held(kind.tp, n, kind.embed, kind.head) for n in (0, 1))
         held = none + (one - none) * self._layers
@@ -252,7 +248,6 @@ class StageTables:
 
     def _activations(self, kind: StageKind) -> tuple[Floats, Floats, Floats]:
         """(bytes of embedding and head, bytes per layer, working bytes of backward), each [levels of recompute, 1].
-
         Activations take ``in_flight x (ends + layers x per layer) + working`` bytes, whatever the number of replicas.
         """
         key = (kind.group, kind.tp, kind.dp, kind.micro_batch_size, kind.embed, kind.head)

@@ -210,9 +210,8 @@ def sync_ends(
     item: float,
     times: Mapping[StageId, LastBackward] | None = None,
 ) -> dict[StageId, float]:
-    """When each stage's ranks are done with all segments, in seconds from the start of the step.
-
-    Follows ``simulate.grad_sync``, except that the buckets of a segment are priced together.
+    """When each stage's ranks are done with all segments, in seconds from the start of the step. Follows
+    ``simulate.grad_sync``, except that the buckets of a segment are priced together.
 
     Args:
         chips: chip type by stage.

@@ -131,7 +131,6 @@ class TemplateScorer(PipelineScorer):
         return (ranks - 1) * self._barriers[used]
 
     def _update_and_memory(self, template: PlanTemplate, loads: SyncLoads) -> tuple[dict[StageId, float], int]:
-        """(optimizer seconds by stage, bytes over)."""
         update: dict[StageId, float] = {}
         over = 0
         for p, part in enumerate(template.parts):
@@ -167,11 +166,8 @@ class TemplateScorer(PipelineScorer):
 
 
 def make_scorer(problem: PlanningProblem, costs: CostModel | None = None) -> TemplateScorer:
-    """A scorer over the chips of the problem's cluster that support its dtype.
-
-    Args:
-        costs: the cost model, when the caller already has one for this problem.
-    """
+    """A scorer over the chips of the problem's cluster that support its dtype. ``costs``: the cost model, when the
+    caller already has one for this problem."""
     if costs is None:
         costs = CostModel(problem.model, problem.cluster, problem.seq_length, problem.dtype, problem.options.costs)
     known, layers = costs.rates, problem.model.num_layers

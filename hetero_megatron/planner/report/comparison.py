@@ -195,12 +195,8 @@ def _bound(
 
 
 def best_uniform(result: SearchResult, problem: PlanningProblem, every: bool = True) -> tuple[Baseline, list[Rejected]]:
-    """(the best plan that Megatron's flags can describe, on all chips of the cluster; some that do not fit).
-
-    Args:
-        every: simulate all good plans by estimate and list plans that do not fit; False: simulate only the best by
-            estimate.
-    """
+    """(the best plan that Megatron's flags can describe, on all chips of the cluster; some that do not fit). ``every``:
+    simulate all good plans by estimate and list plans that do not fit; False: simulate only the best by estimate."""
     best: tuple[float, UniformPlan, Prediction] | None = None
     model, cluster, batch = problem.model, problem.cluster, problem.global_batch_size
     if result.pool.chips < cluster.world_size:
@@ -231,7 +227,6 @@ def best_uniform(result: SearchResult, problem: PlanningProblem, every: bool = T
 
 
 def _estimated(scorer: TemplateScorer, template: PlanTemplate) -> float:
-    """Seconds of a step by estimate; inf where it does not fit."""
     score = scorer.score(template)
     return math.inf if score is None or score.over > 0 else score.step_seconds
 
@@ -307,7 +302,6 @@ def _variant(result: SearchResult, text: str, template: PlanTemplate, problem: P
 
 
 def _why(best: JudgedPlan, other: JudgedPlan) -> str:
-    """The part of the step that grew the most."""
     grown = {k: other.prediction.parts[k] - v for k, v in best.prediction.parts.items()}
     part = max(grown, key=lambda k: grown[k])
     words = {

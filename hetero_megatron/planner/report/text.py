@@ -105,7 +105,6 @@ def _loss_text(loss: NodeLoss, before: float) -> str:
 
 
 def _cost_lines(summary: Summary) -> list[str]:
-    """Cost of the used chips; empty if unknown."""
     costs, lines = _costs(summary), []
     if costs:
         per = costs["tokens_per_cost"]
@@ -136,7 +135,6 @@ def _costs(summary: Summary) -> dict[str, Any]:
 
 
 def _why_idle(summary: Summary) -> str:
-    """Why chips are idle, as far as the search knows."""
     result = summary.result
     if not result.complete:
         return "the search was cut short before a faster plan used them"

@@ -72,7 +72,6 @@ def _reach(times: Sequence[Floats], batch: int, limit: float) -> list[int] | Non
 
 
 def _spread(bits: int, low: int, high: int) -> int:
-    """OR of ``bits << q`` for all q in [low, high], by doubling."""
     result, width, want = bits, 1, high - low + 1
     while width * 2 <= want:
         result |= result << width
@@ -119,7 +118,6 @@ def divisions_below(
 
 
 def _largest(rows: Sequence[Rows]) -> float:
-    """A time above all entries."""
     return 2 * max(row[-1][0] for by_q in rows for row in by_q.values())
 
 
@@ -181,10 +179,8 @@ def _divisions(rows: Sequence[Rows], batch: int, limit: float) -> Iterator[Divis
 
 @dataclass(frozen=True)
 class AffinePipelines:
-    """``copies`` equal pipelines with micro-batches of ``size`` sequences.
-
-    m micro-batches take ``max_i(before[i] + m x seconds[i])`` over the stages i.
-    """
+    """``copies`` equal pipelines with micro-batches of ``size`` sequences. m micro-batches take ``max_i(before[i] + m x
+    seconds[i])`` over the stages i."""
 
     size: int
     copies: int

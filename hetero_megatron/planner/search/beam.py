@@ -24,10 +24,7 @@ def mixed_columns(
     inputs: ProgramInputs, families: Sequence[PipelineFamily], programs: Programs
 ) -> Iterator[list[tuple[PipelineFamily, LayersProgram, int]]]:
     """Yield combinations as (family, its program, number of such pipelines); nothing for a single chip group.
-
-    Args:
-        families: pipelines found for equal chip budgets, best first.
-    """
+    ``families``: pipelines found for equal chip budgets, best first."""
     if sum(n > 0 for n in inputs.counts) < 2 or not families:
         return
     columns = _columns(inputs, families, programs)
@@ -83,11 +80,9 @@ def _budgets(inputs: ProgramInputs, families: Sequence[PipelineFamily]) -> list[
 
 
 def _solve(inputs: ProgramInputs, usage: NDArray[np.float64], sequences: list[int]) -> list[int] | None:
-    """Number of pipelines of each column that compute the batch; None when none are found.
-
-    Beam search over the columns in the order of sequences per unit of chip price. A state's bound is what it computes
-    plus what the remaining chips could compute at the best rate.
-    """
+    """Number of pipelines of each column that compute the batch; None when none are found. Beam search over the columns
+    in the order of sequences per unit of chip price. A state's bound is what it computes plus what the remaining chips
+    could compute at the best rate."""
     counts = np.array(inputs.counts, float)
     worth = np.array(sequences, float)
     keep = np.flatnonzero(worth > 0)

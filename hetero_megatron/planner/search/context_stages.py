@@ -179,7 +179,6 @@ class _ContextSearch:
         return found
 
     def _key(self, ranks: Ranks) -> tuple[object, ...]:
-        """Equal for stages of equal chips in equal nodes."""
         nodes: dict[str, int] = {}
         places = [self.cluster.ranks[r] for r in ranks]
         return tuple((p.group, nodes.setdefault(p.node, len(nodes))) for p in places)

@@ -167,7 +167,6 @@ class _Templates:
 def _templates(
     problem: PlanningProblem, scorer: TemplateScorer, budget: TimeBudget, progress: Progress | None, plain: bool
 ) -> _Templates:
-    """Run the template proposers that suit the cluster."""
     incumbent, enumeration = Incumbent(problem, scorer, budget, progress=progress), Enumeration()
     many = len(scorer.pool.groups) > MOST_GROUPS
     enumerate_all = problem.options.exhaustive is not False and not many and Enumeration.possible(problem, scorer)

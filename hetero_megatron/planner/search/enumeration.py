@@ -56,11 +56,8 @@ def multisets(usages: Sequence[Usage], counts: Usage, most: int) -> Iterator[tup
 
 
 class Enumeration:
-    """Proposes every plan of the space that a lower bound does not rule out.
-
-    Attributes:
-        bound: seconds that no plan of the space beats; valid when :meth:`propose` returned True.
-    """
+    """Proposes every plan of the space that a lower bound does not rule out. ``bound``: seconds that no plan of the
+    space beats; valid when :meth:`propose` returned True."""
 
     def __init__(self) -> None:
         self.bound = 0.0

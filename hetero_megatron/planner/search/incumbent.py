@@ -178,11 +178,9 @@ def judged_plan(
 def judge(
     rows: list[Row], problem: PlanningProblem, scorer: TemplateScorer, budget: TimeBudget | None = None
 ) -> list[JudgedPlan]:
-    """Simulate concrete plans of the best templates; returns those that fit, fastest first.
-
-    On small clusters every template estimated to be faster than the best simulated plan is simulated too. When
-    ``budget`` is over, the first one that fits is enough.
-    """
+    """Simulate concrete plans of the best templates; returns those that fit, fastest first. On small clusters every
+    template estimated to be faster than the best simulated plan is simulated too. When ``budget`` is over, the first
+    one that fits is enough."""
     budget = budget or TimeBudget()
     found: list[JudgedPlan] = []
     least, small, top = math.inf, scorer.pool.chips <= SMALL, problem.options.top

@@ -74,7 +74,6 @@ def _nodes(problem: PlanningProblem, scorer: TemplateScorer) -> list[str]:
 
 
 def _grown(scorer: TemplateScorer, g: int, more: int) -> TemplateScorer:
-    """The scorer of a cluster with ``more`` nodes in group ``g``."""
     pool = scorer.pool
     start = 1 + max(r for group in pool.groups for node in group.ranks for r in node)
     group = pool.groups[g]

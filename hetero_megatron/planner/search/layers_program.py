@@ -140,10 +140,7 @@ class LayersProgram:
 
     def least_seconds(self, nominal: float) -> tuple[float, dict[int, float]]:
         """Lower bounds (s) for ``nominal`` micro-batches: (pipelines over the whole budget, by group over that group
-        alone).
-
-        For every number of stages, the chips are used by the options with the best rates.
-        """
+        alone). For every number of stages, the chips are used by the options with the best rates."""
         layers, count = self.inputs.model.num_layers, np.arange(self.depth + 1)
         ticks = nominal + count[1:] - 1
         gains, alone = [], {}
@@ -313,7 +310,6 @@ def _run_lengths(size: int, most: int) -> Layers:
 
 
 def _hull(points: list[tuple[int, float]]) -> tuple[list[float], list[float]]:
-    """Corners of the upper concave hull of the points and (0, 0)."""
     corners = [(0.0, 0.0)]
     for x, y in sorted(points):
         if y <= corners[-1][1]:

@@ -27,11 +27,8 @@ LEAST_GAIN = 1e-9
 
 
 class LocalSearch:
-    """Hill climbing from the best templates.
-
-    Args:
-        effort: neighbours evaluated per start; None: by the size of the cluster.
-    """
+    """Hill climbing from the best templates. ``effort``: neighbours evaluated per start; None: by the size of the
+    cluster."""
 
     def __init__(self, effort: int | None = None) -> None:
         self.effort = effort

@@ -141,7 +141,6 @@ class MemoryFit:
 
     @cached_property
     def _all_states(self) -> int:
-        """Bytes of all optimizer states."""
         costs = self.scorer.costs
         total = held_elements(costs.model, costs.model.num_layers, True, True, equal_shares(costs.model, 1)[0])
         return state_bytes(total, total, costs.item, costs.options.moments)[2]
@@ -163,7 +162,6 @@ class MemoryFit:
         return found
 
     def _may_fit_equally(self, placed: PlacedTemplate, ranges: LayerRanges) -> bool:
-        """Whether equal shares of the states come close to fitting."""
         stages = _stages(placed)
         owned = _owned(ranges, stages, dict.fromkeys(stages, 1.0))
         return all(MEAN * owned[at] <= room for at, room in self._state_room(placed, None).items())

@@ -50,11 +50,8 @@ class PipelineDP:
 
 class EachTypeDP:
     """Proposes plans on the chips of each type alone where they could be the fastest: the programs rank parts of a
-    cluster worse than they turn out after local search.
-
-    Args:
-        polished: the incumbent whose scorer local search uses; None: that of :meth:`propose`.
-    """
+    cluster worse than they turn out after local search. ``polished``: the incumbent whose scorer local search uses;
+    None: that of :meth:`propose`."""
 
     def __init__(self, polished: Incumbent | None = None) -> None:
         self.polished = polished
@@ -116,7 +113,6 @@ class Programs:
         return sorted({*exact, *octave, *small, *(n for n in counts if 0 < n <= most)})
 
     def _sizes(self, pipelines: int) -> list[int]:
-        """Micro-batch sizes to try."""
         found = batch_sizes(self.inputs.space, max(1, self.inputs.batch // pipelines), 8)
         return [b for b in found if b & (b - 1) == 0] or list(found)
 

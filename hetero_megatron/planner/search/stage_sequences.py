@@ -189,7 +189,6 @@ class StageSequences:
             column_pool.insert(q, seconds, index)
 
     def _min_sync_tail(self, stages: list[StageTemplate], pipelines: int) -> float:
-        """Lower bound (s) on the sync tail that holds for any layers."""
         last, found = len(stages) - 1, []
         for s, x in enumerate(stages):
             key = (x.group, x.tp, s == 0, s == last)
@@ -219,7 +218,6 @@ class StageSequences:
 
     @cached_property
     def _largest_stage_chips(self) -> int:
-        """Chips of the largest possible stage."""
         most = max(batch_sizes(self.space, self.batch)) if self.space.inner_dp else 1
         sizes = [tp_degrees(self.pool, g, self.model, self.space, True) for g in range(len(self.pool.groups))]
         return max(min(g.chips, max(tps, default=0) * most) for g, tps in zip(self.pool.groups, sizes))

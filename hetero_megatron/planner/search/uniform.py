@@ -118,10 +118,8 @@ class UniformSeeds:
 def top_uniform_plans(
     problem: PlanningProblem, scorer: TemplateScorer, most: int
 ) -> tuple[list[tuple[UniformPlan, PlanTemplate]], list[tuple[UniformPlan, PlanTemplate]]]:
-    """(the ``most`` fastest uniform plans by closed form; those passed over because they do not fit).
-
-    Only plans with good slowest-stage times are scored.
-    """
+    """(the ``most`` fastest uniform plans by closed form; those passed over because they do not fit). Only plans with
+    good slowest-stage times are scored."""
     rough: list[tuple[float, int, UniformPlan, PlanTemplate]] = []
     for i, (uniform, template) in enumerate(uniform_plans(scorer.pool, problem.model, problem.global_batch_size)):
         seconds = max(_bottleneck_seconds(scorer, part) for part in template.parts[:8])
@@ -162,7 +160,6 @@ def _bottleneck_seconds(scorer: TemplateScorer, part: PipelineReplicas) -> float
 
 
 def _bytes_over_by_stage(scorer: TemplateScorer, template: PlanTemplate) -> Iterator[float]:
-    """Per stage, bytes needed minus bytes available."""
     costs, tables, pool = scorer.costs, scorer.tables, scorer.pool
     for part in template.parts[:4]:
         stages = part.shape.stages

@@ -49,10 +49,8 @@ class PortIndex:
 
 
 def distinct(values: Ints) -> tuple[Ints, Ints]:
-    """(distinct values in ascending order, index of each value among them), for small non-negative integers.
-
-    Like ``numpy.unique``, whose first call imports ``numpy.ma`` (50 ms).
-    """
+    """(distinct values in ascending order, index of each value among them), for small non-negative integers. Like
+    ``numpy.unique``, whose first call imports ``numpy.ma`` (50 ms)."""
     present = np.bincount(values) > 0
     return np.flatnonzero(present), (np.cumsum(present) - 1)[values]
 

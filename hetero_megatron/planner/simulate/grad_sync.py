@@ -40,11 +40,7 @@ class BucketSpan:
 
 
 class GradSync:
-    """All buckets of a plan with their prices.
-
-    Args:
-        structure: the rate-independent part, when the caller has it.
-    """
+    """All buckets of a plan with their prices. ``structure``: the rate-independent part, when the caller has it."""
 
     def __init__(
         self, plan: Plan, model: CostModel, network: LinkModel, structure: SyncStructure | None = None
@@ -84,10 +80,7 @@ class GradSync:
         self, begin: Mapping[int, float], parts: Mapping[int, UnitSeconds]
     ) -> Callable[[Bucket], Floats]:
         """A function that gives, per bucket, the seconds at which each of its ranks has the bucket's gradients.
-
-        Args:
-            begin: by rank, start of the last backward (s); parts: by rank, durations of its parts.
-        """
+        ``begin``: by rank, start of the last backward (s); parts: by rank, durations of its parts."""
         structure = self.structure
         ranks = structure.places.ranks.tolist()
         start = np.array([begin[r] for r in ranks])

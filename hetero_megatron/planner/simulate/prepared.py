@@ -11,11 +11,8 @@ from hetero_megatron.schedule import Schedule, lowered
 
 
 class PreparedPlan:
-    """Rate-independent data of a plan on one cluster.
-
-    Attributes:
-        transfers: element counts at stage boundaries and in context groups; filled on first use.
-    """
+    """Rate-independent data of a plan on one cluster. ``transfers``: element counts at stage boundaries and in context
+    groups; filled on first use."""
 
     def __init__(self, compiled: CompiledPlan) -> None:
         self.compiled, self.plan = compiled, compiled.plan

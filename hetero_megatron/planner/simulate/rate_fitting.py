@@ -158,13 +158,10 @@ def fit_rates(
 
 
 class _FitProblem:
-    """Residuals of a fit and their derivatives.
-
-    A prediction is the time of the pipelines plus what follows, mostly gradient synchronisation, which takes most of
-    the work to compute. Residuals are exact. When only a rate of *computing* changes, derivatives and the coarse search
-    assume that the time after the pipelines is unchanged. Derivatives of the other rates are updated at every
-    :data:`LAG`-th step.
-    """
+    """Residuals of a fit and their derivatives. A prediction is the time of the pipelines plus what follows, mostly
+    gradient synchronisation, which takes most of the work to compute. Residuals are exact. When only a rate of
+    *computing* changes, derivatives and the coarse search assume that the time after the pipelines is unchanged.
+    Derivatives of the other rates are updated at every :data:`LAG`-th step."""
 
     def __init__(self, runs: Sequence[MeasuredRun], start: Rates, options: CostOptions, knobs: Sequence[_Knob]) -> None:
         self.runs, self.start, self.options, self.knobs = runs, start, options, knobs
@@ -293,7 +290,6 @@ class _Knob:
 
 
 def _size(rows: Sequence[object]) -> float:
-    """A number that represents a measured table: its first time."""
     row = rows[0]
     return float(row[-1] if isinstance(row, tuple) else row.forward)  # type: ignore[attr-defined]
 
@@ -331,7 +327,6 @@ def _pairs(plan: Plan) -> set[tuple[int, int]]:
 
 
 def _apply(start: Rates, knobs: Sequence[_Knob], theta: Sequence[float] | np.ndarray) -> Rates:
-    """``start`` with every knob's rate multiplied by exp(theta)."""
     chips: dict[str, dict[str, object]] = {}
     links: dict[tuple[str, str, bool], dict[str, float]] = {}
     for knob, move in zip(knobs, theta, strict=True):
@@ -356,7 +351,6 @@ def _apply(start: Rates, knobs: Sequence[_Knob], theta: Sequence[float] | np.nda
 
 
 def _first(start: Rates, knob: _Knob) -> float:
-    """The value that factor 1 stands for."""
     return knob.value(start) or LEAST.get(knob.rate, LEAST_SECONDS)
 
 

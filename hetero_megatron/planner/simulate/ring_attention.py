@@ -104,8 +104,6 @@ def _share(model: CostModel, unit: Unit, t: int) -> tuple[float, float]:
 
 
 class _Layer:
-    """Times of one layer of one inner replica."""
-
     def __init__(self, prices: ContextSeconds, traffic: LayerTraffic, units: list[Unit], rows: int) -> None:
         self.prices, self.traffic, self.rows = prices, traffic, rows
         self.context: StageContext = traffic.context

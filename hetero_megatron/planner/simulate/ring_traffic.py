@@ -109,9 +109,8 @@ class LayerTraffic:
         return self.schedule.rounds[t] if t < len(self.schedule.rounds) else ()
 
     def sent(self, item: int, wide: int, recompute: str, full: bool) -> dict[tuple[int, int], int]:
-        """Bytes per element of a head's row, by (source, destination), of one layer's forward and backward.
-
-        Multiply by head_dim and by the sequences of the micro-batch.
+        """Bytes per element of a head's row, by (source, destination), of one layer's forward and backward. Multiply by
+        head_dim and by the sequences of the micro-batch.
 
         Args:
             item: bytes of an activation; wide: bytes of an accumulated gradient.
@@ -139,7 +138,6 @@ class LayerTraffic:
 
 
 def _volumes(moves: list[tuple[Transfer, int]]) -> dict[tuple[int, int], int]:
-    """Units by pair of distinct ranks, weighted by transfer."""
     total: dict[tuple[int, int], int] = defaultdict(int)
     for transfer, weight in moves:
         for piece in transfer.pieces:

@@ -163,7 +163,6 @@ def pipeline_seconds(prepared: PreparedPlan, costs: CostModel) -> float:
 
 
 def _timelines(prepared: PreparedPlan, pipelines: list[PipelineCosts]) -> tuple[Timeline, ...]:
-    """One simulation per distinct pipeline."""
     known: dict[tuple[int, int], Timeline] = {}
     out = []
     for costs, pipeline in zip(pipelines, prepared.plan.pipelines, strict=True):
@@ -218,7 +217,6 @@ class _Step:
         return _Times(end, timelines, tuple(reduces), tuple(spreads), parts_of_step)
 
     def _all_at(self, seconds: Mapping[int, float]) -> Callable[[Bucket], NDArray[np.float64]]:
-        """Every bucket's content is ready at its ranks' times."""
         structure = self.sync.structure
         every = np.array([seconds[r] for r in structure.places.ranks.tolist()])
         return lambda bucket: np.asarray(every[structure.at(bucket)])
@@ -257,11 +255,9 @@ class _Step:
     def _last_backwards(
         self, pipelines: list[PipelineCosts], timelines: tuple[Timeline, ...], late: float
     ) -> tuple[dict[int, float], dict[int, float], dict[int, UnitSeconds]]:
-        """(end of the last action, start of the last backward, its parts), by rank; ``late``: added to all times.
-
-        The first backward of a step writes gradients instead of adding to them; where the pipeline waits for its
-        busiest stage, everything ends earlier by what that stage saves.
-        """
+        """(end of the last action, start of the last backward, its parts), by rank; ``late``: added to all times. The
+        first backward of a step writes gradients instead of adding to them; where the pipeline waits for its busiest
+        stage, everything ends earlier by what that stage saves."""
         ended, begin, parts = {}, {}, {}
         for pipeline, costs, timeline in zip(self.plan.pipelines, pipelines, timelines, strict=True):
             busiest = max(range(len(pipeline.stages)), key=timeline.busy.__getitem__)

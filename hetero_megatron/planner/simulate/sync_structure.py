@@ -107,11 +107,8 @@ class ActionOrder:
 
 
 class SyncStructure:
-    """All buckets of a plan; arrays are over the plan's ranks in ascending order.
-
-    Args:
-        buckets: of the plan, if already made.
-    """
+    """All buckets of a plan; arrays are over the plan's ranks in ascending order. ``buckets``: of the plan, if already
+    made."""
 
     def __init__(
         self, plan: Plan, model: CostModel, network: LinkModel, buckets: tuple[Bucket, ...] | None = None

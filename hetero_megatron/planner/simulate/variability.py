@@ -24,11 +24,8 @@ STEPS = 64  # samples per pipeline: the error of their mean is an eighth of a st
 
 
 def late_seconds(plan: Plan, stages: StageCosts, timelines: Sequence[Timeline]) -> float:
-    """Mean delay (s) of the last pipeline of a step; exactly 0 where all chips are steady.
-
-    Args:
-        timelines: of each pipeline without jitter; equal ones may be the same object, which is cheaper.
-    """
+    """Mean delay (s) of the last pipeline of a step; exactly 0 where all chips are steady. ``timelines``: of each
+    pipeline without jitter; equal ones may be the same object, which is cheaper."""
     if not any(stages.jitter(rank) for rank in plan.ranks):
         return 0.0
     known: dict[int, list[tuple[float, float]]] = {}
@@ -83,11 +80,8 @@ def expected_delay(ends: Iterable[tuple[float, float]]) -> float:
 def drawn_steps(
     schedule: Schedule, costs: Costs, units: Sequence[Sequence[tuple[float, float]]]
 ) -> tuple[float, float]:
-    """(mean, standard deviation) of a pipeline's seconds, from samples with fixed seeds.
-
-    Args:
-        units: per stage, the units that each of its actions waits for: (share of the action's seconds, jitter: standard
-            deviation of one second).
+    """(mean, standard deviation) of a pipeline's seconds, from samples with fixed seeds. ``units``: per stage, the
+    units that each of its actions waits for: (share of the action's seconds, jitter: standard deviation of one second).
     """
     seconds = simulate_many(schedule, costs, [_vary(stage, s) for s, stage in enumerate(units)])
     return float(seconds.mean()), float(seconds.std(ddof=1))

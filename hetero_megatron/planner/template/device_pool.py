@@ -74,10 +74,8 @@ class DevicePool:
 
 
 def make_pool(cluster: Cluster, link_of: LinkOf, dtype: str | None = None) -> DevicePool:
-    """The pool of a cluster.
-
-    Node groups with the same chip type and node size are merged unless their links are given separately. Chips that do
-    not support ``dtype`` are left out.
+    """The pool of a cluster. Node groups with the same chip type and node size are merged unless their links are given
+    separately. Chips that do not support ``dtype`` are left out.
 
     Args:
         link_of: the link between two ranks.

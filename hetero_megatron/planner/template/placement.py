@@ -34,8 +34,6 @@ class PlacedTemplate:
 
 
 class _FreeChips:
-    """Free chips of one group, taken node by node."""
-
     def __init__(self, group: DeviceGroup) -> None:
         self.group = group
         self.free = [list(ranks) for ranks in group.ranks]
@@ -95,11 +93,7 @@ def place(template: PlanTemplate, pool: DevicePool) -> PlacedTemplate | None:
 def to_plan(
     placed: PlacedTemplate, cluster: Cluster, seq_length: int, num_heads: int, number: Mapping[int, int] | None = None
 ) -> Plan:
-    """The concrete plan.
-
-    Args:
-        number: replacement for each rank; None: the cluster's ranks.
-    """
+    """The concrete plan. ``number``: replacement for each rank; None: the cluster's ranks."""
     pipelines = []
     for shape, count, stages in placed.pipelines:
         start, built = 0, []

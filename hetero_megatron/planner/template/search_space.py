@@ -71,7 +71,6 @@ def tp_degrees(pool: DevicePool, group: int, model: ModelSpec, space: SearchSpac
 
 
 def _divides(model: ModelSpec, tp: int) -> bool:
-    """Whether every TP rank gets a part of each layer."""
     if tp > model.num_heads:
         return False
     try:

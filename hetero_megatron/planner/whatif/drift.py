@@ -30,10 +30,8 @@ def slower(rates: ChipRates, factor: float) -> ChipRates:
 def with_slow_nodes(
     document: Mapping[str, Any], cluster: Cluster, factors: Mapping[str, float], dtype: str
 ) -> dict[str, Any]:
-    """The content of a cluster file in which the chips of some nodes are slower than it says.
-
-    Each such node gets its own chip type, ``<chip> on <node>``, with scaled rates; on the testbed it is emulated at
-    that speed.
+    """The content of a cluster file in which the chips of some nodes are slower than it says. Each such node gets its
+    own chip type, ``<chip> on <node>``, with scaled rates; on the testbed it is emulated at that speed.
 
     Args:
         cluster: that of ``document``.

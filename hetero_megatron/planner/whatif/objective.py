@@ -113,7 +113,6 @@ def parts(problem: PlanningProblem, costs: CostModel) -> list[ClusterPart]:
 
 
 def _least_bytes(problem: PlanningProblem, costs: CostModel) -> float:
-    """Bytes of device memory that any plan takes at least."""
     count = parameter_count(costs.model)
     weights, gradients, optimizer = state_bytes(count, count, costs.item, costs.options.moments)
     away = problem.space.offload != "never" and problem.can_offload
@@ -121,7 +120,6 @@ def _least_bytes(problem: PlanningProblem, costs: CostModel) -> float:
 
 
 def _of(cluster: Cluster, part: ClusterPart) -> Cluster:
-    """The cluster with the first nodes of each group."""
     start, keep = 0, list[int]()
     for group, count in zip(cluster.nodes, part.counts, strict=True):
         keep += range(start, start + count * group.chips_per_node)
@@ -158,7 +156,6 @@ class _ByObjective:
         return f"{tokens_per_cost(best):.4g} tokens per currency unit on {best.plan.world_size} chips"
 
     def _value(self, speed: float, cost: float) -> float | None:
-        """The value to maximise; None: too slow for the deadline."""
         if self.deadline is None:
             return speed * 3600 / cost
         return -cost if speed >= self.deadline.tokens_per_second else None
@@ -229,7 +226,6 @@ def search_objective(
 
 
 def _progress_text(searched: int, total: int, open_: int, budget: TimeBudget) -> str:
-    """Text on how many parts were searched and what is left open."""
     text = f"{searched} of {total} parts of the cluster searched (all, a half, a quarter or none of each node group)"
     if not open_:
         return text + "; no other can be better with all of its chips in use, by their speeds"

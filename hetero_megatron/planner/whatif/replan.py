@@ -65,11 +65,8 @@ class NodeLoss:
 
 
 class WarmPlanner:
-    """Replans a model on a cluster whose nodes come and go.
-
-    Args:
-        result: of the search of the whole cluster, when the caller has it.
-    """
+    """Replans a model on a cluster whose nodes come and go. ``result``: of the search of the whole cluster, when the
+    caller has it."""
 
     def __init__(self, problem: PlanningProblem, result: SearchResult | None = None) -> None:
         # Known pipelines have one chip type per stage.
@@ -183,7 +180,6 @@ class WarmPlanner:
         return best
 
     def _pipelines(self, pool: DevicePool) -> WarmPlan | None:
-        """The best plan from known pipelines."""
         known = self.result.scorer
         stages = (s for p in self.result.best.template.parts for s in p.shape.stages)
         away = frozenset(pool.groups[s.group].chip for s in stages if s.offload)
