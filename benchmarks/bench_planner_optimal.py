@@ -29,7 +29,7 @@ from hetero_megatron.planner.estimate.certificate import price_bound
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
-from hetero_megatron.planner.search.uniform import few_uniform
+from hetero_megatron.planner.search.uniform import top_uniform_plans
 from hetero_megatron.planner.template.plan_template import PlanTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace
 from tests.support.planner_reference import Case, Exhaustive, random_case, unequal_directions
@@ -162,7 +162,7 @@ def main() -> None:
         ratios.append(mine / best - 1)
         gaps.append(best / bound - 1)
         below += gaps[-1] < -1e-9
-        uniform = [s.step_seconds for _, c in few_uniform(problem, scorer, 20)[0]
+        uniform = [s.step_seconds for _, c in top_uniform_plans(problem, scorer, 20)[0]
                    if (s := scorer.score(c)) and s.over == 0]  # fmt: skip
         if uniform:
             better["uniform plan"].append(min(uniform) / mine)

@@ -110,7 +110,7 @@ def plan_case(judge: Judge, case: Case) -> tuple[str, str, float, int]:
     for start in _first(incumbent, 2):
         LocalSearch.climb(start, SPACE, incumbent, EFFORT)
     for _, _, template in _first(incumbent, MAKE_UPS):
-        TPMoves.cut_anew(template, problem, incumbent, WAYS)
+        TPMoves.resplit_stages(template, problem, incumbent, WAYS)
     chosen = incumbent.rows[0][2]
     placed = place(chosen, scorer.pool)
     assert placed is not None, "the search counts the chips"

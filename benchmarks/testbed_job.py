@@ -36,7 +36,7 @@ from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.rates import format_rates
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.incumbent import judge
-from hetero_megatron.planner.search.uniform import few_uniform
+from hetero_megatron.planner.search.uniform import top_uniform_plans
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.placement import renumbered
 from hetero_megatron.platform import detect_platform
@@ -121,7 +121,7 @@ def choose(cluster: Cluster, spec: ModelSpec, work: dict[str, Any]) -> list[tupl
     plans.append(("planner", "planner", best.best.plan))
     scorer = make_scorer(problem)
     uniform = []
-    for shape, candidate in few_uniform(problem, scorer, 12)[0] if "uniform" in work["kinds"] else ():
+    for shape, candidate in top_uniform_plans(problem, scorer, 12)[0] if "uniform" in work["kinds"] else ():
         choices = judge([(0.0, 0, candidate)], problem, scorer)
         uniform += [(shape, choice) for choice in choices]
     uniform.sort(key=lambda item: item[1].step_seconds)

@@ -1,1 +1,1 @@
-"""Model weights in the formats of others."""
+"""Checkpoints: the native distributed format, and model weights in Hugging Face formats."""

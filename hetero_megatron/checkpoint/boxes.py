@@ -1,8 +1,8 @@
-"""Boxes as torch's distributed checkpoint (DCP) sees them: the one place that knows its planner protocol.
+"""Boxes in the interface of torch's distributed checkpoint (DCP); the only module that knows its planner protocol.
 
-DCP asks an object in a state dict for its chunks through three methods with double underscores
-(``torch.distributed._checkpointable._Checkpointable``, private, the same in torch 2.5 to 2.13). Only tensors are
-looked up by chunk in its default planners, so two small planners of our own do the lookup.
+DCP asks an object in a state dict for its chunks through three double-underscore methods
+(``torch.distributed._checkpointable._Checkpointable``, private, equal in torch 2.5 to 2.13). Its default planners look
+up only tensors by chunk, so two small planners of our own do the lookup.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from hetero_megatron.layout import Box
 
 
 class BoxedTensor:
-    """Some boxes of one logical tensor, with their values.
+    """Boxes of one logical tensor, with their values.
 
     Args:
         shape: of the whole tensor.
-        parts: (box, values of its shape). For saving, all ranks together have every element once; for loading, the
-            values are overwritten.
+        parts: (box, values of its shape). When saving, each element is in one box of one rank; when loading, the values
+            are overwritten.
     """
 
     def __init__(self, shape: tuple[int, ...], parts: Iterable[tuple[Box, torch.Tensor]]) -> None:
@@ -57,7 +57,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 class BoxSavePlanner(DefaultSavePlanner):
-    """DCP's planner (it refuses overlapping chunks and holes) over a flat dict of ``BoxedTensor``."""
+    """DCP's planner (which rejects overlapping chunks and holes) over a flat dict of ``BoxedTensor``."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -1,9 +1,9 @@
-"""What belongs to a model beside its weights: configuration, tokenizer, chat templates, generation settings, licence.
+"""Files that accompany a model's weights: configuration, tokenizer, chat templates, generation settings, licence.
 
-It travels along every way that weights go. Only regular files travel, under names that are known here, and only such
-as really are in their directory (or, in a snapshot of the hub's cache, among the blobs of the same repository): a
-link in a downloaded directory must not copy a private file into a model that is then given away. From a native
-checkpoint only what its SHA256SUMS lists travels.
+They are copied wherever weights are. Only regular files with known names are copied, and only if they really are in
+their directory (or, in a snapshot of the hub's cache, among the blobs of the same repository): a link in a downloaded
+directory must not copy a private file into a model that is published. From a native checkpoint only files listed in its
+SHA256SUMS are copied.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hetero_megatron.files import allowed_roots, is_within, parse_json, read_byt
 
 CONFIG = "config.json"
 HF_CONFIG = "hf_config.json"  # its name in a native checkpoint, where it is not the checkpoint's own configuration
-MAX_BYTES = 256 << 20  # of one file; the largest tokenizers have some 35 MB
+MAX_BYTES = 256 << 20  # per file; the largest tokenizers have about 35 MB
 GENERATION = "generation_config.json"
 
 _TOKENIZER = frozenset(
@@ -52,26 +52,26 @@ HUB_PATTERNS = (
     "*.json", "*.jinja", "*.txt", "*.model", "*.model.v*", "*.spm", "*.tiktoken", "*.codes", "tokenizer*", "vocab.*",
     "README*", "LICEN*", "NOTICE*", "USE_POLICY*", "ACCEPTABLE_USE_POLICY*", "COPYING*",
 )  # fmt: skip
-_FLAT = "+"  # in place of the slash, in a native checkpoint, which has no folders
+_FLAT = "+"  # replaces the slash in native checkpoints, which have no folders
 
 
 class Private(bytes):
-    """The content of a file that others could not read: its copies are for their owner alone too."""
+    """Content of a file that only its owner could read; copies get the same permissions."""
 
 
 def is_tokenizer(name: str) -> bool:
-    """Whether this is the name of a file of a tokenizer, chat templates included."""
+    """Whether a file of this name belongs to a tokenizer (chat templates included)."""
     return name in _TOKENIZER or bool(_TOKENIZER_PATTERN.fullmatch(name))
 
 
 def is_known(name: str) -> bool:
-    """Whether a file of this name travels."""
+    """Whether a file of this name is copied."""
     return name in _OTHER or is_tokenizer(name) or bool(_TEXTS.fullmatch(name))
 
 
 @dataclass(frozen=True)
 class Companions:
-    """Files by their names in a Hugging Face directory; ``notices``: what was left out, and why."""
+    """Files by their names in a Hugging Face directory; ``notices``: files that were left out, with reasons."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class Companions:
         return found
 
     def over(self, base: Companions) -> Companions:
-        """These, and of ``base`` what these lack; tokenizers are not mixed."""
+        """These files, and those of ``base`` that are missing here; files of different tokenizers are not mixed."""
         mine = any(map(is_tokenizer, self.files))
         kept = {name: content for name, content in base.files.items() if not (mine and is_tokenizer(name))}
         return Companions({**kept, **self.files}, (*base.notices, *self.notices))
@@ -101,17 +101,17 @@ class Companions:
         return Companions({n: c for n, c in self.files.items() if is_tokenizer(n)}, self.notices)
 
     def without_tokenizer(self, why: str) -> Companions:
-        """All but the files of the tokenizer, which is told."""
+        """All but the tokenizer's files; adds a notice with the reason ``why``."""
         kept = {n: c for n, c in self.files.items() if not is_tokenizer(n)}
         told = [f"the model's tokenizer does not travel along: {why}"] if len(kept) < len(self.files) else []
         return Companions(kept, (*self.notices, *told))
 
     def native(self) -> dict[str, bytes]:
-        """By their names in a native checkpoint."""
+        """Content by file name in a native checkpoint."""
         return {_native_name(name): content for name, content in self.files.items()}
 
     def write(self, directory: Path) -> None:
-        """Make the files, config.json aside, in a directory that holds none of them."""
+        """Write the files, except config.json, into a directory that has none of them."""
         for name, content in self.files.items():
             if name != CONFIG:
                 (directory / name).parent.mkdir(exist_ok=True)
@@ -119,14 +119,14 @@ class Companions:
 
 
 def write_new(path: Path, content: bytes) -> None:
-    """Make a file, which must not exist; :class:`Private` content is for its owner alone."""
+    """Create a file, which must not exist; :class:`Private` content is only readable by its owner."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if isinstance(content, Private) else 0o666)
     with os.fdopen(handle, "wb") as file:
         file.write(content)
 
 
 def from_directory(directory: str | Path) -> Companions:
-    """What travels from a Hugging Face directory. Whatever else has a known name is left out, with a notice."""
+    """The files to copy from a Hugging Face directory; others with known names are left out with a notice."""
     root = Path(directory)
     try:
         names = sorted(os.listdir(root))
@@ -144,7 +144,7 @@ def from_directory(directory: str | Path) -> Companions:
 
 
 def from_checkpoint(directory: Path, listed: Iterable[str]) -> Companions:
-    """What travels from a native checkpoint: files of known names among those that its SHA256SUMS ``listed``."""
+    """The files to copy from a native checkpoint: known names among those in its SHA256SUMS (``listed``)."""
     names = {_native_name(name): name for name in map(_own_name, listed) if is_known(name)}
     found, notices = _collect(directory, sorted(set(listed) & names.keys()), (directory.resolve(),))
     return Companions({names[name]: content for name, content in found.items()}, tuple(notices))
@@ -172,7 +172,8 @@ def _collect(root: Path, names: Iterable[str], roots: Iterable[Path]) -> tuple[d
 
 
 def _is_left_out(root: Path, name: str) -> bool:
-    """Whether a user may miss the file: neither known, nor weights, nor hidden, nor a folder."""
+    """Whether a user should be told that the file is not copied: neither known, nor weights, nor hidden, nor a folder.
+    """
     known = is_known(name) or _WEIGHTS.fullmatch(name) or name.startswith(".")
     return not known and not (root / name).is_dir()
 

@@ -28,8 +28,8 @@ from hetero_megatron.checkpoint.hf_save import FLAG, save_hf
 from hetero_megatron.checkpoint.manifest import (
     METADATA,
     SUMS,
+    ChunkLocation,
     Damaged,
-    Place,
     encode_metadata,
     format_sums,
     sha256,
@@ -50,7 +50,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def spec_of(checkpoint: Checkpoint) -> ModelSpec:
-    """The model that a checkpoint says it is of."""
+    """The model that a checkpoint's state describes."""
     path = checkpoint.path / METADATA
     try:
         spec: ModelSpec = typed(checkpoint.state.get("model"), ModelSpec, "state.model")
@@ -64,11 +64,11 @@ def spec_of(checkpoint: Checkpoint) -> ModelSpec:
 def from_native(
     source: str, target: str, dtype: str | None = None, step: int | None = None, check_finite: bool = False
 ) -> dict[str, Any]:
-    """Write the weights of a checkpoint as a Hugging Face directory; returns what was done, for --json.
+    """Write the weights of a checkpoint as a Hugging Face directory; returns a summary for --json.
 
     Args:
-        dtype: of the files; None: of each tensor that which it had where it came from (``weight_dtypes``).
-        check_finite: refuse NaN and Inf, which are otherwise listed as ``nonfinite``.
+        dtype: of the files; None: per tensor, the dtype of the original weights (``weight_dtypes``).
+        check_finite: reject NaN and Inf, which are otherwise listed as ``nonfinite``.
     """
     checkpoint = open_checkpoint(source, None, step, field="SOURCE")
     if checkpoint is None:
@@ -92,7 +92,7 @@ def from_native(
 
 
 def _names(dtypes: Mapping[str, torch.dtype]) -> str:
-    """``bf16``, or ``bf16 and fp32``: the one that most tensors have first."""
+    """``bf16``, or ``bf16 and fp32``: the dtype of most tensors first."""
     counts = Counter(dtypes.values())
     return " and ".join(_NAMES[dtype] for dtype, _ in counts.most_common())
 
@@ -111,12 +111,12 @@ def _chunks(checkpoint: Checkpoint, spec: ModelSpec) -> Iterator[tuple[str, Box,
 
 
 def to_native(source: str, target: str, dtype: str | None = None, check_finite: bool = False) -> dict[str, Any]:
-    """Write Hugging Face weights as the checkpoint of step 0, for any plan; returns what was done, for --json.
+    """Write Hugging Face weights as the checkpoint of step 0, loadable under any plan; returns a summary for --json.
 
     Args:
-        target: a new directory, which does not stay where the weights are refused or cannot be written.
-        dtype: of the stored weights; None: each as it is in the files, bit for bit.
-        check_finite: refuse NaN and Inf, which are otherwise listed as ``nonfinite``.
+        target: a new directory; removed if the weights are rejected or cannot be written.
+        dtype: of the stored weights; None: as in the files, bit for bit.
+        check_finite: reject NaN and Inf, which are otherwise listed as ``nonfinite``.
     """
     spec = load_model(source, "SOURCE")
     weights, directory = HFWeights(source, spec, "SOURCE"), CheckpointDirectory(target)
@@ -146,7 +146,7 @@ def to_native(source: str, target: str, dtype: str | None = None, check_finite: 
 
 
 def _state(spec: ModelSpec, dtype: str) -> dict[str, Any]:
-    """As a training run's, for one that has not begun."""
+    """The state of a training run before its first step."""
     absent = (
         "plan",
         "plan_fingerprint",
@@ -171,7 +171,8 @@ def _write(
     extra: dict[str, bytes],
     nonfinite: dict[str, None],
 ) -> None:
-    """All files of the checkpoint, not yet published; tensors that are not finite in them are noted."""
+    """Write all files of the checkpoint without publishing it; names of tensors that are not finite are added to
+    ``nonfinite``."""
     work, sums, places = directory.begin(0), {}, {}
     known = {f"{MODEL}.{t.name}": t for t in logical_tensors(weights.spec)}
 
@@ -186,7 +187,7 @@ def _write(
         file = f"rank_{number:05d}.safetensors"
         entries = {name: (dtypes[known[name].name], known[name].shape) for name in names}
         sums[file], _ = write_file(work / file, entries, get)
-        places.update({MetadataIndex(n, torch.Size([0] * len(known[n].shape))): Place(file, n) for n in names})
+        places.update({MetadataIndex(n, torch.Size([0] * len(known[n].shape))): ChunkLocation(file, n) for n in names})
     metadata = Metadata({n: _whole(t, dtypes[t.name]) for n, t in known.items()}, storage_data=places)
     for name, content in {METADATA: encode_metadata(metadata, state).encode(), **extra}.items():
         write_synced(work / name, content)
@@ -201,7 +202,7 @@ def _whole(tensor: LogicalTensor, dtype: torch.dtype) -> TensorStorageMetadata:
 
 
 def _deal(known: dict[str, LogicalTensor], dtypes: dict[str, torch.dtype]) -> list[list[str]]:
-    """Names by file, each of at most SHARD_BYTES (one larger tensor makes a larger file); wide numbers first."""
+    """Tensor names by file, each of at most SHARD_BYTES (a larger tensor gets its own file); wide dtypes first."""
     files: list[list[str]] = [[]]
     used = 0
     for name, tensor in sorted(known.items(), key=lambda entry: -dtypes[entry[1].name].itemsize):

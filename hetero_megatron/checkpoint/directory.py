@@ -1,12 +1,12 @@
 """The directory that checkpoints are saved to.
 
 SAVE/iter_0000010/            a complete checkpoint: rank_*.safetensors, metadata.json, SHA256SUMS
-SAVE/iter_0000010.old/        what the one above replaces, until ``latest`` names the new one
-SAVE/iter_0000020.incomplete/ one that is being written or removed, or was when the job ended: never read
-SAVE/latest                   "iter_0000010 <sha256 of its SHA256SUMS>"; moved last
+SAVE/iter_0000010.old/        the one that it replaces, until ``latest`` names the new one
+SAVE/iter_0000020.incomplete/ being written or removed, or left over from a job that ended: never read
+SAVE/latest                   "iter_0000010 <sha256 of its SHA256SUMS>"; updated last
 
-A job may end between any two operations. Readers change nothing: ``place`` and ``latest`` know what is left at each
-point of a save. ``begin``, the start of the next save, puts the names right and removes what is left over.
+A job may end between any two operations. Readers change nothing: ``place`` and ``latest`` understand the state at every
+point of a save. ``begin``, the start of the next save, restores the names and removes leftovers.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def name_of(step: int) -> str:
 
 
 class CheckpointDirectory:
-    """Finds, publishes and removes checkpoints; one rank does the writing.
+    """Finds, publishes and removes checkpoints; only one rank writes.
 
     Args:
         log: for notices.
-        check: raises UserError where the directory is no longer the one that the run began with (it was moved,
-            removed or unmounted), which must not be made anew. None: nobody holds it, and ``begin`` makes it.
+        check: raises UserError if the path no longer leads to the directory that the run began with (moved, removed or
+            unmounted), which must not be created again. None: not locked; ``begin`` creates it.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class CheckpointDirectory:
     # Reading
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, ascending (complete by name; their content is not looked at)."""
+        """Steps with complete checkpoints, ascending (judged by name only)."""
         return sorted(self._listed(""))
 
     def held(self) -> list[int]:
-        """Steps of which there is a complete checkpoint, also one that was being replaced."""
+        """Steps with a complete checkpoint, including one that was being replaced."""
         return sorted({*self._listed(""), *self._listed(OLD)})
 
     def _listed(self, ending: str) -> Iterator[int]:
@@ -75,8 +75,8 @@ class CheckpointDirectory:
                 yield int(match[1])
 
     def place(self, step: int) -> Path:
-        """Where the checkpoint of a step is: under its name, or still under the other one, if the job ended while it
-        was being replaced and ``latest`` does not name the new one yet."""
+        """Path of a step's checkpoint: its name, or the ``.old`` name if the job ended while replacing it, before
+        ``latest`` named the new one."""
         final, old = self.at(step), self._old(step)
         if not old.is_dir():
             return final
@@ -88,11 +88,12 @@ class CheckpointDirectory:
         return final
 
     def latest(self) -> int | None:
-        """The step that ``latest`` names; None when there are no checkpoints at all. What a job that ended in the
-        middle of a save has left is told by a notice.
+        """The step that ``latest`` names; None without any checkpoints. Leftovers of a job that ended during a save are
+        reported by a notice.
 
         Raises:
-            Damaged: ``latest`` is missing beside several checkpoints, altered, or names one that is gone or altered.
+            Damaged: ``latest`` is missing although there are several checkpoints, or is altered, or names a checkpoint
+                that is missing or altered.
         """
         path, named = self.path / LATEST, self._named()
         if named is None:
@@ -115,8 +116,7 @@ class CheckpointDirectory:
         return step
 
     def _named(self) -> tuple[int, str] | None:
-        """(step, checksum of its list of checksums) from ``latest``; None if there is none. Damaged: it says no such
-        thing."""
+        """(step, checksum of its SHA256SUMS) from ``latest``; None without it. Damaged: malformed."""
         path = self.path / LATEST
         if not os.path.lexists(path):
             return None
@@ -134,7 +134,7 @@ class CheckpointDirectory:
     # Writing
 
     def begin(self, step: int) -> Path:
-        """An empty directory to write into; what earlier jobs left incomplete is removed."""
+        """Make an empty directory to write into; removes incomplete checkpoints of earlier jobs."""
         if self.check is not None:
             self.check()
         else:
@@ -151,7 +151,7 @@ class CheckpointDirectory:
         return work
 
     def publish(self, step: int) -> None:
-        """The complete directory gets its name, then ``latest`` moves to it. Every rename follows an fsync."""
+        """Rename the complete directory, then update ``latest``. Every rename follows an fsync."""
         final, old, work = self.at(step), self._old(step), self.work(step)
         sync_directory(work)
         if self.check is not None:
@@ -164,23 +164,23 @@ class CheckpointDirectory:
             self._retire(old)
 
     def abandon(self, step: int) -> None:
-        """Remove what was written of a save that failed, if it can be removed."""
+        """Remove the files of a failed save, if possible."""
         with suppress(OSError, UserError):
             if self.check is not None:
                 self.check()  # otherwise it is another run's
             shutil.rmtree(self.work(step))
 
     def prune(self, keep: int, retain_interval: int | None, newest: int) -> None:
-        """Remove all but the ``keep`` newest up to ``newest`` (0: all stay) and multiples of ``retain_interval``; what
-        cannot be removed stays, with a notice."""
+        """Remove all checkpoints but the ``keep`` newest up to ``newest`` (0: keep all) and multiples of
+        ``retain_interval``; what cannot be removed stays, with a notice."""
         old = [s for s in self.steps() if s <= newest]
         for step in old[:-keep] if keep else []:
             if not (retain_interval and step % retain_interval == 0):
                 self._retire(self.at(step))
 
     def _restore(self) -> None:
-        """After a job that ended in the middle of a save: every checkpoint that counts has its name, and one that is
-        alone is ``latest``. From then on no other moment of a save can be mistaken for that one."""
+        """After a job that ended during a save: restore the names of valid checkpoints, and ``latest`` if there is only
+        one. Makes all other intermediate states unambiguous."""
         for step in list(self._listed(OLD)):
             if self.place(step) == self._old(step):
                 if os.path.lexists(self.at(step)):
@@ -192,7 +192,7 @@ class CheckpointDirectory:
                 self._point(held[0])
 
     def _point(self, step: int) -> None:
-        """Move ``latest``; links, and whatever else has the names of these files, are not written through."""
+        """Update ``latest`` without following links or writing through existing names."""
         text = f"{name_of(step)} {sha256(self.at(step) / SUMS)}\n"
         sync_directory(self.path)
         fresh, latest = self.path / (LATEST + ".new"), self.path / LATEST
@@ -204,7 +204,7 @@ class CheckpointDirectory:
         sync_directory(self.path)
 
     def _retire(self, path: Path) -> None:
-        """Remove a checkpoint, which is never seen half-removed under its name."""
+        """Remove a checkpoint; it never appears half-removed under its name."""
         try:
             doomed = path.rename(self._free_name(path))
         except OSError as error:
@@ -213,7 +213,7 @@ class CheckpointDirectory:
             self._remove(doomed)
 
     def _remove(self, path: Path) -> None:
-        """A link goes, not what it leads to. What cannot be removed is told, once for each cause."""
+        """Remove a directory, or a link but not its target. Failures are reported once per cause."""
         try:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -235,7 +235,7 @@ class CheckpointDirectory:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """A new file in place of whatever file or link has this name, on disk when this returns."""
+    """Replace whatever has this name by a new file that is on disk when this returns."""
     path.unlink(missing_ok=True)
     mode = 0o600 if isinstance(content, Private) else 0o666
     with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:  # follows no link

@@ -1,5 +1,5 @@
-"""Saving and loading by all ranks of a group: DCP's planners decide, ``storage`` writes and reads, and what ranks tell
-each other in between are typed values (DCP's own functions would exchange pickled objects)."""
+"""Saving and loading by all ranks of a group. DCP's planners decide, ``storage`` reads and writes, and ranks exchange
+typed values in between (DCP's own functions would exchange pickled objects)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hetero_megatron.errors import UserError
 
 
 class RankFailed(Exception):
-    """Raised on all ranks. ``rank``: whose part of a save or load failed; ``cause``: with what."""
+    """Raised on all ranks: ``rank``'s part of a save or load failed with ``cause``."""
 
     def __init__(self, rank: int, cause: Exception) -> None:
         super().__init__(f"rank {rank}: {type(cause).__name__}: {cause}")
@@ -31,8 +31,8 @@ class RankFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """An exception as it travels: of an OSError or a ``Damaged`` checkpoint what is needed to explain it, else text."""
+class RemoteError:
+    """A serialisable exception: the details of an OSError or ``Damaged``, text of others."""
 
     kind: str  # "system" | "damaged" | "refused" | another class's name
     text: str
@@ -41,14 +41,14 @@ class Trouble:
     refusal: Refusal | None = None
 
     @staticmethod
-    def of(error: Exception) -> Trouble:
+    def of(error: Exception) -> RemoteError:
         if isinstance(error, Damaged):
-            return Trouble("damaged", error.problem, str(error.path))
+            return RemoteError("damaged", error.problem, str(error.path))
         if isinstance(error, OSError):
-            return Trouble("system", error.strerror or str(error), str(error.filename or ""), error.errno or 0)
+            return RemoteError("system", error.strerror or str(error), str(error.filename or ""), error.errno or 0)
         if isinstance(error, UserError):
-            return Trouble("refused", "", refusal=Refusal.of(error))
-        return Trouble(type(error).__name__, str(error))
+            return RemoteError("refused", "", refusal=Refusal.of(error))
+        return RemoteError(type(error).__name__, str(error))
 
     def error(self) -> Exception:
         if self.kind == "damaged":
@@ -87,7 +87,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Result:
+class WrittenBox:
     """A box that a rank has written."""
 
     name: str
@@ -109,21 +109,21 @@ def save_boxes(tensors: Mapping[str, BoxedTensor], writer: BoxWriter, group: Gro
         planner.set_up_planner(dict(tensors), is_coordinator=first)
         return [Chunk.of(item) for item in planner.create_local_plan().items]
 
-    chunks = _meet(group, plan, list[Chunk])
+    chunks = _run_together(group, plan, list[Chunk])
 
     def begin() -> None:
         if first:  # DCP's planner refuses boxes that overlap, and holes
             plans, _ = planner.create_global_plan([SavePlan([chunk.item() for chunk in rank]) for rank in chunks])
             writer.prepare_global_plan(plans)
 
-    _meet(group, begin)
+    _run_together(group, begin)
 
-    def write() -> list[Result]:
+    def write() -> list[WrittenBox]:
         items = [chunk.item() for chunk in chunks[group.index]]
         done = writer.write_data(planner.finish_plan(SavePlan(items)), planner).value()
-        return [Result(w.index.fqn, tuple(w.index.offset or ()), w.size_in_bytes, w.storage_data) for w in done]
+        return [WrittenBox(w.index.fqn, tuple(w.index.offset or ()), w.size_in_bytes, w.storage_data) for w in done]
 
-    results = _meet(group, write, list[Result])
+    results = _run_together(group, write, list[WrittenBox])
 
     def finish() -> None:
         if first:
@@ -133,30 +133,30 @@ def save_boxes(tensors: Mapping[str, BoxedTensor], writer: BoxWriter, group: Gro
             ]
             writer.finish(planner.metadata, found)
 
-    _meet(group, finish)
+    _run_together(group, finish)
 
 
 def load_boxes(tensors: Mapping[str, BoxedTensor], reader: BoxReader, group: Group) -> None:
-    """Overwrite the values of all boxes; every rank reads its own. Raises as :func:`save_boxes` does."""
+    """Overwrite the values of all boxes; every rank reads its own. Raises like :func:`save_boxes`."""
 
     def read() -> None:
         planner = BoxLoadPlanner()
         planner.set_up_planner(tensors, reader.read_metadata(), is_coordinator=group.index == 0)
         reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
 
-    _meet(group, read)
+    _run_together(group, read)
 
 
-def _meet(group: Group, action: Callable[[], Any], kind: Any = NoneType) -> list[Any]:
-    """Do ``action`` here, and wait for the others: the results of all ranks, or the first one's failure."""
+def _run_together(group: Group, action: Callable[[], Any], kind: Any = NoneType) -> list[Any]:
+    """Run ``action`` here and wait for the others: the results of all ranks, or the first failure."""
     trouble, result = None, None
     try:
         result = action()
     except CommError:
         raise
     except Exception as error:
-        trouble = Trouble.of(error)
-    found = group.gather_objects((trouble, result), tuple[Trouble | None, kind | None])
+        trouble = RemoteError.of(error)
+    found = group.gather_objects((trouble, result), tuple[RemoteError | None, kind | None])
     for rank, (failed, _) in zip(group.ranks, found, strict=True):
         if failed is not None:
             raise RankFailed(rank, failed.error())

@@ -1,4 +1,4 @@
-"""Where an export is written until it is complete: ``DIRECTORY.incomplete``, which may be another's."""
+"""The folder in which an export is written until it is complete: ``DIRECTORY.incomplete``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _MARK = ".hetero-megatron-export"  # in every folder that was made here; gone wh
 
 
 def work_of(final: Path) -> Path:
-    """The folder in which the export to ``final`` is written. UserError: it is beside no name."""
+    """The folder in which the export to ``final`` is written. UserError: ``final`` has no file name."""
     if final.name in ("", ".."):
         raise UserError("is not a name", value=str(final), field="--save-hf", accepted="the name of a new directory")
     return final.with_name(final.name + ".incomplete")
 
 
 def check_work(final: Path, field: str) -> None:
-    """Refuse where something stands in the way that no export of ours has left.
+    """Refuse if something is in the way that is not left over from an export of ours.
 
     Raises:
         UserError: naming it.
@@ -34,7 +34,7 @@ def check_work(final: Path, field: str) -> None:
 
 
 def make_work(final: Path, field: str) -> Path:
-    """An empty folder to write in; what an export that was cut off has left is removed. OSError: it cannot be made.
+    """Make an empty folder to write in; removes leftovers of interrupted exports. OSError: it cannot be made.
 
     Raises:
         UserError: as :func:`check_work`.
@@ -49,13 +49,13 @@ def make_work(final: Path, field: str) -> Path:
 
 
 def publish_work(final: Path) -> None:
-    """Give a complete export its name."""
+    """Rename a complete export to its final name."""
     work_of(final).rename(final)
     (final / _MARK).unlink()
 
 
 def _is_left_over(work: Path) -> bool:
-    """A real folder, with our mark in it or nothing at all."""
+    """Whether it is a real folder that is empty or has our mark."""
     try:
         inside = os.listdir(work)
         real = stat.S_ISDIR(os.lstat(work).st_mode)

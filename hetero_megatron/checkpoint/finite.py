@@ -8,7 +8,7 @@ import torch
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """Whether no value is NaN or infinite. Takes no memory, and one pass over the values."""
+    """Whether no value is NaN or infinite; one pass, no extra memory."""
     if not values.numel():
         return True
     low, high = torch.aminmax(values.detach())  # NaN is the smallest and the largest
@@ -16,6 +16,6 @@ def is_finite(values: torch.Tensor) -> bool:
 
 
 def listed(names: Iterable[str], most: int = 8) -> str:
-    """Names for a message, in order and each once."""
+    """Distinct names for a message, in order."""
     found = list(dict.fromkeys(names))
     return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")

@@ -1,4 +1,4 @@
-"""Checkpoints of other programs: told by their files, so that they are never called damaged or taken for nothing."""
+"""Recognise checkpoints of other programs, so that they are not reported as damaged or as no checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MEGATRON = (
 
 
 def refuse_foreign(path: str | Path, field: str) -> None:
-    """Refuse a directory that another program's checkpoints are in, or one level too deep or too high for ours.
+    """Refuse a directory with another program's checkpoints, or one level above or below ours.
 
     Args:
         field: the flag that named it.
@@ -39,7 +39,7 @@ def refuse_foreign(path: str | Path, field: str) -> None:
 
 
 def _is_ours(latest: Path) -> bool:
-    """Others (DeepSpeed) have a file of this name too."""
+    """DeepSpeed also has a file of this name."""
     try:
         return bool(re.fullmatch(rb"iter_\d+ [0-9a-f]{64}\n", read_bytes(latest, limit=4096)))
     except UserError:
@@ -47,7 +47,7 @@ def _is_ours(latest: Path) -> bool:
 
 
 def _ours(root: Path) -> bool:
-    """One checkpoint of ours, whose directory was meant."""
+    """A single checkpoint of ours; its parent directory was meant."""
     return is_regular(root / "SHA256SUMS") and is_regular(root / "metadata.json")
 
 
@@ -84,7 +84,7 @@ def _nanotron(root: Path) -> bool:
 
 
 def _distributed(root: Path) -> bool:
-    """Plain torch DCP, as torchtitan, FSDP scripts and others write it: in it, or in folders of its steps."""
+    """Plain torch DCP, as written by torchtitan, FSDP scripts and others: in the directory, or in folders of steps."""
     return any(is_regular(step / ".metadata") for step in [root, *_folders(root, _ANY_STEP)])
 
 
@@ -94,12 +94,12 @@ def _hugging_face(root: Path) -> bool:
 
 
 def _hugging_face_steps(root: Path) -> bool:
-    """The output directory of Hugging Face's Trainer, or of another program that saves in its form every so often."""
+    """The output directory of Hugging Face's Trainer, or of another program that saves in that format."""
     return any(map(_hugging_face, _folders(root, _ANY_STEP)))
 
 
 def _pickled(root: Path) -> bool:
-    """A trainer's own files, there or in folders of its steps: nothing but the names says what they are."""
+    """A trainer's own pickled files, there or in folders of steps; recognised by name only."""
     names = re.compile(r"(checkpoint|ckpt|model|consolidated).*\.(pt|pth|ckpt)")
     return any(names.fullmatch(file.name) for step in [root, *_folders(root, _ANY_STEP)] for file in _entries(step))
 

@@ -1,7 +1,7 @@
 """Older Hugging Face checkpoints (``.bin``, pickle): read with torch's ``weights_only`` loader, or refused.
 
-Nothing in such a file is executed. Before torch reads it, the archive and its pickle are looked through: only names
-that plain tensors need may occur, and nothing in it is compressed, so that no small file becomes a large object.
+Nothing in such a file is executed. Archive and pickle are scanned before torch reads them: only names that plain
+tensors need may occur, and nothing may be compressed, so that a small file cannot expand into a large object.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ class BinSlice:
 
 
 class BinFile:
-    """The tensors of one ``.bin`` file, mapped into memory, with the methods of a safetensors file.
+    """The tensors of one ``.bin`` file, memory-mapped, with the methods of a safetensors file.
 
     Raises:
-        UserError: it cannot be read, or holds anything but a flat dictionary of plain tensors.
+        UserError: it cannot be read, or is not a flat dictionary of plain tensors.
     """
 
     def __init__(self, path: Path) -> None:
         with open_file(path) as file:
             archive = file.read(4) == b"PK\3\4"  # as torch tells them apart
             file.seek(0)
-            problem = _look_through_archive(file) if archive else _look_through_pickles(file, _LEGACY_PICKLES)
+            problem = _scan_archive(file) if archive else _scan_pickles(file, _LEGACY_PICKLES)
         if problem:
             raise UserError(f"not a file of tensors ({problem})")
         try:
@@ -92,8 +92,8 @@ def _plain_tensors(content: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in content.items()}
 
 
-def _look_through_archive(file: BinaryIO) -> str:
-    """What is wrong with a zip file that torch should have written; empty if nothing is."""
+def _scan_archive(file: BinaryIO) -> str:
+    """What is wrong with a torch zip file; empty if nothing."""
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
@@ -105,13 +105,13 @@ def _look_through_archive(file: BinaryIO) -> str:
             if pickles[0].file_size > MAX_PICKLE_BYTES:
                 return "it describes too many tensors"
             with archive.open(pickles[0]) as stream:
-                return _look_through_pickles(stream, 1)
+                return _scan_pickles(stream, 1)
     except Exception:  # zipfile raises what the damage leads to: BadZipFile, struct.error, EOFError, ValueError, ...
         return "its archive is damaged"
 
 
-def _look_through_pickles(stream: Any, count: int) -> str:
-    """What is wrong with so many pickles, one after the other; empty if nothing is."""
+def _scan_pickles(stream: Any, count: int) -> str:
+    """What is wrong with ``count`` consecutive pickles; empty if nothing."""
     try:
         for _ in range(count):
             for opcode, argument, _ in pickletools.genops(stream):

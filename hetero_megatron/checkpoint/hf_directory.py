@@ -1,9 +1,9 @@
-"""Which files of a Hugging Face directory hold its weights, and where each tensor is: as transformers chooses them.
+"""Which files of a Hugging Face directory hold its weights, and where each tensor is; the same choice as transformers.
 
 ``from_pretrained`` takes the first of ``model.safetensors``, ``model.safetensors.index.json``, ``pytorch_model.bin``
-and ``pytorch_model.bin.index.json``. Of an index it takes the names of the files only: a tensor is read from the last
-of these files that holds it, wherever the index says it is. What is chosen otherwise by a key of ``config.json`` or
-by more files beside (an adapter, shards of a distributed save) is refused.
+and ``pytorch_model.bin.index.json``. It only uses the file names of an index: a tensor is read from the last of these
+files that contains it, whatever the index says. Other forms, selected by a key of ``config.json`` or further files
+(adapters, shards of a distributed save), are refused.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _POINTER = b"version https://git-lfs.github.com/spec/v1"
 
 
 class WeightFiles:
-    """The files that hold the weights of a directory, open, and the tensors in them.
+    """The open weight files of a directory, and their tensors.
 
     Attributes:
         files_of: tensor name -> names of the files that hold it; the last one counts.
-        indexed: what the index says, tensor name -> file name; empty for a single file.
-        form: the file that was chosen, one of ``FORMS``.
-        notices: what a user should know about the choice.
+        indexed: the index, tensor name -> file name; empty for a single file.
+        form: the chosen file, one of ``FORMS``.
+        notices: what the user should know about the choice.
 
     Raises:
-        UserError: no weights, weights in a form that is not supported beside them, or a file that cannot be read.
+        UserError: no weights, weights in an unsupported form, or an unreadable file.
     """
 
     def __init__(self, directory: Path, field: str) -> None:
@@ -63,8 +63,8 @@ class WeightFiles:
         for file in self.files:
             for name in self.handle(file).keys():  # noqa: SIM118  not a dict
                 self.files_of.setdefault(name, []).append(file)
-        self._tell_what_is_left(names)
-        self._tell_where_the_index_errs()
+        self._note_unread_files(names)
+        self._note_index_errors()
 
     def _names(self) -> list[str]:
         try:
@@ -106,13 +106,13 @@ class WeightFiles:
                 raise self.refuse(f"cannot be read{named}: {problem}", path) from error
         return self._handles[file]
 
-    def _tell_what_is_left(self, names: list[str]) -> None:
+    def _note_unread_files(self, names: list[str]) -> None:
         used = {self.form, *self.files}
         left = [n for n in names if n not in used and (n in FORMS or _SHARD.fullmatch(n))]
         if left:
             self.notices.append(f"{self.directory / self.form} is read, and not {listed(map(shown, left))}")
 
-    def _tell_where_the_index_errs(self) -> None:
+    def _note_index_errors(self) -> None:
         wrong = [n for n, file in self.indexed.items() if n in self.files_of and file not in self.files_of[n]]
         omitted = [n for n in self.files_of if self.indexed and n not in self.indexed]
         for what, tensors in (("names other files for", wrong), ("does not name", omitted)):
@@ -125,7 +125,7 @@ class WeightFiles:
         return self.handle(self.files_of[name][-1]).get_slice(name)
 
     def whole(self, name: str) -> torch.Tensor:
-        """All values of a tensor, mapped and not copied."""
+        """All values of a tensor, memory-mapped."""
         values: torch.Tensor = self.handle(self.files_of[name][-1]).get_tensor(name)
         return values
 
@@ -138,10 +138,10 @@ class WeightFiles:
 
 
 def _open_safetensors(path: Path) -> Any:
-    """safetensors checks the whole header; why it refuses a file is told in our words.
+    """Open a safetensors file; its errors are translated.
 
     Raises:
-        UserError: not a safetensors file, or not a whole one.
+        UserError: not a safetensors file, or truncated.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -152,7 +152,7 @@ def _open_safetensors(path: Path) -> Any:
 
 
 def _damage(path: Path) -> str:
-    """What is wrong with a file that safetensors refused."""
+    """What is wrong with a file that safetensors rejected."""
     size = path.stat().st_size
     with open_file(path) as file:
         start = file.read(8)
@@ -170,6 +170,6 @@ def _damage(path: Path) -> str:
 
 
 def shown(name: str) -> str:
-    """A name from a file as a message can show it: without control characters, and not at any length."""
+    """A name from a file for a message: without control characters, shortened."""
     text = printable(name)
     return text if len(text) <= 120 else text[:117] + "..."

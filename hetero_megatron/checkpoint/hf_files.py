@@ -1,4 +1,4 @@
-"""Where every tensor is in the safetensors files of a Hugging Face directory, and how its values are stored."""
+"""Layout of the safetensors files of a Hugging Face directory: file, offset and dtype of every tensor."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StoredTensor:
 
 
 def _stored(spec: ModelSpec, dtypes: Mapping[str, torch.dtype]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of the Hugging Face tensors, in model order; parts of a fused one have a common dtype."""
+    """Shapes and dtypes of the Hugging Face tensors, in model order; parts of a fused tensor have a common dtype."""
     table = name_table(spec)
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for tensor in logical_tensors(spec):
@@ -52,7 +52,7 @@ def _stored(spec: ModelSpec, dtypes: Mapping[str, torch.dtype]) -> dict[str, tup
 
 
 def plan_files(spec: ModelSpec, dtypes: Mapping[str, torch.dtype], shard_bytes: int) -> dict[str, StoredTensor]:
-    """Tensors dealt to files of at most ``shard_bytes`` (one larger tensor makes a larger file), in model order.
+    """Tensors distributed to files of at most ``shard_bytes`` (a larger tensor gets its own file), in model order.
 
     Args:
         dtypes: of every logical tensor.
@@ -80,7 +80,7 @@ def plan_files(spec: ModelSpec, dtypes: Mapping[str, torch.dtype], shard_bytes: 
 
 
 def main_dtype(plan: Mapping[str, StoredTensor]) -> str:
-    """Name of the dtype that most elements have, as config.json has it."""
+    """Name of the dtype of most elements, for config.json."""
     elements: dict[torch.dtype, int] = {}
     for tensor in plan.values():
         elements[tensor.dtype] = elements.get(tensor.dtype, 0) + math.prod(tensor.shape)
@@ -101,10 +101,10 @@ def file_header(entries: Mapping[str, StoredTensor]) -> bytes:
 
 
 def put_box(work: Path, where: StoredTensor, slices: tuple[slice, ...], stored: np.ndarray) -> None:
-    """Write one box of a tensor, as ``bits`` gives it, into its file.
+    """Write one box of a tensor (from :func:`bits`) into its file.
 
     Raises:
-        OSError: the file is not there or cannot be written.
+        OSError: the file is missing or cannot be written.
     """
     array = np.memmap(work / where.file, stored.dtype, "r+", where.offset, where.shape)
     array[slices] = stored
@@ -112,11 +112,11 @@ def put_box(work: Path, where: StoredTensor, slices: tuple[slice, ...], stored: 
 
 
 def as_stored(values: torch.Tensor, source: HFSource, dtype: torch.dtype) -> torch.Tensor:
-    """Values as they are stored: orientation and dtype of the file, contiguous in host memory."""
+    """Values in the orientation and dtype of the file, contiguous in host memory."""
     return (values.T if source.transpose else values).detach().to(dtype).cpu().contiguous()
 
 
 def bits(stored: torch.Tensor) -> np.ndarray:
-    """What :func:`as_stored` gave, in NumPy's type and the byte order of the file; bf16 as its 16 bits."""
+    """The output of :func:`as_stored` as NumPy data in the file's byte order; bf16 as 16-bit integers."""
     found = stored.view(torch.uint16).numpy() if stored.dtype == torch.bfloat16 else stored.numpy()
     return found.astype(DTYPES[stored.dtype][1], copy=False)

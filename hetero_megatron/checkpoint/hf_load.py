@@ -28,16 +28,16 @@ class HFWeights:
     """The tensors of a Hugging Face directory, checked against a model before anything is read.
 
     Args:
-        directory: whose weights ``AutoModelForCausalLM.from_pretrained`` reads; ``WeightFiles`` tells which.
-        field: where the directory was named, for refusals.
+        directory: the weights that ``AutoModelForCausalLM.from_pretrained`` would read, see ``WeightFiles``.
+        field: the flag that named the directory, for errors.
 
     Attributes:
-        notices: what a user should know about the files, beside that they were read.
-        nonfinite: tensors with NaN or Inf among the values that were read so far.
+        notices: what the user should know about the files.
+        nonfinite: tensors with NaN or Inf among the values read so far.
 
     Raises:
-        UserError: no weights, an unreadable file, tensors that are missing, unexpected, misshapen or no floating-point
-            numbers (all of them are listed at once), or tensors that are there twice with different values.
+        UserError: no weights, an unreadable file, tensors that are missing, unexpected, of wrong shape or not floating
+            point (all are listed), or duplicates with different values.
     """
 
     def __init__(self, directory: str, spec: ModelSpec, field: str = "--load-hf") -> None:
@@ -88,7 +88,7 @@ class HFWeights:
         return " (config.json says that it is not tied to the embedding)" if name == HEAD else ""
 
     def _check_copies(self) -> None:
-        """Tensors that are in the files more than once: equal, or nobody knows which one is meant."""
+        """Tensors that occur several times must be equal."""
         for name in dict.fromkeys(source.name for source in self._sources.values()):
             files = self._files.files_of[name]
             for file in files[:-1]:
@@ -117,7 +117,7 @@ class HFWeights:
         return {tensor.name: self.dtype(tensor) for tensor in logical_tensors(self.spec)}
 
     def read(self, tensor: LogicalTensor, box: Box) -> torch.Tensor:
-        """The values of one box, in the file's dtype; only these bytes are read."""
+        """The values of one box in the file's dtype; only these bytes are read."""
         if math.prod(box.shape) == 0:
             return torch.empty(box.shape)
         source = self._sources[tensor.name]
@@ -132,10 +132,10 @@ class HFWeights:
         return values.T if source.transpose else values
 
     def read_masters(self, owned: Iterable[tuple[str, Box, torch.Tensor]], dtype: torch.dtype) -> None:
-        """Overwrite master weights whose values the run's ``dtype`` would have rounded.
+        """Overwrite master weights whose values would have been rounded to the run's ``dtype``.
 
         Args:
-            owned: (logical name, box, master values), as ``ShardedOptimizer.owned`` yields them.
+            owned: (logical name, box, master values), as from ``ShardedOptimizer.owned``.
         """
         known = {t.name: t for t in logical_tensors(self.spec)}
         for name, box, master in owned:
@@ -145,7 +145,7 @@ class HFWeights:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two tensors in files have one shape and the same numbers, whatever their dtypes."""
+    """Whether two tensors in files have the same shape and numbers, whatever their dtypes."""
     shape: list[int] = a.get_shape()
     if shape != b.get_shape() or not {a.get_dtype(), b.get_dtype()} <= _DTYPE_OF.keys():
         return False

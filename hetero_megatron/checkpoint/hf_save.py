@@ -1,8 +1,7 @@
-"""Weights to a Hugging Face directory, from any plan: the header first, then every rank writes the boxes it owns.
+"""Export of weights to a Hugging Face directory from any plan: headers first, then every rank writes the boxes it owns.
 
-No rank gathers the model. Where not all ranks can write in the first rank's directory (nodes without a shared file
-system), the first rank writes every file, and receives one tensor at a time from its owners. The directory appears,
-whole, when everything is written: until then the files are in ``DIRECTORY.incomplete``.
+No rank gathers the model. Without a shared file system the first rank writes every file and receives one tensor at a
+time from its owners. Files are written to ``DIRECTORY.incomplete``, which is renamed when complete.
 """
 
 from __future__ import annotations
@@ -60,19 +59,19 @@ def save_hf(
     """Write a directory that ``AutoModelForCausalLM.from_pretrained`` loads. Called on all ranks of ``world``.
 
     Args:
-        directory: on the first rank's node; a directory that others see by this name may be another one.
+        directory: on the first rank's node; on other nodes the same name may be another directory.
         owned: (logical name, box, values) of everything this rank owns; all ranks together own every element once.
-        dtypes: in the files, of all tensors or of each by logical name.
-        source: what travels along, as the first rank knows it; or a Hugging Face directory to take it from.
-        nonfinite: where given, weights that are NaN or Inf in the dtype of the files are written, and this rank's
-            tensors of them are added; otherwise they are refused.
+        dtypes: of the files: of all tensors, or by logical name.
+        source: files to copy along, as the first rank has them, or a Hugging Face directory to take them from.
+        nonfinite: if given, weights that are NaN or Inf in the files' dtype are written and this rank's names are added
+            to it; if None, they are rejected.
 
     Returns:
-        what was written, in one line; on all ranks.
+        A one-line summary, on all ranks.
 
     Raises:
-        UserError: the directory exists and is not empty, or cannot be written, or weights are not finite (raised on
-            all ranks, and nothing is left of it).
+        UserError: on all ranks: the directory is not empty or cannot be written, or weights are not finite; nothing is
+            left behind.
     """
     first, final = world.index == 0, Path(directory)
     work, table = work_of(final), name_table(spec)
@@ -117,7 +116,7 @@ def _publish(final: Path) -> str:
 
 
 def _together(world: Group, action: Callable[[], Any], kind: Any = NoneType) -> list[Any]:
-    """As :func:`~hetero_megatron.comm.refusals.together`, for actions that write."""
+    """Like :func:`~hetero_megatron.comm.refusals.together`, for actions that write."""
 
     def attempt() -> Any:
         try:
@@ -130,7 +129,7 @@ def _together(world: Group, action: Callable[[], Any], kind: Any = NoneType) -> 
 
 
 def _all_see(work: Path, world: Group) -> bool:
-    """Whether every rank can write in the directory that the first one made: they look for a token it leaves there.
+    """Whether every rank can write in the first rank's directory: they look for a token in it.
 
     A rank that does not see the token yet (NFS caches names) makes the export slower, not wrong.
     """
@@ -156,12 +155,12 @@ def _all_see(work: Path, world: Group) -> bool:
 
 
 def check_target(directory: str, spec: ModelSpec, world: Group) -> None:
-    """Refuse, before training rather than after it, what ``save_hf`` would refuse on the first rank. On all ranks."""
+    """Refuse before training what ``save_hf`` would refuse on the first rank. Called on all ranks."""
     together(world, lambda: _check_target(Path(directory), spec) if world.index == 0 else None)
 
 
 def _check_target(path: Path, spec: ModelSpec) -> None:
-    """Refuse a directory that holds something or cannot be made, and a model without a family."""
+    """Refuse a directory that is not empty or cannot be made, and a model without a Hugging Face family."""
     to_hf_config(spec)
     if path.exists() and not _is_empty(path):
         raise UserError("exists and is not an empty directory", field=FLAG, value=str(path), accepted="a new directory")
@@ -179,7 +178,7 @@ def _is_empty(path: Path) -> bool:
 def _create(
     final: Path, work: Path, spec: ModelSpec, plan: dict[str, StoredTensor], source: str | Companions | None
 ) -> None:
-    """Headers, full-size files, config, index and what travels along."""
+    """Write headers, full-size files, config, index and accompanying files."""
     _check_target(final, spec)
     along = from_directory(source) if isinstance(source, str) else source or Companions()
     config = export_config(spec, along.config, main_dtype(plan))
@@ -209,7 +208,7 @@ def _write(
     plan: dict[str, StoredTensor],
     nonfinite: dict[str, None],
 ) -> None:
-    """This rank's boxes, each straight into its place."""
+    """Write this rank's boxes to their offsets."""
     for name, box, values in owned:
         stored = _stored(values, table[name], plan, nonfinite)
         put_box(work, plan[table[name].name], table[name].slices(box), stored)
@@ -218,7 +217,7 @@ def _write(
 def _stored(
     values: torch.Tensor, source: HFSource, plan: dict[str, StoredTensor], nonfinite: dict[str, None]
 ) -> np.ndarray:
-    """Values as the files have them; a tensor that is not finite there is noted."""
+    """Values as stored in the files; names of tensors that are not finite are recorded."""
     stored = as_stored(values, source, plan[source.name].dtype)
     if not is_finite(stored):
         nonfinite[source.name] = None
@@ -233,10 +232,10 @@ def _write_on_first(
     nonfinite: dict[str, None],
     world: Group,
 ) -> None:
-    """The first rank writes everything and holds one tensor at a time beside what it owns.
+    """The first rank writes everything and holds one tensor at a time besides its own.
 
-    All ranks go through the tensors in the order of the files. Before each they meet: the first rank has written the
-    one before, or all raise what went wrong; the others say which boxes of the next they own, and send them.
+    All ranks go through the tensors in file order. Before each, the first rank reports that the previous one is written
+    (or all raise its error), and the others announce and send their boxes of the next.
     """
     mine: list[Owned] = []
     arrived: list[tuple[str, Box, np.ndarray]] = []
@@ -261,7 +260,7 @@ def _write_on_first(
 
 
 def _send(parts: list[np.ndarray], world: Group) -> None:
-    """To the first rank, as bytes: not every device or backend knows every dtype."""
+    """Send to the first rank as bytes, since not every device or backend supports every dtype."""
     comm = world.comm
     for stored in parts:
         flat = torch.from_numpy(stored.reshape(-1).view(np.uint8)).to(comm.device)
@@ -271,7 +270,7 @@ def _send(parts: list[np.ndarray], world: Group) -> None:
 def _receive(
     offers: list[list[tuple[str, Box]]], table: dict[str, HFSource], dtype: torch.dtype, world: Group
 ) -> list[tuple[str, Box, np.ndarray]]:
-    """What the other ranks offer, one box after the other in the order of ranks: devices hold one at a time."""
+    """The announced boxes of the other ranks, one after the other in rank order."""
     comm, out = world.comm, []
     for rank, offered in zip(world.ranks[1:], offers[1:], strict=True):
         for name, box in offered:

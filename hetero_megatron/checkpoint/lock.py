@@ -1,4 +1,4 @@
-"""One run at a time in a --save directory: a second one would remove what the first is writing there."""
+"""Exclusive use of a --save directory: a second run would remove what the first is writing."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 
-WAIT_SECONDS = 5.0  # a rank of the round before may still be dying
+WAIT_SECONDS = 5.0  # a process of the previous round may still be ending
 _held: set[str] = set()  # directories of this process: a run that failed may not be collected yet
 
 
 class DirectoryLock:
-    """A lock of the kernel, which ends with the process, however that ends. It is on the directory itself, and goes
-    with it where it is moved to; so ``lost`` tells whether the name still leads there."""
+    """A kernel lock on the directory itself, released when the process ends. It stays with the directory when that is
+    moved, so ``lost`` tells whether the path still leads to it."""
 
     def __init__(self, path: str | Path) -> None:
         self._path, self._name = os.fspath(path), os.path.realpath(path)
@@ -25,7 +25,7 @@ class DirectoryLock:
         self._locked = False
 
     def take(self, seconds: float = WAIT_SECONDS) -> bool:
-        """Whether no other process has it; true as well where the file system has no such locks."""
+        """Whether no other process holds the lock; also True where the file system has no locks."""
         handle = os.open(self._name, os.O_RDONLY | os.O_DIRECTORY)
         deadline = time.monotonic() + seconds
         while True:
@@ -46,8 +46,7 @@ class DirectoryLock:
         return True
 
     def lost(self) -> str:
-        """Why the name does not lead to the directory that was taken any more; empty while it does, or where this
-        rank has not taken it."""
+        """Why the path no longer leads to the locked directory; empty while it does, or without a lock."""
         if self._handle is None:
             return ""
         try:
@@ -79,7 +78,8 @@ class DirectoryLock:
 
 
 def lock_directory(path: str, group: Group) -> DirectoryLock:
-    """Held by the first rank of the group, on which it must stay referenced; UserError on all if another run has it."""
+    """A lock held by the first rank of the group while the result is referenced; UserError on all ranks if another run
+    holds it."""
     lock = DirectoryLock(path)
     problem = ""
     if group.index == 0:

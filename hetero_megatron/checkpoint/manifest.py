@@ -1,7 +1,7 @@
-"""What a checkpoint says about itself: ``metadata.json`` and ``SHA256SUMS``. JSON and text only, nothing is unpickled.
+"""A checkpoint's description of itself: ``metadata.json`` and ``SHA256SUMS``. JSON and text only; nothing is unpickled.
 
-``SHA256SUMS`` lists every file (``sha256sum -c SHA256SUMS`` checks it too), and the directory's ``latest`` holds
-the checksum of ``SHA256SUMS``; so any altered byte of any file is noticed.
+``SHA256SUMS`` lists every file (``sha256sum -c SHA256SUMS`` works), and ``latest`` holds the checksum of
+``SHA256SUMS``, so any altered byte of any file is detected.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BLOCK = 4 << 20
 
 
 class Damaged(Exception):
-    """A checkpoint is not what was written. ``path``: of the file; the message says what is wrong with it."""
+    """A checkpoint differs from what was written; ``path``: the file."""
 
     def __init__(self, path: Path, problem: str) -> None:
         self.path, self.problem = path, problem
@@ -35,16 +35,16 @@ class Damaged(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a chunk is: tensor ``key`` of safetensors file ``file``."""
+class ChunkLocation:
+    """Where a chunk is stored: tensor ``key`` of safetensors file ``file``."""
 
     file: str
     key: str
 
 
 def sha256(path: Path, limit: int = MAX_BYTES) -> str:
-    """Of a file's content; Damaged if it cannot be read, or holds more than ``limit`` bytes (a sparse file that takes
-    no space would take days)."""
+    """Checksum of a file's content; Damaged if it cannot be read or exceeds ``limit`` bytes (a sparse file could take
+    days)."""
     digest = hashlib.sha256()
     try:
         with open_file(path) as file:
@@ -60,7 +60,7 @@ def sha256(path: Path, limit: int = MAX_BYTES) -> str:
 
 
 def unusable(path: Path, error: UserError) -> Damaged:
-    """What a reader says of a file, as damage to the checkpoint."""
+    """A reader's UserError about a file as ``Damaged``."""
     said = UserError(error.problem, field=error.field, accepted=error.accepted) if error.where else error
     return Damaged(path, f"is not what was written: {str(said)[:400]}")
 
@@ -109,13 +109,13 @@ def encode_metadata(metadata: Metadata, state: Mapping[str, Any]) -> str:
 def verify(
     directory: Path, sums: Mapping[str, str], limits: Mapping[str, int], part: int = 0, parts: int = 1
 ) -> None:
-    """Check every ``parts``-th file, beginning with number ``part``, so that ranks share the reading.
+    """Check every ``parts``-th file, starting with ``part``, so that ranks share the work.
 
     Args:
-        limits: bytes that files may have; others may have ``MAX_BYTES``.
+        limits: largest size of files in bytes; default ``MAX_BYTES``.
 
     Raises:
-        Damaged: a file is missing, unreadable, or not the one that was written.
+        Damaged: a file is missing, unreadable, or altered.
     """
     for name in sorted(sums)[part::parts]:
         path = directory / name

@@ -1,6 +1,6 @@
-"""``metadata.json``: what of each tensor is where. Nothing of what it says is believed before it is proven.
+"""``metadata.json``: where each part of each tensor is. Its content is verified before use.
 
-Every tensor is covered by its chunks, each in a file that ``SHA256SUMS`` lists, and each file holds what is said of it.
+Every tensor must be covered by its chunks, each in a file that ``SHA256SUMS`` lists and that contains it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from hetero_megatron.checkpoint.manifest import FORMAT, MAX_BYTES, METADATA, Damaged, Place, sha256, unusable
+from hetero_megatron.checkpoint.manifest import FORMAT, MAX_BYTES, METADATA, ChunkLocation, Damaged, sha256, unusable
 from hetero_megatron.checkpoint.safefile import MAX_HEADER, check_file
 from hetero_megatron.checkpoint.typed import MAX_INTEGER, typed
 from hetero_megatron.errors import UserError
@@ -33,7 +33,7 @@ MAX_AXES = 8
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class _ChunkRecord:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
@@ -47,17 +47,17 @@ class _Chunk:
 class _Tensor:
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[_Chunk, ...]
+    chunks: tuple[_ChunkRecord, ...]
 
 
 def read_metadata(directory: Path, sums: Mapping[str, str], step: int) -> tuple[Metadata, dict[str, Any]]:
-    """(DCP's metadata with a ``Place`` per chunk as storage data, our state), after the checksum was right.
+    """(DCP's metadata with a ``ChunkLocation`` per chunk as storage data, our state), after checking the checksum.
 
     Args:
-        step: that the directory is named after.
+        step: from the name of the directory.
 
     Raises:
-        Damaged: it is altered, or does not describe a whole checkpoint of this step in files that are listed.
+        Damaged: altered, or not a whole checkpoint of this step in listed files.
     """
     path = directory / METADATA
     if sha256(path) != sums[METADATA]:
@@ -78,13 +78,13 @@ def read_metadata(directory: Path, sums: Mapping[str, str], step: int) -> tuple[
 
 def _metadata(tensors: Mapping[str, _Tensor], sums: Mapping[str, str]) -> Metadata:
     found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    places: dict[MetadataIndex, Place] = {}
+    places: dict[MetadataIndex, ChunkLocation] = {}
     for name, tensor in tensors.items():
         _check_tensor(name, tensor, sums)
         chunks = []
         for chunk in tensor.chunks:
             chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
-            places[MetadataIndex(name, chunks[-1].offsets)] = Place(chunk.file, chunk.key)
+            places[MetadataIndex(name, chunks[-1].offsets)] = ChunkLocation(chunk.file, chunk.key)
         properties = TensorProperties(dtype=DTYPES[tensor.dtype])
         found[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
     if len(set(places.values())) < len(places):
@@ -112,7 +112,7 @@ def _check_tensor(name: str, tensor: _Tensor, sums: Mapping[str, str]) -> None:
 
 
 def file_limits(metadata: Metadata) -> dict[str, int]:
-    """Bytes that each file of tensors may have: what its tensors take and the longest header."""
+    """Largest size of each tensor file in bytes: its tensors and the longest header."""
     limits: dict[str, int] = {}
     for name, chunk, dtype in _chunks(metadata):
         file = metadata.storage_data[MetadataIndex(name, chunk.offsets)].file
@@ -121,10 +121,10 @@ def file_limits(metadata: Metadata) -> dict[str, int]:
 
 
 def check_files(directory: Path, metadata: Metadata, part: int = 0, parts: int = 1) -> None:
-    """Check that every ``parts``-th file of tensors holds those that the metadata say, and no others.
+    """Check that every ``parts``-th tensor file holds exactly the tensors of the metadata.
 
     Raises:
-        Damaged: a file holds others, or of another dtype or shape.
+        Damaged: other tensors, dtypes or shapes.
     """
     held: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
     for name, chunk, dtype in _chunks(metadata):

@@ -15,7 +15,8 @@ from hetero_megatron.spec import ModelSpec, logical_tensors
 
 @dataclass(frozen=True)
 class HFSource:
-    """Where a logical tensor is: ``[start, stop)`` of the last axis (None: all) of ``name``, or its transpose."""
+    """Where a logical tensor is stored: ``[start, stop)`` of the last axis (None: all) of tensor ``name``, possibly
+    transposed."""
 
     name: str
     start: int | None = None

@@ -1,7 +1,7 @@
-"""Saving and loading distributed checkpoints: staged copies, a writing thread, agreement between ranks.
+"""Saving and loading distributed checkpoints: staged copies, a writer thread, agreement between ranks.
 
-DCP's planners decide (which chunks, which reads), ``storage`` writes and reads, ``exchange`` has all ranks do it
-together. All ranks must see one file system.
+DCP's planners decide what is written and read, ``storage`` does it, ``exchange`` coordinates the ranks. All ranks must
+share one file system.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from hetero_megatron.checkpoint.boxes import BoxedTensor
 from hetero_megatron.checkpoint.companions import Companions, from_checkpoint
 from hetero_megatron.checkpoint.directory import CheckpointDirectory
-from hetero_megatron.checkpoint.exchange import RankFailed, Trouble, load_boxes, save_boxes
+from hetero_megatron.checkpoint.exchange import RankFailed, RemoteError, load_boxes, save_boxes
 from hetero_megatron.checkpoint.foreign import refuse_foreign
 from hetero_megatron.checkpoint.manifest import Damaged, read_sums, verify
 from hetero_megatron.checkpoint.metadata import check_files, file_limits, read_metadata
@@ -36,18 +36,18 @@ _INSTEAD = {LOAD: f"{_PREVIOUS}, or --ckpt-step N", PRETRAINED: f"{_PREVIOUS}, o
 
 
 class CheckpointSaver:
-    """Writes checkpoints while training goes on. Every method is called on all ranks at the same point.
+    """Writes checkpoints in the background. Every method is called on all ranks at the same point of the run.
 
-    Values change only in an optimizer step, so the copy itself is made beside the next forward and backward: whoever
-    is about to change values calls ``staged`` first.
+    Values change only in an optimizer step, so they are copied during the next forward and backward: call ``staged``
+    before changing values.
 
     Args:
-        group: all ranks that save, of a communicator that nobody else uses (``Comm.background_group``).
-        keep: how many checkpoints stay (0: all); multiples of ``retain_interval`` steps stay as well.
+        group: all saving ranks, in a group that nobody else uses (``Comm.background_group``).
+        keep: number of checkpoints to keep (0: all), besides multiples of ``retain_interval`` steps.
         asynchronous: False: ``save`` returns when the checkpoint is complete.
-        synchronize: waits for the device, so that staged copies are whole.
-        extra: small files that travel along.
-        check: raises UserError where the directory is no longer the one that the run began with; None: not looked at.
+        synchronize: waits for the device, so that staged copies are complete.
+        extra: small files to store along.
+        check: raises UserError if the path no longer leads to the run's directory; None: not checked.
     """
 
     def __init__(
@@ -72,18 +72,18 @@ class CheckpointSaver:
 
     @property
     def failed(self) -> bool:
-        """The save under way has failed (perhaps seen by one rank before the others); ``wait`` raises it."""
+        """Whether the current save has failed, as far as this rank knows; ``wait`` raises its error."""
         return self._error is not None
 
     def save(
         self, step: int, tensors: Mapping[str, BoxedTensor], state: Mapping[str, Any], local: Any, merge: Merge
     ) -> None:
-        """Copy and write in the background. An earlier save that is still being written is waited for.
+        """Copy and write in the background; first waits for an earlier save.
 
         Args:
-            tensors: boxes that this rank owns, by name; they must not change before ``staged`` has returned.
+            tensors: boxes that this rank owns, by name; must not change before ``staged`` returns.
             state: for ``metadata.json``, equal on all ranks.
-            local: what this rank knows; ``merge`` of all ranks' is added to the state (JSON).
+            local: this rank's value; ``merge`` of all ranks' values is added to the state (JSON).
 
         Raises:
             UserError: the earlier save failed (on all ranks).
@@ -97,11 +97,11 @@ class CheckpointSaver:
             self.wait()
 
     def staged(self) -> None:
-        """Until what was passed to ``save`` is copied, and may change."""
+        """Wait until the values passed to ``save`` are copied and may change."""
         self._copied.wait()
 
     def wait(self) -> None:
-        """Until nothing is being written; raises what went wrong with it."""
+        """Wait until nothing is being written; raises the save's error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -147,7 +147,7 @@ class CheckpointSaver:
 
 
 def _cause(error: BaseException, field: str, value: str, group: Group) -> BaseException:
-    """What to tell the user: the first rank's failure, memory that ran out, or a lost peer.
+    """The exception to report: the first rank's failure, out of memory, or a lost peer.
 
     Args:
         field, value: the flag and directory that is saved to or loaded from.
@@ -174,7 +174,7 @@ def _cause(error: BaseException, field: str, value: str, group: Group) -> BaseEx
 
 
 def damaged_error(damage: Damaged, field: str) -> UserError:
-    """``field``: the flag, or argument of a command, that named the directory."""
+    """The UserError for a damaged checkpoint; ``field``: the flag that named the directory."""
     return UserError(
         f"the checkpoint is damaged: {damage.path.name} {damage.problem}", field=field, value=str(damage.path),
         accepted=_INSTEAD.get(field, "another checkpoint of that directory (--ckpt-step N), or an undamaged copy"),
@@ -182,9 +182,10 @@ def damaged_error(damage: Damaged, field: str) -> UserError:
 
 
 def check_writable(path: str, group: Group) -> None:
-    """Refuse at the start what would otherwise fail at the first save: unwritable, or not shared by all ranks.
+    """Refuse at the start what would fail at the first save: a directory that is not writable, or not shared by all
+    ranks.
 
-    They look for a file of a new name: nothing that is there already, or was seen before, can be taken for it.
+    They look for a file with a fresh name, so stale files or caches do not matter.
     """
     directory, problem, name = Path(path), "", f".shared-{secrets.token_hex(8)}"
     try:
@@ -208,8 +209,8 @@ def check_writable(path: str, group: Group) -> None:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint whose checksums were right. ``state``: ours; ``metadata``: DCP's; ``field``: what named its
-    directory, for refusals."""
+    """A complete checkpoint with verified checksums. ``state``: ours; ``metadata``: DCP's; ``field``: the flag that
+    named its directory."""
 
     path: Path
     step: int
@@ -223,7 +224,7 @@ class Checkpoint:
         return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
 
     def companions(self) -> Companions:
-        """What travels along: of the files that the checksums cover, those of known names."""
+        """The accompanying files: known names among those covered by the checksums."""
         try:
             return from_checkpoint(self.path, read_sums(self.path))
         except Damaged as error:
@@ -247,11 +248,11 @@ def open_checkpoint(
 ) -> Checkpoint | None:
     """The newest checkpoint (or that of ``step``) below ``path``, verified; None if there are none.
 
-    Called on all ranks of ``group``, which share the reading and agree; None: one process.
+    Called on all ranks of ``group``, which share the verification and agree on the result; None: one process.
 
     Args:
-        previous: take the newest good one before a damaged one, and say so, instead of refusing.
-        field: the flag, or argument of a command, that named ``path``.
+        previous: use the newest intact checkpoint before a damaged one, with a notice, instead of refusing.
+        field: the flag that named ``path``.
 
     Raises:
         UserError: damaged, or ``step`` does not exist.
@@ -281,7 +282,7 @@ def open_checkpoint(
 def _candidates(
     directory: CheckpointDirectory, group: Group | None, step: int | None, previous: bool, field: str
 ) -> list[int] | Damaged:
-    """Steps to try, best first: decided by the first rank."""
+    """Steps to try, best first; decided by the first rank."""
 
     def decide() -> list[int] | Damaged | UserError:
         try:
@@ -302,11 +303,11 @@ def _candidates(
             return []
         return [latest, *(s for s in steps[::-1] if s < latest)] if previous else [latest]
 
-    found: list[int] | Trouble | None = None
+    found: list[int] | RemoteError | None = None
     if group is None or group.index == 0:
         decided = decide()
-        found = decided if isinstance(decided, list) else Trouble.of(decided)
-    found = _agree(group, found, list[int] | Trouble | None)
+        found = decided if isinstance(decided, list) else RemoteError.of(decided)
+    found = _agree(group, found, list[int] | RemoteError | None)
     if isinstance(found, list):
         return found
     assert found is not None
@@ -322,8 +323,8 @@ def _agree(group: Group | None, value: Any, kind: Any) -> Any:
 
 
 def _open(path: Path, step: int, group: Group | None, field: str) -> Checkpoint | Damaged:
-    """Verify, every rank some of the files; all ranks return the same verdict."""
-    damage: Trouble | None = None
+    """Verify, every rank some of the files; the result is equal on all ranks."""
+    damage: RemoteError | None = None
     found = None
     part, parts = (group.index, group.size) if group is not None else (0, 1)
     try:
@@ -333,8 +334,8 @@ def _open(path: Path, step: int, group: Group | None, field: str) -> Checkpoint 
         check_files(path, metadata, part, parts)
         found = Checkpoint(path, step, metadata, state, field)
     except Damaged as error:
-        damage = Trouble.of(error)
-    for trouble in group.gather_objects(damage, Trouble | None) if group is not None else [damage]:
+        damage = RemoteError.of(error)
+    for trouble in group.gather_objects(damage, RemoteError | None) if group is not None else [damage]:
         if trouble is not None and isinstance(problem := trouble.error(), Damaged):
             return problem
     assert found is not None

@@ -1,4 +1,4 @@
-"""Safetensors files as checkpoints write and read them: one pass with the checksum on the way, or slices of tensors."""
+"""Safetensors files of checkpoints: written in one pass with their checksum, read by slices of tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def header(entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
 def write_file(
     path: Path, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], get: Callable[[str], torch.Tensor]
 ) -> tuple[str, int]:
-    """Write and fsync, one tensor at a time; (sha256, bytes) of the file. OSError if it cannot be written."""
+    """Write and fsync, one tensor at a time; returns (sha256, bytes). OSError if it cannot be written."""
     head = header(entries)
     size = len(head) + sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in entries.values())
     digest = hashlib.sha256()
@@ -66,10 +66,10 @@ def _blocks(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 
 def check_file(path: Path, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-    """Check that a file has exactly these tensors, one after another, and nothing after them.
+    """Check that a file has exactly these tensors, contiguous, and nothing after them.
 
     Raises:
-        Damaged: it has not, or is no safetensors file.
+        Damaged: it does not, or is no safetensors file.
     """
     try:
         with open_file(path) as file:
@@ -97,7 +97,7 @@ def check_file(path: Path, entries: Mapping[str, tuple[torch.dtype, tuple[int, .
 
 
 def _offsets(entry: Any) -> tuple[int, ...]:
-    """To sort by; of an entry that is not one, anything."""
+    """Sort key of a header entry; anything for malformed entries."""
     found = entry.get("data_offsets") if isinstance(entry, dict) else None
     return tuple(found) if isinstance(found, list) and all(isinstance(n, int) for n in found) else ()
 
@@ -113,7 +113,7 @@ class Files:
         self._handles: dict[str, Any] = {}
 
     def read(self, file: str, key: str, slices: tuple[slice, ...]) -> torch.Tensor:
-        """Part of a tensor; only its bytes are read. Damaged if the file does not hold it."""
+        """A slice of a tensor; only its bytes are read. Damaged if the file does not contain it."""
         from safetensors import SafetensorError
 
         path = self._directory / file

@@ -1,7 +1,7 @@
-"""What is in a checkpoint: the owners' masters and moments as boxes, and everything else as JSON.
+"""Content of a checkpoint: the owners' master weights and moments as boxes, and everything else as JSON.
 
 Tensors are named ``model.<logical name>`` and ``optimizer.<moment>.<logical name>``. Every element is written by its
-one owner and read by its one owner under the new plan, who then sends it to the other holders.
+owner, and read by its owner under the new plan, which sends it to the other holders.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOMENTS = {"adam": ["exp_avg", "exp_avg_sq"], "sgd": ["momentum_buffer"]}
 def owned_tensors(
     optimizer: ShardedOptimizer, spec: ModelSpec, with_optimizer: bool = True
 ) -> tuple[dict[str, BoxedTensor], dict[str, float]]:
-    """(boxes by name, numbers that all elements share, such as Adam's step) of everything this rank owns."""
+    """(boxes by name, scalars such as Adam's step) of everything this rank owns."""
     shapes = {t.name: t.shape for t in logical_tensors(spec)}
     parts: dict[str, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
     shared: dict[str, list[Any]] = defaultdict(list)
@@ -51,7 +51,7 @@ def owned_tensors(
 
 
 def _common(key: str, values: Sequence[Any]) -> float:
-    """The one number that all are; tensors on a device are read together, not with one synchronisation each."""
+    """The common value of all; tensors on a device are read with one synchronisation."""
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
     found = {float(v) for v in values if not isinstance(v, torch.Tensor)}
     if tensors:
@@ -73,7 +73,7 @@ def merge_numbers(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def moments(checkpoint: Checkpoint) -> list[str]:
-    """Names of the optimizer's per-element states in a checkpoint (``exp_avg``, …); empty if it has none."""
+    """Names of the optimizer's per-element states in a checkpoint (``exp_avg``, …); empty if there are none."""
     names = (key.split(".")[1] for key in checkpoint.metadata.state_dict_metadata if key.startswith(OPTIMIZER + "."))
     return sorted(set(names))
 
@@ -81,7 +81,7 @@ def moments(checkpoint: Checkpoint) -> list[str]:
 def load_tensors(
     checkpoint: Checkpoint, optimizer: ShardedOptimizer, spec: ModelSpec, group: Group, with_optimizer: bool
 ) -> None:
-    """Masters and, if asked, moments from a checkpoint; then every holder's parameters. Called on all ranks."""
+    """Load master weights and, if asked, moments; then update every holder's parameters. Called on all ranks."""
     check_model(checkpoint, spec)
     if with_optimizer:
         check_moments(checkpoint, spec)
@@ -92,10 +92,10 @@ def load_tensors(
 
 
 def check_moments(checkpoint: Checkpoint, spec: ModelSpec) -> None:
-    """The optimizer's states are complete: all that it has of every tensor, none of them half.
+    """Check that the optimizer's states are complete for every tensor.
 
     Raises:
-        UserError: something is missing, or is no state of the optimizer that is named.
+        UserError: something is missing, or does not belong to the named optimizer.
     """
     saved = checkpoint.state["optimizer"] or {}
     names, numbers = moments(checkpoint), saved.get("numbers", {})
@@ -113,7 +113,7 @@ def check_moments(checkpoint: Checkpoint, spec: ModelSpec) -> None:
 
 
 def _make_states(optimizer: ShardedOptimizer, names: Sequence[str], numbers: Mapping[str, float]) -> None:
-    """States of the shape that the optimizer would make at its first step, to be overwritten."""
+    """Create optimizer states as at the first step, to be overwritten."""
     inner = optimizer.inner
     if inner is None or not names:
         return
@@ -128,10 +128,10 @@ def _make_states(optimizer: ShardedOptimizer, names: Sequence[str], numbers: Map
 
 
 def check_model(checkpoint: Checkpoint, spec: ModelSpec) -> None:
-    """Every tensor of the model is in the checkpoint, with its shape, and nothing else is.
+    """Check that the checkpoint has exactly the model's tensors, with their shapes.
 
     Raises:
-        UserError: listing what does not fit.
+        UserError: listing what does not match.
     """
     problems = []
     wanted = {f"{MODEL}.{t.name}": t.shape for t in logical_tensors(spec)}
@@ -152,13 +152,13 @@ def check_model(checkpoint: Checkpoint, spec: ModelSpec) -> None:
 
 
 def weight_dtypes(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, torch.dtype]:
-    """The dtype of every tensor (by logical name) where the weights came from, in which they are exported.
+    """By logical name, the dtype of the original weights, used for exports.
 
-    A checkpoint holds the masters of its run, at least fp32; so a run that began with imported weights writes down
-    what they were. One that began at random has the dtype of the run, a converted one that of its own tensors.
+    A checkpoint holds fp32 (or wider) masters, so a run that began with imported weights records their dtypes. A run
+    from random weights has the dtype of the run, a converted checkpoint that of its own tensors.
 
     Raises:
-        UserError: the checkpoint says something else than dtypes of the model's tensors.
+        UserError: malformed dtypes in the checkpoint.
     """
     names = [t.name for t in logical_tensors(spec)]
     if checkpoint.state.get(WEIGHT_DTYPES) is not None:
@@ -180,7 +180,7 @@ def weight_dtypes(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, torch.dt
 
 
 def encode_dtypes(dtypes: Mapping[str, torch.dtype] | None) -> dict[str, str] | None:
-    """As the state has them, and :func:`weight_dtypes` reads them."""
+    """The form in the state, as :func:`weight_dtypes` reads it."""
     return None if dtypes is None else {name: _name(dtype) for name, dtype in dtypes.items()}
 
 

@@ -16,24 +16,24 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from hetero_megatron.checkpoint.directory import CheckpointDirectory, write_synced
-from hetero_megatron.checkpoint.manifest import METADATA, SUMS, Place, encode_metadata, format_sums, sha256
+from hetero_megatron.checkpoint.manifest import METADATA, SUMS, ChunkLocation, encode_metadata, format_sums, sha256
 from hetero_megatron.checkpoint.safefile import Files, write_file
 
 
 @dataclass(frozen=True)
 class Written:
-    """A rank's file, as its results tell the coordinator."""
+    """Location and checksum of a rank's file, as reported to the coordinator."""
 
-    place: Place
+    place: ChunkLocation
     digest: str
 
 
 class BoxWriter(StorageWriter):
-    """One safetensors file per rank; the coordinator adds metadata and checksums, and publishes.
+    """Writes one safetensors file per rank; the coordinator adds metadata and checksums, and publishes.
 
     Args:
-        state: for ``metadata.json``, beside the tensors.
-        extra: small files that travel along (tokenizer, generation config): name -> content.
+        state: for ``metadata.json``, besides the tensors.
+        extra: small files to store along (tokenizer, generation config): name -> content.
         after: called by the coordinator when the checkpoint is complete.
     """
 
@@ -76,7 +76,7 @@ class BoxWriter(StorageWriter):
             for item in plan.items:
                 key = _key(item.index)
                 size = tensors[key].nbytes
-                results.append(WriteResult(item.index, size, Written(Place(name, key), digest)))
+                results.append(WriteResult(item.index, size, Written(ChunkLocation(name, key), digest)))
         done.set_result(results)
         return done
 
@@ -104,7 +104,7 @@ def _key(index: MetadataIndex) -> str:
 
 
 class BoxReader(StorageReader):
-    """Reads the slices that the planner asks for from a directory whose checksums were verified before."""
+    """Reads the slices that the planner asks for, from a directory with verified checksums."""
 
     def __init__(self, directory: Path, metadata: Metadata) -> None:
         self.directory, self.metadata = directory, metadata
@@ -146,5 +146,5 @@ class BoxReader(StorageReader):
 
 
 def empty_like_box(values: torch.Tensor) -> torch.Tensor:
-    """Where a box is staged: on the host, pinned where that makes the copy asynchronous."""
+    """A host buffer for staging a box, pinned where that makes the copy asynchronous."""
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type != "cpu")

@@ -1,4 +1,4 @@
-"""Parsed JSON as typed values: a checkpoint's metadata may have been altered, its checksums made anew."""
+"""Parsed JSON as typed values: a checkpoint's metadata may have been altered together with its checksums."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MAX_INTEGER = 1 << 62  # beyond it sizes and counts do not fit int64
 
 def typed(value: Any, kind: Any, field: str) -> Any:
     """``value`` as ``kind``: ``Any``, ``None``, bool, int, float (finite), str, ``list[K]``, ``tuple[K, ...]``,
-    ``dict[str, K]``, ``K | L``, or a dataclass, whose keys are its fields (those with a default may be missing).
+    ``dict[str, K]``, ``K | L``, or a dataclass, whose keys are its fields (those with a default are optional).
 
     Raises:
-        UserError: naming the place below ``field``.
+        UserError: naming the path below ``field``.
     """
     if dataclasses.is_dataclass(kind):
         return _record(value, typing.cast(type, kind), field)
@@ -65,7 +65,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _finite(value: Any, field: str) -> Any:
-    """JSON as it is; NaN and infinities, which no file of ours holds, are refused wherever they are."""
+    """JSON without NaN and infinities, which no file of ours contains."""
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError("is not finite", field=field, value=value)
     if isinstance(value, dict):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hetero_megatron.cli.check_process import Limits, Worker
+from hetero_megatron.cli.check_process import CheckLimits, Worker
 from hetero_megatron.cli.check_protocol import Event
 from hetero_megatron.errors import UserError
 from hetero_megatron.words import dtype_name
@@ -52,7 +52,7 @@ class Show(Protocol):
 
 def check_plugin(
     name: str, platform: str | None, dtypes: Sequence[str], operators: Sequence[str] | None, quick: bool, speed: bool,
-    chip: str = "", limits: Limits = Limits(), show: Show | None = None,  # noqa: B008 (it is frozen)
+    chip: str = "", limits: CheckLimits = CheckLimits(), show: Show | None = None,  # noqa: B008 (it is frozen)
 ) -> Report:  # fmt: skip
     """Check everything that the plugin ``name`` registers. Nothing that it does ends this process.
 
@@ -67,7 +67,7 @@ def check_plugin(
         "name": name, "platform": platform, "operators": list(operators) if operators is not None else None,
         "dtypes": [DTYPES[d] for d in dtypes], "quick": quick,
     }  # fmt: skip
-    run = _Run(asked, Report(name, platform or "", chip), Worker(limits), show)
+    run = _PluginCheck(asked, Report(name, platform or "", chip), Worker(limits), show)
     try:
         run.everything(speed, dtypes)
     finally:
@@ -82,7 +82,7 @@ def _unknown_dtype(name: str) -> UserError:
 
 
 @dataclass
-class _Run:
+class _PluginCheck:
     """One run: its report, and the process that is replaced when it dies."""
 
     asked: Event

@@ -29,7 +29,7 @@ LAST_WORDS = 1.0  # seconds in which a process that hangs may write its stack
 
 
 @dataclass(frozen=True)
-class Limits:
+class CheckLimits:
     """Of one check: seconds, and bytes by which its process may grow."""
 
     seconds: float = 300.0
@@ -43,7 +43,7 @@ class Worker:
         place: [check, dtype, case] that was under way last.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: CheckLimits) -> None:
         self._limits = limits
         self._process: subprocess.Popen[bytes] | None = None
         self._trace = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close())

@@ -28,7 +28,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.ops import SPECS, Signature
 from hetero_megatron.ops.conformance import FAIL, PASS, Finding, kernel_steps
 from hetero_megatron.ops.conformance.speed import attention_rows, device_rates, gemm_rows, measure
-from hetero_megatron.ops.conformance.subject import Watch, attempt, describe
+from hetero_megatron.ops.conformance.subject import CheckHooks, attempt, describe
 from hetero_megatron.ops.kernel import TRITON, Kernel
 from hetero_megatron.ops.operators import torch_registry
 from hetero_megatron.ops.registry import unknown
@@ -36,7 +36,7 @@ from hetero_megatron.ops.stage import stage_operators
 from hetero_megatron.platform import CPU, Accelerator
 from hetero_megatron.platform.conformance import check_platform
 from hetero_megatron.platform.platform import platform_here
-from hetero_megatron.platform.plugins import Plugin, Plugins, Source, discover, load_plugins
+from hetero_megatron.platform.plugins import Plugin, Plugins, PluginSource, discover, load_plugins
 from hetero_megatron.spec import load_model, shares
 from hetero_megatron.testbed.process import die_with_parent
 
@@ -56,14 +56,14 @@ class Channel:
             os._exit(LOST_CHANNEL)
 
 
-class Job:
+class CheckJob:
     """What is checked: one plugin on one platform, with what was asked for on the command line."""
 
     def __init__(self, asked: Event, channel: Channel) -> None:
         self.asked, self.channel = asked, channel
         sources = [s for s in discover() if s.module not in asked["without"]]
 
-        def announced() -> Iterator[Source]:
+        def announced() -> Iterator[PluginSource]:
             for source in sources:
                 channel.send(event="loading", name=source.name, module=source.module)
                 yield source
@@ -120,7 +120,7 @@ class Job:
         device = self.accelerator.device(0)
         steps = kernel_steps(
             self.found.registry.spec(kernel.op), kernel, device, lambda d: _signature(kernel.op, self.accelerator, d),
-            wanted, self.asked["quick"], Watch(self._begin, self.accelerator.synchronize),
+            wanted, self.asked["quick"], CheckHooks(self._begin, self.accelerator.synchronize),
         )  # fmt: skip
         after, only = request.get("after"), request.get("only")
         for step in steps:
@@ -165,7 +165,7 @@ def _plugin(found: Plugins, name: str) -> Plugin:
     """The plugin, or the kernels of torch's own providers as one."""
     if name in ("aten", "reference"):
         kernels = [k for k in torch_registry() if k.provider == name]
-        return Plugin(Source(name, "hetero_megatron.ops", "built in"), kernels)
+        return Plugin(PluginSource(name, "hetero_megatron.ops", "built in"), kernels)
     return found.find(name)
 
 
@@ -217,7 +217,7 @@ _NOT_INTERPRETED = (
 )
 
 
-def _notes(job: Job) -> list[str]:
+def _notes(job: CheckJob) -> list[str]:
     """What limits the worth of this run, for its first line."""
     if job.accelerator.device_type != "cpu" or not _uses_triton(job.plugin):
         return []
@@ -297,7 +297,7 @@ def main() -> None:
         request = json.loads(line)
         if job is None:
             try:
-                job = Job(request, channel)
+                job = CheckJob(request, channel)
                 told = job.describe()
             except UserError as error:
                 channel.send(event="refused", problem=str(error))
@@ -312,7 +312,7 @@ def main() -> None:
             channel.send(event="ready", **told)
             continue
 
-        def serve(request: Event = request, job: Job = job) -> None:
+        def serve(request: Event = request, job: CheckJob = job) -> None:
             try:
                 torch.set_num_threads(threads)
                 job.serve(request)

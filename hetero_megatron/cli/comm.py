@@ -22,7 +22,7 @@ from hetero_megatron.words import format_bytes, format_rate, format_seconds, plu
 
 if TYPE_CHECKING:
     from hetero_megatron.comm import Comm
-    from hetero_megatron.comm.check import Fault, Speed
+    from hetero_megatron.comm.check import Fault, LinkSpeed
 
 SLOW = 0.5  # of the bandwidth that the cluster file promises: less is a fault
 MOST_BYTES = 1 << 30
@@ -107,7 +107,7 @@ def _check(options: argparse.Namespace, launcher: LauncherEnvironment, cluster: 
 
 def _run(
     comm: Comm, options: argparse.Namespace, world: int, cluster: Cluster | None
-) -> tuple[list[Fault], list[Speed]]:
+) -> tuple[list[Fault], list[LinkSpeed]]:
     """(faults, speeds) of all ranks, on all ranks."""
     from hetero_megatron.cluster.neighbours import link_pairs
     from hetero_megatron.comm import check
@@ -140,7 +140,7 @@ def _run(
     pairs = link_pairs(cluster) if cluster is not None else _pairs(comm)
     both = list(dict.fromkeys(p for a, b in pairs for p in ((a, b), (b, a))))
     mine = check.measure(comm, control, both, options.bytes)
-    speeds = [s for one in control.gather_objects(mine, list[check.Speed]) for s in one]
+    speeds = [s for one in control.gather_objects(mine, list[check.LinkSpeed]) for s in one]
     return [f for s in speeds if (f := _slow(s, cluster)) is not None], speeds
 
 
@@ -152,7 +152,7 @@ def _pairs(comm: Comm) -> list[tuple[int, int]]:
     return inside + [(a[0], b[0]) for i, a in enumerate(members) for b in members[i + 1 :]]
 
 
-def _promised(speed: Speed, cluster: Cluster | None) -> float | None:
+def _promised(speed: LinkSpeed, cluster: Cluster | None) -> float | None:
     """Bytes/s by the cluster file, or as the testbed is to emulate it; None: it does not say."""
     link = cluster.link(speed.source, speed.target) if cluster is not None else None
     if link is None:
@@ -162,7 +162,7 @@ def _promised(speed: Speed, cluster: Cluster | None) -> float | None:
     return 1 / cluster.seconds_per_byte(link, one, two, shared=False, rate=link.emulated)
 
 
-def _slow(speed: Speed, cluster: Cluster | None) -> Fault | None:
+def _slow(speed: LinkSpeed, cluster: Cluster | None) -> Fault | None:
     from hetero_megatron.comm.check import Fault
 
     promised = _promised(speed, cluster)
@@ -174,7 +174,7 @@ def _slow(speed: Speed, cluster: Cluster | None) -> Fault | None:
 
 
 def _print(
-    comm: Comm, faults: list[Fault], speeds: list[Speed], cluster: Cluster | None, options: argparse.Namespace
+    comm: Comm, faults: list[Fault], speeds: list[LinkSpeed], cluster: Cluster | None, options: argparse.Namespace
 ) -> None:
     if options.json:
         found = {"faults": [asdict(f) for f in faults], "speeds": [asdict(s) for s in speeds], "ok": not faults}

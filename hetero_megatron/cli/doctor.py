@@ -22,7 +22,7 @@ OK, OPTIONAL, BROKEN = "ok", "missing (optional)", "MISSING"
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorLine:
     """One line: what was looked for, what was found, and how to mend it where that is not enough."""
 
     name: str
@@ -31,9 +31,9 @@ class Finding:
     remedy: str = ""
 
 
-def examine() -> list[Finding]:
+def examine() -> list[DoctorLine]:
     """Look at everything; nothing is changed, and no accelerator is started."""
-    checks: list[Callable[[], Finding]] = [_python, _torch, _compiler, _cores, _memory, _loopback]
+    checks: list[Callable[[], DoctorLine]] = [_python, _torch, _compiler, _cores, _memory, _loopback]
     packages = {
         "numpy": ("", True), "yaml": ("plans and clusters", True), "safetensors": ("Hugging Face weights", False),
         "transformers": ("Hugging Face tokenizers", False), "datasets": ("parquet and streaming data", False),
@@ -44,20 +44,22 @@ def examine() -> list[Finding]:
     return found + [_package(n, use, needed) for n, (use, needed) in packages.items()]
 
 
-def _python() -> Finding:
+def _python() -> DoctorLine:
     version = platform.python_version()
     good = sys.version_info >= (3, 11)
-    return Finding("python", OK if good else BROKEN, f"{version} ({sys.executable})", "" if good else "3.11 or later")
+    return DoctorLine(
+        "python", OK if good else BROKEN, f"{version} ({sys.executable})", "" if good else "3.11 or later"
+    )
 
 
-def _torch() -> Finding:
+def _torch() -> DoctorLine:
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        return Finding("torch", BROKEN, "not installed", "make env")
+        return DoctorLine("torch", BROKEN, "not installed", "make env")
     major, minor = (int(part) for part in version.split(".")[:2])
     if (major, minor) < (2, 11):
-        return Finding("torch", BROKEN, version, "2.11 or later: make env")
+        return DoctorLine("torch", BROKEN, version, "2.11 or later: make env")
     import_torch()
     import torch
 
@@ -66,47 +68,47 @@ def _torch() -> Finding:
     dist = torch.distributed  # lint: allow distributed (it is only asked what this build has)
     gloo = dist.is_available() and dist.is_gloo_available()
     remedy = "" if gloo else "a build of torch with gloo: make env"
-    return Finding("torch", OK if gloo else BROKEN, version + chips + ("" if gloo else ", no gloo"), remedy)
+    return DoctorLine("torch", OK if gloo else BROKEN, version + chips + ("" if gloo else ", no gloo"), remedy)
 
 
-def _compiler() -> Finding:
+def _compiler() -> DoctorLine:
     path = shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
     if path is None:
-        return Finding("C compiler", OPTIONAL, "none", "apt-get install gcc (torch.compile and triton want one)")
+        return DoctorLine("C compiler", OPTIONAL, "none", "apt-get install gcc (torch.compile and triton want one)")
     run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
-    return Finding("C compiler", OK, (run.stdout.splitlines() or [path])[0])
+    return DoctorLine("C compiler", OK, (run.stdout.splitlines() or [path])[0])
 
 
-def _cores() -> Finding:
+def _cores() -> DoctorLine:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = os.environ.get("OMP_NUM_THREADS", "not set (torchrun sets 1)")
-    return Finding("cores", OK, f"{usable} usable; OMP_NUM_THREADS {threads}")
+    return DoctorLine("cores", OK, f"{usable} usable; OMP_NUM_THREADS {threads}")
 
 
-def _memory() -> Finding:
+def _memory() -> DoctorLine:
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
     except (OSError, ValueError, IndexError):
-        return Finding("memory", OK, "unknown on this system")
+        return DoctorLine("memory", OK, "unknown on this system")
     free, total = sizes.get("MemAvailable", 0) / 2**30, sizes.get("MemTotal", 0) / 2**30
     enough = free >= 1.0
     remedy = "" if enough else "free some: a rank of the demo takes about 0.4 GiB"
-    return Finding("memory", OK if enough else BROKEN, f"{free:.1f} of {total:.1f} GiB available", remedy)
+    return DoctorLine("memory", OK if enough else BROKEN, f"{free:.1f} of {total:.1f} GiB available", remedy)
 
 
-def _loopback() -> Finding:
+def _loopback() -> DoctorLine:
     import socket
 
     try:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
     except OSError as error:
-        return Finding("loopback network", BROKEN, str(error), "ip link set lo up")
-    return Finding("loopback network", OK, "127.0.0.1")
+        return DoctorLine("loopback network", BROKEN, str(error), "ip link set lo up")
+    return DoctorLine("loopback network", OK, "127.0.0.1")
 
 
-def _testbed() -> list[Finding]:
+def _testbed() -> list[DoctorLine]:
     """What `hetero-megatron testbed` can do here; without any of it there are still soft chips and paced links."""
     from hetero_megatron.testbed.machine import MODULES
     from hetero_megatron.testbed.machine import examine as examine_machine
@@ -126,30 +128,30 @@ def _testbed() -> list[Finding]:
         remedy = next((text for word, text in remedies.items() if word in why), "--links paced") if why else ""
         version = found.memory_groups if what == "memory" else 0
         here = "possible" + (f" (cgroups v{version})" if version else "")
-        lines.append(Finding(f"testbed {what}", OPTIONAL if why else OK, why or here, remedy))
+        lines.append(DoctorLine(f"testbed {what}", OPTIONAL if why else OK, why or here, remedy))
     if found.lacks is None:
-        lines.append(Finding("testbed kernel", OPTIONAL, "not tried", "needs root, ip and tc"))
+        lines.append(DoctorLine("testbed kernel", OPTIONAL, "not tried", "needs root, ip and tc"))
     else:
         missing = f"lacks {', '.join(found.lacks)}" if found.lacks else ", ".join(MODULES)
         modules = " ".join(MODULES[name] for name in found.lacks)
         remedy = f"modprobe {modules}, or a kernel that has them" if found.lacks else ""
-        lines.append(Finding("testbed kernel", OPTIONAL if found.lacks else OK, missing, remedy))
+        lines.append(DoctorLine("testbed kernel", OPTIONAL if found.lacks else OK, missing, remedy))
     cores = len(found.cores)
     few = "" if cores > 1 else "two cores or more: ranks that share one disturb each other"
     speed = f"{cores} cores: emulated chips may be as fast as {SHARE * cores:g} cores together"
-    return [*lines, Finding("testbed cores", OPTIONAL if few else OK, speed, few)]
+    return [*lines, DoctorLine("testbed cores", OPTIONAL if few else OK, speed, few)]
 
 
-def _package(name: str, use: str, needed: bool) -> Finding:
+def _package(name: str, use: str, needed: bool) -> DoctorLine:
     if importlib.util.find_spec(name) is None:
         why = f" (for {use})" if use else ""
         remedy = "make env" if needed else f"pip install {name}{why}"
-        return Finding(name, BROKEN if needed else OPTIONAL, "not installed", remedy)
+        return DoctorLine(name, BROKEN if needed else OPTIONAL, "not installed", remedy)
     try:
         version = importlib.metadata.version({"yaml": "PyYAML"}.get(name, name))
     except importlib.metadata.PackageNotFoundError:
         version = "version unknown"
-    return Finding(name, OK, version)
+    return DoctorLine(name, OK, version)
 
 
 def main(argv: Sequence[str]) -> int:

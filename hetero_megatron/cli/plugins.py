@@ -141,14 +141,14 @@ def _new(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     import_torch()
     from hetero_megatron.cli.check_plugin import check_plugin
-    from hetero_megatron.cli.check_process import Limits
+    from hetero_megatron.cli.check_process import CheckLimits
     from hetero_megatron.cli.check_report import Table
 
     check_writable(args.profile, "--profile")
     table = None if args.json else Table()
     report = check_plugin(
         args.name, args.platform, args.dtypes.split(","), args.operators.split(",") if args.operators else None,
-        args.quick, not args.no_speed, args.chip, Limits(args.time_limit, int(args.memory_limit * 2**30)), table,
+        args.quick, not args.no_speed, args.chip, CheckLimits(args.time_limit, int(args.memory_limit * 2**30)), table,
     )  # fmt: skip
     if args.profile:
         write_text(args.profile, "--profile", json.dumps(report.profile, indent=1))

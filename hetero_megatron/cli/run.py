@@ -20,7 +20,7 @@ from hetero_megatron.plan.dump import dump_yaml
 from hetero_megatron.planner.whatif.drift import with_slow_nodes, worst_by_node
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.diagnosis import diagnoses_at
-from hetero_megatron.training.jobs import Job, Seat, Setup, TestbedJob
+from hetero_megatron.training.jobs import Seat, Setup, SupervisedJob, TestbedJob
 from hetero_megatron.training.record import expectation
 from hetero_megatron.training.supervise import DRIFT_FLAG, Planner, Replanner, Supervisor
 
@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
     if replanner is not None and not replans:
         raise UserError("contradicts --replan-on-drift", field="--max-replans", value=0, accepted="1 or more")
 
-    def on_testbed(setup: Setup, words: Sequence[str], number: int) -> Job:
+    def on_testbed(setup: Setup, words: Sequence[str], number: int) -> SupervisedJob:
         assert testbed is not None
         logs = scratch / f"testbed-round-{number}"
         return TestbedJob(setup, words, number, grace, testbed, logs, diagnoses_at(scratch, number))

@@ -10,7 +10,7 @@ from hetero_megatron.cluster import load_cluster, quantity
 from hetero_megatron.cluster.document import from_data
 from hetero_megatron.errors import UserError
 from hetero_megatron.testbed import faults, machine, process, state
-from hetero_megatron.testbed.launch import Launcher, Options, find_command
+from hetero_megatron.testbed.launch import Launcher, LaunchOptions, find_command
 from hetero_megatron.testbed.settings import CHIPS, LINKS, decide
 from hetero_megatron.words import plural
 
@@ -51,7 +51,7 @@ def _run(words: list[str]) -> int:
     if not values["--cluster"]:
         raise UserError("a cluster file is needed", field="--cluster", accepted="--cluster FILE")
     cluster = load_cluster(values["--cluster"])
-    options = Options(
+    options = LaunchOptions(
         command=find_command(command),
         grace=_seconds(values["--grace"]),
         output=_choice("--output", values["--output"], ("rank0", "all")),

@@ -55,7 +55,7 @@ class _Open:
 
 
 @dataclass
-class _Builder:
+class _TreeBuilder:
     """The tree so far."""
 
     file: str
@@ -161,7 +161,7 @@ def compose(text: str, file: str) -> Node | None:
     Raises:
         UserError: not YAML, over a bound, a key that is written twice, a number that is not finite.
     """
-    builder = _Builder(file)
+    builder = _TreeBuilder(file)
     try:
         for event in _events(text):
             builder.feed(event)

@@ -1,8 +1,8 @@
-"""Transfers between chips whose communication libraries cannot reach each other: device, host, gloo, host, device.
+"""Transfers between chips without a common communication library: device, host, gloo, host, device.
 
-A message goes in chunks, so that the copy of one chunk runs beside the network transfer of the one before. Every peer
-has, each way, a thread of its own with ``BUFFERS`` pinned buffers: no transfer waits for the memory of another one, so
-however many are under way they cannot block each other.
+A message is sent in chunks, so that copying one chunk overlaps with the network transfer of the one before. Every peer
+has, per direction, its own thread with ``BUFFERS`` pinned buffers: no transfer waits for the memory of another one, so
+concurrent transfers cannot deadlock.
 """
 
 from __future__ import annotations
@@ -20,37 +20,39 @@ import torch.distributed as dist
 
 from hetero_megatron.cluster import BRIDGE_CHUNK
 
-BUFFERS = 3  # per channel: one is copied while the other is in the network
+BUFFERS = 3  # pinned buffers per channel
 
 
 class Event(Protocol):
-    """A point in a stream of a device."""
+    """An event of a device stream."""
 
     def synchronize(self) -> None:
-        """Block the host until the device is there."""
+        """Block the host until the event is reached."""
 
 
 class Copies(Protocol):
-    """Copies between a device and host memory, in a stream of their own; what a bridge needs of a device."""
+    """Copies between a device and host memory on a stream of their own: the interface that a bridge needs from a
+    device."""
 
     def buffer(self, size: int) -> torch.Tensor:
         """[size] uint8 in host memory that the device can copy from and to while the host goes on."""
 
     def now(self) -> Any:
-        """An event after all that the calling thread's current stream was given."""
+        """An event after everything enqueued so far on the calling thread's current stream."""
 
     def join(self, event: Any) -> None:
-        """Whatever the calling thread's current stream is given next comes after ``event``."""
+        """Make the calling thread's current stream wait for ``event``."""
 
     def stream(self) -> Any:
-        """A new stream, for the calling thread."""
+        """A new stream for the calling thread."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Any) -> Event:
-        """Start copying on ``stream``, after the event ``after``; returns an event when it is done."""
+        """Start copying on ``stream`` after the event ``after``; returns an event that is reached when the copy is
+        done."""
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class _MessageChunk:
     part: torch.Tensor  # [bytes] uint8, on the device
     tag: int
     ready: Any  # event from which on the part may be read, or overwritten
@@ -59,14 +61,15 @@ class _Chunk:
 
 @dataclass
 class _UnderWay:
-    chunk: _Chunk
+    chunk: _MessageChunk
     slot: int = 0  # of the buffer
     host: torch.Tensor | None = None
     work: dist.Work | None = None
 
 
 class BridgeWork:
-    """A message over the bridge. Its ``wait`` blocks the host until the network is done, never the device."""
+    """A message over the bridge. ``wait`` blocks the host until the network transfer is done; it does not block the
+    device."""
 
     def __init__(self, done: Future[Any], copies: Copies, timeout: float) -> None:
         self._done, self._copies, self._timeout = done, copies, timeout
@@ -75,7 +78,7 @@ class BridgeWork:
         return self._done.done()
 
     def wait(self) -> None:
-        """Raises RuntimeError if the transfer failed, or did not end in time."""
+        """Raises RuntimeError if the transfer failed or timed out."""
         try:
             event = self._done.result(self._timeout)
         except TimeoutError:
@@ -85,24 +88,24 @@ class BridgeWork:
 
 
 class _Channel:
-    """All messages to one peer, or all from it, one after the other.
+    """All messages to one peer, or all from one peer, in order.
 
     Args:
-        transfer: (host buffer, tag) -> work of gloo.
-        chunk_bytes: of each buffer.
+        transfer: (host buffer, tag) -> gloo work.
+        chunk_bytes: size of each buffer.
     """
 
     def __init__(
         self, copies: Copies, sends: bool, transfer: Callable[[torch.Tensor, int], dist.Work], chunk_bytes: int
     ) -> None:
         self._copies, self._sends, self._transfer, self._chunk_bytes = copies, sends, transfer, chunk_bytes
-        self._queue: SimpleQueue[list[_Chunk] | None] = SimpleQueue()
+        self._queue: SimpleQueue[list[_MessageChunk] | None] = SimpleQueue()
         self._pending: deque[_UnderWay] = deque()
         self._failed: BaseException | None = None
         threading.Thread(target=self._run, daemon=True, name="bridge").start()
 
-    def put(self, message: list[_Chunk] | None) -> None:
-        """Queue a message; None: end when all are done."""
+    def put(self, message: list[_MessageChunk] | None) -> None:
+        """Queue a message; None: stop when the queue is empty."""
         self._queue.put(message)
 
     def _run(self) -> None:
@@ -113,8 +116,8 @@ class _Channel:
                 self._guard(self._begin)
 
     def _guard(self, step: Callable[[], None]) -> None:
-        """Take a step. What fails belongs to the ranks that wait for it, and to all that come later: the peer would
-        take their bytes for those that are missing."""
+        """Run one step. After a failure all waiting and later messages fail: the peer would mistake their bytes for the
+        missing ones."""
         if self._failed is None:
             try:
                 return step()
@@ -130,8 +133,8 @@ class _Channel:
         self._copied: list[Event | None] = [None] * BUFFERS  # received bytes, out of a buffer
         self._stream, self._slot = self._copies.stream(), 0
 
-    def _next(self) -> list[_Chunk] | None:
-        """The next message; while there is none, chunks under way are finished."""
+    def _next(self) -> list[_MessageChunk] | None:
+        """The next message; finishes pending chunks while there is none."""
         while self._pending:
             try:
                 return self._queue.get_nowait()
@@ -140,7 +143,7 @@ class _Channel:
         return self._queue.get()
 
     def _begin(self) -> None:
-        """Start the newest chunk, in a buffer that is free, or will be when the oldest is finished."""
+        """Start the newest chunk in a free buffer, finishing the oldest chunk first if there is none."""
         new = self._pending[-1]
         while len(self._pending) > BUFFERS:
             self._finish()
@@ -166,16 +169,16 @@ class _Channel:
 
 
 class Bridge:
-    """Messages between ranks of any chips, over a gloo group of theirs.
+    """Messages between ranks with any chips, over a gloo group.
 
-    Messages of one pair of ranks start in the same order on both sides. Both sides cut a message into the same chunks,
-    which follow from its size, so that nothing but the bytes travels.
+    Messages of one pair of ranks start in the same order on both sides. Both sides derive the same chunks from the
+    message's size, so only the content is transferred.
 
     Args:
-        group: of gloo, used by this bridge alone.
-        copies: of this rank's device; None: its tensors are in host memory, and gloo takes them as they are.
-        timeout: seconds for a message, once it is waited for.
-        chunk_bytes: most bytes of a chunk; the same on all ranks.
+        group: a gloo group, used by this bridge alone.
+        copies: of this rank's device; None: tensors are in host memory and go to gloo directly.
+        timeout: seconds per message, from the start of waiting for it.
+        chunk_bytes: largest chunk; equal on all ranks.
     """
 
     def __init__(
@@ -185,7 +188,7 @@ class Bridge:
         self._channels: dict[tuple[int, bool], _Channel] = {}
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> list[dist.Work | BridgeWork]:
-        """Start sending a contiguous tensor, which must not change until the works were waited for."""
+        """Start sending a contiguous tensor, which must not change until the works are complete."""
         return self._start(tensor, dst, tag, True)
 
     def irecv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> list[dist.Work | BridgeWork]:
@@ -201,7 +204,7 @@ class Bridge:
             return [transfer(part, tag) for part in parts]
         done: Future[Any] = Future()
         ready, last = self._copies.now(), len(parts) - 1
-        message = [_Chunk(part, tag, ready, done if i == last else None) for i, part in enumerate(parts)]
+        message = [_MessageChunk(part, tag, ready, done if i == last else None) for i, part in enumerate(parts)]
         self._channel(peer, sends).put(message)
         return [BridgeWork(done, self._copies, self._timeout)]
 
@@ -223,13 +226,13 @@ class Bridge:
         return start
 
     def close(self) -> None:
-        """End the threads when what they were given is done."""
+        """Stop the threads when their queues are empty."""
         for channel in self._channels.values():
             channel.put(None)
 
 
 def _chunks(tensor: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """A contiguous tensor as pieces of [at most ``size``] uint8."""
+    """A contiguous tensor as uint8 views of at most ``size`` bytes."""
     assert tensor.is_contiguous(), f"a message of shape {list(tensor.shape)} is not contiguous"
     flat = tensor.detach().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
     return [part for part in flat.split(size) if part.numel()]

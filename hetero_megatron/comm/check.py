@@ -1,6 +1,6 @@
-"""Whether the ranks of a job reach each other, byte by byte, in every way that training would use, and how fast.
+"""Connectivity check of a job: correctness and speed of every kind of transfer that training uses.
 
-Every rank of the job runs these, in this order; what a rank finds is told to all by :func:`~Group.gather_objects`.
+Every rank calls these functions in the same order; results are shared by :func:`~Group.gather_objects`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from hetero_megatron.comm.group import Group
 
 PINGS, REPEATS = 20, 5
 SMALL = 8  # bytes of a ping
-PATTERN = 251  # a prime, so that no two messages of neighbouring ranks are alike
+PATTERN = 251  # prime, so that messages of neighbouring ranks differ
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong between ``source`` and ``target``; ``group``: the ranks that exchanged data, empty for a pair."""
+    """An error in transfers from ``source`` to ``target``; ``group``: the ranks of the collective, empty for
+    point-to-point."""
 
     source: int
     target: int
@@ -36,9 +37,9 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Of messages from ``source`` to ``target``: ``latency`` in seconds, ``bandwidth`` in bytes/s of the largest
-    message, and (largest - least) / median of the times of that."""
+class LinkSpeed:
+    """Speed of messages from ``source`` to ``target``: ``latency`` in seconds, ``bandwidth`` in bytes/s of the largest
+    message, and the relative spread (max - min) / median of its times."""
 
     source: int
     target: int
@@ -49,7 +50,7 @@ class Speed:
 
 
 def rounds(ranks: int) -> list[list[tuple[int, int]]]:
-    """All pairs of ranks in rounds in which every rank is in one pair at most (a round-robin tournament)."""
+    """All pairs of ranks in rounds in which every rank is in at most one pair (round-robin tournament)."""
     players = [*range(ranks), *([-1] if ranks % 2 else [])]
     out = []
     for _ in range(len(players) - 1):
@@ -61,10 +62,10 @@ def rounds(ranks: int) -> list[list[tuple[int, int]]]:
 
 
 def check_pairs(comm: Comm, ranks: int, size: int) -> list[Fault]:
-    """Every pair of ranks sends each other ``size`` bytes.
+    """Every pair of ranks exchanges ``size`` bytes.
 
     Returns:
-        what this rank found. After a transfer that failed it tries no others: their faults would not be theirs.
+        Faults found by this rank. It stops after a failed transfer, since later failures would be a consequence.
     """
     faults: list[Fault] = []
     for number, pairs in enumerate(rounds(ranks)):
@@ -85,7 +86,7 @@ def check_pairs(comm: Comm, ranks: int, size: int) -> list[Fault]:
 
 
 def check_groups(comm: Comm, groups: Sequence[tuple[int, ...]], size: int) -> list[Fault]:
-    """Every group, which was created before, does what TP, context and gradient groups do.
+    """Every (already created) group runs the collectives of TP, context and gradient groups.
 
     Args:
         size: bytes of the largest part; parts are unequal.
@@ -113,11 +114,11 @@ def check_groups(comm: Comm, groups: Sequence[tuple[int, ...]], size: int) -> li
     return faults
 
 
-def measure(comm: Comm, everyone: Group, pairs: Sequence[tuple[int, int]], size: int) -> list[Speed]:
-    """Latency and bandwidth of each ordered pair, one after the other.
+def measure(comm: Comm, everyone: Group, pairs: Sequence[tuple[int, int]], size: int) -> list[LinkSpeed]:
+    """Latency and bandwidth of each ordered pair, one pair at a time.
 
     Returns:
-        rows of the pairs whose first rank this is.
+        Rows for the pairs whose first rank this is.
     """
     rows = []
     for number, (a, b) in enumerate(pairs):
@@ -132,13 +133,13 @@ def measure(comm: Comm, everyone: Group, pairs: Sequence[tuple[int, int]], size:
         if comm.rank == a:
             route = str(comm.islands.route((a, b))) if comm.islands is not None else "gloo"
             seconds = max(median(large) - ping, 1e-9)
-            rows.append(Speed(a, b, route, ping, size / seconds, (max(large) - min(large)) / median(large)))
+            rows.append(LinkSpeed(a, b, route, ping, size / seconds, (max(large) - min(large)) / median(large)))
     return rows
 
 
 def one_way(comm: Comm, a: int, b: int, size: int, tag: int) -> float:
-    """Seconds until b's acknowledgement of a message of ``size`` bytes is back at a (half of it was spent on the way
-    back when the message is small); on b, a number without meaning."""
+    """Seconds from sending ``size`` bytes at a until b's acknowledgement is back (for small messages half of it is the
+    way back); meaningless on b."""
     message = torch.zeros(size, dtype=torch.uint8, device=comm.device)
     note = torch.zeros(SMALL, dtype=torch.uint8, device=comm.device)
     comm.clock.synchronize()
@@ -150,12 +151,12 @@ def one_way(comm: Comm, a: int, b: int, size: int, tag: int) -> float:
     else:
         comm.irecv(message, a, tag).wait()
         comm.isend(note, a, tag + 1).wait()
-    comm.clock.synchronize()  # devices queue messages: "waited for" there means that what follows is in order
+    comm.clock.synchronize()  # on devices, wait() only orders the stream
     return time.perf_counter() - start
 
 
 def pattern(source: int, target: int, size: int, device: torch.device) -> torch.Tensor:
-    """[size] uint8 that only this pair sends, and in which no stretch repeats the one before."""
+    """[size] uint8, unique to the pair and without repetitions."""
     places = torch.arange(size, dtype=torch.int64)
     return ((places * 131 + places // PATTERN + 17 * source + 29 * target) % PATTERN).to(torch.uint8).to(device)
 

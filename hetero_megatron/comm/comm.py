@@ -24,30 +24,30 @@ from hetero_megatron.comm.handle import Handle, WaitSeconds, Works
 from hetero_megatron.comm.hooks import Hooks, Work
 from hetero_megatron.comm.islands import Islands
 from hetero_megatron.comm.reach import Reach, explain
-from hetero_megatron.comm.watch import Watch
+from hetero_megatron.comm.watch import TransferWatch
 from hetero_megatron.errors import UserError
 from hetero_megatron.launcher import LauncherEnvironment
 from hetero_megatron.out_of_memory import out_of_memory
 from hetero_megatron.platform.platform import backend_of
 from hetero_megatron.words import rank_ranges
 
-Way = dist.ProcessGroup | Bridge | None  # None: the job's own group, gloo's
+Channel = dist.ProcessGroup | Bridge | None  # of point-to-point messages; None: the job's gloo group
 
 
 class Comm:
-    """One rank's view of the job.
+    """One rank's communicator.
 
     Attributes:
         rank: global rank; device: where tensors live.
-        activity: what the rank is doing now, for diagnosis (set by the executor).
-        sent_bytes: bytes sent so far by destination rank.
-        seconds: time spent blocked in transfers so far.
-        hooks, clock: see :mod:`~hetero_megatron.comm.hooks`; they do nothing on real chips and links.
-        reach: asked what became of peers that do not answer.
-        launcher: what it said of this process.
+        activity: current action, for error messages (set by the executor).
+        sent_bytes: bytes sent so far, by destination rank.
+        seconds: time blocked in transfers so far.
+        hooks, clock: see :mod:`~hetero_megatron.comm.hooks`; without emulation they do nothing.
+        reach: finds out why peers do not answer.
+        launcher: the launcher's environment of this process.
         islands: which ranks share a communication library; None: all use gloo.
         copies: of this rank's device, for the bridge; None: tensors are in host memory.
-        watch: looks after transfers that do not hold up the host; None: all do.
+        watch: detects transfers that never end without blocking the host; None: all transfers block the host.
     """
 
     def __init__(
@@ -65,20 +65,20 @@ class Comm:
         self.activity = "start-up"
         self.sent_bytes: dict[int, int] = defaultdict(int)
         self.seconds = WaitSeconds()
-        self.watch: Watch | None = None
+        self.watch: TransferWatch | None = None
         self.islands: Islands | None = None
         self.copies: Copies | None = None
         self._groups: dict[tuple[int, ...], list[Group]] = {}
         self._background: dict[tuple[int, ...], Group | None] = {}
-        self._ways: dict[int, tuple[Way, Way]] = {}  # by island of the peer: to lower ranks, to higher ones
+        self._channels: dict[int, tuple[Channel, Channel]] = {}  # by island of the peer: to lower ranks, to higher ones
 
-    def open_ways(self, islands: Islands, copies: Copies | None) -> None:
-        """Make what single messages travel in, to each island; every rank of the job calls it.
+    def create_message_groups(self, islands: Islands, copies: Copies | None) -> None:
+        """Create the groups for point-to-point messages to each island; every rank of the job calls it.
 
-        Messages to higher and to lower ranks have groups of their own. Transfers of one pair of ranks queue up in the
-        order of their start, as NCCL's and the bridge's do, and tags are not looked at: a receive that is posted ahead
-        would hold up the send that its message waits for. One way, messages of a pair start in the same order on both
-        sides. gloo itself looks at tags, and takes them in any order.
+        Messages to higher and to lower ranks use separate groups. Libraries like NCCL (and the bridge) run the
+        transfers of one pair in the order of their start and ignore tags, so a receive posted early would block the
+        send that its message depends on. Per direction, messages of a pair start in the same order on both sides. gloo
+        matches tags and accepts any order.
         """
         self.islands, self.copies = islands, copies
         mine = islands.of(self.rank)
@@ -86,36 +86,36 @@ class Comm:
             if len(members) > 1 and not islands.uses_gloo(i):
                 ways = (self._new_group(members)[0], self._new_group(members)[0])
                 if i == mine:
-                    self._ways[i] = ways
+                    self._channels[i] = ways
         for i, j in combinations(range(len(islands)), 2):
             members = tuple(sorted(islands.members[i] + islands.members[j]))
             made = (self._new_group(members), self._new_group(members))
             if mine in (i, j):
-                self._ways[j if mine == i else i] = tuple(bridge or handle for handle, bridge in made)  # type: ignore[assignment]
+                self._channels[j if mine == i else i] = tuple(bridge or handle for handle, bridge in made)  # type: ignore[assignment]
 
     def connect(self, peers: Iterable[int]) -> None:
-        """Meet ``peers``, who do the same, both ways, where a library makes its connections by pair and at the first
-        message: that one waits for the other side, which may be waiting for a message in turn."""
+        """Connect to ``peers`` in both directions, if the library connects lazily at the first message: that one would
+        block for the other side, which may itself be waiting for a message. The peers call it too."""
         for peer in sorted(peers, key=lambda peer: (min(peer, self.rank), max(peer, self.rank))):
-            if not isinstance(self._way(self.rank, peer), dist.ProcessGroup):
+            if not isinstance(self._channel(self.rank, peer), dist.ProcessGroup):
                 continue
             for upward in (True, False):
                 move = self.isend if (self.rank < peer) == upward else self.irecv
                 move(torch.zeros(1, device=self.device), peer, 0).wait()
 
-    def _way(self, src: int, dst: int) -> Way:
+    def _channel(self, src: int, dst: int) -> Channel:
         if self.islands is None:
             return None
         peer = dst if src == self.rank else src
-        return self._ways.get(self.islands.of(peer), (None, None))[src < dst]
+        return self._channels.get(self.islands.of(peer), (None, None))[src < dst]
 
     def _new_group(self, ranks: tuple[int, ...]) -> tuple[dist.ProcessGroup | None, Bridge | None]:
-        """A group by the way that its ranks communicate; (None, None) on ranks outside it."""
+        """A group for these ranks, as (library group, bridge); (None, None) on ranks outside it."""
         route = self.islands.route(ranks) if self.islands is not None else None
         backend = "gloo"
         if route is not None and not route.bridged and self.rank in ranks:
             backend = self._backend(route.direct)
-        # A library whose own watchdog ends the process must not do so before the watch has said why.
+        # The library's own watchdog must not end the process before our watch has reported the reason.
         patience = self.timeout if backend == "gloo" or self.watch is None else 2 * self.timeout
         start = time.perf_counter()
         with self.hooks.on_other_cores():
@@ -135,17 +135,16 @@ class Comm:
         return made, Bridge(made, self.copies, self.timeout.total_seconds()) if bridged else None
 
     def _backend(self, direct: str) -> str:
-        """The string for ``new_group``: of this rank's island, or of a backend that reaches others."""
+        """The backend string for ``new_group``: this rank's island's, or one that reaches other islands."""
         assert self.islands is not None
         return backend_of(self.device, direct) if direct else self.islands.endpoints[self.rank].backend
 
     def create_groups(self, groups: Iterable[Sequence[int]]) -> None:
-        """Create all groups of a plan, on every rank of the job, member or not, from the same list.
+        """Create all groups of a plan; every rank of the job calls it with the same list.
 
-        torch numbers groups by how many a rank has made, so groups made by members only get unlike names on
-        unlike ranks and never meet; hence all ranks make all of them, in sorted order. Ranks that are listed twice get
-        two groups: what goes on at the same time needs one each, because the members of a group must start its
-        collectives in the same order.
+        torch names groups by a per-process counter, so all ranks must create all groups in the same (sorted) order.
+        Ranks listed twice get two groups: concurrent collectives need one each, because the members of a group must
+        start its collectives in the same order.
         """
         for key, count in sorted(Counter(tuple(sorted(ranks)) for ranks in groups).items()):
             known = self._groups.setdefault(key, [])
@@ -159,8 +158,8 @@ class Comm:
         return Group(self, key, handle, bridge, bridge is None and self.device.type != "cpu")
 
     def group(self, ranks: Sequence[int], lane: int = 0) -> Group:
-        """The group of ``ranks``, which includes this rank and was created before, with its members in the order that
-        is asked for; ``lane`` -1: the last one made."""
+        """The existing group of ``ranks`` (including this rank), with members in the given order; ``lane``: which one
+        if these ranks have several groups (-1: the last created)."""
         key = tuple(sorted(ranks))
         assert self.rank in key, f"rank {self.rank} asked for the group {key} it is not in"
         if len(key) == 1:
@@ -169,10 +168,8 @@ class Comm:
         return made if key == tuple(ranks) else replace(made, ranks=tuple(ranks))
 
     def background_group(self, ranks: Sequence[int], timeout: timedelta | None = None) -> Group | None:
-        """A second group of the same ranks for a thread of its own (host memory only); None on other ranks.
-
-        Created like the others on every rank of the job: transfers of two threads on one group would mix.
-        """
+        """A second group of the same ranks for use by another thread (host memory only), since two threads must not
+        share a group; None on other ranks. Every rank of the job calls it."""
         key = tuple(sorted(ranks))
         if len(key) == 1 or not dist.is_initialized():
             return Group(self, key, None) if self.rank in key else None
@@ -192,10 +189,10 @@ class Comm:
         return sum(size for rank, size in self.sent_bytes.items() if islands.of(rank) != mine)
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Handle:
-        """Send a contiguous tensor; the tensor must not change until the handle was waited for."""
+        """Send a contiguous tensor, which must not change until the handle is complete."""
         size = tensor.numel() * tensor.element_size()
         self.sent_bytes[dst] += size
-        way = self._way(self.rank, dst)
+        way = self._channel(self.rank, dst)
         if isinstance(way, Bridge):
             work = self.start((dst,), lambda: Works(way.isend(tensor, dst, tag)), {dst: size})
         else:
@@ -204,7 +201,7 @@ class Comm:
 
     def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Handle:
         """Receive into a contiguous tensor."""
-        way = self._way(src, self.rank)
+        way = self._channel(src, self.rank)
         if isinstance(way, Bridge):
             work: Work | None = self.start((src,), lambda: Works(way.irecv(tensor, src, tag)))
         else:
@@ -218,7 +215,7 @@ class Comm:
         sizes: Mapping[int, int] | None = None,
         group: tuple[int, ...] = (),
     ) -> Work | None:
-        """Start a transfer; where this rank sends (``sizes``: bytes by peer), when ``hooks.submit`` says so."""
+        """Start a transfer. Sends (``sizes``: bytes by peer) go through ``hooks.submit``."""
         self.clock.pause()
         try:
             work = transfer() if sizes is None else self.hooks.submit(transfer, sizes, group)
@@ -232,19 +229,19 @@ class Comm:
     def watch_devices(
         self, aside: Callable[[], AbstractContextManager[object]], lost: Callable[[Exception], None]
     ) -> None:
-        """From now on look after transfers in a thread; before groups are made. See :class:`Watch`."""
-        self.watch = Watch(self.timeout.total_seconds(), self.failure, aside)
+        """Watch transfers in a thread from now on; call before groups are created. See :class:`TransferWatch`."""
+        self.watch = TransferWatch(self.timeout.total_seconds(), self.failure, aside)
         self.watch.start(lost)
 
     def lost(self) -> Exception | None:
-        """Where a device's operator failed: what became of the transfer that it waited for, if there is such a one."""
+        """After a failed device operator: the error of the transfer that it waited for, if there is one."""
         return self.watch.look() if self.watch is not None else None
 
     def failure(
         self, peers: tuple[int, ...], seconds: float, error: Exception, activity: str | None = None
     ) -> CommError | UserError:
-        """What to raise for a transfer that failed after ``seconds``: memory that this rank did not get, or peers that
-        do not answer; looks first what became of them."""
+        """The exception for a transfer that failed after ``seconds``: out of memory on this rank, or peers that do not
+        answer, with what became of them."""
         if (refusal := out_of_memory(error, self.rank)) is not None:
             return refusal
         activity = self.activity if activity is None else activity

@@ -1,4 +1,4 @@
-"""What a rank says when a peer does not answer."""
+"""The error raised when a peer does not answer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ class CommError(RuntimeError):
     """A transfer failed or timed out; the message names this rank, its action and the ranks it waited for.
 
     Attributes:
-        rank: who waited (None: not known); peers: for whom; seconds: how long; activity: in which action.
-        reach: what became of other ranks, as far as one connection tells: a word of ``comm.reach`` by rank.
+        rank: the waiting rank (None: unknown); peers: the ranks it waited for; seconds: how long; activity: its action.
+        reach: state of other ranks, one of the words of ``comm.reach`` by rank.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """A communicator without peers: shapes, byte counts and message order are real, values are not.
 
-It lets one process run any rank of any plan, with fake tensors, to see what that rank would send and hold.
+One process can run any rank of any plan with fake tensors, to see what it would send and allocate.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hetero_megatron.comm.values import decode, encode
 
 
 class FakeGroup(Group):
-    """Receives uninitialised values of the right size at once."""
+    """Returns uninitialised values of the right size immediately."""
 
     def all_to_all(
         self,
@@ -47,7 +47,7 @@ class FakeGroup(Group):
 
 
 class FakeComm(Comm):
-    """Rank ``rank`` of a job that does not exist."""
+    """Communicator of rank ``rank`` in a job without other ranks."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
         super().__init__(rank, device, timedelta(0))

@@ -1,4 +1,4 @@
-"""Ranks that exchange data together, by the library of their island or over the bridge."""
+"""Groups of ranks that exchange data, by their island's library or over the bridge."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ import torch
 import torch.distributed as dist
 
 from hetero_megatron.comm.bridge import Bridge
-from hetero_megatron.comm.handle import Handle, Messages, Transport, Works
+from hetero_megatron.comm.handle import Handle, MessageWorks, Transport, Works
 from hetero_megatron.comm.hooks import Work
 from hetero_megatron.comm.values import MAX_BYTES, decode, encode
 from hetero_megatron.errors import UserError
 from hetero_megatron.words import plural
 
-MOST_MESSAGES = 8  # members of a group whose all-to-all goes as messages: gloo's own sends one way at a time
+MOST_MESSAGES = 8  # largest group whose all-to-all uses messages: gloo's own sends in one direction at a time
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that exchange data together, in any order; ``index`` is this rank's place among them.
+    """A process group whose members are in any order; ``index``: this rank's position among them.
 
-    torch numbers the members of its groups by ascending rank. Where a call has an entry per member (``exchange``,
-    ``gather_vectors``), entries are in the order of ``ranks``, at no cost. A flat buffer would have to be copied for
-    it, so ``all_to_all`` is for groups in ascending order, as is ``gather_objects``.
+    torch orders the members of a group by ascending rank. Calls with an entry per member (``exchange``,
+    ``gather_vectors``) use the order of ``ranks`` without copies. A flat buffer would have to be copied, so
+    ``all_to_all`` and ``gather_objects`` require ascending ranks.
 
-    A group whose members are in several islands, which no library reaches together, has a ``_bridge``: then whatever
-    is exchanged goes as messages over it, and ``_handle`` is of gloo. ``_library``: ``_handle`` is of the library of
-    devices.
+    If the members are in several islands without a common library, everything goes as messages over ``_bridge`` and
+    ``_handle`` is a gloo group. ``_library``: ``_handle`` belongs to a device library.
     """
 
     comm: Transport
@@ -59,12 +58,12 @@ class Group:
         recv_counts: Sequence[int],
         into: torch.Tensor | None = None,
     ) -> Handle:
-        """Ragged exchange of a flat buffer; the group's ranks ascend.
+        """Ragged all-to-all of a flat buffer; the group's ranks must be ascending.
 
         Args:
-            send: [sum(send_counts)], parts for the members in group order, contiguous.
-            send_counts, recv_counts: elements per member; zeros are fine. The own part goes through the buffer too.
-            into: what comes is written here, [sum(recv_counts)], contiguous; None: into new memory.
+            send: [sum(send_counts)], parts in group order, contiguous.
+            send_counts, recv_counts: elements per member, including this one; may be zero.
+            into: output [sum(recv_counts)], contiguous; None: new memory.
 
         Returns:
             A handle whose result is [sum(recv_counts)], parts in group order.
@@ -91,10 +90,10 @@ class Group:
         return Handle(self.comm, work, recv, self._others(), send, collective=True)
 
     def exchange(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> Handle:
-        """Send part i to member i and receive member i's part into ``receive[i]``, nothing being packed.
+        """Send part i to member i and receive its part into ``receive[i]``, without packing.
 
-        Parts are contiguous; this rank's own are not looked at. Host memory goes as single messages, which over gloo
-        take half the time of its all-to-all (benchmarks/bench_tp.py); devices do it in one launch.
+        Parts are contiguous; this rank's own are ignored. In host memory single messages are used, which take half the
+        time of gloo's all-to-all (benchmarks/bench_tp.py); on devices one launch.
         """
         if self._handle is None:
             return Handle(self.comm, None, None, ())
@@ -107,19 +106,19 @@ class Group:
 
     @property
     def has_collectives(self) -> bool:
-        """Whether a library of devices serves :meth:`all_gather` and :meth:`reduce_scatter` in this order of ranks."""
+        """Whether a device library provides :meth:`all_gather` and :meth:`reduce_scatter` for this order of ranks."""
         return self._library and list(self.ranks) == sorted(self.ranks)
 
     def all_gather(self, part: torch.Tensor, into: torch.Tensor) -> Handle:
-        """Every member's ``part`` [n] -> ``into`` [size x n] in group order, both contiguous; by the library."""
+        """Every member's ``part`` [n] -> ``into`` [size x n] in group order; both contiguous."""
         assert self.has_collectives and into.numel() == self.size * part.numel()
         self.count(part, [part.numel()] * self.size)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the latter until torch 2.12
         return self._collective(gather, into, part, part.nbytes)
 
     def reduce_scatter(self, parts: torch.Tensor, into: torch.Tensor) -> Handle:
-        """``parts`` [size x n], a part for each member -> ``into`` [n], the sum of all members' parts for this one, in
-        the order and the precision of the library; both contiguous."""
+        """``parts`` [size x n], one per member -> ``into`` [n], the sum over members, in the library's order and
+        precision; both contiguous."""
         assert self.has_collectives and parts.numel() == self.size * into.numel()
         self.count(parts, [into.numel()] * self.size)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -142,7 +141,7 @@ class Group:
         handle, works = self._handle, list[Work | None]()
         works += [dist.irecv(receive[i], rank, handle) for i, rank in peers if receive[i].numel()]
         works += [dist.isend(send[i], rank, handle) for i, rank in peers if send[i].numel()]
-        return Messages([work for work in works if work is not None])
+        return MessageWorks([work for work in works if work is not None])
 
     def _one_launch(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> dist.Work | None:
         own = send[self.index].new_empty(0)
@@ -151,13 +150,13 @@ class Group:
         return dist.all_to_all(takes, gives, group=self._handle, async_op=True)  # type: ignore[no-any-return]
 
     def count(self, send: torch.Tensor, send_counts: Sequence[int]) -> None:
-        """Book the bytes that go to each other member."""
+        """Add to the byte counts of each other member."""
         for peer, count in zip(self.ranks, send_counts, strict=True):
             if peer != self.comm.rank:
                 self.comm.sent_bytes[peer] += count * send.element_size()
 
     def gather_vectors(self, vector: torch.Tensor) -> torch.Tensor:
-        """[n] from every member -> [members, n], same on all; for a few numbers per step."""
+        """[n] from every member -> [members, n], equal on all; for a few numbers per step."""
         if self._handle is None:
             return vector[None]
         mine = vector if self._bridge is None else vector.cpu()
@@ -173,20 +172,20 @@ class Group:
         return torch.stack(out).to(vector.device)
 
     def gather_objects(self, value: object, kind: Any = Any) -> list[Any]:
-        """A value from every member, in group order; for agreement at start-up and reports only.
+        """A value from every member, in group order; for start-up and reports only.
 
         Args:
-            kind: of the value; see :mod:`~hetero_megatron.comm.values`.
+            kind: type of the value; see :mod:`~hetero_megatron.comm.values`.
 
         Raises:
-            UserError: a member sent something else.
+            UserError: a member sent a value of another type.
         """
         data = encode(value)
         every = [data] if self._handle is None else self._gather_bytes(data)
         return [decode(text, kind, f"rank {rank}") for rank, text in zip(self.ranks, every, strict=True)]
 
     def _gather_bytes(self, data: bytes) -> list[bytes]:
-        """First the lengths, then the bytes, padded to the longest. Not paced: this is no part of a step."""
+        """Gather the lengths, then the bytes padded to the longest. Not paced by emulation: not part of a step."""
         on_host = "cpu:" in dist.get_backend_config(self._handle)
         device = torch.device("cpu") if on_host else self.comm.device
         length = torch.tensor([len(data)], dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Transfers under way, and the time that a rank was blocked in them."""
+"""Handles of transfers under way, and accounting of the time that a rank is blocked in them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hetero_megatron.errors import UserError
 
 
 class Works:
-    """Several transfers waited for as one."""
+    """Several transfers that are waited for together."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         self.works = works
@@ -29,8 +29,8 @@ class Works:
             work.wait()
 
 
-class Messages(Works):
-    """Messages over gloo, which says that one has come only to who waits for it: a thread waits where that is asked."""
+class MessageWorks(Works):
+    """gloo messages. gloo only reports completion to a thread that waits, so ``is_completed`` starts one."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         super().__init__(works)
@@ -73,7 +73,7 @@ class WaitSeconds:
 
 
 class Transport(Protocol):
-    """What groups and handles need of the rank's communicator, :class:`~hetero_megatron.comm.comm.Comm`."""
+    """The part of :class:`~hetero_megatron.comm.comm.Comm` that groups and handles use."""
 
     rank: int
     activity: str
@@ -104,7 +104,7 @@ class Transport(Protocol):
 
 
 class Handle:
-    """A transfer under way. ``wait`` returns the received tensor (None for a send)."""
+    """A transfer under way; ``wait`` returns the received tensor (None for a send)."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """Whether :meth:`wait` would return at once; never raises."""
+        """Whether :meth:`wait` would return immediately; never raises."""
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> torch.Tensor | None:

@@ -1,6 +1,6 @@
-"""The seams at which something else takes part in a rank's communication, such as an emulation of slower chips.
+"""Hooks into a rank's communication, used to emulate slower chips and links.
 
-Whoever joins a job may pass :class:`Hooks` to ``start_comm``. The defaults change nothing.
+:class:`Hooks` are passed to ``start_comm``; the defaults do nothing.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Protocol
 
 
 class Work(Protocol):
-    """A transfer under way, as torch.distributed's works are."""
+    """A transfer under way, with the interface of torch.distributed's works."""
 
     def is_completed(self) -> bool:
         """Whether :meth:`wait` would return at once; never raises."""
 
     def wait(self) -> object:
-        """Block until it is complete. RuntimeError: it failed, or took too long."""
+        """Block until complete; raises RuntimeError if it failed or timed out."""
 
 
 class Submit(Protocol):
@@ -29,13 +29,14 @@ class Submit(Protocol):
     def __call__(
         self, start: Callable[[], Work | None], sizes: Mapping[int, int], group: tuple[int, ...]
     ) -> Work | None:
-        """Called for every transfer in which this rank sends, on the thread that communicates.
+        """Called for every transfer in which this rank sends, on the communicating thread.
 
         Args:
-            start: begins the transfer; called exactly once, on any thread. None: there is nothing to wait for.
-            sizes: bytes that go to each other rank.
-            group: the ranks of a collective, ascending; empty for a single message. Collectives of one group have to
-                start in the order in which they were submitted.
+            start: begins the transfer; must be called exactly once, on any thread. Returns None if there is nothing to
+                wait for.
+            sizes: bytes to each other rank.
+            group: ranks of a collective, ascending; empty for a message. Collectives of one group must start in the
+                order in which they were submitted.
         """
 
 
@@ -44,14 +45,14 @@ def start_now(start: Callable[[], Work | None], sizes: Mapping[int, int], group:
 
 
 class Clock:
-    """Times what a rank computes between two communication calls (a *segment*), at the speed of the chip at hand.
+    """Times what a rank computes between two communication calls (a *segment*) at the speed of the real chip.
 
-    Nothing counts outside :meth:`counting`. Subclasses override :meth:`_begin`, :meth:`_end` and :meth:`_inside`.
+    Only counts inside :meth:`counting`. Subclasses override :meth:`_begin`, :meth:`_end` and :meth:`_inside`.
 
     Attributes:
-        computed: seconds of all segments so far, by the chip's own clock.
-        synchronize: of a device that only queues its work, for as long as segments are to be timed exactly: waits
-            until all that was queued is done. Without it a segment's seconds are the host's.
+        computed: seconds of all segments so far.
+        synchronize: waits for all work queued on the device, for exact timing of segments; without it segments measure
+            host time.
     """
 
     def __init__(self) -> None:
@@ -61,13 +62,13 @@ class Clock:
         self._mark = 0.0
 
     def pause(self) -> None:
-        """A segment ends: a transfer is about to be started or waited for. Does nothing between two segments."""
+        """End the segment, because a transfer is about to be started or waited for. No-op between segments."""
         if self._running:
             self._running = False
             self.computed += self._end()
 
     def resume(self, waited: float = 0.0) -> None:
-        """The next segment begins, where compute is counted; ``waited``: seconds that the call waited for a peer."""
+        """Begin the next segment; ``waited``: seconds that the call waited for a peer."""
         if not self._counting:
             return
         self._running = True
@@ -83,7 +84,7 @@ class Clock:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """While this is open, compute is counted."""
+        """Context in which compute is counted."""
         with self._inside():
             self._counting = True
             self.resume()
@@ -95,7 +96,7 @@ class Clock:
 
     @contextlib.contextmanager
     def work(self) -> Iterator[None]:
-        """While this is open, segments are a chip's work, not what its host does between two transfers."""
+        """Context in which segments are the chip's work, not the host's between two transfers."""
         self._working = True
         self.settle()
         try:
@@ -116,20 +117,17 @@ class Clock:
         return contextlib.nullcontext()
 
     def report(self) -> dict[str, float]:
-        """Figures about an emulation; empty for real chips."""
+        """Statistics of an emulation; empty for real chips."""
         return {}
 
 
 @dataclass
 class Hooks:
-    """Of one rank.
-
-    Attributes:
-        clock: timer; it is paused before a transfer is started or waited for, and resumed with the seconds waited.
+    """Attributes:
+        clock: timer, paused while a transfer is started or waited for.
         submit: called instead of starting a transfer that sends.
-        on_other_cores: thread affinity; open around library calls that create threads.
-        cut_ranks: ranks that cannot be reached now, whatever the network says.
-    """
+        on_other_cores: context for library calls that create threads; sets their CPU affinity.
+        cut_ranks: ranks that are currently unreachable by emulation."""
 
     clock: Clock = field(default_factory=Clock)
     submit: Submit = start_now

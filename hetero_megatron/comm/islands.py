@@ -1,8 +1,7 @@
-"""Which ranks reach each other through a communication library, and how the others do.
+"""Which ranks reach each other through a communication library, and how the other ranks communicate.
 
-A *backend island* is all ranks whose platforms are of one vendor, speak one library, and say that they reach each other
-by it. Two vendors may call their devices and their libraries alike (ROCm's torch says ``cuda`` and ``nccl``), so
-neither name alone decides.
+A *backend island* is a set of ranks whose platforms have the same vendor and library and declare to reach each other.
+Device and library names alone do not decide: ROCm's torch also calls them ``cuda`` and ``nccl``.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ AUTO, BRIDGE = TRANSPORTS = ("auto", "bridge")
 
 @dataclass(frozen=True)
 class Endpoint:
-    """How one rank communicates: what it tells all others at the start.
+    """How one rank communicates; sent to all others at the start.
 
     Attributes:
-        platform, vendor, chip: of its device; chip is the name that the driver gives.
-        library: that its backend speaks; reach: what those who reach each other by it have in common.
+        platform, vendor, chip: of its device; chip is the driver's name.
+        library: of its backend; reach: a token shared by ranks that reach each other by it.
         backend: string for ``torch.distributed.new_group``.
         direct: backends that reach other vendors' chips, best first.
-        torch: its version.
-        transport: what ``--transport`` says there.
+        torch: version.
+        transport: value of ``--transport`` on that rank.
     """
 
     platform: str
@@ -51,8 +50,8 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Route:
-    """How ranks exchange device tensors: by the library of their island, by a backend of both sides, or by the bridge
-    (both empty: ``library`` and ``direct``)."""
+    """How ranks exchange device tensors: by their island's ``library``, by a ``direct`` backend of both sides, or by
+    the bridge (both empty)."""
 
     library: str = ""
     direct: str = ""
@@ -68,7 +67,7 @@ class Route:
 
 
 class Islands:
-    """All ranks of a job in backend islands, numbered by their lowest rank; the same on all ranks.
+    """All ranks of a job in backend islands, numbered by their lowest rank; equal on all ranks.
 
     Args:
         endpoints: of ranks 0, 1, 2, ….
@@ -77,7 +76,7 @@ class Islands:
         members: ranks of each island, ascending.
 
     Raises:
-        UserError: ranks say different transports.
+        UserError: ranks have different values of ``--transport``.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
@@ -95,15 +94,15 @@ class Islands:
             raise UserError(f"ranks have different ones: {text}", field="--transport", accepted="one for all ranks")
 
     def of(self, rank: int) -> int:
-        """Number of the island that a rank is in."""
+        """Index of a rank's island."""
         return self._of[rank]
 
     def uses_gloo(self, island: int) -> bool:
-        """Whether the library of an island is gloo, which the whole job is joined by."""
+        """Whether the island's library is gloo, which connects the whole job."""
         return self.endpoints[self.members[island][0]].library == "gloo"
 
     def crossed(self, ranks: Iterable[int]) -> bool:
-        """Whether ``ranks`` are in more than one island."""
+        """Whether ``ranks`` span several islands."""
         return len({self._of[rank] for rank in ranks}) > 1
 
     def route(self, ranks: Iterable[int]) -> Route:
@@ -120,7 +119,7 @@ class Islands:
         return len(self.members)
 
     def __str__(self) -> str:
-        """A table: the islands, and how each pair of them communicates."""
+        """A table of the islands, and of the route between each pair."""
         lines = [f"communication: {plural(len(self), 'island')}"]
         for i, ranks in enumerate(self.members):
             one = self.endpoints[ranks[0]]

@@ -14,14 +14,14 @@ from hetero_megatron.comm.device_copies import copies_of
 from hetero_megatron.comm.group import Group
 from hetero_megatron.comm.hooks import Hooks
 from hetero_megatron.comm.islands import AUTO, Endpoint, Islands
-from hetero_megatron.comm.meeting import Meeting
+from hetero_megatron.comm.meeting import Rendezvous
 from hetero_megatron.comm.reach import Reach, listen
 from hetero_megatron.errors import UserError
 from hetero_megatron.launcher import LauncherEnvironment, loopback_interface, read_launcher
 from hetero_megatron.platform import Platform
 from hetero_megatron.platform.host_memory import keep_freed_memory
 
-# Ranks need long and unlike times to start (imports, a busy host), which says nothing about links.
+# Ranks take long and varying times to start (imports, a busy host), whatever the timeout of transfers.
 START_UP = timedelta(seconds=60)
 
 
@@ -34,20 +34,20 @@ def start_comm(
     transport: str = AUTO,
     lost: Callable[[Exception], None] | None = None,
 ) -> Comm:
-    """Join the job that a launcher's environment describes (RANK, WORLD_SIZE, …), or be alone without it.
+    """Join the job described by the launcher's environment (RANK, WORLD_SIZE, …), or run alone without it.
 
     Args:
-        timeout_seconds: of every transfer; for others to start there are at least ``START_UP``.
-        position: this process's rank in the plan where a cluster file fixes it: torchrun may number nodes otherwise,
-            and does after a restart.
-        launcher: None: this process's environment.
-        hooks: None: nothing is emulated.
-        transport: ``auto``, or ``bridge``: between islands nothing else is used.
-        lost: called, in a thread, where a device waits for a transfer that does not end: the host may hang in anything.
+        timeout_seconds: of every transfer; waiting for other ranks to start takes at least ``START_UP``.
+        position: this process's rank in the plan, if fixed by a cluster file; torchrun may number nodes differently,
+            e.g. after a restart.
+        launcher: None: from this process's environment.
+        hooks: None: no emulation.
+        transport: ``auto``, or ``bridge``: islands only communicate by the bridge.
+        lost: called in a thread when a device waits for a transfer that does not end; the host may hang anywhere.
 
     Raises:
         UserError: two processes claim one position, or the launcher cannot renumber ranks.
-        CommError: not all ranks came, or some could not connect.
+        CommError: not all ranks joined, or some could not connect.
     """
     if platform.device.type == "cpu":
         keep_freed_memory()
@@ -64,7 +64,7 @@ def start_comm(
         if launcher.one_host:
             _gloo_on_loopback()
         beacon = listen(launcher.address, launcher.one_host)
-        meeting = Meeting(launcher, rank, max(timeout, START_UP))
+        meeting = Rendezvous(launcher, rank, max(timeout, START_UP))
         store, members = meeting.join(beacon.address if beacon is not None else None)
         try:
             with hooks.on_other_cores():
@@ -80,12 +80,12 @@ def start_comm(
         everyone = Group(comm, tuple(range(total)), dist.group.WORLD)
         mine = Endpoint.of(platform, torch.__version__, transport)
         islands = Islands(everyone.gather_objects(mine, Endpoint))
-        comm.open_ways(islands, copies)
+        comm.create_message_groups(islands, copies)
     return comm
 
 
 def _gloo_on_loopback() -> None:
-    """gloo takes its interface from the environment only; by itself it would listen at the host's address."""
+    """Make gloo listen on the loopback interface, which is only possible by the environment."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
 
 

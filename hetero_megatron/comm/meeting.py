@@ -1,7 +1,7 @@
-"""Meeting the other ranks of a job in its rendezvous store, and saying why where that fails.
+"""Rendezvous of a job's ranks in its store, with reasons for failures.
 
-Every rank leaves one record: who it is, how many ranks it expects, where it listens. Two processes that claim one rank,
-and ranks that expect unlike numbers, are found out here, and tell the others why they leave.
+Every rank writes one record: its identity, the expected number of ranks, its address. Duplicate ranks and different
+expected numbers are detected here, and the other ranks are told why the job ends.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.launcher import LauncherEnvironment
 from hetero_megatron.words import plural
 
-LOOK_SECONDS = 0.5  # at most, between two looks at who has come
+LOOK_SECONDS = 0.5  # longest interval between two reads of the records
 REFUSED = "hetero_megatron/refused"
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Member:
-    """A rank's record. ``launched_as``: its number by the launcher; ``address``: None where it cannot listen."""
+class RankRecord:
+    """A rank's record. ``launched_as``: its rank by the launcher; ``address``: None where it cannot listen."""
 
     rank: int
     launched_as: int
@@ -49,12 +49,12 @@ class Member:
         return f"process {self.pid} on {self.host}"
 
 
-class Meeting:
-    """One rank's way into the job.
+class Rendezvous:
+    """One rank's joining of the job.
 
     Args:
-        rank: in the plan, which a cluster file may have made another one than the launcher's.
-        timeout: for all to come.
+        rank: in the plan; a cluster file may have changed the launcher's.
+        timeout: for all ranks to join.
     """
 
     def __init__(self, launcher: LauncherEnvironment, rank: int, timeout: timedelta) -> None:
@@ -68,20 +68,20 @@ class Meeting:
         host, port = self.launcher.meeting_point
         return f"{host}:{port}"
 
-    def join(self, address: Address | None) -> tuple[dist.Store, list[Member]]:
-        """The store of this round, and the records of all ranks.
+    def join(self, address: Address | None) -> tuple[dist.Store, list[RankRecord]]:
+        """(the store of this round, the records of all ranks).
 
         Raises:
-            UserError: the port is taken, two processes claim one rank, or ranks expect unlike numbers of ranks.
-            CommError: not all ranks came.
+            UserError: the port is taken, two processes claim one rank, or ranks expect different numbers of ranks.
+            CommError: not all ranks joined.
         """
         launcher = self.launcher
-        me = Member(
+        me = RankRecord(
             self.rank, launcher.rank, launcher.world_size, socket.gethostname(), os.getpid(), secrets.token_hex(8),
             address,
         )  # fmt: skip
         try:
-            # torchrun's agent keeps one store for all rounds: without a prefix a restarted rank dials dead peers.
+            # torchrun's agent keeps one store for all rounds: without a prefix restarted ranks connect to dead peers.
             scope = f"round/{launcher.restarts}"
             store = dist.PrefixStore(scope, self._open())
             self._records = Records(store, launcher.secret, scope)
@@ -108,21 +108,21 @@ class Meeting:
             accepted="one process of each rank, and a free port, the same for all ranks", where="environment",
         )  # fmt: skip
 
-    def _first_member(self) -> Member:
-        """The other rank 0, who is told to leave."""
+    def _first_member(self) -> RankRecord:
+        """The other process that claims rank 0, which is told to leave."""
         host, port = self.launcher.meeting_point
         scope = f"round/{self.launcher.restarts}"
         client = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=PATIENCE))
         records = Records(dist.PrefixStore(scope, client), self.launcher.secret, scope)
-        (first,) = records.get([_key(0)], Member)
-        assert isinstance(first, Member)
+        (first,) = records.get([_key(0)], RankRecord)
+        assert isinstance(first, RankRecord)
         records.set(REFUSED, f"process {os.getpid()} on {socket.gethostname()} and {first} are both rank 0")
         return first
 
-    def _claim(self, records: Records, me: Member) -> None:
-        """The second one to come with a rank is refused; otherwise both would wait for a third for ever."""
+    def _claim(self, records: Records, me: RankRecord) -> None:
+        """Refuse the second process with the same rank; otherwise both would wait forever."""
         key = _key(me.rank)
-        found = records.open(key, records.store.compare_set(key, "", records.seal(key, me)), Member)
+        found = records.open(key, records.store.compare_set(key, "", records.seal(key, me)), RankRecord)
         if found.token == me.token:
             return
         text = f"{found} and {me} are both rank {me.rank}"
@@ -135,7 +135,7 @@ class Meeting:
             raise UserError(text, field="HETERO_NODE", value=node, accepted="one process per chip")
         raise UserError(text, field="RANK", value=me.rank, accepted="one process of each rank", where="environment")
 
-    def _wait(self, records: Records, me: Member) -> list[Member]:
+    def _wait(self, records: Records, me: RankRecord) -> list[RankRecord]:
         keys = [_key(rank) for rank in range(me.world_size)]
         pause = 0.01  # asked again and again: torch's own waiting cannot be interrupted, and warns when it is over
         while not records.store.check(keys):
@@ -145,21 +145,21 @@ class Meeting:
             time.sleep(pause)
             pause = min(1.5 * pause, LOOK_SECONDS)
         self._look(records, me)
-        members = records.get(keys, Member)
+        members = records.get(keys, RankRecord)
         for member in members:
             self._same_size(member, me)
         return members
 
-    def _look(self, records: Records, me: Member) -> None:
-        """Whether another rank has told all to leave, or was told of another number of ranks."""
+    def _look(self, records: Records, me: RankRecord) -> None:
+        """Raise if another rank has ended the job or expects another number of ranks."""
         if records.store.check([REFUSED]):
             (text,) = records.get([REFUSED], str)
             raise UserError(text, field="RANK", value=me.rank, accepted="one process of each rank", where="environment")
         if records.store.check([_key(0)]):
-            (first,) = records.get([_key(0)], Member)
+            (first,) = records.get([_key(0)], RankRecord)
             self._same_size(first, me)
 
-    def _same_size(self, other: Member, me: Member) -> None:
+    def _same_size(self, other: RankRecord, me: RankRecord) -> None:
         if other.world_size != me.world_size:
             raise UserError(
                 f"rank {other.rank} ({other}) was told of {other.world_size} ranks, rank {me.rank} ({me}) of "
@@ -168,10 +168,10 @@ class Meeting:
             )  # fmt: skip
 
     def failed(self, error: Exception) -> CommError:
-        """Why this rank could not join: who never came, or whom it cannot reach."""
+        """The error for a failed join: ranks that did not join, or that cannot be reached."""
         seconds, others = time.monotonic() - self.started, self.others
         records = self._records
-        came = within(PATIENCE, lambda: self._who_came(records)) if records is not None else None
+        came = within(PATIENCE, lambda: self._joined_ranks(records)) if records is not None else None
         reach = Reach(self.rank, [(came or {}).get(r) for r in range(len(others) + 1)]).look(came or ())
         absent = [r for r in others if came is not None and r not in came]
         peers = [r for r in others if reach.get(r) == UNREACHABLE] or absent or others
@@ -187,10 +187,10 @@ class Meeting:
             self.rank, peers, seconds, "joining the job", reach,
         )  # fmt: skip
 
-    def _who_came(self, records: Records) -> dict[int, Address | None]:
-        """The ranks that have left their record, and where they listen."""
+    def _joined_ranks(self, records: Records) -> dict[int, Address | None]:
+        """Addresses of the ranks that have written their record."""
         came = [r for r in self.others if records.store.check([_key(r)])]
-        return dict(zip(came, (m.address for m in records.get([_key(r) for r in came], Member)), strict=True))
+        return dict(zip(came, (m.address for m in records.get([_key(r) for r in came], RankRecord)), strict=True))
 
 
 def _key(rank: int) -> str:
@@ -198,7 +198,8 @@ def _key(rank: int) -> str:
 
 
 def within(seconds: float, ask: Callable[[], T]) -> T | None:
-    """Its answer; None if it fails or takes longer: a store that is cut off may not answer for a quarter of an hour."""
+    """The answer of ``ask``; None if it fails or takes longer than ``seconds``: a store that cannot be reached may
+    block for 15 minutes."""
     answer: list[T] = []
 
     def work() -> None:

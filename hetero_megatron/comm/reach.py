@@ -1,8 +1,8 @@
-"""What became of a rank that does not answer: each rank listens, and whoever waited in vain dials.
+"""Why a rank does not answer: each rank listens, and a rank that waited in vain connects to it.
 
-A time-out looks the same whether a process died, hangs, or is cut off. One TCP connection tells them apart: refused, so
-the node is there and the process is not; accepted without a word, so the process hangs (the kernel accepts for it); no
-connection at all, so the node or the way to it is down.
+A timeout looks the same whether a process died, hangs, or is cut off. A TCP connection tells them apart: refused: the
+node is up and the process is gone; accepted without a greeting: the process hangs (the kernel accepts for it); no
+connection: the node or the network is down.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 ANSWERS, HANGS, GONE, UNREACHABLE = "answers", "hangs", "is gone", "cannot be reached"
 PATIENCE = 5.0  # seconds for a connection, and for an answer on it: a lost first packet is sent again after 1 and 3 s
-AT_MOST = 64  # ranks that are dialled, all at once
-# What connecting gives where nothing comes through; other errors (no file descriptor left, say) tell nothing of a peer.
+AT_MOST = 64  # most ranks that are contacted, concurrently
+# Errors of connect when packets are lost; other errors (e.g. no file descriptors left) say nothing about the peer.
 _NO_WAY = {
     errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN,
     errno.EINVAL,  # Linux, for a route that is a black hole
@@ -30,7 +30,7 @@ _NO_WAY = {
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank listens, and what it says to whoever comes."""
+    """Where a rank listens, and the greeting by which it is recognised."""
 
     host: str
     port: int
@@ -38,7 +38,7 @@ class Address:
 
 
 class Beacon:
-    """Greets everybody who connects, in a thread that lives as long as the process. It never reads what they say.
+    """Greets every connection, in a daemon thread; never reads.
 
     Raises:
         OSError: it cannot listen at ``host``.
@@ -66,7 +66,7 @@ class Beacon:
 
 
 def own_address(towards: str) -> str:
-    """This host's address on the way to another host (nothing is sent). OSError: there is no way, or no such host."""
+    """This host's address towards another host (nothing is sent). OSError: no route, or no such host."""
     problem = OSError(f"no address of {towards}")
     for family, kind, protocol, _, target in socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM):
         try:
@@ -79,7 +79,7 @@ def own_address(towards: str) -> str:
 
 
 def dial(address: Address, patience: float = PATIENCE) -> str | None:
-    """What became of the rank that listened there; None: this host cannot tell."""
+    """State of the rank that listened at the address; None: unknown."""
     expected = address.greeting.encode()
     try:
         peer = socket.create_connection((address.host, address.port), timeout=patience)
@@ -102,12 +102,12 @@ def dial(address: Address, patience: float = PATIENCE) -> str | None:
 
 
 class Reach:
-    """All ranks' addresses, exchanged at the start: when they are needed there may be nobody left to ask.
+    """All ranks' addresses, exchanged at the start, because after a failure there may be nobody to ask.
 
     Args:
         addresses: by rank; None where a rank does not listen.
         beacon: this rank's own, kept alive.
-        cut: ranks that an emulated link does not reach now.
+        cut: ranks that are currently unreachable by emulation.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Reach:
         self.rank, self.addresses, self.beacon, self.cut = rank, tuple(addresses), beacon, cut
 
     def look(self, peers: Iterable[int], patience: float = PATIENCE) -> dict[int, str]:
-        """What became of ``peers``, and of others as well (so that a launcher learns who sees whom)."""
+        """State of ``peers`` and of some other ranks, so that the launcher learns who can reach whom."""
         known = {r: a for r, a in enumerate(self.addresses) if a is not None and r != self.rank}
         chosen = self._choose([p for p in peers if p in known], known)
         if not chosen:
@@ -138,10 +138,10 @@ class Reach:
 
 
 def listen(towards: str, one_host: bool = False) -> Beacon | None:
-    """A beacon where peers can reach it; None: not possible here, which must not keep anybody from training.
+    """A beacon at an address that peers can reach; None: not possible, which must not stop training.
 
     Args:
-        towards: the host where the ranks meet; one_host: all of them are on this one.
+        towards: the rendezvous host; one_host: all ranks are on this one.
     """
     try:
         return Beacon("127.0.0.1" if one_host else own_address(towards))
@@ -150,7 +150,7 @@ def listen(towards: str, one_host: bool = False) -> Beacon | None:
 
 
 def explain(peers: Sequence[int], reach: Mapping[int, str]) -> str:
-    """A clause on what became of the ranks that were waited for; on others only if they are cut off."""
+    """A clause on the state of the ranks that were waited for; others are only mentioned if they are cut off."""
     by_word: dict[str, list[int]] = {}
     for rank, word in sorted(reach.items()):
         if rank in peers or word == UNREACHABLE:

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank, told to all: they refuse together, with the same words."""
+"""Errors of one rank that are raised on all ranks with the same message."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetero_megatron.errors import UserError
 
 @dataclass(frozen=True)
 class Refusal:
-    """A ``UserError`` as it travels between ranks; ``value``: as it is shown, None where there is none."""
+    """A serialisable ``UserError``; ``value``: as shown, None if there is none."""
 
     problem: str
     field: str
@@ -32,10 +32,10 @@ class Refusal:
 
 
 def together(group: Group, action: Callable[[], Any], kind: Any = NoneType) -> list[Any]:
-    """Do ``action`` here; its results (of ``kind``, see :mod:`~hetero_megatron.comm.values`) on all ranks of the group.
+    """Run ``action`` here; returns the results (of type ``kind``) of all ranks of the group.
 
     Raises:
-        UserError: of the first rank whose action raised one, on all ranks.
+        UserError: that of the first rank whose action raised one, on all ranks.
     """
     problem, result = None, None
     try:

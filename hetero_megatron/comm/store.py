@@ -1,8 +1,8 @@
-"""The rendezvous store: where it listens, and records in it that only ranks of the job can have written.
+"""The rendezvous store: where it listens, and authenticated records in it.
 
-Whoever reaches the store can read and write it. So on one host it listens on the loopback interface only; what this
-package keeps in it is typed JSON, with a code that needs the job's secret (``HETERO_JOB_SECRET``) where there is one.
-What torch's backends keep there themselves has no such code: networks across hosts must be closed to others.
+Anyone who can connect to the store can read and write it. On a single host it therefore only listens on the loopback
+interface. Our records are typed JSON with a message authentication code by the job's secret (``HETERO_JOB_SECRET``), if
+there is one. Keys of torch's backends are not authenticated: networks across hosts must be closed to others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class JobStore:
 
 
 def serve(listener: socket.socket, host: str, timeout: timedelta) -> dist.TCPStore:
-    """A store in this process that listens with ``listener``, which it takes over: torch's own would listen on all
+    """A store in this process on the socket ``listener``, which it takes over; torch's own would listen on all
     interfaces."""
     port = int(listener.getsockname()[1])
     return dist.TCPStore(
@@ -41,7 +41,7 @@ def serve(listener: socket.socket, host: str, timeout: timedelta) -> dist.TCPSto
 
 
 def open_listener(launcher: LauncherEnvironment) -> socket.socket:
-    """Where rank 0 has the job's store: on the loopback interface if all ranks are on this host, else on all.
+    """The socket of rank 0's store: on the loopback interface if all ranks are on this host, else on all interfaces.
 
     Raises:
         OSError: the port is taken.
@@ -60,14 +60,14 @@ def open_listener(launcher: LauncherEnvironment) -> socket.socket:
 
 @dataclass(frozen=True)
 class Records:
-    """Typed values in a store, by key. ``scope``: what they are valid for, e.g. the round of the job."""
+    """Typed values in a store, by key; ``scope``: what they are valid for, e.g. the round of the job."""
 
     store: dist.Store
     secret: bytes
     scope: str
 
     def seal(self, key: str, value: object) -> str:
-        """A value as it is kept: its code over scope, key and value, a space, JSON."""
+        """The stored form of a value: authentication code over scope, key and value, a space, JSON."""
         text = encode(value)
         return f"{self._code(key, text)} {text.decode()}"
 
@@ -75,10 +75,10 @@ class Records:
         self.store.set(key, self.seal(key, value))
 
     def open(self, key: str, data: bytes, kind: Any) -> Any:
-        """The value of what was kept under ``key``.
+        """The value stored under ``key``.
 
         Raises:
-            UserError: no rank of this job wrote it.
+            UserError: it was not written by a rank of this job.
         """
         code, _, text = data.partition(b" ")
         if not hmac.compare_digest(code, self._code(key, text).encode()):
@@ -88,12 +88,12 @@ class Records:
         return decode(text, kind, f"whoever wrote {key} into the rendezvous store")
 
     def get(self, keys: Sequence[str], kind: Any) -> list[Any]:
-        """The values of keys that are there."""
+        """The values of keys that exist."""
         found = self.store.multi_get(list(keys)) if keys else []
         return [self.open(key, data, kind) for key, data in zip(keys, found, strict=True)]
 
     def _code(self, key: str, text: bytes) -> str:
-        """Without a secret all the same for all: the record is then only as trustworthy as the network."""
+        """Authentication code; without a secret it is keyless, and the record only as trustworthy as the network."""
         if not self.secret:
             return "-"
         return hmac.new(self.secret, b"\0".join((self.scope.encode(), key.encode(), text)), "sha256").hexdigest()

@@ -1,7 +1,7 @@
-"""Values that ranks tell each other, as JSON text: nothing that comes from a peer is run, and its type is checked.
+"""Values exchanged between ranks as JSON: nothing received is executed, and types are checked.
 
-A kind is ``None``, ``bool``, ``int``, ``float``, ``str``, a dataclass, or made of kinds: ``list[K]``,
-``tuple[K, ...]``, ``tuple[K, L]``, ``dict[K, L]``, ``K | L``. ``Any``: JSON as it is, where tuples arrive as lists.
+A kind is ``None``, ``bool``, ``int``, ``float``, ``str``, a dataclass, or composed of kinds: ``list[K]``, ``tuple[K,
+...]``, ``tuple[K, L]``, ``dict[K, L]``, ``K | L``. ``Any``: any JSON; tuples arrive as lists.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class _WrongType(Exception):
 
 
 def encode(value: object) -> bytes:
-    """A value of one of the kinds as UTF-8 text. TypeError: it is of none."""
+    """A value of one of the kinds as UTF-8 JSON. TypeError: of none of them."""
     return json.dumps(_plain(value), separators=(",", ":")).encode()
 
 
 def decode(data: bytes, kind: Any, source: str) -> Any:
-    """The value that ``encode`` was given.
+    """The value that was encoded.
 
     Args:
-        source: who sent it, for refusals.
+        source: the sender, for error messages.
 
     Raises:
         UserError: it is not a value of this kind.

@@ -1,5 +1,5 @@
-"""Transfers of a device that never end. Its library's ``wait`` makes the device wait, not the host, so that a dead peer
-would show up as a host that hangs in something else; somebody has to look."""
+"""Detection of device transfers that never end. The library's ``wait`` blocks the device stream, not the host, so that
+a dead peer would otherwise show up as a host that hangs elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hetero_megatron.comm.handle import Works
 from hetero_megatron.comm.hooks import Work
 
-LOOK_SECONDS = 1.0  # between two looks, so that a work that has ended, and what it holds, is kept no longer
+LOOK_SECONDS = 1.0  # polling interval; also how long the memory of completed works is kept
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class _Transfer:
     started: float
 
 
-class Watch:
+class TransferWatch:
     """Keeps the transfers of one rank until they have ended.
 
     Args:
-        timeout: seconds after which one that has not ended is lost.
-        failure: (peers, seconds, error, activity) -> what to say of it.
-        aside: a stream of the watching thread's own, so that asking a work for its error holds up no other stream.
+        timeout: seconds after which a transfer counts as lost.
+        failure: (peers, seconds, error, activity) -> the exception to report.
+        aside: context with a stream of the watching thread's own, so that polling a work blocks no other stream.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class Watch:
         self._lock = threading.Lock()
 
     def add(self, work: Work, peers: tuple[int, ...], activity: str) -> None:
-        """Called for every transfer that was started."""
+        """Called for every started transfer."""
         for one in work.works if isinstance(work, Works) else (work,):
             self._transfers.append(_Transfer(one, peers, activity, time.monotonic()))
 
     def look(self) -> Exception | None:
-        """What became of the oldest transfer that failed, or has not ended in time; None: of none."""
+        """The error of the oldest transfer that failed or timed out; None: there is none."""
         with self._lock, self._aside():
             for _ in range(len(self._transfers)):
                 transfer = self._transfers.popleft()
@@ -72,7 +72,7 @@ class Watch:
         return None
 
     def start(self, lost: Callable[[Exception], None]) -> None:
-        """Look again and again, in a thread; ``lost`` is called there, once."""
+        """Poll in a thread; ``lost`` is called there, once."""
 
         def run() -> None:
             while (error := self.look()) is None:

@@ -83,7 +83,7 @@ def build_datasets(
         required_eod(tokenizer, "--eod-mask-loss masks what follows it")
     limit = _limit(tokenizer, model_vocab_size)
     log(_tokenizer_line(config, tokenizer, limit))
-    builder = _Builder(config, seq_length, seed, tokenizer, limit, log)
+    builder = _SplitBuilder(config, seq_length, seed, tokenizer, limit, log)
     train, valid, test = (builder.split(i) if n else None for i, n in enumerate(num_samples))
     for name, dataset, n in zip(SPLITS, (train, valid, test), num_samples):
         if isinstance(dataset, PackedDataset):
@@ -155,7 +155,7 @@ def config_tokenizer(config: DataConfig, model_vocab_size: int | None = None) ->
 
 
 @dataclass
-class _Builder:
+class _SplitBuilder:
     config: DataConfig
     seq_length: int
     seed: int

@@ -22,7 +22,7 @@ from hetero_megatron.errors import UserError
 WINDOW = 4096
 
 
-class _Reader:
+class _SampleReader:
     """Samples one after another, with what is needed to begin again at each of them."""
 
     def __init__(
@@ -97,7 +97,7 @@ class StreamingDataset:
         self.corpus, self.tokenizer, self.seq_length = corpus, tokenizer, seq_length
         self._vocab_size, self._window, self._lock = vocab_size, window, threading.Lock()
         self._recent: dict[int, tuple[Sample, Cursor, int]] = {}
-        self._reader = _Reader(corpus, tokenizer, seq_length, 0, START, 0, vocab_size)
+        self._reader = _SampleReader(corpus, tokenizer, seq_length, 0, START, 0, vocab_size)
         self._broken: UserError | None = None
 
     def __getitem__(self, index: int) -> Sample:
@@ -131,7 +131,7 @@ class StreamingDataset:
     def _restart(self, sample: int, cursor: Cursor, skip: int) -> None:
         self._recent.clear()
         self._broken = None
-        self._reader = _Reader(
+        self._reader = _SampleReader(
             self.corpus, self.tokenizer, self.seq_length, sample, cursor, skip, self._vocab_size
         )
 

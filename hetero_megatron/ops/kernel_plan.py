@@ -27,7 +27,7 @@ class KernelWarning(UserWarning):
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """One operator's kernel, whether it was asked for, and why kernels of better rank were passed over."""
 
     kernel: Kernel
@@ -46,7 +46,7 @@ class KernelPlan:
     """
 
     def __init__(
-        self, registry: Registry, choices: Mapping[str, Choice], calls: Mapping[str, Any] | None = None
+        self, registry: Registry, choices: Mapping[str, KernelChoice], calls: Mapping[str, Any] | None = None
     ) -> None:
         self.registry = registry
         self.choices = dict(choices)
@@ -55,7 +55,7 @@ class KernelPlan:
             call = (calls or {}).get(op)
             setattr(self, op, self._call(choice) if call is None else call)
 
-    def _call(self, choice: Choice) -> Any:
+    def _call(self, choice: KernelChoice) -> Any:
         spec, kernel = self.registry.spec(choice.kernel.op), choice.kernel
         if choice.signature.compiled and not kernel.traceable:
             return compiled_call(spec, kernel)
@@ -146,7 +146,7 @@ def _reasons(kernel: Kernel, signature: Signature) -> list[str]:
         ) from error  # fmt: skip
 
 
-def _requested(registry: Registry, signature: Signature, provider: str, field: str) -> Choice:
+def _requested(registry: Registry, signature: Signature, provider: str, field: str) -> KernelChoice:
     kernel = registry.kernel(signature.op, provider, field)
     reasons = _reasons(kernel, signature)
     if reasons:
@@ -159,10 +159,10 @@ def _requested(registry: Registry, signature: Signature, provider: str, field: s
             f"it cannot serve {signature}: {'; '.join(reasons)}",
             field=field, value=provider, accepted=elsewhere + (", ".join(able) or "no provider can serve it"),
         )  # fmt: skip
-    return Choice(kernel, signature, True, ())
+    return KernelChoice(kernel, signature, True, ())
 
 
-def _first(registry: Registry, signature: Signature, field: str) -> Choice:
+def _first(registry: Registry, signature: Signature, field: str) -> KernelChoice:
     rejected: list[tuple[str, tuple[str, ...]]] = []
     able: list[Kernel] = []
     for kernel in registry.kernels(signature.op):
@@ -186,7 +186,7 @@ def _first(registry: Registry, signature: Signature, field: str) -> Choice:
     if able[0].kind == REFERENCE:
         why = "; ".join(f"{name}: {'; '.join(reasons)}" for name, reasons in rejected) or "there is no other"
         warnings.warn(f"{signature} runs on the slow reference ({why})", KernelWarning, stacklevel=4)
-    return Choice(able[0], signature, False, tuple(rejected))
+    return KernelChoice(able[0], signature, False, tuple(rejected))
 
 
 def _rank(kernel: Kernel) -> tuple[int, int]:

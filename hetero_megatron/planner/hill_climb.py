@@ -9,11 +9,8 @@ T = TypeVar("T", bound=Hashable)
 
 
 class HillClimb(Generic[T]):
-    """One local search; no solution is looked at twice.
-
-    Attributes:
-        effort: how many more neighbours may be looked at.
-    """
+    """One local search that never evaluates the same solution twice. ``effort``: number of neighbours that may still be
+    evaluated."""
 
     def __init__(self, effort: int) -> None:
         self.effort = effort

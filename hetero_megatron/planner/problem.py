@@ -1,4 +1,4 @@
-"""What the planner is asked: a plan of a model on a cluster, for steps of a given size, within a search space."""
+"""The planner's input: model, cluster, batch and sequence length, and the search space."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from hetero_megatron.spec import ModelSpec
 @dataclass(frozen=True)
 class SearchOptions:
     """Args:
-    dtype: of weights and activations.
-    time_limit: seconds after which the best plan so far is taken; None: until done.
-    top: templates that are simulated exactly.
-    space: what may be chosen.
-    costs: assumptions of the cost model.
-    exhaustive: False: never enumerate completely; None: where possible.
-    regroup: ways to cut the stages of each of the best templates into other TP degrees that are tried; 0: none.
-    seed: of graph partitioning, the only part with random choices.
-    """
+        dtype: of weights and activations.
+        time_limit: seconds after which the best plan found so far is returned; None: no limit.
+        top: number of best templates that are timed by the step simulator.
+        space: the choices that plans may make.
+        costs: assumptions of the cost model.
+        exhaustive: False: never enumerate the whole space; None: enumerate where it is small enough.
+        regroup: alternative TP degrees tried per pipeline of the best templates (see ``tp_moves``); 0: none.
+        seed: of graph partitioning, the only randomised part."""
 
     dtype: str = "bf16"
     time_limit: float | None = None
@@ -44,7 +43,8 @@ class PlanningProblem:
     """One question to the planner.
 
     Args:
-        seq_length: tokens per sequence; global_batch_size: sequences per optimizer step.
+        seq_length: tokens per sequence.
+        global_batch_size: sequences per optimizer step.
     """
 
     model: ModelSpec
@@ -68,11 +68,11 @@ class PlanningProblem:
         return replace(self, global_batch_size=global_batch_size)
 
     def with_space(self, **changes: Any) -> PlanningProblem:
-        """The same question with other choices open; ``changes``: fields of :class:`SearchSpace`."""
+        """The same problem with other choices; ``changes``: fields of :class:`SearchSpace`."""
         return replace(self, options=replace(self.options, space=replace(self.space, **changes)))
 
     def with_margin(self, margin: float) -> PlanningProblem:
-        """The same question with another share of memory that no plan may use."""
+        """The same problem with another share of device memory kept free."""
         return replace(self, options=replace(self.options, costs=replace(self.options.costs, margin=margin)))
 
     @property
@@ -81,7 +81,7 @@ class PlanningProblem:
         return cannot_offload(self.options.costs.moments, self.dtype) is None
 
     def check(self) -> None:
-        """UserError for sizes that no plan can have."""
+        """Raise UserError for sequence lengths, batch sizes and offload settings that no plan can have."""
         model, batch, sizes = self.model, self.global_batch_size, self.space.micro_batch_sizes
         if not 1 <= self.seq_length <= model.max_position_embeddings:
             raise UserError(

@@ -1,4 +1,4 @@
-"""When a search ends before it is done: at its time limit, or when the user presses Ctrl-C."""
+"""Time limit of a search and handling of Ctrl-C."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-Late = Callable[[], bool]  # whether to stop
+ShouldStop = Callable[[], bool]
 T = TypeVar("T")
 
 
 def never() -> bool:
-    """For work without a limit."""
+    """The ``should_stop`` of work without a limit."""
     return False
 
 
 class TimeBudget:
-    """Shared by all searches of one command, so that the limit and one Ctrl-C hold for them together.
+    """Time limit shared by all searches of one command, so that one limit and one Ctrl-C apply to all of them.
 
     Attributes:
-        interrupted: Ctrl-C came. A second one is not caught and ends the command.
-        cut: something was left out because of either.
+        interrupted: Ctrl-C was pressed once. A second one is not caught and ends the command.
+        cut: the time limit or Ctrl-C made a search leave something out.
     """
 
     def __init__(self, time_limit: float | None = None) -> None:
@@ -31,13 +31,13 @@ class TimeBudget:
         self._catches = True
 
     def uncaught(self) -> TimeBudget:
-        """The same limit, for work that Ctrl-C may end at once."""
+        """The same limit for work that Ctrl-C may abort immediately."""
         other = copy.copy(self)
         other._catches = False
         return other
 
     def over(self) -> bool:
-        """Whether to stop. A caller that is told so must stop: the result then counts as cut short."""
+        """Whether to stop now. The caller must stop when True: the result is then marked as cut short."""
         if self.interrupted or (self.deadline is not None and time.monotonic() > self.deadline):
             self.cut = True
             return True
@@ -45,7 +45,7 @@ class TimeBudget:
 
     @contextmanager
     def catching(self) -> Iterator[None]:
-        """In this block Ctrl-C ends the block, not the command."""
+        """Context in which Ctrl-C leaves the block instead of ending the command."""
         try:
             yield
         except KeyboardInterrupt:
@@ -54,7 +54,8 @@ class TimeBudget:
             self.stop()
 
     def stop(self) -> None:
-        """Call after catching a KeyboardInterrupt: end the search here, or re-raise where the budget does not catch."""
+        """Call after catching KeyboardInterrupt: mark the search as interrupted, or re-raise for an :meth:`uncaught`
+        budget."""
         if not self._catches:
             raise KeyboardInterrupt
         self.interrupted = self.cut = True

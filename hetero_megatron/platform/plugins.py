@@ -33,7 +33,7 @@ BUILT_IN = ("reference", "cpu", "triton", "nvidia", "amd", "ascend", "vendors") 
 
 
 @dataclass(frozen=True)
-class Source:
+class PluginSource:
     """Where a plugin was found: its name, module, and how (built in, entry point, environment)."""
 
     name: str
@@ -66,7 +66,7 @@ class PluginApi:
 class Plugin:
     """A plugin that was looked at. ``error``: why it does not take part; ``trace``: the traceback, if any."""
 
-    source: Source
+    source: PluginSource
     kernels: list[Kernel] = field(default_factory=list)
     platforms: list[Accelerator] = field(default_factory=list)
     error: str = ""
@@ -102,19 +102,19 @@ class Plugins:
         return [p for p in self.plugins if not p.ok]
 
 
-def discover(environment: Mapping[str, str] = os.environ) -> list[Source]:
+def discover(environment: Mapping[str, str] = os.environ) -> list[PluginSource]:
     """Every plugin there is, built-in ones first; nothing is imported."""
-    found = [Source(name, f"hetero_plugins.{name}", "built in") for name in BUILT_IN]
+    found = [PluginSource(name, f"hetero_plugins.{name}", "built in") for name in BUILT_IN]
     for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda p: (p.name, p.value)):
         version = point.dist.version if point.dist is not None else ""
-        found.append(Source(point.name, point.value.partition(":")[0].strip(), "entry point", version))
+        found.append(PluginSource(point.name, point.value.partition(":")[0].strip(), "entry point", version))
     for module in filter(None, (word.strip() for word in environment.get(ENVIRONMENT, "").split(","))):
         if all(module != source.module for source in found):
-            found.append(Source(module.split(".")[0].removeprefix("hetero_"), module, "environment"))
+            found.append(PluginSource(module.split(".")[0].removeprefix("hetero_"), module, "environment"))
     return found
 
 
-def load_plugins(sources: Iterable[Source] | None = None) -> Plugins:
+def load_plugins(sources: Iterable[PluginSource] | None = None) -> Plugins:
     """Load all plugins into a new registry."""
     registry, platforms = torch_registry(), dict[str, Accelerator]()
     plugins = []
@@ -126,7 +126,7 @@ def load_plugins(sources: Iterable[Source] | None = None) -> Plugins:
     return Plugins(plugins, registry, platforms)
 
 
-def load(source: Source) -> Plugin:
+def load(source: PluginSource) -> Plugin:
     """Import one plugin and collect what it registers; whatever it raises becomes its ``error``."""
     try:
         problem = version_problem(source.module)

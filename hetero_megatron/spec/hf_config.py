@@ -49,12 +49,12 @@ def from_hf_config(config: Config, where: str = "config.json", name: str | None 
             accepted=", ".join(FAMILIES), where=where,
         )  # fmt: skip
     check_keys(config, family, where)
-    read = _Reader(config, where)
+    read = _ConfigReader(config, where)
     _check_architectures(read, family)
     return _gpt2(read, name or "gpt2") if family == "gpt2" else _llama_like(read, family, name or family)
 
 
-class _Reader:
+class _ConfigReader:
     """Typed access that names key, value and file in every refusal.
 
     ``null`` is not the same as absent: transformers refuses it for most keys. Those for which it means something
@@ -99,7 +99,7 @@ class _Reader:
             require_one_of(self.config[key], accepted, self.prefix + key, self.where)
 
 
-def _check_architectures(read: _Reader, family: str) -> None:
+def _check_architectures(read: _ConfigReader, family: str) -> None:
     """Weights of a classifier, or of another family, are not those of a causal language model of this family."""
     found = read.value("architectures", [], nullable=True)
     stem = "GPT2" if family == "gpt2" else family.capitalize()
@@ -112,7 +112,7 @@ def _check_architectures(read: _Reader, family: str) -> None:
         )  # fmt: skip
 
 
-def _llama_like(read: _Reader, family: str, name: str) -> ModelSpec:
+def _llama_like(read: _ConfigReader, family: str, name: str) -> ModelSpec:
     defaults = _LLAMA_LIKE[family]
     read.must_be("hidden_act", "silu", "swish")
     read.must_be("attention_dropout", 0, *([None] if family == "llama" else []))
@@ -153,7 +153,7 @@ def _llama_like(read: _Reader, family: str, name: str) -> ModelSpec:
     )
 
 
-def _heads(read: _Reader, family: str) -> tuple[int, int, int]:
+def _heads(read: _ConfigReader, family: str) -> tuple[int, int, int]:
     """(query heads, key-value heads, features of a head)."""
     defaults = _LLAMA_LIKE[family]
     heads, hidden = read.integer("num_attention_heads"), read.integer("hidden_size")
@@ -172,7 +172,7 @@ def _heads(read: _Reader, family: str) -> tuple[int, int, int]:
     return heads, kv_heads, head_dim
 
 
-def _window(read: _Reader, family: str) -> int | None:
+def _window(read: _ConfigReader, family: str) -> int | None:
     layers = read.integer("num_hidden_layers", most=MAX_LAYERS)
     if family in ("llama", "mistral"):  # transformers reads no layer_types here
         window = None
@@ -188,7 +188,7 @@ def _window(read: _Reader, family: str) -> int | None:
     return _qwen_window(read, layers)
 
 
-def _qwen_window(read: _Reader, layers: int) -> int | None:
+def _qwen_window(read: _ConfigReader, layers: int) -> int | None:
     window, kinds = None, read.value("layer_types", None, nullable=True)
     used = read.flag("use_sliding_window")
     if read.value("sliding_window", 0) is not None:
@@ -213,7 +213,7 @@ def _qwen_window(read: _Reader, layers: int) -> int | None:
     )  # fmt: skip
 
 
-def _rope(read: _Reader, positions: int) -> tuple[float, RopeScaling | None, tuple[str, ...]]:
+def _rope(read: _ConfigReader, positions: int) -> tuple[float, RopeScaling | None, tuple[str, ...]]:
     """(theta, scaling, notices) by transformers' precedence (``modeling_rope_utils``).
 
     transformers < 5 writes rope_theta and rope_scaling, >= 5 one object rope_parameters. A rope_scaling that is not
@@ -227,7 +227,7 @@ def _rope(read: _Reader, positions: int) -> tuple[float, RopeScaling | None, tup
             )
     key = "rope_scaling" if read.config.get("rope_scaling") else "rope_parameters"
     rope = read.value(key, {}, nullable=True)
-    inner = _Reader(rope, read.where, f"{key}.")
+    inner = _ConfigReader(rope, read.where, f"{key}.")
     theta = inner.positive("rope_theta") if "rope_theta" in rope else read.positive("rope_theta", 10000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
@@ -244,7 +244,7 @@ def _rope(read: _Reader, positions: int) -> tuple[float, RopeScaling | None, tup
     return theta, _scaling(read, inner, kind, positions), _unread(read, rope, theta)
 
 
-def _scaling(read: _Reader, inner: _Reader, kind: str, positions: int) -> RopeScaling | None:
+def _scaling(read: _ConfigReader, inner: _ConfigReader, kind: str, positions: int) -> RopeScaling | None:
     if kind == "default":
         return None
     if kind == "linear":
@@ -255,7 +255,7 @@ def _scaling(read: _Reader, inner: _Reader, kind: str, positions: int) -> RopeSc
     return RopeScaling("llama3", factor, low, high, original)
 
 
-def _unread(read: _Reader, rope: Config, theta: float) -> tuple[str, ...]:
+def _unread(read: _ConfigReader, rope: Config, theta: float) -> tuple[str, ...]:
     """What the user may take to count, and does not count for transformers either."""
     beside = read.config.get("rope_parameters") or {}
     if rope is beside or beside.get("rope_theta", theta) == theta:
@@ -264,8 +264,8 @@ def _unread(read: _Reader, rope: Config, theta: float) -> tuple[str, ...]:
     return (f"{read.where}: rope_theta is {theta:g}: {unread} is not read beside rope_scaling, by transformers either",)
 
 
-def _gpt2(read: _Reader, name: str) -> ModelSpec:
-    read = _Reader(_own_names(read), read.where)
+def _gpt2(read: _ConfigReader, name: str) -> ModelSpec:
+    read = _ConfigReader(_own_names(read), read.where)
     read.must_be("scale_attn_weights", True)
     read.must_be("scale_attn_by_inverse_layer_idx", False)
     read.must_be("reorder_and_upcast_attn", False)
@@ -304,7 +304,7 @@ def _gpt2(read: _Reader, name: str) -> ModelSpec:
     )
 
 
-def _own_names(read: _Reader) -> Config:
+def _own_names(read: _ConfigReader) -> Config:
     """GPT-2's keys under their own names. Under both names with two values, transformers takes the other name's."""
     config = dict(read.config)
     for other, own in GPT2_ALIASES.items():

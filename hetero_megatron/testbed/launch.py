@@ -37,7 +37,7 @@ from hetero_megatron.testbed.process import (
     signal_all,
     status,
 )  # fmt: skip
-from hetero_megatron.testbed.report import Outcome, describe, report, say
+from hetero_megatron.testbed.report import RunOutcome, describe, report, say
 from hetero_megatron.testbed.settings import Settings, describe_links
 from hetero_megatron.testbed.state import CONTROL, ENVIRONMENT, LOAD, READY, clean, new_testbed, write_json
 from hetero_megatron.words import plural
@@ -49,7 +49,7 @@ PORT = 29500  # in namespaces of our own every port is free
 
 
 @dataclass(frozen=True)
-class Options:
+class LaunchOptions:
     """How to run a command on a testbed.
 
     Args:
@@ -86,7 +86,7 @@ class Launcher:
     """
 
     settings: Settings
-    options: Options
+    options: LaunchOptions
     codes: dict[int, int] = field(default_factory=dict)
     latencies: dict[str, float] = field(default_factory=dict)
 
@@ -95,7 +95,7 @@ class Launcher:
             raise UserError("a testbed inside a testbed", field=MARK, value=os.environ[MARK], accepted="one at a time")
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
         self._groups: dict[int, Path] = {}  # those that limit the memory of ranks
-        self._network: namespaces.Network | None = None
+        self._network: namespaces.VirtualNetwork | None = None
         self._signals: list[int] = []
         self._ready: set[int] = set()
         self._load = LoadMonitor(sessions=[])
@@ -147,7 +147,7 @@ class Launcher:
         settings, directory = self.settings, self._testbed.directory
         self._record()
         if settings.links == "namespaces":
-            self._network = namespaces.Network(len(settings.node_names), settings.node_rates)
+            self._network = namespaces.VirtualNetwork(len(settings.node_names), settings.node_rates)
             try:
                 self._network.open()
             except (OSError, RuntimeError) as error:
@@ -274,7 +274,7 @@ class Launcher:
             for rank in self._ended():
                 if self.codes[rank] and deadline == float("inf"):
                     deadline = time.monotonic() + self.options.grace
-                    say(f"{self._obituary(rank)}; the others have {self.options.grace:g} s to end")
+                    say(f"{self._describe_exit(rank)}; the others have {self.options.grace:g} s to end")
             self._note_ready()
             if self._reaper is not None and self._reaper.poll() is not None:
                 self._reaper = self._start_reaper()
@@ -296,7 +296,7 @@ class Launcher:
             self.codes[rank] = code if code >= 0 else 128 - code
         return new
 
-    def _obituary(self, rank: int) -> str:
+    def _describe_exit(self, rank: int) -> str:
         code, place = self._ranks[rank].returncode, self.settings.cluster.ranks[rank]
         how = f"ended with {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
         if rank in self._groups and cgroups.oom_kills(self._groups[rank]):
@@ -344,7 +344,7 @@ class Launcher:
     def _report(self, code: int) -> None:
         slowed = self.settings.chips != "none" or self.settings.links == "paced"  # by the ranks themselves
         unheard = sorted(set(self._ranks) - self._ready) if slowed else []
-        outcome = Outcome(code, self.codes, self.latencies, self._load, unheard, self._clock)
+        outcome = RunOutcome(code, self.codes, self.latencies, self._load, unheard, self._clock)
         report(self.settings, outcome, self.options.log_dir)
 
 

@@ -48,7 +48,7 @@ def tool(name: str, lines: Sequence[str], namespace: int) -> None:
 
 
 @dataclass
-class Network:
+class VirtualNetwork:
     """The namespaces of ``count`` nodes with links between them.
 
     Args:

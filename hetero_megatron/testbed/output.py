@@ -13,7 +13,7 @@ _CHUNK = 1 << 16
 
 
 @dataclass
-class _Stream:
+class _RankStream:
     rank: int
     name: str  # out | err
     file: BinaryIO | None
@@ -45,7 +45,7 @@ class Output:
         file = None if self._directory is None else (self._directory / f"rank-{rank}.{name}").open("wb")
         shown = self._which == "all" or name == "err" or rank == 0
         bare = self._which == "rank0" and name == "out"
-        stream = _Stream(rank, name, file, shown, b"" if bare else f"[{rank}] ".encode())
+        stream = _RankStream(rank, name, file, shown, b"" if bare else f"[{rank}] ".encode())
         self._selector.register(pipe, selectors.EVENT_READ, stream)
 
     def pump(self, seconds: float) -> bool:
@@ -63,7 +63,7 @@ class Output:
                 self._end(key)
         return bool(self._selector.get_map())
 
-    def _pass_on(self, stream: _Stream, data: bytes) -> None:
+    def _pass_on(self, stream: _RankStream, data: bytes) -> None:
         if stream.file is not None:
             stream.file.write(data)
             stream.file.flush()

@@ -68,7 +68,7 @@ def die_with_parent(parent: int) -> None:
 
 
 @dataclass(frozen=True)
-class Status:
+class ProcessStatus:
     """A line of /proc/PID/stat; ``ticks`` is CPU time of it and of its children that were waited for."""
 
     pid: int
@@ -80,7 +80,7 @@ class Status:
     start: int
 
 
-def status(pid: int | str) -> Status | None:
+def status(pid: int | str) -> ProcessStatus | None:
     """None when there is no such process (or no /proc)."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -88,7 +88,7 @@ def status(pid: int | str) -> Status | None:
     except OSError:
         return None
     words = text[text.rindex(b")") + 2 :].split()
-    return Status(
+    return ProcessStatus(
         pid=int(text[: text.index(b" ")]),
         state=words[0].decode(),
         parent=int(words[1]),
@@ -99,7 +99,7 @@ def status(pid: int | str) -> Status | None:
     )
 
 
-def all_status() -> list[Status]:
+def all_status() -> list[ProcessStatus]:
     try:
         names = os.listdir("/proc")
     except OSError:

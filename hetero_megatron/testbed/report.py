@@ -20,7 +20,7 @@ MEANING = {  # of results, by kind of chips; wherever they are reported
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How a run ended.
 
     Args:
@@ -58,7 +58,7 @@ def say(text: str) -> None:
     print(f"testbed: {text}" if not text.startswith("testbed ") else text, file=sys.stderr, flush=True)
 
 
-def report(settings: Settings, outcome: Outcome, log_dir: Path | None) -> None:
+def report(settings: Settings, outcome: RunOutcome, log_dir: Path | None) -> None:
     """The closing lines, and ``testbed.json`` among the logs."""
     if outcome.unheard:
         what = f"chips {settings.chips}" + (", links paced" if settings.links == "paced" else "")

@@ -43,7 +43,7 @@ _NO_IDENTITY = ("name", "init_std", "max_position_embeddings", "notices", "hf_mo
 
 
 @dataclass(frozen=True)
-class Progress:
+class ConsumedSamples:
     """How far a run has come."""
 
     step: int = 0
@@ -104,7 +104,7 @@ class Checkpointing:
         interval = self.config.checkpoint.save_interval
         return self.active and bool(interval) and step % (interval or 1) == 0
 
-    def save(self, progress: Progress, loss_scale: LossScale) -> None:
+    def save(self, progress: ConsumedSamples, loss_scale: LossScale) -> None:
         """Copy and write in the background, unless this step is saved already."""
         if self.saver is None or self.last_saved == progress.step:
             return
@@ -119,7 +119,7 @@ class Checkpointing:
         self.last_saved = progress.step
         self._log(f"saving checkpoint of step {progress.step} to {self.saver.directory.at(progress.step)}")
 
-    def _state(self, progress: Progress, loss_scale: LossScale) -> dict[str, Any]:
+    def _state(self, progress: ConsumedSamples, loss_scale: LossScale) -> dict[str, Any]:
         config = self.config
         return {
             "step": progress.step,
@@ -157,10 +157,10 @@ class Checkpointing:
 
     # Loading
 
-    def load(self) -> tuple[RunConfig, Progress, LossScale]:
+    def load(self) -> tuple[RunConfig, ConsumedSamples, LossScale]:
         """Restore weights and optimizer; returns the configuration (with the schedule that counts) and the progress."""
         config, options = self.config, self.config.checkpoint
-        fresh = (config, Progress(), config.loss_scale)
+        fresh = (config, ConsumedSamples(), config.loss_scale)
         found, finetune = self._find(), options.finetune
         if found is None and options.pretrained is not None:
             found, finetune = self._open(options.pretrained, PRETRAINED), True
@@ -185,7 +185,7 @@ class Checkpointing:
         self.config = config = same_schedule(config, state)
         self._say_differences(found)
         self.data.load_state_dict(state.get("data") or {})
-        progress = Progress(int(state["step"]), int(state["consumed_train_samples"]))
+        progress = ConsumedSamples(int(state["step"]), int(state["consumed_train_samples"]))
         if options.goes_on:
             self.last_saved = progress.step
             self._say_newer(progress.step)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Progress:
+class ConsoleLine:
     """What a line says. ``None`` leaves a field out.
 
     Attributes:
@@ -35,7 +35,7 @@ class Progress:
     eta_seconds: float | None = None
 
 
-def format_line(p: Progress, now: datetime.datetime | None = None) -> str:
+def format_line(p: ConsoleLine, now: datetime.datetime | None = None) -> str:
     """One line, without a newline."""
     now = now or datetime.datetime.now()
     parts = [

@@ -28,7 +28,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)$")
 
 
 @dataclass(frozen=True, order=True)
-class Finding:
+class NonFinite:
     """Something not finite. ``phase``: 0 a weight, 1 an output in forward, 2 a gradient; ``position`` orders them."""
 
     phase: int
@@ -153,10 +153,10 @@ def watched_run(runtime: Runtime, fetch: Fetch, first: int, size: int, scale: fl
     Returns:
         ([ranks, 3] as in ``StepGuard.rows``, where the first value that is not finite arose, or "").
     """
-    found: list[Finding] = []
+    found: list[NonFinite] = []
     for name, param in runtime.sync.params.items():
         if not torch.isfinite(param.detach()).all():
-            found.append(Finding(0, 0.0, f"{_WEIGHT} {name}"))
+            found.append(NonFinite(0, 0.0, f"{_WEIGHT} {name}"))
     with _watch(runtime, found):
         work = runtime.work(fetch, first, size)
         work = StageWork(work.actions, work.batches, work.sizes, seed=scale / (size * runtime.plan.seq_length))
@@ -167,17 +167,17 @@ def watched_run(runtime: Runtime, fetch: Fetch, first: int, size: int, scale: fl
         for piece, grad in zip(exchange.pieces, tensors, strict=True):
             if not torch.isfinite(grad).all():
                 position = exchange.bucket.index + names.index(piece.name) / len(names)
-                found.append(Finding(2, position, f"gradient of {piece.name}"))
+                found.append(NonFinite(2, position, f"gradient of {piece.name}"))
     rows = runtime.gather(result, squared_norm(grads, runtime.kernels.l2norm))[:, :3]
     return rows, first_place(runtime, found)
 
 
-def first_place(runtime: Runtime, mine: Sequence[Finding]) -> str:
+def first_place(runtime: Runtime, mine: Sequence[NonFinite]) -> str:
     """Of all ranks' findings the earliest, with the ranks that saw it."""
     place = runtime.place
     where = f"pipeline {place.pipeline} stage {place.stage}"
-    everyone = runtime.world.gather_objects((where, min(mine) if mine else None), tuple[str, Finding | None])
-    seen: list[tuple[Finding, int, str]] = []
+    everyone = runtime.world.gather_objects((where, min(mine) if mine else None), tuple[str, NonFinite | None])
+    seen: list[tuple[NonFinite, int, str]] = []
     for rank, (there, theirs) in zip(runtime.world.ranks, everyone, strict=True):
         if theirs is not None:
             seen.append((theirs, rank, there))
@@ -189,7 +189,7 @@ def first_place(runtime: Runtime, mine: Sequence[Finding]) -> str:
 
 
 @contextmanager
-def _watch(runtime: Runtime, found: list[Finding]) -> Iterator[None]:
+def _watch(runtime: Runtime, found: list[NonFinite]) -> Iterator[None]:
     """Look at the output of the embedding, every layer and the head in forward."""
     handles = []
     for name, module in runtime.model.named_modules():
@@ -198,7 +198,7 @@ def _watch(runtime: Runtime, found: list[Finding]) -> Iterator[None]:
         if layer or name in ends:
             position = float(layer[1]) if layer else ends[name]
             label = f"output of layer {layer[1]}" if layer else f"output of {name}"
-            handles.append(module.register_forward_hook(_looker(found, Finding(1, position, label))))
+            handles.append(module.register_forward_hook(_looker(found, NonFinite(1, position, label))))
     try:
         yield
     finally:
@@ -206,7 +206,7 @@ def _watch(runtime: Runtime, found: list[Finding]) -> Iterator[None]:
             handle.remove()
 
 
-def _looker(found: list[Finding], finding: Finding) -> Callable[..., None]:
+def _looker(found: list[NonFinite], finding: NonFinite) -> Callable[..., None]:
     def look(_: object, __: object, output: torch.Tensor) -> None:
         if not torch.isfinite(output.detach()).all():
             found.append(finding)

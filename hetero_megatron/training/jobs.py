@@ -42,7 +42,7 @@ class Setup:
     program: tuple[str, ...] = ()
 
 
-class Job(Protocol):
+class SupervisedJob(Protocol):
     """What a supervisor needs of a round."""
 
     @property

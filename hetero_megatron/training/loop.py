@@ -38,7 +38,7 @@ from hetero_megatron.platform.plugins import Plugins, load_plugins
 from hetero_megatron.spec import LogicalTensor
 from hetero_megatron.training.agreement import check_agreement, run_facts
 from hetero_megatron.training.alignment.session import Alignment
-from hetero_megatron.training.checkpointing import WRITE_TIMEOUT, Checkpointing, Progress
+from hetero_megatron.training.checkpointing import WRITE_TIMEOUT, Checkpointing, ConsumedSamples
 from hetero_megatron.training.config import OptimizerConfig, RunConfig
 from hetero_megatron.training.diagnosis import say_joined
 from hetero_megatron.training.exit import INTERRUPTED, ExitConditions
@@ -361,7 +361,7 @@ class Training:
                 self._train(loader)
             if not self.trained:
                 self.say(notice_line("every step of this run was skipped: the weights are those that it began with"))
-            self.checkpoints.save(Progress(self.step, self.consumed), self.loss_scale)
+            self.checkpoints.save(ConsumedSamples(self.step, self.consumed), self.loss_scale)
         if config.evaluation.iterations:
             self._evaluate()
         goes_on = self.checkpoints.active and self.step < config.steps  # stopped: the directory must be free then
@@ -405,7 +405,7 @@ class Training:
             every = config.evaluation
             if self.checkpoints.due(self.step):
                 self.reporter.flush()  # a run that is killed goes on from here, and its logs with it
-                self.checkpoints.save(Progress(self.step, self.consumed), self.loss_scale)
+                self.checkpoints.save(ConsumedSamples(self.step, self.consumed), self.loss_scale)
             if every.iterations and self.step % every.interval == 0 and self.step < config.steps and not stop:
                 self._evaluate()
 

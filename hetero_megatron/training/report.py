@@ -16,7 +16,7 @@ from hetero_megatron.platform import Platform
 from hetero_megatron.spec.flops import sequence_flops
 from hetero_megatron.testbed.clocks import Kept, spread, worst_clock
 from hetero_megatron.training.config import RunConfig
-from hetero_megatron.training.console import Progress, format_line, format_validation
+from hetero_megatron.training.console import ConsoleLine, format_line, format_validation
 from hetero_megatron.training.metrics import MetricsWriter, Resumed, StepMetrics, perplexity_of, set_aside
 from hetero_megatron.training.record import (
     FILE,
@@ -155,7 +155,7 @@ class Reporter:
         losses, seconds, tokens = map(sum, zip(*self._since, strict=True))
         count = len(self._since)
         rate = self.flops * size * count / seconds
-        progress = Progress(
+        progress = ConsoleLine(
             step, self.config.steps, consumed, seconds / count, lr, size, losses / count, stats.grad_norm, scale,
             tokens_per_second=tokens / seconds, tflops=rate / len(self.config.plan.ranks) / 1e12, mfu=rate / self.peak,
             skipped=self._skipped, nan=self._nan,

@@ -44,7 +44,7 @@ class _Optimizer:
 
 
 @dataclass(frozen=True)
-class _Stream:
+class _StreamState:
     sample: int
     cursor: list[int]
     skip: int
@@ -57,7 +57,7 @@ class _Stream:
 
 @dataclass(frozen=True)
 class _Data:
-    streams: tuple[_Stream, ...] = ()
+    streams: tuple[_StreamState, ...] = ()
 
 
 @dataclass(frozen=True)

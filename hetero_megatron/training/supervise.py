@@ -23,7 +23,7 @@ from hetero_megatron.cluster.edit import without_nodes
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.diagnosis import cut_pairs, diagnoses_at, read_diagnoses, take_joined, to_drop
 from hetero_megatron.training.exit import ECHO_SECONDS, handled, note_hang_up
-from hetero_megatron.training.jobs import Job, LocalJob, Seat, Setup
+from hetero_megatron.training.jobs import LocalJob, Seat, Setup, SupervisedJob
 from hetero_megatron.training.record import add_event
 from hetero_megatron.training.stragglers import DRIFT, DRIFT_FILE, read_drift
 from hetero_megatron.words import plural
@@ -36,7 +36,7 @@ Planner = Callable[[Sequence[Seat], Path | None], Path | None]
 # (what ran, what ``read_drift`` gives, number of the next round) -> (what runs next, a sentence about it).
 Replanner = Callable[[Setup, Mapping[str, Any], int], tuple[Setup, str]]
 # (setup, flags, number of the round) -> its processes.
-Launch = Callable[[Setup, Sequence[str], int], Job]
+Launch = Callable[[Setup, Sequence[str], int], SupervisedJob]
 
 
 @dataclass
@@ -144,7 +144,7 @@ class Supervisor:
         elif time.monotonic() - self._since > ECHO_SECONDS:  # `timeout` and terminals send one signal twice
             self._again = True
 
-    def _round(self, job: Job, diagnoses: Path) -> Round:
+    def _round(self, job: SupervisedJob, diagnoses: Path) -> Round:
         ended, passed = Round(), False
         first_failure: float | None = None
         try:

@@ -289,3 +289,18 @@ def test_words_that_name_no_module_make_no_circle(tmp_path: Path, text: str) -> 
 
 def test_no_module_of_ours_is_in_a_circle() -> None:
     assert import_circles.circles(import_circles.graph(import_circles.modules())) == []
+
+
+# Names that two packages' vocabularies share.
+SHARED_CLASS_NAMES = {"Capability", "Hop", "Optimizer"}
+
+
+def test_public_class_names_are_unique() -> None:
+    """One name means one thing across the package."""
+    places: dict[str, list[str]] = {}
+    for path in (ROOT / "hetero_megatron").rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    repeated = {name: where for name, where in places.items() if len(where) > 1 and name not in SHARED_CLASS_NAMES}
+    assert repeated == {}

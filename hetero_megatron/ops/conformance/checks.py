@@ -15,9 +15,9 @@ import torch
 
 from hetero_megatron.ops.conformance.compare import cast, flatten, judge, oracle
 from hetero_megatron.ops.conformance.parts import compiles, repeatable, tiles, weight_gradient
-from hetero_megatron.ops.conformance.run import Outcome, call_backward, call_forward, call_trained, seeds
+from hetero_megatron.ops.conformance.run import CallOutcome, call_backward, call_forward, call_trained, seeds
 from hetero_megatron.ops.conformance.sandbox import OUT_OF_BOUNDS
-from hetero_megatron.ops.conformance.subject import FAIL, SKIP, Finding, Subject, Watch, describe, judge_all
+from hetero_megatron.ops.conformance.subject import FAIL, SKIP, CheckHooks, Finding, Subject, describe, judge_all
 from hetero_megatron.ops.kernel import Kernel, Signature
 from hetero_megatron.ops.library import offered
 from hetero_megatron.ops.operators import reference_kernel
@@ -74,7 +74,7 @@ def kernel_steps(
     signature: Callable[[torch.dtype], Signature],
     dtypes: Iterable[torch.dtype] = DTYPES,
     quick: bool = False,
-    watch: Watch = Watch(),  # noqa: B008 (it is frozen)
+    watch: CheckHooks = CheckHooks(),  # noqa: B008 (it is frozen)
 ) -> Iterator[Step]:
     """What is to be checked about one kernel, in an order that is the same every time. Any step may be left out.
 
@@ -166,7 +166,7 @@ def _check_case(subject: Subject, case: Case, first: bool) -> Iterator[Finding]:
             yield from tiles(subject, case, args, grads[0], eager, (wants, want_grads))
 
 
-def _dtypes(subject: Subject, args: tuple[Any, ...], outcome: Outcome) -> str:
+def _dtypes(subject: Subject, args: tuple[Any, ...], outcome: CallOutcome) -> str:
     if subject.spec.in_place:
         return ""
     made = subject.spec.fake(*args)
@@ -177,8 +177,8 @@ def _dtypes(subject: Subject, args: tuple[Any, ...], outcome: Outcome) -> str:
 
 
 def _backward(
-    subject: Subject, case: Case, args: tuple[Any, ...], grads: list[torch.Tensor], outcome: Outcome, eager: Outcome,
-    wants: list[torch.Tensor],
+    subject: Subject, case: Case, args: tuple[Any, ...], grads: list[torch.Tensor], outcome: CallOutcome,
+    eager: CallOutcome, wants: list[torch.Tensor],
 ) -> Iterator[Finding]:  # fmt: skip
     spec, kernel, reference = subject.spec, subject.kernel, reference_kernel(subject.spec)
     _, cap = spec.bounds.of(subject.dtype)
@@ -205,7 +205,7 @@ def _backward(
         yield from run("swap: reference backward", reference, outcome.saved)
 
 
-def _saved(subject: Subject, outcome: Outcome, eager: Outcome) -> str:
+def _saved(subject: Subject, outcome: CallOutcome, eager: CallOutcome) -> str:
     """Portable state has the shapes, dtypes and values that the spec names."""
     for name, got, want in zip(subject.spec.saves, outcome.saved, eager.saved, strict=True):
         if want is None:
@@ -219,7 +219,7 @@ def _saved(subject: Subject, outcome: Outcome, eager: Outcome) -> str:
     return ""
 
 
-def _expanded(subject: Subject, case: Case, args: tuple[Any, ...], eager: Outcome) -> Iterator[Finding]:
+def _expanded(subject: Subject, case: Case, args: tuple[Any, ...], eager: CallOutcome) -> Iterator[Finding]:
     """``y.sum().backward()`` gives gradients whose strides are all 0."""
     spec, kernel = subject.spec, subject.kernel
     made = spec.fake(*args)[: len(spec.results) - len(spec.fixed)]
@@ -237,7 +237,7 @@ def _expanded(subject: Subject, case: Case, args: tuple[Any, ...], eager: Outcom
     yield subject.finding("backward", name, problem)
 
 
-def _split_backward(subject: Subject, case: Case, args: tuple[Any, ...], outcome: Outcome) -> Iterator[Finding]:
+def _split_backward(subject: Subject, case: Case, args: tuple[Any, ...], outcome: CallOutcome) -> Iterator[Finding]:
     """Backward of vocabulary-parallel cross-entropy, as if other shards had added to peak and normalizer."""
     spec, kernel = subject.spec, subject.kernel
     logits, labels, start = args
@@ -259,7 +259,7 @@ def _split_backward(subject: Subject, case: Case, args: tuple[Any, ...], outcome
 
 
 def _trained(
-    subject: Subject, case: Case, args: tuple[Any, ...], grads: list[torch.Tensor], eager: Outcome,
+    subject: Subject, case: Case, args: tuple[Any, ...], grads: list[torch.Tensor], eager: CallOutcome,
     wants: tuple[list[torch.Tensor], list[torch.Tensor]],
 ) -> Iterator[Finding]:  # fmt: skip
     """Through autograd, as the model calls it, where ``apply`` and ``parts`` come in; backward twice, as

@@ -12,7 +12,7 @@ import torch
 from hetero_megatron.layout.mask import BAND, Tile
 from hetero_megatron.ops.block_attention import BlockAttention, KeyHeads, TileKernel, accumulators
 from hetero_megatron.ops.conformance.compare import cast
-from hetero_megatron.ops.conformance.run import Outcome, call_backward, call_forward, seeds
+from hetero_megatron.ops.conformance.run import CallOutcome, call_backward, call_forward, seeds
 from hetero_megatron.ops.conformance.sandbox import OUT_OF_BOUNDS, Sandbox
 from hetero_megatron.ops.conformance.subject import SKIP, Finding, Subject, judge_all
 from hetero_megatron.ops.library import NAMESPACE, define, operator_name
@@ -61,7 +61,7 @@ class _Watched:
 
 
 def tiles(
-    subject: Subject, case: Case, args: tuple[Any, ...], grad: torch.Tensor, eager: Outcome,
+    subject: Subject, case: Case, args: tuple[Any, ...], grad: torch.Tensor, eager: CallOutcome,
     wants: tuple[list[torch.Tensor], list[torch.Tensor]],
 ) -> Iterator[Finding]:  # fmt: skip
     """Attention in two runs of queries to two of keys, as context groups compose it: partial results merge to the

@@ -17,7 +17,7 @@ from hetero_megatron.ops.spec import OpSpec
 
 
 @dataclass
-class Outcome:
+class CallOutcome:
     """What one call gave. ``damage``: illegal writes."""
 
     results: list[torch.Tensor]
@@ -35,7 +35,7 @@ def place(spec: OpSpec, kernel: Kernel, args: Sequence[Any], box: Sandbox) -> tu
     return tuple(out)
 
 
-def call_forward(spec: OpSpec, kernel: Kernel, args: Sequence[Any]) -> Outcome:
+def call_forward(spec: OpSpec, kernel: Kernel, args: Sequence[Any]) -> CallOutcome:
     """Forward in a sandbox; for in-place operators the results are the changed arguments."""
     box = Sandbox()
     placed = place(spec, kernel, args, box)
@@ -46,13 +46,13 @@ def call_forward(spec: OpSpec, kernel: Kernel, args: Sequence[Any]) -> Outcome:
     _require_tensors(spec.results, made, placed)
     if spec.in_place:
         changed = [placed[spec.args.index(name)] for name in spec.in_place]
-        return Outcome(flatten(changed), damage=box.damage())
+        return CallOutcome(flatten(changed), damage=box.damage())
     count = len(spec.results)
     wanted = count + (0 if kernel.private else len(spec.extras))
     if len(made) < wanted or (not kernel.private and len(made) > wanted):
         raise TypeError(f"forward returned {len(made)} values, not {wanted}: {', '.join(spec.results + spec.extras)}")
     saved = made[count:] if kernel.private else tuple((*placed, *made)[spec.index(name)] for name in spec.saves)
-    return Outcome(list(made[:count]), saved, damage=box.damage())
+    return CallOutcome(list(made[:count]), saved, damage=box.damage())
 
 
 def call_backward(

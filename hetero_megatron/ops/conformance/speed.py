@@ -21,7 +21,7 @@ CACHE = 256 << 20  # bytes: no chip's cache holds so much
 
 
 @dataclass(frozen=True)
-class Speed:
+class KernelSpeed:
     """Seconds of one call; floor: what the measured bandwidth and product rate of the device allow at best."""
 
     kernel: str
@@ -94,7 +94,7 @@ def _copies(args: Sequence[Any]) -> list[tuple[Any, ...]]:
 def measure(
     spec: OpSpec, kernel: Kernel, device: torch.device, dtype: torch.dtype, rates: tuple[float, float],
     synchronize: Callable[[], None],
-) -> Iterable[Speed]:  # fmt: skip
+) -> Iterable[KernelSpeed]:  # fmt: skip
     """Forward and backward of the spec's large case, on copies in turn, so that no cache holds them."""
     if spec.speed is None:
         return
@@ -114,14 +114,14 @@ def measure(
         seconds = best_seconds(lambda: forward(next(turn)), synchronize)
         if fresh:
             seconds = max(seconds - best_seconds(lambda: copy_args(next(turn), torch.clone), synchronize), 1e-9)
-        yield Speed(str(kernel), name, case.name, "forward", seconds, floor(spec.forward_cost(*args)))
+        yield KernelSpeed(str(kernel), name, case.name, "forward", seconds, floor(spec.forward_cost(*args)))
         if kernel.backward is None or spec.split or kernel.private:
             return
         grads, run, options = seeds(spec, args), kernel.backward, args[len(spec.tensors) :]
         every = [(*values, *forward(values)) for values in copies]
         kept = itertools.cycle([[values[spec.index(n)] for n in spec.saves] for values in every])
         seconds = best_seconds(lambda: run(*grads, *next(kept), *options), synchronize)
-        yield Speed(str(kernel), name, case.name, "backward", seconds, floor(spec.backward_cost(*args)))
+        yield KernelSpeed(str(kernel), name, case.name, "backward", seconds, floor(spec.backward_cost(*args)))
 
 
 GEMM_SHAPES = ((512, 512, 512), (1024, 512, 2048), (1024, 2048, 512))

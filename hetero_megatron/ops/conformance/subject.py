@@ -33,7 +33,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Watch:
+class CheckHooks:
     """How those who run checks follow them.
 
     Args:
@@ -53,7 +53,7 @@ class Subject:
     kernel: Kernel
     device: torch.device
     dtype: torch.dtype
-    watch: Watch = Watch()
+    watch: CheckHooks = CheckHooks()
     changes: list[str] = field(default_factory=list)
 
     @property

@@ -1,4 +1,4 @@
-"""Activations of the members of a concrete context stage, by the formulas that the context scheduler plans with."""
+"""Activation memory of the members of a concrete context stage, by the scheduler's formulas."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ from hetero_megatron.spec.flops import head_activation_bytes
 def context_activations(
     plan: Plan, spec: ModelSpec, stage: Stage, in_flight: int, item: int, limit: int | None = None
 ) -> dict[int, MemoryBytes]:
-    """By rank, what micro-batches in flight keep and what one layer's backward works with; empty without context.
-
-    ``limit``: of the logits, as in :class:`~hetero_megatron.plan.memory.Held`.
-    """
+    """By rank, bytes of the activations of micro-batches in flight and of one layer's backward; empty for stages
+    without context groups. ``limit``: of the logits, as in :class:`~hetero_megatron.plan.memory.RankWork`."""
     found = {}
     weights = {rank: sum(u.tp_split) / w for u in stage.units for rank, w in zip(u.ranks, u.tp_split, strict=True)}
     contexts = stage_contexts(spec, stage, plan.seq_length)
@@ -41,7 +39,7 @@ def context_activations(
 def _member(
     context: StageContext, group: ContextGroup, member: Member, stage: Stage, item: int, tp: float
 ) -> tuple[float, float]:
-    """(kept, working) bytes of one sequence on one rank, all layers of the stage; without the head."""
+    """(kept, working) bytes of one sequence on one rank, for all layers of the stage but the head."""
     spec, wide, kind = context.spec, max(item, 4), stage.recompute
     own = sum(b - a for a, b in member.tokens)
     gather = context.transport == "gather"

@@ -1,4 +1,4 @@
-"""Shares of a given grouping: heads by attention speed, tokens of groups by their cost, tokens of members by theirs."""
+"""Shares for a given grouping: heads by attention speed, tokens of groups and of members by their cost."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Balancer:
-    """Balances groupings of one problem; equal groups are computed once.
-
-    Args:
-        idle: members that are left without tokens and heads.
-    """
+    """Balances groupings of one problem; equal groups are computed once. ``idle``: members without tokens and heads."""
 
     def __init__(self, costs: ContextCosts, idle: frozenset[int] = frozenset()) -> None:
         self.costs, self.problem, self.idle = costs, costs.problem, idle
@@ -28,12 +24,12 @@ class Balancer:
         self._tokens: dict[object, tuple[int, ...]] = {}
 
     def balance(self, grouping: Grouping, transport: str, block: int, by: str = "speed") -> ContextLayout | None:
-        """Integer shares that even the groups' times out; None where they cannot fit in memory.
+        """Integer shares that equalise the groups' times; None where they do not fit in memory.
 
         Args:
-            block: most tokens of a block of the ring.
-            by: how heads are divided: by ``speed``; by ``kv``, speed in units of a key-value head, so that none is
-                copied; or ``equal``, so that no member receives more than another.
+            block: most tokens in a block of the ring.
+            by: how heads are divided: by ``speed``; ``kv``: by speed in whole key-value heads, so that none is copied;
+                ``equal``: so that no member receives more than another.
         """
         problem, active = self.problem, self._active(grouping)
         if not active:
@@ -63,7 +59,7 @@ class Balancer:
         return [group for group in groups if group]
 
     def _with_idle(self, built: list[MemberGroup], grouping: Grouping, transport: str, block: int) -> ContextLayout:
-        """Members without work stand at the end of the first group, with zeros."""
+        """The layout with members without work appended to the first group, with zeros."""
         used = {m for group in built for m in group.members}
         spare = tuple(m for group in grouping for m in group if m not in used)
         if spare:
@@ -74,7 +70,7 @@ class Balancer:
         return ContextLayout(tuple(built), transport, block if transport == "ring" else 0)
 
     def heads(self, group: tuple[int, ...], by: str) -> tuple[int, ...]:
-        """Query heads per member; by speed so that the slowest takes least time (exact)."""
+        """Query heads per member; by speed, the exact min-max solution."""
         model = self.problem.model
         key = (self.costs.signature(group), by)
         if key not in self._heads:
@@ -85,7 +81,8 @@ class Balancer:
         return self._heads[key]
 
     def _limits(self, group: tuple[int, ...], heads: tuple[int, ...], buffer: float) -> tuple[Floats, Floats, float]:
-        """Tokens that member d may own: (free_d - group's tokens x each_d) / per token."""
+        """(free bytes, bytes per token of the group, bytes per own token): member d may own (free_d - group's tokens x
+        each_d) / per token."""
         h = np.array(heads, dtype=np.float64)
         kv = np.array(kv_heads(heads, self.costs.per_kv), dtype=np.float64)
         kept, work = head_bytes(self.problem, h, kv)
@@ -93,7 +90,7 @@ class Balancer:
         return self.costs.limits[list(group)] - kv * buffer, kept + work, per_token
 
     def cap(self, group: tuple[int, ...], heads: tuple[int, ...], buffer: float) -> float:
-        """Tokens that a group can hold (found by bisection; the capacity falls as the group's tokens grow)."""
+        """Most tokens that a group can hold (by bisection: room for own tokens shrinks as the group's tokens grow)."""
         key = (self.costs.signature(group), heads, buffer)
         if key not in self._caps:
             free, each, per_token = self._limits(group, heads, buffer)
@@ -112,7 +109,7 @@ class Balancer:
     def tokens(
         self, group: tuple[int, ...], heads: tuple[int, ...], total: int, buffer: float
     ) -> tuple[int, ...] | None:
-        """Tokens per member for a group that owns ``total``; None where they do not fit."""
+        """Tokens per member of a group that owns ``total``; None where they do not fit."""
         key = (self.costs.signature(group), heads, total, buffer)
         if key not in self._tokens:
             free, each, per_token = self._limits(group, heads, buffer)
@@ -124,7 +121,7 @@ class Balancer:
                 shares = min_max_shares(units, cost, caps) * self.problem.unit
             except ValueError:
                 return None
-            if rest:  # what no unit covers goes where there is room and time
+            if rest:  # the remainder below one unit goes to the member with room that finishes first
                 order = np.argsort((shares + rest) * cost)
                 fitting = [i for i in order if shares[i] + rest <= room[i]]
                 if not fitting:
@@ -143,7 +140,7 @@ class Balancer:
         units: int,
         rest: int,
     ) -> list[int]:
-        """Tokens per group so that all take the same time: T = delay_k + S_k / rate_k, levelled like water."""
+        """Tokens per group that equalise T_k = delay_k + S_k / rate_k (water-filling)."""
         problem, count = self.problem, len(groups)
         if count == 1:
             return [problem.seq_length]
@@ -154,13 +151,13 @@ class Balancer:
         level = water_level(problem.seq_length, 1 / slope, np.minimum(caps, problem.seq_length), delay)
         totals = np.clip((level - delay) / slope, 0, caps)
         if hidden and travel > 0 and float((slope * totals - lines * totals).min()) < travel:
-            # Where the ring takes longer than attention, only the rest of the layer depends on the share.
+            # Where the ring takes longer than attention, only the rest of the layer depends on the share of tokens.
             slope2, delay2 = np.where((slope - lines) * totals < travel, lines, slope), delay.copy()
             delay2 += np.where((slope - lines) * totals < travel, travel, 0.0)
             level = water_level(problem.seq_length, 1 / slope2, np.minimum(caps, problem.seq_length), delay2)
             totals = np.clip((level - delay2) / slope2, 0, caps)
         unit = problem.unit
-        # Rounded down to units; what is left goes to the groups that finish first.
+        # Rounded down to units; the remaining units go to the groups that finish first.
         whole = np.floor(totals / unit + 1e-9).astype(np.int64)
         cap_units = np.floor(caps / unit).astype(np.int64)
         whole = np.minimum(whole, cap_units)
@@ -178,8 +175,8 @@ class Balancer:
         return result
 
     def _slopes(self, groups: list[tuple[int, ...]], heads: list[tuple[int, ...]]) -> tuple[Floats, Floats, Floats]:
-        """Per group, over one layer forward and backward: seconds per token, fixed seconds, and the seconds per token
-        without attention."""
+        """Per group, for forward and backward of one layer: (seconds per token, fixed seconds, seconds per token
+        without attention)."""
         problem = self.problem
         runs = {"none": 1.0, "selective": 1.0, "full": 2.0}[problem.options.recompute]
         again = 1.0 if problem.options.recompute == "selective" else 0.0
@@ -203,7 +200,7 @@ class Balancer:
         return slope, delay, np.maximum(lines, slope * 1e-9)
 
     def _travel(self, groups: list[tuple[int, ...]], heads: list[tuple[int, ...]], transport: str, block: int) -> float:
-        """Seconds that keys and values travel in the ring per layer, all passes together, whatever the shares."""
+        """Seconds per layer that keys and values travel in the ring, in all passes; independent of the shares."""
         if transport != "ring":
             return 0.0
         options = self.problem.options

@@ -1,4 +1,4 @@
-"""Cluster file and rates -> the context scheduler's members and links."""
+"""The context scheduler's members and links, from a cluster file and rates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hetero_megatron.planner.cost.rates import ChipRates, Rates, load_rates
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, visible_pairs
 
-MARGIN = 0.06  # of a chip's memory, for fragmentation and workspaces; as in the cost model of stages
+MARGIN = 0.06  # share of a chip's memory kept free for fragmentation and workspaces, as in CostOptions
 
 
 def problem_from_cluster(
@@ -33,18 +33,18 @@ def problem_from_cluster(
     cards_shared: bool = True,
     margin: float = MARGIN,
 ) -> ContextProblem:
-    """The scheduling problem of one stage on ``ranks`` of a cluster (all of them by default).
+    """The scheduling problem of one stage on ``ranks`` of a cluster (None: all).
 
     Args:
-        tp: ranks per member; they stand in one node.
-        options: ``item`` and ``wide`` are set from ``dtype``.
-        rates: of the cluster in ``dtype``; read from it, or from data sheets x default efficiencies, by default.
-        cards_shared: bandwidths between nodes are those of a node's network cards together (as the planner reads
-            cluster files), not of each chip.
-        margin: share of a chip's memory that stays free.
+        tp: ranks per member, in one node.
+        options: ``item`` and ``wide`` are overwritten according to ``dtype``.
+        rates: of the cluster in ``dtype``; None: from the cluster file, or data sheets x default efficiencies.
+        cards_shared: bandwidths between nodes are those of all network cards of a node together (as the planner reads
+            cluster files); False: of each chip.
+        margin: share of a chip's memory kept free.
 
     Raises:
-        UserError: ranks that the cluster lacks, a dtype that a chip lacks, TP groups that cross nodes, unknown links.
+        UserError: unknown ranks, a dtype that a chip lacks, TP groups that cross nodes, unknown links.
     """
     chosen = list(range(cluster.world_size)) if ranks is None else list(ranks)
     _check_ranks(cluster, chosen, dtype)
@@ -87,7 +87,7 @@ def _check_ranks(cluster: Cluster, ranks: Sequence[int], dtype: str) -> None:
 
 
 def _tp_groups(cluster: Cluster, ranks: Sequence[int], tp: int) -> list[tuple[int, ...]]:
-    """Consecutive ranks of one node, ``tp`` at a time, in the order given."""
+    """``tp`` consecutive ranks of one node at a time, in the given order."""
     nodes: dict[str, list[int]] = {}
     for rank in ranks:
         nodes.setdefault(cluster.ranks[rank].node, []).append(rank)
@@ -113,10 +113,8 @@ def _member(
     item: int,
     margin: float,
 ) -> ContextMember:
-    """Speeds of a member, from operator rates, corrected by whole-layer rows where calibration wrote them.
-
-    Attention runs at the rate of the whole sequence's length; products at that of an even share's.
-    """
+    """Speeds of a member from operator rates, corrected by measured whole-layer rows where there are any. Attention
+    runs at the rate of the whole sequence's length, matrix products at that of an even share."""
     chip, group = at.chip, at.group
     known = rates.chips[chip]
     linear, core = _layer_seconds(model, known, seq_length, share, tp, item)
@@ -142,7 +140,8 @@ def _member(
 
 
 def _visit(known: ChipRates, model: ModelSpec, column: int) -> tuple[float, float]:
-    """(seconds, seconds per query and head) of one block's visit: a line through the measured rows; zeros without."""
+    """(seconds, seconds per query and head) of processing one block of keys: a line fitted to measured rows; zeros
+    without."""
     rows = [row for row in known.visits if row[2] == model.head_dim]
     if not rows:
         return 0.0, 0.0
@@ -150,7 +149,7 @@ def _visit(known: ChipRates, model: ModelSpec, column: int) -> tuple[float, floa
     if len(set(sizes.tolist())) < 2:
         return float(seconds.mean()), 0.0
     slope, fixed = np.polyfit(sizes, seconds, 1)
-    if slope < 0 or fixed < 0:  # noise: through the mean
+    if slope < 0 or fixed < 0:  # measurement noise: use the mean
         return (float(seconds.mean()), 0.0) if slope < 0 else (0.0, float((seconds / sizes).mean()))
     return float(fixed), float(slope)
 
@@ -168,15 +167,14 @@ def _layer_seconds(
 def _fabric(
     rates: Rates, all_groups: Sequence[str], members: Sequence[ContextMember], tp: int, cards_shared: bool
 ) -> Fabric:
-    """A member of ``tp`` ranks has ``tp`` links of its own; network cards are those of its node.
-
-    Members' kinds index ``all_groups``; rows of the fabric are the used ones, ascending.
-    """
+    """Links per kind of member. A member of ``tp`` ranks has ``tp`` links of its own inside a node; network cards
+    belong to the node. ``members`` refer to ``all_groups`` by kind; the rows of the result are the used kinds,
+    ascending."""
     kinds = [all_groups[m.kind] for m in members]
     groups = [name for name in all_groups if name in set(kinds)]
     nodes = Counter(m.node for m in members)
     crowded = {name for m, name in zip(members, kinds, strict=True) if nodes[m.node] > 1}
-    none = (0.0, 0.0)  # links that nothing uses, about which the cluster file need not say anything
+    none = (0.0, 0.0)  # unused links, which the cluster file may omit
     intra, inter = [], []
     for group in groups:
         inside = rates.between(group, group, same_node=True) if group in crowded else None

@@ -1,17 +1,17 @@
 """Seconds and bytes of one step under a context layout: the model that the context scheduler minimises.
 
 Per layer and group k (tokens S_k, members d with s_d tokens and h_d query heads; equations reconstructed for HexiSeq,
-arXiv 2605.07569, with the points that decide on real clusters made explicit):
+arXiv 2605.07569, and extended):
 
     forward_k  = max_d linear(s_d) + all-to-all + hide(max_d attention(h_d S_k), exchange) + all-to-all
     backward_k = the same with 2 x linear, 2.5 x attention, gradients of keys and values on the exchange
     layer      = max_k forward_k + max_k backward_k        (groups wait for each other's keys and values)
 
 The all-to-all is ragged: member i sends s_i (h_j + 2 kv_j) numbers to j. A ring moves at the pace of its slowest hop,
-because every block passes every hop, and in rounds of one block per group, so blocks of unlike size cost time
-(:meth:`ContextCosts.lock_step`); they need not follow ownership. ``gather`` fetches all before computing. Members' own
-links and the network cards of a node work at the same time; the cards are shared by the members of a node if the fabric
-says so.
+because every block passes every hop, and in rounds of one block per group, so blocks of unequal size cost time
+(:meth:`ContextCosts.lock_step`); block sizes need not match ownership. ``gather`` fetches all keys and values before
+computing. Members' own links and the network cards of a node work at the same time; the cards are shared by the members
+of a node if the fabric says so.
 """
 
 from __future__ import annotations
@@ -28,13 +28,21 @@ from hetero_megatron.planner.context.memory import group_bytes, kv_bytes, member
 from hetero_megatron.planner.context.problem import ContextLayout, ContextProblem, MemberGroup
 
 Floats = npt.NDArray[np.float64]
-VISITED = 0.75  # of a group's queries see some key of a mirrored block: all of them half of it, or half of them all
+VISITED = 0.75  # mean share of a group's queries that see some key of a zigzag block
 
 
 @dataclass(frozen=True)
 class GroupParts:
-    """One group's forward seconds per layer; ``visit``: beside FLOPs, by a block of keys, forward and backward;
-    ``bytes`` (without exchange buffers) and ``kv`` heads per member."""
+    """One group's forward seconds per layer, unless named backward.
+
+    Attributes:
+        tokens: owned by the group.
+        linear, linear_backward: outside attention; head: output head; attention, attention_backward: the core.
+        scatter, queries, collect: all-to-alls of q, k and v; of q alone; of the output.
+        floor: least seconds (forward, backward) by kernel launches.
+        visit: (forward, backward) seconds per block of keys besides its FLOPs.
+        bytes: [members] without exchange buffers; kv: [members] KV heads.
+    """
 
     tokens: float
     linear: float
@@ -53,14 +61,14 @@ class GroupParts:
 
 @dataclass(frozen=True)
 class LayoutCost:
-    """What a layout costs.
+    """The cost of a layout.
 
     Args:
         seconds: of one micro-batch, forward and backward through the stage.
-        fits: whether every member's bytes are within its memory.
-        group_seconds: the same per group, had it not to wait for others.
-        memory: bytes per member, in the problem's order; exchange: seconds per layer and forward that keys and values
-            travel between groups.
+        fits: every member's bytes are within its memory.
+        group_seconds: the same per group, if it did not wait for others.
+        memory: bytes per member, in the problem's order.
+        exchange: seconds per layer and forward that keys and values travel between groups.
     """
 
     seconds: float
@@ -72,13 +80,13 @@ class LayoutCost:
 
     @property
     def order(self) -> tuple[float, float]:
-        """Less is better; among equals, the layout in which more groups have time to spare."""
+        """Sort key: seconds (inf if it does not fit), then the sum of the groups' own seconds."""
         return (self.seconds if self.fits else float("inf"), sum(self.group_seconds))
 
 
 @dataclass(frozen=True)
 class _RingHop:
-    """One hop of the ring, per byte of one KV head's token: seconds on members' own links, and on nodes' cards."""
+    """One hop of the ring: seconds per byte of one KV head's token on members' own links, and on nodes' cards."""
 
     intra: float
     own_card: float
@@ -90,7 +98,8 @@ class _RingHop:
 
 @lru_cache(maxsize=65536)
 def kv_heads(heads: tuple[int, ...], per_kv: int) -> tuple[int, ...]:
-    """Key-value heads that each member needs; query heads are contiguous in listed order, shared ones count twice."""
+    """KV heads that each member needs; query heads are contiguous in listed order, shared KV heads count for each
+    member."""
     first, counts = 0, []
     for count in heads:
         counts.append((first + count - 1) // per_kv - first // per_kv + 1 if count else 0)
@@ -100,7 +109,8 @@ def kv_heads(heads: tuple[int, ...], per_kv: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=65536)
 def shared_kv(a: tuple[int, ...], b: tuple[int, ...], per_kv: int) -> tuple[tuple[int, int, int], ...]:
-    """(i, j, KV heads) that member i of one group passes to member j of the next: each head from its first holder."""
+    """(i, j, KV heads) that member i of group ``a`` passes to member j of group ``b``: each head from its first holder.
+    """
     senders: list[tuple[int, int, int]] = []  # first KV head, end, member
     first, held = 0, 0
     for i, count in enumerate(a):
@@ -153,7 +163,7 @@ class ContextCosts:
         self._hops: dict[object, _RingHop] = {}
 
     def signature(self, members: tuple[int, ...]) -> object:
-        """Equal for groups that differ only in which ranks of equal kind they have, and in which nodes."""
+        """Equal for groups that only differ in which ranks of equal kind and which nodes they have."""
         found = self._signatures.get(members)
         if found is None:
             nodes: dict[int, int] = {}
@@ -193,12 +203,12 @@ class ContextCosts:
         )
 
     def _visit(self, d: npt.NDArray[np.int64], rows: Floats) -> tuple[float, float]:
-        """Seconds by which a block's visit takes a member's time beside its FLOPs, at the member it takes most from."""
+        """(forward, backward) seconds per block besides its FLOPs, of the slowest member."""
         forward, backward = (self.visits[d, i, 0] * (rows > 0) + self.visits[d, i, 1] * rows for i in (0, 1))
         return float(forward.max()), float(backward.max())
 
     def _all_to_all(self, d: npt.NDArray[np.int64], give: Floats, take: Floats) -> float:
-        """Seconds of a ragged all-to-all in which i sends give_i take_j numbers of ``self.byte`` bytes to j."""
+        """Seconds of a ragged all-to-all in which i sends give_i x take_j numbers of ``self.byte`` bytes to j."""
         if len(d) == 1 or not total_exchange(give, take):
             return 0.0
         kinds, node = len(self.intra), np.unique(self.node[d], return_inverse=True)[1]
@@ -266,18 +276,16 @@ class ContextCosts:
         return rate, max(hop.alpha for hop in hops), 2 * max(hop.messages for hop in hops)
 
     def gather(self, groups: Sequence[MemberGroup], parts: Sequence[GroupParts]) -> float:
-        """Seconds of one all-to-all that brings every member the keys and values of all tokens, for its heads."""
+        """Seconds of one all-to-all that gives every member the keys and values of all tokens, for its heads."""
         members = np.array([m for g in groups for m in g.members])
         tokens = np.array([n for g in groups for n in g.tokens], dtype=np.float64)
         return self._all_to_all(members, tokens, 2 * np.concatenate([p.kv for p in parts]))
 
     def lock_step(self, layout: ContextLayout, tokens: Floats) -> float:
-        """How much longer attention takes because blocks differ: blocks x largest block / sequence, 1 or more.
-
-        A group of S_k tokens has ceil(S_k / block) equal blocks, and all groups compute one block per round. With a
-        block as large as the largest shard this is the pace of the largest shard, P max(s) / S; small blocks bring it
-        near 1 and cost messages.
-        """
+        """Slowdown of attention (1 or more) because blocks differ in size: blocks x largest block / sequence. A group
+        of S_k tokens has ceil(S_k / block) equal blocks, and all groups compute one block per round. Blocks as large as
+        the largest shard give the pace of the largest shard, P max(s) / S; small blocks bring it near 1 but cost
+        messages."""
         counts = np.ceil(tokens / layout.block)
         return float(counts.sum() * (tokens / counts).max() / tokens.sum())
 
@@ -312,7 +320,8 @@ class ContextCosts:
     def _core(
         self, layout: ContextLayout, parts: Sequence[GroupParts], tokens: Floats, forward: Floats, backward: Floats
     ) -> tuple[Floats, Floats, float]:
-        """Attention with what is not hidden of the exchange of keys and values: (forward, backward, travel)."""
+        """(forward, backward, exchange) seconds of attention, including what of the exchange of keys and values is not
+        hidden."""
         problem, options = self.problem, self.problem.options
         if len(parts) == 1:
             return forward, backward, 0.0
@@ -340,7 +349,7 @@ class ContextCosts:
         return cores[0], cores[1], float((blocks * alpha + foreign * rate * once).max())
 
     def _state_seconds(self) -> float:
-        """Seconds to gather one layer's weights where they are sharded over the members (hidden behind the layer)."""
+        """Seconds to gather one layer's sharded weights (hidden behind the layer's compute); 0 without sharding."""
         if not self.problem.options.shard_states or len(self.node) == 1:
             return 0.0
         from hetero_megatron.spec.flops import layer_parameters
@@ -362,7 +371,7 @@ class ContextCosts:
 
 
 def total_exchange(give: Floats, take: Floats) -> float:
-    """Numbers that change place in an all-to-all."""
+    """Numbers that move between members in an all-to-all."""
     return float(give.sum() * take.sum() - (give * take).sum())
 
 

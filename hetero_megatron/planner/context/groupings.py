@@ -1,4 +1,4 @@
-"""Ways to put members into context groups: clusters of the topology, and the equal layouts that are the baselines."""
+"""Groupings of members into context groups: by topology, and the equal layouts that serve as baselines."""
 
 from __future__ import annotations
 
@@ -24,14 +24,10 @@ def chunks(items: Sequence[int], size: int) -> list[tuple[int, ...]]:
 
 
 def grid(problem: ContextProblem, nodes: int, each: int, order: str) -> Grouping:
-    """Groups of ``each`` members from each of ``nodes`` nodes; the groups of a block of nodes follow one another.
-
-    With ``each`` below a node's width the ring runs inside nodes and crosses once per block, while the all-to-all runs
-    between nodes (LoongTrain's context-first placement); with all of a node, groups are whole nodes.
-
-    Args:
-        order: ``file``; ``kind``: no block has nodes of two kinds; ``mixed``: kinds evenly through all blocks.
-    """
+    """Groups of ``each`` members from each of ``nodes`` nodes; the groups of the same nodes are neighbours in the ring.
+    With ``each`` below a node's size the ring runs inside nodes and crosses nodes once per block of nodes, while the
+    all-to-all runs between nodes (LoongTrain's context-first placement); otherwise groups are whole nodes. ``order``:
+    ``file``; ``kind``: no block of nodes mixes kinds; ``mixed``: kinds evenly spread over all blocks."""
     listed, kinds = nodes_of(problem), nodes_by_kind(problem)
     rows = [listed]
     if order == "kind":
@@ -60,12 +56,12 @@ def nodes_by_kind(problem: ContextProblem) -> dict[int, list[tuple[int, ...]]]:
 
 
 def per_kind(problem: ContextProblem, sizes: dict[int, tuple[int, int]]) -> Grouping:
-    """Each kind's nodes cut by its own (nodes, each), kinds one after the other."""
+    """Each kind's nodes grouped by its own (nodes, each), one kind after the other."""
     return tuple(g for kind, row in nodes_by_kind(problem).items() for g in blocks_of(row, *sizes[kind]))
 
 
 def filled(problem: ContextProblem, size: int) -> Grouping:
-    """Groups of ``size`` where nodes give that many; smaller nodes and what is left of larger ones go together."""
+    """Groups of ``size`` inside nodes; the remaining members of all nodes are grouped together."""
     result: list[tuple[int, ...]] = []
     rest: list[int] = []
     for node in nodes_of(problem):
@@ -76,7 +72,7 @@ def filled(problem: ContextProblem, size: int) -> Grouping:
 
 
 def striped(problem: ContextProblem, count: int) -> Grouping:
-    """``count`` groups of like composition: the members of each kind are cut into ``count`` consecutive parts."""
+    """``count`` groups of equal composition: the members of each kind are cut into ``count`` consecutive parts."""
     kinds: dict[int, list[int]] = {}
     for index, member in enumerate(problem.members):
         kinds.setdefault(member.kind, []).append(index)
@@ -88,7 +84,7 @@ def striped(problem: ContextProblem, count: int) -> Grouping:
 
 
 def clusters(problem: ContextProblem) -> list[Grouping]:
-    """Groupings by topology, without repetitions: inside nodes, over several nodes, strided, and striped over kinds."""
+    """Groupings by topology, without duplicates: inside nodes, over several nodes, strided, and striped over kinds."""
     nodes = nodes_of(problem)
     widest, world = max(map(len, nodes)), len(problem.members)
     kinds = len({member.kind for member in problem.members})
@@ -97,7 +93,7 @@ def clusters(problem: ContextProblem) -> list[Grouping]:
         for count in _sizes(len(nodes), 2):
             found += [grid(problem, count, each, order) for each in _sizes(widest, 2)]
     found.append((tuple(range(world)),))
-    # Strided over everything: the ring stays inside nodes as far as it can.
+    # Strided over all members: the ring stays inside nodes as far as possible.
     found += [tuple(tuple(range(k, world, r)) for k in range(r)) for r in _sizes(min(world // 2, 128))]
     if len(set(map(len, nodes))) > 1:
         found += [filled(problem, size) for size in _sizes(widest)]
@@ -124,16 +120,14 @@ def partitions(items: Sequence[int]) -> Iterator[Grouping]:
 
 
 def equal_shares(total: int, parts: int) -> list[int]:
-    """Integers that differ by at most one, the larger first."""
+    """Integers that differ by at most one, larger ones first."""
     return [total // parts + (i < total % parts) for i in range(parts)]
 
 
 def equal_layouts(problem: ContextProblem) -> list[ContextLayout]:
-    """Every Ring, Ulysses and USP layout with equal shards: P = u x r with u a divisor of the query heads.
-
-    ``u`` members form an all-to-all group, of consecutive members (as in USP) or strided; r groups form the ring.
-    Key-value heads are copied where u exceeds them. Shards differ by a token where the sequence does not divide.
-    """
+    """Every Ring, Ulysses and USP layout with equal shards: P = u x r, u a divisor of the number of query heads. ``u``
+    members form an all-to-all group, of consecutive members (as in USP) or strided; r groups form the ring. KV heads
+    are copied where u exceeds them. Shards differ by at most one token."""
     world, heads = len(problem.members), problem.model.num_heads
     tokens = equal_shares(problem.seq_length, world)
     found: list[ContextLayout] = []
@@ -157,7 +151,7 @@ def equal_layouts(problem: ContextProblem) -> list[ContextLayout]:
 
 
 def block_sizes(shares: Sequence[int]) -> list[int]:
-    """Tokens per block that are worth a trial: equal parts of the largest and of the smallest share."""
+    """Block sizes (tokens) to try: equal parts of the largest and of the smallest share."""
     largest, smallest = max(shares), min(share for share in shares if share)
     trials = {-(-largest // n) for n in (1, 2, 3, 4, 6, 8, 12, 16, 24)} | {
         -(-smallest // n) for n in (1, 2, 3, 4, 6, 8)
@@ -166,7 +160,7 @@ def block_sizes(shares: Sequence[int]) -> list[int]:
 
 
 def even_block(shares: Sequence[int], limit: int) -> int:
-    """The block of at most ``limit`` tokens that makes rounds most even, larger ones first among nearly even."""
+    """The block size, at most ``limit`` tokens, that makes rounds most even; larger ones among nearly equal ones."""
     trials = [block for block in block_sizes(shares) if block <= limit] or [limit]
     sizes = np.array([share for share in shares if share], dtype=np.float64)
 

@@ -1,4 +1,4 @@
-"""Sharing integers out so that the slowest takes least time: tokens by speed, heads by speed, groups by their cost."""
+"""Min-max division of integers (tokens, heads) by cost."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ Integers = npt.NDArray[np.int64]
 def min_max_shares(
     total: int, cost: Sequence[float] | Floats, caps: Sequence[int] | Integers | None = None
 ) -> Integers:
-    """Integers n_i >= 0 that sum to ``total``, n_i <= caps_i, with the least max n_i cost_i (exact).
+    """Integers n_i >= 0 with sum ``total`` and n_i <= caps_i that minimise max n_i cost_i (exact).
 
     Args:
         cost: seconds per unit, > 0.
+        caps: None: no limits.
 
     Raises:
         ValueError: the caps sum to less than ``total``.
@@ -43,10 +44,8 @@ def min_max_shares(
 
 
 def water_level(total: float, rate: Floats, caps: Floats, delay: Floats | None = None) -> float:
-    """The level t at which sum_i min(caps_i, rate_i max(0, t - delay_i)) = total; the caps must suffice.
-
-    Piecewise linear in t, so it is found exactly: sort the points where a share starts to grow or reaches its cap.
-    """
+    """The level t with sum_i min(caps_i, rate_i max(0, t - delay_i)) = total; the caps must suffice. Piecewise linear
+    in t: exact, by sorting the points where a share starts to grow or reaches its cap."""
     start = np.zeros(len(rate)) if delay is None else delay
     end = start + caps / rate
     points = np.concatenate([start, end])

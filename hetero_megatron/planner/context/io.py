@@ -1,4 +1,4 @@
-"""A context choice -> a stage of a plan file, and a plan of one stage."""
+"""Context layouts as plan-file stages, and as plans of one stage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hetero_megatron.planner.context.problem import ContextLayout, ContextProble
 
 
 def stage_entry(problem: ContextProblem, layout: ContextLayout, first_layer: int = 0) -> dict[str, Any]:
-    """The stage as plan-file data: ranks, layers, ``context`` groups, ``kv`` where there are several, recompute."""
+    """The stage as plan-file data: ranks, layers, ``context`` groups, ``kv`` if there are several, recompute."""
     members = problem.members
     flat = all(len(member.ranks) == 1 for member in members)
     groups = []
@@ -40,7 +40,7 @@ def stage_entry(problem: ContextProblem, layout: ContextLayout, first_layer: int
 
 
 def one_stage_plan(problem: ContextProblem, layout: ContextLayout, global_batch_size: int) -> Plan:
-    """The canonical plan of a single stage that holds the whole model.
+    """The plan of a single stage that holds the whole model.
 
     Raises:
         UserError: the stage is not the whole model, or the batch is not a multiple of the micro-batch.

@@ -1,4 +1,4 @@
-"""A lower bound on the time of any context layout, whatever its groups: what the chips' speeds allow."""
+"""A lower bound on the time of any context layout, from the chips' speeds."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from hetero_megatron.planner.context.problem import ContextProblem
 
 
 def speed_bound(problem: ContextProblem) -> float:
-    """Seconds of a micro-batch if work could be divided at will and nothing had to travel.
-
-    Every member divides its time between products and attention; those relatively best at attention do it first (the
-    optimum of this linear program). No layout is below it.
-    """
+    """Lower bound (s) on a micro-batch: work is divided freely and nothing is communicated. A linear program: every
+    member divides its time between matrix products and attention. In the optimum the members that are relatively best
+    at attention do attention."""
     members, layers, tokens = problem.members, problem.layers, float(problem.seq_length)
     runs = _runs(problem)
     linear, attention = token_seconds(problem)
@@ -27,7 +25,7 @@ def speed_bound(problem: ContextProblem) -> float:
         if k == len(a):
             low = seconds
             continue
-        left = (done[k] - tokens) / a[k]  # of the member that does both
+        left = (done[k] - tokens) / a[k]  # seconds left for products of the member that does both
         products = p[k + 1 :].sum() * seconds + p[k] * left
         low, high = (seconds, high) if products < tokens else (low, seconds)
         if high - low <= 1e-12 * high:
@@ -37,7 +35,8 @@ def speed_bound(problem: ContextProblem) -> float:
 
 
 def token_seconds(problem: ContextProblem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """[members] seconds that the products of one token take each alone (TP collectives in it), and its attention."""
+    """([members] seconds of one token's matrix products including TP collectives, [members] of its attention), each on
+    one member alone."""
     members, layers, runs = problem.members, problem.layers, _runs(problem)
     again = 1.0 if problem.options.recompute == "selective" else 0.0
     linear_work = layers * (runs + 2) * problem.linear_flops + 3 * problem.head_flops
@@ -48,5 +47,4 @@ def token_seconds(problem: ContextProblem) -> tuple[NDArray[np.float64], NDArray
 
 
 def _runs(problem: ContextProblem) -> float:
-    """Forwards of a layer."""
     return {"none": 1.0, "selective": 1.0, "full": 2.0}[problem.options.recompute]

@@ -1,4 +1,4 @@
-"""Bytes of a context member: O(own shard + 2 blocks) with a ring, O(sequence x own KV heads) with a gather."""
+"""Memory of a context member: O(own shard + 2 blocks) with a ring, O(sequence x own KV heads) with a gather."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ Floats = npt.NDArray[np.float64]
 
 
 def state_bytes(problem: ContextProblem) -> tuple[float, float]:
-    """(bytes that every member holds, bytes that all hold together) of weights, gradients and Adam's state.
-
-    fp32 masters and two moments of 16-bit weights are divided evenly over the members (the sharded optimizer).
-    """
+    """(bytes that every member holds, bytes that all hold together) of weights, gradients and Adam states. fp32 masters
+    and two moments are divided evenly over the members (distributed optimizer)."""
     model, options = problem.model, problem.options
     elements = problem.layers * layer_parameters(model)
     elements += (int(options.embed) + int(options.head)) * model.vocab_size * model.hidden_size  # embedding, and head
@@ -32,7 +30,7 @@ def state_bytes(problem: ContextProblem) -> tuple[float, float]:
 
 
 def member_limits(problem: ContextProblem) -> Floats:
-    """Bytes that activations and buffers of each member may take; negative where its states alone do not fit."""
+    """[members] bytes for activations and buffers; negative where the states alone do not fit."""
     each, together = state_bytes(problem)
     share = together / len(problem.members)
     limits = np.array([m.memory for m in problem.members], dtype=np.float64) - each - share
@@ -43,18 +41,20 @@ def member_limits(problem: ContextProblem) -> Floats:
 
 
 def core_bytes(model: ModelSpec, item: int, wide: int, q: Any, kv: Any) -> tuple[Any, Any, Any, Any]:
-    """Bytes of one layer's attention core on a rank (or member) with ``q`` query heads and ``kv`` KV heads.
+    """Bytes of one layer's attention core on a rank with ``q`` query heads and ``kv`` KV heads.
 
-    Per query token: kept (queries, output, log-sum-exp); per key token: kept (keys, values); then what backward works
-    with: dQ and the output's gradient per query token, dK and dV per key token (accumulated in at least fp32).
+    Returns:
+        (kept per query token: queries, output, log-sum-exp; kept per key token: keys, values; working bytes of backward
+            per query token: dQ and the output's gradient; per key token: dK and dV in at least fp32).
     """
     d = model.head_dim
     return (2 * d * item + 4) * q, 2 * d * item * kv, d * (wide + item) * q, 2 * d * wide * kv
 
 
 def home_bytes(model: ModelSpec, item: int, recompute: str, alone: bool) -> int:
-    """Bytes per owned token and layer that attention keeps outside its exchange, over all heads: the output on its way
-    to the projection (the same tensor where the member is its whole group), with selective recompute q, k and v too."""
+    """Bytes per own token and layer, over all heads, that attention keeps besides its core: the output before the
+    projection (shared with the core if the member is its whole group, ``alone``); with selective recompute also q, k
+    and v."""
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     if recompute == "selective":
         return item * (2 * q + 2 * kv)
@@ -62,19 +62,18 @@ def home_bytes(model: ModelSpec, item: int, recompute: str, alone: bool) -> int:
 
 
 def outside_bytes(model: ModelSpec, item: int, tp: float) -> float:
-    """Bytes per owned token that a rank with 1/tp of a layer keeps outside attention: what ``layer_activation_bytes``
-    counts, less the core."""
+    """Bytes per own token that a rank with 1/tp of a layer keeps outside attention."""
     kept = core_bytes(model, item, 4, model.num_heads, model.num_kv_heads)
     return layer_activation_bytes(model, 4096, "none", item, tp) / 4096 - (kept[0] + kept[1]) / tp
 
 
 def block_bytes(model: ModelSpec, item: int, wide: int, block: int) -> int:
-    """Bytes per KV head and sequence of what a ring has under way: two blocks of K and V, and of their gradients."""
+    """Bytes per KV head and sequence of the ring's buffers: two blocks of K and V, and of their gradients."""
     return 2 * model.head_dim * (item + wide) * 2 * block
 
 
 def token_bytes(problem: ContextProblem, alone: bool, tp: int) -> tuple[float, float]:
-    """(kept, working) bytes per owned token of a member of ``tp`` ranks; ``alone``: it is its whole group."""
+    """(kept, working) bytes per own token of a member of ``tp`` ranks; ``alone``: it is its whole group."""
     model, options = problem.model, problem.options
     layer = tp * outside_bytes(model, options.item, tp) + home_bytes(model, options.item, options.recompute, alone)
     rows = options.micro_batch
@@ -85,7 +84,7 @@ def token_bytes(problem: ContextProblem, alone: bool, tp: int) -> tuple[float, f
 
 
 def head_bytes(problem: ContextProblem, h: Any, kv: Any) -> tuple[Any, Any]:
-    """(kept, working) bytes per token of the *group*, of a member with ``h`` query heads and ``kv`` KV heads."""
+    """(kept, working) bytes per token of the *group*, for a member with ``h`` query heads and ``kv`` KV heads."""
     model, options = problem.model, problem.options
     queries, keys, dq, dkv = core_bytes(model, options.item, options.wide, h, kv)
     rows = options.micro_batch
@@ -95,7 +94,7 @@ def head_bytes(problem: ContextProblem, h: Any, kv: Any) -> tuple[Any, Any]:
 
 
 def group_bytes(problem: ContextProblem, s: Floats, h: Floats, kv: Floats) -> Floats:
-    """Activation bytes per member of a group, without what travels between groups."""
+    """[members] activation bytes of a group's members, without exchange buffers."""
     tp = len(problem.members[0].ranks)
     kept, work = token_bytes(problem, len(s) == 1, tp)
     kept_heads, work_heads = head_bytes(problem, h, kv)
@@ -104,8 +103,8 @@ def group_bytes(problem: ContextProblem, s: Floats, h: Floats, kv: Floats) -> Fl
 
 
 def kv_bytes(problem: ContextProblem, layout: ContextLayout) -> float:
-    """Bytes of exchange per KV head that a member needs: two blocks of K, V and their gradients, or, gathered, keys and
-    values of the whole sequence, which every layer keeps for its backward."""
+    """Bytes of exchange buffers per KV head: two blocks of K, V and their gradients; with ``gather``, keys and values
+    of the whole sequence, which every layer keeps for its backward."""
     model, options = problem.model, problem.options
     if layout.transport != "gather":
         return float(block_bytes(model, options.item, options.wide, layout.block) * options.micro_batch)

@@ -1,4 +1,4 @@
-"""The problem that the context scheduler solves: members with speeds and memory, links, one stage of a model. No torch.
+"""The context scheduler's input: members with speeds and memory, links, one stage of a model.
 
 A *member* is one rank, or one tensor-parallel group that acts as one. Members own tokens of every sequence; inside
 attention, the members of a *context group* divide the query heads of the tokens that the group owns.
@@ -12,24 +12,24 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import layer_matmul_flops, visible_pairs
 
-TRANSPORTS = ("ring", "gather")  # between groups; one group alone exchanges by all-to-all only
+TRANSPORTS = ("ring", "gather")  # between groups; a single group only uses all-to-all
 RECOMPUTE = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
 class ContextMember:
-    """What the scheduler knows about one context member.
+    """One context member.
 
     Args:
-        ranks: its ranks; more than one is a TP group, whose speeds and memory are given as sums.
-        node: index of the node it stands in; kind: index of its node group, a row of the fabric's tables.
+        ranks: its ranks; several form a TP group, whose speeds and memory are given as sums.
+        node: index of its node; kind: index of its node group, a row of the fabric's tables.
         gemm_flops, attention_flops: achieved FLOP/s.
-        memory: bytes that states, activations and buffers may take.
-        token_seconds: seconds per token and layer of TP collectives, forward and again backward.
-        layer_seconds, layer_backward_seconds: least host seconds per layer (launches), forward and backward.
-        attention_backward: seconds of attention's backward per second of its forward (5 products against 2).
-        message_seconds: host seconds that one message costs the member itself.
-        visit, visit_backward: (seconds, seconds per query and head) that one block of keys costs beside its FLOPs.
+        memory: bytes for states, activations and buffers.
+        token_seconds: seconds per token and layer of TP collectives, in forward and again in backward.
+        layer_seconds, layer_backward_seconds: least seconds per layer (kernel launches).
+        attention_backward: time of attention's backward over its forward (5 products against 2).
+        message_seconds: host seconds per message.
+        visit, visit_backward: (seconds, seconds per query and head) per block of keys besides its FLOPs.
     """
 
     ranks: tuple[int, ...]
@@ -54,8 +54,8 @@ class Fabric:
     Args:
         intra: per kind, inside a node, for each member.
         inter: per pair of kinds, between nodes.
-        shared: an ``inter`` link is that of a node's network cards together, which its members share; otherwise each
-            member has a card of its own.
+        shared: an ``inter`` link is that of all network cards of a node, shared by its members; False: each member has
+            its own card.
     """
 
     intra: tuple[tuple[float, float], ...]
@@ -69,16 +69,16 @@ class ContextOptions:
 
     Args:
         layers: decoder layers of the stage (None: all of the model).
-        embed, head: it holds the embedding, and the output head and loss.
-        replicas: pipelines that hold these layers, over which the optimizer is divided too.
-        recompute: none | selective | full. Forward runs again in backward with its communication where it is full.
+        embed, head: the stage has the embedding; the output head and loss.
+        replicas: pipelines that hold these layers and share the optimizer states.
+        recompute: none | selective | full; full also repeats forward's communication.
         item: bytes of an activation; wide: bytes of an accumulated gradient.
-        overlap: share of the smaller of computing and ring transfer that hides behind the larger.
-        token_unit: shares are multiples of it, but for what the sequence leaves over (0: chosen by length).
-        micro_batch: sequences that are computed at once.
-        in_flight: micro-batches that hold activations at once.
+        overlap: share of the smaller of computing and ring transfer that is hidden behind the larger.
+        token_unit: granularity of token shares (0: chosen by length).
+        micro_batch: sequences per micro-batch.
+        in_flight: micro-batches whose activations are alive at once.
         shard_states: weights and gradients are also divided over the members (ZeRO-3 / FSDP), gathered per layer.
-        transports: what the runtime offers between groups.
+        transports: those allowed between groups.
         loss_chunk: tokens whose logits exist at one time.
     """
 
@@ -100,7 +100,11 @@ class ContextOptions:
 
 @dataclass(frozen=True)
 class ContextProblem:
-    """One stage of ``model`` on ``members``, for sequences of ``seq_length`` tokens."""
+    """One stage of ``model`` on ``members``, for sequences of ``seq_length`` tokens.
+
+    Raises:
+        UserError: no members, ranks used twice, unknown options, members without speed.
+    """
 
     model: ModelSpec
     seq_length: int
@@ -117,7 +121,7 @@ class ContextProblem:
 
     @property
     def unit(self) -> int:
-        """Granularity of token shares: 128 where shares stay fine enough, else a power of two below that."""
+        """Granularity of token shares: 128 where that is fine enough, else a smaller power of two."""
         if self.options.token_unit:
             return self.options.token_unit
         unit = 128
@@ -138,11 +142,9 @@ class ContextProblem:
 
     @property
     def pair_flops(self) -> float:
-        """Forward attention FLOPs per query head and token, averaged over the sequence.
-
-        Under nested zigzag every share of the tokens, however uneven, sees the average number of keys: causal work
-        between shards i and j is s_i s_j / 2.
-        """
+        """Forward attention FLOPs per query head and token, averaged over the sequence. Under nested zigzag every share
+        of the tokens, however uneven, sees the average number of keys: causal work between shards i and j is s_i s_j /
+        2."""
         pairs = visible_pairs(self.seq_length, self.model.sliding_window) / self.seq_length
         return 4.0 * self.model.head_dim * pairs * self.options.micro_batch
 
@@ -171,7 +173,7 @@ def _check(problem: ContextProblem) -> None:
 
 @dataclass(frozen=True)
 class MemberGroup:
-    """Members (indices), with the tokens of each sequence and the query heads of each; heads sum to all of them."""
+    """A context group: member indices, tokens of each sequence and query heads per member; heads sum to the model's."""
 
     members: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -180,7 +182,8 @@ class MemberGroup:
 
 @dataclass(frozen=True)
 class ContextLayout:
-    """Groups in ring order; transport between them: ring, gather, or a2a where there is one group; block in tokens."""
+    """Groups in ring order; ``transport`` between them: ring, gather, or a2a for a single group; ``block`` in tokens.
+    """
 
     groups: tuple[MemberGroup, ...]
     transport: str

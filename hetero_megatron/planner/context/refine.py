@@ -1,4 +1,4 @@
-"""Per-rank refinement of a layout: tokens and heads move off what is slowest, one move at a time."""
+"""Local refinement of a layout: moves tokens and heads away from the slowest group, one move at a time."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from hetero_megatron.planner.context.cost import ContextCosts, LayoutCost
 from hetero_megatron.planner.context.problem import ContextLayout, MemberGroup
 from hetero_megatron.planner.hill_climb import HillClimb
 
-FEW = 8  # up to so many members, all pairs are tried
-EVALUATIONS = 600  # for few members; fewer for many, in proportion
+FEW = 8  # up to so many members all pairs are tried
+EVALUATIONS = 600  # for up to FEW members; above, fewer in proportion
 LEAST_GAIN = 1e-9
 
 
 def refine(costs: ContextCosts, layout: ContextLayout) -> Iterator[ContextLayout]:
-    """Layouts of falling cost: steps of tokens that halve down to a unit, and single heads."""
+    """Yield layouts of decreasing cost. Steps of tokens are halved down to one unit; heads move one by one."""
     unit, world = costs.problem.unit, len(costs.problem.members)
     climb = HillClimb[ContextLayout](EVALUATIONS if world <= FEW else max(24, 8 * EVALUATIONS // world))
     best, current = costs.evaluate(layout), layout
@@ -41,7 +41,7 @@ def refine(costs: ContextCosts, layout: ContextLayout) -> Iterator[ContextLayout
 
 
 def _better(a: LayoutCost, b: LayoutCost) -> bool:
-    """Less time, or the same with more groups that have time to spare; plateaus are crossed by the second."""
+    """Less time, or equal time with less work in the groups, which lets the search cross plateaus."""
     if not a.fits:
         return False
     if not b.fits or a.seconds < b.seconds * (1 - LEAST_GAIN):
@@ -50,7 +50,6 @@ def _better(a: LayoutCost, b: LayoutCost) -> bool:
 
 
 def _moves(costs: ContextCosts, layout: ContextLayout, found: LayoutCost, step: int) -> Iterator[ContextLayout]:
-    """Moves from the slowest group to others, and inside it."""
     few = len(costs.problem.members) <= FEW
     order = sorted(range(len(layout.groups)), key=lambda k: -found.group_seconds[k])
     sources = order if few else order[:1]
@@ -92,7 +91,7 @@ def _heads(costs: ContextCosts, layout: ContextLayout, k: int, few: bool) -> Ite
 
 
 def _distinct(costs: ContextCosts, group: MemberGroup, few: bool, slowest: bool) -> list[int]:
-    """Positions of members that are worth a move: all of a small group; else the extremes of each type."""
+    """Positions of members to move from or to: all of a small group, else the extremes of each type."""
     positions = range(len(group.members))
     if few or len(group.members) <= 3:
         return list(positions)

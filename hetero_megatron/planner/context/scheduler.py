@@ -1,8 +1,8 @@
-"""The context scheduler: groups, tokens, heads and transport that minimise the time of a step under memory.
+"""The context scheduler: groups, tokens, heads and transport that minimise the time of a step within memory.
 
-Three levels, as in HexiSeq: the topology gives groupings, groups are levelled by their cost, members are refined one
-unit at a time. All Ring, Ulysses and USP layouts with equal shards are candidates, so the result is never worse than
-them under this model. No randomness and no clock: the same problem gives the same layout.
+Three levels, as in HexiSeq: groupings from the topology, shares of groups by their cost, refinement of members one unit
+at a time. All Ring, Ulysses and USP layouts with equal shards are candidates, so the result is never worse than them
+under this model. Deterministic: the same problem gives the same layout.
 """
 
 from __future__ import annotations
@@ -27,21 +27,20 @@ from hetero_megatron.planner.context.lower_bound import speed_bound
 from hetero_megatron.planner.context.problem import ContextLayout, ContextProblem
 from hetero_megatron.planner.context.refine import refine
 
-SMALL = 6  # up to so many members, all groupings are tried
+SMALL = 6  # up to so many members all groupings are tried
 KEPT = 3  # layouts that are refined
-VARIED = 8  # groupings that are tried by every transport and with whole key-value heads
-MOST_GATHERED = 64  # groups beyond which gathering is not tried: every member would message hundreds of others
+VARIED = 8  # groupings that are tried with every transport and with whole KV heads
+MOST_GATHERED = 64  # most groups for which gather is tried: it sends a message per pair of members
 
 
 @dataclass(frozen=True)
 class ContextChoice:
-    """What the scheduler found.
+    """The scheduler's result.
 
     Args:
-        seconds: of one micro-batch, forward and backward through the stage.
-        baseline: the best of Ring, Ulysses and USP with equal shards; None where none of them fits in memory.
-        bound: seconds that no layout can be below, by the members' speeds.
-        tried: layouts that were evaluated; rejected: of those, how many do not fit.
+        baseline: the best of Ring, Ulysses and USP with equal shards; None where none fits in memory.
+        bound: seconds that no layout beats, by the members' speeds.
+        tried: number of evaluated layouts; rejected: those that do not fit.
     """
 
     layout: ContextLayout
@@ -58,13 +57,11 @@ class ContextChoice:
 
     @property
     def gain(self) -> float | None:
-        """Baseline's seconds / ours; None without a baseline that fits."""
+        """Speedup over the baseline; None without a baseline that fits."""
         return None if self.baseline_evaluation is None else self.baseline_evaluation.seconds / self.seconds
 
 
 class _LayoutSearch:
-    """Layouts seen so far, best first."""
-
     def __init__(self, problem: ContextProblem) -> None:
         self.problem, self.costs = problem, ContextCosts(problem)
         self.seen: dict[ContextLayout, LayoutCost] = {}
@@ -85,7 +82,7 @@ def schedule_context(problem: ContextProblem, exhaustive: bool | None = None) ->
     """Choose the context layout of one stage.
 
     Args:
-        exhaustive: try every grouping of the members; default: when there are at most 6.
+        exhaustive: try every grouping of the members; None: for at most :data:`SMALL` members.
 
     Raises:
         UserError: no layout fits in memory; says how much is missing.
@@ -121,12 +118,9 @@ def schedule_context(problem: ContextProblem, exhaustive: bool | None = None) ->
 def _balanced(
     search: _LayoutSearch, balancer: Balancer, groupings: Iterable[Grouping], variants: bool = False
 ) -> list[tuple[float, Grouping]]:
-    """Evaluate the balanced shares of every grouping; (seconds, grouping), best first.
-
-    Args:
-        variants: also by gathering, and with whole key-value heads; else as a ring (or by all-to-all alone), with heads
-            by speed, and equally where members of a group differ.
-    """
+    """Evaluate the balanced shares of every grouping; returns (seconds, grouping), best first. ``variants``: try all
+    transports, and heads in whole KV heads; otherwise only the first transport, with heads by speed and, where members
+    of a group differ, equal heads."""
     problem, found = search.problem, []
     extra = ("kv",) if variants and problem.model.queries_per_kv > 1 else ()
     types = search.costs.type
@@ -147,7 +141,7 @@ def _balanced(
 
 
 def _first_block(problem: ContextProblem, groups: int) -> int:
-    """At most half a group's mean share, at least one unit: small beside the shard, few messages."""
+    """Half a group's mean share, at least one unit: small compared with the shard, but few messages."""
     return max(problem.unit, problem.seq_length // (2 * groups))
 
 
@@ -176,7 +170,6 @@ def _sizes_per_kind(search: _LayoutSearch, found: list[tuple[float, Grouping]]) 
 
 
 def _pairs(nodes: int, width: int) -> list[tuple[int, int]]:
-    """(nodes, members of each) for one kind: whole nodes and parts of them, and strides over a few nodes or all."""
     each = sorted({1, 2, 4, width} & set(range(1, width + 1)))
     return [(n, e) for n in sorted({1, 2, 4, nodes}) if n <= nodes for e in each]
 
@@ -186,7 +179,7 @@ def _nearest(pairs: list[tuple[int, int]], to: tuple[int, int]) -> tuple[int, in
 
 
 def _without_slow(search: _LayoutSearch, found: list[tuple[float, Grouping]]) -> None:
-    """Leave the slowest kinds of member idle, one kind after the other, in the best groupings."""
+    """Leave the slowest kinds of members idle, one kind after the other, in the best groupings."""
     problem = search.problem
     speed = {m.kind: 0.0 for m in problem.members}
     for member in problem.members:
@@ -199,7 +192,7 @@ def _without_slow(search: _LayoutSearch, found: list[tuple[float, Grouping]]) ->
 
 
 def _polish(search: _LayoutSearch, layout: ContextLayout) -> None:
-    """Block size, then one unit of tokens or one head at a time, then the block size again."""
+    """Optimise the block size, refine tokens and heads, then optimise the block size again."""
     first = best = _best_block(search, layout)
     for candidate in refine(search.costs, first):
         search.add(candidate)

@@ -1,6 +1,6 @@
-"""Seconds and bytes of a stage that is described by what it is, not by which ranks it has: what the search ranks by.
+"""Seconds and bytes of a stage that is described without ranks; used to rank templates.
 
-:mod:`hetero_megatron.planner.simulate.step` judges concrete plans with the same operators, rates and memory formulas.
+:mod:`hetero_megatron.planner.simulate.step` times concrete plans with the same operators, rates and memory formulas.
 """
 
 from __future__ import annotations
@@ -29,20 +29,22 @@ from hetero_megatron.planner.cost.operator_cost import UPDATE_BYTES, Operators
 from hetero_megatron.planner.cost.rates import ChipRates, LinkRates, Rates, load_rates
 from hetero_megatron.spec import ModelSpec
 
-SWAPS = 4  # gathers and scatters of a layer in forward, and again in backward: two of attention, two of the MLP
+SWAPS = 4  # gathers and scatters per layer, in forward and in backward: two of attention, two of the MLP
 
 
 @dataclass(frozen=True)
 class StageChoice:
-    """What a stage is, without naming ranks.
+    """A stage, without ranks.
 
     Args:
-        chip: chip type of the cluster; all its ranks have it.
-        tp: tensor-parallel degree (equal split); dp: inner data-parallel degree, which divides the micro-batch's rows.
+        chip: chip type of all its ranks.
+        tp: tensor-parallel degree (equal split).
+        dp: inner data-parallel degree, which divides the micro-batch's rows.
+        embed, head: the stage has the embedding; the output head and loss.
         recompute: none | selective | full | first (the first ``first`` layers whole, the rest none).
         offload: optimizer states live in host memory.
-        home: the node group that the ranks are of, whose links and node size count; empty: of those with the chip the
-            first with the largest nodes.
+        home: node group of the ranks, which determines links and node size; empty: the one with the chip and the
+            largest nodes.
     """
 
     chip: str
@@ -59,23 +61,23 @@ class StageChoice:
 
 @dataclass(frozen=True)
 class CostOptions:
-    """Assumptions that are not rates.
+    """Assumptions that are not rates. The last seven describe other frameworks, whose runs are predicted to validate
+    the predictor.
 
     Args:
-        margin: share of a chip's memory that no plan may use (fragmentation, kernels' workspaces).
-        moments: per element: 2 for Adam, 1 for SGD with momentum.
+        margin: share of a chip's memory kept free (fragmentation, kernels' workspaces).
+        moments: optimizer moments per element: 2 for Adam, 1 for SGD with momentum.
         host_bandwidth: bytes/s between chip and host memory, for offloaded optimizers (PCIe 4: 0.8 x 31 GB/s).
-        host_memory_bandwidth: bytes/s of a node's own memory, which the updates of all its chips share.
-        overlap: gradients leave during the last backward, as our runtime sends them; False: after it.
-        sharded: a rank updates what it owns, as in our runtime; False: all that it holds (the bytes of an all-reduce
-            are those of reduction and spread together).
-        gradient_bytes: per element on the way; None: as in our runtime, at least 4.
+        host_memory_bandwidth: bytes/s of a node's own memory, shared by the updates of all its chips.
+        overlap: gradients are sent during the last backward, as by our runtime; False: after it.
+        sharded: a rank updates what it owns, as in our runtime; False: all that it holds (an all-reduce moves the bytes
+            of reduction and spread together).
+        gradient_bytes: bytes per gradient element on the links; None: as in our runtime, at least 4.
         sequence_parallel: with tensor parallelism, as in our runtime; False: norms work on all tokens on every rank.
-        whole_transfers: every TP rank sends whole activations to the next stage, not its part of them.
-        blocking: a transfer between stages keeps both ranks busy, instead of going on behind their compute.
-        softmax_batches: Megatron's fused softmax serves sequences x heads of a rank that are a multiple of this (4, by
-            its source), others run it operator by operator; 0: softmax is never apart.
-        The last seven describe other frameworks, whose runs are predicted to judge the predictor.
+        whole_transfers: every TP rank sends whole activations to the next stage instead of its part.
+        blocking: a transfer between stages keeps both ranks busy instead of overlapping with compute.
+        softmax_batches: Megatron's fused softmax needs sequences x heads of a rank to be a multiple of this (4 in its
+            source), else it runs unfused; 0: always fused.
     """
 
     margin: float = 0.06
@@ -93,8 +95,8 @@ class CostOptions:
 
 @dataclass(frozen=True)
 class UnitSeconds:
-    """(forward, backward) seconds of one layer, of the embedding and of the head, TP collectives included; ``action``
-    once per F or B."""
+    """(forward, backward) seconds of one layer, of the embedding and of the head, including TP collectives; ``action``:
+    seconds once per forward or backward."""
 
     layer: tuple[float, float]
     embed: tuple[float, float]
@@ -102,7 +104,7 @@ class UnitSeconds:
     action: float = 0.0
 
     def total(self, layers: int, full: int, embed: bool, head: bool) -> tuple[float, float]:
-        """(forward, backward) of a stage; ``full`` of its layers run again in backward."""
+        """(forward, backward) seconds of a stage; ``full``: number of layers recomputed in backward."""
         forward, backward = (
             layers * self.layer[i] + embed * self.embed[i] + head * self.head[i] + self.action for i in (0, 1)
         )
@@ -113,7 +115,7 @@ class CostModel:
     """Costs of stages of one model on one cluster at one sequence length.
 
     Args:
-        rates: instead of those that the cluster file and the data sheets give.
+        rates: None: those of the cluster file and the data sheets.
 
     Raises:
         UserError: chips without rates and without a usable data sheet, malformed rates, an unknown dtype.
@@ -145,7 +147,7 @@ class CostModel:
         self._most: dict[tuple[int, int, bool, bool], int] = {}
 
     def chip_rates(self, chip: str) -> ChipRates:
-        """UserError for a chip that does not compute in this dtype or that the cluster lacks."""
+        """Raises UserError for a chip that does not support the dtype or that the cluster lacks."""
         if chip not in self.rates.chips:
             has = ", ".join(self.cluster.chips[chip].dtypes) if chip in self.cluster.chips else ""
             raise UserError(
@@ -164,11 +166,11 @@ class CostModel:
         return self._operators[chip]
 
     def forward_seconds(self, stage: StageChoice, micro_batch_size: int) -> float:
-        """The whole stage with its TP collectives, without boundary transfers."""
+        """The whole stage including TP collectives, without boundary transfers."""
         return self._stage(stage, micro_batch_size)[0]
 
     def backward_seconds(self, stage: StageChoice, micro_batch_size: int) -> float:
-        """The same for backward, what is recomputed included."""
+        """The same for backward, including recomputation."""
         return self._stage(stage, micro_batch_size)[1]
 
     def _stage(self, stage: StageChoice, micro_batch_size: int) -> tuple[float, float]:
@@ -195,8 +197,7 @@ class CostModel:
 
         Args:
             share: its part of heads and columns; rows: sequences of the micro-batch that the group computes.
-            swap: seconds of one gather or scatter of the group's activations by itself; posting: how many of them are
-                the host's.
+            swap: seconds of one gather or scatter of the group's activations; posting: seconds of it on the host.
         """
         length = self.seq_length
         forward, backward = operators.exchange(share, rows, length, swap)
@@ -211,13 +212,13 @@ class CostModel:
         )
 
     def tp_exchange_seconds(self, tp: int, rows: int, link: LinkRates | None) -> float:
-        """One gather or scatter-sum of [rows, seq, hidden] inside a TP group, in which every rank sends (tp - 1)/tp of
-        it."""
+        """Seconds of one gather or scatter-sum of [rows, seq, hidden] inside a TP group; every rank sends (tp - 1)/tp
+        of it."""
         if tp == 1 or link is None:
             return 0.0
         size = rows * self.seq_length * self.model.hidden_size * self.item * (tp - 1) / tp
         alpha, beta = link.collective("exchange")
-        messages = tp - 1 - (link.exchange is not None)  # what posting one takes was measured with it
+        messages = tp - 1 - (link.exchange is not None)  # a measured exchange includes posting one message
         # Over a node's shared network cards all ranks of the group send at once.
         return alpha + size * beta + messages * (link.message_seconds or 0.0)
 
@@ -225,13 +226,13 @@ class CostModel:
         return self.node_groups[stage.home] if stage.home else self._home[stage.chip]
 
     def tp_link(self, stage: StageChoice) -> LinkRates:
-        """The slowest link inside a TP group of the stage, which fills nodes one after the other."""
+        """The slowest link inside a TP group of the stage; groups fill nodes one after the other."""
         home, tp = self.home(stage), stage.tp
         if tp <= home.chips_per_node:
             return self.rates.between(home.name, home.name, same_node=True)
         link = self.rates.between(home.name, home.name)
         local = home.chips_per_node  # ranks of the group that share a node's network cards
-        out = local * (tp - local) / (tp - 1)  # of what the node's ranks send, this leaves the node, per rank's volume
+        out = local * (tp - local) / (tp - 1)  # volume that leaves the node, in units of one rank's volume
         return LinkRates(link.alpha, link.beta * out, link.message_seconds, None, False, link.calibrated)
 
     def boundary_seconds(
@@ -243,36 +244,37 @@ class CostModel:
         sharing: int = 1,
         same_node: bool = False,
     ) -> float:
-        """One direction. Each token crosses once; the receivers' gather is part of their layers, as in the runtime.
+        """Seconds of one transfer between stages, one direction. Each token crosses once; the receivers' gather is part
+        of their layers, as in the runtime.
 
         Args:
             link: between nodes of the stages, or with ``same_node`` inside one.
-            sharing: such transfers at a time over a node's cards.
+            sharing: concurrent transfers over a node's network cards.
         """
         size = micro_batch_size * self.seq_length * self.model.hidden_size * self.item
         wide = [s.tp * s.dp if same_node else math.ceil(s.tp * s.dp / self.home(s).chips_per_node) for s in (a, b)]
         one = size / max(s.tp * s.dp for s in (a, b))
-        # All share the cards, which do as much as their fastest link; none is faster than its own link.
+        # Transfers share the cards' bandwidth (that of their fastest link); none is faster than its own link.
         per_byte = max(link.link, max(link.out, link.into) * sharing)
         return link.alpha + max(size * per_byte / min(wide), one * link.pair)
 
     def message_seconds(self, chip: str) -> float:
-        """Host seconds that one send or receive costs the rank itself."""
+        """Host seconds of one send or receive."""
         return self.chip_rates(chip).message_seconds
 
     def action_seconds(self, chip: str) -> float:
         return self.chip_rates(chip).action_seconds
 
     def owned_elements(self, stage: StageChoice, replicas: float) -> float:
-        """Elements whose optimizer state one rank keeps, when ``replicas`` pipelines hold the same layers."""
+        """Elements whose optimizer states one rank keeps when ``replicas`` pipelines hold the same layers."""
         return self.held_elements(stage) / (stage.dp * replicas)
 
     def optimizer_seconds(self, stage: StageChoice, replicas: float) -> float:
         return self.update_seconds(self.home(stage), self.owned_elements(stage, replicas), stage.offload)
 
     def update_seconds(self, home: NodeGroup, owned: float, offload: bool) -> float:
-        """Of the optimizer of one rank that owns so many elements; ``offload``: in host memory, which is taken to be no
-        faster than the chip's own (a chip may be the host)."""
+        """Seconds of the optimizer of one rank that owns ``owned`` elements; ``offload``: in host memory, taken to be
+        no faster than on the chip."""
         seconds = self.operators(home.chip).optimizer(owned)
         if offload:  # gradients out, new weights in
             host = owned * UPDATE_BYTES * home.chips_per_node / self.options.host_memory_bandwidth
@@ -280,11 +282,11 @@ class CostModel:
         return seconds + self.chip_rates(home.chip).step_seconds
 
     def held_elements(self, stage: StageChoice) -> int:
-        """Of the rank of the stage that holds most."""
+        """Elements on the stage's rank that holds the most."""
         return self.most_held(stage.tp, stage.layers, stage.embed, stage.head)
 
     def most_held(self, tp: int, layers: int, embed: bool, head: bool) -> int:
-        """The same for a stage that is described by these alone."""
+        """:meth:`held_elements` of a stage given by these values."""
         key = (tp, layers, embed, head)
         if key not in self._most:
             self._most[key] = max(
@@ -293,8 +295,8 @@ class CostModel:
         return self._most[key]
 
     def buffering(self, stage: StageChoice, replicas: float) -> tuple[float, float, int, int]:
-        """Of the buckets under way: (bytes per element, bytes per element of the one that is added up, elements under
-        way at most, elements that are added up at once)."""
+        """Buckets under way: (bytes per element travelling, bytes per element being summed, most elements travelling,
+        most elements summed at once)."""
         copies, tp = stage.dp * replicas, stage.tp
         if copies <= 1 and tp == 1:
             return 0.0, 0.0, 0, 0
@@ -303,14 +305,15 @@ class CostModel:
             kinds = equal_shares(self.model, tp)
             known = [bucket_elements(self.model, stage.embed, stage.head, share) for share in kinds]
             self._buckets[key] = max(together for _, together in known), max(largest for largest, _ in known)
-        # Replicas without TP hold the same.
+        # Without TP all replicas hold the same elements.
         return *buffer_bytes(1.0, 1 / copies, copies, self.item, tp == 1), *self._buckets[key]
 
     def memory_bytes(self, stage: StageChoice, micro_batch_size: int, in_flight: int, replicas: float) -> MemoryBytes:
-        """The worst rank of the stage.
+        """Memory of the stage's worst rank.
 
         Args:
-            in_flight: micro-batches whose activations are alive at once; replicas: pipelines that hold these layers.
+            in_flight: micro-batches whose activations are alive at once.
+            replicas: pipelines that hold these layers.
         """
         kept, working = self.activation_bytes(stage, micro_batch_size)
         activations = in_flight * kept + working
@@ -321,13 +324,13 @@ class CostModel:
         return MemoryBytes(*self.states(stage, replicas), activations, buffers, self.overhead(stage.chip), host)
 
     def states(self, stage: StageChoice, replicas: float) -> tuple[int, int, int]:
-        """Bytes of (weights, gradients, optimizer) on the chip, of the worst rank of the stage."""
+        """Bytes of (weights, gradients, optimizer) in device memory on the stage's worst rank."""
         held, owned = self.held_elements(stage), self.owned_elements(stage, replicas)
         weights, gradients, optimizer = state_bytes(held, owned, self.item, self.options.moments)
         return weights, gradients, 0 if stage.offload else optimizer
 
     def activation_bytes(self, stage: StageChoice, micro_batch_size: int) -> tuple[int, int]:
-        """(kept by one micro-batch, worked with) on a rank of the stage."""
+        """(bytes kept per micro-batch, working bytes of backward) on a rank of the stage."""
         key = (stage, micro_batch_size)
         if key not in self._activations:
             tokens = -(-micro_batch_size // stage.dp) * self.seq_length
@@ -344,7 +347,7 @@ class CostModel:
         return int(self.chip_rates(chip).overhead_bytes)
 
     def memory_limit(self, chip: str) -> int:
-        """Bytes that :meth:`memory_bytes` (overhead included) may reach: the chip's memory less the margin."""
+        """Most bytes that :meth:`memory_bytes` (with overhead) may reach: the chip's memory minus the margin."""
         if chip not in self.cluster.chips:
             raise UserError("the cluster has no such chip", field="chip", value=chip, where=self.cluster.file)
         known = self.cluster.chips[chip]

@@ -1,4 +1,5 @@
-"""How long messages take that travel together: chips' own links inside a node, a node's shared cards between."""
+"""Duration of concurrent messages: over chips' own links inside a node, over a node's shared network cards between
+nodes."""
 
 from __future__ import annotations
 
@@ -13,13 +14,18 @@ from hetero_megatron.planner.cost.rates import Rates
 
 Flow = tuple[int, int, float]  # source rank, destination rank, bytes
 Port = tuple[str, int | str]  # ("out" | "in", rank or node)
-LinkKind = tuple[str, str, bool]  # node group of the sender, of the receiver, whether inside one node
+LinkKind = tuple[str, str, bool]  # (sender's node group, receiver's node group, inside one node)
 
 
 @dataclass(frozen=True)
 class ExchangePrice:
-    """Messages under way together: how long they occupy each port, how long the slowest takes to arrive after that, and
-    how long the most loaded single link needs."""
+    """Price of concurrent messages.
+
+    Attributes:
+        ports: seconds that each port is occupied.
+        latency: seconds until the slowest message arrives after everything was sent.
+        link: seconds of the most loaded single link.
+    """
 
     ports: Mapping[Port, float]
     latency: float
@@ -33,12 +39,12 @@ class ExchangePrice:
 
 @dataclass(frozen=True)
 class LinkTraffic:
-    """Messages that start together: all that their price depends on but rates.
+    """Messages that start together; independent of rates.
 
     Attributes:
-        bytes_by: added up by port and kind of link.
-        longest: the most between one sender and one receiver (chips inside a node, else nodes), by kind of link.
-        pairs: the most from one chip to another.
+        bytes_by: bytes by port and kind of link.
+        longest: by kind of link, the most bytes between one sender and one receiver (chips inside a node, else nodes).
+        pairs: by kind of link, the most bytes from one chip to another.
     """
 
     bytes_by: Mapping[tuple[Port, LinkKind], float]
@@ -48,15 +54,15 @@ class LinkTraffic:
 
 @dataclass(frozen=True)
 class LinkPrice:
-    """What messages over a kind of link cost: of a collective, where it was asked for one that was measured.
+    """Price of messages over a kind of link, in a collective where that was measured.
 
     Attributes:
         alpha: seconds per message; single: the same outside of collectives.
-        out, into: seconds per byte by which a message occupies the sender's and the receiver's port, which pass
-            everything at the rate of their fastest link.
-        link: seconds per byte of what one end (a chip inside a node, else a node) has for one other.
+        out, into: seconds per byte that a message occupies the sender's and the receiver's port; ports run at the rate
+            of their fastest link.
+        link: seconds per byte between two ends (chips inside a node, else nodes).
         pair: seconds per byte from one chip to another.
-        message: host seconds that a message costs the sender.
+        message: host seconds per message of the sender.
     """
 
     alpha: float
@@ -69,7 +75,7 @@ class LinkPrice:
 
 
 class LinkModel:
-    """Prices of messages between the ranks of a cluster: the one place where rates become seconds on links."""
+    """Prices of messages between the ranks of a cluster; the only place that turns link rates into seconds."""
 
     def __init__(self, rates: Rates) -> None:
         self.rates, self.ranks = rates, rates.cluster.ranks
@@ -78,7 +84,7 @@ class LinkModel:
         self._chips = {group.name: group.chip for group in rates.cluster.nodes}
 
     def link(self, group: str, other: str, same_node: bool, collective: str | None = None) -> LinkPrice:
-        """Of messages from a node of ``group`` to one of ``other``, or inside one node."""
+        """Price of messages from a node of ``group`` to one of ``other``, or inside one node."""
         key = (group, other, same_node, collective)
         if key not in self._links:
             rates = self.rates.between(group, other, same_node)
@@ -92,7 +98,7 @@ class LinkModel:
         return self._links[key]
 
     def traffic(self, flows: Iterable[Flow]) -> LinkTraffic:
-        """Those to itself cost nothing."""
+        """Add up messages; those to the sender itself are free."""
         total: dict[tuple[Port, LinkKind], float] = defaultdict(float)
         between: dict[tuple[int | str, int | str, LinkKind], float] = defaultdict(float)
         single: dict[tuple[int, int, LinkKind], float] = defaultdict(float)
@@ -115,13 +121,13 @@ class LinkModel:
         sharing: Mapping[str, int] | None = None,
         collective: str | None = None,
     ) -> ExchangePrice:
-        """What messages cost: a port passes everything at the rate of its fastest link, and what one sender has for one
-        receiver takes at least as long as their own link needs, and as two chips take for it in that collective.
+        """Price of messages: a port passes everything at the rate of its fastest link, and the bytes between one sender
+        and one receiver take at least as long as on their own link, and as two chips take in that collective.
 
         Args:
-            item: bytes per unit in which the traffic was counted.
-            sharing: by node, how many such exchanges use its cards at a time.
-            collective: what they are together, which may have been measured as such: see ``LinkRates``.
+            item: bytes per unit of the traffic.
+            sharing: by node, how many such exchanges share its network cards.
+            collective: its name, if measured as one (see ``LinkRates``).
         """
         ports: dict[Port, float] = defaultdict(float)
         latency = slowest = 0.0
@@ -137,14 +143,14 @@ class LinkModel:
         return ExchangePrice(dict(ports), latency, slowest)
 
     def fastest(self, group: str, same_node: bool) -> float:
-        """Seconds per byte of the fastest link that chips (or nodes) of a group have."""
+        """Seconds per byte of the fastest link of a group's chips (or nodes)."""
         key = (group, same_node)
         if key not in self._fastest:
             known = []
             for node in self.rates.cluster.nodes:
                 if (same_node and node.name != group) or (not same_node and node.name == group and node.count == 1):
                     continue
-                with contextlib.suppress(UserError):  # a link that nothing is known about is no candidate
+                with contextlib.suppress(UserError):  # links without rates are skipped
                     known.append(self.rates.between(group, node.name, same_node).beta)
             self._fastest[key] = min(known)
         return self._fastest[key]
@@ -152,26 +158,26 @@ class LinkModel:
     def exchange(
         self, flows: Iterable[Flow], sharing: Mapping[str, int] | None = None, collective: str | None = None
     ) -> ExchangePrice:
-        """Messages that start together; see :meth:`price`."""
+        """Price of messages that start together; see :meth:`price`."""
         return self.price(self.traffic(flows), 1.0, sharing, collective)
 
     def posting(self, ranks: tuple[int, ...]) -> float:
-        """Host seconds that a collective of these ranks costs the slowest of them: a message to each other member."""
+        """Host seconds of a collective on the slowest of its ranks: one message to each other rank."""
         first, second = ranks[:2]
         return (len(ranks) - 1) * max(self.message_seconds(r, second if r == first else first) for r in ranks)
 
     def tp_exchange(self, ranks: tuple[int, ...], size: float) -> tuple[float, float]:
-        """Seconds of one gather or scatter-sum in a TP group whose activations have ``size`` bytes in all, and how many
-        of them the host needs to post it."""
+        """(seconds of one gather or scatter-sum in a TP group with ``size`` bytes of activations in all, seconds of it
+        on the host)."""
         if len(ranks) == 1:
             return 0.0, 0.0
         part = size / len(ranks)
         found = self.exchange(((a, b, part) for a in ranks for b in ranks), collective="exchange")
         link = self.rates.link(ranks[0], ranks[-1])
-        # Inside a node posting is part of what was measured as latency, unless the link says what a message costs.
+        # Inside a node the measured latency includes posting, unless the link has message_seconds.
         message = link.message_seconds or 0.0
         posting = (len(ranks) - 1) * message
-        own = message if link.exchange is not None else 0.0  # of one message, which was measured with it
+        own = message if link.exchange is not None else 0.0  # a measured exchange includes one message
         return found.seconds + found.latency + posting - own, posting
 
     def message_seconds(self, rank: int, peer: int) -> float:
@@ -181,7 +187,7 @@ class LinkModel:
 
 
 def _most(between: Mapping[Any, float]) -> dict[LinkKind, float]:
-    """The largest of each kind of link, which is the last part of the keys."""
+    """The largest value per kind of link (the last part of the keys)."""
     found: dict[LinkKind, float] = {}
     for (_, _, kind), size in between.items():
         found[kind] = max(found.get(kind, 0.0), size)

@@ -1,6 +1,7 @@
-"""Seconds of operators, layers, embedding and head on one chip, from its rates. No communication in here.
+"""Seconds of operators, layers, embedding and head on one chip, from its rates; without communication.
 
-``share`` is the part of heads, columns and vocabulary that the rank has: 1/tp for an equal split.
+``share`` is the rank's part of heads, columns and vocabulary: 1/tp for an equal split. ``rows``: sequences of the
+micro-batch; ``length``: tokens per sequence.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from hetero_megatron.spec.flops import layer_attention_flops, visible_pairs
 
 Seconds = tuple[float, float]  # forward, backward
 ATTENTION_BACKWARD = 2.5  # a flash backward runs five products for the forward's two
-NEAREST = 2  # measured rows that set the correction at a size that was not measured
+NEAREST = 2  # measured rows used to interpolate at other sizes
 UNFUSED = 0.2  # cast, scale, mask, softmax, cast for one kernel: four more launches to a layer's about twenty
 UPDATE_BYTES = 28  # Adam reads gradient, master and two moments in fp32 and writes the last three
 
 
 class Operators:
-    """One chip's times for one model; every result is cached.
+    """Times of one chip for one model; results are cached.
 
     Args:
         rates: of the chip, in the dtype of the run.
-        item: bytes per element of activations.
+        item: bytes per activation element.
         sequence_parallel: norms and residuals work on a token shard; False: on all tokens, on every TP rank.
         softmax_batches: as in :class:`~hetero_megatron.planner.cost.layer_cost.CostOptions`.
     """
@@ -42,11 +43,8 @@ class Operators:
     def layer(
         self, share: float, rows: float, length: int, exchange: Seconds = (0.0, 0.0), posting: float = 0.0
     ) -> Seconds:
-        """One decoder layer for ``rows`` sequences of ``length`` tokens.
-
-        Args:
-            exchange: seconds of the TP collectives in it; posting: how many of them, each way, are the host's.
-        """
+        """One decoder layer for ``rows`` sequences of ``length`` tokens. ``exchange``: (forward, backward) seconds of
+        its TP collectives; posting: seconds of them on the host, per direction."""
         if self._measured("layers"):
             forward, backward = self._cached("layers", share, rows, length, self._layer_by_operators)
             return forward + exchange[0], backward + exchange[1]
@@ -56,8 +54,8 @@ class Operators:
         return self._cache[key]
 
     def split(self, share: float, rows: float, length: int) -> tuple[Seconds, Seconds]:
-        """(a layer without its attention core and without launches, measured / modelled time of that core), for a rank
-        with ``length`` tokens of each sequence. The second corrects :meth:`attention`."""
+        """((forward, backward) of a layer without attention core and launches, factor that corrects :meth:`attention`),
+        for a rank with ``length`` tokens of each sequence."""
         if not (rows and length):
             return (0.0, 0.0), (1.0, 1.0)
         key = ("split", share, rows, length)
@@ -72,8 +70,8 @@ class Operators:
         return self._cache[key], self._cache["ratio", share, rows, length]
 
     def _corrections(self, plain: Operators, share: float, rows: float, length: int) -> tuple[Seconds, Seconds]:
-        """Measured over modelled time of (a layer's rest, its attention core). Attention that was measured by itself
-        stays as it is, and the rest answers for what a whole layer took beyond it."""
+        """Measured over modelled time of (a layer without its attention core, the core). If attention was measured
+        separately, its factor is 1 and the rest takes the difference of measured whole layers."""
         measured = self._measured("layers")
         if not measured:
             return (1.0, 1.0), (1.0, 1.0)
@@ -100,8 +98,8 @@ class Operators:
         return self._cached("head", share, rows, length, self._head_by_operators)
 
     def exchange(self, share: float, rows: float, length: int, seconds: float) -> Seconds:
-        """One exchange of activations with the TP group, which takes ``seconds`` by itself, in a forward and in a
-        backward: with what the group's ranks wait for each other, as far as that was measured."""
+        """(forward, backward) seconds of one exchange of activations in the TP group, which alone takes ``seconds``:
+        plus measured waiting of its ranks for each other."""
         if not seconds or not self._measured("waiting"):
             return seconds, seconds
         forward, backward = self._cached("waiting", share, rows, length, self._layer_by_operators)
@@ -120,7 +118,7 @@ class Operators:
         return flops / work * row[3], flops / work * row[4]
 
     def gemm(self, m: float, n: float, k: float) -> float:
-        """[m, k] x [k, n]: FLOPs at the rate of products of this size, or the bytes if they take longer."""
+        """[m, k] x [k, n]: FLOPs at the rate for products of this size, or the memory traffic if that takes longer."""
         if min(m, n, k) <= 0:
             return 0.0
         rates, flops = self.rates, 2 * m * n * k
@@ -142,7 +140,7 @@ class Operators:
         return elements * UPDATE_BYTES / self.rates.bytes_per_second
 
     def most_updated(self, seconds: float) -> float:
-        """No more elements than this are updated within ``seconds``."""
+        """Upper bound on elements that are updated within ``seconds``."""
         rows = self.rates.optimizer
         if len(rows) > 1 and rows[-1][1] > rows[0][1]:
             (a, s), (b, t) = rows[0], rows[-1]
@@ -154,8 +152,8 @@ class Operators:
     def _cached(
         self, table: str, share: float, rows: float, length: int, model: Callable[[float, float, int], Seconds]
     ) -> Seconds:
-        """Measured rows where there are any: exact at their sizes, elsewhere the operators' time, corrected by the
-        ratio of measured to modelled time at the nearest sizes."""
+        """Measured rows at exactly their sizes; elsewhere the modelled time, corrected by measured / modelled at the
+        nearest sizes."""
         key = (table, share, rows, length)
         if key not in self._cache:
             measured = self._measured(table)
@@ -207,7 +205,7 @@ class Operators:
         norms = 10 * h * (share if self.sequence_parallel else 1.0)
         small = tokens * self.item * (norms + share * local) / self.rates.bytes_per_second
         core = self.attention(share, rows, length)
-        # Kernels are launched ahead of the device, so launching counts only where it takes longer than they do.
+        # Kernels are launched ahead of the device, so launching only counts where it takes longer than running them.
         unfused = self.softmax_batches and round(rows * share * model.num_heads) % self.softmax_batches
         launches = 1 + UNFUSED if unfused else 1.0
         forward = max(products + small + core[0] + exchange[0], launches * self.rates.layer_seconds + posting)
@@ -228,7 +226,7 @@ class Operators:
 
 
 def _nearest(points: Sequence[tuple[tuple[float, ...], float]], at: tuple[float, ...]) -> float:
-    """Mean of the values at the nearest points, in logarithms, weighted by 1 / distance; exact at a point."""
+    """Weighted mean of the values at the nearest points, in log space, weights 1 / distance; exact at a point."""
     ranked = sorted((math.dist([math.log(x) for x in p], [math.log(x) for x in at]), v) for p, v in points)[:NEAREST]
     if ranked[0][0] < 1e-9:
         return ranked[0][1]

@@ -21,8 +21,8 @@ class RankHost:
     """One rank, whose buckets travel in one hop.
 
     Attributes:
-        delay: seconds of packing and summing so far; last: when it last sent a bucket.
-        under_way: (arrival, seconds to sum or unpack it) of buckets that it waits for.
+        delay: seconds of packing and summing so far; last: time (s) of the last send.
+        under_way: (arrival, seconds to sum or unpack) of buckets that were sent and not yet completed.
     """
 
     delay: float = 0.0
@@ -30,7 +30,7 @@ class RankHost:
     under_way: deque[tuple[float, float]] = field(default_factory=deque)
 
     def send(self, ready: float, pack: float) -> float:
-        """When the next bucket, whose content is there at ``ready`` but for the delay, is packed."""
+        """Time (s) when the next bucket is packed; ``ready``: when its content is complete, without the delay."""
         at = max(ready + self.delay, self.last)
         if len(self.under_way) == IN_FLIGHT:
             arrived, after = self.under_way.popleft()
@@ -49,11 +49,8 @@ class RankHost:
 
 
 class RankHosts:
-    """:class:`RankHost` of all ranks at once, as arrays, for buckets that travel in any number of hops.
-
-    Args:
-        slots: the most that a rank may have under way: :data:`IN_FLIGHT` where there are no second hops.
-    """
+    """:class:`RankHost` of all ranks at once, as arrays, for buckets with any number of hops. ``slots``: most buckets
+    that a rank may have under way; :data:`IN_FLIGHT` with single hops."""
 
     def __init__(self, ranks: int, slots: int = IN_FLIGHT) -> None:
         self.slots = slots
@@ -63,8 +60,8 @@ class RankHosts:
         self.arrived, self.after = np.zeros((ranks, slots)), np.zeros((ranks, slots))
 
     def start(self, at: Ints, bucket: int, ready: Floats, pack: Floats | float, limited: bool = True) -> Floats:
-        """When a hop of a bucket is packed: first its hop before has ended, and where the number of buckets under way
-        is ``limited``, others too."""
+        """Time (s) when a hop of a bucket is packed. The bucket's previous hop ends first; with ``limited`` also the
+        oldest buckets, so that fewer than IN_FLIGHT are under way."""
         begin = np.maximum(ready + self.delay[at], self.last[at])
         while True:
             count = self.sent[at] - self.first[at]
@@ -92,7 +89,8 @@ class RankHosts:
         return end
 
     def _end_oldest(self, rows: Ints, now: Floats, where: NDArray[np.bool_]) -> Floats:
-        """Moves ``now[where]`` on to when the oldest of each of ``rows`` is summed; the seconds of that."""
+        """Advance ``now[where]`` to when the oldest bucket of each of ``rows`` is summed; returns the seconds of
+        summing."""
         slot = self.first[rows] % self.slots
         after = self.after[rows, slot]
         now[where] = np.maximum(now[where], self.arrived[rows, slot]) + after
@@ -101,8 +99,8 @@ class RankHosts:
 
 
 def back_copies(given: Elements, taken: Elements, dense: bool, ranks: int) -> tuple[Elements, Elements]:
-    """(packed, unpacked) on the way back of the parameters, of what an owner has ``taken`` and a holder has ``given``:
-    in a dense bucket they arrive in place, and only several receivers need several copies."""
+    """Elements (packed by owners, unpacked by holders) when parameters are spread. In a dense bucket they arrive in
+    place, and only several receivers need packed copies."""
     if not dense:
         return taken, given
     return (taken if ranks > 2 else 0 * taken), 0 * given

@@ -1,4 +1,4 @@
-"""Fast seconds of plan templates, to rank and to bound: tables of stages, pipelines, gradient sums, lower bounds.
+"""Fast scores and lower bounds of plan templates: stage tables, pipeline times, gradient synchronisation.
 
-Nothing here is reported to a user but the certificate, which bounds every plan from below.
+The search ranks and prunes by these. Only the certificate (a lower bound on every plan) is shown to users.
 """

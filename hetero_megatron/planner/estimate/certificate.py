@@ -1,18 +1,17 @@
 """The certificate: a step time that no plan of the search space can beat under the same rates.
 
-*Enumeration* (small clusters): the least lower bound over all combinations of pipelines that the search went through.
+*Enumeration* (small clusters): the smallest lower bound over all combinations of pipelines that were enumerated.
 
-*Prices* (large clusters): give every chip of group g a price. A pipeline that computes q sequences within T seconds
-uses chips worth at least P(q); if no pipeline computes more than r sequences per unit of price within T, no plan
-computes more than r x (price of all chips) sequences, so a batch above that needs more than T. P comes from a
-dynamic program over (stages from the end, layers covered), which is exact but for three things that only help the
-pipelines: transfers, synchronisation and optimizer take no time, states are divided among all chips, and the stages
-before one are as fast as the fastest chip. Lagrangian duality makes this valid for *any* prices; good ones make it
-tight.
+*Prices* (large clusters): a Lagrangian bound. Every chip of group g gets a price. P(q) is the least price of a pipeline
+that computes q sequences within T seconds. If no pipeline computes more than r sequences per unit of price within T, no
+plan computes more than r x (price of all chips) sequences, so a larger batch needs more than T. By duality this holds
+for *any* prices; good prices make it tight. P(q) comes from a dynamic program over (stages counted from the end, layers
+covered) with three relaxations, each in favour of the pipelines: transfers, synchronisation and optimizer take no time,
+optimizer states are divided among all chips, and the stages before a stage are as fast as the fastest chip.
 
-*Work* (``context_certificate.py``): what the speeds of all chips allow, whatever the plan.
+*Work* (:mod:`context_certificate`): the speeds of all chips alone, for any plan.
 
-What a bound holds for is stated in the report (:func:`assumptions`).
+:func:`assumptions` states what a bound covers; the report prints it.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.planner.estimate.stage_table import NEARLY_NONE, StageKind, per_layer
+from hetero_megatron.planner.estimate.stage_table import MANY_REPLICAS, StageKind, per_layer
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.template.plan_template import StageTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace, StageOption, batch_sizes, options, tp_degrees
-from hetero_megatron.planner.time_budget import Late, never
+from hetero_megatron.planner.time_budget import ShouldStop, never
 from hetero_megatron.spec import ModelSpec
 
 Floats = NDArray[np.float64]
@@ -38,24 +37,30 @@ STEPS = 9
 
 @dataclass(frozen=True)
 class LowerBound:
-    """No plan has a shorter step than ``seconds``."""
+    """No plan has a shorter step than ``seconds``; ``method``: "enumeration", "prices" or "work"."""
 
     seconds: float
     method: str
 
     def gap(self, step_seconds: float) -> float:
-        """How much faster than ``step_seconds`` a plan could be at most, as a share of the bound."""
+        """Optimality gap of a plan: ``step_seconds / seconds - 1`` (inf without a bound)."""
         return step_seconds / self.seconds - 1 if self.seconds > 0 else math.inf
 
 
 class _PriceBound:
-    """P(q) for all micro-batch sizes, at given prices."""
+    """The bound by prices for one set of prices; P(q) for every micro-batch size."""
 
     def __init__(
-        self, scorer: TemplateScorer, model: ModelSpec, batch: int, space: SearchSpace, enumerated: bool, late: Late
+        self,
+        scorer: TemplateScorer,
+        model: ModelSpec,
+        batch: int,
+        space: SearchSpace,
+        enumerated: bool,
+        should_stop: ShouldStop,
     ) -> None:
         self.scorer, self.model, self.batch, self.space = scorer, model, batch, space
-        self.enumerated, self.late = enumerated, late
+        self.enumerated, self.should_stop = enumerated, should_stop
         self.pool, self.tables = scorer.pool, scorer.tables
         self.sizes = batch_sizes(space, batch)
         self.depth = _most_stages(scorer, model)
@@ -71,9 +76,10 @@ class _PriceBound:
         return found
 
     def seconds(self, option: StageOption, size: int, head: bool) -> Floats:
-        """[in flight, layers] seconds of an inner stage (or the last one), at the memory of the most replicas."""
-        # Where all is enumerated, shares of states may be unequal, down to none, and buckets smaller than assumed.
-        replicas = NEARLY_NONE if self.enumerated else max(1, self.pool.chips // option.dp)
+        """[in flight, layers] seconds of an inner stage (``head``: the last stage), with states divided among the most
+        replicas that there can be."""
+        # The enumeration allows unequal shares of states, down to none, and smaller buckets than assumed here.
+        replicas = MANY_REPLICAS if self.enumerated else max(1, self.pool.chips // option.dp)
         kind = StageKind(
             option.group, option.tp, option.dp, size, False, head, replicas, self.space.recompute,
             self.space.offload == "always", not self.enumerated,
@@ -81,7 +87,7 @@ class _PriceBound:
         return self.tables.table(kind).seconds
 
     def rising(self, size: int) -> tuple[list[Floats], list[Floats]]:
-        """:meth:`seconds` of last and of inner stages for all options, so that more layers never take less."""
+        """(last stage, inner stage): :meth:`seconds` of every option, made non-decreasing in the number of layers."""
         if size not in self._rising:
             tables = [[self.seconds(o, size, head)[:, ::-1] for o in self.options[size]] for head in (True, False)]
             last, inner = ([np.minimum.accumulate(t, axis=1)[:, ::-1] for t in of_kind] for of_kind in tables)
@@ -93,7 +99,7 @@ class _PriceBound:
         return per_layer(self.seconds(option, size, False)[0])
 
     def _rates(self) -> Floats:
-        """Layers and sequences per second of a chip at its best: the first guess of prices."""
+        """Initial prices [groups]: best layers x sequences per second of a chip, scaled to at most 1."""
         rates = np.zeros(len(self.pool.groups))
         for size, found in self.options.items():
             for o in found:
@@ -103,19 +109,22 @@ class _PriceBound:
         return rates / max(rates.max(), 1e-300)
 
     def price(self, size: int, counts: Floats, limit: float, most: Floats) -> Floats:
-        """Least price of a pipeline that computes ``counts`` micro-batches within ``limit`` seconds; inf: none below
-        ``most``, if any."""
+        """Least price of a pipeline that computes ``counts`` [n] micro-batches within ``limit`` seconds.
+
+        Returns:
+            [n]; inf where there is no pipeline of a price below ``most`` [n].
+        """
         layers, found, answer = self.model.num_layers, self.options[size], np.full(len(counts), np.inf)
         fastest = min((self.per_layer(o, size) for o in found), default=math.inf)
         if math.isinf(fastest):  # not even one layer fits anywhere
             return answer
-        behind = np.arange(layers, -1, -1)  # layers that are not covered yet
-        # A stage that is the first to have t layers covered starts when the others are done at the soonest, and has
-        # this for a micro-batch: [n, covered]; a little more than less, so that rounding only helps.
+        behind = np.arange(layers, -1, -1)  # layers not covered yet
+        # [n, covered]: seconds per micro-batch left to the stage that completes the covered layers, as it cannot start
+        # before the layers in front of it are done. Rounded up, which keeps the bound valid.
         time_ = (limit - behind * fastest) / counts[:, None] * (1 + 1e-12)
         tables = self.rising(size)
         own = np.array([o.chips * self.prices[o.group] for o in found])[:, None, None]
-        # A stage of c layers has limit / m for them, so for a layer of a micro-batch it costs this at least.
+        # Least price of one layer of one micro-batch: a stage of c layers has limit / m seconds for them.
         shares = [float((table[0, 1:] / np.arange(1, layers + 1)).min()) for table in tables[1]]
         each = min(s * price for s, price in zip(shares, own[:, 0, 0]) if s < math.inf) * (1 - 1e-9) / limit
         best = np.full((len(counts), layers + 1), np.inf)  # by layers covered, never falling
@@ -127,7 +136,7 @@ class _PriceBound:
             )  # [option, n, covered]
             before = np.clip(layers - behind - most_layers, 0, layers)
             cost = np.where(most_layers >= (k > 1), best[np.arange(len(rows))[None, :, None], before] + own, np.inf)
-            # Covering more layers for the same price is never worse.
+            # Covering more layers at the same price is never worse.
             best = np.minimum.accumulate(cost.min(axis=0)[:, ::-1], axis=1)[:, ::-1]
             answer[rows] = np.minimum(answer[rows], best[:, layers])
             enough = np.minimum(answer, most)[rows, None]
@@ -138,8 +147,8 @@ class _PriceBound:
         return answer
 
     def rate(self, limit: float, enough: float) -> float:
-        """The most sequences per unit of price that any pipeline computes within ``limit``; stops below ``enough``, and
-        where time is up with what rules nothing out."""
+        """The most sequences per unit of price that a pipeline computes within ``limit`` seconds. Stops early once it
+        is known to exceed ``enough``; inf (nothing is ruled out) when the time budget is over."""
         intervals = [
             (size, float(a), float(b)) for size in self.sizes for a, b in _intervals(max(1, self.batch // size))
         ]
@@ -150,7 +159,7 @@ class _PriceBound:
                 mine = [(a, b) for s, a, b in intervals if s == size]
                 if not mine:
                     continue
-                if self.late():
+                if self.should_stop():
                     return math.inf
                 least = max(worst, enough)
                 caps = np.array([size * b / least for _, b in mine]) * (1 + 1e-9)
@@ -167,12 +176,13 @@ class _PriceBound:
                         middle = math.floor(math.sqrt(a * b))
                         again += [(size, a, float(middle)), (size, float(middle + 1), b)]
             if worst > enough and not math.isinf(worst):
-                return worst  # the limit is already long enough
+                return worst  # already above enough: this limit cannot be ruled out
             intervals = [row for row in again if row[1] <= row[2]]
         return worst
 
-    def most_saved(self) -> float:
-        """Seconds that the first backward of a step takes less than the others, at most: of the largest stages."""
+    def max_saved_seconds(self) -> float:
+        """Upper bound on the seconds by which the first backward of a step is shorter than the others (it writes
+        gradients, the others add)."""
         found = [0.0]
         for size, rows in self.options.items():
             for o in rows:
@@ -183,9 +193,9 @@ class _PriceBound:
         return max(found)
 
     def possible(self, limit: float) -> bool:
-        """Whether the prices do not rule out that the batch is done within ``limit``."""
+        """Whether the prices do not rule out a step of ``limit`` seconds."""
         everything = float(self.prices @ np.array(self.pool.counts, float))
-        enough = self.batch / everything * (1 - 1e-9)  # one pipeline of all chips and the whole batch has just this
+        enough = self.batch / everything * (1 - 1e-9)  # what a plan of the whole batch on all chips needs
         return self.rate(limit, enough) > enough
 
 
@@ -210,8 +220,8 @@ def assumptions(
     space: SearchSpace,
     enumerated: bool,
 ) -> tuple[str, ...]:
-    """What plans a bound by ``method`` is over, and what they are taken to cost; ``enumerated`` as in
-    :func:`price_bound`."""
+    """The plans that a bound by ``method`` covers and what it assumes about their costs, as sentences for the report;
+    ``enumerated`` as in :func:`price_bound`."""
     rates = "rates as given, chips steady (no jitter)"
     if method == "work":
         return "all plans; only products of layers and attention take time, at each chip's best rate", rates
@@ -250,15 +260,15 @@ def _listed(numbers: Iterable[int]) -> str:
 
 def price_bound(
     scorer: TemplateScorer, model: ModelSpec, batch: int, space: SearchSpace, step_seconds: float,
-    enumerated: bool = False, late: Late = never,
+    enumerated: bool = False, should_stop: ShouldStop = never,
 ) -> LowerBound:  # fmt: skip
-    """By prices; ``step_seconds``: of a plan that is known, so the bound is not above it.
+    """The bound by prices; bisection between 0 and ``step_seconds``, the step time of a known plan.
 
     Args:
-        enumerated: over all that the complete enumeration may choose: any TP degree, unequal shares of the states.
-        late: when to stop; what was ruled out by then still is.
+        enumerated: cover everything that the complete enumeration may choose: any TP degree, unequal shares of states.
+        should_stop: end early; the bound found by then is still valid.
     """
-    prices = _PriceBound(scorer, model, batch, space, enumerated, late)
+    prices = _PriceBound(scorer, model, batch, space, enumerated, should_stop)
     low, high = 0.0, step_seconds
     for step in range(STEPS):
         middle = high * 0.9 if step == 0 else (low + high) / 2
@@ -266,6 +276,6 @@ def price_bound(
             high = middle
         else:
             low = middle
-        if late() or high - low < 2e-3 * high:
+        if should_stop() or high - low < 2e-3 * high:
             break
-    return LowerBound(max(0.0, low - prices.most_saved()), "prices")
+    return LowerBound(max(0.0, low - prices.max_saved_seconds()), "prices")

@@ -1,9 +1,9 @@
-"""The certificate of any plan, also one with context groups: what the speeds of all chips allow.
+"""A lower bound for any plan, with or without context groups, from the speeds of all chips alone.
 
-Every layer's products and every visible query-key pair are computed once in forward and again in backward, by some
-chip; a chip divides its time between the two. The least time in which all chips together do the work of a batch is a
-linear program with a known optimum (:func:`speed_bound`); recompute, communication, bubbles, head, embedding, host and
-optimizer only add to it. It takes milliseconds for any number of chips.
+Every layer's matrix products and every visible query-key pair are computed once in forward and again in backward by
+some chip. The least time in which all chips together do this work is a linear program with a known optimum
+(:func:`speed_bound`); recompute, communication, bubbles, head, embedding, host and optimizer can only add to it. It
+takes milliseconds for any number of chips.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROWS, DEGREES, PARTS = (1, 4, 32), (1, 2, 4, 8), (1, 2, 8, 64)
 
 
 def work_bound(scorer: TemplateScorer, model: ModelSpec, batch: int) -> float:
-    """Seconds in which no plan computes ``batch`` sequences."""
+    """Seconds below which no plan computes ``batch`` sequences."""
     best = {group.chip: _fastest(model, scorer.costs, group.chip) for group in scorer.pool.groups}
     members = [
         replace(best[group.chip], ranks=(rank,)) for group in scorer.pool.groups for n in group.ranks for rank in n
@@ -35,12 +35,20 @@ def work_bound(scorer: TemplateScorer, model: ModelSpec, batch: int) -> float:
 
 
 def most_tokens(costs: CostModel, chips: Sequence[str], counts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[rows] tokens per second above which no plan gets on ``counts[row, i]`` chips of each type ``chips[i]``: the
-    same bound for many clusters. At any price of a token's products in terms of its attention a chip earns most with
-    one of the two; the least of what all chips earn, over all prices, is what they can do (duality)."""
+    """Upper bound on tokens per second for many clusters at once. Linear programming duality: at any relative price of
+    matrix products and attention a chip earns most by doing only one of the two; the minimum over prices of the total
+    earnings bounds the throughput.
+
+    Args:
+        chips: chip types.
+        counts: [rows, types] chips of each type.
+
+    Returns:
+        [rows] tokens per second.
+    """
     members = [replace(_fastest(costs.model, costs, chip), ranks=(i,)) for i, chip in enumerate(chips)]
     linear, attention = token_seconds(_problem(costs.model, costs, members))
-    # The least is at a price at which some type earns the same with either.
+    # The minimum is at a price at which some chip type earns the same with either.
     share = (linear / (linear + attention))[:, None]
     earned = np.maximum(share / linear, (1 - share) / attention)  # [prices, types]
     return np.asarray((counts @ earned.T).min(axis=1))
@@ -53,7 +61,6 @@ def _problem(model: ModelSpec, costs: CostModel, members: Sequence[ContextMember
 
 
 def _fastest(model: ModelSpec, costs: CostModel, chip: str) -> ContextMember:
-    """A chip at the best of its rates."""
     operators: Operators = costs.operators(chip)
     flops = layer_matmul_flops(model)
     pairs = layer_attention_flops(model, visible_pairs(costs.seq_length, model.sliding_window))

@@ -1,7 +1,7 @@
-"""How many layers each stage gets: exact, for stages of unlike speed and memory.
+"""Optimal numbers of layers per stage, for stages of unlike speed and memory.
 
-Minimises ``max_i (time of the stages before i + micro-batches x time of stage i)``, the closed form of a pipeline's
-time, where the time of a stage is any increasing function of its layers (inf: they do not fit).
+Minimises the closed form of a pipeline's time, ``max_i (time of the stages before i + micro-batches x time of stage
+i)``, where the time of a stage is any non-decreasing function of its layers (inf: they do not fit).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from hetero_megatron.planner.estimate.pipeline_time import Links
 
 Floats = NDArray[np.float64]
-LISTED = 6000  # up to so many splits are simply listed
+LISTED = 6000  # largest number of splits that are enumerated; above, bisection
 
 
 @lru_cache(maxsize=64)
 def splits(layers: int, stages: int) -> NDArray[np.int32]:
-    """All ways to give ``stages`` stages ``layers`` layers in all, [ways, stages]; inner stages get at least one."""
+    """[ways, stages] int32: all ways to divide ``layers`` among ``stages``; inner stages get at least one layer."""
     if stages == 1:
         return np.array([[layers]], np.int32)
     low = np.array([0] + [1] * (stages - 2) + [0])
@@ -53,11 +53,12 @@ def best_split(
     schedule: str = "1f1b",
     forward: list[Floats] | None = None,
 ) -> tuple[float, tuple[int, ...]] | None:
-    """(closed form, layers per stage), or None when no split fits.
+    """(closed form in seconds, layers per stage), or None when no split fits.
 
     Args:
-        seconds: per stage, [layers + 1]: time of one micro-batch with so many layers; forward: of its forward alone,
-            which only gpipe needs.
+        seconds: per stage, [layers + 1]: forward and backward of one micro-batch with so many layers (inf: does not
+            fit).
+        forward: per stage, [layers + 1]: forward alone; only used for gpipe.
     """
     layers, count = len(seconds[0]) - 1, len(seconds)
     if count_splits(layers, count) <= LISTED:
@@ -76,7 +77,7 @@ def listed(
     schedule: str = "1f1b",
     forward: list[Floats] | None = None,
 ) -> tuple[NDArray[np.int32], Floats, Floats]:
-    """(all splits [ways, stages], their closed forms [ways], seconds of their stages [ways, stages])."""
+    """(all splits [ways, stages], their closed forms [ways] s, the times of their stages [ways, stages] s)."""
     count = len(seconds)
     ways = splits(len(seconds[0]) - 1, count)
     if not len(ways):
@@ -94,7 +95,7 @@ def listed(
 
 
 def closed_forms(times: Floats, links: Links, micro_batches: int) -> Floats:
-    """[ways, stages] -> [ways]."""
+    """Closed forms [ways] of pipelines with stage times [ways, stages]; inf where a stage does not fit."""
     with np.errstate(invalid="ignore"):  # inf - inf: a stage before does not fit
         return _closed_forms(times, links, micro_batches)
 
@@ -108,7 +109,8 @@ def _closed_forms(times: Floats, links: Links, micro_batches: int) -> Floats:
 
 
 def _round_trips(times: Floats, links: Links, m: int) -> Floats:
-    """[ways, stages] -> [ways]: stage i has P - i micro-batches in flight, which go to the end and back."""
+    """[ways]: 1F1B bound for stage times [ways, stages]: stage i keeps P - i micro-batches in flight, each of which
+    travels to the last stage and back."""
     with np.errstate(invalid="ignore"):
         steps = times.copy()
         steps[:, :-1] += np.array([sum(link) for link in links])
@@ -120,9 +122,9 @@ def _round_trips(times: Floats, links: Links, m: int) -> Floats:
 
 
 def _bisect(seconds: list[Floats], links: Links, micro_batches: int) -> tuple[float, tuple[int, ...]] | None:
-    """Bisection on the time; for each, a dynamic program over (stage, layers so far) keeps the least time before."""
+    """Bisection on the pipeline time; a dynamic program over (stage, layers so far) tests feasibility."""
     layers = len(seconds[0]) - 1
-    slowest, best = _evenly(seconds, links, micro_batches)
+    slowest, best = _even_split(seconds, links, micro_batches)
     low = max(float(sum(np.min(s) for s in seconds)), micro_batches * slowest)
     finite = [float(s[np.isfinite(s)].max()) if np.isfinite(s).any() else np.inf for s in seconds]
     high, limit = sum(finite) * (micro_batches + len(seconds)) + sum(map(sum, links)), low
@@ -145,12 +147,13 @@ def _bisect(seconds: list[Floats], links: Links, micro_batches: int) -> tuple[fl
     return best
 
 
-def _evenly(seconds: list[Floats], links: Links, m: int) -> tuple[float, tuple[float, tuple[int, ...]] | None]:
-    """(no split has a faster slowest stage than this; a split to start from, None where there is none): under that
-    limit, with what is too much taken from the slowest stages one by one."""
+def _even_split(seconds: list[Floats], links: Links, m: int) -> tuple[float, tuple[float, tuple[int, ...]] | None]:
+    """(lower bound on the slowest stage's time in any split; a feasible starting split with its closed form, or None).
+    The split gives every stage what it can do within the bottleneck time and takes surplus layers from the slowest
+    stages."""
     each = np.stack(seconds)
     layers, count = each.shape[1] - 1, len(each)
-    # Recompute may make one layer more a little cheaper; between these two all times lie.
+    # Recompute may make one more layer slightly cheaper; these are monotone upper and lower envelopes.
     rows, below = np.maximum.accumulate(each, axis=1), np.minimum.accumulate(each[:, ::-1], axis=1)[:, ::-1]
     limit = bottleneck(rows, layers)
     slowest = limit if np.array_equal(rows, below) else bottleneck(below, layers)
@@ -171,7 +174,8 @@ def _evenly(seconds: list[Floats], links: Links, m: int) -> tuple[float, tuple[f
 
 
 def bottleneck(rows: Floats, layers: int) -> float:
-    """Least time within which stages of these increasing times hold all layers; inf: they cannot."""
+    """Least time (s) within which stages with these non-decreasing times [stages, layers + 1] hold all layers; inf:
+    impossible."""
     values = np.sort(rows[np.isfinite(rows)])
     low, high = 0, len(values)
     while low < high:
@@ -186,10 +190,11 @@ def bottleneck(rows: Floats, layers: int) -> float:
 def _feasible(
     seconds: list[Floats], links: Links, m: int, limit: float, layers: int
 ) -> tuple[float, tuple[int, ...]] | None:
-    """States are the layers so far, from what the stages behind can hold at most to what those before can."""
+    """A split within ``limit`` seconds, or None. States: layers assigned so far, limited to what the later stages can
+    still hold."""
     last = len(seconds) - 1
     tops, limit = [], limit * (1 + 1e-12)
-    for time in seconds:  # inf where layers do not fit; recompute may make one layer more a little cheaper
+    for time in seconds:  # inf where layers do not fit; not monotone: recompute may make a layer more cheaper
         good = np.flatnonzero(time * m <= limit)
         tops.append(int(good[-1]) if len(good) else -1)
     if min(tops) < 0 or sum(tops) < layers:
@@ -200,7 +205,7 @@ def _feasible(
         low = 0 if i in (0, last) else 1
         behind -= tops[i]
         reach = min(reach + tops[i], layers)
-        first = max(layers - behind, start + low)  # layers so far, at least
+        first = max(layers - behind, start + low)  # fewest layers so far
         if tops[i] < low or first > reach:
             return None
         take = np.arange(low, tops[i] + 1)

@@ -1,4 +1,4 @@
-"""Prices of the links between the groups of a pool, by group numbers."""
+"""Link prices between the groups of a device pool."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from hetero_megatron.planner.template.device_pool import DevicePool
 
 
 class LinkTable:
-    """What :class:`LinkModel` says of collectives between two nodes of these groups, or inside one."""
+    """:class:`LinkPrice` of collectives per (source group, target group, same_node)."""
 
     def __init__(self, pool: DevicePool, costs: CostModel) -> None:
         self.pool, self.model = pool, LinkModel(costs.rates)
         self._known: dict[tuple[int, int, bool], LinkPrice | None] = {}
 
     def between(self, g: int, h: int, same_node: bool = False) -> LinkPrice | None:
-        """None where there is no such link."""
+        """The price of a link between two nodes of these groups, or inside one node; None where there is no such link.
+        """
         key = (g, h, same_node)
         if key not in self._known:
             groups = self.pool.groups
@@ -28,7 +29,8 @@ class LinkTable:
         return self._known[key]
 
     def best(self, g: int, same_node: bool) -> tuple[float, float]:
-        """(least seconds per byte that a port of a node of the group can do in either direction, least latency)."""
+        """(least seconds per byte of a node's port in either direction, least latency in seconds) over all links of a
+        group."""
         others: Sequence[int] = [g] if same_node else range(len(self.pool.groups))
         out, into = (
             [price for price in found if price is not None]

@@ -1,7 +1,8 @@
 """Lower bounds on step times: of one template, of all splits of its layers, and of pipelines without layers.
 
-All say what no plan beats under the same rates; the search skips what they rule out. :mod:`certificate` bounds the
-whole search space.
+No plan is faster under the same rates; the search skips what they rule out. :mod:`certificate` bounds the whole search
+space. The *sync tail* of a pipeline is the time from the end of its last backward until its parameters are updated:
+gradient reduction, optimizer, spread of parameters.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from hetero_megatron.planner.estimate.pipeline_time import Link, Links, closed_f
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, StageTemplate
 
 Floats = NDArray[np.float64]
-LineUnder = tuple[float, float]  # seconds of a stage without layers, and the least that each layer adds
+AffineBound = tuple[float, float]  # seconds of a stage: at least intercept + layers x slope
 
 
-def line_under(seconds: Floats) -> LineUnder:
-    """The highest line through the first entry that is nowhere above ``seconds`` (by layers; inf: does not fit)."""
+def affine_lower_bound(seconds: Floats) -> AffineBound:
+    """The steepest line through ``seconds[0]`` that is nowhere above ``seconds`` [layers + 1] (inf entries do not fit).
+    """
     fits = np.flatnonzero(np.isfinite(seconds[1:])) + 1
     if not np.isfinite(seconds[0]):
         return math.inf, math.inf
@@ -33,9 +35,10 @@ def line_under(seconds: Floats) -> LineUnder:
     return float(seconds[0]), max(slope, 1e-300)
 
 
-def floor(lines: Sequence[LineUnder], layers: int, links: Links, micro_batches: int) -> float:
-    """No split of the layers over stages of these lines takes less, in any schedule: one micro-batch goes through all
-    stages, and the slowest stage does all of them, in the least time in which all stages together hold all layers."""
+def split_lower_bound(lines: Sequence[AffineBound], layers: int, links: Links, micro_batches: int) -> float:
+    """Lower bound (s) on the pipeline time over all splits of ``layers`` among stages with these affine bounds, in any
+    schedule. The larger of one micro-batch's way through all stages, and all micro-batches on the slowest stage of the
+    best split."""
     ends = sum(own for own, _ in lines)
     each = min(slope for _, slope in lines)
     if math.isinf(ends) or math.isinf(each):
@@ -46,49 +49,49 @@ def floor(lines: Sequence[LineUnder], layers: int, links: Links, micro_batches: 
 
 
 class TemplateBounds:
-    """Of templates over one pool."""
+    """Lower bounds on templates over one pool."""
 
     def __init__(self, scorer: PipelineScorer, links: LinkTable) -> None:
         self.scorer, self.links = scorer, links
         self._tails: dict[tuple[object, ...], tuple[float, float, float]] = {}
 
-    def least(self, template: PlanTemplate) -> float:
-        """Lower bound on the step of a template, wherever it lies: of each of its pipelines, the closed form over the
-        better of the links that each boundary may have, and what follows at least."""
+    def lower_bound(self, template: PlanTemplate) -> float:
+        """Lower bound (s) on the step of a template, wherever it is placed: per pipeline, the closed form over the
+        fastest links that each boundary could have, plus the sync tail."""
         worst = 0.0
         for part in template.parts:
             shape, stages = part.shape, part.shape.stages
             forward, backward = self.scorer.stage_seconds(shape)
-            link = [self._least_link(a, b, shape.micro_batch_size) for a, b in zip(stages, stages[1:])]
+            link = [self._fastest_link(a, b, shape.micro_batch_size) for a, b in zip(stages, stages[1:])]
             compute = closed_form(forward, backward, link, part.num_micro_batches, template.schedule)
-            worst = max(worst, compute + self.after(stages, shape.micro_batch_size, link, template.pipelines))
+            worst = max(worst, compute + self.sync_tail(stages, shape.micro_batch_size, link, template.pipelines))
         return worst
 
-    def _least_link(self, a: StageTemplate, b: StageTemplate, size: int) -> Link:
+    def _fastest_link(self, a: StageTemplate, b: StageTemplate, size: int) -> Link:
         places = (True, False) if self.scorer.tables.likely_same_node(a, b) else (False,)
         found = [self.scorer.tables.boundary(a, b, size, near) for near in places]
         return min(there for there, _ in found), min(back for _, back in found)
 
-    def after(self, stages: Sequence[StageTemplate], size: int, links: Links, pipelines: int) -> float:
-        """Lower bound on what follows the end of a pipeline with these stages, in any plan of ``pipelines`` pipelines:
-        synchronisation over the best link that replicas could have between them, no states to update if others may."""
+    def sync_tail(self, stages: Sequence[StageTemplate], size: int, links: Links, pipelines: int) -> float:
+        """Lower bound (s) on the sync tail of a pipeline with these stages, in any plan of ``pipelines`` pipelines:
+        replicas have the best possible links, and other pipelines may own all optimizer states."""
         after, drain, saved, last = 0.0, 0.0, 0.0, len(stages) - 1
-        update = self.update if pipelines > 1 else 0.0
+        update = self.update_seconds if pipelines > 1 else 0.0
         for s, stage in enumerate(stages):
-            reduce, latency, rest = self.tail(stage, pipelines, s == 0, s == last)
+            reduce, latency, rest = self.stage_sync_tail(stage, pipelines, s == 0, s == last)
             own = self.scorer.stage(stage, size, s == 0, s == last)
             after, update = max(after, exposed(reduce, own.own, stage.layers) + latency - drain), max(update, rest)
             drain += own.own + (links[s][1] if s < last else 0.0)
             saved = max(saved, own.saved)
         return after + update - saved
 
-    def after_pipeline(self, shape: PipelineTemplate, links: Links, pipelines: int) -> float:
-        """:meth:`after` for a whole pipeline."""
-        return self.after(shape.stages, shape.micro_batch_size, links, pipelines)
+    def pipeline_sync_tail(self, shape: PipelineTemplate, links: Links, pipelines: int) -> float:
+        """:meth:`sync_tail` of a whole pipeline."""
+        return self.sync_tail(shape.stages, shape.micro_batch_size, links, pipelines)
 
     @cached_property
-    def update(self) -> float:
-        """Seconds in which all chips together update all parameters, however these are divided."""
+    def update_seconds(self) -> float:
+        """Least seconds in which all chips together update all parameters, however the states are divided."""
         costs, chips = self.scorer.costs, [(g.chip, g.chips) for g in self.scorer.pool.groups]
         total = held_elements(costs.model, costs.model.num_layers, True, True, equal_shares(costs.model, 1)[0])
 
@@ -104,15 +107,19 @@ class TemplateBounds:
             low, high = (low, middle) if most(middle) >= total else (middle, high)
         return low
 
-    def tail(self, stage: StageTemplate, pipelines: int, embed: bool, head: bool) -> tuple[float, float, float]:
-        """(seconds that the stage's gradients travel at least, latency of that, seconds of what follows when all are
-        summed), by which :meth:`after` goes."""
+    def stage_sync_tail(
+        self, stage: StageTemplate, pipelines: int, embed: bool, head: bool
+    ) -> tuple[float, float, float]:
+        """(least seconds that the stage's gradients travel, latency in seconds, least seconds from the end of reduction
+        to updated parameters)."""
         key = (stage.group, stage.tp, stage.dp, stage.layers, stage.offload, pipelines, embed, head)
         if key not in self._tails:
-            self._tails[key] = self._find_tail(stage, pipelines, embed, head)
+            self._tails[key] = self._compute_stage_tail(stage, pipelines, embed, head)
         return self._tails[key]
 
-    def _find_tail(self, stage: StageTemplate, pipelines: int, embed: bool, head: bool) -> tuple[float, float, float]:
+    def _compute_stage_tail(
+        self, stage: StageTemplate, pipelines: int, embed: bool, head: bool
+    ) -> tuple[float, float, float]:
         choice = self.scorer.tables.choice(stage, embed, head)
         # Other pipelines may own nearly all states.
         optimizer = self.scorer.costs.optimizer_seconds(choice, math.inf if pipelines > 1 else 1)
@@ -131,43 +138,49 @@ class TemplateBounds:
 
 
 class SyncBounds:
-    """`TemplateBounds.after` of all splits of layers of a pipeline at once."""
+    """:meth:`TemplateBounds.sync_tail` for all splits of a pipeline's layers at once."""
 
     def __init__(self, bounds: TemplateBounds, layers: int) -> None:
         self.bounds, self.scorer, self.layers = bounds, bounds.scorer, layers
         self._rows: dict[tuple[object, ...], Floats] = {}
 
-    def after(
+    def sync_tail(
         self, stages: Sequence[StageTemplate], ways: NDArray[np.int32], backward: Floats, links: Links,
         pipelines: int,
     ) -> Floats:  # fmt: skip
-        """[ways]. ``ways`` [ways, stages]: layers; ``backward`` [ways, stages]: seconds, messages of the host
-        included; ``stages`` without layers."""
+        """Sync tails [ways] in seconds.
+
+        Args:
+            stages: without layers.
+            ways: [ways, stages] layers.
+            backward: [ways, stages] seconds, including the host's message time.
+        """
         costs, groups, last = self.scorer.costs, self.scorer.pool.groups, len(stages) - 1
         after, drain, most = np.zeros(len(ways)), np.zeros(len(ways)), np.zeros(len(ways))
-        update = np.full(len(ways), self.bounds.update if pipelines > 1 else 0.0)
+        update = np.full(len(ways), self.bounds.update_seconds if pipelines > 1 else 0.0)
         for s, stage in enumerate(stages):
             count = ways[:, s]
-            reduce, latency, rest, saved = self._of(stage, pipelines, s == 0, s == last)[:, count]
+            reduce, latency, rest, saved = self._rows_of(stage, pipelines, s == 0, s == last)[:, count]
             own = backward[:, s] - costs.message_seconds(groups[stage.group].chip) * ((s != 0) + (s != last))
             shown = np.maximum(reduce - own, reduce / np.maximum(1, count)) + latency
             after, update = np.maximum(after, shown - drain), np.maximum(update, rest)
             drain, most = drain + own + (links[s][1] if s < last else 0.0), np.maximum(most, saved)
         return np.asarray(after + update - most)
 
-    def _of(self, stage: StageTemplate, pipelines: int, embed: bool, head: bool) -> Floats:
-        """[4, layers]: seconds of gradients, their latency, of what follows; what the first backward saves."""
+    def _rows_of(self, stage: StageTemplate, pipelines: int, embed: bool, head: bool) -> Floats:
+        """[4, layers + 1] seconds: the three of ``stage_sync_tail``, and what the first backward of a step saves."""
         key = (stage.group, stage.tp, stage.dp, pipelines, embed, head)
         if key not in self._rows:
             made = [replace(stage, layers=n) for n in range(self.layers + 1)]
             rows = [
-                (*self.bounds.tail(x, pipelines, embed, head), self.scorer.saved_seconds(x, embed, head)) for x in made
+                (*self.bounds.stage_sync_tail(x, pipelines, embed, head), self.scorer.saved_seconds(x, embed, head))
+                for x in made
             ]
             self._rows[key] = np.array(rows).T
         return self._rows[key]
 
 
 def exposed(reduce: float, backward: float, layers: int) -> float:
-    """Seconds of a gradient reduction after the last backward of its stage has ended: a layer's gradients travel while
-    the layers before it are still in backward; those of the first layer cannot."""
+    """Seconds of a gradient reduction that are not hidden behind the stage's last backward: a layer's gradients travel
+    during the backward of the layers before it, those of the first layer cannot."""
     return max(reduce - backward, reduce / max(1, layers))

@@ -1,4 +1,4 @@
-"""Seconds of one pipeline of a template: its stages, the transfers between them, and its schedule's actions."""
+"""Seconds of one pipeline of a template: stages, transfers between them, and the schedule."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ EXACT = 400_000  # micro-batches x stages of one pipeline above which its time i
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Of one micro-batch in a stage: with messages of the host; without them, a layer's backward and that of all but
-    the embedding; what the first backward of a step takes less than the others."""
+    """Seconds of one micro-batch in a stage.
+
+    Attributes:
+        forward, backward: including the host's time for sends and receives.
+        own: backward without messages; layer: backward of one layer; plain: backward without the embedding.
+        saved: by how much the first backward of a step is shorter (it writes gradients, the others add to them).
+    """
 
     forward: float
     backward: float
@@ -27,16 +32,17 @@ class StageSeconds:
 
 
 class PipelineScorer:
-    """Times pipelines over one pool; stages and pipelines that are known stay known."""
+    """Times pipelines over one pool; results are cached by stage and by pipeline."""
 
     def __init__(self, tables: StageTables, pool: DevicePool, like: PipelineScorer | None = None) -> None:
-        """``like``: one over the same tables, whose stages and pipelines cost the same."""
+        """Args:
+            like: a scorer over the same tables whose caches can be shared."""
         self.tables, self.pool, self.costs = tables, pool, tables.costs
         self._stages: dict[tuple[StageTemplate, int, bool, bool], StageSeconds] = like._stages if like else {}
         self._pipelines: dict[tuple[object, ...], float] = like._pipelines if like else {}
 
     def stage(self, stage: StageTemplate, size: int, embed: bool, head: bool) -> StageSeconds:
-        """Of one micro-batch of ``size`` sequences."""
+        """Of one micro-batch of ``size`` sequences; ``embed``, ``head``: the stage has them."""
         key = (stage, size, embed, head)
         if key not in self._stages:
             costs = self.costs
@@ -52,7 +58,7 @@ class PipelineScorer:
         return self._stages[key]
 
     def saved_seconds(self, stage: StageTemplate, embed: bool, head: bool) -> float:
-        """What the first backward of a step takes less than the others."""
+        """By how much the first backward of a step is shorter than the others."""
         return self.stage(stage, stage.dp, embed, head).saved
 
     def _each(self, shape: PipelineTemplate) -> list[StageSeconds]:
@@ -60,12 +66,13 @@ class PipelineScorer:
         return [self.stage(x, shape.micro_batch_size, s == 0, s == last) for s, x in enumerate(shape.stages)]
 
     def stage_seconds(self, shape: PipelineTemplate) -> tuple[list[float], list[float]]:
-        """(forward, backward) per stage of one micro-batch, messages of the host included."""
+        """(forward, backward) of one micro-batch per stage, including the host's message time."""
         found = self._each(shape)
         return [x.forward for x in found], [x.backward for x in found]
 
     def links(self, shape: PipelineTemplate, sharing: Sequence[int] | None = None) -> list[Link]:
-        """Seconds of the transfers over each boundary; ``sharing``: 0 in one node, else the pipelines at its cards."""
+        """Seconds of (forward, backward) transfers over each stage boundary. ``sharing``: per boundary, 0: inside one
+        node, else how many pipelines share the node's network cards; None: as likely placed."""
         found = []
         for s, (a, b) in enumerate(zip(shape.stages, shape.stages[1:])):
             count = sharing[s] if sharing is not None else int(not self.tables.likely_same_node(a, b))
@@ -90,7 +97,7 @@ class PipelineScorer:
         a, b = (seconds(forward, backward, link, n, schedule) for n in (few, 2 * few))
         return b + (b - a) / few * (micro_batches - 2 * few)
 
-    def known_seconds(self, shape: PipelineTemplate, m: int, schedule: str, near: tuple[int, ...]) -> float:
+    def cached_pipeline_seconds(self, shape: PipelineTemplate, m: int, schedule: str, near: tuple[int, ...]) -> float:
         key = (shape, m, schedule, near)
         if key not in self._pipelines:
             self._pipelines[key] = self.pipeline_seconds(shape, m, schedule, near)

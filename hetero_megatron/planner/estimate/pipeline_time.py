@@ -1,7 +1,7 @@
-"""Seconds of one pipeline: a closed form to rank, and the exact time of the schedule's actions.
+"""Seconds of one pipeline with stages of unlike speed: a closed-form lower bound, and the exact time of its schedule.
 
-Both know stages of unlike speed. ``seconds`` is what ``schedule.simulate`` gives for the lowered actions of any
-schedule; :data:`FAST` schedules have a recurrence over micro-batches instead of an event queue, with the same result.
+``seconds`` equals ``schedule.simulate`` on the lowered actions. The schedules in :data:`FAST` use a recurrence over
+micro-batches instead of an event queue, with the same result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 Times = Sequence[float]
 Link = tuple[float, float]  # seconds of a transfer over a boundary: of activations, of gradients back
 Links = Sequence[Link]
-CHECKED = 7  # of so many more rounds than repeat, one is compared with another
+CHECKED = 7  # rounds beyond the period between two comparisons of the clocks
 
 
 def _directions(link: Links) -> tuple[Times, Times]:
@@ -26,11 +26,8 @@ def _directions(link: Links) -> tuple[Times, Times]:
 
 
 def lower_bound(forward: Times, backward: Times, link: Links, micro_batches: int) -> float:
-    """No schedule that keeps to the dependencies is faster.
-
-    Stage i cannot start before the first micro-batch has come through the stages before it, nor can the last
-    gradient leave it before it has done all its work and reach the front earlier than the way back takes.
-    """
+    """Lower bound (s) on any schedule that respects the dependencies. Stage i waits for the first micro-batch to pass
+    the stages before it, then does all its work, and the last gradient still has to travel back to the first stage."""
     before = worst = total = 0.0
     for i, (f, b) in enumerate(zip(forward, backward)):
         worst = max(worst, before + micro_batches * (f + b))
@@ -43,12 +40,10 @@ def lower_bound(forward: Times, backward: Times, link: Links, micro_batches: int
 
 
 def closed_form(forward: Times, backward: Times, link: Links, micro_batches: int, schedule: str = "1f1b") -> float:
-    """A lower bound for one schedule, to rank by.
-
-    Beside :func:`lower_bound`: in 1f1b a stage i keeps P - i micro-batches in flight, so each takes at least the way to
-    the end and back divided by that. In gpipe all forwards end before the last stage's first backward, and each
-    phase is as long as its slowest stage or transfer.
-    """
+    """Lower bound (s) on one schedule, used for ranking. In addition to :func:`lower_bound`: 1f1b keeps P - i
+    micro-batches in flight at stage i, so each takes at least the round trip to the last stage divided by that. In
+    gpipe all forwards end before the last stage's first backward, and each phase is as long as its slowest stage or
+    transfer."""
     bound = lower_bound(forward, backward, link, micro_batches)
     count, m = len(forward), micro_batches
     if schedule == "gpipe":
@@ -67,7 +62,8 @@ def closed_form(forward: Times, backward: Times, link: Links, micro_batches: int
 
 
 def seconds(forward: Times, backward: Times, link: Links, micro_batches: int, schedule: str = "1f1b") -> float:
-    """Exact time from the first start to the last end; transfers of one direction of a boundary follow one another."""
+    """Exact time (s) from the first start to the last end. Transfers in one direction over a boundary are serialised.
+    """
     if schedule in FAST:
         return FAST[schedule](forward, backward, link, micro_batches)
     there, back = _directions(link)
@@ -76,19 +72,18 @@ def seconds(forward: Times, backward: Times, link: Links, micro_batches: int, sc
 
 
 def _one_f_one_b(forward: Times, backward: Times, link: Links, m: int) -> float:
-    """Round j: every stage i does B(i, j - P + i) and then F(i, j); what these wait for is of an earlier round, or of
-    an earlier stage in this one.
-
-    After the first rounds all clocks go on by the same time every round (or every few, where the way to the end and
-    back is what limits): the rounds up to the last are then skipped."""
+    """Round j: every stage i runs B(i, j - P + i), then F(i, j); their inputs come from an earlier round or an earlier
+    stage. After the warm-up all clocks advance by the same time every round (or every few rounds, where a round trip is
+    the bottleneck). The remaining rounds but the last are then skipped."""
     p = len(forward)
     if p == 1:
         return m * (forward[0] + backward[0])
     there, back = _directions(link)
-    there, back = [*there, 0.0], [0.0, *back]  # from stage i on, and back
+    there, back = [*there, 0.0], [0.0, *back]  # of stage i, to the next and to the previous stage
     free = [0.0] * p
-    came = [0.0] * (p + 1)  # when the last gradient from stage i arrived at stage i - 1, and its link is free again
-    down = [0.0] * p  # the same for activations to stage i + 1
+    # When the last gradient from stage i has arrived at stage i - 1 and their link is free again.
+    grad_arrival = [0.0] * (p + 1)
+    act_arrival = [0.0] * p  # the same for activations to stage i + 1
     last = p - 1
     periods = _periods(forward, backward, link) if m > 2 * p + 8 else ()
     every, before = max(periods, default=0) + CHECKED, None  # rounds between those whose clocks are compared with
@@ -96,35 +91,35 @@ def _one_f_one_b(forward: Times, backward: Times, link: Links, m: int) -> float:
     while j < m + p:
         for i in range(max(0, p - j), min(p, m + p - j)):
             start = free[i]
-            if came[i + 1] > start:
-                start = came[i + 1]
+            if grad_arrival[i + 1] > start:
+                start = grad_arrival[i + 1]
             free[i] = end = start + backward[i]
-            came[i] = (came[i] if came[i] > end else end) + back[i]
+            grad_arrival[i] = (grad_arrival[i] if grad_arrival[i] > end else end) + back[i]
         if j < m:
             arrival = 0.0
             for i in range(p):
                 start = free[i] if free[i] > arrival else arrival
                 free[i] = end = start + forward[i]
-                arrival = down[i] = (down[i] if down[i] > end else end) + there[i]
+                arrival = act_arrival[i] = (act_arrival[i] if act_arrival[i] > end else end) + there[i]
         j += 1
         if periods and p < j < m:
             since = j % every
             if before is not None and since in periods:
-                clocks = [*free, *came[1:p], *down[:last]]
+                clocks = [*free, *grad_arrival[1:p], *act_arrival[:last]]
                 step = _steady(before, clocks)
                 if step is not None:
                     times = (m - j) // since
                     clocks = [t + times * step for t in clocks]
-                    free, came[1:p], down[:last] = clocks[:p], clocks[p : 2 * p - 1], clocks[2 * p - 1 :]
+                    free, grad_arrival[1:p], act_arrival[:last] = clocks[:p], clocks[p : 2 * p - 1], clocks[2 * p - 1 :]
                     j, periods = j + times * since, ()
             elif since == 0:
-                before = [*free, *came[1:p], *down[:last]]
+                before = [*free, *grad_arrival[1:p], *act_arrival[:last]]
     return max(free)
 
 
 def _periods(forward: Times, backward: Times, link: Links) -> tuple[int, ...]:
-    """Rounds after which all clocks may have gone on by the same time: one where a stage or link limits, or the
-    micro-batches in flight where the way from a stage to the end and back does."""
+    """Numbers of rounds after which all clocks may advance by the same time: 1 where a stage or link is the bottleneck,
+    else the micro-batches in flight of the slowest round trip."""
     count, trip, slowest, rounds = len(forward), 0.0, 0.0, 1
     for i in range(count - 1, -1, -1):
         trip += forward[i] + backward[i] + (sum(link[i]) if i < count - 1 else 0.0)
@@ -134,13 +129,12 @@ def _periods(forward: Times, backward: Times, link: Links) -> tuple[int, ...]:
 
 
 def _steady(before: Sequence[float], now: Sequence[float]) -> float | None:
-    """Seconds by which all clocks went on alike; None if they did not."""
+    """Seconds by which all clocks advanced alike; None if they differ."""
     step, near = now[0] - before[0], 1e-13 * now[0]
     return step if all(abs(a - b - step) <= near for a, b in zip(now, before)) else None
 
 
 def _gpipe(forward: Times, backward: Times, link: Links, m: int) -> float:
-    """All forwards, then all backwards in the same order."""
     p = len(forward)
     arrival = [0.0] * m
     ends = []
@@ -169,7 +163,7 @@ FAST = {"1f1b": _one_f_one_b, "gpipe": _gpipe}
 
 
 def many(forward: Floats, backward: Floats, link: Links, micro_batches: int, schedule: str = "1f1b") -> Floats:
-    """``seconds`` of many pipelines with the same links at once: [ways, stages] -> [ways]."""
+    """``seconds`` of many pipelines with the same links: ``forward``, ``backward`` [ways, stages] -> [ways]."""
     f = [np.ascontiguousarray(column) for column in forward.T]
     b = [np.ascontiguousarray(column) for column in backward.T]
     if schedule not in FAST_MANY:
@@ -183,19 +177,19 @@ def many(forward: Floats, backward: Floats, link: Links, micro_batches: int, sch
 
 def _many_1f1b(forward: list[Floats], backward: list[Floats], link: Links, m: int) -> Floats:
     p, zero = len(forward), np.zeros(len(forward[0]))
-    free, came, down = [zero] * p, [zero] * (p + 1), [zero] * p
+    free, grad_arrival, act_arrival = [zero] * p, [zero] * (p + 1), [zero] * p
     for j in range(m + p):
         for i in range(max(0, p - j), min(p, m + p - j)):
-            start = np.maximum(free[i], came[i + 1]) if i < p - 1 else free[i]
+            start = np.maximum(free[i], grad_arrival[i + 1]) if i < p - 1 else free[i]
             free[i] = start + backward[i]
             if i:
-                came[i] = np.maximum(came[i], free[i]) + link[i - 1][1]
+                grad_arrival[i] = np.maximum(grad_arrival[i], free[i]) + link[i - 1][1]
         if j < m:
             arrival = zero
             for i in range(p):
                 free[i] = np.maximum(free[i], arrival) + forward[i]
                 if i < p - 1:
-                    arrival = down[i] = np.maximum(down[i], free[i]) + link[i][0]
+                    arrival = act_arrival[i] = np.maximum(act_arrival[i], free[i]) + link[i][0]
     return np.asarray(np.max(free, axis=0))
 
 

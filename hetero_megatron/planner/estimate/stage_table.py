@@ -1,8 +1,8 @@
-"""What a stage costs for every number of layers and micro-batches in flight, as arrays.
+"""Time and memory of a stage for every number of layers and micro-batches in flight, as arrays.
 
-All seconds and bytes of a stage are affine in its layers (and activations in micro-batches in flight), so a handful of
-calls of the cost model per kind of stage gives every entry. Which layers are recomputed is chosen here, exactly: for
-every entry the fastest of none, selective, first n and full that fits.
+Seconds and bytes of a stage are affine in its layers, and activations in the micro-batches in flight, so a few calls of
+the cost model per kind of stage give every entry. The table also chooses recomputation: for every entry the fastest of
+none, selective, first n layers and full that fits.
 """
 
 from __future__ import annotations
@@ -21,13 +21,18 @@ from hetero_megatron.planner.template.plan_template import StageTemplate
 
 Floats = NDArray[np.float64]
 RECOMPUTES = ("none", "selective", "full")
-NEARLY_NONE = 1e6  # replicas, of whose states each owns next to nothing
+MANY_REPLICAS = 1e6  # so many that a rank's share of the optimizer states is negligible
 
 
 @dataclass(frozen=True)
 class StageKind:
-    """What a table depends on. ``recompute``: None leaves the choice to the table; ``buckets``: whether they take
-    memory."""
+    """The key of a table.
+
+    Args:
+        replicas: ranks that share the optimizer states of this stage (with ``dp`` of them in one pipeline).
+        recompute: one level for all entries; None: the fastest that fits.
+        buckets: whether gradient buckets under way take memory.
+    """
 
     group: int
     tp: int
@@ -43,12 +48,15 @@ class StageKind:
 
 @dataclass(frozen=True)
 class StageTable:
-    """Arrays [in flight - 1, layers]: ``seconds`` of forward and backward together with the fastest recompute (inf:
-    does not fit); ``forward`` [layers]. Which recompute that is, is worked out when asked.
-
-    ``kept`` bytes and ``backward`` seconds [layers] by level of recompute; ``room`` for activations [layers];
-    ``first``: (bytes [in flight, 1] that running a layer again saves, seconds that it costs), where the first layers
-    may be recomputed."""
+    """Attributes:
+        seconds: [in flight - 1, layers]: forward and backward with the fastest recompute that fits; inf: does not fit.
+        forward: [layers] seconds.
+        levels: of recompute: the first axis of ``kept`` and ``backward``.
+        kept: [levels, in flight - 1, layers] bytes of activations.
+        backward: [levels, layers] seconds.
+        room: [layers] bytes left for activations; -1: states alone do not fit.
+        first: (bytes [in flight - 1, 1] saved by recomputing one layer, its seconds); None: first n layers not allowed.
+    """
 
     seconds: Floats
     forward: Floats
@@ -59,10 +67,11 @@ class StageTable:
     first: tuple[Floats, float] | None
 
     def row(self, in_flight: int) -> int:
+        """Index of the first axis for so many micro-batches in flight."""
         return min(in_flight, self.seconds.shape[0]) - 1
 
     def choice(self, in_flight: int, layers: int) -> tuple[str, int]:
-        """(recompute, first) of an entry."""
+        """(recompute, number of first layers) of an entry."""
         k, room = self.row(in_flight), self.room[layers]
         best, found = np.inf, ("none", 0)
         for i, level in enumerate(self.levels):
@@ -77,26 +86,27 @@ class StageTable:
 
 
 def per_layer(seconds: Floats) -> float:
-    """Of one more layer, by seconds of a stage for every number of layers; inf where none fits."""
+    """Seconds of one more layer, from seconds [layers + 1]; inf where none fits."""
     return float(seconds[2] - seconds[1] if len(seconds) > 2 and np.isfinite(seconds[2]) else seconds[1])
 
 
 @dataclass(frozen=True)
 class _StageSeconds:
-    """Seconds of a kind, whatever the memory: forward [layers], backward [levels of recompute, layers], and what
-    it costs to run one layer again."""
+    """Seconds of a kind of stage, regardless of memory.
+
+    Attributes:
+        forward: [layers]; backward: [levels of recompute, layers].
+        layer_again: of recomputing one layer.
+    """
 
     forward: Floats
     backward: Floats
-    again: float
+    layer_again: float
 
 
 class StageTables:
-    """Tables of one cost model over one pool, for up to ``layers`` layers and ``depth`` micro-batches in flight.
-
-    Args:
-        offload: chip types whose stages all keep their optimizer in host memory.
-    """
+    """Stage tables of one cost model over one pool, for up to ``layers`` layers and ``depth`` micro-batches in flight.
+    ``offload``: chip types whose stages all keep their optimizer in host memory."""
 
     def __init__(
         self, costs: CostModel, pool: DevicePool, layers: int, depth: int, offload: frozenset[str] = frozenset()
@@ -114,10 +124,10 @@ class StageTables:
         self._fastest: dict[tuple[object, ...], StageTemplate | None] = {}
         self.first = supports("recompute.first")
 
-    def over(
+    def for_pool(
         self, pool: DevicePool, costs: CostModel | None = None, offload: frozenset[str] | None = None
     ) -> StageTables:
-        """The same over other chips, with other costs, or with optimizers elsewhere."""
+        """Tables for other chips, other costs or other offloaded chip types."""
         return StageTables(
             costs or self.costs, pool, self.layers, self.depth, self.offload if offload is None else offload
         )
@@ -133,7 +143,7 @@ class StageTables:
         )  # fmt: skip
 
     def table(self, kind: StageKind, depth: int | None = None) -> StageTable:
-        """``depth``: only so many rows, where the caller needs no more."""
+        """The table of a kind; ``depth``: number of rows needed (None: all)."""
         if kind in self._tables:
             return self._tables[kind]
         if depth is None or depth >= self.depth:
@@ -146,7 +156,7 @@ class StageTables:
     def fastest(
         self, stage: StageTemplate, size: int, embed: bool, head: bool, in_flight: int, replicas: float
     ) -> StageTemplate | None:
-        """The stage with the fastest recompute that fits; None when none does."""
+        """The stage with the fastest recompute that fits; None when it does not fit."""
         key = (stage, size, embed, head, in_flight, replicas)
         if key not in self._fastest:
             table = self.table(
@@ -159,7 +169,7 @@ class StageTables:
             self._fastest[key] = made
         return self._fastest[key]
 
-    def _unit(self, kind: StageKind) -> _StageSeconds:
+    def _affine_seconds(self, kind: StageKind) -> _StageSeconds:
         key = (kind.group, kind.tp, kind.dp, kind.micro_batch_size, kind.embed, kind.head)
         if key not in self._seconds:
             chip, b = self.pool.groups[kind.group].chip, kind.micro_batch_size
@@ -169,12 +179,12 @@ class StageTables:
                 one, two = (float(getattr(self.costs, method)(stage, b)) for stage in stages)
                 return 2 * one - two, two - one
 
-            # A send or receive costs the rank itself: one of each per neighbour and direction.
+            # Host time of sends and receives: one of each per neighbour and direction.
             message = self.costs.message_seconds(chip) * ((not kind.embed) + (not kind.head))
             found = [line("forward_seconds", "none"), *(line("backward_seconds", r) for r in RECOMPUTES)]
             seconds = np.array([a + message + b * self._layers for a, b in found], np.float64)
-            again = found[1 + RECOMPUTES.index("full")][1] - found[1 + RECOMPUTES.index("none")][1]
-            self._seconds[key] = _StageSeconds(seconds[0], seconds[1:], again)
+            layer_again = found[1 + RECOMPUTES.index("full")][1] - found[1 + RECOMPUTES.index("none")][1]
+            self._seconds[key] = _StageSeconds(seconds[0], seconds[1:], layer_again)
         return self._seconds[key]
 
     def _stage(self, kind: StageKind, recompute: str, layers: int) -> StageChoice:
@@ -184,13 +194,13 @@ class StageTables:
         )
 
     def _states(self, kind: StageKind) -> Floats:
-        """Bytes of states and overhead, by layers."""
+        """[layers] bytes of weights, gradients, optimizer states and overhead."""
         stages = (self._stage(kind, "none", n) for n in (1, 2))
         one, two = (self.costs.overhead(s.chip) + sum(self.costs.states(s, kind.replicas)) for s in stages)
         return np.asarray(2 * one - two + (two - one) * self._layers, np.float64)
 
     def _make(self, kind: StageKind, depth: int) -> StageTable:
-        unit, room = self._unit(kind), self._room(kind)
+        unit, room = self._affine_seconds(kind), self._room(kind)
         levels: tuple[str, ...] = RECOMPUTES
         each = unit.backward
         kept, save = self._kept_bytes(kind, depth)
@@ -200,7 +210,7 @@ class StageTables:
         best = np.min(np.where(kept <= room, each[:, None, :], np.inf), axis=0)  # [in flight, layers]
         first = None
         if self.first and kind.recompute is None:
-            first = save, unit.again
+            first = save, unit.layer_again
             tight = (kept[0] > room) & (room >= 0)
             if tight.any():
                 need = np.ceil((kept[0] - room) / save - 1e-9)
@@ -210,8 +220,8 @@ class StageTables:
         return StageTable(seconds, unit.forward, levels, kept, each, room, first)
 
     def _room(self, kind: StageKind) -> Floats:
-        """Bytes that states and buckets leave for activations, by layers; -1 where they do not fit themselves. They
-        depend neither on the micro-batch nor on recompute."""
+        """[layers] bytes that states and buckets leave for activations; -1 where these do not fit. Independent of
+        micro-batch size and recompute."""
         key = (kind.group, kind.tp, kind.dp, kind.embed, kind.head, kind.replicas, kind.offload, kind.buckets)
         if key not in self._rooms:
             limit = self.costs.memory_limit(self.pool.groups[kind.group].chip)
@@ -221,7 +231,6 @@ class StageTables:
         return self._rooms[key]
 
     def _buffers(self, kind: StageKind) -> Floats:
-        """Bytes of buckets under way, by layers."""
         moving, adding, together, largest = self.costs.buffering(self._stage(kind, "none", 1), kind.replicas)
         none, one = (self.costs.most_held(kind.tp, n, kind.embed, kind.head) for n in (0, 1))
         held = none + (one - none) * self._layers
@@ -229,8 +238,8 @@ class StageTables:
         return np.asarray(found, np.float64)
 
     def _kept_bytes(self, kind: StageKind, depth: int) -> tuple[Floats, Floats]:
-        """Bytes of activations [levels of recompute, in flight, layers], and what running a layer again saves
-        [in flight, 1]."""
+        """(bytes of activations [levels of recompute, in flight, layers], bytes saved by recomputing one layer [in
+        flight, 1])."""
         ends, per, work = self._activations(kind)
         k = np.arange(1, depth + 1)[:, None]
         kept = k * (ends + per * self._layers)[:, None, :] + work[:, None, :]
@@ -238,8 +247,9 @@ class StageTables:
         return kept, save
 
     def _activations(self, kind: StageKind) -> tuple[Floats, Floats, Floats]:
-        """(bytes of the ends, bytes per layer, bytes that backward works with), each [levels of recompute, 1]:
-        activations are in_flight x (ends + layers x per layer) + working. They do not depend on replicas."""
+        """(bytes of embedding and head, bytes per layer, working bytes of backward), each [levels of recompute, 1].
+        Activations take ``in_flight x (ends + layers x per layer) + working`` bytes, whatever the number of replicas.
+        """
         key = (kind.group, kind.tp, kind.dp, kind.micro_batch_size, kind.embed, kind.head)
         if key not in self._kept:
             rows = []
@@ -253,8 +263,8 @@ class StageTables:
         return ends, each, work
 
     def boundary(self, a: StageTemplate, b: StageTemplate, size: int, same_node: bool, sharing: int = 1) -> Transfers:
-        """Seconds of one transfer from stage ``a`` to stage ``b``, and back; ``sharing``: such transfers at a time over
-        a node's cards."""
+        """Seconds of one transfer from stage ``a`` to stage ``b``, and back; ``sharing``: concurrent transfers over a
+        node's network cards."""
         key = (a.group, a.tp, a.dp, b.group, b.tp, b.dp, size, same_node, sharing)
         if key not in self._links:
             self._links[key] = (
@@ -269,5 +279,5 @@ class StageTables:
         return self.costs.boundary_seconds(first, second, size, link, sharing, same_node)
 
     def likely_same_node(self, a: StageTemplate, b: StageTemplate) -> bool:
-        """Whether neighbouring stages can lie in one node."""
+        """Whether neighbouring stages fit into one node together."""
         return a.group == b.group and a.chips + b.chips <= self.pool.groups[a.group].per_node

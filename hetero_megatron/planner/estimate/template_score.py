@@ -1,9 +1,8 @@
-"""The fast estimate of a template's step time and memory: what the search ranks by, and never reports.
+"""The fast estimate of a template's step time and memory, used for ranking and never reported.
 
-The time is that of the pipelines' schedules (every action, transfers over the links that the placement gives), then
-what of gradient synchronisation does not hide behind the last backward, optimizer and spread of parameters. The step
-simulator times the few best again, on concrete plans; ``benchmarks/bench_planner_optimal.py`` prints how far the two
-agree.
+Step time = the pipelines' schedules with their transfers + the part of gradient reduction not hidden by the last
+backward + optimizer + spread of parameters. The step simulator times the best few templates again as concrete plans;
+``benchmarks/bench_planner_optimal.py`` prints how far the two agree.
 """
 
 from __future__ import annotations
@@ -20,17 +19,19 @@ from hetero_megatron.planner.estimate.stage_table import StageTables
 from hetero_megatron.planner.estimate.sync_estimate import LastBackward, SyncLoads, sync_ends, sync_loads
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.template.device_pool import DevicePool, make_pool
-from hetero_megatron.planner.template.node_classes import At, NodeClasses, chips_key, node_classes
+from hetero_megatron.planner.template.node_classes import NodeClasses, StageId, chips_key, node_classes
 from hetero_megatron.planner.template.placement import PlacedTemplate, place
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, in_flight
 
-DEPTH, LARGE_DEPTH, LARGE = 48, 32, 512  # pipeline stages that the search goes up to, above so many chips
+DEPTH, LARGE_DEPTH, LARGE = 48, 32, 512  # most pipeline stages; the same above LARGE chips
 
 
 @dataclass(frozen=True)
 class TemplateScore:
-    """Seconds of a step and, per part, of its pipelines; ``over``: bytes by which the worst stage exceeds its chip
-    (0: fits)."""
+    """Attributes:
+        step_seconds: of a step.
+        pipelines: seconds of the pipelines of each part.
+        over: bytes by which the worst stage exceeds its chip (0: fits)."""
 
     step_seconds: float
     pipelines: tuple[float, ...]
@@ -38,11 +39,12 @@ class TemplateScore:
 
 
 class TemplateScorer(PipelineScorer):
-    """Estimates the step time of templates over one pool. What plans have in common is kept: where stages of the same
-    chips lie, seconds of equal stages and pipelines."""
+    """Estimates step times of templates over one pool. Placements of equal stages and times of equal stages and
+    pipelines are cached."""
 
     def __init__(self, tables: StageTables, pool: DevicePool, like: TemplateScorer | None = None) -> None:
-        """``like``: one over the same tables, whose stages and pipelines cost the same."""
+        """Args:
+            like: a scorer over the same tables whose caches can be shared."""
         super().__init__(tables, pool, like)
         self.link_table = LinkTable(pool, tables.costs)
         self.bounds = TemplateBounds(self, self.link_table)
@@ -55,20 +57,20 @@ class TemplateScorer(PipelineScorer):
         self._barriers: dict[tuple[int, ...], float] = {}
 
     def restricted(self, groups: Sequence[int]) -> TemplateScorer:
-        """Over the chips of some groups alone, which are numbered anew."""
-        return self.over(self.pool.restricted(groups))
+        """A scorer over the chips of some groups, renumbered."""
+        return self.for_pool(self.pool.restricted(groups))
 
-    def over(self, pool: DevicePool, offload: frozenset[str] | None = None) -> TemplateScorer:
-        """Over other chips, or with the optimizers of these chip types in host memory."""
-        return TemplateScorer(self.tables.over(pool, offload=offload), pool)
+    def for_pool(self, pool: DevicePool, offload: frozenset[str] | None = None) -> TemplateScorer:
+        """A scorer over other chips, or with the optimizers of these chip types in host memory."""
+        return TemplateScorer(self.tables.for_pool(pool, offload=offload), pool)
 
     def offloading(self, chips: frozenset[str]) -> TemplateScorer:
-        """Over the same chips, with the optimizers of these types in host memory."""
-        return TemplateScorer(self.tables.over(self.pool, offload=chips), self.pool, like=self)
+        """A scorer over the same chips with the optimizers of these chip types in host memory."""
+        return TemplateScorer(self.tables.for_pool(self.pool, offload=chips), self.pool, like=self)
 
     def score(self, template: PlanTemplate, limit: float = math.inf) -> TemplateScore | None:
-        """None when the TP groups do not pack into the nodes. ``limit``: of a step that takes at least so long, a lower
-        bound will do."""
+        """The score, or None when the TP groups do not pack into the nodes; ``limit``: for slower steps a lower bound
+        is returned instead of the estimate."""
         key = chips_key(template)
         if key not in self._classes:
             placed = place(template, self.pool)
@@ -82,21 +84,24 @@ class TemplateScorer(PipelineScorer):
     def _score(self, template: PlanTemplate, classes: NodeClasses, limit: float = math.inf) -> TemplateScore:
         self.evaluated += 1
         by_part = [
-            max(self.known_seconds(part.shape, part.num_micro_batches, template.schedule, near) for near in rows)
-            for part, rows in zip(template.parts, classes.near, strict=True)
+            max(
+                self.cached_pipeline_seconds(part.shape, part.num_micro_batches, template.schedule, near)
+                for near in rows
+            )
+            for part, rows in zip(template.parts, classes.sharing, strict=True)
         ]
         if limit < math.inf:
             least = max(
-                x + self.bounds.after_pipeline(part.shape, self.links(part.shape), template.pipelines)
+                x + self.bounds.pipeline_sync_tail(part.shape, self.links(part.shape), template.pipelines)
                 for part, x in zip(template.parts, by_part)
             )
             if least >= limit:
                 return TemplateScore(least, tuple(by_part))
-        end, over = self._ends(template, classes, by_part)
+        end, over = self._step_end(template, classes, by_part)
         return TemplateScore(end, tuple(by_part), over)
 
-    def _ends(self, template: PlanTemplate, classes: NodeClasses, by_part: Sequence[float]) -> tuple[float, int]:
-        """(when all parameters are updated everywhere; bytes over)."""
+    def _step_end(self, template: PlanTemplate, classes: NodeClasses, by_part: Sequence[float]) -> tuple[float, int]:
+        """(seconds until all parameters are updated everywhere, bytes over)."""
         wide = self.costs.options.gradient_bytes or self.costs.wide
         loads = sync_loads(template, classes, self.link_table, self.costs)
         times = self._backward_ends(template, by_part)
@@ -108,13 +113,14 @@ class TemplateScorer(PipelineScorer):
         done = {at: when.done for at, when in times.items()}
         summed = sync_ends(loads, self.costs, chips, done, wide, times)
         barrier = max(summed.values()) + self._barrier_seconds(template)
-        update, over = self._states(template, loads)
+        update, over = self._update_and_memory(template, loads)
         updated = {at: barrier + seconds_ for at, seconds_ in update.items()}
         written = sync_ends(loads, self.costs, chips, updated, self.costs.item)
         return max(written.values()), over
 
     def _barrier_seconds(self, template: PlanTemplate) -> float:
-        """As :mod:`hetero_megatron.planner.simulate.step` has it: once around a ring of all ranks."""
+        """Seconds of the barrier before the update, as in :mod:`hetero_megatron.planner.simulate.step`: once around a
+        ring of all ranks."""
         usage = template.usage(len(self.pool.groups))
         used, ranks = tuple(g for g, n in enumerate(usage) if n), sum(usage)
         if used not in self._barriers:
@@ -124,9 +130,8 @@ class TemplateScorer(PipelineScorer):
             self._barriers[used] = max((way.single + way.message for way in known), default=0.0)
         return (ranks - 1) * self._barriers[used]
 
-    def _states(self, template: PlanTemplate, loads: SyncLoads) -> tuple[dict[At, float], int]:
-        """(seconds of each stage's optimizer, bytes over)."""
-        update: dict[At, float] = {}
+    def _update_and_memory(self, template: PlanTemplate, loads: SyncLoads) -> tuple[dict[StageId, float], int]:
+        update: dict[StageId, float] = {}
         over = 0
         for p, part in enumerate(template.parts):
             count, size = len(part.shape.stages), part.shape.micro_batch_size
@@ -145,9 +150,9 @@ class TemplateScorer(PipelineScorer):
                 over = max(over, beyond)
         return update, over
 
-    def _backward_ends(self, template: PlanTemplate, by_part: Sequence[float]) -> dict[At, LastBackward]:
-        """Of every stage's last backward (the first stage's is the last of all)."""
-        found: dict[At, LastBackward] = {}
+    def _backward_ends(self, template: PlanTemplate, by_part: Sequence[float]) -> dict[StageId, LastBackward]:
+        """The last backward of every stage; the first stage's ends last."""
+        found: dict[StageId, LastBackward] = {}
         for p, part in enumerate(template.parts):
             each, links, drain = self._each(part.shape), self.links(part.shape), 0.0
             last = len(each) - 1
@@ -161,11 +166,8 @@ class TemplateScorer(PipelineScorer):
 
 
 def make_scorer(problem: PlanningProblem, costs: CostModel | None = None) -> TemplateScorer:
-    """A scorer over the chips of a cluster that compute in the dtype.
-
-    Args:
-        costs: the cost model, when the caller has one for this problem.
-    """
+    """A scorer over the chips of the problem's cluster that support its dtype. ``costs``: the cost model, when the
+    caller already has one for this problem."""
     if costs is None:
         costs = CostModel(problem.model, problem.cluster, problem.seq_length, problem.dtype, problem.options.costs)
     known, layers = costs.rates, problem.model.num_layers
@@ -177,7 +179,7 @@ def make_scorer(problem: PlanningProblem, costs: CostModel | None = None) -> Tem
 def best_recompute(
     tables: StageTables, shape: PipelineTemplate, schedule: str, micro_batches: int, replicas: int
 ) -> PipelineTemplate | None:
-    """The shape with the fastest recompute of each stage that fits; None when a stage does not."""
+    """The shape with the fastest recompute of each stage that fits; None when a stage does not fit."""
     alive = in_flight(schedule, len(shape.stages), micro_batches)
     size, last = shape.micro_batch_size, len(shape.stages) - 1
     stages = []

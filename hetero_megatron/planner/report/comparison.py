@@ -1,4 +1,4 @@
-"""What the user sees of a search: the plan, what it is compared with, how much better a plan could be, and why not."""
+"""The content of the search report: the plan, baselines, how much better a plan could be, and rejected alternatives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hetero_megatron.planner.report.prediction import format_seconds
 from hetero_megatron.planner.report.rejected import Rejected, fastest_rejected, nearest_rejected
 from hetero_megatron.planner.search.driver import SearchResult, search_types_alone
 from hetero_megatron.planner.search.incumbent import JudgedPlan, Progress, judge_template
-from hetero_megatron.planner.search.uniform import UniformPlan, few_uniform, uniform_plans
+from hetero_megatron.planner.search.uniform import UniformPlan, top_uniform_plans, uniform_plans
 from hetero_megatron.planner.simulate.step import Prediction, predict
 from hetero_megatron.planner.template.plan_template import PipelineReplicas, PipelineTemplate, PlanTemplate, describe
 from hetero_megatron.planner.time_budget import TimeBudget, never
@@ -30,7 +30,7 @@ from hetero_megatron.words import plural
 
 @dataclass(frozen=True)
 class Baseline:
-    """A plan that the result is compared with; ``tokens_per_second`` 0 and ``problem`` where there is none."""
+    """A plan to compare with; without one, ``tokens_per_second`` is 0 and ``problem`` says why."""
 
     name: str
     text: str
@@ -42,7 +42,7 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Variant:
-    """Another plan and why it is not the one."""
+    """Another plan and why it is slower."""
 
     text: str
     step_seconds: float
@@ -98,14 +98,15 @@ class Summary:
 
     @property
     def hethub_tokens_per_second(self) -> float | None:
-        """HETHUB's bound: each chip type alone with its best plan, added up; None where none can train the model."""
+        """HETHUB's bound: tokens per second of each chip type alone, added up; None where no type can train the model.
+        """
         total = sum(b.tokens_per_second for b in self.alone)
         return total or None
 
     @property
     def speedup_ratio(self) -> float | None:
-        """H2's: tokens per second per chip x chips over the sum of what each type does alone. Types that cannot
-        train the model alone count as 0, which is said."""
+        """H2's ratio: tokens per second over the sum of what each chip type does alone. Types that cannot train the
+        model alone count as 0; the report says so."""
         total = self.hethub_tokens_per_second
         return None if total is None else self.result.best.prediction.tokens_per_second / total
 
@@ -194,12 +195,8 @@ def _bound(
 
 
 def best_uniform(result: SearchResult, problem: PlanningProblem, every: bool = True) -> tuple[Baseline, list[Rejected]]:
-    """(the best plan that Megatron's flags can describe, over all chips of the cluster; some that do not fit).
-
-    Args:
-        every: predict all that are good by estimate, and look at what does not fit; else only the best by
-            estimate is predicted.
-    """
+    """(the best plan that Megatron's flags can describe, on all chips of the cluster; some that do not fit). ``every``:
+    simulate all good plans by estimate and list plans that do not fit; False: simulate only the best by estimate."""
     best: tuple[float, UniformPlan, Prediction] | None = None
     model, cluster, batch = problem.model, problem.cluster, problem.global_batch_size
     if result.pool.chips < cluster.world_size:
@@ -208,7 +205,7 @@ def best_uniform(result: SearchResult, problem: PlanningProblem, every: bool = T
         why = f"no equal degrees divide {plural(cluster.world_size, 'chip')}, their nodes and a batch of {batch}"
         return Baseline("uniform", "", problem=why), []
     why, scorer = "no uniform plan fits into memory", result.scorer
-    few, over = few_uniform(problem, scorer, 4)
+    few, over = top_uniform_plans(problem, scorer, 4)
     for uniform, template in few if every else sorted(few, key=lambda row: _estimated(scorer, row[1])):
         try:
             plan = from_megatron(uniform.flags(problem.seq_length, batch), model)
@@ -230,14 +227,13 @@ def best_uniform(result: SearchResult, problem: PlanningProblem, every: bool = T
 
 
 def _estimated(scorer: TemplateScorer, template: PlanTemplate) -> float:
-    """Seconds of a step by estimate; inf where it does not fit."""
     score = scorer.score(template)
     return math.inf if score is None or score.over > 0 else score.step_seconds
 
 
 def _compare_types(summary: Summary, problem: PlanningProblem, every: bool) -> None:
-    """The best plan of each chip type alone, with the same global batch (which favours the parts: fewer bubbles), if
-    all were searched. Where nothing fits, and ``every``, ``summary.rejected`` gets what comes nearest to it."""
+    """Add the best plan of each chip type alone at the same global batch (which favours the parts: fewer bubbles), if
+    all were searched. With ``every``, ``summary.rejected`` gets the nearest plan of types on which nothing fits."""
     result = summary.result
     names = list(dict.fromkeys(group.chip for group in result.pool.groups))
     if len(names) > 1 and not result.alone.keys() >= set(names):
@@ -258,7 +254,7 @@ def _compare_types(summary: Summary, problem: PlanningProblem, every: bool) -> N
 
 
 def text_of(template: PlanTemplate, chips: list[str]) -> str:
-    """``8 x (m 32, b 1) A100 tp8 [10] > H100 tp2 [8,8,7,7]``, parts joined by `` + ``."""
+    """Text such as ``8 x (m 32, b 1) A100 tp8 [10] > H100 tp2 [8,8,7,7]``, parts joined by `` + ``."""
     parts = [
         f"{p.copies} x (m {p.num_micro_batches}, b {p.shape.micro_batch_size}) {describe(p.shape, chips)}"
         for p in template.parts[:4]
@@ -267,12 +263,12 @@ def text_of(template: PlanTemplate, chips: list[str]) -> str:
 
 
 def choice_text(choice: JudgedPlan, chips: list[str]) -> str:
-    """What a plan is."""
+    """Description of a plan."""
     return choice.text or text_of(choice.template, chips)
 
 
 def variants(result: SearchResult, problem: PlanningProblem) -> list[Variant]:
-    """Plans near the best one: one choice undone each, and the runners-up of another make-up."""
+    """Plans near the best one: with one choice undone, and runners-up of other kinds."""
     best, found, batch = result.best, list[Variant](), problem.global_batch_size
     chips = [g.chip for g in result.pool.groups]
     for text, template in (
@@ -306,7 +302,6 @@ def _variant(result: SearchResult, text: str, template: PlanTemplate, problem: P
 
 
 def _why(best: JudgedPlan, other: JudgedPlan) -> str:
-    """The part of the step that grew most."""
     grown = {k: other.prediction.parts[k] - v for k, v in best.prediction.parts.items()}
     part = max(grown, key=lambda k: grown[k])
     words = {

@@ -1,4 +1,4 @@
-"""Uniform plans that do not fit: which rank is over, and by how many bytes."""
+"""Uniform plans that do not fit: which rank exceeds its memory, and by how many bytes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Rejected:
     """A uniform plan that does not fit.
 
     Attributes:
-        of: the chip type that it is of alone; empty: of all chips.
-        step_seconds: about what a step would take.
-        stage: of the worst rank; largest: what most of its memory is.
+        of: chip type, for plans on the chips of one type; empty: all chips.
+        step_seconds: approximate step time.
+        stage: of the worst rank; largest: what takes most of its memory.
     """
 
     of: str
@@ -40,14 +40,14 @@ class Rejected:
 
 
 def fastest_rejected(rows: Sequence[Row], problem: PlanningProblem, scorer: TemplateScorer) -> list[Rejected]:
-    """Of ``rows``, which do not fit by evaluation, those that would be fastest, one of each TP, PP and DP."""
+    """The plans of ``rows`` that do not fit and would be fastest, one per (TP, PP, DP)."""
     first = {(u.tp, u.pp, u.dp): (u, c) for u, c in reversed(rows)}
     order = sorted(list(first.values())[::-1][:LOOKED_AT], key=lambda row: closed_seconds(scorer, row[1]))
     return _look(order, problem, scorer, "", SHOWN)
 
 
 def nearest_rejected(chip: str, problem: PlanningProblem, scorer: TemplateScorer) -> list[Rejected]:
-    """Of chips of one type, none of whose plans fits: the uniform plan that is over by least, where there is any."""
+    """The uniform plan on chips of one type that exceeds memory by least, where nothing fits."""
     rows = list(uniform_plans(scorer.pool, problem.model, problem.global_batch_size, ("full",), (1,)))
     rows.sort(key=lambda row: bytes_over(scorer, row[1]))
     return _look(rows[:1], problem, scorer, chip, 1)

@@ -26,7 +26,7 @@ def format_summary(summary: Summary) -> str:
 
 
 def format_plan(summary: Summary) -> str:
-    """The part of the report that is known when the search ends: the plan, its memory, what is idle."""
+    """The part of the report that is known when the search ends: the plan, its memory, idle chips."""
     result, best = summary.result, summary.result.best
     found = best.prediction
     chips = [g.chip for g in result.pool.groups]
@@ -60,7 +60,7 @@ def format_plan(summary: Summary) -> str:
 
 
 def format_comparisons(summary: Summary) -> str:
-    """The part of the report that is computed after the search: the bound, other plans, plans for losses."""
+    """The part of the report computed after the search: bound, other plans, plans for node losses."""
     best = summary.result.best
     parts = [_bound_lines(summary), _comparison_lines(summary)]
     if summary.variants:
@@ -105,7 +105,6 @@ def _loss_text(loss: NodeLoss, before: float) -> str:
 
 
 def _cost_lines(summary: Summary) -> list[str]:
-    """What the chips that are used cost; nothing where that is not known."""
     costs, lines = _costs(summary), []
     if costs:
         per = costs["tokens_per_cost"]
@@ -120,7 +119,7 @@ def _cost_lines(summary: Summary) -> list[str]:
 
 
 def _costs(summary: Summary) -> dict[str, Any]:
-    """Cost per hour of the chips that the best plan uses, tokens per currency unit, and how it meets the deadline."""
+    """Cost per hour of the used chips, tokens per currency unit, and slack to the deadline."""
     best, due = summary.result.best, summary.deadline
     cost = cost_per_hour(best)
     if cost is None:
@@ -136,7 +135,6 @@ def _costs(summary: Summary) -> dict[str, Any]:
 
 
 def _why_idle(summary: Summary) -> str:
-    """As much as the search can say."""
     result = summary.result
     if not result.complete:
         return "the search was cut short before a faster plan used them"
@@ -266,7 +264,7 @@ def summary_json(summary: Summary) -> Mapping[str, Any]:
 
 
 def plan_text(choice: JudgedPlan, model: str, made: MadeFor) -> str:
-    """The plan file, with a comment and a section that say what it is for."""
+    """The plan file with a comment and a ``made_for`` section."""
     return f"# {model}: {choice.step_seconds:.4g} s per step predicted. Written by hetero-megatron plan.\n" + dump_yaml(
         replace(choice.plan, made_for=made)
     )

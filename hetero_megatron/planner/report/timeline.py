@@ -13,13 +13,13 @@ MARKS = {"F": "F", "B": "b", "B_INPUT": "b", "W": "w"}
 
 
 class TimelineGroup(NamedTuple):
-    """Pipelines with one timeline: their indices."""
+    """Indices of pipelines with the same timeline."""
 
     pipelines: tuple[int, ...]
 
 
 def groups(found: Prediction) -> list[TimelineGroup]:
-    """Pipelines that run alike are shown once."""
+    """Groups of pipelines that run alike, which are shown once."""
     same: dict[int, list[int]] = {}
     for p, timeline in enumerate(found.timelines):
         same.setdefault(id(timeline), []).append(p)
@@ -42,8 +42,8 @@ def group_title(found: Prediction, group: TimelineGroup) -> str:
 
 
 def format_timeline(found: Prediction, width: int = 100) -> str:
-    """One row per stage; each column shows what takes most of its time: F forward, b backward, w weight gradients,
-    g gradients on their way, u optimizer, p parameters on their way, . waiting."""
+    """One row per stage; each column shows the mark that takes most of its time: F forward, b backward, w weight
+    gradients, g gradient reduction, u optimizer, p parameter spread, . waiting."""
     lines = ["timeline (F forward, b backward, g gradients, u optimizer, p parameters, . waiting)"]
     scale = width / found.step_seconds if found.step_seconds else 0.0
     for group in groups(found):
@@ -68,7 +68,7 @@ def _short(stage: int, ranks: Sequence[int]) -> str:
 
 
 def _tail(found: Prediction, last: float) -> list[tuple[str, float, float]]:
-    """What follows the pipelines, the same for all stages."""
+    """Marks of what follows the pipelines, the same for all stages."""
     at = found.computed_seconds
     out = []
     for mark, part in (("g", "gradients"), ("u", "optimizer"), ("p", "parameters")):
@@ -90,8 +90,8 @@ def _columns(spans: Sequence[tuple[str, float, float]], width: int, scale: float
 
 
 def perfetto_trace(found: Prediction) -> Mapping[str, Any]:
-    """Trace events (JSON array format): a process per distinct pipeline, a thread per stage, and threads for what its
-    links carry; the buckets of gradients and parameters are processes of their own."""
+    """Trace events (JSON array format): one process per distinct pipeline, one thread per stage and per link direction;
+    the buckets of gradients and parameters are further processes."""
     events: list[dict[str, Any]] = []
     for number, group in enumerate(groups(found)):
         pipeline = group.pipelines[0]

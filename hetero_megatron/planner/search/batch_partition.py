@@ -1,8 +1,8 @@
-"""Dividing the batch over pipelines so that the slowest ends as early as possible.
+"""Dividing the batch over pipelines so that the slowest one finishes as early as possible (min-max).
 
-Three sizes of the same question. :func:`allocate` is exact for a few pipelines whose time is any table over numbers of
-sequences; :func:`ways_together` lists all ways below a time, for proofs of optimality; :func:`divide` serves thousands
-of pipelines whose time is affine in their micro-batches.
+:func:`allocate` is exact for a few pipelines with arbitrary time tables. :func:`divisions_below` lists all divisions
+faster than a limit, for proofs of optimality. :func:`divide` handles thousands of pipelines whose time is affine in
+their micro-batches.
 """
 
 from __future__ import annotations
@@ -15,15 +15,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-Row = tuple[float, int]  # seconds, index of a column
+Row = tuple[float, int]  # (seconds, index of a column)
 Rows = Mapping[int, Sequence[Row]]  # by number of sequences, fastest first
-Way = tuple[float, tuple[tuple[int, int], ...]]  # seconds of the slowest, (sequences, index) of each pipeline
+Division = tuple[float, tuple[tuple[int, int], ...]]  # (seconds of the slowest, (sequences, column) per pipeline)
 HALVINGS = 24
 
 
 def allocate(times: Sequence[Floats], batch: int) -> tuple[float, tuple[int, ...]] | None:
-    """Share ``batch`` sequences so that the pipelines end as early as possible: exact min-max over tables of time by
-    number of sequences (at least one each); None when no division comes out."""
+    """Exact min-max division of ``batch`` sequences.
+
+    Args:
+        times: per pipeline, [batch + 1] seconds for each number of sequences (inf: impossible); each gets at least one.
+
+    Returns:
+        (seconds of the slowest, sequences per pipeline); None when no division sums to ``batch``.
+    """
     values = np.unique(np.concatenate([t[1:][np.isfinite(t[1:])] for t in times]))
     if not len(values) or any(not np.isfinite(t[1:]).any() for t in times):
         return None
@@ -50,7 +56,8 @@ def _allowed(times: Floats, limit: float) -> list[int]:
 
 
 def _reach(times: Sequence[Floats], batch: int, limit: float) -> list[int] | None:
-    """Per pipeline, the bit set of totals that it and those before can reach; None when ``batch`` is not among them."""
+    """Per prefix of the pipelines, the totals within ``limit`` seconds as a bit set; None when ``batch`` is not
+    reachable."""
     sets, mask = [1], (1 << (batch + 1)) - 1
     for t in times:
         total = 0
@@ -65,7 +72,6 @@ def _reach(times: Sequence[Floats], batch: int, limit: float) -> list[int] | Non
 
 
 def _spread(bits: int, low: int, high: int) -> int:
-    """OR of ``bits << q`` for all q in [low, high], by doubling."""
     result, width, want = bits, 1, high - low + 1
     while width * 2 <= want:
         result |= result << width
@@ -76,7 +82,7 @@ def _spread(bits: int, low: int, high: int) -> int:
 
 
 def _shares(times: Sequence[Floats], batch: int, limit: float) -> tuple[int, ...]:
-    """One division within ``limit``; larger shares go to the pipelines that would be done earliest."""
+    """One division within ``limit``; equal pipelines get nearly equal shares."""
     sets = _reach(times, batch, limit)
     assert sets is not None, "the limit was reachable"
     shares, left = [], batch
@@ -92,31 +98,36 @@ def _equal(times: Sequence[Floats], i: int) -> bool:
     return all(t is times[i] for t in times[: i + 1])
 
 
-def ways_together(rows: Sequence[Rows], batch: int, low: float, high: float, most: int) -> tuple[list[Way], float]:
-    """(ways sorted by the time of their slowest pipeline, limit): all ways faster than ``limit``, which is ``high`` or,
-    where that were more than ``most`` ways, as close to it as a bisection between ``low`` and ``high`` comes."""
+def divisions_below(
+    rows: Sequence[Rows], batch: int, low: float, high: float, most: int
+) -> tuple[list[Division], float]:
+    """(divisions sorted by the time of their slowest pipeline, limit): all divisions faster than ``limit``, which is
+    ``high`` or, if there are more than ``most``, lowered by bisection towards ``low``."""
     limit, least = high, low
-    if count_ways(rows, batch, limit) > most:
+    if count_divisions(rows, batch, limit) > most:
         for _ in range(HALVINGS):
             middle = (least + limit) / 2 if limit < float("inf") else _largest(rows)
             if middle >= limit:
                 break
-            if count_ways(rows, batch, middle) > most:
+            if count_divisions(rows, batch, middle) > most:
                 limit = middle
             else:
                 least = middle
         limit = least
-    return sorted(_ways(rows, batch, limit)), limit
+    return sorted(_divisions(rows, batch, limit)), limit
 
 
 def _largest(rows: Sequence[Rows]) -> float:
-    """Above all times."""
     return 2 * max(row[-1][0] for by_q in rows for row in by_q.values())
 
 
-def least_dropped(times: Sequence[Floats], cuts: Sequence[Floats], batch: int) -> float:
-    """No way with a pipeline as in ``cuts`` (least seconds by number of sequences, of what is not listed) and the
-    others at their best as in ``times`` is faster."""
+def bound_with_dropped(times: Sequence[Floats], cuts: Sequence[Floats], batch: int) -> float:
+    """Lower bound (s) on divisions that use a column which was dropped from a pool.
+
+    Args:
+        times: per pipeline, [batch + 1] least seconds by number of sequences.
+        cuts: the same for dropped columns.
+    """
     worst = np.inf
     for i, cut in enumerate(cuts):
         others = np.full(batch + 1, np.inf)
@@ -129,8 +140,8 @@ def least_dropped(times: Sequence[Floats], cuts: Sequence[Floats], batch: int) -
     return worst
 
 
-def count_ways(rows: Sequence[Rows], batch: int, limit: float) -> float:
-    """How many ways there are in which every pipeline takes less than ``limit``."""
+def count_divisions(rows: Sequence[Rows], batch: int, limit: float) -> float:
+    """Number of divisions in which every pipeline takes less than ``limit`` seconds."""
     total = np.zeros(batch + 1)
     total[0] = 1.0
     for by_q in rows:
@@ -142,16 +153,16 @@ def count_ways(rows: Sequence[Rows], batch: int, limit: float) -> float:
     return float(total[batch])
 
 
-def _ways(rows: Sequence[Rows], batch: int, limit: float) -> Iterator[Way]:
+def _divisions(rows: Sequence[Rows], batch: int, limit: float) -> Iterator[Division]:
     allowed = [
         {q: few for q, found in by_q.items() if (few := [row for row in found if row[0] < limit])} for by_q in rows
     ]
     last = len(rows) - 1
-    reach: list[set[int]] = [{0}]  # totals of the pipelines from i on
+    reach: list[set[int]] = [{0}]  # possible totals of pipelines i and later
     for by_q in allowed[::-1]:
         reach.insert(0, {q + rest for q in by_q for rest in reach[0] if q + rest <= batch})
 
-    def extend(i: int, left: int, slowest: float, taken: tuple[tuple[int, int], ...]) -> Iterator[Way]:
+    def extend(i: int, left: int, slowest: float, taken: tuple[tuple[int, int], ...]) -> Iterator[Division]:
         for q, found in allowed[i].items():
             if left - q not in reach[i + 1]:
                 continue
@@ -168,8 +179,8 @@ def _ways(rows: Sequence[Rows], batch: int, limit: float) -> Iterator[Way]:
 
 @dataclass(frozen=True)
 class AffinePipelines:
-    """``copies`` equal pipelines with micro-batches of ``size`` sequences. For m micro-batches one takes
-    ``before[i] + m x seconds[i]`` for every stage i, and as long as the longest of these."""
+    """``copies`` equal pipelines with micro-batches of ``size`` sequences. m micro-batches take ``max_i(before[i] + m x
+    seconds[i])`` over the stages i."""
 
     size: int
     copies: int
@@ -177,7 +188,7 @@ class AffinePipelines:
     before: tuple[float, ...]
 
     def most(self, limit: float) -> int:
-        """Micro-batches within ``limit`` seconds."""
+        """Largest number of micro-batches within ``limit`` seconds."""
         return max(0, int(min((limit - b) / s for b, s in zip(self.before, self.seconds)) + 1e-9))
 
     def end(self, micro_batches: int) -> float:
@@ -185,8 +196,11 @@ class AffinePipelines:
 
 
 def divide(kinds: Sequence[AffinePipelines], batch: int) -> list[list[tuple[int, int]]] | None:
-    """Per kind of pipelines [(micro-batches, copies)], such that all end about together and the sizes sum to ``batch``;
-    None when no division comes out."""
+    """Divide ``batch`` sequences so that all pipelines finish at about the same time.
+
+    Returns:
+        Per kind, [(micro-batches, copies)]; None when no division sums to ``batch``.
+    """
     low, high = 0.0, max(kind.end(batch) for kind in kinds) + 1.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -197,7 +211,7 @@ def divide(kinds: Sequence[AffinePipelines], batch: int) -> list[list[tuple[int,
     of = [i for i, kind in enumerate(kinds) for _ in range(kind.copies)]  # each pipeline's kind
     counts = [max(1, kinds[i].most(high)) for i in of]
     surplus = sum(n * kinds[i].size for n, i in zip(counts, of)) - batch
-    if surplus < 0 or _take_off(kinds, of, counts, surplus):
+    if surplus < 0 or _drop_surplus(kinds, of, counts, surplus):
         return None
     found: list[dict[int, int]] = [{} for _ in kinds]
     for count, i in zip(counts, of):
@@ -205,8 +219,9 @@ def divide(kinds: Sequence[AffinePipelines], batch: int) -> list[list[tuple[int,
     return [sorted(row.items(), reverse=True) for row in found]
 
 
-def _take_off(kinds: Sequence[AffinePipelines], of: Sequence[int], counts: list[int], surplus: int) -> int:
-    """Give up micro-batches of the pipelines that end last until nothing is too much; returns what is left over."""
+def _drop_surplus(kinds: Sequence[AffinePipelines], of: Sequence[int], counts: list[int], surplus: int) -> int:
+    """Remove micro-batches from the pipelines that finish last until ``surplus`` sequences are gone; returns what is
+    left of it."""
     heap = [(-kinds[i].end(counts[p]), p) for p, i in enumerate(of) if counts[p] > 1]
     heapq.heapify(heap)
     while surplus and heap:
@@ -218,7 +233,7 @@ def _take_off(kinds: Sequence[AffinePipelines], of: Sequence[int], counts: list[
         surplus -= kind.size
         if counts[p] > 1:
             heapq.heappush(heap, (-kind.end(counts[p]), p))
-    if surplus:  # one micro-batch fewer of a larger size, some more of a smaller one
+    if surplus:  # exchange one micro-batch of a larger size for some of a smaller size
         for p, size in enumerate(kinds[i].size for i in of):
             for q, other in enumerate(kinds[i].size for i in of):
                 if counts[p] > 1 and size > surplus and other < size and (size - surplus) % other == 0:

@@ -1,8 +1,8 @@
-"""Pipelines of unlike make-up side by side, by a beam search over columns.
+"""Combinations of different pipelines, by a beam search over columns.
 
-A column is a pipeline found for some number of chips of each group; it uses those chips and computes so many sequences
-within the time limit. The search picks how many of each there are, so that the cluster's chips suffice and the most
-sequences are computed; bisection on the limit finds the least one within which the batch is done.
+A column is a pipeline found for some number of chips of each group; it computes a known number of sequences within a
+time limit. For a given limit the beam search chooses how many of each column to use so that the chips suffice and the
+most sequences are computed. Bisection finds the least limit within which the batch is done.
 """
 
 from __future__ import annotations
@@ -15,19 +15,16 @@ from numpy.typing import NDArray
 from hetero_megatron.planner.search.layers_program import LayersProgram, PipelineFamily, ProgramInputs
 
 MOST_BUDGETS, MOST_COLUMNS, ROUNDS = 32, 200, 6
-NEAR = 24  # taus of a column above its least
-MOST_USED, BEAM = 32, 24  # columns that the beam search goes through, and its width
-Programs = Mapping[tuple[tuple[int, ...], int, int], LayersProgram]  # by budget, micro-batch size, replicas
+NEAR = 24  # bottleneck times tried per column, from its least on
+MOST_USED, BEAM = 32, 24  # columns that the beam search considers, and its width
+Programs = Mapping[tuple[tuple[int, ...], int, int], LayersProgram]  # by (budget, micro-batch size, replicas)
 
 
 def mixed_columns(
     inputs: ProgramInputs, families: Sequence[PipelineFamily], programs: Programs
 ) -> Iterator[list[tuple[PipelineFamily, LayersProgram, int]]]:
-    """Combinations of columns, best first: (family, its program, how many such pipelines).
-
-    Args:
-        families: pipelines that were found for equal budgets, best first.
-    """
+    """Yield combinations as (family, its program, number of such pipelines); nothing for a single chip group.
+    ``families``: pipelines found for equal chip budgets, best first."""
     if sum(n > 0 for n in inputs.counts) < 2 or not families:
         return
     columns = _columns(inputs, families, programs)
@@ -49,7 +46,7 @@ def mixed_columns(
 def _columns(
     inputs: ProgramInputs, families: Sequence[PipelineFamily], programs: Programs
 ) -> list[tuple[PipelineFamily, LayersProgram]]:
-    """The families and, for unequal budgets, further ones; one for each budget and micro-batch size."""
+    """The families, and further ones for unequal budgets; one per budget and micro-batch size."""
     size, rows = families[0].size, list[tuple[PipelineFamily, LayersProgram]]()
     for f in families[:MOST_COLUMNS]:
         rows.append((f, programs[tuple(n // f.replicas for n in inputs.counts), f.size, f.replicas]))
@@ -63,8 +60,8 @@ def _columns(
 
 
 def _budgets(inputs: ProgramInputs, families: Sequence[PipelineFamily]) -> list[tuple[int, tuple[int, ...]]]:
-    """(replicas, unequal numbers of chips per group): for every pair of divisors of two groups' counts that gives
-    pipelines of about the size of the best ones; the rest of the groups absent."""
+    """(replicas, chips per group): combinations of two groups that give pipelines of about the size of the best ones.
+    """
     counts = inputs.counts
     good = sorted({sum(f.budget) for f in families[:40]})
     low, high = good[0] / 2, good[-1] * 2
@@ -83,11 +80,9 @@ def _budgets(inputs: ProgramInputs, families: Sequence[PipelineFamily]) -> list[
 
 
 def _solve(inputs: ProgramInputs, usage: NDArray[np.float64], sequences: list[int]) -> list[int] | None:
-    """How many pipelines of each column compute the batch; None when none are found.
-
-    Beam search over the columns in the order of sequences per price of their chips: as many as fit, fewer, or none. A
-    state is worth what it computes and, at most, what the chips that are left could at the best rate.
-    """
+    """Number of pipelines of each column that compute the batch; None when none are found. Beam search over the columns
+    in the order of sequences per unit of chip price. A state's bound is what it computes plus what the remaining chips
+    could compute at the best rate."""
     counts = np.array(inputs.counts, float)
     worth = np.array(sequences, float)
     keep = np.flatnonzero(worth > 0)
@@ -120,7 +115,7 @@ def _solve(inputs: ProgramInputs, usage: NDArray[np.float64], sequences: list[in
 
 
 def _prices(usage: NDArray[np.float64], worth: NDArray[np.float64]) -> NDArray[np.float64]:
-    """What a chip of each group is worth: sequences per chip of the best column that uses mostly this group."""
+    """Price of a chip of each group: sequences per chip of the best column that mostly uses this group."""
     share = usage / usage.sum(axis=1, keepdims=True)
     prices = np.max(share * (worth / usage.sum(axis=1))[:, None], axis=0)
     return np.asarray(np.maximum(prices, 1e-9))

@@ -1,5 +1,4 @@
-"""Columns (in the sense of column generation): pipelines that were found for some chips, and how long each takes for a
-share of the batch."""
+"""Columns (as in column generation): pipelines on some chips, with their time for each share of the batch."""
 
 from __future__ import annotations
 
@@ -18,8 +17,12 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class PipelineColumn:
-    """One pipeline: seconds of its stages and transfers, and the least that follows its end (synchronisation and
-    optimizer)."""
+    """One pipeline.
+
+    Attributes:
+        forward, backward: seconds per stage; link: per boundary, seconds (forward, backward).
+        after: lower bound on the sync tail, in seconds.
+    """
 
     shape: PipelineTemplate
     forward: tuple[float, ...]
@@ -29,15 +32,21 @@ class PipelineColumn:
     after: float = 0.0
 
     def time(self, micro_batches: int, exact: bool = False) -> float:
-        """Time until its parameters are updated: a lower bound, or ``exact`` but for what follows the pipeline."""
+        """Seconds until its parameters are updated: a lower bound, or with ``exact`` the pipeline's exact time plus the
+        lower bound on its sync tail."""
         compute = seconds if exact else closed_form
         return self.after + compute(self.forward, self.backward, self.link, micro_batches, self.schedule)
 
 
 @dataclass
 class ColumnPool:
-    """Columns of pipelines that use the same chips: ``times[q]`` is the least time for q sequences, ``best[q]`` the
-    columns that reach about that, ``cut[q]`` the least time of a column that was not kept."""
+    """Columns of pipelines that use the same chips.
+
+    Attributes:
+        times: [batch + 1] least seconds for each number of sequences.
+        best: by number of sequences, (seconds, column index) of the ``keep`` fastest.
+        cut: [batch + 1] least seconds of a column that was dropped.
+    """
 
     batch: int
     exact: bool = False
@@ -53,13 +62,13 @@ class ColumnPool:
         self.cut = np.full(self.batch + 1, np.inf)
 
     def add_at(self, column: PipelineColumn, counts: Sequence[int]) -> None:
-        """Take a column for these numbers of micro-batches only."""
-        index = self.promise(lambda: column)
+        """Add a column for these numbers of micro-batches only."""
+        index = self.add_lazily(lambda: column)
         for m in counts:
             self.insert(m * column.shape.micro_batch_size, column.time(m, self.exact), index)
 
-    def promise(self, make: Callable[[], PipelineColumn]) -> int:
-        """The index of a column that is made when it is first asked for."""
+    def add_lazily(self, make: Callable[[], PipelineColumn]) -> int:
+        """Register a column that is made on first use; returns its index."""
         self.makers.append(cache(make))
         return len(self.makers) - 1
 
@@ -67,7 +76,8 @@ class ColumnPool:
         return self.makers[index]()
 
     def takes(self, q: int, least: float) -> bool:
-        """Whether a column that takes at least so long for q sequences may be kept."""
+        """Whether a column that takes at least ``least`` seconds for ``q`` sequences may be kept; recorded in ``cut``
+        if not."""
         if q > self.batch or len(self.best[q]) < self.keep or least < self.best[q][-1][0]:
             return q <= self.batch
         self.cut[q] = min(self.cut[q], least)

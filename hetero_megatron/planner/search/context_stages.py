@@ -1,8 +1,8 @@
-"""Plans whose stages are context groups: the search's part for sequences that are long for one chip.
+"""Proposer of plans whose stages are context groups, for sequences that are long for one chip.
 
-Structures (:mod:`context_structures`) are tried in the order of a lower bound on their time; the CP x HP scheduler
-divides tokens and heads of each stage (cached by chip counts), the best few become plans, and the step simulator judges
-them as it judges all others.
+Structures (:mod:`context_structures`) are tried in the order of a lower bound on their time. The context x head
+scheduler divides tokens and heads of each stage (cached by chip counts); the best few become plans that the step
+simulator times.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ from hetero_megatron.planner.template.plan_template import in_flight
 from hetero_megatron.planner.template.search_space import why_no_context
 from hetero_megatron.planner.time_budget import TimeBudget
 
-MOST_SCHEDULED, MOST_PREDICTED = 24, 3  # structures
-_Layout = tuple[ContextProblem, ContextLayout, float]  # of a stage, and its seconds
+MOST_SCHEDULED, MOST_PREDICTED = 24, 3  # most structures that are scheduled, and simulated
+_Layout = tuple[ContextProblem, ContextLayout, float]  # a stage's problem, layout and seconds
 
 
 class ContextStages:
-    """Proposes plans with context groups. Layouts that are known stay known, also on other chips of the cluster.
+    """Proposes plans with context groups. Layouts are cached across calls.
 
     Attributes:
-        why: what came of it, or why it was not tried; tried: whether it was.
+        why: the outcome, or why context groups were not tried.
+        tried: whether they were tried.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,8 @@ class ContextStages:
         self._bounds: dict[object, tuple[float, float]] = {}
 
     def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
-        """Only where the space asks for it, or nothing fits without. ``incumbent.plans`` are those without."""
+        """Try context groups if the space asks for them or nothing fits otherwise; ``incumbent.plans`` holds the plans
+        without."""
         plans, budget = incumbent.plans, incumbent.budget or TimeBudget()
         why_not = "not supported"
         if supports("context"):
@@ -82,7 +84,7 @@ class ContextStages:
         """(plans with context groups that fit, best first; what was tried).
 
         Args:
-            best: seconds of a step that a plan must beat to be of interest (inf: any that fits).
+            best: step time (s) to beat; inf: any plan that fits.
             budget: when it is over, no further structure is tried.
         """
         if problem.space.micro_batch_sizes is not None and 1 not in problem.space.micro_batch_sizes:
@@ -92,7 +94,7 @@ class ContextStages:
 
 
 class _ContextSearch:
-    """One search; ``known`` layouts of stages and ``bounds`` on their seconds are added to."""
+    """One search. ``known`` (layouts of stages) and ``bounds`` (their least seconds) are caches that it extends."""
 
     def __init__(
         self,
@@ -139,7 +141,7 @@ class _ContextSearch:
         return sorted(plans, key=lambda plan: plan.step_seconds), why
 
     def bound(self, structure: ContextStructure) -> float:
-        """Seconds that no layout of it is below, by the speeds of its members and its layers per stage."""
+        """Lower bound (s) on any layout of the structure, from its members' speeds and its layers per stage."""
         layers = self.layers(structure)
         last = structure.stages - 1
         times = []
@@ -150,7 +152,7 @@ class _ContextSearch:
         return (rounds - 1) * max(times) + sum(times)
 
     def _speeds(self, structure: ContextStructure, s: int) -> tuple[float, float]:
-        """(seconds of one layer, of the head) of a stage by its members' speeds alone."""
+        """(seconds of one layer, of the head) of a stage, from its members' speeds alone."""
         key = (self._key(structure.ranks[0][s]), structure.tp)
         if key not in self._bounds:
             options = ContextOptions(layers=1, embed=False, head=False, recompute="none")
@@ -160,7 +162,7 @@ class _ContextSearch:
         return self._bounds[key]
 
     def layers(self, structure: ContextStructure) -> list[int]:
-        """Layers per stage that make the slowest stage fastest, one each at least."""
+        """Layers per stage (at least one each) that minimise the slowest stage's time."""
         speeds = [self._speeds(structure, s) for s in range(structure.stages)]
         counts = [1] * structure.stages
         head = [h if s == structure.stages - 1 else 0.0 for s, (_, h) in enumerate(speeds)]
@@ -177,13 +179,12 @@ class _ContextSearch:
         return found
 
     def _key(self, ranks: Ranks) -> tuple[object, ...]:
-        """Equal for stages of equal chips in equal nodes."""
         nodes: dict[str, int] = {}
         places = [self.cluster.ranks[r] for r in ranks]
         return tuple((p.group, nodes.setdefault(p.node, len(nodes))) for p in places)
 
     def schedule(self, structure: ContextStructure, s: int, layers: int) -> _Layout | None:
-        """The layout of a stage by the fastest recompute that fits; None: none does."""
+        """The layout of a stage with the fastest recompute that fits; None: none fits."""
         pipelines, last = len(structure.ranks), structure.stages - 1
         alive = in_flight("1f1b", structure.stages, self.batch // pipelines)[s]
         kinds = ("none", "full") if self.space.recompute is None else (self.space.recompute,)
@@ -212,7 +213,7 @@ class _ContextSearch:
         return problem, choice.layout, choice.seconds
 
     def make(self, structure: ContextStructure) -> tuple[float, Plan, str] | None:
-        """(seconds by closed form, plan, what it is); None where a stage does not fit."""
+        """(closed-form seconds, plan, description); None where a stage does not fit."""
         rounds, start = self.batch // len(structure.ranks), 0
         stages: list[list[Stage]] = [[] for _ in structure.ranks]
         times, words = [], []
@@ -223,7 +224,7 @@ class _ContextSearch:
             problem, layout, seconds = found
             times.append(seconds)
             words.append(_describe(self.cluster, problem, layout, layers))
-            known = [r for member in problem.members for r in member.ranks]  # perhaps of another stage of equal chips
+            known = [r for member in problem.members for r in member.ranks]  # may be those of an equal stage
             for p, ranks in enumerate(structure.ranks):
                 new = dict(zip(known, ranks[s], strict=True))
                 stages[p].append(_stage(problem, layout, new, start, s, structure.stages, self.cluster))
@@ -233,8 +234,8 @@ class _ContextSearch:
         return (rounds - 1) * max(times) + sum(times), Plan(self.costs.seq_length, self.batch, "1f1b", pipelines), text
 
     def judge(self, plan: Plan, text: str) -> JudgedPlan | None:
-        """Predicted exactly, with the block size that is best by its timed rounds, and with no more layers recomputed
-        than memory asks for; None: over memory."""
+        """The simulated plan, with the ring block size that is fastest and no more layers recomputed than needed; None:
+        over memory."""
         plan = with_islands_where_quick(plan, self.model, self.cluster)
         validate(plan, self.model, self.cluster, dtype=self.costs.dtype)
         found = self._predict(plan)
@@ -250,7 +251,7 @@ class _ContextSearch:
         return predict(plan, self.model, self.cluster, self.costs.dtype, self.costs)
 
     def _recompute_less(self, plan: Plan, found: Prediction) -> Plan | None:
-        """Full recompute of the first layers of a stage only, as few as fit."""
+        """Recompute only as many first layers of each stage as memory requires; None: nothing to change."""
         if self.space.recompute is not None or found.over:
             return None
         others = {r: replace(m, activations=0) for r, m in found.memory.items()}
@@ -271,7 +272,7 @@ class _ContextSearch:
         return plan
 
     def _blocks(self, plan: Plan, _: Prediction) -> Plan | None:
-        """The plan with the best of some block sizes in each stage with a ring; None: they are best already."""
+        """The plan with the fastest of some block sizes in each ring stage; None: unchanged."""
         chosen: list[KeyValues | None] = []
         for stage in plan.pipelines[0].stages:
             chosen.append(stage.kv)
@@ -294,7 +295,7 @@ class _ContextSearch:
 
 
 def _with_first(plan: Plan, s: int, count: int) -> Plan:
-    """The plan with ``count`` layers of stage ``s`` of every pipeline recomputed whole."""
+    """The plan with the first ``count`` layers of stage ``s`` of every pipeline recomputed."""
     pipelines = []
     for pipeline in plan.pipelines:
         stages = list(pipeline.stages)
@@ -316,7 +317,7 @@ def _stage(
     count: int,
     cluster: Cluster,
 ) -> Stage:
-    """A stage on the ranks ``new[rank of the problem]``."""
+    """A plan stage with the layout's ranks replaced by ``new[rank]``."""
     units = []
     tokens = nested_zigzag([group.tokens for group in layout.groups])
     for g, group in enumerate(layout.groups):
@@ -334,7 +335,7 @@ def _stage(
 
 
 def _describe(cluster: Cluster, problem: ContextProblem, layout: ContextLayout, layers: int) -> str:
-    """``CP [4 H100-SXM | 2 A100-80-SXM] ring [20]``."""
+    """Text such as ``context (4 H100-SXM | 2 A100-80-SXM; ring) [20]``."""
     tp = len(problem.members[0].ranks)
     rows: list[list[object]] = []
     for group in layout.groups:

@@ -1,7 +1,7 @@
-"""Structures of plans whose stages are context groups: which chips each stage has, before tokens and heads are divided.
+"""Structures of plans with context stages: which chips each stage has, before tokens and heads are divided.
 
-Symmetry first: the chips go into equal pipelines, whose stages take the chips of one kind each or of all kinds at once;
-equal stages of all pipelines get one layout.
+The chips are divided into equal pipelines. The stages of a pipeline have chips of one kind each, or of all kinds
+together.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.template.device_pool import DeviceGroup, DevicePool
 from hetero_megatron.planner.template.search_space import tp_degrees
 
-CUTS = (1, 2, 4, 8)  # equal stages that the chips of one kind form
+CUTS = (1, 2, 4, 8)  # numbers of equal stages per kind of chip
 Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class ContextStructure:
-    """``ranks[p][s]``: of stage s of pipeline p, in corresponding order; ``tp``: ranks of a context member."""
+    """``ranks[p][s]``: ranks of stage s of pipeline p, in corresponding order; ``tp``: ranks per context member."""
 
     ranks: tuple[tuple[Ranks, ...], ...]
     tp: int
@@ -32,7 +32,8 @@ class ContextStructure:
 
 
 def structures(problem: PlanningProblem, pool: DevicePool) -> Iterator[ContextStructure]:
-    """Sets of chip groups in one stage together, or each as stages of its own, for every number of pipelines."""
+    """All structures: sets of chip groups, together in one stage or each with stages of its own, for every number of
+    pipelines."""
     groups = range(len(pool.groups))
     few = len(pool.groups) <= 3
     sets = [c for n in groups for c in itertools.combinations(groups, n + 1)] if few else [tuple(groups)]
@@ -46,7 +47,7 @@ def structures(problem: PlanningProblem, pool: DevicePool) -> Iterator[ContextSt
                 parts = [_divide(pool.groups[g], copies) for g in order]
                 if any(p is None for p in parts):
                     continue
-                together = list(order) == sorted(order)  # one stage of all: its order says nothing
+                together = list(order) == sorted(order)  # the order does not matter for one common stage
                 for ranks in _stagings([p for p in parts if p is not None], copies, together):
                     for tp in _degrees(problem, pool, ranks):
                         one = ContextStructure(ranks, tp)
@@ -60,13 +61,13 @@ def structures(problem: PlanningProblem, pool: DevicePool) -> Iterator[ContextSt
 
 
 def _joined(cluster: Cluster, structure: ContextStructure) -> bool:
-    """Whether a communication library joins the ranks of every stage."""
+    """Whether one communication library connects all ranks of every stage."""
     library = cluster.library_of
     return all(len({library(r) for r in ranks}) == 1 for stages in structure.ranks for ranks in stages)
 
 
 def _degrees(problem: PlanningProblem, pool: DevicePool, ranks: tuple[tuple[Ranks, ...], ...]) -> Iterator[int]:
-    """Members' sizes that divide the ranks of every node of every stage."""
+    """TP degrees that divide the ranks of every node of every stage."""
     sizes = set()
     for stage in ranks[0]:
         nodes: dict[str, int] = {}
@@ -98,7 +99,7 @@ def _divide(group: DeviceGroup, copies: int) -> list[list[Ranks]] | None:
 def _stagings(
     parts: Sequence[list[list[Ranks]]], copies: int, together: bool
 ) -> Iterator[tuple[tuple[Ranks, ...], ...]]:
-    """Ranks by pipeline and stage: all groups in one stage, or each cut into the same number of stages."""
+    """Ranks by pipeline and stage: all groups in one stage, or each group cut into the same number of stages."""
     if len(parts) > 1 and together:
         yield tuple((tuple(r for part in parts for node in part[p] for r in node),) for p in range(copies))
     for cuts in CUTS:

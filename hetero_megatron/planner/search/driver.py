@@ -1,10 +1,10 @@
-"""HeteroAuto: the best plan of a model on a mixed cluster.
+"""The search for the best plan of a model on a mixed cluster (HeteroAuto).
 
-``search`` asks proposers for plan templates: uniform plans always; complete enumeration where that is possible
-(:mod:`enumeration`), else dynamic programs (:mod:`pipeline_dp`; for many kinds of nodes part by part,
-:mod:`graph_partition`) and local search, on all chips and on each type alone; optimizers in host memory where asked for
-and where nothing fits without. The best few by estimate become concrete plans that the step simulator judges; plans
-with context groups (:mod:`context_stages`) and TP groups of unlike chips (:mod:`hetero_tp`) are compared with those.
+:func:`search` runs proposers of plan templates: uniform plans always; complete enumeration where the space is small
+(:mod:`enumeration`), else dynamic programs (:mod:`pipeline_dp`, or :mod:`graph_partition` for many kinds of nodes) and
+local search, on all chips and on each chip type alone; optimizers in host memory if asked for or if nothing fits
+otherwise. The best few by estimate become concrete plans that the step simulator times. Plans with context groups
+(:mod:`context_stages`) and TP groups of unlike chips (:mod:`hetero_tp`) are compared with those.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from hetero_megatron.planner.template.device_pool import DeviceGroup, DevicePool
 from hetero_megatron.planner.template.plan_template import PlanTemplate
 from hetero_megatron.planner.time_budget import TimeBudget
 
-MARGIN = 0.1  # of memory, up to which the search leaves more and more room when nothing it finds fits exactly
-EVERY_SUBSET = 3  # chip types, up to which every set of them is tried with optimizers in host memory
+MARGIN = 0.1  # largest share of memory kept free in retries when no template fits as a concrete plan
+EVERY_SUBSET = 3  # up to so many chip types, every subset is tried with optimizers in host memory
 
 
 @dataclass
 class SearchResult:
-    """What a search found.
-
-    Attributes:
-        others: the runners-up, best first; ranked: the best templates by estimate, also those that were not judged.
-        seconds: of searching; evaluated: templates that were scored; rejected: how many for what.
-        complete: nothing was cut short; method: "enumeration", "programs" or "islands".
-        lower_bound: seconds that no plan of the space beats (0: not computed here).
-        context: what came of trying context groups; context_tried: whether there were any.
-        offload_tried: plans with optimizers in host memory were among them; unlike_groups: the best has TP groups of
-            unlike chips.
-        alone: where each chip type was searched alone, by chip; parts: what came of searching parts of a cluster, by an
-            objective beside speed.
-    """
+    """Attributes:
+        others: the runners-up, best first.
+        ranked: the best templates by estimate, simulated or not.
+        seconds: duration of the search.
+        evaluated: number of scored templates; rejected: numbers of rejected ones by reason.
+        complete: nothing was cut short by the time limit or Ctrl-C.
+        method: "enumeration", "programs" or "islands".
+        lower_bound: seconds that no plan of the space beats (0: not computed).
+        context: outcome of trying context groups; context_tried: whether they were tried.
+        offload_tried: plans with optimizers in host memory were considered.
+        unlike_groups: the best plan has TP groups of unlike chips.
+        alone: by chip type, the result of searching its chips alone.
+        parts: outcome of searching parts of the cluster, for objectives other than speed."""
 
     best: JudgedPlan
     others: list[JudgedPlan]
@@ -91,11 +91,11 @@ def search(
 
     Args:
         scorer: over the problem's chips, when the caller has one.
-        budget: that of the searches which this is one of; else its own, with the options' time limit.
+        budget: shared with other searches; None: its own, with the options' time limit.
 
     Raises:
-        UserError: a batch or sequence that no plan can have, missing rates or links, or a model that fits nowhere; the
-            message says the smallest change that would help.
+        UserError: a batch or sequence length that no plan can have, missing rates or links, or a model that fits
+            nowhere; the message names the smallest change that would help.
         KeyboardInterrupt: Ctrl-C before any plan was found, or a second one.
     """
     problem.check()
@@ -117,7 +117,7 @@ def _search(
     progress: Progress | None,
     plain: bool = True,
 ) -> SearchResult:
-    """``plain``: False where it is known that nothing fits with all optimizers on the chips."""
+    """``plain``: False when it is known that nothing fits with all optimizers on the chips."""
     known = tuple(s for s in problem.space.schedules if supports(f"schedule.{s}"))
     tried = problem.with_space(schedules=known)
     found = _templates(tried, scorer, budget, progress, plain)
@@ -126,11 +126,11 @@ def _search(
     context.propose(tried, found.incumbent)
     plans, evaluated, margin = found.incumbent.plans, scorer.evaluated, problem.options.costs.margin
     while not plans and found.rows and margin < MARGIN:
-        # The exact placement of states takes a little more than their mean: leave more room, but only to search.
+        # States placed exactly take slightly more than the scorer's mean: search again with more memory kept free.
         margin += MARGIN / 2
         roomy = make_scorer(tried.with_margin(margin))
         found = _templates(tried, roomy, budget, progress, plain)
-        found.bound = 0.0  # it is of less memory than plans may use
+        found.bound = 0.0  # it assumes less memory than plans may use
         plans, evaluated = judge(found.rows, tried, scorer, budget), evaluated + roomy.evaluated
     if budget.interrupted and not plans:
         raise KeyboardInterrupt
@@ -142,7 +142,7 @@ def _search(
         raise refuse(tried, scorer)
     return SearchResult(
         plans[0], plans[1:], scorer.pool, scorer, 0.0, evaluated, dict(found.incumbent.rejected), found.complete,
-        # The estimate of the best plan may be a little above its simulated seconds.
+        # The bound comes from estimates, which may be slightly above simulated seconds.
         found.method, min(found.bound, plans[0].step_seconds), context.why, context.tried,
         problem.space.offload == "always", ranked=tuple(row[2] for row in found.incumbent.rows),
     )  # fmt: skip
@@ -150,8 +150,12 @@ def _search(
 
 @dataclass
 class _Templates:
-    """What the proposers of templates found. ``rows``: to be judged; ``bound``: seconds that no plan of the space
-    beats, 0 where that is not known."""
+    """Result of the template proposers.
+
+    Attributes:
+        rows: templates to simulate.
+        bound: seconds that no plan of the space beats; 0: unknown.
+    """
 
     incumbent: Incumbent
     rows: list[Row]
@@ -163,7 +167,6 @@ class _Templates:
 def _templates(
     problem: PlanningProblem, scorer: TemplateScorer, budget: TimeBudget, progress: Progress | None, plain: bool
 ) -> _Templates:
-    """Ask all proposers of templates that suit the cluster."""
     incumbent, enumeration = Incumbent(problem, scorer, budget, progress=progress), Enumeration()
     many = len(scorer.pool.groups) > MOST_GROUPS
     enumerate_all = problem.options.exhaustive is not False and not many and Enumeration.possible(problem, scorer)
@@ -184,12 +187,13 @@ def _templates(
 
 
 def _by_programs(many: bool) -> list[Proposer]:
-    """For clusters that cannot be enumerated; ``many``: unlike groups, which are partitioned first."""
+    """Proposers for clusters that are too large to enumerate; ``many``: many kinds of nodes, which are partitioned
+    first."""
     return [GraphPartition(), LocalSearch()] if many else [PipelineDP(), LocalSearch(), EachTypeDP(), TPMoves()]
 
 
 class Offloaded:
-    """Proposes plans with the optimizers of all chip types in host memory, then of some; then stage by stage."""
+    """Proposes plans with the optimizers of all, then of some chip types in host memory, then moves single stages."""
 
     def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
         pool = incumbent.scorer.pool
@@ -197,7 +201,7 @@ class Offloaded:
         for away in self._sets(chips):
             there = incumbent.on(incumbent.scorer.offloading(away))
             proposers: list[Proposer] = [GraphPartition() if many else PipelineDP()]
-            if len(away) == len(chips) and not many:  # a type alone is the same in every set that it is in
+            if len(away) == len(chips) and not many:  # results for single types do not depend on the set
                 proposers.append(EachTypeDP(incumbent))
             if not all(proposer.propose(problem, there) for proposer in proposers):
                 return False
@@ -210,7 +214,7 @@ class Offloaded:
 
 
 def _add_unlike_groups(result: SearchResult, problem: PlanningProblem, budget: TimeBudget) -> None:
-    """The best plan with TP groups of unlike chips, where that is faster than all others."""
+    """Replace the best plan by one with TP groups of unlike chips, if that is faster."""
     if not problem.space.unlike_tp or budget.over():
         return
     incumbent = Incumbent(problem, result.scorer, budget)
@@ -219,11 +223,11 @@ def _add_unlike_groups(result: SearchResult, problem: PlanningProblem, budget: T
     if incumbent.plans[0] is not result.best:
         result.others = [result.best, *result.others]
         result.best = incumbent.plans[0]
-        result.lower_bound, result.unlike_groups = 0.0, True  # the enumeration's is without
+        result.lower_bound, result.unlike_groups = 0.0, True  # the enumeration's bound does not cover these
 
 
 def search_or_error(problem: PlanningProblem, budget: TimeBudget | None = None) -> SearchResult | UserError:
-    """The search, or the error where nothing fits."""
+    """The search result, or the UserError when nothing fits."""
     try:
         return search(problem, budget=budget)
     except UserError as error:
@@ -233,12 +237,11 @@ def search_or_error(problem: PlanningProblem, budget: TimeBudget | None = None) 
 def search_types_alone(
     result: SearchResult, problem: PlanningProblem, budget: TimeBudget, progress: Progress | None = None
 ) -> bool:
-    """Search each chip type of the cluster alone, and note in ``result.alone`` what was found, or why nothing fits.
-    Those that are there already are kept; where there is one type, the result is of it. Nothing that was cut short is
-    noted.
+    """Search the chips of each type alone and store each result or UserError in ``result.alone``. Existing entries are
+    kept; searches that are cut short are not stored; with a single type nothing is done.
 
     Returns:
-        Whether none was left out.
+        Whether all types were searched.
     """
     chips = list(dict.fromkeys(group.chip for group in result.pool.groups))
     for chip in (chip for chip in chips if chip not in result.alone and len(chips) > 1):
@@ -260,28 +263,27 @@ def search_types_alone(
 
 
 def _add_types_alone(result: SearchResult, problem: PlanningProblem, budget: TimeBudget) -> None:
-    """Also what is best on each chip type alone: the enumeration does not go into what it estimates slower than its
-    best, which simulation may see the other way round, nor into optimizers in host memory where all chips do without.
-    """
+    """Also consider the best plan on each chip type alone: the enumeration skips what it estimates to be slower, which
+    the simulator may see differently, and does not try offloading when it is not needed on all chips."""
     search_types_alone(result, problem, budget)
     plans = [result.best, *result.others]
     for chip, own in result.alone.items():
         if isinstance(own, UserError):
             continue
         groups = [g for g, group in enumerate(result.pool.groups) if group.chip == chip]
-        # With context groups there is no template: those are tried on all chips too. Where links to other types are
-        # all that tells node groups apart, they are one group alone.
-        alike = [_make_up(g) for g in own.pool.groups] == [_make_up(result.pool.groups[g]) for g in groups]
+        # Plans with context groups have no template; they are tried on all chips anyway. Groups that differ only in
+        # their links to other types are merged when searched alone, so indices may not correspond.
+        alike = [_group_shape(g) for g in own.pool.groups] == [_group_shape(result.pool.groups[g]) for g in groups]
         if alike and not own.best.text:
-            plan = judge_template(own.best.template.over(groups), problem, result.scorer)
+            plan = judge_template(own.best.template.on_groups(groups), problem, result.scorer)
             if plan is not None and not plan.prediction.over and all(plan.plan != x.plan for x in plans):
                 plans.append(plan)
     plans.sort(key=lambda plan: plan.step_seconds)
     result.best, result.others = plans[0], plans[1:]
     result.lower_bound = min(result.lower_bound, plans[0].step_seconds)
     if any(stage.offload for part in plans[0].template.parts for stage in part.shape.stages):
-        result.lower_bound, result.offload_tried = 0.0, True  # the enumeration's is without
+        result.lower_bound, result.offload_tried = 0.0, True  # the enumeration's bound does not cover these
 
 
-def _make_up(group: DeviceGroup) -> tuple[str, int, int]:
+def _group_shape(group: DeviceGroup) -> tuple[str, int, int]:
     return group.chip, group.per_node, group.nodes

@@ -1,10 +1,10 @@
-"""Search by complete enumeration, for clusters where that is possible.
+"""Complete enumeration, for small clusters.
 
-Every sequence of stages (group, TP, inner DP) over every number of chips, with the exact best layers and recompute;
-every multiset of such pipelines that the cluster has chips for; every division of the batch. Combinations are
-evaluated exactly in the order of their lower bounds until no bound is below the best value. Lower bounds count with the
-most ranks that could share a stage's optimizer states; what is evaluated has the recompute that fits with states where
-the runtime will place them.
+Enumerates every sequence of stages (group, TP, inner DP) on every number of chips, with the exact best layers and
+recompute; every multiset of such pipelines that the cluster has chips for; and every division of the batch.
+Combinations are evaluated in the order of their lower bounds until no bound is below the best value. Lower bounds
+assume the most ranks that could share a stage's optimizer states; evaluated templates take the recompute that fits with
+states where the runtime will place them.
 """
 
 from __future__ import annotations
@@ -16,25 +16,31 @@ from collections.abc import Iterator, Sequence
 from hetero_megatron.planner.estimate.layer_partition import LISTED, count_splits
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute
 from hetero_megatron.planner.problem import PlanningProblem
-from hetero_megatron.planner.search.batch_partition import allocate, least_dropped, ways_together
+from hetero_megatron.planner.search.batch_partition import allocate, bound_with_dropped, divisions_below
 from hetero_megatron.planner.search.columns import ColumnPool, PipelineColumn
 from hetero_megatron.planner.search.incumbent import Incumbent, judge
 from hetero_megatron.planner.search.memory_fit import MemoryFit
-from hetero_megatron.planner.search.stage_sequences import MOST_SEQUENCES, StageSequences, Usage, anchors, sequences
+from hetero_megatron.planner.search.stage_sequences import (
+    MOST_SEQUENCES,
+    StageSequences,
+    Usage,
+    micro_batch_counts,
+    sequences,
+)
 from hetero_megatron.planner.template.placement import PlacedTemplate, place
 from hetero_megatron.planner.template.plan_template import PipelineReplicas, PipelineTemplate, PlanTemplate
 from hetero_megatron.planner.template.search_space import batch_sizes
 
-MOST_CHIPS = 24  # above, not even worth counting
+MOST_CHIPS = 24  # above, enumeration is not considered
 MOST_COMBINATIONS = 20_000
 MOST_WORK = 8_000_000  # sequences x splits of layers x numbers of micro-batches
-MOST_WAYS = 4000  # of one combination that are listed
-MOST_LISTED = 200_000  # of all combinations
-MOST_FITTED = 300  # placements whose states are counted exactly
+MOST_WAYS = 4000  # batch divisions listed per combination
+MOST_LISTED = 200_000  # batch divisions listed in all
+MOST_FITTED = 300  # placements whose memory is computed exactly
 
 
 def multisets(usages: Sequence[Usage], counts: Usage, most: int) -> Iterator[tuple[Usage, ...]]:
-    """All non-empty multisets of usages whose sum is within ``counts``, of at most ``most`` pipelines."""
+    """All non-empty multisets of at most ``most`` usages (chips per group) whose sum is within ``counts``."""
 
     def extend(prefix: tuple[Usage, ...], start: int, left: Usage) -> Iterator[tuple[Usage, ...]]:
         if prefix:
@@ -50,18 +56,15 @@ def multisets(usages: Sequence[Usage], counts: Usage, most: int) -> Iterator[tup
 
 
 class Enumeration:
-    """Proposes every plan of the space that is not ruled out by a lower bound.
-
-    Attributes:
-        bound: seconds that no plan of the space beats, once all was gone through.
-    """
+    """Proposes every plan of the space that a lower bound does not rule out. ``bound``: seconds that no plan of the
+    space beats; valid when :meth:`propose` returned True."""
 
     def __init__(self) -> None:
         self.bound = 0.0
 
     @staticmethod
     def possible(problem: PlanningProblem, scorer: TemplateScorer) -> bool:
-        """Whether the space is small enough."""
+        """Whether the space is small enough to enumerate."""
         pool, model, space, batch = scorer.pool, problem.model, problem.space, problem.global_batch_size
         if pool.chips > MOST_CHIPS:
             return False
@@ -71,7 +74,7 @@ class Enumeration:
             if found is None:
                 return False
             total += sum(map(len, found.values()))
-            shares = len(anchors(max(1, batch // size)))
+            shares = len(micro_batch_counts(max(1, batch // size)))
             for rows in found.values():
                 work += shares * sum(min(LISTED, count_splits(model.num_layers, len(row))) for row in rows)
         if work > MOST_WORK or total > MOST_SEQUENCES * (3 if model.num_layers <= 16 else 1):
@@ -95,13 +98,13 @@ def most_pipelines(problem: PlanningProblem, scorer: TemplateScorer) -> int:
 
 
 class _Enumerator:
-    """One run. ``best``: step seconds of the best template so far."""
+    """One enumeration. ``best``: step seconds of the best template so far; ``bound``: seconds that no plan beats."""
 
     def __init__(self, problem: PlanningProblem, incumbent: Incumbent) -> None:
         self.problem, self.incumbent, self.scorer = problem, incumbent, incumbent.scorer
-        self.tables, self.pool, self.late = self.scorer.tables, self.scorer.pool, incumbent.late
+        self.tables, self.pool, self.should_stop = self.scorer.tables, self.scorer.pool, incumbent.should_stop
         self.batch, self.space = problem.global_batch_size, problem.space
-        self.bound = 0.0  # no plan of the space is faster
+        self.bound = 0.0
         self.best = math.inf
         self.exact = False
         self.listed = self.fitted = 0
@@ -109,9 +112,11 @@ class _Enumerator:
         self.sequences = StageSequences(problem, self.scorer)
 
     def run(self) -> bool:
-        """True when the whole space was searched; False when the incumbent said to stop.
+        """Two passes: the best layers by closed form, which gives a good plan quickly; then everything that could beat
+        it.
 
-        First with the best layers by closed form only, which gives a good plan; then with all that could beat it.
+        Returns:
+            True when the whole space was searched; False when stopped early.
         """
         counts = range(1, most_pipelines(self.problem, self.scorer) + 1)
         if not all(self._pass([d]) for d in counts):
@@ -120,8 +125,8 @@ class _Enumerator:
         return self._pass(counts)
 
     def _pass(self, counts: Sequence[int]) -> bool:
-        """All plans of these numbers of pipelines."""
-        if self.late():
+        """Enumerate all plans with these numbers of pipelines; False when stopped early."""
+        if self.should_stop():
             return False
         column_pools = {d: self.sequences.columns(d, self.best, self.exact) for d in counts}
         rows: list[tuple[float, tuple[Usage, ...], tuple[int, ...]]] = []
@@ -134,65 +139,71 @@ class _Enumerator:
             if found is not None:
                 rows.append((found[0], combination, found[1]))
         rows.sort()
-        left = math.inf  # least time of what was not gone through
+        left = math.inf  # lower bound on what is left out
         for bound, combination, shares in rows:
             if bound >= self.best:
                 break
-            if self.late():
+            if self.should_stop():
                 return False
             column_pool = column_pools[len(combination)]
             rest: float | None
             if self.exact and len(combination) > 1:
-                rest = self._together(combination, column_pool, bound)
+                rest = self._try_all_divisions(combination, column_pool, bound)
             else:
-                rest = self._best_of(combination, shares, column_pool, bound)
+                rest = self._try_best_columns(combination, shares, column_pool, bound)
             if rest is None:
                 return False
             left = min(left, rest)
         if self.exact:
-            # What was left out takes at least as long as the best plan.
+            # Combinations after the break have bounds of at least the best time.
             self.bound = min(self.best, self.sequences.skipped, left)
         return True
 
-    def _best_of(
+    def _try_best_columns(
         self,
         combination: tuple[Usage, ...],
         shares: tuple[int, ...],
         column_pool: dict[Usage, ColumnPool],
         bound: float,
     ) -> float | None:
-        """Try the best columns for one division of the batch; returns the least time of what was left out, None to
-        stop."""
-        # All that one pipeline can be is tried, so only what its column_pool did not keep is left of the combination.
+        """Evaluate the best columns for one division of the batch.
+
+        Returns:
+            Lower bound (s) on what was left out; None to stop.
+        """
+        # For a single pipeline all kept columns are evaluated; only the dropped ones are left out.
         rest = float(column_pool[combination[0]].cut[self.batch]) if len(combination) == 1 else bound
         for least, template in self._templates(combination, shares, column_pool):
             placed = place(template, self.pool)
             if placed is None:
                 self.incumbent.rejected["packing"] += 1
-                rest = min(rest, least)  # in other nodes it may pack
-            elif not self._try(placed)[1]:
+                rest = min(rest, least)  # it might pack in another placement
+            elif not self._evaluate(placed)[1]:
                 return None
         return rest
 
-    def _together(
+    def _try_all_divisions(
         self, combination: tuple[Usage, ...], column_pool: dict[Usage, ColumnPool], bound: float
     ) -> float | None:
-        """Try all that several pipelines can be and any division of the batch, as :meth:`_best_of` does."""
+        """Evaluate all columns and all divisions of the batch for several pipelines; returns as
+        :meth:`_try_best_columns`."""
         column_pools = [column_pool[u] for u in combination]
-        rest = max(bound, least_dropped([s.times for s in column_pools], [s.cut for s in column_pools], self.batch))
+        rest = max(
+            bound, bound_with_dropped([s.times for s in column_pools], [s.cut for s in column_pools], self.batch)
+        )
         for schedule in self.space.schedules:
             rows = [self._rows(s, schedule) for s in column_pools]
             if not all(rows) or (schedule != self.space.schedules[0] and not self._several_stages(rows, column_pools)):
                 continue
             if self.listed >= MOST_LISTED or self.fit.computed - self.fitted >= MOST_FITTED:
                 return bound
-            ways, limit = ways_together(rows, self.batch, bound, self.best, MOST_WAYS)
+            ways, limit = divisions_below(rows, self.batch, bound, self.best, MOST_WAYS)
             self.listed += len(ways)
             rest = min(rest, limit)
             for least, way in ways:
                 if least >= self.best:
                     break
-                if self.late():
+                if self.should_stop():
                     return None
                 if self.fit.computed - self.fitted >= MOST_FITTED:
                     rest = min(rest, least)
@@ -207,7 +218,7 @@ class _Enumerator:
                     if placed is None:
                         rest = min(rest, least)
                     elif tried is None or placed.pipelines != tried.pipelines:
-                        fitted, go_on = self._try(placed)
+                        fitted, go_on = self._evaluate(placed)
                         rest = min(rest, max(least, fitted))
                         if not go_on:
                             return None
@@ -215,20 +226,20 @@ class _Enumerator:
         return rest
 
     def _rows(self, column_pool: ColumnPool, schedule: str) -> dict[int, list[tuple[float, int]]]:
-        """By number of sequences, the columns of a schedule that are below the best; one stage alone is the same in
-        all."""
+        """By number of sequences, the columns of a schedule that are faster than the best plan."""
         found = {}
         for q, row in enumerate(column_pool.best):
             few = [
                 (seconds, i) for seconds, i in row
-                if seconds < self.best and self._under(column_pool.column(i), schedule)
+                if seconds < self.best and self._has_schedule(column_pool.column(i), schedule)
             ]  # fmt: skip
             if few:
                 found[q] = few
         return found
 
     @staticmethod
-    def _under(column: PipelineColumn, schedule: str) -> bool:
+    def _has_schedule(column: PipelineColumn, schedule: str) -> bool:
+        """Whether the column runs under the schedule; single stages run alike under all."""
         return column.schedule == schedule or len(column.shape.stages) == 1
 
     def _several_stages(self, rows: list[dict[int, list[tuple[float, int]]]], column_pools: list[ColumnPool]) -> bool:
@@ -237,37 +248,37 @@ class _Enumerator:
             for by_q, column_pool in zip(rows, column_pools) for row in by_q.values() for _, i in row
         )  # fmt: skip
 
-    def _try(self, placed: PlacedTemplate) -> tuple[float, bool]:
-        """(least seconds of ways to fit the template that were not tried, inf if there are none; whether to go on)."""
+    def _evaluate(self, placed: PlacedTemplate) -> tuple[float, bool]:
+        """(lower bound (s) on ways to fit the template that were not evaluated, inf if none; whether to continue)."""
         fits, other = self.fit.fits(placed)
-        least = math.inf if other is None else self._least(other)
+        least = math.inf if other is None else self._lower_bound(other)
         for found in fits:
-            if self._least(found) >= self.best:
+            if self._lower_bound(found) >= self.best:
                 continue
             score = self.scorer.score(found)
             assert score is not None, "it was placed a moment ago"
             self.best = min(self.best, score.step_seconds)
             self.incumbent.take(found.joined(), score.step_seconds)
-            if self.late():
+            if self.should_stop():
                 return least, False
         self.incumbent.rejected["memory"] += not fits
         return least, True
 
-    def _least(self, template: PlanTemplate) -> float:
-        """Lower bound on the step time, over the best links that the stages could have."""
+    def _lower_bound(self, template: PlanTemplate) -> float:
+        """Lower bound (s) on the step time, with the best links that the stages could have."""
         worst = 0.0
         for part in template.parts:
             shape, m = part.shape, part.num_micro_batches
             links = self.scorer.links(shape)
-            after = self.scorer.bounds.after(shape.stages, shape.micro_batch_size, links, template.pipelines)
+            after = self.scorer.bounds.sync_tail(shape.stages, shape.micro_batch_size, links, template.pipelines)
             worst = max(worst, after + self.scorer.pipeline_seconds(shape, m, template.schedule))
         return worst
 
     def _templates(
         self, combination: tuple[Usage, ...], shares: tuple[int, ...], column_pools: dict[Usage, ColumnPool]
     ) -> Iterator[tuple[float, PlanTemplate]]:
-        """(lower bound, plan) of one combination: the best columns of each pipeline for its share; of a single pipeline
-        all that could be best, of several the first two each."""
+        """(lower bound in seconds, template) of one combination: all columns of a single pipeline, the best two each of
+        several."""
         for schedule in self.space.schedules:
             choices = []
             for usage, q in zip(combination, shares):

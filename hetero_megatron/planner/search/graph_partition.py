@@ -1,7 +1,7 @@
-"""Clusters of many unlike node groups: cut into islands along slow links, plan each island, run them side by side.
+"""Clusters with many kinds of nodes: cut into islands along slow links, plan each island, run them side by side.
 
-In HexiScale's manner the node groups are vertices weighted by compute, edges by bandwidth; METIS (pymetis, optional)
-cuts the graph into islands of about equal compute such that slow links are cut. Pipelines lie inside islands; only
+As in HexiScale, node groups are vertices weighted by compute speed and edges are weighted by bandwidth. METIS (pymetis,
+optional) cuts the graph into islands of about equal speed along slow links. Pipelines lie inside islands; only
 gradients cross them.
 """
 
@@ -19,11 +19,14 @@ from hetero_megatron.planner.search.pipeline_dp import PipelineDP
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.plan_template import StageTemplate
 
-MOST_GROUPS = 6  # that one search handles: its programs go over all sets of groups
+MOST_GROUPS = 6  # per search: its dynamic programs enumerate all subsets of groups
 
 
 def islands(pool: DevicePool, speeds: list[float], count: int, seed: int) -> list[list[int]]:
-    """``count`` sets of groups; ``speeds``: layers per second of a chip of each group.
+    """Partition the groups into ``count`` islands.
+
+    Args:
+        speeds: layers per second of a chip of each group.
 
     Raises:
         UserError: pymetis is not installed.
@@ -56,18 +59,18 @@ def islands(pool: DevicePool, speeds: list[float], count: int, seed: int) -> lis
 
 
 class GraphPartition:
-    """Searches islands one by one and proposes their best pipelines side by side."""
+    """Searches each island alone and proposes their best pipelines side by side."""
 
     def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
         for outlines in self._proposals(problem, incumbent):
-            if incumbent.late():
+            if incumbent.should_stop():
                 return False
             for template in incumbent.builder.templates(outlines, "1f1b"):
                 incumbent.offer(template)
-        return not incumbent.late()
+        return not incumbent.should_stop()
 
     def _proposals(self, problem: PlanningProblem, incumbent: Incumbent) -> Iterator[list[PipelineOutline]]:
-        """For several numbers of islands and cuts: the best pipelines of each island, alone where they can be."""
+        """For several numbers of islands and METIS seeds: the best pipelines of each island."""
         pool = incumbent.scorer.pool
         speeds = [1 / layer_seconds(incumbent.scorer, g) for g in range(len(pool.groups))]
         whole = sum(s * n for s, n in zip(speeds, pool.counts))
@@ -104,6 +107,6 @@ class GraphPartition:
 
 
 def layer_seconds(scorer: TemplateScorer, group: int, size: int = 1) -> float:
-    """Forward and backward of one layer and a micro-batch of ``size`` sequences on one chip of the group."""
+    """Forward and backward seconds of one layer and a micro-batch of ``size`` sequences on one chip of the group."""
     one, two = (scorer.stage(StageTemplate(group, 1, 1, n), size, False, False) for n in (1, 2))
     return two.forward + two.backward - one.forward - one.backward

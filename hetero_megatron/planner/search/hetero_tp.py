@@ -1,8 +1,8 @@
 """Tensor-parallel groups of unlike chips: heads, MLP columns and vocabulary in proportion to the chips' speed.
 
-They pay where little work has to be done in a short time (one or two sequences per step) over links between unlike
-chips that are about as fast as those inside a node. Tried on small clusters, for equal pipelines of one stage each; a
-structure is predicted only if its micro-batches alone take less than the best plan known.
+They pay off for very small batches (one or two sequences per step) when links between unlike chips are about as fast as
+those inside a node. Tried on small clusters, for equal pipelines of one stage each. A structure is only simulated if
+its micro-batches alone take less than the best known plan.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.search_space import batch_sizes
 
 MOST_CHIPS = 16
-FINEST = 64  # parts by which weights are rounded
-LESS = 0.85  # of its share for a rank that has too little memory
+FINEST = 64  # resolution of weights
+LESS = 0.85  # factor on the weight of a rank that lacks memory
 ROUNDS = 4
 Weights = tuple[int, ...]
 
 
 class HeteroTP:
-    """Proposes the best plan with such groups, where that takes less than all plans judged so far."""
+    """Proposes the best plan with TP groups of unlike chips, if it is faster than all plans so far."""
 
     def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
         pool = incumbent.scorer.pool
@@ -39,7 +39,7 @@ class HeteroTP:
         search = _Structures(problem, incumbent.scorer)
         best = incumbent.plans[0].step_seconds if incumbent.plans else math.inf
         for counts, copies, size in search.structures():
-            if incumbent.late():
+            if incumbent.should_stop():
                 return False
             for recompute in (problem.space.recompute,) if problem.space.recompute else ("none", "full"):
                 plans = [search.fitted(counts, copies, size, recompute, w, best) for w in search.weights(counts, size)]
@@ -48,12 +48,12 @@ class HeteroTP:
                     found = min(tried, key=lambda x: x.step_seconds)
                     best = found.step_seconds
                     incumbent.take_plan(found)
-                    break  # recompute only costs
+                    break  # more recompute would only be slower
         return True
 
 
 class _Structures:
-    """Pipelines of one stage whose TP groups have chips of several groups."""
+    """Single-stage pipelines whose TP groups mix chips of several groups."""
 
     def __init__(self, problem: PlanningProblem, scorer: TemplateScorer) -> None:
         self.problem, self.scorer, self.costs, self.pool = problem, scorer, scorer.costs, scorer.pool
@@ -73,7 +73,7 @@ class _Structures:
                         yield counts, copies, size
 
     def weights(self, counts: Weights, size: int) -> list[Weights]:
-        """Splits by speed: fine ones for the MLP, and whole numbers of heads with the earliest end; and equal parts."""
+        """TP splits: fine-grained by speed (for the MLP), whole heads by speed, and equal."""
         speeds = [1 / layer_seconds(self.scorer, g, size) for g, n in enumerate(counts) for _ in range(n)]
         fine = tuple(max(1, round(FINEST * s / max(speeds))) for s in speeds)
         heads = [1] * len(speeds)
@@ -84,7 +84,8 @@ class _Structures:
     def fitted(
         self, counts: Weights, copies: int, size: int, recompute: str, weights: Weights, best: float
     ) -> JudgedPlan | None:
-        """The plan with these weights, or where ranks lack memory with less on those; None: not below ``best``."""
+        """The simulated plan with these weights, reduced on ranks that lack memory; None: not faster than ``best`` or
+        invalid."""
         for _ in range(ROUNDS):
             plan = self.plan(counts, copies, size, recompute, weights)
             try:
@@ -105,7 +106,7 @@ class _Structures:
         return None
 
     def plan(self, counts: Weights, copies: int, size: int, recompute: str, weights: Sequence[int]) -> Plan:
-        """One pipeline after the other, on consecutive chips of each group."""
+        """The plan with its pipelines on consecutive chips of each group."""
         free = [[r for node in g.ranks for r in node] for g in self.pool.groups]
         pipelines = []
         for p in range(copies):
@@ -126,7 +127,7 @@ class _Structures:
 
 
 def least_seconds(plan: Plan, costs: CostModel) -> float:
-    """Of the micro-batches alone, as prediction has them."""
+    """Lower bound (s) on a step: its micro-batches alone, as the simulator prices them."""
     stages = StageCosts(plan, costs)
     rows = [(p.num_micro_batches, stages.of(p).costs) for p in plan.pipelines[:1]]
     return max(m * (max(c.forward) + max(c.backward)) for m, c in rows)

@@ -1,7 +1,7 @@
-"""The incumbent: the best plans found so far, and when to stop looking for better ones.
+"""The incumbent: the best plans found so far, and when to stop looking.
 
-Proposers offer plan templates, which are ranked by the fast estimate of :class:`TemplateScorer`. :func:`judge` turns
-the best few into concrete plans and times them with the step simulator; only those seconds are ever reported.
+Proposers offer plan templates, ranked by the fast estimate of :class:`TemplateScorer`. :func:`judge` turns the best few
+into concrete plans and times them with the step simulator; only those times are reported.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ from hetero_megatron.words import plural
 WINDOW = 1.01  # templates are simulated if they are within this of the best: both mostly agree to 0.5 %
 SMALL = 256  # chips, up to which simulation takes next to no time
 Progress = Callable[[str], None]
-Row = tuple[float, int, PlanTemplate]  # seconds by estimate, which offer it was, what it is
+Row = tuple[float, int, PlanTemplate]  # (estimated seconds, number of the offer, template)
 
 
 class Proposer(Protocol):
-    """A way to look for plans."""
+    """A source of plans."""
 
     def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
         """Offer plans to the incumbent, most promising first.
 
         Returns:
-            Whether all was gone through that this proposer looks at; False where the incumbent said to stop.
+            Whether the proposer finished; False where the incumbent said to stop.
         """
         ...
 
 
 class Incumbent:
-    """The best templates so far, each plan once.
+    """The best templates so far, without duplicates.
 
     Attributes:
-        rows: the best, fastest first; plans: concrete ones that were simulated, fastest first.
-        seeds: uniform plans, which are kept whatever else is found.
-        rejected: offers by why they are no plans: over "memory", or TP groups that do not pack into nodes ("packing").
+        rows: the best templates, fastest first.
+        plans: simulated concrete plans, fastest first.
+        seeds: uniform plans, kept whatever else is found.
+        rejected: number of rejected offers: over "memory", or TP groups that do not pack into nodes ("packing").
     """
 
     def __init__(
@@ -64,9 +65,8 @@ class Incumbent:
         part_of: Incumbent | None = None,
     ) -> None:
         """Args:
-        keep: how many templates.
-        part_of: the search that this one is a part of: it may stop when that one has a plan.
-        """
+            keep: number of templates to keep; None: twice the number that are simulated.
+            part_of: the search that this one is a part of; this one may stop once that one has a plan."""
         self.problem, self.scorer, self.budget, self.progress, self.part_of = (
             problem, scorer, budget, progress, part_of
         )  # fmt: skip
@@ -78,7 +78,7 @@ class Incumbent:
         self._offers = itertools.count(1)
 
     def on(self, scorer: TemplateScorer) -> Incumbent:
-        """The same incumbent, whose offers are scored by another scorer."""
+        """A view of the same incumbent whose offers are scored by another scorer."""
         other = Incumbent(self.problem, scorer, self.budget, keep=self.keep, progress=self.progress)
         other.part_of, other.rows, other.seeds, other.plans = self.part_of, self.rows, self.seeds, self.plans
         other.rejected, other._offers = self.rejected, self._offers
@@ -86,16 +86,16 @@ class Incumbent:
 
     @cached_property
     def builder(self) -> TemplateBuilder:
-        """Makes templates from outlines of pipelines; shapes that are known stay known."""
+        """Makes templates from pipeline outlines; caches shapes."""
         return TemplateBuilder(self.problem, self.scorer)
 
     @property
     def seconds(self) -> float:
-        """Of the best template; inf without one."""
+        """Estimate of the best template; inf without one."""
         return self.rows[0][0] if self.rows else math.inf
 
     def offer(self, template: PlanTemplate, limit: float = math.inf) -> TemplateScore | None:
-        """Score a template and take it where it fits and is faster than ``limit``; None where it is not taken."""
+        """Score a template and keep it if it fits and takes less than ``limit`` seconds; returns None if rejected."""
         score = self.scorer.score(template, limit)
         if score is None or score.over > 0:
             self.rejected["packing" if score is None else "memory"] += 1
@@ -106,39 +106,39 @@ class Incumbent:
         return score
 
     def take(self, template: PlanTemplate, seconds: float) -> None:
-        """Keep a template that fits, if it is among the best."""
-        number, template = next(self._offers), _plainest(template)
+        """Insert a template that fits, if it is among the best."""
+        number, template = next(self._offers), _canonical(template)
         if any(row[2] == template for row in self.rows):
             return
         if len(self.rows) >= self.keep and seconds >= self.rows[-1][0]:
             return
         better = seconds < self.seconds
-        # In one go, and before it is told: who is told of a plan may press Ctrl-C at once, and is to get it.
+        # One assignment, before reporting progress: after a report, Ctrl-C must return at least that plan.
         self.rows[:] = sorted([*self.rows, (seconds, number, template)], key=lambda row: row[:2])[: self.keep]
         if self.progress is not None and better:
             self.progress(f"{seconds:.4g} s per step with {plural(template.pipelines, 'pipeline')}")
 
     def take_plan(self, plan: JudgedPlan) -> None:
-        """Keep a concrete plan."""
+        """Insert a simulated plan."""
         self.plans[:] = sorted([*self.plans, plan], key=lambda x: x.step_seconds)
 
-    def late(self) -> bool:
-        """Whether to stop: the time is up or Ctrl-C came, and there is a plan to take."""
+    def should_stop(self) -> bool:
+        """Whether to stop: the budget is over and there is a plan to return."""
         known = self.rows or self.plans or (self.part_of is not None and self.part_of.rows)
         return self.budget is not None and bool(known) and self.budget.over()
 
     def ranked(self) -> list[Row]:
-        """The best and the seeds, fastest first."""
+        """The best templates and the seeds, fastest first."""
         return sorted([*self.rows, *(row for row in self.seeds if row not in self.rows)], key=lambda row: row[:2])
 
     def best_by_pipelines(self) -> list[PlanTemplate]:
-        """The best of each number of pipelines."""
+        """The best template of each number of pipelines."""
         return list({row[2].pipelines: row[2] for row in reversed(self.rows)}.values())
 
 
-def _plainest(template: PlanTemplate) -> PlanTemplate:
-    """The same plan with no more said than it takes: schedules differ where several micro-batches pass several stages,
-    orders where there are several pipelines."""
+def _canonical(template: PlanTemplate) -> PlanTemplate:
+    """The template in canonical form: schedules only differ with several micro-batches and stages, placement orders
+    only with several pipelines."""
     template = template.joined()
     if all(len(part.shape.stages) == 1 or part.num_micro_batches == 1 for part in template.parts):
         template = replace(template, schedule="1f1b")
@@ -150,8 +150,8 @@ class JudgedPlan:
     """A concrete plan and its simulated step.
 
     Attributes:
-        cluster: that the plan's ranks count in; idle: its ranks without work.
-        template: what it was made from; empty where ``text`` says what it is (context groups, TP over unlike chips).
+        cluster: the cluster that the plan's ranks refer to; idle: its ranks without work.
+        template: what the plan was made from; empty if ``text`` describes it (context groups, TP over unlike chips).
     """
 
     plan: Plan
@@ -169,7 +169,7 @@ class JudgedPlan:
 def judged_plan(
     problem: PlanningProblem, scorer: TemplateScorer, plan: Plan, found: Prediction, text: str
 ) -> JudgedPlan:
-    """A plan that was not made from a template; ``text``: what it is."""
+    """A plan that was not made from a template; ``text`` describes it."""
     chips = {rank for group in scorer.pool.groups for node in group.ranks for rank in node}
     idle = tuple(sorted(chips - set(plan.ranks)))
     return JudgedPlan(plan, problem.cluster, PlanTemplate(()), found, idle, text)
@@ -178,9 +178,9 @@ def judged_plan(
 def judge(
     rows: list[Row], problem: PlanningProblem, scorer: TemplateScorer, budget: TimeBudget | None = None
 ) -> list[JudgedPlan]:
-    """Concrete plans of the best templates, simulated; those that fit, best first. What was estimated faster than the
-    best simulated so far could be faster, so on small clusters all of that is simulated. When ``budget`` is over, the
-    first one that fits is enough."""
+    """Simulate concrete plans of the best templates; returns those that fit, fastest first. On small clusters every
+    template estimated to be faster than the best simulated plan is simulated too. When ``budget`` is over, the first
+    one that fits is enough."""
     budget = budget or TimeBudget()
     found: list[JudgedPlan] = []
     least, small, top = math.inf, scorer.pool.chips <= SMALL, problem.options.top

@@ -1,4 +1,4 @@
-"""Saying why no plan exists, and the smallest change that would help."""
+"""Explain why no plan exists, and find the smallest change that would help."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_NODES = 4096
 def fits(problem: PlanningProblem, scorer: TemplateScorer) -> bool:
     """Whether some single pipeline over all chips holds the model, however slow."""
     pool = scorer.pool
-    if len(pool.groups) > MOST_GROUPS:  # the roomiest ones
+    if len(pool.groups) > MOST_GROUPS:  # those with the most memory per chip
         order = sorted(range(len(pool.groups)), key=lambda g: -scorer.costs.memory_limit(pool.groups[g].chip))
         return fits(problem, scorer.restricted(sorted(order[:MOST_GROUPS])))
     inputs = ProgramInputs(problem.with_batch(1), scorer)
@@ -33,10 +33,10 @@ def fits(problem: PlanningProblem, scorer: TemplateScorer) -> bool:
 
 
 def refuse(problem: PlanningProblem, scorer: TemplateScorer) -> UserError:
-    """The error for a model that no plan fits."""
+    """The error for a model that fits in no plan."""
     costs, pool, model, away = scorer.costs, scorer.pool, problem.model, problem.space.offload == "always"
     if away:
-        scorer = scorer.over(pool, offload=frozenset(g.chip for g in pool.groups))
+        scorer = scorer.for_pool(pool, offload=frozenset(g.chip for g in pool.groups))
     usable = sum((costs.memory_limit(g.chip) - costs.overhead(g.chip)) * g.chips for g in pool.groups)
     count = parameter_count(model)
     weights, gradients, optimizer = state_bytes(count, count, costs.item, costs.options.moments)
@@ -53,7 +53,8 @@ def refuse(problem: PlanningProblem, scorer: TemplateScorer) -> UserError:
 
 
 def _nodes(problem: PlanningProblem, scorer: TemplateScorer) -> list[str]:
-    """The fewest more nodes of one kind that would do."""
+    """The smallest number of additional nodes of one kind that would make the model fit, as text; empty if none does.
+    """
     found = []
     for g, group in enumerate(scorer.pool.groups):
         low, high = 0, 1
@@ -73,7 +74,6 @@ def _nodes(problem: PlanningProblem, scorer: TemplateScorer) -> list[str]:
 
 
 def _grown(scorer: TemplateScorer, g: int, more: int) -> TemplateScorer:
-    """The scorer of a cluster with ``more`` nodes in one group."""
     pool = scorer.pool
     start = 1 + max(r for group in pool.groups for node in group.ranks for r in node)
     group = pool.groups[g]
@@ -83,16 +83,16 @@ def _grown(scorer: TemplateScorer, g: int, more: int) -> TemplateScorer:
         (x for x in pool.intra if x is not None), Link(math.inf)
     )
     inter = tuple(tuple(x or known for x in row) for row in pool.inter)
-    return scorer.over(DevicePool(groups, pool.intra, inter))
+    return scorer.for_pool(DevicePool(groups, pool.intra, inter))
 
 
 def _length(problem: PlanningProblem, scorer: TemplateScorer) -> list[str]:
-    """A shorter sequence, where that is all it takes."""
+    """A shorter sequence length that would make the model fit, as text; empty if none does."""
     length = problem.seq_length // 2
     while length >= 64:
         shorter = replace(problem, seq_length=length)
         costs = CostModel(problem.model, problem.cluster, length, problem.dtype, scorer.costs.options)
-        if fits(shorter, TemplateScorer(scorer.tables.over(scorer.pool, costs), scorer.pool)):
+        if fits(shorter, TemplateScorer(scorer.tables.for_pool(scorer.pool, costs), scorer.pool)):
             return [f"--seq-length {length}"]
         length //= 2
     return []

@@ -1,4 +1,4 @@
-"""Which islands side by side compute a batch within a time: a program over sets of node groups."""
+"""Disjoint islands of node groups that together compute a batch fastest: a dynamic program over sets of groups."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import numpy as np
 
 from hetero_megatron.planner.search.layers_program import PipelineFamily
 
-HALVINGS, NEAR = 30, 2e-3  # of the bisection on the time
+HALVINGS, NEAR = 30, 2e-3  # most steps and relative precision of the bisection
 
 
 def divide_into_islands(families: Sequence[PipelineFamily], groups: int, batch: int) -> list[PipelineFamily] | None:
-    """Islands side by side that compute ``batch`` sequences soonest, by bisection on the time; None: there are none."""
+    """Families on disjoint sets of groups that compute ``batch`` sequences fastest, by bisection on the time; None
+    without families."""
     if not families:
         return None
     islands = IslandCover(families, groups)
@@ -31,7 +32,7 @@ def divide_into_islands(families: Sequence[PipelineFamily], groups: int, batch: 
 
 
 class IslandCover:
-    """Families sorted by the groups that they use."""
+    """Families grouped by the set of groups (``mask``) that they use."""
 
     def __init__(self, families: Sequence[PipelineFamily], groups: int) -> None:
         self.families, self.groups = sorted(families, key=lambda f: f.mask), groups
@@ -41,11 +42,11 @@ class IslandCover:
         self.starts = np.searchsorted(masks, self.masks)
 
     def cover(self, limit: float, batch: int) -> list[PipelineFamily] | None:
-        """Families of disjoint sets of groups that compute ``batch`` sequences within ``limit`` seconds; None if there
+        """Families on disjoint sets of groups that compute ``batch`` sequences within ``limit`` seconds; None if there
         are none."""
         totals = np.maximum(0, np.floor(limit / self.tau - self.stages + 1 + 1e-9)) * self.together
         best = dict(zip(self.masks, np.maximum.reduceat(totals, self.starts).tolist(), strict=True))
-        top: list[tuple[float, int]] = [(0.0, 0)]  # most sequences; the set that the lowest group is in (0: idle)
+        top: list[tuple[float, int]] = [(0.0, 0)]  # by mask: (most sequences, island of the lowest group, 0: idle)
         for mask in range(1, 1 << self.groups):
             low = mask & -mask
             value = (top[mask & ~low][0], 0)

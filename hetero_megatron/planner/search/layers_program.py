@@ -1,9 +1,9 @@
-"""The dynamic program behind :mod:`pipeline_dp`: the most layers that a pipeline of some chips can hold.
+"""The dynamic program of :mod:`pipeline_dp`: the most layers that a pipeline on given chips can hold.
 
-For a number of chips per group, a micro-batch size and a bottleneck time tau, a program over (set of chip groups used,
-stages so far, counted from the last one) finds the most layers that a pipeline can hold whose stages take at most tau
-each, over all orders of groups, TP and inner DP per group, stages per group, and recompute per stage. Memory counts the
-micro-batches in flight of that place in the pipeline. A grid of taus is done at once.
+Given chips per group, a micro-batch size and a bottleneck time tau, the program over (set of groups used, stages so
+far, counted from the last stage) finds the most layers in a pipeline whose stages take at most tau each, over all
+orders of groups, TP and inner DP per group, stages per group, and recompute per stage. Memory counts the micro-batches
+in flight at that position. A geometric grid of taus is solved at once.
 """
 
 from __future__ import annotations
@@ -24,27 +24,35 @@ from hetero_megatron.planner.template.search_space import StageOption, options
 
 Floats = NDArray[np.float64]
 Layers = NDArray[np.float32]  # whole numbers, so exact
-NONE, NO = -1e5, -1e7  # layers of a stage that cannot be; of a run that cannot be, whatever is taken off for stages
+# Layers of a stage that does not fit, and of a run of stages that is not allowed (far below any sum of the former).
+INFEASIBLE, FORBIDDEN = -1e5, -1e7
 RATIO, GRID = 1.06, 44
-BLOCK = 11  # taus of the grid that are done at once
+BLOCK = 11  # taus solved at once
+# Allowed numbers of consecutive stages of one group.
 RUNS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 
 
 def tau_of(steps: NDArray[np.int64]) -> Floats:
-    """Bottleneck seconds of places in the grid."""
+    """Bottleneck seconds of grid positions."""
     return np.asarray(RATIO ** steps.astype(np.float64))
 
 
 def grid(least: float) -> range:
-    """The part of the grid that a program with this least bottleneck looks at."""
+    """The grid positions for a program with this least bottleneck (s)."""
     start = math.ceil(math.log(least, RATIO) - 1e-9)
     return range(start, start + GRID)
 
 
 @dataclass(frozen=True)
 class PipelineFamily:
-    """Equal pipelines over a set of groups (``mask``), as the program found them: with ``stages`` stages of at most
-    ``tau`` seconds, on at most ``budget`` chips per group and pipeline."""
+    """Equal pipelines over the groups in ``mask``, as the program found them.
+
+    Attributes:
+        budget: most chips per group of one pipeline.
+        size: sequences per micro-batch.
+        tau: seconds of the slowest stage and micro-batch; step: its position in the grid.
+        replicas: number of such pipelines.
+    """
 
     mask: int
     budget: tuple[int, ...]
@@ -63,11 +71,11 @@ class PipelineFamily:
 
 
 class ProgramInputs:
-    """What the programs of one search have in common: the chips, the options for stages on them, and their speeds.
+    """What the programs of one search share: chips, stage options and their speeds.
 
     Attributes:
-        counts: chips that may be used, per group.
-        capacities: most layers of a stage by bottleneck, from a place in the grid on: filled by the programs.
+        counts: usable chips per group.
+        capacities: cache of :meth:`LayersProgram.capacity`: (first grid position, layers [tau, in flight]).
     """
 
     def __init__(self, problem: PlanningProblem, scorer: TemplateScorer, counts: tuple[int, ...] | None = None) -> None:
@@ -88,7 +96,7 @@ class ProgramInputs:
         return self._options[group, size]
 
     def rates(self, group: int, size: int) -> list[tuple[int, float]]:
-        """(chips, layers per second and chip) of the options of a group, with the memory that most replicas leave."""
+        """(chips, layers per second and chip) of a group's options, with memory as with the most replicas."""
         if (group, size) not in self._rates:
             found = []
             for o in self.options(group, size):
@@ -103,26 +111,26 @@ class ProgramInputs:
 
 
 class LayersProgram:
-    """Step 1 for one budget, micro-batch size and number of replicas."""
+    """The program for one budget (chips per group), micro-batch size and number of pipelines."""
 
     def __init__(self, inputs: ProgramInputs, budget: tuple[int, ...], size: int, replicas: int) -> None:
         self.inputs, self.budget, self.size, self.replicas = inputs, budget, size, replicas
         tables = inputs.scorer.tables
         self.depth = min(tables.depth, inputs.model.num_layers + 2, sum(budget))
-        self._replicas = 4 ** int(math.log(replicas, 4) + 1e-9)  # memory is taken at a conservative power of four
-        self._most_depth = min(tables.depth, max(1, sum(inputs.counts) // self._replicas))  # of programs with as many
+        self._replicas = 4 ** int(math.log(replicas, 4) + 1e-9)  # rounded down to a power of four: fewer tables
+        self._most_depth = min(tables.depth, max(1, sum(inputs.counts) // self._replicas))
         self.options = [[o for o in inputs.options(g, size) if o.chips <= budget[g]] for g in range(len(budget))]
 
     def table(self, option: StageOption, embed: bool, head: bool) -> Floats:
-        """[in flight, layers] seconds, with memory at a conservative power of four of replicas; with the head (the last
-        stage, counted from which there is one in flight) of the first row only."""
+        """[in flight, layers] seconds, with replicas rounded down to a power of four; only the first row for the last
+        stage (``head``), which has one micro-batch in flight."""
         kind = StageKind(
             option.group, option.tp, option.dp, self.size, embed, head, self._replicas, self.inputs.space.recompute
         )
         return self.inputs.scorer.tables.table(kind, 1 if head else self._most_depth).seconds
 
     def least_tau(self) -> float:
-        """No pipeline over the whole budget has a smaller bottleneck: all chips busy all the time at their best
+        """Lower bound (s) on the bottleneck of a pipeline over the whole budget: all chips always busy at their best
         rate."""
         rate = 0.0
         for g, budget in enumerate(self.budget):
@@ -131,8 +139,8 @@ class LayersProgram:
         return self.inputs.model.num_layers / rate if rate else math.inf
 
     def least_seconds(self, nominal: float) -> tuple[float, dict[int, float]]:
-        """(no pipeline over all of the budget takes less for ``nominal`` micro-batches; the same for each group alone):
-        with every number of stages, the options taken that use the chips best."""
+        """Lower bounds (s) for ``nominal`` micro-batches: (pipelines over the whole budget, by group over that group
+        alone). For every number of stages, the chips are used by the options with the best rates."""
         layers, count = self.inputs.model.num_layers, np.arange(self.depth + 1)
         ticks = nominal + count[1:] - 1
         gains, alone = [], {}
@@ -140,7 +148,7 @@ class LayersProgram:
             points = [(chips, chips * rate) for chips, rate in self.inputs.rates(g, self.size) if chips <= budget]
             if points:
                 chips, rates = _hull(points)
-                rate = count * np.interp(budget / np.maximum(count, 1), chips, rates)  # of so many stages: concave
+                rate = count * np.interp(budget / np.maximum(count, 1), chips, rates)  # concave in the number of stages
                 gains.append(np.diff(rate))
                 alone[g] = float(np.min(layers * ticks / np.maximum.accumulate(rate[1:])))
         if not gains:
@@ -149,12 +157,12 @@ class LayersProgram:
         return float(np.min(layers * ticks / best)), alone
 
     def capacity(self, option: StageOption, steps: range, embed: bool, head: bool, depth: int) -> Layers:
-        """[tau, in flight]: most layers of a stage that takes at most tau; NONE where it cannot hold any."""
+        """[tau, in flight]: most layers of a stage that takes at most tau; INFEASIBLE where it cannot hold any."""
         known = self.inputs.capacities
         key = (option, self.size, self._replicas, embed, head)
         low, found = known.get(key, (steps.start, None))
         if found is None or steps.start < low or steps.stop > low + len(found):
-            # Programs with so many replicas look at much the same part of the grid, a little further for more of them.
+            # Programs with equal rounded replicas need nearly the same part of the grid: compute a wider part once.
             high = max(steps.start + GRID + GRID // 2, low + (0 if found is None else len(found)))
             low = min(steps.start - GRID // 2, low)
             found = self._capacity(option, range(low, high), embed, head)
@@ -164,21 +172,21 @@ class LayersProgram:
     def _capacity(self, option: StageOption, steps: range, embed: bool, head: bool) -> Layers:
         seconds = _monotone(self.table(option, embed, head))
         rows, width = len(seconds), len(steps)
-        # The tau at which it is in time.
+        # [in flight, layers]: first grid position at which the stage is fast enough.
         first = np.ceil(np.log(np.maximum(seconds, 1e-300)) * (1 / math.log(RATIO)) - 1e-9) - steps.start
         at = np.minimum(np.maximum(first, 0), width).astype(np.int64) + np.arange(rows)[:, None] * (width + 1)
         found = np.bincount(at.ravel(), minlength=rows * (width + 1)).reshape(rows, width + 1)
         counts = np.cumsum(found[:, :width], axis=1).T - 1
         least = 0 if embed or head else 1
-        return np.where(counts >= least, counts, NONE).astype(np.float32)
+        return np.where(counts >= least, counts, INFEASIBLE).astype(np.float32)
 
     def matrices(self, steps: range, groups: Sequence[int]) -> dict[int, tuple[Layers, Layers]]:
-        """Per group, [tau, stages before, stages after]: most layers of a run of stages of this group behind (nearer
-        the end: before) others; as inner stages, and with the embedding on the last one added."""
+        """Per group, two arrays [tau, stages before, stages after]: most layers of a run of stages of this group placed
+        before a given number of later stages; as inner stages, and with the embedding on its first stage."""
         n, size = len(steps), self.depth + 1
         found = {}
         for g in groups:
-            inner = np.full((n, size, size), NONE, np.float32)
+            inner = np.full((n, size, size), INFEASIBLE, np.float32)
             ends = inner.copy()
             for option in self.options[g]:
                 plain = self.capacity(option, steps, False, False, self.depth)
@@ -187,7 +195,7 @@ class LayersProgram:
                 total = np.zeros((n, size), np.float32)
                 np.cumsum(plain, axis=1, out=total[:, 1:])
                 gain = total[:, None, :] - total[:, :, None]
-                gain += _runs(size, min(self.budget[g] // option.chips, self.depth))
+                gain += _run_lengths(size, min(self.budget[g] // option.chips, self.depth))
                 gain[:, 0, :] += self.capacity(option, steps, False, True, 1) - plain[:, :1]
                 np.maximum(inner, gain, out=inner)
                 last = np.zeros((n, 1, size), np.float32)
@@ -208,17 +216,21 @@ class LayersProgram:
     def solve(
         self, steps: range, within: Sequence[int] = (-1,)
     ) -> tuple[dict[int, Layers], dict[int, Layers], dict[int, tuple[Layers, Layers]]]:
-        """(layers by mask [tau, stages], inner; the same for whole pipelines; the matrices), for these masks and all
-        parts of them."""
+        """Solve for the sets of groups in ``within`` (-1: all) and their subsets.
+
+        Returns:
+            (layers of inner parts by mask [tau, stages], layers of whole pipelines by mask [tau, stages],
+                :meth:`matrices`).
+        """
         masks = [mask for mask in self.masks() if any(not mask & ~row for row in within)]
         groups = [g for g in range(len(self.budget)) if 1 << g in masks]
         matrices = self.matrices(steps, groups)
-        start = np.full((len(steps), self.depth + 1), NONE, np.float32)
+        start = np.full((len(steps), self.depth + 1), INFEASIBLE, np.float32)
         start[:, 0] = 0.0
         inner: dict[int, Layers] = {0: start}
         whole: dict[int, Layers] = {}
         for mask in masks:
-            a = np.full_like(start, NONE)
+            a = np.full_like(start, INFEASIBLE)
             b = a.copy()
             for g in groups:
                 if mask >> g & 1:
@@ -229,16 +241,16 @@ class LayersProgram:
         return inner, whole, matrices
 
     def families(self, nominal: float, most: int = GRID) -> Iterator[PipelineFamily]:
-        """Per set of groups the one with the least time for ``nominal`` micro-batches; ``most``: taus looked at."""
+        """Per set of groups the fastest family for ``nominal`` micro-batches; ``most``: number of taus considered."""
         least = self.least_tau()
         if not math.isfinite(least):
             return
         steps = grid(least)[:most]
         taus = tau_of(np.array(steps))
-        # By mask, smaller ones first: seconds, tau, stages, place of tau.
+        # By mask, smaller ones first: (seconds, tau, stages, grid position).
         best = dict.fromkeys(self.masks(), (math.inf, math.inf, 0, 0))
         for start in range(0, len(steps), BLOCK):
-            # Greater taus are of no use to what takes less already than all micro-batches of one stage would.
+            # Greater taus cannot improve masks whose best time is below nominal x tau.
             within = [mask for mask, row in best.items() if nominal * taus[start] < row[0]]
             if not within:
                 break
@@ -251,14 +263,14 @@ class LayersProgram:
                 yield PipelineFamily(mask, budget, self.size, tau, p, self.replicas, step)
 
     def _fastest(self, layers: Layers, nominal: float, taus: Floats, steps: range) -> tuple[float, float, int, int]:
-        """(seconds, tau, stages, place of tau) of the pipelines that hold all layers in the least time."""
+        """(seconds, tau, stages, grid position) of the fastest pipelines that hold all layers."""
         ticks = nominal + np.arange(self.depth + 1) - 1
         seconds = np.where(layers >= self.inputs.model.num_layers, ticks * taus[:, None], np.inf)
         t, p = divmod(int(np.argmin(seconds)), self.depth + 1)
         return float(seconds[t, p]), float(taus[t]), p, steps[t]
 
     def trace(self, family: PipelineFamily) -> tuple[StageTemplate, ...]:
-        """The stages of a family, first one first, without layers."""
+        """The stages of a family, first stage first, without layers."""
         steps = range(family.step, family.step + 1)
         inner, whole, matrices = self.solve(steps, [family.mask])
         mask, at, stages, final = family.mask, family.stages, [], True
@@ -290,15 +302,14 @@ class LayersProgram:
 
 
 @lru_cache(maxsize=256)
-def _runs(size: int, most: int) -> Layers:
-    """[stages before, stages after]: 0 where there may be so many stages in between, else NO."""
+def _run_lengths(size: int, most: int) -> Layers:
+    """[stages before, stages after]: 0 where the difference is an allowed run length, else FORBIDDEN."""
     runs = np.arange(size)[None, :] - np.arange(size)[:, None]
     allowed = np.isin(runs, [*(r for r in RUNS if r <= most), most]) & (runs > 0)
-    return np.where(allowed, 0.0, NO).astype(np.float32)
+    return np.where(allowed, 0.0, FORBIDDEN).astype(np.float32)
 
 
 def _hull(points: list[tuple[int, float]]) -> tuple[list[float], list[float]]:
-    """Corners of the least concave curve from (0, 0) over the points."""
     corners = [(0.0, 0.0)]
     for x, y in sorted(points):
         if y <= corners[-1][1]:
@@ -313,6 +324,6 @@ def _hull(points: list[tuple[int, float]]) -> tuple[list[float], list[float]]:
 
 
 def _monotone(rows: Floats) -> Floats:
-    """Rows that never decrease, so that they can be searched (recompute may make one layer more a little cheaper)."""
+    """Rows made non-decreasing, so that they can be searched (recompute may make one more layer slightly cheaper)."""
     result: Floats = np.maximum.accumulate(rows, axis=1)
     return result

@@ -1,7 +1,7 @@
-"""Small changes to the best plans, kept where the estimate of a step falls.
+"""Local search: small changes to the best templates, kept when the estimated step time falls.
 
-Layers move between stages, stages are swapped, optimizers move to host memory or back; the other schedules, other
-micro-batch sizes, and the other order of placement are tried.
+Moves: layers between stages, swapped stages, optimizers to host memory or back, other schedules, other micro-batch
+sizes, the other placement order.
 """
 
 from __future__ import annotations
@@ -21,17 +21,14 @@ from hetero_megatron.planner.template.plan_template import (
 )
 from hetero_megatron.planner.template.search_space import SearchSpace
 
-STARTS = 2  # templates that are improved
-EFFORT, LARGE = 240, 256  # neighbours that are looked at from each; an eighth of them above so many chips
+STARTS = 2  # number of templates to start from
+EFFORT, LARGE = 240, 256  # neighbours evaluated per start; an eighth of that above LARGE chips
 LEAST_GAIN = 1e-9
 
 
 class LocalSearch:
-    """Hill climbing from the best templates.
-
-    Args:
-        effort: neighbours that are looked at from each start; None: by the size of the cluster.
-    """
+    """Hill climbing from the best templates. ``effort``: neighbours evaluated per start; None: by the size of the
+    cluster."""
 
     def __init__(self, effort: int | None = None) -> None:
         self.effort = effort
@@ -44,14 +41,14 @@ class LocalSearch:
 
     @staticmethod
     def climb(start: Row, space: SearchSpace, incumbent: Incumbent, effort: int) -> bool:
-        """From one template; False where the incumbent said to stop."""
+        """Climb from one template; False where the incumbent said to stop."""
         scorer, best, stopped = incumbent.scorer, start[0], False
 
         def improves(template: PlanTemplate) -> bool:
             nonlocal best, stopped
-            stopped = stopped or incumbent.late()
+            stopped = stopped or incumbent.should_stop()
             limit = best * (1 - LEAST_GAIN)
-            if stopped or scorer.bounds.least(template) >= limit:
+            if stopped or scorer.bounds.lower_bound(template) >= limit:
                 return False
             score = incumbent.offer(template, limit)
             if score is None:
@@ -60,7 +57,7 @@ class LocalSearch:
             return True
 
         for _ in HillClimb[PlanTemplate](effort).run(start[2], lambda t: _neighbours(scorer, t, space), improves):
-            if incumbent.late():
+            if incumbent.should_stop():
                 return False
         return not stopped
 
@@ -84,7 +81,7 @@ def _shapes(part: PipelineReplicas, space: SearchSpace) -> Iterator[tuple[Pipeli
         for i, stage in enumerate(stages):
             yield _with(part.shape, {i: replace(stage, offload=not stage.offload)}), m
     for i in range(last):
-        if (i == 0 or stages[i + 1].layers) and (i + 1 == last or stages[i].layers):  # only ends may have no layers
+        if (i == 0 or stages[i + 1].layers) and (i + 1 == last or stages[i].layers):  # inner stages need layers
             yield _with(part.shape, {i: stages[i + 1], i + 1: stages[i]}), m
     for i, giver in enumerate(stages):
         for j, taker in enumerate(stages):
@@ -104,7 +101,7 @@ def _with(shape: PipelineTemplate, changed: Mapping[int, StageTemplate]) -> Pipe
 
 
 def _fitted(scorer: TemplateScorer, template: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:
-    """The template with the fastest recompute that fits; nothing where none does."""
+    """The template with the fastest recompute that fits; nothing if none fits."""
     if space.recompute is not None:
         yield template
         return

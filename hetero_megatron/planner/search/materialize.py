@@ -1,4 +1,4 @@
-"""Outlines of pipelines -> plan templates: batch shares, exact layers, recompute, schedule and placement order."""
+"""From pipeline outlines to plan templates: batch shares, exact layers, recompute, schedule and placement order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hetero_megatron.planner.template.plan_template import (
 
 @dataclass(frozen=True)
 class PipelineOutline:
-    """``copies`` pipelines with these stages (layers not yet given) and micro-batches of ``size`` sequences."""
+    """``copies`` pipelines with these stages (without layers) and micro-batches of ``size`` sequences."""
 
     stages: tuple[StageTemplate, ...]
     size: int
@@ -29,7 +29,7 @@ class PipelineOutline:
 
 
 class TemplateBuilder:
-    """Templates for combinations of outlines: exact layers, recompute and shares of the batch."""
+    """Makes templates from combinations of outlines; caches pipeline shapes."""
 
     def __init__(self, problem: PlanningProblem, scorer: TemplateScorer) -> None:
         self.scorer, self.tables, self.model = scorer, scorer.tables, problem.model
@@ -37,7 +37,7 @@ class TemplateBuilder:
         self._shapes: dict[tuple[object, ...], PipelineTemplate | None] = {}
 
     def templates(self, outlines: Sequence[PipelineOutline], schedule: str) -> Iterator[PlanTemplate]:
-        """Under both orders of placement; nothing when it does not fit or the batch cannot be divided."""
+        """Templates in both placement orders; nothing when a pipeline does not fit or the batch cannot be divided."""
         replicas = sum(s.copies for s in outlines)
         if replicas > self.batch:
             return
@@ -62,7 +62,7 @@ class TemplateBuilder:
             yield PlanTemplate(tuple(parts), schedule, order).merged()
 
     def shape(self, outline: PipelineOutline, m: int, replicas: int, schedule: str) -> PipelineTemplate | None:
-        """Exact layers and recompute for ``m`` micro-batches."""
+        """The pipeline with exact layers and recompute for ``m`` micro-batches; None when it does not fit."""
         key = (outline.stages, outline.size, m, replicas, schedule)
         if key not in self._shapes:
             self._shapes[key] = self._shape(outline, m, replicas, schedule)

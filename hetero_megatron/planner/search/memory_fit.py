@@ -1,13 +1,12 @@
-"""Recompute and shares of optimizer states that fit exactly: with states on the ranks that will have them.
+"""Exact memory fit of placed templates: recompute levels and shares of optimizer states.
 
-The search's tables divide states evenly among the replicas of a pipeline. Where memory binds that is wrong either way:
-replicas with other TP or inner DP degrees own other parts, small tensors are owned whole, and of the buckets only the
-two largest neighbours travel at once. None of that depends on recompute, so the room that states leave on every rank is
-computed once per way in which stages lie on ranks, and each stage then takes its fastest level that fits into it.
+The scorer's tables divide states evenly among a pipeline's replicas. That is inexact when memory is tight: replicas
+with other TP or inner DP degrees own other parts, small tensors have a single owner, and only the two largest
+neighbouring buckets travel at once. None of this depends on recompute, so the memory left for activations on every rank
+is computed once per placement, and each stage then takes its fastest recompute level that fits.
 
-Where that is not the level that it could have without any states, and replicas have room to spare, they may take over:
-each stage's share of the states it holds copies of (``optimizer: {share: n}`` in a plan) is lowered by how much it is
-over, as often as that helps.
+If that is slower than without any states, and replicas have memory to spare, states are divided unequally (``optimizer:
+{share: n}`` in a plan): the share of stages over their limit is lowered in proportion, repeatedly.
 """
 
 from __future__ import annotations
@@ -30,20 +29,25 @@ from hetero_megatron.planner.simulate.memory_report import estimate_memory
 from hetero_megatron.planner.template.placement import PlacedTemplate, to_plan
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, StageTemplate, in_flight
 
-Level = tuple[float, StageTemplate, int, int]  # backward seconds, the stage, bytes kept per micro-batch, working bytes
+Level = tuple[float, StageTemplate, int, int]  # (backward seconds, stage, bytes per micro-batch, working bytes)
 Key = tuple[object, ...]
-At = tuple[int, int]  # pipeline, stage
-Spans = list[tuple[float, list[At]]]
-MEAN = 0.95  # of the mean of states each rank of a stage owns at least
-BALANCING = 40  # rounds of lowering shares by formula
-ROUNDS = 2  # the same with states placed exactly
-TIGHT = 0.999  # of the memory that states may take is used: small tensors are owned whole
+StageId = tuple[int, int]  # (pipeline, stage)
+LayerRanges = list[tuple[float, list[StageId]]]  # (bytes of optimizer states, stages that hold them)
+MEAN = 0.95  # a rank owns at least this part of its stage's mean of states
+BALANCING = 40  # rounds of lowering shares by the continuous formula
+ROUNDS = 2  # rounds of lowering shares with states placed exactly
+TIGHT = 0.999  # part of the memory for states that is used, because small tensors have one owner
 FINEST = 100  # largest share
 
 
 @dataclass(frozen=True)
 class StateRoom:
-    """Bytes of one rank: ``free`` beside weights, gradients and overhead, its part of the optimizer, and buckets."""
+    """Bytes of one rank.
+
+    Attributes:
+        free: memory without weights, gradients and overhead.
+        optimizer: its optimizer states; buffers: gradient buckets under way.
+    """
 
     free: int
     optimizer: int
@@ -51,17 +55,20 @@ class StateRoom:
 
     @property
     def room(self) -> int:
-        """For activations; -1 where states and buckets alone do not fit."""
+        """Bytes for activations; -1 where states and buckets alone do not fit."""
         room = self.free - self.optimizer
         return room if self.buffers <= room else -1
 
 
 class MemoryFit:
-    """Fits candidates of one scorer, whose parts are single pipelines.
+    """Fits templates of one scorer whose parts are single pipelines.
 
     Args:
-        recompute: one level for all stages, or None for the fastest of each.
+        recompute: one level for all stages; None: the fastest of each.
         shares: whether replicas may own unequal shares of the states.
+
+    Attributes:
+        computed: number of placements whose states were computed exactly.
     """
 
     def __init__(self, scorer: TemplateScorer, recompute: str | None = None, shares: bool = True) -> None:
@@ -72,37 +79,37 @@ class MemoryFit:
         self._known_limits: dict[Key, tuple[int, int]] = {}
 
     def fits(self, placed: PlacedTemplate) -> tuple[list[PlanTemplate], PlanTemplate | None]:
-        """(the candidate with the fastest recompute of each stage that fits on all its ranks, with equal shares and,
-        where these cost recompute or do not fit, with unequal ones; None, or a candidate that no way to fit it beats
-        where other shares were not ruled out)."""
-        candidate = placed.template
-        least, sure = self._without_states(candidate)
+        """(templates that fit: with equal shares and, where these cost recompute or do not fit, with unequal ones, each
+        with the fastest recompute; a template that no other way to fit beats, None where all ways were tried or ruled
+        out)."""
+        template = placed.template
+        least, sure = self._best_case_levels(template)
         if least is None:
             return [], None
         if sure:
-            return [candidate_of(candidate, least)], None
-        spans, stages, found, even = self._spans(placed), _stages(placed), [], None
-        if self._may_fit(placed, spans):
-            even = self._choose(placed, {rank: s.room for rank, s in self.states(placed).items()})
+            return [with_levels(template, least)], None
+        ranges, stages, found, even = self._layer_ranges(placed), _stages(placed), [], None
+        if self._may_fit_equally(placed, ranges):
+            even = self._fastest_that_fit(placed, {rank: s.room for rank, s in self.states(placed).items()})
             if even is not None:
-                found.append(candidate_of(candidate, even))
-        if not self.shares or len(candidate.parts) == 1 or least == even:
+                found.append(with_levels(template, even))
+        if not self.shares or len(template.parts) == 1 or least == even:
             return found, None
-        if not _divisible(spans, stages, self._room(placed, None)):
+        if not _division_exists(ranges, stages, self._state_room(placed, None)):
             return found, None
-        shared = self._shared(placed, least, spans)
+        shared = self._with_unequal_shares(placed, least, ranges)
         if shared is not None:
-            return [*found, candidate_of(candidate, shared)], None
-        return found, candidate_of(candidate, least)
+            return [*found, with_levels(template, shared)], None
+        return found, with_levels(template, least)
 
-    def _without_states(self, candidate: PlanTemplate) -> tuple[list[list[Level]] | None, bool]:
-        """(the fastest level of each stage as if others owned its states and buckets took no memory, None if a stage or
-        all states do not fit even so; whether that fits whoever owns them)."""
-        ranks = sum(part.shape.chips for part in candidate.parts)
+    def _best_case_levels(self, template: PlanTemplate) -> tuple[list[list[Level]] | None, bool]:
+        """(fastest level of each stage if others owned its states and buckets took no memory, None if even so it does
+        not fit; whether these levels fit whoever owns the states)."""
+        ranks = sum(part.shape.chips for part in template.parts)
         rows, sure, left = [], True, -self._all_states
-        for part in candidate.parts:
+        for part in template.parts:
             last, size = len(part.shape.stages) - 1, part.shape.micro_batch_size
-            alive = in_flight(candidate.schedule, last + 1, part.num_micro_batches)
+            alive = in_flight(template.schedule, last + 1, part.num_micro_batches)
             row = []
             for s, stage in enumerate(part.shape.stages):
                 free, most = self._limits(stage, s == 0, s == last, ranks)
@@ -117,8 +124,8 @@ class MemoryFit:
         return (rows if left >= 0 else None), sure
 
     def _limits(self, stage: StageTemplate, embed: bool, head: bool, ranks: int) -> tuple[int, int]:
-        """Bytes for activations on the stage's fullest rank when it owns no states, and when it owns all that it holds
-        and what all ``ranks`` hold of its largest buckets arrives at once."""
+        """(bytes for activations on the stage's fullest rank if it owns no states, the same if it owns all that it
+        holds and receives its largest buckets from all ``ranks`` at once)."""
         key = (stage.group, stage.tp, stage.layers, embed, head, ranks)
         if key not in self._known_limits:
             costs = self.scorer.costs
@@ -134,13 +141,13 @@ class MemoryFit:
 
     @cached_property
     def _all_states(self) -> int:
-        """Bytes of all optimizer states."""
         costs = self.scorer.costs
         total = held_elements(costs.model, costs.model.num_layers, True, True, equal_shares(costs.model, 1)[0])
         return state_bytes(total, total, costs.item, costs.options.moments)[2]
 
-    def _choose(self, placed: PlacedTemplate, rooms: Mapping[int, int]) -> list[list[Level]] | None:
-        """By pipeline and stage, the fastest level that fits into the rooms of all its ranks."""
+    def _fastest_that_fit(self, placed: PlacedTemplate, rooms: Mapping[int, int]) -> list[list[Level]] | None:
+        """By pipeline and stage, the fastest level that fits into the memory ``rooms`` of all its ranks; None if one
+        does not."""
         found = []
         for shape, m, units in placed.pipelines:
             alive = in_flight(placed.template.schedule, len(shape.stages), m)
@@ -154,14 +161,13 @@ class MemoryFit:
             found.append(row)
         return found
 
-    def _may_fit(self, placed: PlacedTemplate, spans: Spans) -> bool:
-        """Whether states come near to fitting with equal shares."""
+    def _may_fit_equally(self, placed: PlacedTemplate, ranges: LayerRanges) -> bool:
         stages = _stages(placed)
-        owned = _owned(spans, stages, dict.fromkeys(stages, 1.0))
-        return all(MEAN * owned[at] <= room for at, room in self._room(placed, None).items())
+        owned = _owned(ranges, stages, dict.fromkeys(stages, 1.0))
+        return all(MEAN * owned[at] <= room for at, room in self._state_room(placed, None).items())
 
-    def _room(self, placed: PlacedTemplate, levels: list[list[Level]] | None) -> dict[At, int]:
-        """By stage: bytes that states may take on a rank, with these levels or those that keep least."""
+    def _state_room(self, placed: PlacedTemplate, levels: list[list[Level]] | None) -> dict[StageId, int]:
+        """By stage, bytes for optimizer states on a rank with these levels (None: those that keep least)."""
         ranks = sum(part.shape.chips for part in placed.template.parts)
         found = {}
         for p, (shape, m, _) in enumerate(placed.pipelines):
@@ -173,16 +179,18 @@ class MemoryFit:
                 found[p, s] = free - min(alive[s] * kept + work for _, _, kept, work in rows)
         return found
 
-    def _shared(self, placed: PlacedTemplate, levels: list[list[Level]], spans: Spans) -> list[list[Level]] | None:
+    def _with_unequal_shares(
+        self, placed: PlacedTemplate, levels: list[list[Level]], ranges: LayerRanges
+    ) -> list[list[Level]] | None:
         """These levels with shares under which they fit; None where none were found."""
-        rooms = self._room(placed, levels)
+        rooms = self._state_room(placed, levels)
         for p, (_, _, units) in enumerate(placed.pipelines):
             for s, stage in enumerate(units):  # buckets change little with shares
                 own = [self.states(placed)[rank] for unit in stage for rank in unit]
                 rooms[p, s] = min(rooms[p, s], *(x.free - x.buffers for x in own))
-        if not _divisible(spans, _stages(placed), rooms):
+        if not _division_exists(ranges, _stages(placed), rooms):
             return None
-        weights = self._balanced(placed, spans, rooms)
+        weights = self._balance_weights(placed, ranges, rooms)
         for _ in range(ROUNDS if weights is not None else 0):
             assert weights is not None
             largest = max(w for row in weights for w in row)
@@ -204,8 +212,8 @@ class MemoryFit:
             weights = [[n / (x * 1.02) if x > 1 else n for n, x in zip(ns, row)] for ns, row in zip(shares, over)]
         return None
 
-    def _spans(self, placed: PlacedTemplate) -> Spans:
-        """(bytes of the states, stages that hold them) of each run of layers with the same holders, and of the ends."""
+    def _layer_ranges(self, placed: PlacedTemplate) -> LayerRanges:
+        """Ranges of layers with the same holders, embedding first, head last."""
         costs, share = self.scorer.costs, equal_shares(self.scorer.costs.model, 1)[0]
         starts = [list(itertools.accumulate((s.layers for s in x.stages), initial=0)) for x, _, _ in placed.pipelines]
         cuts = sorted({n for row in starts for n in row})
@@ -223,41 +231,42 @@ class MemoryFit:
             found.append((state(b - a, False, False), holders))
         return [*found, (state(0, False, True), [(p, len(row) - 2) for p, row in enumerate(starts)])]
 
-    def _balanced(self, placed: PlacedTemplate, spans: Spans, rooms: Mapping[At, int]) -> list[list[float]] | None:
-        """Weights under which no stage's ranks own more than they may if states were divided exactly by weight; None
-        where lowering what is over does not lead there."""
+    def _balance_weights(
+        self, placed: PlacedTemplate, ranges: LayerRanges, rooms: Mapping[StageId, int]
+    ) -> list[list[float]] | None:
+        """Weights [pipeline][stage] under which no stage owns more than fits if states were divided exactly by weight;
+        None where lowering the shares of stages over their limit does not converge."""
         stages = _stages(placed)
         weight = dict.fromkeys(stages, 1.0)
         for _ in range(BALANCING):
-            owned = _owned(spans, stages, weight)
+            owned = _owned(ranges, stages, weight)
             over = {at: own / (TIGHT * rooms[at]) if rooms[at] > 0 else math.inf for at, own in owned.items()}
             if max(over.values()) <= 1:
                 return [[weight[p, s] for s in range(len(x.stages))] for p, (x, _, _) in enumerate(placed.pipelines)]
             if min(over.values()) >= 1:
                 return None
-            # A little more than needed, or it would come ever closer and never there.
+            # Slightly more than needed, so that the iteration ends.
             weight = {at: w / (over[at] * 1.003) if over[at] > 1 else w for at, w in weight.items()}
             if min(weight.values()) * FINEST < max(weight.values()):
                 return None
         return None
 
     def states(self, placed: PlacedTemplate) -> dict[int, StateRoom]:
-        """By rank. What ranks hold and own does not depend on their chips, so placements that differ in these alone are
-        counted once."""
+        """By rank. Independent of chip types, so placements that differ only in those are computed once."""
         costs = self.scorer.costs
         ranks = sorted(rank for _, _, units in placed.pipelines for stage in units for unit in stage for rank in unit)
         number = {rank: i for i, rank in enumerate(ranks)}
-        lies = tuple(
+        layout = tuple(
             tuple(tuple(tuple(number[r] for r in u) for u in stage) for stage in x) for _, _, x in placed.pipelines
         )
         what = tuple(tuple((s.layers, s.share) for s in shape.stages) for shape, _, _ in placed.pipelines)
-        if (lies, what) not in self._known:
+        if (layout, what) not in self._known:
             self.computed += 1
-            # Neither recompute nor the number of micro-batches changes states; the plan is only looked at, never run.
-            pipelines = tuple((_plain(x), 1, units) for (x, _, _), units in zip(placed.pipelines, lies, strict=True))
+            # Neither recompute nor the number of micro-batches changes states.
+            pipelines = tuple((_plain(x), 1, units) for (x, _, _), units in zip(placed.pipelines, layout, strict=True))
             plan = to_plan(replace(placed, pipelines=pipelines), costs.cluster, costs.seq_length, costs.model.num_heads)
-            self._known[lies, what] = estimate_memory(plan, costs.model, costs.dtype, costs.options.moments)
-        known, found = self._known[lies, what], {}
+            self._known[layout, what] = estimate_memory(plan, costs.model, costs.dtype, costs.options.moments)
+        known, found = self._known[layout, what], {}
         for rank, i in number.items():
             chip, needs = costs.cluster.ranks[rank].chip, known[i]
             optimizer = needs.optimizer
@@ -269,14 +278,14 @@ class MemoryFit:
         return found
 
     def fastest(self, stage: StageTemplate, size: int, embed: bool, head: bool, alive: int, room: int) -> Level | None:
-        """The fastest recompute whose activations take at most ``room`` bytes."""
+        """The fastest recompute level whose activations take at most ``room`` bytes; None if none does."""
         if room < 0:
             return None
         levels = self.levels(stage, size, embed, head)
         return next((row for row in levels if alive * row[2] + row[3] <= room), None)
 
     def levels(self, stage: StageTemplate, size: int, embed: bool, head: bool) -> list[Level]:
-        """Fastest first."""
+        """All recompute levels of a stage, fastest first."""
         key = (stage.group, stage.tp, stage.dp, stage.layers, stage.share, size, embed, head)
         if key not in self._levels:
             found = self._make_levels(replace(stage, recompute="none", first=0), size, embed, head)
@@ -298,12 +307,12 @@ class MemoryFit:
         return found
 
 
-def candidate_of(candidate: PlanTemplate, levels: list[list[Level]]) -> PlanTemplate:
-    """The candidate with these stages."""
+def with_levels(template: PlanTemplate, levels: list[list[Level]]) -> PlanTemplate:
+    """The template with the stages of these levels."""
     parts = tuple(
-        replace(part, shape=_shape(part.shape, row)) for part, row in zip(candidate.parts, levels, strict=True)
+        replace(part, shape=_shape(part.shape, row)) for part, row in zip(template.parts, levels, strict=True)
     )
-    return replace(candidate, parts=parts)
+    return replace(template, parts=parts)
 
 
 def _shape(shape: PipelineTemplate, levels: list[Level]) -> PipelineTemplate:
@@ -315,32 +324,36 @@ def _plain(shape: PipelineTemplate) -> PipelineTemplate:
 
 
 def _over(states: StateRoom, cap: int) -> float:
-    """How many times what it may have a rank has: above 1 it does not fit."""
+    """Memory needed / available on a rank; above 1 it does not fit. ``cap``: bytes for states."""
     own = states.optimizer / cap if cap else math.inf if states.optimizer else 0.0
     return max(own, (states.optimizer + states.buffers) / states.free if states.free > 0 else math.inf)
 
 
-def _stages(placed: PlacedTemplate) -> dict[At, StageTemplate]:
+def _stages(placed: PlacedTemplate) -> dict[StageId, StageTemplate]:
     return {(p, s): x for p, (shape, _, _) in enumerate(placed.pipelines) for s, x in enumerate(shape.stages)}
 
 
-def _owned(spans: Spans, stages: Mapping[At, StageTemplate], weight: Mapping[At, float]) -> dict[At, float]:
-    """By stage: bytes of states on each of its ranks, divided exactly by weight."""
+def _owned(
+    ranges: LayerRanges, stages: Mapping[StageId, StageTemplate], weight: Mapping[StageId, float]
+) -> dict[StageId, float]:
+    """By stage, bytes of states on each of its ranks if divided exactly by weight."""
     owned = dict.fromkeys(stages, 0.0)
-    for size, holders in spans:
+    for size, holders in ranges:
         total = sum(weight[at] * stages[at].chips for at in holders)
         for at in holders:
             owned[at] += size * weight[at] / total
     return owned
 
 
-def _divisible(spans: Spans, stages: Mapping[At, StageTemplate], rooms: Mapping[At, int]) -> bool:
-    """Whether there is any division of the states: no set of spans may need more than all that hold any of it have
-    room for together (which is enough for a division, by max-flow = min-cut)."""
+def _division_exists(
+    ranges: LayerRanges, stages: Mapping[StageId, StageTemplate], rooms: Mapping[StageId, int]
+) -> bool:
+    """Whether the states can be divided at all: no set of ranges needs more than all its holders have room for together
+    (sufficient by max-flow = min-cut)."""
 
-    def fits(i: int, size: float, holders: frozenset[At]) -> bool:
+    def fits(i: int, size: float, holders: frozenset[StageId]) -> bool:
         if size > sum(max(rooms[at], 0) * stages[at].chips for at in holders):
             return False
-        return all(fits(j + 1, size + spans[j][0], holders | set(spans[j][1])) for j in range(i, len(spans)))
+        return all(fits(j + 1, size + ranges[j][0], holders | set(ranges[j][1])) for j in range(i, len(ranges)))
 
     return fits(0, 0.0, frozenset())

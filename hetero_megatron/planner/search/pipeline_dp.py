@@ -1,10 +1,13 @@
-"""Search for clusters that are too large to enumerate, by dynamic programs.
+"""Search of clusters that are too large to enumerate, by dynamic programs.
 
 1. *Pipelines* (:mod:`layers_program`): for every number of pipelines and micro-batch size, the fastest pipeline over
-   each set of chip groups. Programs that cannot come near the best so far are not solved.
-2. *Side by side* (:mod:`islands_dp`): groups are divided into islands; each island runs equal pipelines of its own, and
-   all islands end together.
-3. *Mixed columns* (:mod:`beam`): pipelines of unlike make-up that share a group.
+each set of chip groups. Programs whose lower bound is far above the best so far are skipped.
+
+2. *Islands* (:mod:`islands_dp`): the groups are divided into islands that run equal pipelines of their own side by
+side.
+
+3. *Mixed columns* (:mod:`beam`): different pipelines that share a group.
+
 4. The best few become templates (exact layers, recompute, batch shares), which the incumbent scores.
 """
 
@@ -22,36 +25,33 @@ from hetero_megatron.planner.search.local_search import LocalSearch
 from hetero_megatron.planner.search.materialize import PipelineOutline
 from hetero_megatron.planner.template.plan_template import StageTemplate
 from hetero_megatron.planner.template.search_space import batch_sizes
-from hetero_megatron.planner.time_budget import Late, never
+from hetero_megatron.planner.time_budget import ShouldStop, never
 
-CUT = 1.03  # programs whose bound is so much above the best found so far are not solved
-FAR = 1.5  # the same for pipelines over a single group where none was found yet
-ISLANDS = 6  # divisions into islands that are tried
+CUT = 1.03  # programs with a lower bound above this multiple of the best so far are skipped
+FAR = 1.5  # the same for pipelines over a single group, as long as none was found
+ISLANDS = 6  # divisions into islands that are proposed
 
 
 class PipelineDP:
-    """Proposes plans of the chips of all groups, or of ``counts`` of them."""
+    """Proposes plans for all chips, or for ``counts`` chips per group."""
 
     def __init__(self, counts: tuple[int, ...] | None = None) -> None:
         self.counts = counts
 
     def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
-        programs = Programs(ProgramInputs(problem, incumbent.scorer, self.counts), incumbent.late)
+        programs = Programs(ProgramInputs(problem, incumbent.scorer, self.counts), incumbent.should_stop)
         for outlines, schedule in programs.proposals():
             for template in incumbent.builder.templates(outlines, schedule):
-                if incumbent.late():
+                if incumbent.should_stop():
                     return False
                 incumbent.offer(template)
-        return not incumbent.late()
+        return not incumbent.should_stop()
 
 
 class EachTypeDP:
-    """Also on the chips of each type alone, where they could be faster than what was found: by the programs' measure a
-    part of a cluster looks worse than its plans are after local search.
-
-    Args:
-        polished: the incumbent whose scorer local search goes by.
-    """
+    """Proposes plans on the chips of each type alone where they could be the fastest: the programs rank parts of a
+    cluster worse than they turn out after local search. ``polished``: the incumbent whose scorer local search uses;
+    None: that of :meth:`propose`."""
 
     def __init__(self, polished: Incumbent | None = None) -> None:
         self.polished = polished
@@ -69,7 +69,7 @@ class EachTypeDP:
             complete = PipelineDP(counts).propose(problem, own) and LocalSearch().propose(problem, polished)
             for seconds, _, template in own.rows:
                 incumbent.take(template, seconds)
-            if not complete or incumbent.late():
+            if not complete or incumbent.should_stop():
                 return False
         return True
 
@@ -77,15 +77,15 @@ class EachTypeDP:
 class Programs:
     """The programs of one search, their families of pipelines, and combinations of these."""
 
-    def __init__(self, inputs: ProgramInputs, late: Late = never) -> None:
-        self.inputs, self.late = inputs, late
+    def __init__(self, inputs: ProgramInputs, should_stop: ShouldStop = never) -> None:
+        self.inputs, self.should_stop = inputs, should_stop
         self.everything = sum(1 << g for g, n in enumerate(inputs.counts) if n)
         self.families: list[PipelineFamily] = []
         self.programs: dict[tuple[tuple[int, ...], int, int], LayersProgram] = {}
         self._traced: dict[PipelineFamily, tuple[StageTemplate, ...]] = {}
 
     def proposals(self) -> Iterator[tuple[list[PipelineOutline], str]]:
-        """(pipelines side by side, schedule), most promising first, each once."""
+        """(pipelines side by side, schedule), most promising first, without duplicates."""
         self.families = self._families()
         seen: set[object] = set()
         for outlines, schedule, again in self._combinations():
@@ -95,11 +95,11 @@ class Programs:
                 yield outlines, schedule
 
     def least_seconds(self) -> float:
-        """No equal pipelines of these chips take less."""
+        """Lower bound (s) on a step with equal pipelines on these chips."""
         return min((row[0] for row in self._bounded()), default=math.inf)
 
     def _pipeline_counts(self) -> list[int]:
-        """Numbers of pipelines to try: those that divide every group, and about four per octave."""
+        """Numbers of pipelines to try: the divisors of every group's chips, and a few per octave."""
         counts, batch, most = self.inputs.counts, self.inputs.batch, self.inputs.most_pipelines
         common = math.gcd(*counts)
         exact = [d for d in range(1, most + 1) if common % d == 0] if common <= 20_000 else [1]
@@ -113,13 +113,12 @@ class Programs:
         return sorted({*exact, *octave, *small, *(n for n in counts if 0 < n <= most)})
 
     def _sizes(self, pipelines: int) -> list[int]:
-        """Micro-batch sizes to try."""
         found = batch_sizes(self.inputs.space, max(1, self.inputs.batch // pipelines), 8)
         return [b for b in found if b & (b - 1) == 0] or list(found)
 
     def _bounded(self) -> list[tuple[float, int, int, float, dict[int, float], LayersProgram]]:
-        """(seconds that no pipelines of the program beat, replicas, micro-batch size, micro-batches, the same by group,
-        program)."""
+        """(lower bound in seconds, replicas, micro-batch size, micro-batches, lower bounds by single group, program),
+        best first."""
         programs = []
         for d in self._pipeline_counts():
             budget = tuple(n // d for n in self.inputs.counts)
@@ -131,13 +130,13 @@ class Programs:
         return sorted(programs, key=lambda row: row[:3])
 
     def _families(self) -> list[PipelineFamily]:
-        """Programs that can give neither pipelines over all groups nor over one of them that are about as fast as the
-        best so far are not solved."""
+        """Families of all programs that could come near the best, over all groups or over a single group; fastest
+        first."""
         found: list[tuple[float, PipelineFamily]] = []
         best: dict[int, float] = {}
         programs, everything = self._bounded(), self.everything
         for bound, _, _, nominal, alone, program in programs:
-            if found and self.late():
+            if found and self.should_stop():
                 break
             least = best.get(everything, math.inf)
             near = any(t <= CUT * best.get(1 << g, math.inf if bound < FAR * least else 0.0) for g, t in alone.items())
@@ -153,7 +152,7 @@ class Programs:
         return [family for _, family in found]
 
     def _combinations(self) -> Iterator[tuple[list[PipelineOutline], str, bool]]:
-        """(pipelines, schedule, whether to yield it even if these pipelines were)."""
+        """(pipelines, schedule, whether to propose it even if these pipelines were proposed before)."""
         for i, outlines in enumerate(self._islands()):
             yield outlines, "1f1b", False
             if i < 2 and "gpipe" in self.inputs.space.schedules:
@@ -174,7 +173,7 @@ class Programs:
         return PipelineOutline(self._traced[family], family.size, family.replicas)
 
     def _islands(self) -> Iterator[list[PipelineOutline]]:
-        """The best division of the groups into islands, and the best few with other numbers of pipelines."""
+        """The best division of the groups into islands, then the best ones with other numbers of pipelines."""
         banned: set[tuple[int, int, int]] = set()
         for _ in range(ISLANDS):
             left = [f for f in self.families if (f.mask, f.replicas, f.size) not in banned]

@@ -1,8 +1,8 @@
 """Other tensor-parallel degrees inside the pipelines of a good plan.
 
-The program of :mod:`layers_program` gives all stages of a node group one degree. Here a run of stages of one group is
-cut up anew, in every way: 2 + 2 + 2 chips may become 4 + 2 or 2 + 4. Layers and shares are solved exactly again; what
-cannot be faster even with all chips busy all the time is left out.
+:mod:`layers_program` gives all stages of a node group the same degree. Here each run of stages of one group is split
+again in every way (2 + 2 + 2 chips may become 4 + 2 or 2 + 4). Layers and batch shares are solved exactly again; what
+cannot be faster even with all chips always busy is skipped.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from hetero_megatron.planner.search.materialize import PipelineOutline, Template
 from hetero_megatron.planner.template.plan_template import PlanTemplate, StageTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace, batch_sizes, tp_degrees
 
-MOST_CHIPS = 8  # of one run of stages
-ORDERED = 6  # chips up to which all orders of degrees are tried; above, falling and rising ones
-MOST_WAYS = 4000  # for a whole pipeline
+MOST_CHIPS = 8  # per run of stages
+ORDERED = 6  # up to so many chips all orders of degrees are tried; above, only falling and rising ones
+MOST_WAYS = 4000  # per pipeline
 
 
 class TPMoves:
-    """Proposes, for the best template of each number of pipelines, the most promising ways to cut its stages anew."""
+    """Proposes, for the best template of each number of pipelines, the most promising other splits of its stages."""
 
     def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
         most = problem.options.regroup
         templates = incumbent.best_by_pipelines() if most else []
-        return all(self.cut_anew(template, problem, incumbent, most) for template in templates)
+        return all(self.resplit_stages(template, problem, incumbent, most) for template in templates)
 
     @staticmethod
-    def cut_anew(template: PlanTemplate, problem: PlanningProblem, incumbent: Incumbent, most: int) -> bool:
-        """Offer at most ``most`` ways to cut the stages of one template."""
+    def resplit_stages(template: PlanTemplate, problem: PlanningProblem, incumbent: Incumbent, most: int) -> bool:
+        """Offer at most ``most`` other splits of the stages of one template; False when told to stop."""
         seconds, builder = incumbent.seconds, incumbent.builder
         for outline, bound in itertools.islice(_promising(builder, template, seconds, problem.space), most):
             if bound >= seconds:
@@ -42,7 +42,7 @@ class TPMoves:
             for other in builder.templates([outline], template.schedule):
                 score = incumbent.offer(other, seconds)
                 seconds = seconds if score is None else score.step_seconds
-                if incumbent.late():
+                if incumbent.should_stop():
                     return False
         return True
 
@@ -50,7 +50,7 @@ class TPMoves:
 def _promising(
     builder: TemplateBuilder, template: PlanTemplate, seconds: float, space: SearchSpace
 ) -> Iterator[tuple[PipelineOutline, float]]:
-    """(outline, least seconds of a step), most promising first; nothing for pipelines of unlike make-up."""
+    """(outline, lower bound in seconds), most promising first; nothing for templates of different pipelines."""
     shapes = {tuple((s.group, s.tp, s.dp) for s in part.shape.stages) for part in template.parts}
     if len(shapes) > 1 or any(dp > 1 for _, _, dp in next(iter(shapes))):
         return
@@ -73,19 +73,19 @@ def _promising(
             made = tuple(itertools.chain(*ways))
             rate = sum(rates[key] for key in made)
             bound = (micro_batches + len(made) - 1) * builder.model.num_layers / rate if rate else math.inf
-            if bound < seconds and (size != template.parts[0].shape.micro_batch_size or made != _plain(old)):
+            if bound < seconds and (size != template.parts[0].shape.micro_batch_size or made != _pairs(old)):
                 found.append((bound, size, made))
     for bound, size, made in sorted(found):
         cut = tuple(StageTemplate(group, tp, 1) for group, tp in made)
         yield PipelineOutline(cut, size, copies), bound
 
 
-def _plain(stages: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int], ...]:
+def _pairs(stages: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int], ...]:
     return tuple((group, tp) for group, tp, _ in stages)
 
 
 def _rate(builder: TemplateBuilder, group: int, tp: int, size: int) -> float:
-    """Layers per second and micro-batch; 0 where not even two fit."""
+    """Layers per second of one micro-batch; 0 where not even two layers fit."""
     seconds = builder.tables.table(StageKind(group, tp, 1, size, False, False, 1, builder.space.recompute)).seconds[0]
     if len(seconds) <= 2 or not math.isfinite(seconds[2]):
         return 0.0
@@ -94,7 +94,7 @@ def _rate(builder: TemplateBuilder, group: int, tp: int, size: int) -> float:
 
 @lru_cache(maxsize=256)
 def compositions(total: int, parts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Sequences of ``parts`` that sum to ``total``: all of them up to :data:`ORDERED`, above only monotone ones."""
+    """Sequences of ``parts`` that sum to ``total``: all up to :data:`ORDERED`, above only monotone ones."""
     if total <= ORDERED:
         return _sequences(total, parts, False)
     falling = _sequences(total, tuple(sorted(parts, reverse=True)), True)
@@ -103,7 +103,7 @@ def compositions(total: int, parts: tuple[int, ...]) -> tuple[tuple[int, ...], .
 
 @lru_cache(maxsize=4096)
 def _sequences(total: int, parts: tuple[int, ...], falling: bool) -> tuple[tuple[int, ...], ...]:
-    """``falling``: each part at most as large as the one before; ``parts`` are in falling order then."""
+    """``falling``: no part is larger than the one before (``parts`` must be in falling order)."""
     if total == 0:
         return ((),)
     return tuple(

@@ -1,8 +1,8 @@
 """Uniform plans, as Megatron's flags describe them: the baseline, and seeds of the search.
 
-Every stage has the same TP degree and (as nearly as it divides) the same layers, every replica the same share of the
-batch, recompute is the same everywhere, and ranks are numbered through the cluster file: tensor parallel fastest, then
-data parallel, then pipeline.
+Every stage has the same TP degree and (as evenly as possible) the same layers, every replica the same share of the
+batch, and recompute is the same everywhere. Ranks are numbered in the order of the cluster file: tensor parallel
+fastest, then data parallel, then pipeline.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def uniform_plans(
     recomputes: tuple[str, ...] = RECOMPUTES,
     sizes: tuple[int, ...] = SIZES,
 ) -> Iterator[tuple[UniformPlan, PlanTemplate]]:
-    """Every uniform plan over all chips of the pool whose TP groups lie inside nodes of one chip type."""
+    """Every uniform plan over all chips of the pool whose TP groups lie inside nodes."""
     chips = pool.chips
     ranks = sorted((r, g, n) for g, group in enumerate(pool.groups) for n, node in enumerate(group.ranks) for r in node)
     where = [(g, n) for _, g, n in ranks]
@@ -100,28 +100,29 @@ def uniform_plans(
 
 
 class UniformSeeds:
-    """Proposes the best few uniform plans, where the space allows all of them; they stay in the incumbent as seeds."""
+    """Proposes the best few uniform plans, if the search space allows all of them; they stay in the incumbent as seeds.
+    """
 
     def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
         space = problem.space
         if space.micro_batch_sizes is not None or space.recompute is not None or space.max_pipelines is not None:
             return True
-        for _, template in few_uniform(problem, incumbent.scorer, SEEDS)[0]:
+        for _, template in top_uniform_plans(problem, incumbent.scorer, SEEDS)[0]:
             incumbent.offer(template)
-            if incumbent.late():
+            if incumbent.should_stop():
                 break
         incumbent.seeds[:] = incumbent.rows
-        return not incumbent.late()
+        return not incumbent.should_stop()
 
 
-def few_uniform(
+def top_uniform_plans(
     problem: PlanningProblem, scorer: TemplateScorer, most: int
 ) -> tuple[list[tuple[UniformPlan, PlanTemplate]], list[tuple[UniformPlan, PlanTemplate]]]:
-    """(the uniform plans that come first by closed form, of those that are good by their slowest stage alone; those
-    that were passed over on the way because they do not fit)."""
+    """(the ``most`` fastest uniform plans by closed form; those passed over because they do not fit). Only plans with
+    good slowest-stage times are scored."""
     rough: list[tuple[float, int, UniformPlan, PlanTemplate]] = []
     for i, (uniform, template) in enumerate(uniform_plans(scorer.pool, problem.model, problem.global_batch_size)):
-        seconds = max(_rough(scorer, part) for part in template.parts[:8])
+        seconds = max(_bottleneck_seconds(scorer, part) for part in template.parts[:8])
         rough.append((seconds, i, uniform, template))
     rough.sort(key=lambda row: row[:2])
     rows: list[tuple[float, int, UniformPlan, PlanTemplate]] = []
@@ -129,7 +130,7 @@ def few_uniform(
     for _, i, shape, template in rough:
         if len(rows) >= 3 * most:
             break
-        if any(beyond > 0 for beyond in _beyond(scorer, template)):
+        if any(beyond > 0 for beyond in _bytes_over_by_stage(scorer, template)):
             over.append((shape, template))
         else:
             rows.append((closed_seconds(scorer, template), i, shape, template))
@@ -138,27 +139,27 @@ def few_uniform(
 
 
 def closed_seconds(scorer: TemplateScorer, template: PlanTemplate) -> float:
-    """Of the pipelines of a uniform plan, by closed form."""
+    """Closed-form seconds of the pipelines of a uniform plan."""
     return max(
         scorer.pipeline_seconds(part.shape, part.num_micro_batches, "1f1b", exact=False) for part in template.parts[:8]
     )
 
 
 def bytes_over(scorer: TemplateScorer, template: PlanTemplate) -> float:
-    """By how much the worst stage of a uniform plan exceeds its chips; not above 0 where it fits."""
-    return max(_beyond(scorer, template))
+    """Bytes by which the worst stage of a uniform plan exceeds its chips; 0 or less where it fits."""
+    return max(_bytes_over_by_stage(scorer, template))
 
 
-def _rough(scorer: TemplateScorer, part: PipelineReplicas) -> float:
-    """Seconds of a uniform pipeline without links and ends: its slowest stage for every micro-batch, and the fill."""
+def _bottleneck_seconds(scorer: TemplateScorer, part: PipelineReplicas) -> float:
+    """Seconds of a uniform pipeline from its slowest stage alone, including the pipeline's fill; without links,
+    embedding and head."""
     size, stages = part.shape.micro_batch_size, part.shape.stages
-    first = {stage.group: stage for stage in reversed(stages)}  # of each group: it has most layers
+    first = {stage.group: stage for stage in reversed(stages)}  # the first stage of a group has the most layers
     found = [scorer.stage(stage, size, False, False) for stage in first.values()]
     return (part.num_micro_batches + len(stages) - 1) * max(x.forward + x.backward for x in found)
 
 
-def _beyond(scorer: TemplateScorer, template: PlanTemplate) -> Iterator[float]:
-    """Of each stage, the bytes above what its chips have."""
+def _bytes_over_by_stage(scorer: TemplateScorer, template: PlanTemplate) -> Iterator[float]:
     costs, tables, pool = scorer.costs, scorer.tables, scorer.pool
     for part in template.parts[:4]:
         stages = part.shape.stages

@@ -1,8 +1,8 @@
-"""What goes from the holders of a bucket to its owners, and back, as arrays over its ranks.
+"""Element counts that the ranks of a bucket exchange, as arrays over its ranks.
 
 Thousands of holders of a bucket have only a few distinct boxes (one per tensor-parallel index), and every element has
-one owner. So instead of all pairs of ranks, which would be millions, there is a row per distinct box: how much of it
-each rank owns. What nodes send one another is a product of two small matrices.
+one owner. Instead of all pairs of ranks there is one row per distinct box: how much of it each rank owns. The traffic
+between nodes is a product of two small matrices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Floats = NDArray[np.float64]
 
 
 class PortIndex:
-    """The ranks of a plan, numbered in ascending order, and their nodes; ports of the former and the latter."""
+    """Index of the ranks of a plan (ascending) and of their nodes, and of their ports: every rank and node has one out
+    and one in."""
 
     def __init__(self, ranks: tuple[int, ...], network: LinkModel) -> None:
         self.ranks = np.array(ranks, np.int64)
@@ -33,7 +34,7 @@ class PortIndex:
         self.nodes, self.groups = names, tuple(groups)
         self.node: Ints = np.array([names[network.ranks[r].node] for r in ranks], np.int64)
         self.group_of_node = np.zeros(len(names), np.int64)
-        self.traffic: dict[tuple[object, ...], PortTraffic] = {}  # of flows that lie alike: see port_traffic
+        self.traffic: dict[tuple[object, ...], PortTraffic] = {}  # cache of port_traffic
         self.group_of_node[self.node] = [groups[network.ranks[r].group] for r in ranks]
 
     @property
@@ -48,34 +49,39 @@ class PortIndex:
 
 
 def distinct(values: Ints) -> tuple[Ints, Ints]:
-    """(the different values, ascending; the place of each value among them) of small numbers, 0 or more.
-
-    As ``numpy.unique`` has it, whose first call imports all of ``numpy.ma``: a twentieth of a second."""
+    """(distinct values in ascending order, index of each value among them), for small non-negative integers. Like
+    ``numpy.unique``, whose first call imports ``numpy.ma`` (50 ms)."""
     present = np.bincount(values) > 0
     return np.flatnonzero(present), (np.cumsum(present) - 1)[values]
 
 
 @dataclass(frozen=True)
 class PortTraffic:
-    """Messages that start together, by port: ``size[i]`` elements go through port ``ports[i]`` over a link of kind
-    ``ways[way[i]]``; ``longest``, ``pairs``: as in :class:`LinkTraffic`."""
+    """Messages that start together, by port.
+
+    Attributes:
+        ports, way, size: [messages]: ``size[i]`` elements pass port ``ports[i]`` over a link of kind ``ways[way[i]]``.
+        longest, pairs: as in :class:`LinkTraffic`.
+    """
 
     ports: Ints
     way: Ints
     size: Floats
-    ways: tuple[tuple[bool, LinkKind], ...]  # into the port or out of it
+    ways: tuple[tuple[bool, LinkKind], ...]  # (into the port, kind of link)
     longest: Mapping[LinkKind, float]
     pairs: Mapping[LinkKind, float]
 
 
 @dataclass(frozen=True)
 class BucketFlows:
-    """Of one bucket, over its ranks in ascending order.
+    """Elements exchanged by the ranks of one bucket; arrays [ranks] in ascending order.
 
     Attributes:
-        at: places of the ranks in the plan; kind: which row of ``volume`` each holds.
+        at: indices of the ranks in the plan.
+        kind: row of ``volume`` for what each rank holds.
         volume: [kinds, ranks]: elements of a kind's boxes that each rank owns.
-        held, mine: elements; given: to other owners; taken: from other holders; owned: of what it holds itself.
+        held, mine: elements held and owned.
+        given: sent to other owners; taken: received from other holders; owned: kept by the rank itself.
     """
 
     at: Ints
@@ -89,7 +95,7 @@ class BucketFlows:
 
 
 def bucket_flows(bucket: Bucket, at: Ints) -> BucketFlows:
-    """``at``: places of the bucket's ranks."""
+    """The flows of a bucket; ``at``: indices of its ranks in the plan."""
     kinds, volumes = zip(*(_volume(bucket.holders[name], bucket.owners[name]) for name in bucket.names))
     if len(kinds) == 1:
         kind, volume = kinds[0], volumes[0]
@@ -108,7 +114,7 @@ def bucket_flows(bucket: Bucket, at: Ints) -> BucketFlows:
 
 
 def _volume(holders: Layout, owners: Layout) -> tuple[Ints, Ints]:
-    """(row of each holder, [rows, ranks] elements that its boxes have in common with what each rank owns)."""
+    """(kind of each holder, [kinds, ranks] elements that its boxes share with what each rank owns)."""
     known: dict[tuple[Box, ...], int] = {}
     kind = np.array([known.setdefault(boxes, len(known)) for boxes in holders.boxes.values()], np.int64)
     pairs = [(k, box) for boxes, k in known.items() for box in boxes]
@@ -124,20 +130,20 @@ def _volume(holders: Layout, owners: Layout) -> tuple[Ints, Ints]:
 
 
 def port_traffic(flows: BucketFlows, places: PortIndex, spread: bool) -> PortTraffic:
-    """From holders to owners, or back to ``spread`` the new parameters; what a rank keeps does not travel. Equal flows
-    between other ranks that lie alike on their nodes differ in the ports alone."""
+    """Traffic from holders to owners, or with ``spread`` of the new parameters back. Equal flows between ranks that are
+    placed alike on nodes only differ in the ports, so the rest is cached."""
     nodes, node = distinct(places.node[flows.at])
     group = places.group_of_node[nodes]
     key = (spread, flows.volume.shape, *(x.tobytes() for x in (flows.volume, flows.kind, node, group)))
     if key not in places.traffic:
-        places.traffic[key] = _own_traffic(flows, node, group, places.groups, spread)
+        places.traffic[key] = _local_traffic(flows, node, group, places.groups, spread)
     found = places.traffic[key]
     where = np.concatenate([flows.at, len(places.ranks) + nodes])
     return replace(found, ports=2 * where[found.ports >> 1] + (found.ports & 1))
 
 
-def _own_traffic(flows: BucketFlows, node: Ints, group: Ints, names: tuple[str, ...], spread: bool) -> PortTraffic:
-    """By ports of the flows' own ranks and, after these, nodes; ``node``: of each rank, ``group``: of each node."""
+def _local_traffic(flows: BucketFlows, node: Ints, group: Ints, names: tuple[str, ...], spread: bool) -> PortTraffic:
+    """Traffic with ports numbered within the flows: ranks, then nodes. ``node`` [ranks], ``group`` [nodes]."""
     nodes, ranks = np.arange(len(group)), np.arange(len(node))
     count = np.zeros((len(nodes), len(flows.volume)))  # holders of each kind
     np.add.at(count, (node, flows.kind), 1.0)
@@ -146,7 +152,7 @@ def _own_traffic(flows: BucketFlows, node: Ints, group: Ints, names: tuple[str, 
     local = into[flows.kind, node] - flows.owned, (count[node] * flows.volume.T).sum(axis=1) - flows.owned
     others = count[node]
     others[np.arange(len(node)), flows.kind] -= 1
-    longest = np.where(others > 0.5, flows.volume.T, 0).max(axis=1)  # from another rank of the node to each rank
+    longest = np.where(others > 0.5, flows.volume.T, 0).max(axis=1)  # largest message to each rank inside its node
     np.fill_diagonal(between, 0.0)
     if spread:
         between, local = between.T, local[::-1]
@@ -173,8 +179,8 @@ def _own_traffic(flows: BucketFlows, node: Ints, group: Ints, names: tuple[str, 
     return _joined(rows, most, pairs)
 
 
-def of_traffic(traffic: LinkTraffic, places: PortIndex) -> PortTraffic:
-    """The same of messages that were added up pair by pair."""
+def from_link_traffic(traffic: LinkTraffic, places: PortIndex) -> PortTraffic:
+    """:class:`PortTraffic` of messages that were added up pair by pair."""
     rows: list[tuple[Ints, Floats, tuple[bool, LinkKind]]] = []
     for ((end, where), kind), size in traffic.bytes_by.items():
         at = np.array([places.nodes[where] if isinstance(where, str) else places.index[where]])
@@ -200,8 +206,10 @@ def _joined(
 
 @dataclass(frozen=True)
 class PortPrice:
-    """Seconds that messages occupy each of ``ports`` (no port twice), until everything was sent, and until the slowest
-    has arrived after that."""
+    """Attributes:
+        ports: distinct ports; busy: seconds that each is occupied.
+        link: seconds of the most loaded single link.
+        latency: seconds until the slowest message arrives after everything was sent."""
 
     ports: Ints
     busy: Floats
@@ -214,7 +222,7 @@ class PortPrice:
 
 
 def price(traffic: PortTraffic, item: float, network: LinkModel) -> PortPrice:
-    """By the rules of :meth:`Network.price` for one collective; ``item``: bytes per element."""
+    """The price of a collective by the rules of :meth:`LinkModel.price`; ``item``: bytes per element."""
     latency, slowest, rate = 0.0, 0.0, np.zeros(len(traffic.ways))
     for i, (into, kind) in enumerate(traffic.ways):
         link = network.link(*kind, "all_to_all")

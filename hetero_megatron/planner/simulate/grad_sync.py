@@ -1,9 +1,10 @@
-"""Gradient reduction and parameter spread of a concrete plan, action by action, on the ports of its chips and nodes.
+"""Gradient reduction and parameter spread of a concrete plan, action by action.
 
-The same actions as the runtime's (:func:`~hetero_megatron.plan.buckets.bucket_actions`): a bucket is sent when all its
-ranks have its gradients, which happens during the last backward, and fewer than ``IN_FLIGHT`` are under way; every rank
-starts its actions in order and packs, sums and unpacks them itself; actions that share a chip's link or a node's cards
-take turns on it. Where a plan has islands a bucket travels in two hops, the second when the rank's first has ended.
+The actions are the runtime's (:func:`~hetero_megatron.plan.buckets.bucket_actions`). A bucket is sent when all its
+ranks have its gradients (during the last backward) and fewer than ``IN_FLIGHT`` buckets are under way. Every rank
+starts its actions in order, and packs, sums and unpacks them on its own. Actions that share a chip's link or a node's
+network cards are serialised. With islands a bucket travels in two hops; a rank's second starts after its first has
+ended.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class BucketSpan:
 
 
 class GradSync:
-    """All buckets of a plan and their prices; ``structure``: what does not depend on rates, where it is known."""
+    """All buckets of a plan with their prices. ``structure``: the rate-independent part, when the caller has it."""
 
     def __init__(
         self, plan: Plan, model: CostModel, network: LinkModel, structure: SyncStructure | None = None
@@ -78,8 +79,8 @@ class GradSync:
     def last_backwards(
         self, begin: Mapping[int, float], parts: Mapping[int, UnitSeconds]
     ) -> Callable[[Bucket], Floats]:
-        """When the members of a bucket have its gradients; ``begin``: of each rank's last backward, ``parts``: its
-        parts."""
+        """A function that gives, per bucket, the seconds at which each of its ranks has the bucket's gradients.
+        ``begin``: by rank, start of the last backward (s); parts: by rank, durations of its parts."""
         structure = self.structure
         ranks = structure.places.ranks.tolist()
         start = np.array([begin[r] for r in ranks])
@@ -111,7 +112,7 @@ class GradSync:
 
     @staticmethod
     def _into_backward(stage: Stage, part: UnitSeconds, layers: Sequence[int | str]) -> float:
-        """Seconds after the start of a backward at which the gradients of these layers are there."""
+        """Seconds from the start of a backward until the gradients of these layers are complete."""
         head = part.head[1] if stage.head else 0.0
         decoder = [i for i in layers if isinstance(i, int)]
         # Recomputed layers run again just before their backward, so they are spread evenly over it.
@@ -125,7 +126,8 @@ class GradSync:
         return part.action + head
 
     def host_seconds(self, action: SyncAction, item: float, spread: bool) -> tuple[Floats, Floats]:
-        """(before, after) it travels, by rank: packing what others get; summing gradients, or writing parameters."""
+        """(before, after) the action travels, [ranks] seconds of the host: packing what others get; summing gradients
+        or unpacking parameters."""
         content, dense = action.content, action.bucket.dense
         key = (id(content), dense, item, spread)
         if key not in self._own:
@@ -142,11 +144,13 @@ class GradSync:
     def run(
         self, ready: Callable[[Bucket], Floats], idle: Mapping[int, float], item: float, spread: bool
     ) -> tuple[dict[int, float], list[BucketSpan]]:
-        """(when each rank is done with all its buckets, when each hop of a bucket travels).
+        """(seconds at which each rank is done with all its buckets, when each hop of a bucket travels).
 
         Args:
-            ready: seconds at which each rank of a bucket has its content, packing and summing of others not counted.
-            idle: when each rank is done with all else; item: bytes per element; spread: from owners to holders.
+            ready: seconds at which each rank of a bucket has its content, before packing.
+            idle: by rank, seconds at which it is done with everything else.
+            item: bytes per element.
+            spread: parameters from owners to holders, instead of gradients to owners.
         """
         sharded = self.model.options.sharded  # an all-reduce packs and adds on the way
         places, order = self.structure.places, self.structure.order(spread)

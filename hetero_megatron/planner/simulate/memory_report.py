@@ -1,4 +1,4 @@
-"""What each rank of a plan needs in memory, and which rank is over by how much where it does not fit. No torch."""
+"""Memory of each rank of a plan, and by how much ranks exceed their limits."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def estimate_memory(
     plan: Plan, spec: ModelSpec, dtype: str, moments: int = 2, buckets: tuple[Bucket, ...] | None = None,
     logits_bytes: int = LOGITS_BYTES,
 ) -> dict[int, MemoryBytes]:  # fmt: skip
-    """Memory of every rank, without the framework's overhead.
+    """Memory of every rank in bytes, without the framework's overhead.
 
     Args:
-        moments: per element: 2 for Adam, 1 for SGD.
-        buckets: those of the plan, if they were made already.
-        logits_bytes: of a micro-batch on a rank, from which on head and loss go through chunks of tokens.
+        moments: optimizer moments per element: 2 for Adam, 1 for SGD with momentum.
+        buckets: those of the plan, if already made.
+        logits_bytes: size of a micro-batch's logits on a rank above which head and loss run in chunks of tokens.
     """
     item = ITEM_BYTES[dtype]
     out = plan_activations(plan, spec, item, logits_bytes)
     index = {rank: i for i, rank in enumerate(plan.ranks)}
     held, owned, buffers = (np.zeros(len(index), np.int64) for _ in range(3))
-    # Bytes of each rank's last buckets, in the order of sending: under way, and while what came is added up.
+    # Bytes of each rank's latest buckets, in the order of sending: [under way | being summed, IN_FLIGHT, ranks].
     recent = np.zeros((2, IN_FLIGHT, len(index)), np.int64)
     places: dict[tuple[int, ...], Ints] = {}
     known: dict[tuple[int, ...], tuple[Ints, Ints, Ints]] = {}  # held, owned, [2, ranks] as in recent, of a bucket
@@ -79,7 +79,7 @@ def estimate_memory(
 
 
 def _buffers(bucket: Bucket, held: Ints, owned: Ints, item: int) -> Ints:
-    """Of each rank [2, ranks]: bytes while the bucket is under way, and while what came is added up."""
+    """[2, ranks] bytes while the bucket is under way, and while it is summed."""
     if len(bucket.ranks) == 1:
         return np.zeros((2, 1), np.int64)
     return np.array(buffer_bytes(held, owned, held.sum() / owned.sum(), item, bucket.dense)).astype(np.int64)
@@ -140,7 +140,7 @@ class OverLimit:
 def over_limit(
     memory: Mapping[int, MemoryBytes], limits: Mapping[int, int], chips: Mapping[int, str]
 ) -> tuple[OverLimit, ...]:
-    """The ranks that do not fit, worst first."""
+    """The ranks that exceed their limit, worst first."""
     found = [OverLimit(r, chips[r], m.total, limits[r]) for r, m in memory.items() if m.total > limits[r]]
     return tuple(sorted(found, key=lambda o: (-o.over, o.rank)))
 
@@ -166,7 +166,7 @@ def refuse(over: tuple[OverLimit, ...], memory: Mapping[int, MemoryBytes], where
 
 
 def format_memory(memory: Mapping[int, MemoryBytes]) -> str:
-    """A table with one row per run of ranks whose memory is the same."""
+    """A table with one row per set of ranks with equal memory."""
     rows: dict[MemoryBytes, list[int]] = {}
     for rank, needs in sorted(memory.items()):
         rows.setdefault(needs, []).append(rank)

@@ -1,4 +1,4 @@
-"""A compiled plan with what all its predictions have in common: fits predict the same plans with many rates."""
+"""A compiled plan with everything that its predictions under different rates have in common."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from hetero_megatron.schedule import Schedule, lowered
 
 
 class PreparedPlan:
-    """Independent of rates; of one cluster at a time.
-
-    Attributes:
-        transfers: at boundaries and in context groups, filled as they are priced.
-    """
+    """Rate-independent data of a plan on one cluster. ``transfers``: element counts at stage boundaries and in context
+    groups; filled on first use."""
 
     def __init__(self, compiled: CompiledPlan) -> None:
         self.compiled, self.plan = compiled, compiled.plan
@@ -24,14 +21,14 @@ class PreparedPlan:
         self._structure: SyncStructure | None = None
 
     def schedule(self, num_stages: int, num_micro_batches: int) -> Schedule:
-        """Of pipelines of this shape, up to the last backward."""
+        """The lowered schedule of a pipeline of this shape."""
         shape = (num_stages, num_micro_batches)
         if shape not in self._schedules:
             self._schedules[shape] = lowered(self.plan.schedule, *shape)
         return self._schedules[shape]
 
     def structure(self, costs: CostModel, network: LinkModel) -> SyncStructure:
-        """Participants and element counts of every exchange of gradients."""
+        """Participants and element counts of every gradient exchange."""
         if self._structure is None or not self._structure.serves(costs):
             self._structure = SyncStructure(self.plan, costs, network, self.compiled.buckets)
         return self._structure

@@ -1,9 +1,9 @@
-"""Rates fitted to measured iteration times, with error bars.
+"""Rates fitted to measured step times, with error bars.
 
-Each rate is a factor on what is known before (measured rates, else the cold start): least squares on the logarithm of
-predicted / measured, with a weak prior that holds factors near 1 which the runs say nothing about. The error bar of a
-rate is the factor by which it may be off (one standard deviation); a rate whose bar is hardly smaller than the prior's
-is reported as not determined by these runs.
+Each rate is a factor on its previous value (measured, else from data sheets): least squares on log(predicted /
+measured), with a weak prior that keeps factors near 1 when the runs say nothing about them. The error bar of a rate is
+the factor by which it may be off (one standard deviation); a rate whose bar is hardly smaller than the prior's is
+reported as not determined by these runs.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ CHIP = (
     "layer_backward_seconds", "action_seconds", "message_seconds", "step_seconds",
 )  # fmt: skip
 LINK = ("alpha", "beta", "message_seconds")
-ROWS = ("layers", "embed", "head", "optimizer")  # measured tables are scaled as a whole
-LEAST = {"gemm_half": 100.0, "score_seconds": 1e-13, "beta": 1e-12}  # where a factor would start from zero
+ROWS = ("layers", "embed", "head", "optimizer")  # measured tables, scaled as a whole
+LEAST = {"gemm_half": 100.0, "score_seconds": 1e-13, "beta": 1e-12}  # what factor 1 means for a rate of zero
 LEAST_SECONDS = 1e-5
-LONGEST = 1e9  # seconds: no step of a run takes thirty years
+LONGEST = 1e9  # seconds; longer steps are rejected as input errors
 PRIOR = 1.0  # standard deviation of the logarithm of a factor, before any run
-NOISE = 0.03  # of a measured time: what the fit takes as one standard deviation
-DETERMINED = 0.7  # of the prior: above it the runs say too little about a rate
-# Before the least squares: (factors that are tried, passes over all knobs, how many of them also move those that
+NOISE = 0.03  # standard deviation of a measured time, relative
+DETERMINED = 0.7  # share of the prior's deviation below which a rate counts as determined
+# Coarse search before the least squares: (factors tried, passes over all knobs, passes that include the knobs that
 # synchronisation depends on).
 SEARCH = (((0.1, 0.3, 3.0, 10.0), 2, 1), ((0.5, 0.7, 1.4, 2.0), 6, 1), ((0.85, 0.93, 1.08, 1.18), 6, 1))
-LITTLE = 1e-3  # a pass that gains less than this share is the last one
+LITTLE = 1e-3  # relative gain below which a pass is the last one
 COMPUTING = (
     "gemm_flops", "gemm_half", "attention_flops", "score_seconds", "layer_seconds", "layer_backward_seconds",
     "action_seconds", "layers", "embed", "head",
 )  # fmt: skip
-EVERY = 40  # runs at most that the coarse grid looks at
-LAG = 3  # steps after which the derivatives of rates that synchronisation depends on are computed again
-WARM_UP = 2  # first steps of a run that do not count
+EVERY = 40  # most runs in the coarse search
+LAG = 3  # steps between updates of the derivatives of rates that synchronisation depends on
+WARM_UP = 2  # first steps of a run that are ignored
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,17 @@ class MeasuredRun:
 
     @cached_property
     def prepared(self) -> PreparedPlan:
-        """For its predictions with many rates."""
+        """The compiled plan, for predictions with many rates."""
         return PreparedPlan(CompiledPlan(self.plan, self.model))
 
 
 @dataclass(frozen=True)
 class FittedRate:
-    """``name`` is ``chip.rate`` or ``link a-b.rate``; ``before``, ``value``: in units of rates; ``error``: a factor."""
+    """Args:
+        name: ``chip.rate`` or ``link a-b.rate``.
+        before, value: in units of the rate.
+        error: factor by which ``value`` may be off.
+        determined: whether the runs determine the rate."""
 
     name: str
     before: float
@@ -84,7 +88,7 @@ class FittedRate:
 
 @dataclass(frozen=True)
 class Fit:
-    """The fitted rates; per run, predicted / measured - 1 before and after."""
+    """The fitted rates; ``before``, ``after``: per run, predicted / measured - 1."""
 
     rates: Rates
     fitted: tuple[FittedRate, ...]
@@ -95,7 +99,7 @@ class Fit:
 def predict_runs(
     runs: Sequence[MeasuredRun], rates: Rates, options: CostOptions, pipelines_only: bool = False
 ) -> list[float]:
-    """Predicted seconds of each run, or of its pipelines only (without synchronisation and optimizer)."""
+    """Predicted seconds of each run, or only of its pipelines (without synchronisation and optimizer)."""
     predicted = pipeline_seconds if pipelines_only else step_seconds
     costs: dict[tuple[ModelSpec, int], CostModel] = {}
     out = []
@@ -118,7 +122,7 @@ def fit_rates(
 
     Args:
         only: rates to vary (names as in :data:`CHIP` and :data:`LINK`); None: all.
-        steps: of the least-squares solver, at most.
+        steps: most steps of the least-squares solver.
 
     Raises:
         UserError: no runs, or a time that is not positive.
@@ -154,13 +158,10 @@ def fit_rates(
 
 
 class _FitProblem:
-    """Residuals of a fit and their derivatives.
-
-    A prediction is the time of the pipelines and what comes after them, mostly the synchronisation of gradients, which
-    takes most of the work to compute. Residuals are exact. Where only a rate of *computing* moves, differences (of
-    derivatives and of the coarse grid) take what comes after as it was: it moves only as far as the ends of stages move
-    apart. Columns of the other rates are computed at every :data:`LAG`-th step and kept in between.
-    """
+    """Residuals of a fit and their derivatives. A prediction is the time of the pipelines plus what follows, mostly
+    gradient synchronisation, which takes most of the work to compute. Residuals are exact. When only a rate of
+    *computing* changes, derivatives and the coarse search assume that the time after the pipelines is unchanged.
+    Derivatives of the other rates are updated at every :data:`LAG`-th step."""
 
     def __init__(self, runs: Sequence[MeasuredRun], start: Rates, options: CostOptions, knobs: Sequence[_Knob]) -> None:
         self.runs, self.start, self.options, self.knobs = runs, start, options, knobs
@@ -182,14 +183,14 @@ class _FitProblem:
         return np.array(predict_runs(runs, rates, self.options, pipelines_only=True))
 
     def errors(self, theta: np.ndarray) -> np.ndarray:
-        """Logarithms of predicted / measured."""
+        """log(predicted / measured) per run."""
         return np.asarray(np.log(self.seconds(theta)) - self.measured)
 
     def residuals(self, theta: np.ndarray) -> np.ndarray:
         return np.concatenate([self.errors(theta) / NOISE, theta / PRIOR])
 
     def jacobian(self, at: np.ndarray, fresh: bool = False, step: float = -0.02) -> np.ndarray:
-        """Differences, wide enough to look over the kinks of maxima, downwards because of the bounds."""
+        """Finite differences: wide, to average over kinks of maxima, and downwards because of the bounds."""
         fresh = fresh or self._calls % LAG == 0
         self._calls += 1
         here = self.seconds(at)
@@ -209,8 +210,8 @@ class _FitProblem:
         return np.concatenate([np.stack([self._columns[i] for i in range(len(at))], axis=1), prior])
 
     def rough(self, theta: np.ndarray, base: np.ndarray | None) -> float:
-        """What the least squares minimise, of some of the runs; ``base``: their seconds after the pipelines, where
-        those are known."""
+        """The objective of the least squares on a sample of the runs; ``base``: their seconds after the pipelines, if
+        known."""
         measured = np.log([run.seconds for run in self.some])
         if base is None:
             seconds = np.array(predict_runs(self.some, _apply(self.start, self.knobs, theta), self.options))
@@ -220,22 +221,22 @@ class _FitProblem:
         return float(np.sum(np.sqrt(1 + np.square(residuals)) - 1))
 
     def after(self, theta: np.ndarray) -> np.ndarray:
-        """Seconds of some of the runs after the end of their pipelines."""
+        """Seconds after the end of the pipelines, for a sample of the runs."""
         rates = _apply(self.start, self.knobs, theta)
         return np.array(predict_runs(self.some, rates, self.options)) - self.pipelines(theta, self.some)
 
 
 def _highest(knob: _Knob, start: Rates) -> float:
-    """Upper bound of a knob's logarithm: nothing computes faster than the data sheet's peak."""
+    """Upper bound on log(factor) of a knob: no chip computes faster than its data sheet's peak."""
     chip = start.cluster.chips.get(knob.chip)
     peak = chip.flops.get(start.dtype) if chip is not None and knob.rate in ("gemm_flops", "attention_flops") else None
     return max(math.log(peak / knob.value(start)), 1e-3) if peak else math.inf
 
 
 def _coarse(problem: _FitProblem, highest: np.ndarray) -> np.ndarray:
-    """A start: knobs one after the other by factors, coarse ones first, as long as it helps. Maxima (compute or
-    launches, bytes or FLOPs) hide a knob that is far off from every gradient, and one that moved first, to make up for
-    another, has to come back."""
+    """Starting point: coordinate search over factors, coarse ones first, while it helps. Maxima in the model (compute
+    or launches, bytes or FLOPs) hide a knob that is far off from every gradient, and a knob that moved to compensate
+    for another must be able to come back."""
     best = np.zeros(len(highest))
     base = problem.after(best)
     least = problem.rough(best, None)
@@ -243,7 +244,7 @@ def _coarse(problem: _FitProblem, highest: np.ndarray) -> np.ndarray:
         for turn in range(passes):
             start = least
             for i, knob in enumerate(problem.knobs):
-                if not knob.computes and turn >= every:  # what synchronisation depends on takes most of the time
+                if not knob.computes and turn >= every:  # expensive: synchronisation is simulated again
                     continue
                 origin = best[i]
                 for factor in factors:
@@ -263,7 +264,7 @@ def _coarse(problem: _FitProblem, highest: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Knob:
-    """One rate that is varied: of a ``chip``, or of the ``link`` (group, group, same node)."""
+    """One rate to fit: of a ``chip``, or of the ``link`` (group, group, same node)."""
 
     rate: str
     chip: str = ""
@@ -289,13 +290,12 @@ class _Knob:
 
 
 def _size(rows: Sequence[object]) -> float:
-    """A number that stands for a whole table: its first time."""
     row = rows[0]
     return float(row[-1] if isinstance(row, tuple) else row.forward)  # type: ignore[attr-defined]
 
 
 def _knobs(runs: Sequence[MeasuredRun], start: Rates, only: Sequence[str] | None) -> list[_Knob]:
-    """What the runs can say something about: their chips, and the links that their plans use."""
+    """The rates that the runs depend on: of their chips, and of the links that their plans use."""
     ranks = start.cluster.ranks
     chips = sorted({ranks[r].chip for run in runs for r in run.plan.ranks})
     links: set[tuple[str, str, bool]] = set()
@@ -312,7 +312,7 @@ def _knobs(runs: Sequence[MeasuredRun], start: Rates, only: Sequence[str] | None
 
 
 def _pairs(plan: Plan) -> set[tuple[int, int]]:
-    """Pairs of ranks that exchange something: enough of them to name every kind of link."""
+    """Pairs of ranks that exchange something: enough to cover every kind of link."""
     out: set[tuple[int, int]] = set()
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:
@@ -327,7 +327,6 @@ def _pairs(plan: Plan) -> set[tuple[int, int]]:
 
 
 def _apply(start: Rates, knobs: Sequence[_Knob], theta: Sequence[float] | np.ndarray) -> Rates:
-    """``start`` with every knob's rate multiplied by exp(theta)."""
     chips: dict[str, dict[str, object]] = {}
     links: dict[tuple[str, str, bool], dict[str, float]] = {}
     for knob, move in zip(knobs, theta, strict=True):
@@ -345,21 +344,22 @@ def _apply(start: Rates, knobs: Sequence[_Knob], theta: Sequence[float] | np.nda
     }
     measured: dict[tuple[str, str, bool], LinkRates] = dict(start.measured)
     for (a, b, same), factors in links.items():
-        for ends in ((a, b, same), (b, a, same)):  # each direction keeps what it is beside the other
+        for ends in ((a, b, same), (b, a, same)):  # both directions are scaled alike
             values = {r: _first(start, _Knob(r, link=ends)) * factor for r, factor in factors.items()}
             measured[ends] = replace(start.between(*ends), calibrated=True, **values)  # type: ignore[arg-type]
     return Rates(start.cluster, start.dtype, new_chips, measured)
 
 
 def _first(start: Rates, knob: _Knob) -> float:
-    """The value that factor 1 stands for."""
     return knob.value(start) or LEAST.get(knob.rate, LEAST_SECONDS)
 
 
 def read_runs(path: str, cluster: Cluster, say: Callable[[str], None] = lambda _: None) -> list[MeasuredRun]:
     """Measured runs from a CSV file with the columns ``plan``, ``model`` and either ``seconds`` or ``metrics`` (a
-    metrics.jsonl, of which the median step counts). Paths are relative to the CSV file; ``say`` is told of plans that
-    get the cluster's islands.
+    metrics.jsonl, whose median step counts). Paths are relative to the CSV file.
+
+    Args:
+        say: receives a message for every plan to which the cluster's islands are added.
 
     Raises:
         UserError: names file and line.
@@ -393,7 +393,7 @@ def _seconds(row: Mapping[str, str], base: Path, where: str) -> float:
 
 
 def _positive(value: Any, field: str, where: str) -> float:
-    """A measured time; UserError for what is none."""
+    """A measured time in seconds; UserError if it is not positive."""
     try:
         seconds = float(value) if isinstance(value, str | int | float) else math.nan
     except (ValueError, OverflowError):
@@ -404,7 +404,8 @@ def _positive(value: Any, field: str, where: str) -> float:
 
 
 def median_step_seconds(metrics: Path) -> float:
-    """Median ``step_seconds`` of a run's metrics.jsonl, without its first steps; UserError where there are none."""
+    """Median ``step_seconds`` of a run's metrics.jsonl without its first :data:`WARM_UP` steps; UserError if none are
+    left."""
     steps: dict[int, float] = {}
     for where, data in json_lines(metrics):
         if "step_seconds" in data:
@@ -419,7 +420,7 @@ def median_step_seconds(metrics: Path) -> float:
 
 
 def rates_section(fit: Fit) -> dict[str, Any]:
-    """The fitted rates as the ``rates:`` of a cluster file."""
+    """The fitted rates as the ``rates:`` section of a cluster file."""
     rates = fit.rates
     chips = {n: {rates.dtype: as_document(c)} for n, c in rates.chips.items() if c.calibrated}
     measured = sorted(rates.measured.items(), key=lambda item: item[0])
@@ -427,7 +428,7 @@ def rates_section(fit: Fit) -> dict[str, Any]:
 
 
 def format_fit(fit: Fit) -> str:
-    """What was fitted, how sure it is, and how well it describes the runs."""
+    """Table of the fitted rates, their errors, and the errors of the predictions."""
     lines = [f"{'rate':<44}{'before':>12}{'fitted':>12}  error"]
     for rate in fit.fitted:
         bar = f"x/÷ {rate.error:.2f}" if rate.determined else "not determined by these runs"

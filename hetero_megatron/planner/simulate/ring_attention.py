@@ -1,9 +1,9 @@
-"""Seconds of a concrete context stage: its own exchanges and ring rounds, timed with the cluster's rates.
+"""Seconds of a concrete context stage, from its own exchanges and ring rounds.
 
 A group is as fast as its slowest member. The ring is timed round by round as the runtime runs it: own blocks first,
-then the arrival of the round, what comes next already posted; messages that share a link or a node's cards take turns.
-The scheduler's closed form (``context_cost``) says the same of nested zigzag layouts; this also prices written
-intervals, contiguous order, causal blocks that nobody needs, and TP members of unequal shares.
+then wait for the round's blocks while the next ones are already posted. Messages that share a link or a node's network
+cards are serialised. The scheduler's closed form (``context.cost``) agrees for nested zigzag layouts; this also prices
+explicit intervals, contiguous order, causal blocks that nobody needs, and TP members with unequal shares.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ByGroup = dict[int, float]
 
 
 class ContextSeconds:
-    """Prices of the context stages of one plan; ``traffic``: of its stages, what is known; added to."""
+    """Prices of the context stages of one plan; ``traffic``: cache by stage, added to."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class ContextSeconds:
         return self._traffic[stage]
 
     def sent(self, stage: Stage) -> dict[tuple[int, int], int]:
-        """Bytes by (source, destination) that attention of one micro-batch sends through the whole stage."""
+        """Bytes by (source, destination) that the attention of one micro-batch sends in the whole stage."""
         model = self.model
         total: dict[tuple[int, int], int] = defaultdict(int)
         full = {"full": stage.num_layers, "first": stage.recompute.layers}.get(stage.recompute.kind, 0)
@@ -60,7 +60,8 @@ class ContextSeconds:
         return dict(total)
 
     def unit_seconds(self, stage: Stage, unit: Unit, t: int) -> UnitSeconds:
-        """One rank's parts; its layer is the stage's, because groups wait for each other's keys and values."""
+        """Times of one rank's parts; the layer's time is the stage's, because groups wait for each other's keys and
+        values."""
         model, rows = self.model, unit.sequences[1] - unit.sequences[0]
         operators = model.operators(self._chip(unit.ranks[t]))
         columns = _share(self.model, unit, t)[1]
@@ -77,7 +78,7 @@ class ContextSeconds:
         )
 
     def layer(self, stage: Stage) -> Pair:
-        """(forward, backward) seconds of one layer; backward with what selective recompute computes again."""
+        """(forward, backward) seconds of one layer; backward includes selective recompute."""
         if stage not in self._layers:
             found = []
             for traffic, rows in zip(self.traffic(stage), stage.replicas, strict=True):
@@ -90,21 +91,19 @@ class ContextSeconds:
         return self.network.ranks[rank].chip
 
     def _swap(self, unit: Unit, rows: int) -> tuple[float, float]:
-        """Seconds of one gather or scatter-sum of a TP member, and how many of them are the host's."""
+        """(seconds of one gather or scatter-sum of a TP member, seconds of it on the host)."""
         size = rows * unit.num_tokens * self.model.model.hidden_size * self.model.item
         return self.network.tp_exchange(unit.ranks, size)
 
 
 def _share(model: CostModel, unit: Unit, t: int) -> tuple[float, float]:
-    """(of heads, of columns) that TP rank ``t`` projects: exactly 1/tp where the axes divide evenly."""
+    """(share of heads, share of columns) that TP rank ``t`` computes; exactly 1/tp where the axes divide evenly."""
     share = shares(model.model, unit.tp_split)[t]
     heads = (share.q_heads[1] - share.q_heads[0]) / model.model.num_heads
     return heads, (share.ffn[1] - share.ffn[0]) / model.model.ffn_hidden_size
 
 
 class _Layer:
-    """One layer of one inner replica in the making."""
-
     def __init__(self, prices: ContextSeconds, traffic: LayerTraffic, units: list[Unit], rows: int) -> None:
         self.prices, self.traffic, self.rows = prices, traffic, rows
         self.context: StageContext = traffic.context
@@ -155,7 +154,7 @@ class _Layer:
         return max(self.linear[m.rank][way] for m in self.traffic.groups[group].members)
 
     def _exchanges(self, flows: Sequence[Volumes], item: int, back: bool) -> ByGroup:
-        """Seconds of the all-to-all that each group takes part in; those of different groups share cards."""
+        """Seconds of the head exchange of each group; exchanges of different groups share network cards."""
         found: list[tuple[ExchangePrice, float]] = []
         ports: dict[Port, float] = defaultdict(float)
         for volumes in flows:
@@ -184,7 +183,7 @@ class _Layer:
         return self._prices[key, item, back]
 
     def _attention(self, start: ByGroup, backward: bool) -> ByGroup:
-        """When each group has its output (or its gradients), if it starts then."""
+        """Seconds at which each group has its output (or gradients), given when it starts."""
         work = {g: [p * self.per_pair[g][backward] for p in row] for g, row in self.traffic.pairs.items()}
         if not self.traffic.ring:
             return {g: start[g] + sum(work[g]) for g in start}
@@ -195,7 +194,7 @@ class _Layer:
         return self._price(passage, self.traffic.volumes(passage), item, None)
 
     def _post(self, passage: Passage) -> float:
-        """Host seconds of the rank with most messages at either end."""
+        """Host seconds of the rank with the most messages at either end."""
         if passage not in self._posting:
             seconds: dict[int, float] = defaultdict(float)
             for a, b in self.traffic.volumes(passage):
@@ -206,7 +205,7 @@ class _Layer:
 
 
 class _Ring:
-    """The rounds of one pass; ``now``: how far each group is."""
+    """The rounds of one pass; ``now``: clock of each group in seconds."""
 
     def __init__(
         self,
@@ -247,7 +246,7 @@ class _Ring:
             self.now[g] = max(self.now[g], at)
 
     def _send(self, passages: Iterable[Passage]) -> ByGroup:
-        """Post messages; when both sides have them behind them."""
+        """Post messages; returns, by group, the seconds at which both sides have completed them."""
         posted = list(passages)
         for passage in posted:
             for g in (passage.source, passage.to):

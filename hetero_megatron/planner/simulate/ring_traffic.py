@@ -1,7 +1,7 @@
-"""What crosses links in one layer of a context stage, and which query-key pairs every group computes when.
+"""Traffic of one layer of a context stage, and the query-key pairs that every group computes per round.
 
 Taken from the structures that the runtime executes (``head_moves``, ``make_blocks``, ``ring_schedule``, ``head_hop``),
-in units of (token, head) of one sequence, so it depends on no rates.
+in units of (token, head) of one sequence, so it does not depend on rates.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class LayerTraffic:
     """One layer of one inner replica of a stage.
 
     Attributes:
-        ranks: the ranks of each head exchange; enter, leave: what travels in it before and after attention (queries,
-            keys and values; the output). Backward sends the same amounts back.
+        ranks: ranks of each head exchange.
+        enter, leave: traffic of the exchange before attention (queries, keys, values) and after it (output). Backward
+            sends the same amounts in the opposite direction.
         pairs: by group and block, the (query, key) pairs of one head.
     """
 
@@ -82,7 +83,7 @@ class LayerTraffic:
         return found
 
     def volumes(self, passage: Passage) -> dict[tuple[int, int], int]:
-        """Of keys and values together (or of both gradients)."""
+        """Units by pair of ranks: keys and values together (or both gradients)."""
         key = (passage.source, passage.to)
         if key not in self._hops:
             heads = self.context.spec.num_kv_heads
@@ -93,12 +94,12 @@ class LayerTraffic:
         return self.blocks[block].size
 
     def keys_of(self, t: int) -> list[Passage]:
-        """What arrives in round ``t``."""
+        """Passages that arrive in round ``t``."""
         assert self.schedule is not None
         return [Passage(h.source, h.to, self.block_tokens(h.block), False) for h in self._round(t)]
 
     def gradients_of(self, t: int) -> list[Passage]:
-        """What leaves at the end of round ``t`` of backward: to the block's next group, or to its owner."""
+        """Passages sent at the end of round ``t`` of backward: to the block's next group, or to its owner."""
         following = {h.block: h.to for h in self._round(t + 1)}
         ends = [(h, self.blocks[h.block].group if h.last else following[h.block]) for h in self._round(t)]
         return [Passage(h.to, end, self.block_tokens(h.block), True) for h, end in ends]
@@ -108,21 +109,20 @@ class LayerTraffic:
         return self.schedule.rounds[t] if t < len(self.schedule.rounds) else ()
 
     def sent(self, item: int, wide: int, recompute: str, full: bool) -> dict[tuple[int, int], int]:
-        """Bytes per element of a head's row, by (source, destination), of one layer's forward and backward.
-
-        Multiply by head_dim and by the sequences of the micro-batch.
+        """Bytes per element of a head's row, by (source, destination), of one layer's forward and backward. Multiply by
+        head_dim and by the sequences of the micro-batch.
 
         Args:
-            item: bytes of an activation; wide: of an accumulated gradient.
-            recompute: of the stage; full: whether this layer runs again whole. A recomputed core stops as soon as
-                what backward needs is there, before its output leaves.
+            item: bytes of an activation; wide: bytes of an accumulated gradient.
+            recompute: of the stage.
+            full: this layer is recomputed whole. Recomputation stops before the attention output is sent.
         """
         total: dict[tuple[int, int], int] = defaultdict(int)
         into = 1 + 1 + (full or recompute == "selective")  # forward, backward, and again
         out = 1 + 1 + full
         for flows, times in ((self.enter, into), (self.leave, out)):
             for one in flows:
-                # What leaves in forward comes back in backward, between the same ranks the other way round.
+                # Backward sends the gradients of what forward sent in the opposite direction.
                 for (a, b), n in one.items():
                     total[a, b] += (times - 1) * n * item
                     total[b, a] += n * item
@@ -138,7 +138,6 @@ class LayerTraffic:
 
 
 def _volumes(moves: list[tuple[Transfer, int]]) -> dict[tuple[int, int], int]:
-    """Units by pair of ranks, each transfer's times its weight; what stays where it is left out."""
     total: dict[tuple[int, int], int] = defaultdict(int)
     for transfer, weight in moves:
         for piece in transfer.pieces:

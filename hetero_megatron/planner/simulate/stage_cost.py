@@ -1,4 +1,4 @@
-"""A concrete pipeline of a plan -> what the simulator needs: seconds of its stages, boundaries and messages."""
+"""Inputs of the schedule simulation for a concrete pipeline: seconds of its stages, boundaries and messages."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ class PipelineCosts:
 
 @dataclass(frozen=True)
 class StageTransfers:
-    """Who sends how many elements to whom at the boundaries and in the context groups of one plan: independent of
-    rates, so fits, which predict the same plans over and over, keep it."""
+    """Element counts of boundary transfers and context groups of one plan; independent of rates, so fits reuse them."""
 
     pieces: dict[tuple[object, ...], tuple[Piece, ...]] = field(default_factory=dict)
     context: dict[Stage, list[LayerTraffic]] = field(default_factory=dict)
@@ -49,8 +48,8 @@ class StageCosts:
         self._known: dict[tuple[object, ...], PipelineCosts] = {}
 
     def _sharing(self) -> Mapping[str, int]:
-        """By node: how many pipelines send activations through its network cards. Replicas march in step, so they do
-        it at the same time."""
+        """By node, how many pipelines send activations through its network cards; replicas run in step, so they send at
+        the same time."""
         users: dict[str, set[int]] = defaultdict(set)
         ranks = self.network.ranks
         for p, pipeline in enumerate(self.plan.pipelines):
@@ -113,7 +112,7 @@ class StageCosts:
         return PipelineCosts(costs, tuple(parts))
 
     def _posting(self, flows: list[Flow], end: int) -> float:
-        """Host seconds of the rank at this end that has most messages."""
+        """Host seconds of the rank at this end (0: sender, 1: receiver) with the most messages."""
         seconds: dict[int, float] = defaultdict(float)
         for src, dst, _ in flows:
             rank, peer = (src, dst) if end == 0 else (dst, src)
@@ -122,19 +121,19 @@ class StageCosts:
         return max(seconds.values(), default=0.0)
 
     def _slowest(self, stage: Stage) -> UnitSeconds:
-        """Part by part, the slowest of the stage's ranks: collectives and boundaries make the others wait for it."""
+        """Per part, the time of the slowest rank of the stage: collectives and boundaries make the others wait."""
         found = [self._rank_seconds(stage, unit, t) for unit in stage.units for t in range(unit.tp)]
         worst = [max(column) for column in zip(*[(*u.layer, *u.embed, *u.head, u.action) for u in found])]
         return UnitSeconds((worst[0], worst[1]), (worst[2], worst[3]), (worst[4], worst[5]), worst[6])
 
     def computing(self, stage: Stage, unit: Unit, t: int) -> float:
-        """Seconds per micro-batch that TP rank ``t`` computes, without the exchanges of its TP group. Those of context
-        groups, which go on beside compute, are in it."""
+        """Seconds per micro-batch that TP rank ``t`` computes, without the exchanges of its TP group; those of context
+        groups, which overlap with compute, are included."""
         own = self._rank_seconds(stage, unit, t, exchanges=False)
         return sum(own.total(stage.num_layers, _full(stage), stage.embed, stage.head))
 
     def jitter(self, rank: int) -> float:
-        """Standard deviation of a second that the rank computes."""
+        """Standard deviation of one second of compute on the rank."""
         return self.model.chip_rates(self.network.ranks[rank].chip).jitter
 
     def _rank_seconds(self, stage: Stage, unit: Unit, t: int, exchanges: bool = True) -> UnitSeconds:
@@ -149,7 +148,7 @@ class StageCosts:
         return model.unit_seconds(model.operators(chip), share, rows, swap, stage.recompute.kind, posting)
 
     def boundary(self, up: Stage, down: Stage, size: int) -> list[Flow]:
-        """Who sends how many bytes to whom for the activations of one micro-batch: the runtime's own transfer."""
+        """(source, destination, bytes) of the activations of one micro-batch, from the runtime's own transfer."""
         key = (
             tuple((u.tp, u.sequences, u.tokens) for u in up.units),
             tuple((u.tp, u.sequences, u.tokens) for u in down.units),
@@ -174,7 +173,7 @@ def _full(stage: Stage) -> int:
 
 
 def _layout(stage: Stage, size: int, seq_length: int) -> Layout:
-    """The stage's activations over (sequence, token): hidden is never cut."""
+    """The stage's activations over (sequence, token); the hidden dimension is never split."""
     boxes: dict[int, tuple[Box, ...]] = {}
     for unit, (row, end) in zip(stage.units, unit_sequences(stage, size), strict=True):
         for t, rank in enumerate(unit.ranks):
@@ -183,7 +182,7 @@ def _layout(stage: Stage, size: int, seq_length: int) -> Layout:
 
 
 def work_share(model: CostModel, tp_split: tuple[int, ...], t: int) -> float:
-    """The part of a layer's FLOPs that TP rank ``t`` computes: exactly 1/tp where the axes divide evenly."""
+    """Share of a layer's FLOPs that TP rank ``t`` computes; exactly 1/tp where the axes divide evenly."""
     spec = model.model
     share: Share = shares(spec, tp_split)[t]
     heads = (share.q_heads[1] - share.q_heads[0]) / spec.num_heads

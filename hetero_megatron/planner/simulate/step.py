@@ -1,7 +1,8 @@
-"""How long one step of a concrete plan takes, and what every rank needs in memory.
+"""The step simulator: duration of one step of a concrete plan, and memory of every rank.
 
 The plan's own schedule actions are timed (:func:`hetero_megatron.schedule.simulate`), its own buckets travel, and its
-own layouts say which bytes cross which link; only the seconds per operator and per byte come from a model, the rates.
+own layouts determine which bytes cross which link. Only the seconds per operator and per byte come from a model, the
+rates.
 """
 
 from __future__ import annotations
@@ -40,16 +41,15 @@ class Prediction:
         step_seconds: from the first forward to the last updated parameter.
         seconds_range: in which the step is expected (:mod:`~hetero_megatron.planner.simulate.uncertainty`); None where
             some chip's rates are not measured.
-        tokens_per_second: of the whole plan; mfu: model FLOPs over the peak of the chips used, None where a peak is not
-            known (emulated chips).
-        memory: by rank, framework overhead included; limits: usable bytes by rank; over: ranks that do not fit.
-        timelines: of each pipeline; pipeline_seconds: when each has ended.
+        tokens_per_second: of the whole plan.
+        mfu: model FLOPs over the peak of the chips used; None where a peak is unknown (emulated chips).
+        memory: by rank, including the framework's overhead; limits: usable bytes by rank; over: ranks that do not fit.
+        timelines: of each pipeline; pipeline_seconds: their ends.
         reduces, spreads: when each bucket travels.
-        parts: seconds of the step: ``pipelines``, ``jitter`` (what unsteady chips add), ``gradients`` (exposed),
+        parts: seconds of the step: ``pipelines``, ``jitter`` (added by unsteady chips), ``gradients`` (exposed),
             ``optimizer``, ``parameters``.
-        busy: seconds of its stage's forwards and backwards by rank, exchanges inside TP groups included.
-        assumed: chips whose rates come from data sheets and default efficiencies, and where their sheets' values are
-            from.
+        busy: by rank, seconds of its stage's forwards and backwards, including TP exchanges.
+        assumed: chips whose rates come from data sheets and default efficiencies, with the source of the sheet.
     """
 
     plan: Plan
@@ -74,15 +74,15 @@ class Prediction:
 
     @property
     def computed_seconds(self) -> float:
-        """Until the last backward has ended on every rank."""
+        """Seconds until the last backward has ended on every rank."""
         return self.parts["pipelines"] + self.parts["jitter"]
 
     def describe_assumed(self) -> str:
-        """The chips that are ``assumed``, each with its source."""
+        """The ``assumed`` chips, each with its source."""
         return ", ".join(f"{chip} ({source})" for chip, source in self.assumed.items())
 
     def require_fit(self) -> Prediction:
-        """Itself; UserError for a plan that does not fit, naming the rank and by how many bytes."""
+        """Self; UserError for a plan that does not fit, naming the rank and by how many bytes."""
         if self.over:
             raise refuse(self.over, self.memory)
         return self
@@ -97,14 +97,14 @@ def predict(
     options: CostOptions | None = None,
     prepared: PreparedPlan | None = None,
 ) -> Prediction:
-    """Predict one step of a valid plan on the chips that the cluster gives to its ranks.
+    """Simulate one step of a valid plan on the chips of the cluster.
 
     Args:
         costs: the cost model, when the caller has one for this model, cluster, sequence length and dtype.
-        prepared: the plan, when the caller has compiled it.
+        prepared: the compiled plan, when the caller has it.
 
     Raises:
-        UserError: a plan that the cluster cannot hold, missing rates or links.
+        UserError: the plan does not match the cluster, or rates or links are missing.
     """
     if costs is None:
         validate(plan, model, cluster, dtype=dtype)
@@ -127,14 +127,13 @@ def _check(plan: Plan, costs: CostModel) -> None:
 
 
 def step_seconds(prepared: PreparedPlan, costs: CostModel) -> float:
-    """Only the time of :func:`predict`, for a plan that is known to be valid."""
+    """Only ``step_seconds`` of :func:`predict`, for a valid plan."""
     _check(prepared.plan, costs)
     return _Step(prepared, costs).times().end
 
 
 def over_memory(plan: Plan, costs: CostModel) -> tuple[tuple[OverLimit, ...], Mapping[int, MemoryBytes]]:
-    """Only the ranks of :func:`predict` that do not fit, worst first, and what every rank needs, for a plan that is
-    known to be valid."""
+    """(ranks that do not fit, worst first; memory of every rank), as in :func:`predict`, for a valid plan."""
     _check(plan, costs)
     step = _Step(_prepare(plan, costs), costs)
     memory, limits = step.memory()
@@ -142,8 +141,8 @@ def over_memory(plan: Plan, costs: CostModel) -> tuple[tuple[OverLimit, ...], Ma
 
 
 def computing_seconds(plan: Plan, costs: CostModel) -> dict[int, float]:
-    """Seconds of a step by rank that its own forwards and backwards take, without the exchanges of TP groups: what the
-    runtime measures as busy. (:attr:`Prediction.busy` is the stage's, with them.)"""
+    """By rank, seconds per step of its own forwards and backwards without TP exchanges: what the runtime measures as
+    busy. (:attr:`Prediction.busy` is the stage's, with them.)"""
     _check(plan, costs)
     stages = StageCosts(plan, costs)
     return {
@@ -156,7 +155,7 @@ def computing_seconds(plan: Plan, costs: CostModel) -> dict[int, float]:
 
 
 def pipeline_seconds(prepared: PreparedPlan, costs: CostModel) -> float:
-    """Until the last backward has ended, for a plan that is known to be valid."""
+    """Seconds until the last backward has ended, for a valid plan."""
     plan = prepared.plan
     _check(plan, costs)
     stages = StageCosts(plan, costs, prepared.transfers)
@@ -164,7 +163,6 @@ def pipeline_seconds(prepared: PreparedPlan, costs: CostModel) -> float:
 
 
 def _timelines(prepared: PreparedPlan, pipelines: list[PipelineCosts]) -> tuple[Timeline, ...]:
-    """One simulation per distinct pipeline."""
     known: dict[tuple[int, int], Timeline] = {}
     out = []
     for costs, pipeline in zip(pipelines, prepared.plan.pipelines, strict=True):
@@ -186,7 +184,7 @@ class _Times:
 
 
 class _Step:
-    """One step in the making: pipelines, then reduction, then optimizer, then spread."""
+    """Simulation of one step: pipelines, then reduction, optimizer and spread."""
 
     def __init__(self, prepared: PreparedPlan, costs: CostModel) -> None:
         self.prepared, self.plan, self.costs = prepared, prepared.plan, costs
@@ -219,7 +217,6 @@ class _Step:
         return _Times(end, timelines, tuple(reduces), tuple(spreads), parts_of_step)
 
     def _all_at(self, seconds: Mapping[int, float]) -> Callable[[Bucket], NDArray[np.float64]]:
-        """Every bucket's content is there when its ranks say."""
         structure = self.sync.structure
         every = np.array([seconds[r] for r in structure.places.ranks.tolist()])
         return lambda bucket: np.asarray(every[structure.at(bucket)])
@@ -258,11 +255,9 @@ class _Step:
     def _last_backwards(
         self, pipelines: list[PipelineCosts], timelines: tuple[Timeline, ...], late: float
     ) -> tuple[dict[int, float], dict[int, float], dict[int, UnitSeconds]]:
-        """By rank: when its last action has ended, when its last backward began, the parts of that.
-
-        The first backward of a step has nothing to add its gradients to; where the pipeline waits for its busiest
-        stage, all ends are earlier by what that stage saves. ``late``: all are later by it.
-        """
+        """(end of the last action, start of the last backward, its parts), by rank; ``late``: added to all times. The
+        first backward of a step writes gradients instead of adding to them; where the pipeline waits for its busiest
+        stage, everything ends earlier by what that stage saves."""
         ended, begin, parts = {}, {}, {}
         for pipeline, costs, timeline in zip(self.plan.pipelines, pipelines, timelines, strict=True):
             busiest = max(range(len(pipeline.stages)), key=timeline.busy.__getitem__)
@@ -281,7 +276,7 @@ class _Step:
         return held * self.costs.item * self.costs.chip_rates(self.chips[rank]).accumulate_beta
 
     def _barrier_seconds(self) -> float:
-        """The exchange of loss and norm between all ranks: a few bytes, so only latency, once around gloo's ring."""
+        """The all-reduce of loss and norm: a few bytes, so only latency, once around a ring of all ranks."""
         ranks = self.plan.ranks
         if len(ranks) == 1:
             return 0.0

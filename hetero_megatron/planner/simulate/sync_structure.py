@@ -19,7 +19,7 @@ from hetero_megatron.planner.simulate.bucket_flows import (
     PortIndex,
     PortTraffic,
     bucket_flows,
-    of_traffic,
+    from_link_traffic,
     port_traffic,
 )
 
@@ -27,12 +27,13 @@ Ints = NDArray[np.int64]
 
 
 class ActionContent:
-    """What some ranks exchange; arrays are over them.
+    """What some ranks exchange in one action; arrays are over these ranks.
 
     Attributes:
-        at: their places in the plan; inside: among the ranks of the bucket.
-        given: elements to other owners; taken: from other holders; owned: of what a rank holds itself.
-        flows: of a bucket that travels in one hop; pairs: else, from every rank to every other, towards the owners.
+        at: their indices in the plan; inside: their indices among the ranks of the bucket.
+        given: elements sent to other owners; taken: received from other holders; owned: kept.
+        flows: for a bucket that travels in one hop.
+        pairs: otherwise, elements by (source, destination), towards the owners.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class ActionContent:
         self._traffic: dict[bool, PortTraffic] = {}
 
     def elements(self) -> Mapping[tuple[int, int], int]:
-        """From every rank to every other, towards the owners."""
+        """Elements by (source, destination), towards the owners."""
         if self.flows is None:
             return self.pairs
         flows = self.flows
@@ -68,13 +69,13 @@ class ActionContent:
         return {(self.ranks[i], self.ranks[j]): n for i, j, n in rows}
 
     def traffic(self, spread: bool, places: PortIndex, network: LinkModel) -> PortTraffic:
-        """In elements; from holders to owners, or back to spread the new parameters."""
+        """In elements; from holders to owners, or with ``spread`` back."""
         if spread not in self._traffic:
             if self.flows is not None:
                 self._traffic[spread] = port_traffic(self.flows, places, spread)
             else:
                 flows = [(b, a, float(n)) if spread else (a, b, float(n)) for (a, b), n in self.pairs.items() if n]
-                self._traffic[spread] = of_traffic(network.traffic(flows), places)
+                self._traffic[spread] = from_link_traffic(network.traffic(flows), places)
         return self._traffic[spread]
 
 
@@ -93,8 +94,12 @@ class SyncAction:
 
 @dataclass(frozen=True)
 class ActionOrder:
-    """A rank does its actions in order: ``actions``; ``missing``: how many members of each have an earlier one;
-    ``following``: by action, the ones that come next for some of its members, and for how many."""
+    """Dependencies between actions: a rank runs its actions in order.
+
+    Attributes:
+        missing: per action, how many of its ranks have an earlier action.
+        following: by action, (next action of some of its ranks, number of these ranks).
+    """
 
     actions: Sequence[SyncAction]
     missing: Sequence[int]
@@ -102,7 +107,8 @@ class ActionOrder:
 
 
 class SyncStructure:
-    """All buckets of a plan; arrays are over the plan's ranks in ascending order. ``buckets``: where they are known."""
+    """All buckets of a plan; arrays are over the plan's ranks in ascending order. ``buckets``: of the plan, if already
+    made."""
 
     def __init__(
         self, plan: Plan, model: CostModel, network: LinkModel, buckets: tuple[Bucket, ...] | None = None
@@ -116,9 +122,9 @@ class SyncStructure:
         self._at = [self._places_of(b.ranks) for b in self.buckets]
         self._orders: dict[bool, ActionOrder] = {}
         contents: dict[tuple[int, ...], tuple[BucketFlows, list[list[ActionContent]]]] = {}
-        self._contents: list[list[list[ActionContent]]] = []  # by bucket and hop; a rank alone meets nobody
+        self._contents: list[list[list[ActionContent]]] = []  # by bucket and hop; empty for a single rank
         for bucket, at in zip(self.buckets, self._at, strict=True):
-            # Equal for buckets that move the same between the same ranks.
+            # Equal for buckets with the same transfers between the same ranks.
             key = (*map(id, bucket.holders.values()), *map(id, bucket.owners.values()))
             if key not in contents:
                 flows = bucket_flows(bucket, at)
@@ -133,7 +139,7 @@ class SyncStructure:
         return self.model == model.model and self.cluster is model.cluster
 
     def at(self, bucket: Bucket) -> Ints:
-        """Places of the bucket's ranks."""
+        """Indices of the bucket's ranks in the plan."""
         return self._at[bucket.index]
 
     def actions(self, bucket: Bucket, spread: bool) -> list[list[SyncAction]]:
@@ -142,7 +148,7 @@ class SyncStructure:
         return [[SyncAction(bucket, a.chunk, c) for c in rows[a.chunk]] for a in bucket_actions(bucket, spread)]
 
     def order(self, spread: bool) -> ActionOrder:
-        spread = spread and self.hops > 1  # of single hops it is the same both ways
+        spread = spread and self.hops > 1  # with single hops the order is the same in both directions
         if spread not in self._orders:
             found = [m for b in self.buckets for row in self.actions(b, spread) for m in row]
             latest = np.full(len(self.places.ranks), -1)  # number of a rank's last action

@@ -59,7 +59,6 @@ def seconds_range(
 
 
 def _stage_spread(stage: Stage, micro_batches: int, busy: float, stages: StageCosts, links: float) -> float:
-    """Relative spread of the seconds that a stage is busy."""
     rates, ranks = stages.model.rates, stages.network.ranks
     chips = {ranks[r].chip for r in stage.ranks}
     seconds = max(stages.computing(stage, unit, t) for unit in stage.units for t in range(unit.tp))

@@ -1,5 +1,5 @@
-"""Plans over groups of equal chips: what the search builds before anybody says which rank gets what.
+"""Plans over groups of equal chips, without ranks.
 
 ``device_pool`` reduces a cluster to groups of equal chips; ``plan_template`` is a plan over these; ``search_space``
-says which are allowed; ``placement`` turns one into ranks and a plan.
+says which plans are allowed; ``placement`` assigns ranks and makes a concrete plan.
 """

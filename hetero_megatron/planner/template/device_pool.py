@@ -1,7 +1,7 @@
-"""A cluster without names: groups of equal chips in equal nodes, and the links between them.
+"""A cluster as groups of equal chips in equal nodes, with the links between them.
 
-The search sees only this, so two clusters that differ in the names of their nodes cost it the same, and equal nodes
-are never told apart. Placement (``place.py``) goes back to ranks.
+The search only sees this, so names do not matter and equal nodes are interchangeable. :mod:`placement` goes back to
+ranks.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ LinkOf = Callable[[int, int], Link]  # (rank, rank) -> link
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """``nodes`` equal nodes of ``per_node`` chips each. ``ranks``: per node, the ranks of its chips in the cluster;
-    ``home``: the cluster's node group that these are (or are all like)."""
+    """Equal nodes of ``per_node`` chips each.
+
+    Args:
+        ranks: per node, the cluster ranks of its chips.
+        home: the cluster's node group (if several were merged: the first of them).
+    """
 
     chip: str
     per_node: int
@@ -36,8 +40,9 @@ class DeviceGroup:
 
 @dataclass(frozen=True)
 class DevicePool:
-    """``intra[g]``: link between chips of one node (None: one chip per node); ``inter[g][h]``: between two nodes (None
-    for g == h with a single node)."""
+    """Args:
+        intra: by group, the link between chips of one node; None: one chip per node.
+        inter: by pair of groups, the link between two nodes; None on the diagonal for groups of one node."""
 
     groups: tuple[DeviceGroup, ...]
     intra: tuple[Link | None, ...]
@@ -56,7 +61,7 @@ class DevicePool:
         return self.intra[g] if same_node else self.inter[g][h]
 
     def fastest(self, g: int) -> float:
-        """Bytes/s of the fastest link from a node of the group to others: what its cards can do."""
+        """Bytes/s of the fastest link from a node of the group to others: the bandwidth of its network cards."""
         return max((link.bandwidth for link in self.inter[g] if link is not None), default=0.0)
 
     def restricted(self, groups: Sequence[int]) -> DevicePool:
@@ -69,10 +74,8 @@ class DevicePool:
 
 
 def make_pool(cluster: Cluster, link_of: LinkOf, dtype: str | None = None) -> DevicePool:
-    """The pool of a cluster.
-
-    Node groups of one chip type and node shape become one group where no link tells them apart. Chips that do not
-    compute in ``dtype`` are left out.
+    """The pool of a cluster. Node groups with the same chip type and node size are merged unless their links are given
+    separately. Chips that do not support ``dtype`` are left out.
 
     Args:
         link_of: the link between two ranks.

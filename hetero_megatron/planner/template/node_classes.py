@@ -1,8 +1,8 @@
-"""Where the stages of a candidate lie, by classes of nodes that have the same of everything.
+"""Placement of a template summarised by classes of equivalent nodes.
 
-It depends on the chips of the stages only, not on their layers, so plans that differ in layers, recompute or shares of
-the batch have it in common. Equal nodes are interchangeable, and what a plan does on thousands of them is computed once
-per class.
+Two nodes are in one class if they hold the same stages. It depends on the chips of the stages only, so templates that
+differ in layers, recompute or batch shares have it in common. Costs are computed once per class instead of once per
+node.
 """
 
 from __future__ import annotations
@@ -14,41 +14,39 @@ from dataclasses import dataclass
 from hetero_megatron.planner.template.placement import PlacedTemplate, Units
 from hetero_megatron.planner.template.plan_template import PlanTemplate
 
-At = tuple[int, int]  # part, stage
-Node = tuple[int, int]  # group, index
+StageId = tuple[int, int]  # (part, stage)
+Node = tuple[int, int]  # (group, index in the group)
 
 
 @dataclass(frozen=True)
 class NodeClasses:
-    """Classes of nodes are numbered.
-
-    Attributes:
-        group, count: of each class: the nodes' group, and how many there are.
-        nodes: by stage: how many of its TP groups one node of each class has (those over several nodes: at their
-            first); units: how many there are in all.
-        near: by part, the distinct rows that its copies have: per boundary 0 where it lies in one node, else how many
-            pipelines send through the busier node's cards.
-    """
+    """Attributes:
+        group, count: by class, the nodes' group and their number.
+        nodes: by stage and class, how many of the stage's TP groups one node of the class has (groups that span nodes
+            count at their first node).
+        units: by stage, its TP groups in all.
+        sharing: by part, the distinct rows among its copies of: per stage boundary, 0 inside one node, else how many
+            pipelines share the busier node's network cards."""
 
     group: tuple[int, ...]
     count: tuple[int, ...]
-    nodes: Mapping[At, Mapping[int, int]]
-    units: Mapping[At, int]
-    near: tuple[tuple[tuple[int, ...], ...], ...]
+    nodes: Mapping[StageId, Mapping[int, int]]
+    units: Mapping[StageId, int]
+    sharing: tuple[tuple[tuple[int, ...], ...], ...]
 
 
-def chips_key(candidate: PlanTemplate) -> tuple[object, ...]:
-    """Candidates with equal keys lie on the same chips."""
+def chips_key(template: PlanTemplate) -> tuple[object, ...]:
+    """Templates with equal keys are placed on the same chips."""
     return (
-        candidate.order,
+        template.order,
         tuple(
-            (part.copies, tuple((s.group, s.tp, s.dp) for s in part.shape.stages)) for part in candidate.parts
+            (part.copies, tuple((s.group, s.tp, s.dp) for s in part.shape.stages)) for part in template.parts
         ),
     )  # fmt: skip
 
 
 def node_classes(placed: PlacedTemplate, node_of: Mapping[int, Node]) -> NodeClasses:
-    """Classes and boundaries of a placed candidate; ``node_of``: by rank."""
+    """Node classes of a placed template; ``node_of``: the node of each rank."""
     lies = [[_nodes(units, node_of) for units in stages] for _, _, stages in placed.pipelines]
     users: Counter[Node] = Counter()
     for rows in lies:
@@ -57,9 +55,9 @@ def node_classes(placed: PlacedTemplate, node_of: Mapping[int, Node]) -> NodeCla
             if len(a | b) > 1:
                 found |= a | b
         users.update(found)
-    near: list[tuple[tuple[int, ...], ...]] = []
-    by_node: dict[Node, Counter[At]] = defaultdict(Counter)
-    total: Counter[At] = Counter()
+    sharing: list[tuple[tuple[int, ...], ...]] = []
+    by_node: dict[Node, Counter[StageId]] = defaultdict(Counter)
+    total: Counter[StageId] = Counter()
     index = 0
     for p, part in enumerate(placed.template.parts):
         distinct: dict[tuple[int, ...], None] = {}
@@ -71,17 +69,17 @@ def node_classes(placed: PlacedTemplate, node_of: Mapping[int, Node]) -> NodeCla
                 for unit in units:
                     by_node[node_of[unit[0]]][p, s] += 1
         index += part.copies
-        near.append(tuple(distinct))
+        sharing.append(tuple(distinct))
     classes: dict[tuple[object, ...], list[Node]] = defaultdict(list)
     for node, held in by_node.items():
         classes[(node[0], *sorted(held.items()))].append(node)
-    nodes: dict[At, dict[int, int]] = {at: {} for at in total}
+    nodes: dict[StageId, dict[int, int]] = {at: {} for at in total}
     for c, members in enumerate(classes.values()):
         for at, n in by_node[members[0]].items():
             nodes[at][c] = n
     return NodeClasses(
         tuple(members[0][0] for members in classes.values()), tuple(map(len, classes.values())), nodes, total,
-        tuple(near),
+        tuple(sharing),
     )  # fmt: skip
 
 

@@ -1,10 +1,10 @@
-"""Candidate -> ranks: which chips of which nodes each stage gets, and the canonical plan.
+"""From template to plan: which chips of which nodes each stage gets.
 
 Tensor-parallel groups lie inside one node wherever they fit (largest first). ``order="stage"`` places all pipelines'
-first stages, then all second ones (replicas of a stage share nodes, stages lie in different ones, as Megatron does);
-``order="pipeline"`` places one pipeline after the other.
+first stages, then all second stages, and so on, as Megatron does: replicas of a stage share nodes. ``order="pipeline"``
+places one pipeline after the other.
 
-A plan's ranks are those of the cluster; chips that no stage has are idle.
+A plan's ranks are those of the cluster; chips without a stage are idle.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ Units = tuple[tuple[int, ...], ...]  # ranks of each TP group of a stage
 
 @dataclass(frozen=True)
 class PlacedTemplate:
-    """A candidate on ranks of the cluster: per pipeline its shape, micro-batches, and units of each stage."""
+    """Attributes:
+        pipelines: per pipeline, its shape, number of micro-batches, and the ranks of each stage's TP groups.
+        idle: ranks without work."""
 
     template: PlanTemplate
     pipelines: tuple[tuple[PipelineTemplate, int, tuple[Units, ...]], ...]
@@ -32,8 +34,6 @@ class PlacedTemplate:
 
 
 class _FreeChips:
-    """Free chips of one group, taken node by node."""
-
     def __init__(self, group: DeviceGroup) -> None:
         self.group = group
         self.free = [list(ranks) for ranks in group.ranks]
@@ -41,7 +41,8 @@ class _FreeChips:
         self.by_size[group.per_node] = list(range(group.nodes))[::-1]
 
     def take(self, count: int) -> tuple[int, ...] | None:
-        """``count`` chips of one node, the fullest that has them; of several whole nodes when none is that large."""
+        """``count`` chips of the fullest node that has them free; of several whole nodes when no node is that large;
+        None when there are not enough."""
         sizes = [size for size, nodes in self.by_size.items() if nodes and size >= count]
         if sizes:
             size = min(sizes)
@@ -61,19 +62,19 @@ class _FreeChips:
         return tuple(found)
 
 
-def place(candidate: PlanTemplate, pool: DevicePool) -> PlacedTemplate | None:
-    """Ranks for every unit; None when the TP groups do not pack into the nodes."""
-    shapes = [(part.shape, part.num_micro_batches) for part in candidate.parts for _ in range(part.copies)]
+def place(template: PlanTemplate, pool: DevicePool) -> PlacedTemplate | None:
+    """Assign ranks to every TP group; None when they do not pack into the nodes."""
+    shapes = [(part.shape, part.num_micro_batches) for part in template.parts for _ in range(part.copies)]
     requests: list[tuple[int, int, int, int]] = []  # (-tp, place in the order, pipeline, stage)
     for p, (shape, _) in enumerate(shapes):
         for s in range(len(shape.stages)):
-            at = s * len(shapes) + p if candidate.order == "stage" else p * 1000 + s
+            at = s * len(shapes) + p if template.order == "stage" else p * 1000 + s
             requests.append((-shape.stages[s].tp, at, p, s))
     mixed: dict[int, set[int]] = defaultdict(set)
     for shape, _ in shapes:
         for stage in shape.stages:
             mixed[stage.group].add(stage.tp)
-    # Largest groups first only where sizes are mixed: otherwise the order alone decides.
+    # Largest TP groups first where a group of nodes has TP groups of several sizes.
     requests.sort(key=lambda r: (r[0] if len(mixed[shapes[r[2]][0].stages[r[3]].group]) > 1 else 0, r[1]))
     shelves = [_FreeChips(group) for group in pool.groups]
     units: list[list[Units]] = [[() for _ in shape.stages] for shape, _ in shapes]
@@ -86,13 +87,13 @@ def place(candidate: PlanTemplate, pool: DevicePool) -> PlacedTemplate | None:
     used = {rank for pipeline in units for stage_units in pipeline for unit in stage_units for rank in unit}
     idle = tuple(r for g in pool.groups for node in g.ranks for r in node if r not in used)
     pipelines = tuple((shape, m, tuple(u)) for (shape, m), u in zip(shapes, units, strict=True))
-    return PlacedTemplate(candidate, pipelines, tuple(sorted(idle)))
+    return PlacedTemplate(template, pipelines, tuple(sorted(idle)))
 
 
 def to_plan(
     placed: PlacedTemplate, cluster: Cluster, seq_length: int, num_heads: int, number: Mapping[int, int] | None = None
 ) -> Plan:
-    """The canonical plan; with ``number[rank]`` in place of each rank of the cluster where given."""
+    """The concrete plan. ``number``: replacement for each rank; None: the cluster's ranks."""
     pipelines = []
     for shape, count, stages in placed.pipelines:
         start, built = 0, []
@@ -109,7 +110,7 @@ def to_plan(
 
 
 def renumbered(plan: Plan, number: Mapping[int, int]) -> Plan:
-    """The plan with ``number[rank]`` in place of each of its ranks."""
+    """The plan with every rank replaced by ``number[rank]``."""
     pipelines = []
     for pipeline in plan.pipelines:
         stages = []

@@ -1,4 +1,4 @@
-"""What the search builds: plans over groups of equal chips, without ranks."""
+"""Plan templates: pipelines and stages over groups of equal chips, without ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ from hetero_megatron.schedule import in_flight as alive
 
 @dataclass(frozen=True)
 class StageTemplate:
-    """``dp`` units of ``tp`` chips of one group; ``first``: layers recomputed under ``recompute="first"``; ``share``:
-    of the optimizer states that each rank owns, relative to those of other pipelines that hold the same."""
+    """A stage of ``dp`` TP groups of ``tp`` chips each, all of one device group.
+
+    Args:
+        group: index of the device group.
+        first: number of recomputed layers when ``recompute="first"``.
+        offload: the optimizer is kept in host memory.
+        share: weight of each rank in the division of optimizer states among all holders.
+    """
 
     group: int
     tp: int
@@ -31,13 +37,13 @@ class StageTemplate:
 
 @dataclass(frozen=True)
 class PipelineTemplate:
-    """Stages in the order of the layers; ``micro_batch_size`` in sequences."""
+    """Stages in layer order; ``micro_batch_size`` in sequences."""
 
     micro_batch_size: int
     stages: tuple[StageTemplate, ...]
 
     def usage(self, groups: int) -> tuple[int, ...]:
-        """Chips per group."""
+        """Chips used of each of ``groups`` device groups."""
         used = [0] * groups
         for stage in self.stages:
             used[stage.group] += stage.chips
@@ -50,7 +56,7 @@ class PipelineTemplate:
 
 @dataclass(frozen=True)
 class PipelineReplicas:
-    """``copies`` pipelines of one shape, each with ``num_micro_batches``."""
+    """``copies`` equal pipelines, each with ``num_micro_batches`` per step."""
 
     shape: PipelineTemplate
     copies: int
@@ -63,7 +69,8 @@ class PipelineReplicas:
 
 @dataclass(frozen=True)
 class PlanTemplate:
-    """A plan over groups; ``order`` says how pipelines lie on the nodes (see ``place.py``)."""
+    """A plan over device groups; ``order``: "stage" or "pipeline", how pipelines are placed on nodes
+    (:mod:`placement`)."""
 
     parts: tuple[PipelineReplicas, ...]
     schedule: str = "1f1b"
@@ -84,8 +91,8 @@ class PlanTemplate:
                 used[g] += part.copies * n
         return tuple(used)
 
-    def over(self, groups: Sequence[int]) -> PlanTemplate:
-        """The same over other groups: each of its own by its number among these."""
+    def on_groups(self, groups: Sequence[int]) -> PlanTemplate:
+        """The same template on other device groups; ``groups[g]``: the new index of group g."""
 
         def moved(shape: PipelineTemplate) -> PipelineTemplate:
             return replace(shape, stages=tuple(replace(s, group=groups[s.group]) for s in shape.stages))
@@ -93,7 +100,7 @@ class PlanTemplate:
         return replace(self, parts=tuple(replace(part, shape=moved(part.shape)) for part in self.parts))
 
     def merged(self) -> PlanTemplate:
-        """Equal parts added up, in the order of first appearance."""
+        """Equal parts merged, in the order of first appearance; may change the placement."""
         counts: dict[tuple[PipelineTemplate, int], int] = {}
         for part in self.parts:
             key = (part.shape, part.num_micro_batches)
@@ -101,7 +108,7 @@ class PlanTemplate:
         return replace(self, parts=tuple(PipelineReplicas(s, n, m) for (s, m), n in counts.items() if n))
 
     def joined(self) -> PlanTemplate:
-        """Equal neighbouring parts added up: lies on the same ranks."""
+        """Equal neighbouring parts merged, which keeps the placement."""
         parts: list[PipelineReplicas] = []
         for part in self.parts:
             if parts and (parts[-1].shape, parts[-1].num_micro_batches) == (part.shape, part.num_micro_batches):
@@ -112,8 +119,8 @@ class PlanTemplate:
 
 @lru_cache(maxsize=4096)
 def in_flight(schedule: str, stages: int, micro_batches: int) -> tuple[int, ...]:
-    """Per stage, the most micro-batches whose activations are alive at once, as ``schedule.in_flight`` counts them.
-    From twice as many micro-batches as stages on, every further one is taken to change it as the one before did."""
+    """Per stage, the most micro-batches whose activations are alive at once, as counted by ``schedule.in_flight``;
+    extrapolated linearly above ``2 x stages`` micro-batches."""
     most = 2 * stages
     if micro_batches <= most:
         return alive(generate(schedule, stages, micro_batches))
@@ -122,7 +129,7 @@ def in_flight(schedule: str, stages: int, micro_batches: int) -> tuple[int, ...]
 
 
 def describe(shape: PipelineTemplate, chips: Sequence[str]) -> str:
-    """``A100 tp4 x3 [10,10,12] > V100 tp2 dp2 [4]``: runs of equal stages with their layers."""
+    """Text such as ``A100 tp4 x3 [10,10,12] > V100 tp2 dp2 [4]``: runs of equal stages with their layers."""
     runs: list[tuple[tuple[int, int, int], list[StageTemplate]]] = []
     for stage in shape.stages:
         key = (stage.group, stage.tp, stage.dp)

@@ -1,4 +1,4 @@
-"""What the search may choose from; restrictions of it are the baselines."""
+"""The choices that the search may make; restricted search spaces define the baselines."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from hetero_megatron.plan import supports
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.spec import ModelSpec, shares
 
-LONG = 32768  # tokens of a sequence from which the search tries context groups by itself
+LONG = 32768  # tokens per sequence from which context groups are tried without being asked for
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Choices that are open. None means every value that makes sense.
+    """The open choices. None: every sensible value.
 
     Args:
-        micro_batch_sizes: sequences per micro-batch; recompute: one level for all stages.
-        inner_dp: stages may divide the rows of a micro-batch over several TP groups.
+        micro_batch_sizes: sequences per micro-batch.
+        recompute: one level for all stages.
+        inner_dp: stages may split the rows of a micro-batch over several TP groups.
         schedules: those tried, in order of preference.
-        max_tp: largest TP degree; over_nodes: TP groups may span nodes.
-        max_pipelines: bound on the number of pipelines.
-        shares: pipelines may own unequal shares of the optimizer states, where memory binds (small clusters only).
-        context: auto (for long sequences, and where nothing fits without) | always | never: stages of context groups.
-        offload: auto (where nothing fits without) | always | never: stages may keep their optimizer in host memory.
-        unlike_tp: TP groups may have unlike chips, with shares by speed (small clusters only).
+        max_tp: largest TP degree.
+        over_nodes: TP groups may span nodes.
+        max_pipelines: largest number of pipelines.
+        shares: pipelines may own unequal shares of the optimizer states where memory is tight (small clusters only).
+        context: auto (for long sequences, or where nothing fits otherwise) | always | never: stages of context groups.
+        offload: auto (where nothing fits otherwise) | always | never: optimizers in host memory.
+        unlike_tp: TP groups may mix chip types, with shares by speed (small clusters only).
     """
 
     micro_batch_sizes: tuple[int, ...] | None = None
@@ -44,7 +46,7 @@ class SearchSpace:
 
 @dataclass(frozen=True)
 class StageOption:
-    """One way to run a stage on a group: ``tp`` x ``dp`` chips."""
+    """A stage on ``tp`` x ``dp`` chips of a group."""
 
     group: int
     tp: int
@@ -56,7 +58,7 @@ class StageOption:
 
 
 def tp_degrees(pool: DevicePool, group: int, model: ModelSpec, space: SearchSpace, every: bool) -> tuple[int, ...]:
-    """Degrees to try: within a node all (``every``) or its divisors; over whole nodes by powers of two."""
+    """TP degrees to try: inside a node all (``every``) or the divisors of its size, over whole nodes powers of two."""
     size, chips = pool.groups[group].per_node, pool.groups[group].chips
     inside = [t for t in range(1, size + 1) if every or size % t == 0]
     outside = []
@@ -69,7 +71,6 @@ def tp_degrees(pool: DevicePool, group: int, model: ModelSpec, space: SearchSpac
 
 
 def _divides(model: ModelSpec, tp: int) -> bool:
-    """Whether every rank gets some of each layer (an idle rank would only cost)."""
     if tp > model.num_heads:
         return False
     try:
@@ -89,7 +90,7 @@ def batch_sizes(space: SearchSpace, batch: int, limit: int = 16) -> tuple[int, .
 def options(
     pool: DevicePool, group: int, model: ModelSpec, space: SearchSpace, size: int, every: bool = True
 ) -> Iterator[StageOption]:
-    """Stages of a group for micro-batches of ``size``."""
+    """Stage options of a group for micro-batches of ``size`` sequences."""
     chips = pool.groups[group].chips
     for tp in tp_degrees(pool, group, model, space, every):
         for dp in range(1, chips // tp + 1):
@@ -98,7 +99,7 @@ def options(
 
 
 def why_no_context(space: SearchSpace, seq_length: int, fits: bool) -> str:
-    """Empty where context groups are to be tried, else why not."""
+    """Empty where context groups are tried, else the reason why not; ``fits``: some plan without them fits."""
     if space.context == "never":
         return "not tried: --context never"
     if space.context == "always" or not fits or seq_length >= LONG:

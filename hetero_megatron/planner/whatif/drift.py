@@ -1,4 +1,4 @@
-"""A cluster whose chips do not run at their calibrated rates any more, as a document to plan with."""
+"""A cluster file for chips that no longer run at their calibrated rates."""
 
 from __future__ import annotations
 
@@ -30,14 +30,12 @@ def slower(rates: ChipRates, factor: float) -> ChipRates:
 def with_slow_nodes(
     document: Mapping[str, Any], cluster: Cluster, factors: Mapping[str, float], dtype: str
 ) -> dict[str, Any]:
-    """The content of a cluster file in which the chips of some nodes take longer than it says.
-
-    Each such node gets a chip type of its own, ``<chip> on <node>``, with the measured rates; on the testbed it stays
-    as slow as it was measured.
+    """The content of a cluster file in which the chips of some nodes are slower than it says. Each such node gets its
+    own chip type, ``<chip> on <node>``, with scaled rates; on the testbed it is emulated at that speed.
 
     Args:
         cluster: that of ``document``.
-        factors: by node: measured over expected seconds of its slowest chip.
+        factors: by node, measured over expected seconds of its slowest chip.
     """
     rates = load_rates(cluster, dtype)
     groups = {rank.node: rank.chip for rank in cluster.ranks}
@@ -58,9 +56,10 @@ def _name(chip: str, node: str) -> str:
 
 
 def _entry(entry: dict[str, Any], cluster: Cluster, chip: str, factor: float) -> dict[str, Any]:
-    """A chip under ``chips:``; what only the catalogue says is written out, since the new name is not in it."""
+    """The entry of a chip under ``chips:``, with the values that otherwise come from the catalogue, which lacks the new
+    name."""
     known = cluster.chips[chip]
-    entry.pop("rates", None)  # of all dtypes; the measured ones stand under the file's rates
+    entry.pop("rates", None)  # replaced by the scaled ones in the file's rates section
     entry.setdefault("memory", f"{known.memory} B")
     entry.setdefault("dtypes", list(known.dtypes))
     entry.setdefault("source", known.source)
@@ -75,7 +74,7 @@ def _entry(entry: dict[str, Any], cluster: Cluster, chip: str, factor: float) ->
 
 
 def worst_by_node(cluster: Cluster, ratios: Mapping[int, float]) -> dict[str, float]:
-    """Ratios by rank -> by node: that of its slowest chip, since a node's chips are of one type."""
+    """Ratios by rank -> by node: that of its slowest chip."""
     found: dict[str, float] = {}
     for rank, ratio in ratios.items():
         node = cluster.ranks[rank].node

@@ -1,10 +1,10 @@
-"""Objectives beside speed: tokens per currency unit, and the cheapest plan that meets a deadline.
+"""Objectives other than speed: tokens per currency unit, and the cheapest plan that meets a deadline.
 
-Both ask which part of the cluster to rent: parts (of each node group all, a half, a quarter or none of its nodes) are
-searched for speed, and the best by the objective is taken. ``cost_per_hour`` stands at the chips of the cluster file
-and is paid for the chips that a plan uses. The parts are many, so they are ranked first, by a bound on the speed that
-all of a part's chips can have (``most_tokens``): what cannot be better than the best plan known is not
-searched, and :data:`MOST_SEARCHED` parts at most are. ``SearchResult.parts`` says how many were, and what is left open.
+Both choose which part of the cluster to rent: parts (of each node group all, a half, a quarter or none of its nodes)
+are searched for speed, and the best plan by the objective is taken. ``cost_per_hour`` is a field of the cluster file's
+chips and is paid for the chips that a plan uses. Parts are ranked by an upper bound on the throughput of all their
+chips (``most_tokens``); parts that cannot beat the best known plan are skipped, and at most :data:`MOST_SEARCHED` are
+searched. ``SearchResult.parts`` says how many were searched and what is left open.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.spec.flops import parameter_count
 
 MOST_SEARCHED = 48
-MOST_PARTS = 1 << 16  # that are ranked; where there were more, groups are only halved, or taken as a whole
+MOST_PARTS = 1 << 16  # parts that are ranked; if there are more, groups are only halved, or not divided
 DIVISORS = ((1, 2, 4), (1, 2), (1,))
 
 
@@ -47,8 +47,10 @@ class Deadline:
 
 @dataclass(frozen=True)
 class ClusterPart:
-    """``counts``: nodes of each node group; ``cost``: of all its chips per hour; ``most``: tokens per second that no
-    plan of it exceeds."""
+    """Attributes:
+        counts: nodes of each node group.
+        cost: of all its chips per hour.
+        most: upper bound on tokens per second of its plans."""
 
     counts: tuple[int, ...]
     cost: float
@@ -56,7 +58,7 @@ class ClusterPart:
 
 
 def cost_per_hour(choice: JudgedPlan) -> float | None:
-    """Of the chips that a plan uses; None where one has no ``cost_per_hour``."""
+    """Cost per hour of the chips that a plan uses; None where one has no ``cost_per_hour``."""
     costs = [choice.cluster.chip_of(rank).cost_per_hour for rank in choice.plan.ranks]
     known = [cost for cost in costs if cost is not None]
     return sum(known) if len(known) == len(costs) else None
@@ -69,7 +71,7 @@ def tokens_per_cost(choice: JudgedPlan) -> float | None:
 
 
 def parts(problem: PlanningProblem, costs: CostModel) -> list[ClusterPart]:
-    """All parts but those whose memory does not even hold weights and gradients.
+    """All parts of the cluster whose memory holds at least the states.
 
     Raises:
         UserError: a chip without ``cost_per_hour``, or too many node groups.
@@ -111,7 +113,6 @@ def parts(problem: PlanningProblem, costs: CostModel) -> list[ClusterPart]:
 
 
 def _least_bytes(problem: PlanningProblem, costs: CostModel) -> float:
-    """Of memory that any plan takes on the chips."""
     count = parameter_count(costs.model)
     weights, gradients, optimizer = state_bytes(count, count, costs.item, costs.options.moments)
     away = problem.space.offload != "never" and problem.can_offload
@@ -119,7 +120,6 @@ def _least_bytes(problem: PlanningProblem, costs: CostModel) -> float:
 
 
 def _of(cluster: Cluster, part: ClusterPart) -> Cluster:
-    """The cluster with the first nodes of each group."""
     start, keep = 0, list[int]()
     for group, count in zip(cluster.nodes, part.counts, strict=True):
         keep += range(start, start + count * group.chips_per_node)
@@ -128,7 +128,7 @@ def _of(cluster: Cluster, part: ClusterPart) -> Cluster:
 
 
 class _ByObjective:
-    """Parts in the order in which they are searched; the best plan by the objective."""
+    """The best plan by the objective, and the order in which parts are searched."""
 
     def __init__(self, deadline: Deadline | None) -> None:
         self.deadline = deadline
@@ -136,7 +136,7 @@ class _ByObjective:
         self.fastest = 0.0
 
     def take(self, result: SearchResult) -> bool:
-        """Whether a plan of the result is the best so far."""
+        """Consider the plans of a result; returns whether one is the best so far."""
         better = False
         for choice in (result.best, *result.others):
             speed, cost = choice.prediction.tokens_per_second, cost_per_hour(choice)
@@ -150,25 +150,25 @@ class _ByObjective:
         return better
 
     def text(self) -> str:
-        """For progress."""
+        """A progress message."""
         assert self.best is not None
         best = self.best[1].best
         return f"{tokens_per_cost(best):.4g} tokens per currency unit on {best.plan.world_size} chips"
 
     def _value(self, speed: float, cost: float) -> float | None:
-        """What is to be large; None: too slow."""
         if self.deadline is None:
             return speed * 3600 / cost
         return -cost if speed >= self.deadline.tokens_per_second else None
 
     def can_be_better(self, part: ClusterPart) -> bool:
-        """Whether a plan that uses all chips of the part can be better than the best so far."""
+        """Whether a plan that uses all chips of the part can beat the best so far."""
         value = self._value(part.most, part.cost)
         return value is not None and (self.best is None or value > self.best[0])
 
     def order(self, part: ClusterPart, reached: float) -> tuple[float, ...]:
-        """Key by which parts are searched; ``reached``: share of its bound that the whole cluster's plan reaches. With
-        a deadline those first that should meet it, the cheapest first; else single groups, then by the bound."""
+        """Sort key of parts to search; ``reached``: the whole cluster's throughput over its bound. With a deadline,
+        parts that should meet it first, cheapest first; otherwise single groups first, then by tokens per cost of the
+        bound."""
         if self.deadline is not None:
             return float(part.most * reached < self.deadline.tokens_per_second), part.cost
         return float(sum(map(bool, part.counts)) > 1), -part.most / part.cost
@@ -180,10 +180,10 @@ def search_objective(
     progress: Progress | None = None,
     budget: TimeBudget | None = None,
 ) -> SearchResult:
-    """The plan with the most tokens per currency unit; with ``deadline`` the cheapest that meets it.
+    """The plan with the most tokens per currency unit; with ``deadline`` the cheapest plan that meets it.
 
     Raises:
-        UserError: chips without a cost, a deadline that nothing meets, and what ``search`` raises.
+        UserError: chips without a cost, a deadline that no plan meets, and the errors of ``search``.
         KeyboardInterrupt: Ctrl-C before any plan was found.
     """
     budget, started = budget or TimeBudget(problem.options.time_limit), time.monotonic()
@@ -195,7 +195,7 @@ def search_objective(
     while left and searched < MOST_SEARCHED:
         if searched and budget.over():
             break
-        # The whole cluster first: its plan is the fastest, or about that.
+        # The whole cluster first: its plan is usually the fastest.
         part = min(left, key=lambda p: (p.counts != whole, found.order(p, reached), p.counts[::-1]))
         try:
             result = search_or_error(problem.on(_of(cluster, part)), budget)
@@ -216,17 +216,16 @@ def search_objective(
     if found.best is not None:
         result = found.best[1]
         result.complete, result.seconds = result.complete and not budget.cut, time.monotonic() - started
-        result.parts = _said(searched, total, len(left), budget)
+        result.parts = _progress_text(searched, total, len(left), budget)
         return result
     if deadline is not None and found.fastest:
         raise _too_slow(deadline, found.fastest, searched, total, budget)
-    if failure is None:  # not even the memory of all chips would do: the search says what is missing
+    if failure is None:  # not even all chips have enough memory: search raises the error that says what is missing
         return search(problem, budget=budget)
     raise failure
 
 
-def _said(searched: int, total: int, open_: int, budget: TimeBudget) -> str:
-    """What came of searching parts."""
+def _progress_text(searched: int, total: int, open_: int, budget: TimeBudget) -> str:
     text = f"{searched} of {total} parts of the cluster searched (all, a half, a quarter or none of each node group)"
     if not open_:
         return text + "; no other can be better with all of its chips in use, by their speeds"

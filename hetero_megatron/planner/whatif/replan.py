@@ -1,10 +1,10 @@
-"""Planning again within a fraction of a second, after nodes were lost or gained.
+"""Planning again within a fraction of a second after nodes were lost or added.
 
-A :class:`WarmPlanner` keeps the cost tables and the pipelines (outlines) that the last search thought best. For new
-numbers of nodes it only asks how many of each fit, divides the batch, solves layers and recompute exactly, and
-evaluates the best few; no new kinds of pipelines are looked for. A full search can follow in the background. Where the
-last search tried stages of context groups, they are tried again on what is left, with the layouts known so far.
-``prepare`` does so ahead of time for the loss of any one node; what is then left to do is to place the plan on ranks.
+A :class:`WarmPlanner` keeps the cost tables and the best pipelines (outlines) of the last search. For new numbers of
+nodes it chooses how many of each pipeline to use, divides the batch, solves layers and recompute exactly, and scores
+the best few; it does not look for new kinds of pipelines. A full search can follow in the background. If the last
+search tried context groups, they are tried again with cached layouts. ``prepare`` plans ahead for the loss of any one
+node; then only the placement on ranks is left to do.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ MOST_OUTLINES, MOST_TRIED, CHIPS_SCORED = 24, 5, 10240
 
 @dataclass(frozen=True)
 class WarmPlan:
-    """A plan for ``pool``: a template, or, with context groups, a plan on the pool's own ranks."""
+    """A plan for ``pool``: a template, or, with context groups, a plan on the pool's own ranks. ``seconds``: per step.
+    """
 
     seconds: float
     plan: PlanTemplate | Plan
@@ -45,11 +46,12 @@ class WarmPlan:
 
 @dataclass(frozen=True)
 class NodeLoss:
-    """The plan after ``node`` is gone, or any other of the ``alike`` nodes of its group.
+    """The plan after the loss of ``node``, or of any other of the ``alike`` nodes of its group.
 
     Attributes:
-        plan: on the ranks of ``cluster``, what is left; None where there is none, for which ``problem`` is the reason.
-        seconds: that planning again took; warm: from the pipelines that were known, not by another search.
+        plan: on the ranks of ``cluster`` (the remaining nodes); None: there is none, because of ``problem``.
+        seconds: duration of planning again.
+        warm: made from known pipelines, without another search.
     """
 
     node: str
@@ -63,10 +65,11 @@ class NodeLoss:
 
 
 class WarmPlanner:
-    """A model on a cluster whose nodes come and go. ``result``: of the search of all of it, where that was done."""
+    """Replans a model on a cluster whose nodes come and go. ``result``: of the search of the whole cluster, when the
+    caller has it."""
 
     def __init__(self, problem: PlanningProblem, result: SearchResult | None = None) -> None:
-        # What is kept warm has one chip type per stage.
+        # Known pipelines have one chip type per stage.
         self.problem = problem = problem.with_space(unlike_tp=False)
         self.model, self.cluster, self.batch = problem.model, problem.cluster, problem.global_batch_size
         self.result = result or search(problem)
@@ -76,7 +79,7 @@ class WarmPlanner:
         self._context = ContextStages() if self.result.context_tried else None
 
     def _outlines(self) -> list[PipelineOutline]:
-        """Distinct pipelines of the best plans, best first, and halves of them (fewer stages of each kind)."""
+        """Distinct pipelines of the best plans, best first, and variants with fewer stages of one kind."""
         found: dict[tuple[tuple[StageTemplate, ...], int], PipelineOutline] = {}
         for template in self.result.ranked:
             for part in template.parts:
@@ -88,10 +91,11 @@ class WarmPlanner:
         return list(found.values())[:MOST_OUTLINES]
 
     def without(self, nodes: Sequence[str]) -> tuple[Plan, Cluster, float]:
-        """(plan, cluster that its ranks count in, predicted seconds of a step) after these nodes are gone.
+        """(plan, cluster of its ranks, predicted step seconds) without these nodes.
 
         Raises:
-            UserError: no known kind of pipeline fits what is left; a full search may still find one.
+            UserError: an unknown node, or no known pipeline fits the remaining nodes; a full search may still find a
+                plan.
         """
         gone = set(nodes)
         keep = [r.rank for r in self.cluster.ranks if r.node not in gone]
@@ -113,15 +117,14 @@ class WarmPlanner:
         return plan, own, found.seconds
 
     def losses(self) -> list[NodeLoss]:
-        """Of any one node: the nodes of a group of the cluster file are interchangeable, and so are those that are
-        left, so once per group."""
+        """Plans for the loss of one node, once per node group: its nodes are interchangeable."""
         used = {r for group in self.result.pool.groups for node in group.ranks for r in node}
         groups = {r.group: r.node for r in reversed(self.cluster.ranks) if r.rank in used}
         alike = {group.name: group.count for group in self.cluster.nodes}
         return [self._loss(node, alike[group]) for group, node in reversed(groups.items())]
 
     def _loss(self, node: str, alike: int) -> NodeLoss:
-        """Where no known pipeline fits what is left, it is searched."""
+        """Replan without ``node``; where no known pipeline fits, search."""
         started, warm = time.monotonic(), True
         try:
             plan, left, step_seconds = self.without([node])
@@ -137,7 +140,7 @@ class WarmPlanner:
         return NodeLoss(node, alike, time.monotonic() - started, plan, left, step_seconds, warm)
 
     def _on_ranks(self, found: WarmPlan, pool: DevicePool, number: Mapping[int, int]) -> Plan:
-        """On the ranks of a pool that has as many nodes of each group as that which it was made for, numbered anew."""
+        """The plan on the ranks of ``pool``, which has the node counts of ``found.pool``, renumbered by ``number``."""
         if isinstance(found.plan, Plan):
             ranks = ([r for g in p.groups for node in g.ranks for r in node] for p in (found.pool, pool))
             return renumbered(found.plan, {a: number[b] for a, b in zip(*ranks, strict=True)})
@@ -146,7 +149,7 @@ class WarmPlanner:
         return to_plan(placed, self.cluster, self.problem.seq_length, self.model.num_heads, number)
 
     def prepare(self) -> None:
-        """Plan ahead for the loss of any one node: equal nodes are interchangeable, so once per group of them."""
+        """Plan ahead for the loss of any one node, once per group of equal nodes."""
         for group in self.result.pool.groups:
             gone = set(group.ranks[0])
             smaller = self._smaller({r for g in self.result.pool.groups for n in g.ranks for r in n} - gone)
@@ -155,7 +158,7 @@ class WarmPlanner:
                 self._ready[tuple(g.nodes for g in smaller.groups)] = found
 
     def _smaller(self, left: set[int]) -> DevicePool:
-        """The pool with only these ranks, whole nodes at a time; no group goes, so tables stay valid."""
+        """The pool with only these ranks (whole nodes); empty groups are kept, so that tables stay valid."""
         pool = self.result.pool
         groups = tuple(replace(g, ranks=tuple(node for node in g.ranks if node[0] in left)) for g in pool.groups)
         inter = tuple(
@@ -165,32 +168,31 @@ class WarmPlanner:
         return DevicePool(groups, pool.intra, inter)
 
     def _search(self, pool: DevicePool) -> WarmPlan | None:
-        """The best of the known pipelines and of stages of context groups on these nodes; None when nothing fits."""
+        """The best plan from known pipelines and context groups on these nodes; None when nothing fits."""
         best = self._pipelines(pool)
         if self._context is not None:
             left = pool.restricted([i for i, g in enumerate(pool.groups) if g.nodes])
             found, _ = self._context.search(
-                self.problem, self.result.scorer.over(left), best.seconds if best else math.inf
+                self.problem, self.result.scorer.for_pool(left), best.seconds if best else math.inf
             )
             if found and (best is None or found[0].prediction.step_seconds < best.seconds):
                 return WarmPlan(found[0].prediction.step_seconds, found[0].plan, pool)
         return best
 
     def _pipelines(self, pool: DevicePool) -> WarmPlan | None:
-        """The best of the known pipelines."""
         known = self.result.scorer
         stages = (s for p in self.result.best.template.parts for s in p.shape.stages)
         away = frozenset(pool.groups[s.group].chip for s in stages if s.offload)
-        scorer = TemplateScorer(known.tables.over(pool, offload=away) if away else known.tables, pool, like=known)
+        scorer = TemplateScorer(known.tables.for_pool(pool, offload=away) if away else known.tables, pool, like=known)
         builder = TemplateBuilder(self.problem, scorer)
         found: list[tuple[float, int, PlanTemplate]] = []
         for i, rows in enumerate(self._combinations(pool)):
             if found and i >= MOST_TRIED:
                 break
             for template in builder.templates(rows, self.result.best.template.schedule):
-                found.append((scorer.bounds.least(template), len(found), template))
+                found.append((scorer.bounds.lower_bound(template), len(found), template))
         best: WarmPlan | None = None
-        most = max(2, min(10, CHIPS_SCORED // max(pool.chips, 1)))  # placing thousands of chips takes a while
+        most = max(2, min(10, CHIPS_SCORED // max(pool.chips, 1)))  # scoring takes longer with more chips
         for i, (least, _, template) in enumerate(sorted(found, key=lambda row: row[:2])):
             if best is not None and (least >= best.seconds or i >= most):
                 break
@@ -200,7 +202,8 @@ class WarmPlanner:
         return best
 
     def _combinations(self, pool: DevicePool) -> Iterator[list[PipelineOutline]]:
-        """As many of one kind as fit, then of others in what is left; those first that should be done first."""
+        """As many pipelines of one kind as fit, then others on the remaining chips; combinations with the least
+        estimated time first."""
         speeds = [self._speeds.get(outline) or self._speed(outline) for outline in self.outlines]
         self._speeds = dict(zip(self.outlines, speeds))
         usages = [
@@ -229,7 +232,7 @@ class WarmPlanner:
                 yield chosen
 
     def _speed(self, outline: PipelineOutline) -> float:
-        """Sequences per second of a pipeline that is never empty, its layers divided as well as they can be."""
+        """Sequences per second of a pipeline without bubbles, with its layers divided optimally."""
         layers, last = self.model.num_layers, len(outline.stages) - 1
         rows = []
         for s, stage in enumerate(outline.stages):
@@ -242,7 +245,7 @@ class WarmPlanner:
 
 
 def _variants(stages: tuple[StageTemplate, ...]) -> Iterator[tuple[StageTemplate, ...]]:
-    """The pipeline itself; then with fewer stages of one kind; then with one kind left out."""
+    """The pipeline itself; then with fewer stages of one kind; then without one kind."""
     yield stages
     kinds = list(dict.fromkeys(stages))
     for kind in kinds:

@@ -37,7 +37,7 @@ class Call:
     grads: dict[str, torch.Tensor] = field(default_factory=dict)  # of arguments, and "d" + name of results
 
 
-class Watch:
+class CallRecorder:
     """Watches chosen operators and layers.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hetero_megatron.ops import KernelPlan
-from hetero_megatron.training.alignment.capture import Call, CaptureFiles, LiveCompare, Watch
+from hetero_megatron.training.alignment.capture import Call, CallRecorder, CaptureFiles, LiveCompare
 from hetero_megatron.training.alignment.dump import LayerDump
 from hetero_megatron.training.config import AlignmentConfig
 from hetero_megatron.training.runtime import Runtime
@@ -17,7 +17,7 @@ class Alignment:
         self.config = config
         self._compare: LiveCompare | None = None
         self._files: CaptureFiles | None = None
-        self._watch: Watch | None = None
+        self._watch: CallRecorder | None = None
         self._dump: LayerDump | None = None
 
     def wrap(self, kernels: KernelPlan, rank: int) -> KernelPlan:
@@ -29,7 +29,7 @@ class Alignment:
         if config.capture is not None:
             self._files = CaptureFiles(f"{config.capture}/rank{rank:05d}")
         ops = [] if config.check is None or "all" in config.check else list(config.check)
-        self._watch = Watch(self._done, ops, config.layers)
+        self._watch = CallRecorder(self._done, ops, config.layers)
         return self._watch.wrap(kernels)
 
     def _done(self, call: Call) -> None:

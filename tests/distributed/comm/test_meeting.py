@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from hetero_megatron.comm import Comm, CommError
-from hetero_megatron.comm.meeting import Meeting, Member
+from hetero_megatron.comm.meeting import RankRecord, Rendezvous
 from hetero_megatron.comm.reach import Address, Beacon
 from hetero_megatron.comm.store import JobStore, Records, open_listener
 from hetero_megatron.errors import UserError
@@ -38,7 +38,7 @@ def meet(launchers: Sequence[LauncherEnvironment], seconds: float = 8.0, positio
         launcher = launchers[index]
         rank = positions[index] if positions else launcher.rank
         try:
-            _, members = Meeting(launcher, rank, timedelta(seconds=seconds)).join(Address("127.0.0.1", 1, f"{rank}"))
+            _, members = Rendezvous(launcher, rank, timedelta(seconds=seconds)).join(Address("127.0.0.1", 1, f"{rank}"))
             found[index] = [(m.rank, m.launched_as, m.address and m.address.greeting) for m in members]
         except (UserError, CommError) as error:
             found[index] = error
@@ -108,7 +108,7 @@ class _Bomb:
 
 
 def _forged(kind: str, mark: Path) -> bytes:
-    member = Member(1, 1, 2, "evil", 1, "token", Address("10.9.9.9", 22, ""))
+    member = RankRecord(1, 1, 2, "evil", 1, "token", Address("10.9.9.9", 22, ""))
     sealed = Records(None, b"another secret of a stranger", "round/0")  # type: ignore[arg-type]
     return {
         "pickle": pickle.dumps(_Bomb(mark)),
@@ -135,7 +135,7 @@ def test_what_strangers_write_is_refused_by_name_and_never_run(secret: bytes, ki
 
 def test_a_record_counts_only_where_it_was_written() -> None:
     """One of an earlier round, or of another rank, is no proof in this one."""
-    store, member = JobStore(), Member(1, 1, 2, "host", 1, "token", None)
+    store, member = JobStore(), RankRecord(1, 1, 2, "host", 1, "token", None)
     for scope, key in (("round/1", "hetero_megatron/member/1"), ("round/0", "hetero_megatron/member/0")):
         record = Records(None, SECRET, scope).seal(key, member)  # type: ignore[arg-type]
         write(store, "hetero_megatron/member/1", record)

@@ -20,7 +20,7 @@ import pytest
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.launcher import read_launcher
-from hetero_megatron.platform.plugins import Source, load
+from hetero_megatron.platform.plugins import PluginSource, load
 from tests.support.paths import ROOT
 
 PLUGIN = ROOT / "plugins" / "mpi_island"
@@ -201,7 +201,7 @@ def test_the_conformance_kit_passes(tmp_path: Path) -> None:
 
 def test_without_mpi4py_the_platform_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(PLUGIN))
-    plugin = load(Source("mpi_island", "hetero_mpi_island.plugin", "environment"))
+    plugin = load(PluginSource("mpi_island", "hetero_mpi_island.plugin", "environment"))
     (platform,) = plugin.platforms
     assert plugin.ok and (platform.name, platform.device_type) == ("mpi_host", "cpu")
     assert platform.backends == ("mpi_island",)

@@ -20,7 +20,13 @@ from hetero_megatron.planner.cost.sync_host_cost import RankHost, RankHosts
 from hetero_megatron.planner.estimate.pipeline_time import Link, seconds
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, make_scorer
 from hetero_megatron.planner.problem import PlanningProblem
-from hetero_megatron.planner.simulate.bucket_flows import PortIndex, bucket_flows, of_traffic, port_traffic, price
+from hetero_megatron.planner.simulate.bucket_flows import (
+    PortIndex,
+    bucket_flows,
+    from_link_traffic,
+    port_traffic,
+    price,
+)
 from hetero_megatron.planner.simulate.memory_report import estimate_memory
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.simulate.sync_structure import SyncStructure
@@ -125,7 +131,7 @@ def test_flows_by_class_are_those_of_all_pairs(seed: int) -> None:
         for spread in (False, True):
             mine = port_traffic(flows, structure.places, spread)
             each = [(b, a, float(n)) if spread else (a, b, float(n)) for (a, b), n in pairs.items()]
-            plain = of_traffic(network.traffic(each), structure.places)
+            plain = from_link_traffic(network.traffic(each), structure.places)
             assert _by_port(mine) == _by_port(plain) and dict(mine.longest) == dict(plain.longest)
             assert dict(mine.pairs) == dict(plain.pairs)
             old, new = network.exchange(each, collective="all_to_all"), price(mine, 1.0, network)
@@ -178,7 +184,7 @@ def test_the_bound_of_a_candidate_is_not_above_its_score(seed: int) -> None:
         candidate, placed = random_candidate(rng, scorer)
         score = scorer.score(candidate)
         assert score is not None and score == scorer.score_placed(placed)
-        assert scorer.bounds.least(candidate) <= score.step_seconds * (1 + 1e-9)
+        assert scorer.bounds.lower_bound(candidate) <= score.step_seconds * (1 + 1e-9)
         cut, whole = scorer.score(candidate, 0.0), scorer.score(candidate, score.step_seconds * (1 + 1e-9))
         assert cut is not None and cut.step_seconds <= score.step_seconds * (1 + 1e-9) and whole == score
 

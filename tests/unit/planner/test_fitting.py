@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, make_scorer
 from hetero_megatron.planner.problem import PlanningProblem
-from hetero_megatron.planner.search.batch_partition import count_ways, ways_together
+from hetero_megatron.planner.search.batch_partition import count_divisions, divisions_below
 from hetero_megatron.planner.search.memory_fit import MemoryFit
 from hetero_megatron.planner.simulate.step import Prediction, predict
 from hetero_megatron.planner.template.placement import place, to_plan
@@ -145,9 +145,9 @@ def test_ways_together_are_all_of_them(pipelines: int, batch: int, seed: int, mo
             every.append((max(seconds for _, seconds, _ in way), tuple((q, i) for q, _, i in way)))
     if not all(rows):
         return
-    found, limit = ways_together(rows, batch, 0.0, math.inf, most)
+    found, limit = divisions_below(rows, batch, 0.0, math.inf, most)
     assert len(found) <= most
     assert found == sorted(way for way in every if way[0] < limit)
-    assert count_ways(rows, batch, limit) == len(found)
+    assert count_divisions(rows, batch, limit) == len(found)
     if len(every) <= most:
         assert math.isinf(limit)

@@ -151,7 +151,7 @@ def test_plans_over_staged_links(seed: int) -> None:
         assert predict(plan, case.model, plain.cluster).step_seconds <= choice.step_seconds
         score = scorer.score(choice.template)
         assert score is not None and score.step_seconds == pytest.approx(choice.step_seconds, rel=0.06)
-        assert scorer.bounds.least(choice.template) <= score.step_seconds * (1 + 1e-9)
+        assert scorer.bounds.lower_bound(choice.template) <= score.step_seconds * (1 + 1e-9)
 
 
 def validate_on(plan: Any, case: Case) -> Any:

@@ -136,10 +136,10 @@ def test_the_bound_stops_in_time_and_still_holds(summary: Summary, cluster: Clus
     result, space = summary.result, OPTIONS.space
     step = result.best.step_seconds
     whole = price_bound(result.scorer, MODEL, BATCH, space, step)
-    assert price_bound(result.scorer, MODEL, BATCH, space, step, late=lambda: True).seconds == 0.0
+    assert price_bound(result.scorer, MODEL, BATCH, space, step, should_stop=lambda: True).seconds == 0.0
     for asked in (3, 30, 100):
         count = itertools.count()
-        cut = price_bound(result.scorer, MODEL, BATCH, space, step, late=lambda n=asked, c=count: next(c) > n)
+        cut = price_bound(result.scorer, MODEL, BATCH, space, step, should_stop=lambda n=asked, c=count: next(c) > n)
         assert 0.0 <= cut.seconds <= whole.seconds, "what was ruled out by then"
     over = TimeBudget(0.0)
     late = summarize(result, PROBLEM.on(cluster), BRIEF, budget=over)

@@ -167,7 +167,7 @@ def test_least_after_a_pipeline_is_never_too_much(seed: int) -> None:
                 continue
             for part, seconds_ in zip(parts, score.pipelines, strict=True):
                 links = [(0.0, 0.0)] * (len(part.shape.stages) - 1)
-                after = scorer.bounds.after(part.shape.stages, 1, links, len(parts))
+                after = scorer.bounds.sync_tail(part.shape.stages, 1, links, len(parts))
                 assert seconds_ + after <= score.step_seconds * (1 + 1e-9)
                 checked += 1
     assert checked > 5

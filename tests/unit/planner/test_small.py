@@ -12,7 +12,7 @@ from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.cluster.subset import of_type
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.estimate.layer_partition import best_split, listed
-from hetero_megatron.planner.estimate.lower_bounds import SyncBounds, floor, line_under
+from hetero_megatron.planner.estimate.lower_bounds import SyncBounds, affine_lower_bound, split_lower_bound
 from hetero_megatron.planner.estimate.stage_table import StageKind
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
@@ -90,19 +90,19 @@ def test_bounds_of_all_splits_are_those_of_each(seed: int) -> None:
     links = [tables.boundary(a, b, 1, tables.likely_same_node(a, b)) for a, b in zip(stages, stages[1:])]
     for m in (1, 4):
         best = best_split(times, links, m, "1f1b", forward)
-        low = floor([line_under(t) for t in times], layers, links, m)
+        low = split_lower_bound([affine_lower_bound(t) for t in times], layers, links, m)
         assert best is None or low <= best[0] * (1 + 1e-12)
     ways, _, seconds = listed(times, links, 1, "1f1b", forward)
     first = np.stack([forward[s][ways[:, s]] for s in range(len(stages))], axis=1)
     for pipelines in (1, 3):
-        after = tails.after(stages, ways, seconds - first, links, pipelines)
+        after = tails.sync_tail(stages, ways, seconds - first, links, pipelines)
         for way, value, row in zip(ways.tolist(), after.tolist(), seconds):
             made = []
             for s, (stage, table) in enumerate(zip(stages, found)):
                 recompute, count = table.choice(1, way[s])
                 made.append(replace(stage, layers=way[s], recompute=recompute, first=count))
             if np.isfinite(row).all():
-                assert value == pytest.approx(scorer.bounds.after(made, 1, links, pipelines), rel=1e-9, abs=1e-15)
+                assert value == pytest.approx(scorer.bounds.sync_tail(made, 1, links, pipelines), rel=1e-9, abs=1e-15)
 
 
 def _fast_links(batch: int, unlike: bool) -> SearchResult:

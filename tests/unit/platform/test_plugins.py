@@ -22,7 +22,7 @@ from hetero_megatron.ops.conformance import FAIL, speed
 from hetero_megatron.planner.cost.rates import load_rates
 from hetero_megatron.platform import CPU, Accelerator, Platform, choose_platform
 from hetero_megatron.platform.conformance import check_platform
-from hetero_megatron.platform.plugins import BUILT_IN, Source, discover, load, load_plugins
+from hetero_megatron.platform.plugins import BUILT_IN, PluginSource, discover, load, load_plugins
 
 
 def write(folder: Path, name: str, text: str) -> str:
@@ -92,7 +92,7 @@ def test_what_a_plugin_prints_does_not_end_in_what_a_command_prints(
 
 
 def test_a_module_that_is_not_there_is_named() -> None:
-    assert "no module nowhere.plugin" in load(Source("nowhere", "nowhere.plugin", "environment")).error
+    assert "no module nowhere.plugin" in load(PluginSource("nowhere", "nowhere.plugin", "environment")).error
 
 
 def test_discovery_order_and_duplicates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from hetero_megatron.ops.kernel import VENDOR
 from hetero_megatron.ops.norm import rms_norm_backward, rms_norm_forward
 from hetero_megatron.ops.stage import stage_signatures
 from hetero_megatron.spec import ModelSpec, load_model, logical_tensors, shares
-from hetero_megatron.training.alignment.capture import Call, CaptureFiles, LiveCompare, Watch, load_call
+from hetero_megatron.training.alignment.capture import Call, CallRecorder, CaptureFiles, LiveCompare, load_call
 from hetero_megatron.training.alignment.drift import loss_drift
 from hetero_megatron.training.alignment.dump import LayerDump, compare_dumps
 from tests.support.programs import run_ranks
@@ -68,7 +68,7 @@ def spoiled(layer_call: int) -> KernelPlan:
 
 def test_live_comparison_of_a_real_step_is_within_the_bounds_and_finds_a_fault() -> None:
     compare = LiveCompare(SPECS)
-    watch = Watch(compare)
+    watch = CallRecorder(compare)
     model, spec = build(watch.wrap)
     watch.follow(model)
     step(model, spec)
@@ -81,7 +81,7 @@ def test_live_comparison_of_a_real_step_is_within_the_bounds_and_finds_a_fault()
     assert "0 over the bounds" in compare.text(torch.float32)
 
     compare = LiveCompare(SPECS)
-    watch = Watch(compare, ["rms_norm"])
+    watch = CallRecorder(compare, ["rms_norm"])
     model, spec = build(watch.wrap, spoiled(3))
     watch.follow(model)
     step(model, spec)
@@ -92,7 +92,7 @@ def test_live_comparison_of_a_real_step_is_within_the_bounds_and_finds_a_fault()
 
 def test_chosen_operators_and_layers_are_captured_and_can_be_read(tmp_path: Path) -> None:
     files = CaptureFiles(tmp_path)
-    watch = Watch(files, ["attention", "swiglu"], ["layers.1."])
+    watch = CallRecorder(files, ["attention", "swiglu"], ["layers.1."])
     model, spec = build(watch.wrap)
     watch.follow(model)
     step(model, spec)
@@ -167,7 +167,7 @@ def test_the_flags_of_a_run(tmp_path: Path) -> None:
 
 def test_a_watched_plan_gives_the_same_numbers() -> None:
     calls: list[Call] = []
-    model, spec = build(Watch(calls.append).wrap)
+    model, spec = build(CallRecorder(calls.append).wrap)
     plain, _ = build()
     for m in (model, plain):
         step(m, spec)

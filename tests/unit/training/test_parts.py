@@ -12,7 +12,7 @@ import pytest
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.batch_size import BatchSize
-from hetero_megatron.training.console import Progress, format_duration, format_line, format_validation
+from hetero_megatron.training.console import ConsoleLine, format_duration, format_line, format_validation
 from hetero_megatron.training.loss_scale import LossScale
 from hetero_megatron.training.metrics import MetricsWriter, Resumed, StepMetrics
 from tests.support.refusals import refused
@@ -189,7 +189,9 @@ def test_what_is_not_installed_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
 
 
 def test_console_line_has_megatrons_fields() -> None:
-    progress = Progress(3, 10, 48, 0.25, 1e-4, 16, 5.5, 1.25, tokens_per_second=65536, tflops=0.5, mfu=0.125, skipped=1)
+    progress = ConsoleLine(
+        3, 10, 48, 0.25, 1e-4, 16, 5.5, 1.25, tokens_per_second=65536, tflops=0.5, mfu=0.125, skipped=1
+    )
     line = format_line(progress, datetime.datetime(2026, 1, 2, 3, 4, 5))
     assert line.split(" | ") == [
         " [2026-01-02 03:04:05.000000] iteration        3/      10",
