@@ -180,6 +180,15 @@ class Embedding(nn.Module):
         return nn.functional.embedding(indices, self.weight)
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a stage that a micro-batch passes at once: some of its layers, with its embedding or head or not."""
+
+    layers: Sequence[int]
+    embed: bool
+    head: bool
+
+
 class GPTStage(nn.Module):
     """Layers ``layers`` of a model, with embedding and head where asked.
 
@@ -189,7 +198,8 @@ class GPTStage(nn.Module):
         kernels: which provider serves which operator; None: the default ones for ``dtype`` and ``device``.
 
     ``forward(x, batch)`` maps tokens [b, s] (with ``embed``) or hidden states [b, s, h] to hidden states, or
-    (with ``head``) to logits [b, s, vocabulary share]. Parameters are left uninitialised.
+    (with ``head``) to logits [b, s, vocabulary share]; with a ``chunk``, that part of it only. Parameters are left
+    uninitialised.
     """
 
     def __init__(
@@ -227,16 +237,17 @@ class GPTStage(nn.Module):
     def layers(self) -> Iterable[Layer]:
         return cast(Iterable[Layer], cast(nn.ModuleDict, self.model["layers"]).values())
 
-    def forward(self, x: torch.Tensor, batch: StageBatch) -> torch.Tensor:
-        if self.has_embed:
+    def forward(self, x: torch.Tensor, batch: StageBatch, chunk: Chunk | None = None) -> torch.Tensor:
+        layers = self.layers() if chunk is None else [self.model["layers"][str(i)] for i in chunk.layers]  # type: ignore[index]
+        if self.has_embed and (chunk is None or chunk.embed):
             x = self.model["embed_tokens"](x)
             if "embed_positions" in self.model:
                 x = x + self.model["embed_positions"](batch.positions)
         rope = None if self._freqs is None else rope_tables(batch.positions, self._freqs, x.dtype)
         context = Context(batch.documents, rope)
-        for layer in self.layers():
+        for layer in layers:
             x = layer(x, context)
-        return self.lm_head(self.model["norm"](x)) if self.has_head else x
+        return self.lm_head(self.model["norm"](x)) if self.has_head and (chunk is None or chunk.head) else x
 
 
 class _default_dtype:

@@ -1,15 +1,15 @@
 """Matrix product of activations and weights: the operator behind every linear layer of the model.
 
 Its weight gradient is added up in an fp32 buffer where somebody takes it (``parallel/gradients.py``). It can be put
-off, too: for a pipeline schedule that splits backward, :class:`WeightGradients` defers in ``B_INPUT`` and is flushed in
-``W`` (the executor has neither).
+off, too: where a pipeline schedule splits backward, :class:`WeightGradients` defers in ``B_INPUT`` what ``W`` computes.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -66,19 +66,28 @@ def linear_backward(
     )
 
 
+class Product(NamedTuple):
+    """A weight gradient that is to be computed: ``kernel(dy, x)``, of ``weight``."""
+
+    weight: torch.Tensor
+    dy: torch.Tensor
+    x: torch.Tensor
+    kernel: Callable[..., torch.Tensor]
+
+
 class WeightGradients:
     """Weight gradients that do not go through autograd.
 
     Attributes:
         takers: by ``id`` of a weight, who is given its product instead: called with (dy, x, kernel), where
             ``kernel(dy, x, into, beta)`` computes it. No hook of the weight runs. The weights must live on.
-        deferring: backward of ``gemm`` leaves its operands here, until ``flush``.
+        deferring: backward of ``gemm`` leaves its operands here, until ``take`` or ``flush``.
     """
 
     def __init__(self) -> None:
         self.takers: dict[int, Callable[[torch.Tensor, torch.Tensor, Callable[..., torch.Tensor]], None]] = {}
         self.deferring = False
-        self._waiting: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, Callable[..., torch.Tensor]]] = []
+        self._waiting: deque[Product] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -86,18 +95,27 @@ class WeightGradients:
     def defer(
         self, weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, kernel: Callable[..., torch.Tensor]
     ) -> None:
-        self._waiting.append((weight, dy, x, kernel))
+        # What autograd saved knows the graph that made it, and so would keep the stage's input, too.
+        self._waiting.append(Product(weight, dy.detach(), x.detach(), kernel))
+
+    def take(self) -> deque[Product]:
+        """What waits, to be flushed later."""
+        waiting, self._waiting = self._waiting, deque()
+        return waiting
 
     @torch.no_grad()
-    def flush(self) -> None:
-        """Compute what waits, oldest first: for its taker, or into ``.grad`` with the weight's hooks, as autograd."""
-        waiting, self._waiting = self._waiting, []
-        for weight, dy, x, kernel in waiting:
+    def flush(self, waiting: deque[Product] | None = None) -> None:
+        """Compute what waits (or what was taken), oldest first: for its taker, or into ``.grad`` with the weight's
+        hooks, as autograd does. The operands of each go when it is done."""
+        products = self.take() if waiting is None else waiting
+        while products:
+            weight, dy, x, kernel = products.popleft()
             taker = self.takers.get(id(weight))
             if taker is not None:
                 taker(dy, x, kernel)
             else:
                 torch.autograd.backward([weight], [kernel(dy, x)])
+            del dy, x
 
 
 def bind_gemm(kernel: Kernel, gradients: WeightGradients, traced: bool = False) -> Callable[..., torch.Tensor]:

@@ -1,8 +1,9 @@
-"""Accumulating gradients over micro-batches and synchronising them bucket by bucket during the last backward."""
+"""Accumulating gradients over micro-batches and synchronising them bucket by bucket during the last backwards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -22,14 +23,16 @@ class GradientSync:
     """Gradients of one rank's parameters.
 
     The gradients of a bucket are summed over the micro-batches in one piece of memory, in at least fp32. Weights whose
-    gradient is a matrix product get it added there by that product; others through autograd. In the last micro-batch
-    a REDUCE starts as soon as all its gradients are there and fewer than ``IN_FLIGHT`` buckets are under way. Every
-    rank starts its REDUCEs in the order of their list, which is one for all ranks, so that the first one under way
-    anywhere can always complete; nothing waits inside backward, where a neighbour may be waiting for what comes after.
+    gradient is a matrix product get it added there by that product; others through autograd. A REDUCE starts as soon
+    as all gradients of its bucket have come, of the last micro-batch in each chunk of the stage and of every product
+    that was put off, and fewer than ``IN_FLIGHT`` buckets are under way. Every rank starts its REDUCEs in the order of
+    their list, which is one for all ranks, so that the first one under way anywhere can always complete; nothing waits
+    inside backward, where a neighbour may be waiting for what comes after.
 
     Args:
         params: local parameters by logical name; boxes: the box of each in its logical tensor. Those of a dense bucket
             are moved to one piece of memory, so that new values can come and go without being packed.
+        chunks: names of the parameters of each of the stage's chunks; a name may be in several. None: all in one.
 
     Attributes:
         reduces, spreads: what this rank does in every step, in order.
@@ -37,7 +40,12 @@ class GradientSync:
     """
 
     def __init__(
-        self, comm: Comm, params: Mapping[str, torch.nn.Parameter], boxes: Mapping[str, Box], buckets: Sequence[Bucket]
+        self,
+        comm: Comm,
+        params: Mapping[str, torch.nn.Parameter],
+        boxes: Mapping[str, Box],
+        buckets: Sequence[Bucket],
+        chunks: Sequence[Collection[str]] | None = None,
     ) -> None:
         self.params = params
         routes: dict[tuple[object, ...], HopRoutes] = {}
@@ -48,7 +56,9 @@ class GradientSync:
         self._grads: dict[int, FlatTensors] = {}  # made when the first gradient of the bucket comes
         self._come: set[str] = set()  # whose gradient has a value in this step
         self._armed = False
-        self._missing: dict[int, set[str]] = {}
+        self._chunks = chunks or (params.keys(),)
+        self._open: dict[str, int] = {}  # in how many chunks gradients of it may come after the next one
+        self._missing: dict[int, set[str]] = {}  # by bucket, whose last gradient has not come
         self._queue: Sequence[Action] = ()
         self._started = 0  # of the queue
         self._ended = 0
@@ -88,7 +98,7 @@ class GradientSync:
 
     def _has_come(self, name: str) -> None:
         self._come.add(name)
-        if self._armed:
+        if self._armed and not self._open[name]:
             self._missing[self._bucket_of[name]].discard(name)
             self._progress()
 
@@ -102,11 +112,22 @@ class GradientSync:
         return self._grads[index].views[name]
 
     def begin(self, reduces: Iterable[Action]) -> None:
-        """The last backward of the step begins: from now on the ``reduces`` start, in this order."""
+        """The last gradients of the first chunk will come: from now on the ``reduces`` start, in this order."""
         self._queue = tuple(reduces)
         assert {a.micro_batch for a in self._queue} == self.by_bucket.keys(), "every bucket is reduced once"
         self._armed, self._started, self._ended, self._owned = True, 0, 0, []
         self._missing = {e.bucket.index: set(e.bucket.names) for e in self.exchanges}
+        self._open = Counter(name for names in self._chunks for name in names)
+
+    def last_gradients(self, chunk: int, products: Iterable[torch.Tensor] | None) -> None:
+        """In what runs next the last gradients of a chunk come: of those weights whose ``products`` it computes, all
+        others are there; or, where that is None, of any of its parameters."""
+        ids = None if products is None else {id(weight) for weight in products}
+        for name in self._chunks[chunk]:
+            self._open[name] -= 1
+            if not self._open[name] and ids is not None and id(self.params[name]) not in ids:
+                self._missing[self._bucket_of[name]].discard(name)
+        self._progress()
 
     def _progress(self) -> None:
         """Sum what has arrived, start what can start, without waiting."""

@@ -13,23 +13,50 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import nn
 
 from hetero_megatron.comm import Comm, Handle
 from hetero_megatron.data.batch import Batch
+from hetero_megatron.ops.gemm import Product, WeightGradients
 from hetero_megatron.pipeline.boundary import Boundary, Receive
 from hetero_megatron.schedule import Action
 from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
 
 LossFunction = Callable[[torch.Tensor, Batch], torch.Tensor]  # (logits, batch) -> sum of token losses, scalar
+Key = tuple[int, int]  # micro-batch, chunk
 
 
 class Reducer(Protocol):
-    """Who sums gradients: told when the last backward begins, asked for each REDUCE at its place in the list."""
+    """Who sums gradients: told when the last gradients of each chunk come, asked for each REDUCE at its place in the
+    list."""
 
     def begin(self, reduces: Sequence[Action]) -> None: ...
 
+    def last_gradients(self, chunk: int, products: Sequence[torch.Tensor] | None) -> None:
+        """The action that begins is the last one with gradients of this chunk: of the weights whose ``products`` it
+        computes, or of any of its parameters (None)."""
+
     def complete(self, action: Action) -> None: ...
+
+
+@dataclass(frozen=True)
+class StageChunk:
+    """What a micro-batch passes at once on this rank.
+
+    Attributes:
+        model: called as ``model(x, batch)``.
+        loss: after the last chunk of the pipeline, maps logits to the sum of token losses; None elsewhere.
+        before, after: ``before(size)`` gives the boundary with the stage before, for micro-batches of that size; None
+            where there is none, and where the chunk before is on this stage (``local``).
+        sender: number of the chunk before, on its own stage.
+    """
+
+    model: Callable[[torch.Tensor, Batch], torch.Tensor]
+    loss: LossFunction | None = None
+    before: Callable[[int], Boundary] | None = None
+    after: Callable[[int], Boundary] | None = None
+    sender: int = 0
+    local_before: bool = False
+    local_after: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,12 +67,14 @@ class StageWork:
         actions: lowered actions of its stage, and the REDUCEs after them.
         batches: its rows of each micro-batch (None where it has no rows).
         sizes: sequences of each micro-batch (of the whole pipeline, which defines the boundary layouts).
+        receives: those among the actions, in the order in which they are posted; None: as they are needed.
         seed: value with which backward starts at the loss sum.
     """
 
     actions: Sequence[Action]
     batches: Sequence[Batch | None]
     sizes: Sequence[int]
+    receives: Sequence[Action] | None = None
     seed: float = 1.0
 
 
@@ -76,13 +105,14 @@ class StepResult:
 
 @dataclass
 class Live:
-    """Tensors of one step that are still needed, by micro-batch."""
+    """Tensors of one step that are still needed, by micro-batch and chunk."""
 
-    inputs: dict[int, torch.Tensor] = field(default_factory=dict)
-    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
-    grads: dict[int, torch.Tensor] = field(default_factory=dict)
+    inputs: dict[Key, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
+    grads: dict[Key, torch.Tensor] = field(default_factory=dict)
+    products: dict[Key, deque[Product]] = field(default_factory=dict)  # between B_INPUT and W
     receives: dict[Action, Receive] = field(default_factory=dict)
-    sends: dict[int, list[Handle]] = field(default_factory=dict)
+    sends: dict[Key, list[Handle]] = field(default_factory=dict)
     old_sends: deque[list[Handle]] = field(default_factory=deque)
     losses: list[torch.Tensor] = field(default_factory=list)
 
@@ -91,45 +121,43 @@ class PipelineExecutor:
     """One rank's stage.
 
     Args:
-        model: the stage; called as ``model(x, batch)``.
-        loss: on the head stage, maps logits to the sum of token losses; None elsewhere.
-        boundaries: ``before(size)`` and ``after(size)`` give the boundary with the neighbour stages.
+        chunks: of the stage, in the order of the layers.
+        gradients: where products of weight gradients wait between B_INPUT and W.
         place: text for diagnosis, e.g. ``pipeline 0 stage 1``.
     """
 
     def __init__(
-        self,
-        comm: Comm,
-        model: nn.Module,
-        loss: LossFunction | None,
-        before: Callable[[int], Boundary] | None,
-        after: Callable[[int], Boundary] | None,
-        dtype: torch.dtype,
-        place: str,
+        self, comm: Comm, chunks: Sequence[StageChunk], dtype: torch.dtype, place: str, gradients: WeightGradients
     ) -> None:
-        self.comm, self.model, self.loss, self.dtype, self.place = comm, model, loss, dtype, place
-        self.before, self.after = before, after
+        self.comm, self.chunks, self.dtype, self.place, self.gradients = comm, chunks, dtype, place, gradients
 
     def run(self, work: StageWork, reducer: Reducer | None = None) -> StepResult:
-        """Do all actions. ``reducer`` does the REDUCEs, which may start during the last B; without one they are left
-        out."""
+        """Do all actions. ``reducer`` does the REDUCEs, which may start during the last backwards; without one they are
+        left out."""
         live, result = Live(), StepResult()
-        receives = [a for a in work.actions if a.kind.startswith("RECV")]
+        receives = [a for a in work.actions if a.kind.startswith("RECV")] if work.receives is None else work.receives
         reduces = [a for a in work.actions if a.kind == "REDUCE"]
         posted, taken = 0, 0
+        last = {a.chunk: i for i, a in enumerate(work.actions) if a.kind in ("B", "W")}
         # A pipeline without samples has no B: its gradients are zero, and its REDUCEs all that begins.
-        begin_at = max((i for i, a in enumerate(work.actions) if a.kind == "B"), default=0)
+        begin_at, last_of = min(last.values(), default=0), {i: chunk for chunk, i in last.items()}
         clock, start, waited = self.comm.clock, time.perf_counter(), self.comm.seconds.neighbours
         clock.settle()
         for i, action in enumerate(work.actions):
             if action.kind == "REDUCE" and reducer is None:
                 continue
             self.comm.activity = f"{self.place}, action {action}"
-            while posted < min(taken + LOOKAHEAD, len(receives)):
+            receiving = action.kind.startswith("RECV")
+            while posted < len(receives) and (
+                posted < taken + LOOKAHEAD or receiving and action not in live.receives
+            ):
                 self._post(receives[posted], work, live)
                 posted += 1
-            if i == begin_at and reducer is not None:
-                reducer.begin(reduces)
+            if reducer is not None:
+                if i == begin_at:
+                    reducer.begin(reduces)
+                if i in last_of:
+                    self._last_gradients(action, live, reducer)
             begin, done = time.perf_counter(), clock.computed
             if action.kind == "REDUCE":
                 assert reducer is not None
@@ -140,7 +168,7 @@ class PipelineExecutor:
             spent = clock.computed - done
             result.actions.append(TimedAction(action, begin, time.perf_counter(), spent))
             result.busy_seconds += spent if action.kind != "REDUCE" else 0.0
-            taken += action.kind.startswith("RECV")
+            taken += receiving
         self.comm.activity = f"{self.place}, waiting for its last sends"
         for handles in [*live.old_sends, *live.sends.values()]:
             _wait(handles)
@@ -151,71 +179,113 @@ class PipelineExecutor:
         self.comm.activity = f"{self.place}, after its last action"
         return result
 
+    def _last_gradients(self, action: Action, live: Live, reducer: Reducer) -> None:
+        products = None
+        if action.kind == "W":
+            products = [product.weight for product in live.products.get(_key(action), ())]
+        reducer.last_gradients(action.chunk, products)
+
     def _post(self, action: Action, work: StageWork, live: Live) -> None:
-        backward = action.kind == "RECV_B"
-        boundary = self.after if backward else self.before
+        backward, chunk = action.kind == "RECV_B", self.chunks[action.chunk]
+        boundary = chunk.after if backward else chunk.before
         assert boundary is not None, f"{action} on a stage without that neighbour"
         live.receives[action] = boundary(work.sizes[action.micro_batch]).receive(
-            backward, _tag(action.micro_batch, backward), self.dtype
+            backward, self._tag(action, backward, work), self.dtype
         )
+
+    def _tag(self, action: Action, backward: bool, work: StageWork) -> int:
+        """One number per message of a pair of ranks, by the chunk before the boundary."""
+        outwards = action.kind in ("SEND_F", "RECV_B")
+        chunk = action.chunk if outwards else self.chunks[action.chunk].sender
+        return 2 * (chunk * len(work.sizes) + action.micro_batch) + int(backward)
 
     def _receive_input(self, action: Action, work: StageWork, live: Live, _: StepResult) -> None:
         x = live.receives.pop(action).wait()
-        live.inputs[action.micro_batch] = x.requires_grad_() if torch.is_grad_enabled() else x
+        live.inputs[_key(action)] = x.requires_grad_() if torch.is_grad_enabled() else x
 
     def _receive_grad(self, action: Action, work: StageWork, live: Live, _: StepResult) -> None:
-        live.grads[action.micro_batch] = live.receives.pop(action).wait()
+        live.grads[_key(action)] = live.receives.pop(action).wait()
         # The gradient proves that the activation arrived, so this does not block; it frees the send buffer.
-        _wait(live.sends.pop(action.micro_batch, []))
+        _wait(live.sends.pop(_key(action), []))
+
+    def input(self, key: Key, batch: Batch, live: Live) -> torch.Tensor:
+        """What a chunk works on: received, put out by the chunk before on this stage, or the tokens."""
+        chunk, (mb, c) = self.chunks[key[1]], key
+        if chunk.local_before:
+            before = (mb, c - 1)
+            out = live.outputs[before] if torch.is_grad_enabled() else live.outputs.pop(before)
+            live.inputs[key] = out.detach().requires_grad_(torch.is_grad_enabled())
+        return live.inputs[key] if chunk.local_before or chunk.before is not None else batch.tokens
 
     def _forward(self, action: Action, work: StageWork, live: Live, result: StepResult) -> None:
-        mb = action.micro_batch
-        batch = work.batches[mb]
+        key, chunk = _key(action), self.chunks[action.chunk]
+        batch = work.batches[action.micro_batch]
         if batch is None:
             return
-        x = live.inputs[mb] if self.before is not None else batch.tokens
+        x = self.input(key, batch, live)
         with self.comm.clock.work():
-            out = self.model(x, batch)
-            if self.loss is not None:
-                out = self.loss(out, batch)
-        if self.loss is not None:
+            out = chunk.model(x, batch)
+            if chunk.loss is not None:
+                out = chunk.loss(out, batch)
+        if chunk.loss is not None:
             live.losses.append(out.detach())
             result.tokens += batch.num_loss_tokens()
         if not torch.is_grad_enabled():
-            live.inputs.pop(mb, None)
-            if self.loss is not None:
+            live.inputs.pop(key, None)
+            if chunk.loss is not None:
                 return
-        live.outputs[mb] = out
+        live.outputs[key] = out
 
     def _backward(self, action: Action, work: StageWork, live: Live, _: StepResult) -> None:
-        mb = action.micro_batch
-        if work.batches[mb] is None:
+        key, chunk = _key(action), self.chunks[action.chunk]
+        if work.batches[action.micro_batch] is None:
             return
-        out = live.outputs.pop(mb)
-        grad = torch.full_like(out, work.seed) if self.loss is not None else live.grads.pop(mb)
+        out = live.outputs.pop(key)
+        if chunk.loss is not None:
+            grad = torch.full_like(out, work.seed)
+        else:
+            grad = self.output_gradient(key, live)
         with self.comm.clock.work():
             torch.autograd.backward(out, grad)
 
+    def output_gradient(self, key: Key, live: Live) -> torch.Tensor:
+        """Of what a chunk put out: received, or made by the chunk after it on this stage."""
+        if not self.chunks[key[1]].local_after:
+            return live.grads.pop(key)
+        return _gradient(live.inputs.pop((key[0], key[1] + 1)))
+
+    def _backward_input(self, action: Action, work: StageWork, live: Live, result: StepResult) -> None:
+        self.gradients.deferring = True
+        try:
+            self._backward(action, work, live, result)
+        finally:
+            self.gradients.deferring = False
+        live.products[_key(action)] = self.gradients.take()
+
+    def _weights(self, action: Action, work: StageWork, live: Live, _: StepResult) -> None:
+        with self.comm.clock.work():
+            self.gradients.flush(live.products.pop(_key(action)))
+
     def _send_output(self, action: Action, work: StageWork, live: Live, _: StepResult) -> None:
-        mb = action.micro_batch
-        assert self.after is not None
-        if work.batches[mb] is None:
+        key, boundary = _key(action), self.chunks[action.chunk].after
+        assert boundary is not None
+        if work.batches[action.micro_batch] is None:
             return
-        out = live.outputs[mb] if torch.is_grad_enabled() else live.outputs.pop(mb)
-        handles = self.after(work.sizes[mb]).send(out.detach(), False, _tag(mb, False))
+        out = live.outputs[key] if torch.is_grad_enabled() else live.outputs.pop(key)
+        handles = boundary(work.sizes[action.micro_batch]).send(out.detach(), False, self._tag(action, False, work))
         if torch.is_grad_enabled():
-            live.sends[mb] = handles
+            live.sends[key] = handles
         else:
             self._keep(handles, live)
 
     def _send_grad(self, action: Action, work: StageWork, live: Live, _: StepResult) -> None:
-        mb = action.micro_batch
-        assert self.before is not None
-        x = live.inputs.pop(mb)
-        if work.batches[mb] is None:
+        boundary = self.chunks[action.chunk].before
+        assert boundary is not None
+        x = live.inputs.pop(_key(action))
+        if work.batches[action.micro_batch] is None:
             return
-        grad = x.grad if x.grad is not None else torch.zeros_like(x)
-        self._keep(self.before(work.sizes[mb]).send(grad, True, _tag(mb, True)), live)
+        to = boundary(work.sizes[action.micro_batch])
+        self._keep(to.send(_gradient(x), True, self._tag(action, True, work)), live)
 
     @staticmethod
     def _keep(handles: list[Handle], live: Live) -> None:
@@ -226,6 +296,8 @@ class PipelineExecutor:
     _handlers: Mapping[str, Callable[[PipelineExecutor, Action, StageWork, Live, StepResult], None]] = {
         "F": _forward,
         "B": _backward,
+        "B_INPUT": _backward_input,
+        "W": _weights,
         "SEND_F": _send_output,
         "SEND_B": _send_grad,
         "RECV_F": _receive_input,
@@ -233,8 +305,12 @@ class PipelineExecutor:
     }
 
 
-def _tag(micro_batch: int, backward: bool) -> int:
-    return 2 * micro_batch + int(backward)
+def _key(action: Action) -> Key:
+    return action.micro_batch, action.chunk
+
+
+def _gradient(x: torch.Tensor) -> torch.Tensor:
+    return x.grad if x.grad is not None else torch.zeros_like(x)
 
 
 def _wait(handles: list[Handle]) -> None:

@@ -93,7 +93,8 @@ class Stage:
     """Consecutive layers on one mesh of ranks.
 
     Args:
-        layers: layer ranges, ascending; several are virtual chunks, none is a stage without decoder layers.
+        layers: layer ranges, ascending; several are virtual chunks, of which some may be empty; none is a stage without
+            decoder layers.
         units: ordered by inner data-parallel replica, then context member.
         embed, head: whether it holds the input embedding, and the final norm, output head and loss.
         chip: name of the chip that its ranks must be, checked at start; None: any.
@@ -123,6 +124,11 @@ class Stage:
         return sum(b - a for a, b in self.layers)
 
     @property
+    def chunks(self) -> tuple[Interval, ...]:
+        """Layers that a micro-batch passes at once: its ranges, or one without layers."""
+        return self.layers or ((0, 0),)
+
+    @property
     def replicas(self) -> tuple[Interval, ...]:
         """The distinct sequence intervals of its units: one per inner data-parallel replica."""
         return tuple(dict.fromkeys(unit.sequences for unit in self.units))
@@ -145,6 +151,12 @@ class Pipeline:
     @property
     def ranks(self) -> tuple[int, ...]:
         return tuple(rank for stage in self.stages for rank in stage.ranks)
+
+    @property
+    def chunks(self) -> int:
+        """Runs of layers that each of its stages holds; a micro-batch passes the first of all stages, then the second
+        of all stages, and so on."""
+        return len(self.stages[0].chunks)
 
     @property
     def batch_size(self) -> int:

@@ -17,14 +17,14 @@ class Capability:
     instead: str = ""
 
 
-_SCHEDULES = "1f1b or gpipe"
+_SCHEDULES = "1f1b, gpipe, interleaved or zero-bubble"
 TABLE: dict[str, Capability] = {
     "schedule.1f1b": Capability(True, "schedule 1f1b"),
     "schedule.gpipe": Capability(True, "schedule gpipe"),
-    "schedule.interleaved": Capability(False, "the interleaved schedule", _SCHEDULES),
-    "schedule.zero-bubble": Capability(False, "the zero-bubble schedule", _SCHEDULES),
+    "schedule.interleaved": Capability(True, "the interleaved schedule"),
+    "schedule.zero-bubble": Capability(True, "the zero-bubble schedule"),
     "schedule.adaptive": Capability(False, "the adaptive schedule", _SCHEDULES),
-    "layers.chunks": Capability(False, "virtual chunks (several layer ranges in a stage)", "one range or []"),
+    "layers.chunks": Capability(True, "virtual chunks (several layer ranges in a stage)"),
     "context": Capability(True, "context groups (context and head parallelism)"),
     "tp": Capability(True, "tensor parallelism with sequence parallelism"),
     "tp_split": Capability(True, "uneven tensor parallelism"),

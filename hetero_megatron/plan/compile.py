@@ -78,12 +78,13 @@ class CompiledPlan:
         return self._schedules[size]
 
     def boundary(self, pipeline: int, upstream: int, size: int) -> StageBoundary:
-        """Between stages ``upstream`` and ``upstream + 1`` of a pipeline, for micro-batches of ``size`` sequences."""
+        """Between stages ``upstream`` and ``upstream + 1`` of a pipeline (from the last one to the first, where stages
+        have several chunks), for micro-batches of ``size`` sequences."""
         key = (pipeline, upstream, size)
         if key not in self._boundaries:
             up, down = (
                 activation_layout(self.plan, pipeline, stage, size, self.spec.hidden_size)
-                for stage in (upstream, upstream + 1)
+                for stage in (upstream, (upstream + 1) % len(self.plan.pipelines[pipeline].stages))
             )
             self._boundaries[key] = StageBoundary(up, down, transfer(up, down))
         return self._boundaries[key]

@@ -41,14 +41,14 @@ def reduced(weights: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def parse_layers(entry: Entry) -> tuple[Interval, ...]:
-    """``[a, b]``, ``[[a, b], ...]`` or ``[]`` -> ranges, ascending, empty ones dropped."""
+    """``[a, b]``, ``[[a, b], ...]`` or ``[]`` -> ranges, ascending; an empty one counts among several only."""
     accepted = "[first, end] with end excluded, a list of such ranges, or []"
     items = entry.items()
     ranges = [item.integers() for item in items] if is_nested(entry) else [entry.integers()] if items else []
     for pair in ranges:
         if len(pair) != 2 or pair[0] > pair[1]:
             entry.fail("not a range of layers", accepted=accepted)
-    return tuple(sorted((a, b) for a, b in ranges if a < b))
+    return tuple(sorted((a, b) for a, b in ranges if a < b or len(ranges) > 1))
 
 
 def parse_ranks(entry: Entry) -> tuple[int, ...]:

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from operator import mul
 from typing import Any
 
 from hetero_megatron.plan.buckets import BUCKET_BYTES, IN_FLIGHT, backward_order
+from hetero_megatron.schedule import Held
 from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
 from hetero_megatron.spec import ModelSpec, Share, shares, stage_tensors, tensor_box
 from hetero_megatron.spec.flops import (
     LOGITS_BYTES,
     head_activation_bytes,
     head_backward_bytes,
+    head_operand_bytes,
     layer_activation_bytes,
     layer_backward_bytes,
+    layer_operand_bytes,
 )
 
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -77,7 +81,7 @@ class MemoryBytes:
 
 @dataclass(frozen=True)
 class RankWork:
-    """What one rank of a stage works on, for its activations.
+    """What one rank of a stage works on, for its activations; of several chunks, one.
 
     Attributes:
         layers, embed, head: of the stage. A stage without embedding receives activations, one without head sends them.
@@ -162,9 +166,25 @@ def working_bytes(spec: ModelSpec, held: RankWork) -> int:
     return max(in_head, layer - head) + moving * boundary_bytes(spec, held)
 
 
-def activation_bytes(spec: ModelSpec, held: RankWork, in_flight: int) -> int:
-    """Bytes of activations of ``in_flight`` micro-batches, and of what backward works with."""
-    return in_flight * kept_bytes(spec, held) + working_bytes(spec, held)
+def operand_bytes(spec: ModelSpec, held: RankWork) -> int:
+    """Bytes that one micro-batch keeps in a stage from B_INPUT to W, where backward is split."""
+    sizes = (held.tokens, held.item, held.tp)
+    total = held.layers * layer_operand_bytes(spec, *sizes)
+    return total + (head_operand_bytes(spec, *sizes, held.limit is not None) if held.head else 0)
+
+
+def activation_bytes(spec: ModelSpec, chunks: Sequence[RankWork], states: Iterable[Held]) -> int:
+    """Bytes of activations that a rank holds at most, and of what backward works with; ``states``: of its stage, from
+    :func:`~hetero_megatron.schedule.held_states`."""
+    kept = [kept_bytes(spec, chunk) for chunk in chunks]
+    waiting = [operand_bytes(spec, chunk) for chunk in chunks]
+    return most_held(kept, waiting, states) + max(working_bytes(spec, chunk) for chunk in chunks)
+
+
+def most_held(kept: Sequence[int], waiting: Sequence[int], states: Iterable[Held]) -> int:
+    """The most bytes at once; ``kept``, ``waiting``: of a micro-batch in each chunk before its backward, and between
+    its B_INPUT and W."""
+    return max(sum(map(mul, whole, kept)) + sum(map(mul, split, waiting)) for whole, split in states)
 
 
 def held_elements(spec: ModelSpec, layers: int, embed: bool, head: bool, share: Share) -> int:

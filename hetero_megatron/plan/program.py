@@ -37,7 +37,7 @@ def step_schedules(plan: Plan, buckets: Sequence[Bucket], batch_size: int | None
             if key not in rows:
                 rows[key] = sync_actions(buckets, stage.ranks[0])
         if (held, count) not in known:
-            plain = lowered(plan.schedule, len(pipeline.stages), count)
+            plain = lowered(plan.schedule, len(pipeline.stages), count, pipeline.chunks)
             known[held, count] = with_synchronisation(plain, [rows[key] for key in held])
         out.append(known[held, count])
     return tuple(out)

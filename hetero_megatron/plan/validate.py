@@ -13,6 +13,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan.canonical import SCHEDULES, Interval, Pipeline, Plan, Stage, Unit
 from hetero_megatron.plan.capabilities import TABLE, used_features
 from hetero_megatron.plan.source import Source
+from hetero_megatron.schedule.generators import CHUNKED
 from hetero_megatron.words import plural
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def validate(
     for p, pipeline in enumerate(plan.pipelines):
         layers_are_covered_once(pipeline, f"pipelines[{p}]", spec.num_layers, source)
         stages_follow_the_layers(pipeline, f"pipelines[{p}]", source)
+        chunks_follow_the_layers(pipeline, f"pipelines[{p}]", source)
         ends_are_held_once(pipeline, f"pipelines[{p}]", source)
     for path, pipeline, stage in stages(plan):
         stage_holds_something(stage, path, source)
@@ -54,6 +56,7 @@ def validate(
         tokens_and_heads_are_divided(stage, path, plan.seq_length, spec.num_heads, source)
         recompute_fits(stage, path, source)
         tokens_suffice_for_tp(stage, path, source)
+    schedule_runs_the_chunks(plan, source)
     batch_adds_up(plan, source)
     step_is_short_enough(plan, source)
     sequence_fits_the_model(plan, spec, source)
@@ -148,6 +151,39 @@ def stages_follow_the_layers(pipeline: Pipeline, path: str, source: Source) -> N
         last = max([last, *(b for _, b in stage.layers)])
 
 
+def chunks_follow_the_layers(pipeline: Pipeline, path: str, source: Source) -> None:
+    """With several ranges per stage, a micro-batch passes the first ranges of all stages in order, then the second
+    ones, and so on."""
+    most = max(len(stage.layers) for stage in pipeline.stages)
+    if most < 2:
+        return
+    for s, stage in enumerate(pipeline.stages):
+        if len(stage.layers) != most:
+            problem = f"{plural(len(stage.layers), 'range')} of layers beside a stage with {most}"
+            value, accepted = [list(r) for r in stage.layers], f"{most} ranges; [a, a] for one without layers"
+            raise source.error(problem, f"{path}.stages[{s}].layers", value, accepted)
+    end = 0
+    for chunk in range(most):
+        for s, stage in enumerate(pipeline.stages):
+            a, b = stage.layers[chunk]
+            if a != end:
+                problem = f"range {chunk} of stage {s} begins at layer {a}, the one before it ends at {end}"
+                accepted = "the first ranges of all stages in order, then the second ones, and so on"
+                raise source.error(problem, f"{path}.stages[{s}].layers", [a, b], accepted)
+            end = b
+
+
+def schedule_runs_the_chunks(plan: Plan, source: Source) -> None:
+    for path, pipeline, stage in stages(plan):
+        if pipeline.chunks > 1 and plan.schedule not in CHUNKED:
+            raise source.error(
+                f"the {plan.schedule} schedule runs one range of layers per stage",
+                f"{path}.layers",
+                [list(r) for r in stage.layers],
+                f"one range or [], or schedule: {' or '.join(CHUNKED)}",
+            )
+
+
 def ends_are_held_once(pipeline: Pipeline, path: str, source: Source) -> None:
     """One stage holds the embedding, before all layers, and one the head, after all layers."""
     busy = [s for s, stage in enumerate(pipeline.stages) if stage.layers]
@@ -163,6 +199,13 @@ def ends_are_held_once(pipeline: Pipeline, path: str, source: Source) -> None:
                 f"{key}: true on exactly one stage",
             )
         misplaced = holders[0] > busy[0] if key == "embed" else holders[0] < busy[-1]
+        end = 0 if key == "embed" else len(pipeline.stages) - 1
+        if not one_range_each and holders[0] != end:
+            which = "first" if key == "embed" else "last"
+            field = f"{path}.stages[{holders[0]}].{key}"
+            raise source.error(
+                f"with several ranges of layers per stage the {name} is on the {which} one", field, True, f"stage {end}"
+            )
         if one_range_each and misplaced:
             side = "at or before the first" if key == "embed" else "at or after the last"
             field = f"{path}.stages[{holders[0]}].{key}"
@@ -172,7 +215,7 @@ def ends_are_held_once(pipeline: Pipeline, path: str, source: Source) -> None:
 
 
 def stage_holds_something(stage: Stage, path: str, source: Source) -> None:
-    if not (stage.layers or stage.embed or stage.head):
+    if not (stage.num_layers or stage.embed or stage.head):
         raise source.error(
             "the stage holds no layers, no embedding and no head", f"{path}.layers", [], "leave the stage out"
         )
@@ -252,9 +295,9 @@ def batch_adds_up(plan: Plan, source: Source) -> None:
 
 
 def step_is_short_enough(plan: Plan, source: Source) -> None:
-    """A step is a list of actions, about four for each micro-batch and stage."""
+    """A step is a list of actions, about four for each micro-batch, stage and chunk."""
     for p, pipeline in enumerate(plan.pipelines):
-        most = MAX_ACTIONS // 4 // len(pipeline.stages)
+        most = MAX_ACTIONS // 4 // len(pipeline.stages) // pipeline.chunks
         if pipeline.num_micro_batches > most:
             raise source.error(
                 f"too many micro-batches for a step of {plural(len(pipeline.stages), 'stage')}",

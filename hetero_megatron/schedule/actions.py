@@ -10,6 +10,7 @@ COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 SYNCHRONISATION = ("REDUCE", "UPDATE", "SPREAD")
 LOOKAHEAD = 2  # receives posted before they are needed: one in flight while one is being consumed
 SEND_LAG = 4  # gradient sends that may be under way; their buffers live that long
+_OTHER_END = {"SEND_F": "RECV_F", "RECV_F": "SEND_F", "SEND_B": "RECV_B", "RECV_B": "SEND_B"}
 KINDS = (*COMPUTE, *COMMUNICATION, *SYNCHRONISATION)
 
 
@@ -34,7 +35,32 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """One list of actions per stage; ``name`` is the generator's."""
+    """One list of actions per stage; ``name`` is the generator's.
+
+    With ``chunks`` above 1 every stage holds that many runs of layers: a micro-batch passes chunk 0 of all stages, then
+    chunk 1 of all stages, and so on.
+    """
 
     name: str
     stages: tuple[tuple[Action, ...], ...]
+    chunks: int = 1
+
+    def after(self, stage: int, chunk: int) -> tuple[int, int] | None:
+        """(stage, chunk) that a micro-batch passes next; None after the last one."""
+        if stage + 1 < len(self.stages):
+            return stage + 1, chunk
+        return (0, chunk + 1) if chunk + 1 < self.chunks else None
+
+    def before(self, stage: int, chunk: int) -> tuple[int, int] | None:
+        """(stage, chunk) that a micro-batch passes just before; None before the first one."""
+        if stage > 0:
+            return stage - 1, chunk
+        return (len(self.stages) - 1, chunk - 1) if chunk > 0 else None
+
+    def peer(self, stage: int, action: Action) -> tuple[int, Action] | None:
+        """Where the other end of a send or receive of ``stage`` is: (stage, its action); None: there is none."""
+        kind, micro_batch, chunk = action
+        there = self.after(stage, chunk) if kind in ("SEND_F", "RECV_B") else self.before(stage, chunk)
+        if there is None or there[0] == stage:
+            return None
+        return there[0], Action(_OTHER_END[kind], micro_batch, there[1])

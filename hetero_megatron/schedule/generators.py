@@ -1,50 +1,130 @@
-"""One function per schedule: (stages, micro-batches) -> compute actions. A new schedule is one entry in
-the table.
+"""One function per schedule: (stages, micro-batches) and, for some, chunks or caps -> compute actions. A new schedule
+is one entry in the table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.schedule.actions import Action, Schedule
 
-Generator = Callable[[int, int], tuple[tuple[Action, ...], ...]]
+Rows = tuple[tuple[Action, ...], ...]
+Generator = Callable[[int, int], Rows]
 
 
-def gpipe(stages: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+def gpipe(stages: int, micro_batches: int) -> Rows:
     """All forwards, then all backwards in the same order (Huang et al., 2019)."""
     row = tuple(Action(kind, m) for kind in ("F", "B") for m in range(micro_batches))
     return (row,) * stages
 
 
-def one_f_one_b(stages: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+def one_f_one_b(stages: int, micro_batches: int) -> Rows:
     """Non-interleaved 1F1B (Narayanan et al., 2021): stage s runs ``stages - s`` forwards ahead of its
     backwards.
     """
-    rows = []
-    for stage in range(stages):
-        warm_up = min(stages - stage - 1, micro_batches)
-        row = [Action("F", m) for m in range(warm_up)]
-        for m in range(warm_up, micro_batches):
-            row += [Action("F", m), Action("B", m - warm_up)]
-        row += [Action("B", m) for m in range(micro_batches - warm_up, micro_batches)]
-        rows.append(tuple(row))
+    order = [(m, 0) for m in range(micro_batches)]
+    return tuple(_alternating(order, order, min(stages - s - 1, micro_batches)) for s in range(stages))
+
+
+def _alternating(
+    forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], warm_up: int
+) -> tuple[Action, ...]:
+    """So many forwards, then one forward and one backward in turns, then the backwards that are left; of each
+    (micro-batch, chunk)."""
+    row = [Action("F", *x) for x in forwards[:warm_up]]
+    for forward, backward in zip(forwards[warm_up:], backwards):
+        row += [Action("F", *forward), Action("B", *backward)]
+    row += [Action("B", *x) for x in backwards[len(forwards) - warm_up :]]
+    return tuple(row)
+
+
+def interleaved(stages: int, micro_batches: int, chunks: int = 1) -> Rows:
+    """Interleaved 1F1B (Narayanan et al., 2021): every stage has several chunks of layers, and micro-batches pass them
+    in groups.
+
+    A group is as many micro-batches as there are stages. Where that does not divide them, they are divided evenly over
+    as many groups as fit, each a little larger; a smaller group would wait for itself. Fewer micro-batches than stages
+    are one group. With one chunk it is 1F1B.
+    """
+    if chunks == 1:
+        return one_f_one_b(stages, micro_batches)
+    groups = max(micro_batches // stages, 1)
+    bounds = [micro_batches * g // groups for g in range(groups + 1)]
+    forwards, backwards = [], []
+    for start, stop in zip(bounds, bounds[1:]):
+        forwards += [(m, c) for c in range(chunks) for m in range(start, stop)]
+        backwards += [(m, c) for c in reversed(range(chunks)) for m in range(start, stop)]
+    # The first backward of the last stage is of a micro-batch that has passed all chunks there.
+    largest = max(stop - start for start, stop in zip(bounds, bounds[1:]))
+    return tuple(
+        _alternating(forwards, backwards, min((chunks - 1) * largest + 2 * (stages - 1 - s), len(forwards)))
+        for s in range(stages)
+    )
+
+
+def zero_bubble(stages: int, micro_batches: int, caps: Sequence[int] = ()) -> Rows:
+    """ZB-H1 and its relatives (Qi et al., 2024): backward is split, and the part of the weights put off, so that
+    gradients of the input reach the stage before earlier and weight gradients fill the gaps.
+
+    Args:
+        caps: per stage, the most micro-batches that it holds at once, from their forward to their W. () is as many as
+            there are stages, on each: the memory of the first stage of 1F1B, and a third of its bubble where F, B_INPUT
+            and W take the same time. Up to ``2 * stages - 1`` there are more forwards ahead (ZB-H2); with fewer the
+            stage puts off less, down to no overlap at 1.
+    """
+    rows, before = [], micro_batches
+    for stage, cap in enumerate(caps or (stages,) * stages):
+        behind = stages - 1 - stage
+        extra = min(max(cap - stages, 0), behind)
+        # A stage that is further ahead than the one before it would wait for a forward that needs its own backward.
+        ahead = before = min(behind + extra, cap - 1, before)
+        rows.append(_split(micro_batches, ahead, cap))
     return tuple(rows)
 
 
-GENERATORS: dict[str, Generator] = {"1f1b": one_f_one_b, "gpipe": gpipe}
+def _split(micro_batches: int, ahead: int, cap: int) -> tuple[Action, ...]:
+    """1F1B with ``ahead`` forwards first, whose W wait until the stage holds ``cap`` micro-batches, or until it has
+    no forward left."""
+    row = [Action("F", m) for m in range(ahead)]
+    forwards, weights = ahead, 0
+    for m in range(micro_batches):
+        if forwards < micro_batches:
+            if forwards - weights >= cap:
+                row.append(Action("W", weights))
+                weights += 1
+            row.append(Action("F", forwards))
+            forwards += 1
+        elif weights < m:
+            row.append(Action("W", weights))
+            weights += 1
+        row.append(Action("B_INPUT", m))
+    row += [Action("W", m) for m in range(weights, micro_batches)]
+    return tuple(row)
+
+
+GENERATORS: dict[str, Generator] = {
+    "1f1b": one_f_one_b, "gpipe": gpipe, "interleaved": interleaved, "zero-bubble": zero_bubble,
+}  # fmt: skip
+CHUNKED = ("interleaved",)  # schedules that take a number of chunks as well
 
 
 def schedule_names() -> tuple[str, ...]:
     return tuple(GENERATORS)
 
 
-def generate(name: str, num_stages: int, num_micro_batches: int) -> Schedule:
+def generate(
+    name: str, num_stages: int, num_micro_batches: int, num_chunks: int = 1, caps: Sequence[int] = ()
+) -> Schedule:
     """Compute actions only; :func:`~hetero_megatron.schedule.lower` adds communication.
 
+    Args:
+        num_chunks: runs of layers that each stage holds.
+        caps: per stage, the most micro-batches in flight; of zero-bubble only, () is its default.
+
     Raises:
-        UserError: an unknown schedule, fewer than one stage, or a negative number of micro-batches.
+        UserError: an unknown schedule, one that does not take chunks or caps, fewer than one stage, or a negative
+            number of micro-batches.
     """
     if name not in GENERATORS:
         raise UserError(
@@ -54,4 +134,11 @@ def generate(name: str, num_stages: int, num_micro_batches: int) -> Schedule:
         raise UserError("too few stages", field="num_stages", value=num_stages, accepted="1 or more")
     if num_micro_batches < 0:
         raise UserError("is negative", field="num_micro_batches", value=num_micro_batches, accepted="0 or more")
-    return Schedule(name, GENERATORS[name](num_stages, num_micro_batches))
+    if num_chunks != 1 and (num_chunks < 1 or name not in CHUNKED):
+        accepted = "1 or more" if num_chunks < 1 else f"1, or schedule {' or '.join(CHUNKED)}"
+        raise UserError(f"schedule {name} cannot run so many", field="num_chunks", value=num_chunks, accepted=accepted)
+    if caps and (name != "zero-bubble" or len(caps) != num_stages or min(caps) < 1):
+        accepted = f"with zero-bubble, {num_stages} numbers of 1 or more"
+        raise UserError("not in-flight caps of this schedule", field="caps", value=list(caps), accepted=accepted)
+    more = {"chunks": num_chunks} if num_chunks > 1 else {"caps": tuple(caps)} if caps else {}
+    return Schedule(name, GENERATORS[name](num_stages, num_micro_batches, **more), num_chunks)

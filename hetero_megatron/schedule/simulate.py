@@ -23,11 +23,14 @@ class Costs:
     """Seconds per action of each stage.
 
     Args:
-        forward, backward: per stage, of one micro-batch.
+        forward, backward: per stage, of one micro-batch, all its chunks together.
         link: per boundary (stage s to s + 1), how long one transfer occupies it, in either direction; () means none
             take time. Transfers of one direction of a boundary follow one another; the two directions do not disturb
-            each other.
+            each other. With several chunks there is one more boundary, from the last stage to the first, which may be
+            left out where it takes no time.
         weight_share: the part of ``backward`` that W takes where a schedule splits B into B_INPUT and W.
+        weight: per stage, seconds of W, instead of ``weight_share``; B_INPUT takes the rest of B.
+        chunks: per stage and chunk, what each of its actions takes; without it, all chunks of a stage take the same.
         reduce, spread, update: per stage, seconds of one REDUCE, SPREAD and of the UPDATE.
         link_back: the same as ``link`` for gradients, where it differs.
         latency: per boundary, from the end of a transfer's occupation to its arrival.
@@ -44,6 +47,16 @@ class Costs:
     link_back: Sequence[float] = ()
     latency: Sequence[float] = ()
     host: Sequence[Mapping[str, float]] = ()
+    weight: Sequence[float] = ()
+    chunks: Sequence[Sequence[ChunkSeconds]] = ()
+
+
+class ChunkSeconds(NamedTuple):
+    """Of one micro-batch in one chunk; ``weight``: the part of backward that is W's."""
+
+    forward: float
+    backward: float
+    weight: float
 
 
 class Timed(NamedTuple):
@@ -104,7 +117,9 @@ def simulate_many(schedule: Schedule, costs: Costs, vary: Sequence[Callable[[flo
     """
     last: list[deque[Any]] = [deque(maxlen=1) for _ in schedule.stages]  # what arrives later is received, so ends there
     run = _Run(schedule, costs, last, last, np.maximum)
-    run.compute = [_Varied(seconds, stage) for seconds, stage in zip(run.compute, vary, strict=True)]
+    run.compute = [
+        [_Varied(seconds, stage) for seconds in chunks] for chunks, stage in zip(run.compute, vary, strict=True)
+    ]
     run.all_stages()
     return np.max(np.broadcast_arrays(*(end for ends in last for end in ends)), axis=0)
 
@@ -134,7 +149,7 @@ class _Run:
     ) -> None:
         count = len(schedule.stages)
         self.schedule, self.rows = schedule, schedule.stages
-        self.compute, self.host, self.link, self.latency = _seconds(count, costs)
+        self.compute, self.host, self.link, self.latency = _seconds(count, schedule.chunks, costs)
         self.busy: list[Any] = [0.0] * count
         self.starts, self.ends, self.later = starts, ends, later
         # By direction and receiving stage: micro-batch and chunk -> arrival; when the incoming link is free.
@@ -154,11 +169,13 @@ class _Run:
     def stage(self, stage: int) -> Iterator[None]:
         """Runs ``stage``; yields whenever it has to wait. A generator keeps its state at no cost, which matters: a
         stage waits about once per micro-batch."""
-        compute, host, waits, ready = self.compute[stage], self.host[stage], self.waits, self.ready
+        chunks, host, waits, ready = self.compute[stage], self.host[stage], self.waits, self.ready
+        last, compute = len(self.rows) - 1, chunks[0]
         start, end, later, clock = self.starts[stage].append, self.ends[stage].append, self.later, 0.0
         for kind, micro_batch, chunk in self.rows[stage]:
             if kind in compute:
-                seconds = compute[kind]
+                # The chunk of a REDUCE or SPREAD is its hop, and costs the same in any.
+                seconds = (chunks[chunk] if 0 < chunk < len(chunks) else compute)[kind]
                 start(clock)
                 clock = clock + seconds  # arrays are not changed in place
                 self.busy[stage] = self.busy[stage] + seconds
@@ -176,7 +193,12 @@ class _Run:
                 end(clock)
                 continue
             clock = clock + host[kind]
-            peer = stage - 1 if backward else stage + 1
+            if backward:
+                peer = stage - 1 if stage else last
+                key -= 0 if stage else 1 << 40
+            else:
+                peer = stage + 1 if stage < last else 0
+                key += 0 if stage < last else 1 << 40
             begin = later(clock, self.free[backward][peer])
             self.free[backward][peer] = done = begin + self.link[backward][stage]
             self.arrivals[backward][peer][key] = arrival = done + self.latency[backward][stage]
@@ -191,38 +213,51 @@ Table = list[Mapping[str, float]]
 Directions = tuple[list[float], list[float]]
 
 
-def _seconds(count: int, costs: Costs) -> tuple[Table, Table, Directions, Directions]:
-    """(compute by stage and kind, host by stage and kind, link and latency by direction and sending stage)."""
+def _seconds(count: int, chunks: int, costs: Costs) -> tuple[list[Table], Table, Directions, Directions]:
+    """(compute by stage, chunk and kind, host by stage and kind, link and latency by direction and sending stage)."""
+    boundaries = (count - 1, count) if chunks > 1 else (count - 1,)
     link = list(costs.link or (0.0,) * (count - 1))
     back, latency = list(costs.link_back or link), list(costs.latency or (0.0,) * (count - 1))
     reduce, host = costs.reduce or (0.0,) * count, costs.host or ({},) * count
     spread, update = costs.spread or (0.0,) * count, costs.update or (0.0,) * count
     for name, values, want in (
-        ("forward", costs.forward, count),
-        ("backward", costs.backward, count),
-        ("link", link, count - 1),
-        ("link_back", back, count - 1),
-        ("latency", latency, count - 1),
-        ("reduce", reduce, count),
-        ("spread", spread, count),
-        ("update", update, count),
-        ("host", host, count),
+        ("forward", costs.forward, (count,)),
+        ("backward", costs.backward, (count,)),
+        ("weight", costs.weight or costs.backward, (count,)),
+        ("link", link, boundaries),
+        ("link_back", back, boundaries),
+        ("latency", latency, boundaries),
+        ("reduce", reduce, (count,)),
+        ("spread", spread, (count,)),
+        ("update", update, (count,)),
+        ("host", host, (count,)),
+        ("chunks", costs.chunks or host, (count,)),
     ):
-        if len(values) != want:
-            raise UserError(
-                f"the schedule has {count} stages", field=name, value=list(values), accepted=f"{want} values"
-            )
-    compute: Table = [
-        {
-            "F": costs.forward[s],
-            "B": costs.backward[s],
-            "W": costs.backward[s] * costs.weight_share,
-            "B_INPUT": costs.backward[s] * (1 - costs.weight_share),
-            "REDUCE": reduce[s],
-            "SPREAD": spread[s],
-            "UPDATE": update[s],
-        }
-        for s in range(count)
-    ]
+        if len(values) not in want:
+            accepted = f"{' or '.join(map(str, want))} values"
+            raise UserError(f"the schedule has {count} stages", field=name, value=list(values), accepted=accepted)
+    compute: list[Table] = []
+    for s in range(count):
+        after = {"REDUCE": reduce[s], "SPREAD": spread[s], "UPDATE": update[s]}
+        compute.append([
+            {"F": c.forward, "B": c.backward, "W": c.weight, "B_INPUT": c.backward - c.weight, **after}
+            for c in _stage_chunks(costs, s, chunks)
+        ])  # fmt: skip
     by_kind: Table = [{kind: host[s].get(kind, 0.0) for kind in COMMUNICATION} for s in range(count)]
-    return compute, by_kind, ([*link, 0.0], [0.0, *back]), ([*latency, 0.0], [0.0, *latency])
+    return compute, by_kind, _both_ways(link, back, count), _both_ways(latency, latency, count)
+
+
+def _stage_chunks(costs: Costs, stage: int, chunks: int) -> Sequence[ChunkSeconds]:
+    if costs.chunks:
+        if len(found := costs.chunks[stage]) != chunks:
+            accepted = f"{chunks} of each stage"
+            raise UserError(f"the schedule has {chunks} chunks", field="chunks", value=list(found), accepted=accepted)
+        return found
+    weight = costs.weight[stage] if costs.weight else costs.backward[stage] * costs.weight_share
+    return (ChunkSeconds(costs.forward[stage] / chunks, costs.backward[stage] / chunks, weight / chunks),) * chunks
+
+
+def _both_ways(there: list[float], back: list[float], count: int) -> Directions:
+    """By sending stage, of boundaries from stage to stage and, where it is there, from the last to the first."""
+    there, back = [*there, 0.0][:count], [*back, 0.0][:count]
+    return there, [back[-1], *back[:-1]]

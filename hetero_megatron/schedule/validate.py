@@ -1,11 +1,11 @@
-"""Proving a schedule before it runs: complete, ordered, free of deadlock; and its memory high-water mark."""
+"""Proving a schedule before it runs: complete, ordered, free of deadlock."""
 
 from __future__ import annotations
 
 from hetero_megatron.schedule.actions import KINDS, Action, Schedule
 from hetero_megatron.schedule.show import format_grid
 
-_PEER = {"RECV_F": ("SEND_F", -1), "RECV_B": ("SEND_B", +1)}
+_RECEIVES = ("RECV_F", "RECV_B")
 _NEEDS = {"B": ("F",), "B_INPUT": ("F",), "W": ("B_INPUT",), "SEND_F": ("F",), "SEND_B": ("B", "B_INPUT")}
 _EXCLUDES = {"B": ("B_INPUT",), "B_INPUT": ("B",)}
 
@@ -16,6 +16,9 @@ class ScheduleError(ValueError):
 
 def validate(schedule: Schedule) -> None:
     """Run the lowered schedule without time: sends complete at once, receives block until the peer has sent.
+
+    Chunks that follow one another on one stage need no messages: there the later one's forward, and the earlier one's
+    backward, come after the other's.
 
     Raises:
         ScheduleError: an unknown or repeated action, an action before what it needs, a receive without a
@@ -49,7 +52,7 @@ class _Run:
             self.position[stage] = at
             if action in done:
                 raise self._error(stage, at, "is there twice")
-            if kind in _PEER:
+            if kind in _RECEIVES:
                 key = self._sender(stage, at, action)
                 if key not in self.unread:
                     self.waiting[key] = stage
@@ -68,10 +71,10 @@ class _Run:
 
     def _sender(self, stage: int, at: int, action: Action) -> tuple[int, Action]:
         """(stage, SEND) that the receive ``action`` matches."""
-        kind, step = _PEER[action.kind]
-        if not 0 <= stage + step <= self.last:
+        there = self.schedule.peer(stage, action)
+        if there is None:
             raise self._error(stage, at, "has no stage to receive from")
-        return stage + step, Action(kind, action.micro_batch, action.chunk)
+        return there
 
     def _check_order(self, stage: int, at: int, action: Action) -> None:
         """What the action needs has been done before it on this stage."""
@@ -84,16 +87,29 @@ class _Run:
             raise self._error(stage, at, f"comes before {Action(needs[0], m, c)}")
         if any((k, m, c) in done for k in _EXCLUDES.get(kind, ())):
             raise self._error(stage, at, "repeats a backward that was done in another form")
-        if kind == "F" and stage > 0 and ("RECV_F", m, c) not in done:
-            raise self._error(stage, at, f"comes before {Action('RECV_F', m, c)}")
-        if kind in ("B", "B_INPUT") and stage < self.last and ("RECV_B", m, c) not in done:
-            raise self._error(stage, at, f"comes before {Action('RECV_B', m, c)}")
+        if kind in ("F", "B", "B_INPUT"):
+            self._check_input(stage, at, action)
         if kind in ("REDUCE", "UPDATE", "SPREAD"):
             self._check_synchronisation(stage, at, action)
         elif self.synchronising[stage]:
             raise self._error(stage, at, f"comes after {self.synchronising[stage]}, which needs all gradients")
-        if (kind == "SEND_F" and stage == self.last) or (kind == "SEND_B" and stage == 0):
+        if kind in ("SEND_F", "SEND_B") and self.schedule.peer(stage, action) is None:
             raise self._error(stage, at, "has no stage to send to")
+
+    def _check_input(self, stage: int, at: int, action: Action) -> None:
+        """What it works on has been received, or made by another chunk of this stage."""
+        kind, m, c = action
+        if not 0 <= c < self.schedule.chunks:
+            raise self._error(stage, at, f"is of a chunk that is not there (the schedule has {self.schedule.chunks})")
+        there = self.schedule.before(stage, c) if kind == "F" else self.schedule.after(stage, c)
+        if there is None:
+            return
+        if there[0] != stage:
+            made: tuple[Action, ...] = (Action("RECV_F" if kind == "F" else "RECV_B", m, c),)
+        else:
+            made = tuple(Action(k, m, there[1]) for k in (("F",) if kind == "F" else ("B", "B_INPUT")))
+        if not any(x in self.done[stage] for x in made):
+            raise self._error(stage, at, f"comes before {made[0]}")
 
     def _check_synchronisation(self, stage: int, at: int, action: Action) -> None:
         """REDUCE hop after hop, then UPDATE once, then SPREAD, the hops the other way round."""
@@ -145,18 +161,3 @@ class _Run:
         return ScheduleError(
             f"stage {stage}: {Action(*action)} {what}\n{format_grid(self.schedule, error=(stage, at))}"
         )
-
-
-def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Per stage, the most micro-batches whose activations are alive at once (from F until B, or W where
-    split).
-    """
-    high = []
-    for row in schedule.stages:
-        alive, most = 0, 0
-        for action in row:
-            alive += action.kind == "F"
-            most = max(most, alive)
-            alive -= action.kind in ("B", "W")
-        high.append(most)
-    return tuple(high)

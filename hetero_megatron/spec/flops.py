@@ -115,6 +115,24 @@ def layer_backward_bytes(
     return round(row * h / (shards or tp) + worst)
 
 
+def layer_operand_bytes(spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0) -> int:
+    """Bytes of the operands of one layer's weight gradients, which wait from B_INPUT to W where backward is split.
+
+    Per token, in elements: after the gather, whole, the inputs of QKV and of the MLP and the gradients of what
+    ``o_proj`` and ``down_proj`` put out, 4 h; cut by ``tp``, gradients of q, k, v, the attention output, gradients of
+    up (and, with SwiGLU, gate), and ``down_proj``'s input, 2 q + 2 kv + 2 f (3 f).
+    """
+    h, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    cut = 2 * q + 2 * kv + (3 if spec.activation == "swiglu" else 2) * spec.ffn_hidden_size
+    return round(tokens * itemsize * (4 * h + cut / tp))
+
+
+def head_operand_bytes(spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, chunked: bool = False) -> int:
+    """The same of the head: its input and the gradients of the logits; none where head and loss go through chunks of
+    tokens, whose weight gradient is not put off."""
+    return 0 if chunked else round(tokens * itemsize * (spec.hidden_size + spec.vocab_size / tp))
+
+
 def head_activation_bytes(
     spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, shards: int | None = None,
     limit: int | None = None,

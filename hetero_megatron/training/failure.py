@@ -12,13 +12,12 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.parallel.optimizer import squared_norm
-from hetero_megatron.pipeline.executor import StageWork
 from hetero_megatron.training.runtime import Fetch, Runtime, StepStats
 from hetero_megatron.words import notice_line
 
@@ -158,8 +157,7 @@ def watched_run(runtime: Runtime, fetch: Fetch, first: int, size: int, scale: fl
         if not torch.isfinite(param.detach()).all():
             found.append(NonFinite(0, 0.0, f"{_WEIGHT} {name}"))
     with _watch(runtime, found):
-        work = runtime.work(fetch, first, size)
-        work = StageWork(work.actions, work.batches, work.sizes, seed=scale / (size * runtime.plan.seq_length))
+        work = replace(runtime.work(fetch, first, size), seed=scale / (size * runtime.plan.seq_length))
         result = runtime.executor.run(work, runtime.sync)
     grads = runtime.sync.finish()
     for exchange, tensors in zip(runtime.sync.exchanges, grads, strict=True):

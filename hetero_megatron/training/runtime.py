@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -16,7 +17,7 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, cut
-from hetero_megatron.model import GPTStage
+from hetero_megatron.model import Chunk, GPTStage
 from hetero_megatron.model.gpt import Linear
 from hetero_megatron.ops import KernelPlan, default_kernels
 from hetero_megatron.ops.tile_kernels import tile_kernel
@@ -31,7 +32,7 @@ from hetero_megatron.parallel.update import OptimizerFactory
 from hetero_megatron.parallel.vocab import vocab_parallel_cross_entropy
 from hetero_megatron.pipeline import PipelineExecutor
 from hetero_megatron.pipeline.boundary import Boundary
-from hetero_megatron.pipeline.executor import StageWork, StepResult, TimedAction
+from hetero_megatron.pipeline.executor import StageChunk, StageWork, StepResult, TimedAction
 from hetero_megatron.plan import (
     locate,
     micro_batch_sizes,
@@ -42,12 +43,13 @@ from hetero_megatron.plan import (
 )
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.context_plan import stage_contexts
-from hetero_megatron.schedule import Action
+from hetero_megatron.schedule import Action, receive_order
 from hetero_megatron.spec import LogicalTensor, shares, stage_tensors, tensor_box
 from hetero_megatron.spec.flops import LOGITS_BYTES
 
 Fetch = Callable[[Sequence[int]], Batch]  # global sample indices -> batch on the CPU
 Initialize = Callable[[LogicalTensor, Box], torch.Tensor]  # values of a box of a logical tensor
+_BACKWARD = {"B", "B_INPUT", "W", "SEND_B", "RECV_B", "REDUCE"}
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,10 @@ class Runtime:
         if self.loss_chunk is not None or self.fused_loss:  # the loss applies the head itself
             self.model.lm_head.forward = lambda x: x  # type: ignore[method-assign]
         self.executor = self._build_executor()
-        self._schedules: dict[tuple[int, bool], tuple[Action, ...]] = {}
+        self._schedules: dict[tuple[int, bool], tuple[tuple[Action, ...], tuple[Action, ...]]] = {}
         self._boundaries: dict[tuple[int, int], Boundary] = {}
-        self.sync = GradientSync(comm, dict(self.model.named_parameters()), self.boxes, compiled.buckets)
+        params = dict(self.model.named_parameters())
+        self.sync = GradientSync(comm, params, self.boxes, compiled.buckets, self._chunk_names())
         if compile_backend is None:
             self.sync.take_products(self._products(), self.kernels.weight_gradients)
         offload = self.stage.optimizer.offload
@@ -154,18 +157,38 @@ class Runtime:
 
     def _build_executor(self) -> PipelineExecutor:
         p, s = self.place.pipeline, self.place.stage
-        stages = self.plan.pipelines[p].stages
-        last = len(stages) - 1
-        self.comm.connect(r for i in (s - 1, s + 1) if 0 <= i <= last for r in stages[i].ranks)
-        return PipelineExecutor(
-            self.comm,
-            self.model,
-            self._loss if self.stage.head else None,
-            (lambda size: self._boundary(s - 1, size)) if s > 0 else None,
-            (lambda size: self._boundary(s, size)) if s < last else None,
-            self.dtype,
-            f"pipeline {p} stage {s}",
+        pipeline = self.plan.pipelines[p]
+        count = len(pipeline.stages)
+        around = {s - 1, s + 1} if pipeline.chunks == 1 else {(s - 1) % count, (s + 1) % count}
+        self.comm.connect(r for i in sorted(around - {-1, s, count}) for r in pipeline.stages[i].ranks)
+        chunks = [self._chunk(c) for c in range(pipeline.chunks)]
+        place = f"pipeline {p} stage {s}"
+        return PipelineExecutor(self.comm, chunks, self.dtype, place, self.kernels.weight_gradients)
+
+    def _chunk(self, number: int) -> StageChunk:
+        stages, s = self.plan.pipelines[self.place.pipeline].stages, self.place.stage
+        alone, final = len(stages) == 1, number + 1 == len(self.stage.chunks)
+        first, last = s == 0 and number == 0, s + 1 == len(stages) and final
+        part = Chunk(range(*self.stage.chunks[number]), self.stage.embed and number == 0, self.stage.head and final)
+        return StageChunk(
+            self.model if len(self.stage.chunks) == 1 else partial(self.model, chunk=part),
+            self._loss if part.head else None,
+            None if first or alone else partial(self._boundary, (s - 1) % len(stages)),
+            None if last or alone else partial(self._boundary, s),
+            number if s > 0 else number - 1,
+            alone and not first,
+            alone and not last,
         )
+
+    def _chunk_names(self) -> list[list[str]]:
+        """Parameters of each chunk; the embedding of a tied head is in the chunk of either."""
+        chunks = self.stage.chunks
+        return [
+            [t.name for t in stage_tensors(
+                self.spec, range(a, b), self.stage.embed and c == 0, self.stage.head and c + 1 == len(chunks)
+            )]
+            for c, (a, b) in enumerate(chunks)
+        ]  # fmt: skip
 
     def _products(self) -> Iterator[torch.Tensor]:
         """Weights that a forward uses once, in ``gemm``; a tied head's is the embedding's, too."""
@@ -214,7 +237,8 @@ class Runtime:
         sizes, rows = self.samples(first_sample, batch_size)
         tokens = self.unit.tokens
         batches = [fetch(indices).select(tokens).to(self.comm.device) if indices else None for indices in rows]
-        return StageWork(self._actions(batch_size, forward_only), batches, sizes)
+        actions, receives = self._actions(batch_size, forward_only)
+        return StageWork(actions, batches, sizes, receives)
 
     def samples(self, first_sample: int, batch_size: int) -> tuple[tuple[int, ...], list[range]]:
         """(sequences of each micro-batch, the global sample indices of this rank's rows of it)."""
@@ -228,13 +252,15 @@ class Runtime:
             start += size
         return sizes, rows
 
-    def _actions(self, batch_size: int, forward_only: bool) -> tuple[Action, ...]:
-        """This stage's actions up to the update; a schedule is validated before it first runs."""
+    def _actions(self, batch_size: int, forward_only: bool) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
+        """This stage's actions up to the update, and its receives in the order of posting; a schedule is validated
+        before it first runs."""
         key = (batch_size, forward_only)
         if key not in self._schedules:
-            actions = self.compiled.schedules(batch_size)[self.place.pipeline].stages[self.place.stage]
-            left_out = ("B", "SEND_B", "RECV_B", "REDUCE") if forward_only else ()
-            self._schedules[key] = tuple(a for a in actions if a.kind not in ("UPDATE", "SPREAD", *left_out))
+            schedule = self.compiled.schedules(batch_size)[self.place.pipeline]
+            left_out = {"UPDATE", "SPREAD"} | (_BACKWARD if forward_only else set())
+            rows = schedule.stages[self.place.stage], receive_order(schedule, self.place.stage)
+            self._schedules[key] = tuple(tuple(a for a in row if a.kind not in left_out) for row in rows)  # type: ignore[assignment]
         return self._schedules[key]
 
     def train_step(
@@ -270,9 +296,8 @@ class Runtime:
         lr, weight_decay, clip_grad, loss_scale = rates
         assert self.optimizer is not None
         nominal = batch_size * self.plan.seq_length
-        work = self.work(fetch, first_sample, batch_size)
         # Seeding with the nominal token count keeps 16-bit gradients in range; the true count is applied below.
-        work = StageWork(work.actions, work.batches, work.sizes, seed=loss_scale / nominal)
+        work = replace(self.work(fetch, first_sample, batch_size), seed=loss_scale / nominal)
         result = self.executor.run(work, self.sync)
         self.comm.activity = "gradient synchronisation"
         grads = self.sync.finish()

@@ -48,10 +48,11 @@ def random_context(rng: random.Random, ranks: list[int], seq_length: int, heads:
 
 
 def random_stage(
-    rng: random.Random, ranks: list[int], layers: tuple[int, int], mbs: int, heads: int, seq_length: int
+    rng: random.Random, ranks: list[int], layers: list[list[int]], mbs: int, heads: int, seq_length: int
 ) -> dict[str, Any]:
+    """``layers``: the ranges of its chunks."""
     size = len(ranks)
-    stage: dict[str, Any] = {"ranks": ranks, "layers": list(layers)}
+    stage: dict[str, Any] = {"ranks": ranks, "layers": layers if len(layers) > 1 else layers[0]}
     if size > 1 and rng.random() < 0.35:
         stage |= random_context(rng, ranks, seq_length, heads)
     else:
@@ -63,7 +64,7 @@ def random_stage(
             stage["dp_split"] = composition(rng, mbs, size // tp, least=1)
     recompute = rng.choice(["none", "none", "selective", "full", "first"])
     if recompute == "first":
-        stage["recompute"] = {"first": rng.randint(0, layers[1] - layers[0])}
+        stage["recompute"] = {"first": rng.randint(0, sum(b - a for a, b in layers))}
     else:
         stage["recompute"] = recompute
     if rng.random() < 0.3:
@@ -72,8 +73,9 @@ def random_stage(
 
 
 def random_pipeline(
-    rng: random.Random, ranks: list[int], num_layers: int, heads: int, seq_length: int
+    rng: random.Random, ranks: list[int], num_layers: int, heads: int, seq_length: int, chunks: int = 1
 ) -> dict[str, Any]:
+    """``chunks``: ranges of layers per stage, of which some may be empty."""
     mbs = rng.randint(1, 3)
     while True:
         stages = rng.randint(1, min(len(ranks), num_layers + 2))
@@ -81,30 +83,36 @@ def random_pipeline(
         if all(any(s % tp == 0 and s // tp <= mbs for tp in range(1, min(s, 4) + 1)) for s in sizes):
             break
     # A first or last stage may hold the embedding or the head alone; one between must hold layers.
-    middle = max(stages - 2, 0)
-    layers = [n + (0 < i < stages - 1) for i, n in enumerate(composition(rng, num_layers - middle, stages))]
-    out, rank, layer = [], 0, 0
-    for size, count in zip(sizes, layers, strict=True):
-        out.append(random_stage(rng, ranks[rank : rank + size], (layer, layer + count), mbs, heads, seq_length))
-        rank, layer = rank + size, layer + count
-    return {"micro_batch_size": mbs, "num_micro_batches": rng.randint(1, 4), "stages": out}
+    while True:
+        counts = composition(rng, num_layers, stages * chunks)
+        if all(sum(counts[s::stages]) for s in range(1, stages - 1)):
+            break
+    bounds = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    out, rank = [], 0
+    for s, size in enumerate(sizes):
+        layers = [[bounds[i], bounds[i + 1]] for i in range(s, len(counts), stages)]
+        out.append(random_stage(rng, ranks[rank : rank + size], layers, mbs, heads, seq_length))
+        rank += size
+    return {"micro_batch_size": mbs, "num_micro_batches": rng.randint(1, 4 if chunks == 1 else 7), "stages": out}
 
 
 def random_plan(rng: random.Random, num_layers: int, heads: int, seq_length: int, ranks: int) -> dict[str, Any]:
     """A plan over exactly ``ranks`` ranks with 1 to 3 pipelines; ranks in random order over the pipelines' stages."""
     pipelines = []
+    schedule = rng.choice(["1f1b", "1f1b", "gpipe", "interleaved", "interleaved", "zero-bubble", "zero-bubble"])
     order = list(range(ranks))
     rng.shuffle(order)
     start = 0
     for size in composition(rng, ranks, rng.randint(1, min(3, ranks)), least=1):
-        pipelines.append(random_pipeline(rng, order[start : start + size], num_layers, heads, seq_length))
+        chunks = rng.choice([1, 2, 2, 3]) if schedule == "interleaved" else 1
+        pipelines.append(random_pipeline(rng, order[start : start + size], num_layers, heads, seq_length, chunks))
         start += size
     batch = sum(p["micro_batch_size"] * p["num_micro_batches"] for p in pipelines)
     plan = {
         "version": 1,
         "seq_length": seq_length,
         "global_batch_size": batch,
-        "schedule": rng.choice(["1f1b", "1f1b", "gpipe"]),
+        "schedule": schedule,
         "pipelines": pipelines,
     }
     if ranks > 2 and rng.random() < 0.6:

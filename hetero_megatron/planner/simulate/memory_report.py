@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hetero_megatron.cluster import format_bytes
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Plan
+from hetero_megatron.plan import Plan, Stage, Unit
 from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, make_buckets
 from hetero_megatron.plan.memory import (
     ITEM_BYTES,
@@ -24,7 +24,7 @@ from hetero_megatron.plan.memory import (
     state_bytes,
 )
 from hetero_megatron.planner.context.activations import context_activations
-from hetero_megatron.schedule import generate, in_flight
+from hetero_megatron.schedule import Held, generate, held_states
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.words import plural, rank_ranges
@@ -90,31 +90,43 @@ def plan_activations(
 ) -> dict[int, MemoryBytes]:
     """Only the activations of every rank."""
     out: dict[int, MemoryBytes] = {}
-    known: dict[tuple[RankWork, int], MemoryBytes] = {}
+    known: dict[tuple[object, ...], MemoryBytes] = {}
     for pipeline in plan.pipelines:
-        alive = _in_flight(plan.schedule, len(pipeline.stages), pipeline.num_micro_batches)
-        for stage, count in zip(pipeline.stages, alive, strict=True):
-            kind, limit = stage.recompute, None
+        states = _held_states(plan.schedule, len(pipeline.stages), pipeline.num_micro_batches, pipeline.chunks)
+        for stage, held in zip(pipeline.stages, states, strict=True):
+            limit = None
             if stage.head:
                 sizes = [(unit.micro_batch_tokens, unit.tp_split) for unit in stage.units]
                 limit = chunk_limit(spec, sizes, item, logits_bytes)
             for unit in stage.units:
                 for rank, weight in zip(unit.ranks, unit.tp_split, strict=True):
-                    tp = sum(unit.tp_split) / weight
-                    held = RankWork(
-                        stage.num_layers, stage.embed, stage.head, kind.kind, kind.layers, unit.micro_batch_tokens,
-                        item, tp, unit.tp, limit,
-                    )  # fmt: skip
-                    if (held, count) not in known:
-                        known[held, count] = MemoryBytes(activations=activation_bytes(spec, held, count))
-                    out[rank] = known[held, count]
-            out |= context_activations(plan, spec, stage, count, item, limit)
+                    chunks = _chunks(stage, unit, sum(unit.tp_split) / weight, item, limit)
+                    if (chunks, held) not in known:
+                        activations = activation_bytes(spec, chunks, held)
+                        known[chunks, held] = MemoryBytes(activations=activations)
+                    out[rank] = known[chunks, held]
+            out |= context_activations(plan, spec, stage, chunks, held, item)
     return out
 
 
+def _chunks(stage: Stage, unit: Unit, tp: float, item: int, limit: int | None) -> tuple[RankWork, ...]:
+    """What a rank works on in each chunk of its stage."""
+    found, before = [], 0
+    last = len(stage.chunks) - 1
+    for c, (a, b) in enumerate(stage.chunks):
+        first = min(max(stage.recompute.layers - before, 0), b - a)
+        before += b - a
+        embed, head = stage.embed and c == 0, stage.head and c == last
+        found.append(RankWork(
+            b - a, embed, head, stage.recompute.kind, first, unit.micro_batch_tokens, item, tp, unit.tp,
+            limit if head else None,
+        ))  # fmt: skip
+    return tuple(found)
+
+
 @lru_cache(maxsize=64)
-def _in_flight(schedule: str, stages: int, micro_batches: int) -> tuple[int, ...]:
-    return in_flight(generate(schedule, stages, micro_batches))
+def _held_states(schedule: str, stages: int, micro_batches: int, chunks: int) -> tuple[tuple[Held, ...], ...]:
+    return held_states(generate(schedule, stages, micro_batches, chunks))
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,37 @@ def test_a_dry_rank_sends_and_holds_what_a_real_one_does(dtype: str, tmp_path: P
         assert 0.75 * dry.peak <= estimate.total <= 1.6 * dry.peak
 
 
+SPLIT = plan(
+    [
+        pipe(2, 5, stage([0, 1], [0, 3], tp=2), stage([2], [3, 4], recompute="full"), stage([3], [4, 6])),
+        pipe(2, 4, stage([4, 5, 6], [0, 4], context=[
+            {"ranks": [4, 5], "tokens": [20, 12], "heads": [5, 3]}, {"ranks": [6], "tokens": [16], "heads": [8]},
+        ]), stage([7], [4, 6], recompute="selective")),
+    ],
+    seq_length=48, schedule="zero-bubble",
+)  # fmt: skip
+CHUNKS = plan(
+    [
+        pipe(2, 5, stage([0, 1], [[0, 1], [3, 5]], tp=2, recompute={"first": 2}), stage([2], [[1, 3], [5, 6]])),
+        pipe(2, 7, stage([3], [[0, 1], [2, 4]], recompute="full"), stage([4, 5], [[1, 2], [4, 6]], tp=2)),
+        pipe(2, 1, stage([6], [[0, 3], [3, 6]])), pipe(2, 2, stage([7], [0, 6])),
+    ],
+    seq_length=48, schedule="interleaved",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("spelled", [SPLIT, CHUNKS], ids=["zero-bubble", "interleaved"])
+def test_chunks_and_weight_gradients_that_wait_are_in_the_estimate(
+    dtype: str, spelled: dict[str, Any], tmp_path: Path
+) -> None:
+    run = config(dtype, tmp_path, spelled)
+    estimates = estimate_memory(run.plan, run.spec, run.dtype)
+    for rank in run.plan.ranks:
+        dry = run_rank(run, rank)
+        assert 0.75 * dry.peak <= estimates[rank].total <= 1.6 * dry.peak, rank
+
+
 def test_the_estimate_goes_through_chunks_where_the_run_does(tmp_path: Path) -> None:
     """A vocabulary that outweighs the model, replicas of seven rows and of one: either both go through chunks or none,
     also where the logits of one row alone are within the limit."""
@@ -194,7 +225,9 @@ def _without_offload(chosen: Plan) -> Plan:
     return replace(chosen, pipelines=tuple(replace(p, stages=stages(p)) for p in chosen.pipelines))
 
 
-@pytest.mark.parametrize("schedule", quick(["1f1b", "gpipe"], ["1f1b"]))
+@pytest.mark.parametrize(
+    "schedule", quick(["1f1b", "gpipe", "zero-bubble", "interleaved"], ["1f1b", "zero-bubble", "interleaved"])
+)
 def test_micro_batches_that_are_not_run_count_as_those_that_are(
     schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +242,10 @@ def test_micro_batches_that_are_not_run_count_as_those_that_are(
         ],
         schedule=schedule,
     )  # fmt: skip
+    if schedule == "interleaved":
+        first, second, third = spelled["pipelines"][0]["stages"]
+        first["layers"], second["layers"], third["layers"] = [[0, 0], [1, 1]], [[0, 1], [1, 2]], [[1, 1], [2, 2]]
+        spelled["pipelines"][1]["stages"][0]["layers"] = [[0, 1], [1, 1], [1, 2]]
     run = replace(config("bf16", tmp_path), spec=spec, plan=plan_from_dict(spelled, spec))
     repeated = {rank: replace(run_rank(run, rank), seconds=0.0) for rank in (5, 4, 1, 2, 7)}
     monkeypatch.setattr("hetero_megatron.training.dry_run.RepeatingExecutor", lambda executor, _: executor)

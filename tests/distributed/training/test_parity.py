@@ -100,6 +100,38 @@ HAND_WRITTEN = {
             {"ranks": [2, 0], "tokens": [1, 3], "heads": [4, 2]},
         ]))]),
     ),
+    # Uneven chunks, one of them empty, TP beside none, and micro-batches that are no multiple of the stages.
+    "chunks_of_unequal_stages": fixed_case(
+        LLAMA | {"num_hidden_layers": 7},
+        plan([pipe(2, 5, stage([0, 1], [[0, 2], [3, 3]], tp=2, tp_split=[2, 1], recompute="full"),
+                   stage([2], [[2, 3], [3, 7]], recompute={"first": 2}))], schedule="interleaved"),
+    ),
+    "chunks_of_three_stages_and_replicas": fixed_case(
+        LLAMA | {"num_hidden_layers": 8, "tie_word_embeddings": True},
+        plan([pipe(1, 7, stage([3], [[0, 1], [3, 5], [7, 8]]), stage([1], [[1, 2], [5, 6], [8, 8]]),
+                   stage([0, 2], [[2, 3], [6, 7], [8, 8]], tp=2)),
+              pipe(2, 2, stage([4, 5], [0, 8], tp=1, dp_split=[1, 1]))], schedule="interleaved"),
+    ),
+    # Embedding and head are one tensor in two chunks of one stage, between which nothing is sent.
+    "chunks_on_one_stage": fixed_case(
+        LLAMA | {"tie_word_embeddings": True},
+        plan([pipe(2, 3, stage([0, 1], [[0, 1], [1, 1], [1, 3]], tp=2))], schedule="interleaved"),
+    ),
+    "zero_bubble_tied_on_one_stage": fixed_case(
+        LLAMA | {"tie_word_embeddings": True}, plan([pipe(2, 3, stage([0, 1], [0, 3], tp=2))], schedule="zero-bubble")
+    ),
+    "zero_bubble_of_unequal_stages": fixed_case(
+        LLAMA | {"tie_word_embeddings": True},
+        plan([pipe(2, 5, stage([0, 1], [0, 1], tp=2, tp_split=[2, 1], recompute="full"),
+                   stage([2], [1, 2], recompute="selective"), stage([3, 4], [2, 3], tp=1, dp_split=[1, 1])),
+              pipe(1, 2, stage([5], [0, 3], recompute={"first": 1}))], schedule="zero-bubble"),
+    ),
+    "zero_bubble_with_context_groups": fixed_case(
+        LLAMA,
+        plan([pipe(1, 3, stage([0, 1, 2], [0, 2], recompute="full", context=[
+            {"ranks": [2, 0], "tokens": [4, 3], "heads": [2, 4]}, {"ranks": [1], "tokens": [3], "heads": [6]},
+        ]), stage([3], [2, 3]))], schedule="zero-bubble"),
+    ),
 }  # fmt: skip
 
 
