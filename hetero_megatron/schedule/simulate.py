@@ -32,6 +32,7 @@ class Costs:
         link_back: the same as ``link`` for gradients, where it differs.
         latency: per boundary, from the end of a transfer's occupation to its arrival.
         host: per stage, seconds of the stage itself by kind of send or receive (``SEND_F``, …); none where missing.
+        weight: per stage, seconds of W, where it is not ``weight_share`` of the backward.
     """
 
     forward: Sequence[float]
@@ -44,6 +45,7 @@ class Costs:
     link_back: Sequence[float] = ()
     latency: Sequence[float] = ()
     host: Sequence[Mapping[str, float]] = ()
+    weight: Sequence[float] = ()
 
 
 class Timed(NamedTuple):
@@ -197,9 +199,11 @@ def _seconds(count: int, costs: Costs) -> tuple[Table, Table, Directions, Direct
     back, latency = list(costs.link_back or link), list(costs.latency or (0.0,) * (count - 1))
     reduce, host = costs.reduce or (0.0,) * count, costs.host or ({},) * count
     spread, update = costs.spread or (0.0,) * count, costs.update or (0.0,) * count
+    weight = costs.weight or [seconds * costs.weight_share for seconds in costs.backward]
     for name, values, want in (
         ("forward", costs.forward, count),
         ("backward", costs.backward, count),
+        ("weight", weight, count),
         ("link", link, count - 1),
         ("link_back", back, count - 1),
         ("latency", latency, count - 1),
@@ -216,8 +220,8 @@ def _seconds(count: int, costs: Costs) -> tuple[Table, Table, Directions, Direct
         {
             "F": costs.forward[s],
             "B": costs.backward[s],
-            "W": costs.backward[s] * costs.weight_share,
-            "B_INPUT": costs.backward[s] * (1 - costs.weight_share),
+            "W": weight[s],
+            "B_INPUT": costs.backward[s] - weight[s],
             "REDUCE": reduce[s],
             "SPREAD": spread[s],
             "UPDATE": update[s],
