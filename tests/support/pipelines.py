@@ -7,7 +7,9 @@ import random
 from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
 
 
-def random_times(draw: random.Random, num_stages: int, by_count: bool = True) -> PipelineTimes:
+def random_times(
+    draw: random.Random, num_stages: int, by_count: bool = True, spread: float | None = None
+) -> PipelineTimes:
     """Stages of unlike speed, some with full recompute, some with a tail; links of up to 1.5 forwards; memory from one
     micro-batch less than 1F1B wants to two more.
 
@@ -16,8 +18,10 @@ def random_times(draw: random.Random, num_stages: int, by_count: bool = True) ->
     Args:
         by_count: every micro-batch in flight counts as one byte, until its W; else bytes until B_INPUT and until W
             differ.
+        spread: forwards differ by up to so much from their mean; None: 0.1, 0.3 or 0.6.
     """
-    spread, slowest_link = draw.choice((0.1, 0.3, 0.6)), draw.choice((0, 20, 60, 150))
+    slowest_link = draw.choice((0, 20, 60, 150))
+    spread = spread or draw.choice((0.1, 0.3, 0.6))
     stages = []
     for s in range(num_stages):
         forward = round(100 * draw.uniform(1 - spread, 1 + spread))
