@@ -23,6 +23,7 @@ _COMMANDS = {
     "plugins": "platforms and kernels: list, scaffold, conformance kit",
     "predict": "simulate one plan: step time, memory, timeline",
     "report": "one page about a run: plan, timeline, loss, throughput, events",
+    "schedule": "one pipeline under every schedule: step, bubble, memory, picture",
     "run": "start the ranks of a plan here, and go on when some fail",
     "testbed": "run a command on a heterogeneous cluster that is emulated on this machine",
 }

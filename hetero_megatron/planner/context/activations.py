@@ -23,8 +23,7 @@ from hetero_megatron.spec.flops import head_activation_bytes
 def context_activations(
     plan: Plan, spec: ModelSpec, stage: Stage, chunks: Sequence[RankWork], states: Iterable[Held], item: int
 ) -> dict[int, MemoryBytes]:
-    """By rank, bytes of the activations of micro-batches in flight and of one layer's backward; empty for stages without
-    context groups.
+    """By rank, bytes of the activations in flight and of one layer's backward; empty without context groups.
 
     Args:
         chunks: of the stage; only what all its ranks have in common counts. states: what it may hold at once.

@@ -1,0 +1,150 @@
+"""Adaptive schedules against an exact solver, against the other schedules, and the CPU seconds of making large ones.
+
+``--exact N``: N random pipelines of 2 to 4 stages and 2 to 8 micro-batches, against the exact solver
+(tests/support/exact_schedule.py: CP-SAT where OR-Tools can be imported, else HiGHS).
+``--random N``: N random pipelines of 2 to 8 stages, against 1F1B and the other schedules in the same memory, counted
+in micro-batches; a schedule that needs more is left out of its row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from common import machine
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests/
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.schedule import Action, Schedule, generate, in_flight, lower, simulate, with_synchronisation
+from hetero_megatron.schedule.adaptive import search_adaptive
+from hetero_megatron.schedule.generators import schedule_names
+from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
+from hetero_megatron.schedule.stored import schedule_to_dict
+from tests.support.exact_schedule import cp_sat_installed, exact_seconds
+from tests.support.pipelines import random_times
+
+
+def against_exact(cases: int, seed: int, limit: float) -> None:
+    draw = random.Random(seed)
+    gaps, plain, seconds, open_cases = [], [], [], 0
+    for case in range(cases):
+        times, count = random_times(draw, draw.randint(2, 4)), draw.randint(2, 8)
+        begin = time.process_time()
+        found = search_adaptive(times, count)
+        seconds.append(time.process_time() - begin)
+        best, bound = exact_seconds(times, count, found.seconds, limit)
+        open_cases += bound < best - 0.5
+        least = min(bound, best) if bound < best - 0.5 else best
+        gaps.append(found.seconds / least - 1)
+        plain.append(found.one_f_one_b_seconds / least - 1)
+        if gaps[-1] > 1e-6:
+            print(
+                f"  case {case}: {len(times.stages)} x {count}: {found.seconds:g} s, exact {best:g} (bound {bound:g})"
+            )
+    solver = "CP-SAT" if cp_sat_installed() else "HiGHS"
+    print(f"{cases} small pipelines against {solver}, {open_cases} not solved in {limit:g} s (compared with its bound)")
+    print(f"  adaptive over the optimum: mean {statistics.mean(gaps):.3%}, worst {max(gaps):.3%}; "
+          f"optimal {sum(g < 1e-6 for g in gaps)} of {cases}")  # fmt: skip
+    print(f"  1F1B over the optimum: mean {statistics.mean(plain):.1%}, worst {max(plain):.1%}")
+    print(f"  CPU s of a search: median {statistics.median(seconds):.3f}, worst {max(seconds):.3f}")
+
+
+def simulated_seconds(schedule: Schedule, times: PipelineTimes) -> float:
+    tail = [([Action("REDUCE", 0)], []) for _ in times.stages]
+    return simulate(with_synchronisation(lower(schedule), tail), times.costs()).step_seconds
+
+
+def against_others(cases: int, seed: int, spread: float, more: int) -> None:
+    """``spread``: how unlike the stages are; ``more``: micro-batches in flight beyond 1F1B's, on every stage; adaptive
+    and zero-bubble may use them."""
+    draw = random.Random(seed)
+    speeds: dict[str, list[float]] = {}
+    slower, above, seconds = 0, 0, []
+    for _ in range(cases):
+        count = draw.randint(2, 8)
+        drawn = random_times(draw, count, spread=spread)
+        stages = tuple(replace(s, memory_bytes=count - i + more) for i, s in enumerate(drawn.stages))
+        times, micro_batches = replace(drawn, stages=stages), count * draw.choice((2, 4))
+        plain = simulated_seconds(generate("1f1b", count, micro_batches), times)
+        begin = time.process_time()
+        found = search_adaptive(times, micro_batches)
+        seconds.append(time.process_time() - begin)
+        made = {"adaptive": found.schedule}
+        for name in schedule_names():
+            made |= in_memory(name, times, micro_batches)
+        for name, schedule in made.items():
+            speeds.setdefault(name, []).append(plain / simulated_seconds(schedule, times))
+        slower += simulated_seconds(found.schedule, times) > plain
+        above += any(n > s.memory_bytes for n, s in zip(in_flight(found.schedule), stages, strict=True))
+    print(
+        f"{cases} pipelines of 2 to 8 stages of +-{spread:.0%}, 2 or 4 micro-batches per stage, memory of 1F1B + {more}"
+    )
+    for name, values in speeds.items():
+        print(f"  {name:12} speed of 1F1B x {statistics.mean(values):.3f} mean, {statistics.median(values):.3f} median "
+              f"({min(values):.3f} to {max(values):.3f}), in {len(values)} pipelines")  # fmt: skip
+    print(f"  adaptive slower than 1F1B: {slower}; above the cap: {above}; CPU s of a search: "
+          f"median {statistics.median(seconds):.3f}, worst {max(seconds):.3f}")  # fmt: skip
+
+
+def in_memory(name: str, times: PipelineTimes, micro_batches: int) -> dict[str, Schedule]:
+    """The generated schedule under its name, where it keeps the memory."""
+    count = len(times.stages)
+    caps = [int(stage.memory_bytes) for stage in times.stages]
+    try:
+        schedule = (
+            generate(name, count, micro_batches, caps=caps) if name == "zero-bubble" else
+            generate(name, count, micro_batches, num_chunks=2) if name == "interleaved" else
+            generate(name, count, micro_batches)
+        )  # fmt: skip
+    except UserError:
+        return {}
+    chunks = 2 if name == "interleaved" else 1
+    fits = all(n <= chunks * cap for n, cap in zip(in_flight(schedule), caps, strict=True))
+    return {name: schedule} if fits else {}
+
+
+def large(num_stages: int, micro_batches: int) -> None:
+    draw = random.Random(1)
+    forward = [draw.uniform(0.9, 1.1) for _ in range(num_stages)]
+    stages = tuple(
+        StageTimes(f, 1.1 * f, 0.9 * f, draw.uniform(0, 2), memory_bytes=num_stages - s + 1)
+        for s, f in enumerate(forward)
+    )
+    times = PipelineTimes(stages, (LinkTimes(0.1, 0.1, 0.01),) * (num_stages - 1))
+    begin = time.process_time()
+    found = search_adaptive(times, micro_batches)
+    seconds = time.process_time() - begin
+    text = sum(map(len, schedule_to_dict(found.schedule, "")["stages"]))
+    print(f"{num_stages} stages x {micro_batches} micro-batches: {seconds:.2f} CPU s, "
+          f"{found.timed_actions:,} actions timed; "
+          f"{found.one_f_one_b_seconds / found.seconds:.3f} x 1F1B, {found.seconds / found.bound_seconds - 1:.1%} over "
+          f"the lower bound; stored in {text:,} characters")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--exact", type=int, default=100)
+    parser.add_argument("--random", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds of the exact solver per case")
+    args = parser.parse_args()
+    print(f"{machine()}, load {os.getloadavg()[0]:.1f}")
+    if args.exact:
+        against_exact(args.exact, args.seed, args.limit)
+    if args.random:
+        for spread, more in itertools.product((0.1, 0.3, 0.6), (0, 1)):
+            against_others(args.random, args.seed, spread, more)
+    for num_stages, micro_batches in ((8, 64), (32, 256)):
+        large(num_stages, micro_batches)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""``hetero-megatron schedule``: one pipeline under every schedule: step, bubble, memory, and a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from hetero_megatron.cli.arguments import ArgumentParser
+from hetero_megatron.cli.output import check_writable, write_text
+from hetero_megatron.errors import UserError
+from hetero_megatron.schedule import generate, lower, schedule_names, simulate
+from hetero_megatron.schedule.adaptive import search_adaptive
+from hetero_megatron.schedule.picture import Picture, svg, table
+from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
+from hetero_megatron.schedule.stored import schedule_to_dict
+
+MOST_ACTIONS = 100_000  # of one schedule: pictures of more are of no use
+
+
+def main(argv: Sequence[str]) -> int:
+    args = _parser().parse_args(list(argv))
+    check_writable(args.out, "--out")
+    times = _times(args)
+    pictures, stored = [], None
+    for name in args.schedules or (*schedule_names(), "adaptive"):
+        if name == "adaptive":
+            schedule = search_adaptive(times, args.micro_batches, args.effort).schedule
+            stored = schedule_to_dict(schedule, made_for="")["stages"]
+        else:
+            schedule = generate(name, args.stages, args.micro_batches)
+        pictures.append(Picture(name, simulate(lower(schedule), times.costs())))
+    if args.out:
+        write_text(args.out, "--out", svg(pictures))
+    if args.json:
+        print(json.dumps(_summary(pictures, stored)))
+        return 0
+    print(table(pictures))
+    if stored is not None:
+        print("\nadaptive (F, I = B_INPUT, W, B):")
+        print("\n".join(f"  stage {s}: {row}" for s, row in enumerate(stored)))
+    if args.out:
+        print(f"wrote {args.out}")
+    return 0
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser("schedule", "One pipeline under every schedule: step time, bubble, memory, and a picture.")
+    add = parser.add_argument
+    add("--stages", type=int, required=True, metavar="P")
+    add("--micro-batches", type=int, required=True, metavar="M")
+    per_stage = "one number for all stages, or one per stage"
+    add("--forward", type=float, nargs="+", default=[1.0], metavar="S", help=f"seconds of F: {per_stage} (1)")
+    add("--input-gradient", type=float, nargs="+", metavar="S", help=f"seconds of B_INPUT: {per_stage} (those of F)")
+    add("--weight-gradient", type=float, nargs="+", metavar="S", help=f"seconds of W: {per_stage} (those of F)")
+    add("--link", type=float, nargs="+", default=[0.0], metavar="S", help="seconds of a transfer: one number, or P - 1")
+    add("--in-flight", type=int, nargs="+", metavar="N", help=f"most micro-batches for adaptive: {per_stage} (1F1B's)")
+    names = ", ".join((*schedule_names(), "adaptive"))
+    add("--schedules", nargs="+", metavar="NAME", help=f"of {names} (all)")
+    add("--effort", type=int, default=1_000_000, metavar="N", help="actions that adaptive may time (1,000,000)")
+    add("--out", metavar="FILE.svg", help="write the pictures")
+    add("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _times(args: Any) -> PipelineTimes:
+    if args.stages < 1:
+        raise UserError("too few stages", field="--stages", value=args.stages, accepted="1 or more")
+    if args.micro_batches < 0:
+        raise UserError("is negative", field="--micro-batches", value=args.micro_batches, accepted="0 or more")
+    if 3 * args.stages * args.micro_batches > MOST_ACTIONS:
+        raise UserError(
+            "is too large a schedule for a picture",
+            field="--micro-batches",
+            value=args.micro_batches,
+            accepted=f"{MOST_ACTIONS // (3 * args.stages)} or fewer with {args.stages} stages",
+        )
+    forward = _each(args.forward, args.stages, "--forward")
+    inputs = _each(args.input_gradient or forward, args.stages, "--input-gradient")
+    weights = _each(args.weight_gradient or forward, args.stages, "--weight-gradient")
+    caps = _each(args.in_flight or [args.stages - s for s in range(args.stages)], args.stages, "--in-flight")
+    links = _each(args.link, args.stages - 1, "--link")
+    stages = tuple(StageTimes(f, i, w, memory_bytes=c) for f, i, w, c in zip(forward, inputs, weights, caps))
+    return PipelineTimes(stages, tuple(LinkTimes(s, s) for s in links))
+
+
+def _each(values: Sequence[float], count: int, flag: str) -> Sequence[float]:
+    if len(values) == 1:
+        return list(values) * count
+    if len(values) != count:
+        raise UserError("is another number of values", field=flag, value=list(values), accepted=f"1 value or {count}")
+    return values
+
+
+def _summary(pictures: Sequence[Picture], stored: Sequence[str] | None) -> dict[str, Any]:
+    schedules = [
+        {
+            "name": p.title,
+            "step_seconds": p.timeline.step_seconds,
+            "bubble": p.bubble,
+            "in_flight": list(p.in_flight),
+        }
+        for p in pictures
+    ]
+    return {"schedules": schedules, "adaptive_stages": stored}

@@ -1,0 +1,222 @@
+"""Schedules as a plan keeps them: a few letters per stage, with repeats counted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.schedule.actions import Action, Schedule
+from hetero_megatron.schedule.lower import lower
+from hetero_megatron.schedule.pipeline_times import StageMemory
+from hetero_megatron.schedule.show import format_rows
+from hetero_megatron.schedule.stage_orders import held_bytes, orders_of, schedule_of
+from hetero_megatron.schedule.validate import ScheduleError, validate
+
+VERSION = 1
+KEYS = ("version", "name", "made_for", "num_micro_batches", "stages")
+_ITEM = re.compile(r"([FIWB]+)(?:\*([1-9][0-9]{0,8}))?")
+_LONGEST_REPEAT = 48  # letters; longer ones are written out
+_MARK = "<-- ERROR HERE"
+
+
+def compress(row: str) -> str:
+    """Runs of equal letters and repeated groups with their number: ``FFFFIFWIFWIW`` is ``F*4 IFW*2 IW``."""
+    items: list[str] = []
+    single = ""
+    at = 0
+    while at < len(row):
+        unit, count = _best_repeat(row, at)
+        if count == 1:
+            single += unit
+        else:
+            items += [single] if single else []
+            items.append(f"{unit}*{count}")
+            single = ""
+        at += len(unit) * count
+    return " ".join([*items, single] if single else items)
+
+
+def _best_repeat(row: str, at: int) -> tuple[str, int]:
+    """(unit, how often it follows itself at ``at``) that shortens the text most; (letter, 1) where none does."""
+    best, saved = (row[at], 1), 0
+    for length in range(1, min(_LONGEST_REPEAT, (len(row) - at) // 2) + 1):
+        unit = row[at : at + length]
+        if not row.startswith(unit, at + length):
+            continue
+        count = 2
+        while row.startswith(unit, at + count * length):
+            count += 1
+        saving = (count - 1) * length - len(f"*{count} ")
+        if saving > saved:
+            best, saved = (unit, count), saving
+    return best
+
+
+def expand(text: str, most: int, field: str = "stages") -> str:
+    """The letters that :func:`compress` wrote.
+
+    Args:
+        most: letters that the result may have.
+
+    Raises:
+        UserError: an item that is no letters with a count, or too many letters; with the place marked.
+    """
+    parts: list[str] = []
+    total = 0
+    for item in re.finditer(r"\S+", text):
+        found = _ITEM.fullmatch(item[0])
+        if found is None:
+            raise _text_error("is no item of a stage's order", text, item.start(), field)
+        letters, count = found[1], int(found[2] or 1)
+        total += len(letters) * count
+        if total > most:
+            raise _text_error(f"makes more than the {most} actions that the stage can have", text, item.start(), field)
+        parts.append(letters * count)
+    return "".join(parts)
+
+
+def _text_error(problem: str, text: str, at: int, field: str) -> UserError:
+    shown = text[max(0, at - 40) : at + 40]
+    mark = " " * min(at, 40) + "^"
+    accepted = "letters of F, I (B_INPUT), W and B, each item with *COUNT or without"
+    return UserError(f"character {at + 1} {problem}:\n{shown}\n{mark}\n", field=field, accepted=accepted)
+
+
+def schedule_to_dict(schedule: Schedule, made_for: str) -> dict[str, Any]:
+    """A schedule of one chunk, with micro-batches in order, as a plan file keeps it.
+
+    Args:
+        made_for: what it was made for, e.g. the fingerprint of the plan without its schedules.
+
+    Raises:
+        UserError: a schedule that this form cannot say.
+    """
+    orders = orders_of(schedule)
+    compute = tuple(tuple(a for a in row if a.kind in ("F", "B", "B_INPUT", "W")) for row in schedule.stages)
+    if schedule_of(schedule.name, orders).stages != compute:
+        raise UserError(
+            "cannot be stored", field="schedule", value=schedule.name, accepted="one chunk, micro-batches in order"
+        )
+    return {
+        "version": VERSION,
+        "name": schedule.name,
+        "made_for": made_for,
+        "num_micro_batches": orders[0].count("F"),
+        "stages": [compress(row) for row in orders],
+    }
+
+
+def schedule_from_dict(
+    stored: Any,
+    num_stages: int,
+    num_micro_batches: int,
+    made_for: str,
+    memory: Sequence[StageMemory] = (),
+    field: str = "schedule",
+) -> Schedule:
+    """The stored schedule, proven to run.
+
+    Args:
+        num_stages, num_micro_batches, made_for: of the plan that it is used in.
+        memory: per stage, what its micro-batches hold and may hold; () leaves memory unchecked.
+        field: where it was read, for messages.
+
+    Raises:
+        UserError: not of this form or version, for another plan, incomplete, out of order, deadlocked, or with more
+            activations than the memory of a stage holds; with the place marked.
+    """
+    _check_keys(stored, field)
+    for key, value, here in (
+        ("num_micro_batches", stored["num_micro_batches"], num_micro_batches),
+        ("stages", len(stored["stages"]), num_stages),
+        ("made_for", stored["made_for"], made_for),
+    ):
+        if value != here:
+            raise UserError("was made for another plan", field=f"{field}.{key}", value=value, accepted=str(here))
+    orders = tuple(
+        expand(text, 3 * num_micro_batches, f"{field}.stages[{s}]") for s, text in enumerate(stored["stages"])
+    )
+    for s, row in enumerate(orders):
+        _check_counts(row, num_micro_batches, f"{field}.stages[{s}]")
+        if memory:
+            _check_memory(row, memory[s], f"{field}.stages[{s}]")
+    schedule = schedule_of(stored["name"], orders)
+    try:
+        validate(lower(schedule))
+    except ScheduleError as error:
+        raise UserError(_around_mark(str(error)), field=field) from None
+    return schedule
+
+
+def _check_keys(stored: Any, field: str) -> None:
+    if not isinstance(stored, Mapping):
+        raise UserError("is no stored schedule", field=field, value=stored, accepted=f"the keys {', '.join(KEYS)}")
+    if stored.get("version") != VERSION or isinstance(stored["version"], bool):
+        raise UserError(
+            "is another version of stored schedules; plan again",
+            field=f"{field}.version",
+            value=stored.get("version"),
+            accepted=str(VERSION),
+        )
+    for key in stored:
+        if key not in KEYS:
+            raise UserError("unknown key", field=f"{field}.{key}", accepted=", ".join(KEYS))
+    for key, kind in (("name", str), ("made_for", str), ("num_micro_batches", int), ("stages", Sequence)):
+        value = stored.get(key)
+        if not isinstance(value, kind) or isinstance(value, bool) or (key == "stages" and isinstance(value, str)):
+            accepted = {"name": "text", "made_for": "text", "num_micro_batches": "a number"}.get(key, "a list of texts")
+            raise UserError("is missing or no such value", field=f"{field}.{key}", value=value, accepted=accepted)
+    for s, text in enumerate(stored["stages"]):
+        if not isinstance(text, str):
+            raise UserError("is no text", field=f"{field}.stages[{s}]", value=text, accepted="e.g. F*4 IFW*2 IW")
+
+
+def _check_counts(row: str, count: int, field: str) -> None:
+    """Every micro-batch once forward and once backward, and a W for each B_INPUT; backwards after their forwards."""
+    forwards = backwards = deferred = 0
+    for at, letter in enumerate(row):
+        if letter == "F":
+            forwards += 1
+        elif letter == "W":
+            deferred -= 1
+        else:
+            backwards += 1
+            deferred += letter == "I"
+        if forwards > count:
+            raise _order_error(f"is one forward more than {count} micro-batches have", row, at, field)
+        if backwards > forwards:
+            raise _order_error("comes before its forward", row, at, field)
+        if deferred < 0:
+            raise _order_error("comes before its B_INPUT", row, at, field)
+    for what, done, wanted in (("F", forwards, count), ("B or B_INPUT", backwards, count), ("W", -deferred, 0)):
+        if done != wanted:
+            missing = wanted - done
+            raise UserError(f"ends with {missing} {what} missing", field=field, value=compress(row))
+
+
+def _check_memory(row: str, memory: StageMemory, field: str) -> None:
+    for at, held in enumerate(held_bytes(memory, row)):
+        if held > memory.memory_bytes:
+            problem = f"needs {held:g} bytes for activations, and the stage has {memory.memory_bytes:g}"
+            raise _order_error(problem, row, at, field)
+
+
+def _order_error(problem: str, row: str, at: int, field: str) -> UserError:
+    """Marks the action in the list; of letters that cannot be numbered only what comes before it is shown."""
+    actions = schedule_of("", (row[:at],)).stages[0]
+    kind = {"F": "F", "I": "B_INPUT", "W": "W", "B": "B"}[row[at]]
+    number = sum(a.kind == "F" if kind == "F" else a.kind in ("B", "B_INPUT") for a in actions)
+    if kind == "W":
+        number = sum(a.kind == "W" for a in actions)
+    action = Action(kind, number)
+    shown = format_rows({"order": (*actions, action)}, ("order", at))
+    return UserError(f"{action}, action {at + 1}, {problem}\n{shown}\n", field=field)
+
+
+def _around_mark(text: str) -> str:
+    """The message with the marked row of its grid and those beside it: a pipeline may have many stages."""
+    message, *grid = text.splitlines()
+    marked = next((i for i, line in enumerate(grid) if _MARK in line), 0)
+    return "\n".join([message, *grid[max(0, marked - 2) : marked + 3]])
