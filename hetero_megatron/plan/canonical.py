@@ -142,11 +142,13 @@ class Stage:
 @dataclass(frozen=True)
 class Pipeline:
     """One replica of the model: micro-batches of ``micro_batch_size`` sequences, ``num_micro_batches``
-    of them a step."""
+    of them a step. ``orders``: per stage its actions in order, as ``schedule.stored`` spells them, with ``schedule:
+    adaptive``; empty: 1F1B."""
 
     micro_batch_size: int
     num_micro_batches: int
     stages: tuple[Stage, ...]
+    orders: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -229,5 +231,10 @@ class Plan:
             "seq_length": self.seq_length,
             "global_batch_size": self.global_batch_size,
             "schedule": self.schedule,
-            "pipelines": [asdict(pipeline) for pipeline in self.pipelines],
+            "pipelines": [_pipeline_json(pipeline) for pipeline in self.pipelines],
         }
+
+
+def _pipeline_json(pipeline: Pipeline) -> dict[str, Any]:
+    data = asdict(pipeline)
+    return data if pipeline.orders else {key: value for key, value in data.items() if key != "orders"}

@@ -23,7 +23,7 @@ TABLE: dict[str, Capability] = {
     "schedule.gpipe": Capability(True, "schedule gpipe"),
     "schedule.interleaved": Capability(True, "the interleaved schedule"),
     "schedule.zero-bubble": Capability(True, "the zero-bubble schedule"),
-    "schedule.adaptive": Capability(False, "the adaptive schedule", _SCHEDULES),
+    "schedule.adaptive": Capability(True, "the adaptive schedule"),
     "layers.chunks": Capability(True, "virtual chunks (several layer ranges in a stage)"),
     "context": Capability(True, "context groups (context and head parallelism)"),
     "tp": Capability(True, "tensor parallelism with sequence parallelism"),

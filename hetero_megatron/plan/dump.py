@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from hetero_megatron.plan.canonical import VERSION, KeyValues, Optimizer, Pipeline, Plan, Recompute, Stage, Unit
+from hetero_megatron.plan.pipeline_schedule import stored_schedule
 from hetero_megatron.plan.schema import shifted
 from hetero_megatron.words import rank_ranges
 
@@ -26,6 +27,8 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         }
         if copies > 1:
             entry["repeat"] = copies
+        if first.orders:
+            entry["schedule"] = stored_schedule(first)
         entry["stages"] = [_stage(first, s) for s in range(len(first.stages))]
         pipelines.append(entry)
         index += copies
@@ -46,7 +49,7 @@ def dump_yaml(plan: Plan) -> str:
     data = to_dict(plan)
     lines = [f"{key}: {_flow(value)}" for key, value in data.items() if key != "pipelines"] + ["pipelines:"]
     for pipeline in data["pipelines"]:
-        keys = [f"{key}: {value}" for key, value in pipeline.items() if key != "stages"] + ["stages:"]
+        keys = [f"{key}: {_flow(value)}" for key, value in pipeline.items() if key != "stages"] + ["stages:"]
         lines += [f"  - {keys[0]}"] + [f"    {key}" for key in keys[1:]]
         for stage in pipeline["stages"]:
             lines.append(f"      - {_flow(stage)}")

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from hetero_megatron.plan.buckets import Bucket, sync_actions
 from hetero_megatron.plan.canonical import Plan
 from hetero_megatron.plan.context_plan import context_groups
+from hetero_megatron.plan.pipeline_schedule import pipeline_schedule
 from hetero_megatron.plan.shares import micro_batch_sizes, pipeline_samples
 from hetero_megatron.schedule import (
     Action,
     Schedule,
     format_rows,
-    lowered,
     validate,
     validate_collectives,
     with_synchronisation,
@@ -36,10 +36,11 @@ def step_schedules(plan: Plan, buckets: Sequence[Bucket], batch_size: int | None
         for key, stage in zip(held, pipeline.stages, strict=True):
             if key not in rows:
                 rows[key] = sync_actions(buckets, stage.ranks[0])
-        if (held, count) not in known:
-            plain = lowered(plan.schedule, len(pipeline.stages), count, pipeline.chunks)
-            known[held, count] = with_synchronisation(plain, [rows[key] for key in held])
-        out.append(known[held, count])
+        shape = (held, count, pipeline.orders)
+        if shape not in known:
+            plain = pipeline_schedule(plan, pipeline, count)
+            known[shape] = with_synchronisation(plain, [rows[key] for key in held])
+        out.append(known[shape])
     return tuple(out)
 
 

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.cluster.document import Entry, from_data, read_document
+from hetero_megatron.errors import UserError
 from hetero_megatron.plan.canonical import (
     SCHEDULES,
     VERSION,
@@ -46,6 +47,7 @@ from hetero_megatron.plan.fields import (
 )
 from hetero_megatron.plan.kernels import EVERY, OPERATORS, operator_problem
 from hetero_megatron.plan.made_for import read_made_for
+from hetero_megatron.plan.pipeline_schedule import read_stored_schedule
 from hetero_megatron.plan.source import Source
 from hetero_megatron.plan.validate import validate
 from hetero_megatron.words import plural
@@ -57,7 +59,7 @@ if TYPE_CHECKING:
 PLAN_KEYS = (
     "version", "seq_length", "global_batch_size", "schedule", "islands", "allow_bridge", "made_for", "pipelines",
 )  # fmt: skip
-PIPELINE_KEYS = ("micro_batch_size", "num_micro_batches", "repeat", "stages")
+PIPELINE_KEYS = ("micro_batch_size", "num_micro_batches", "schedule", "repeat", "stages")
 STAGE_KEYS = (
     "ranks", "layers", "tp", "tp_split", "dp_split", "context", "embed", "head",
     "recompute", "optimizer", "kernels", "chip", "kv", "order",
@@ -148,6 +150,8 @@ def _pipelines(entry: Entry, seq_length: int, num_heads: int) -> list[Pipeline]:
     embeds, heads = _holders(marks, "embed", 0), _holders(marks, "head", len(marks) - 1)
     stages = tuple(_stage(m, dimensions, e, h) for m, e, h in zip(marks, embeds, heads, strict=True))
     first = Pipeline(size, count, stages)
+    if "schedule" in keys:
+        first = replace(first, orders=_orders(keys["schedule"], first))
     repeat = keys["repeat"].integer(1) if "repeat" in keys else 1
     if repeat == 1:
         return [first]
@@ -159,6 +163,16 @@ def _pipelines(entry: Entry, seq_length: int, num_heads: int) -> list[Pipeline]:
             accepted="1, or pipelines written out",
         )
     return [shifted(first, k * len(ranks)) for k in range(repeat)]
+
+
+def _orders(entry: Entry, pipeline: Pipeline) -> tuple[str, ...]:
+    """A stored schedule."""
+    try:
+        return read_stored_schedule(entry.plain(), pipeline, entry.path)
+    except UserError as error:
+        raise UserError(
+            error.problem, field=error.field, value=error.value, accepted=error.accepted, where=entry.where
+        ) from None
 
 
 def _holders(stages: list[dict[str, Entry]], key: str, default: int) -> list[bool]:
@@ -190,7 +204,7 @@ def shifted(pipeline: Pipeline, offset: int) -> Pipeline:
             s.kv,
         )
 
-    return Pipeline(pipeline.micro_batch_size, pipeline.num_micro_batches, tuple(map(stage, pipeline.stages)))
+    return replace(pipeline, stages=tuple(map(stage, pipeline.stages)))
 
 
 def _stage(keys: dict[str, Entry], dimensions: Dimensions, embed: bool, head: bool) -> Stage:

@@ -57,6 +57,7 @@ def validate(
         recompute_fits(stage, path, source)
         tokens_suffice_for_tp(stage, path, source)
     schedule_runs_the_chunks(plan, source)
+    stored_schedules_are_adaptive(plan, source)
     batch_adds_up(plan, source)
     step_is_short_enough(plan, source)
     sequence_fits_the_model(plan, spec, source)
@@ -182,6 +183,13 @@ def schedule_runs_the_chunks(plan: Plan, source: Source) -> None:
                 [list(r) for r in stage.layers],
                 f"one range or [], or schedule: {' or '.join(CHUNKED)}",
             )
+
+
+def stored_schedules_are_adaptive(plan: Plan, source: Source) -> None:
+    for p, pipeline in enumerate(plan.pipelines):
+        if pipeline.orders and plan.schedule != "adaptive":
+            accepted = "schedule: adaptive at the top of the plan, or no stored schedule"
+            raise source.error(f"the plan says {plan.schedule}", f"pipelines[{p}].schedule", "adaptive", accepted)
 
 
 def ends_are_held_once(pipeline: Pipeline, path: str, source: Source) -> None:

@@ -96,12 +96,15 @@ class CostOptions:
 @dataclass(frozen=True)
 class UnitSeconds:
     """(forward, backward) seconds of one layer, of the embedding and of the head, including TP collectives; ``action``:
-    seconds once per forward or backward."""
+    seconds once per forward or backward; ``layer_weight``, ``head_weight``: seconds of backward for weight
+    gradients."""
 
     layer: tuple[float, float]
     embed: tuple[float, float]
     head: tuple[float, float]
     action: float = 0.0
+    layer_weight: float = 0.0
+    head_weight: float = 0.0
 
     def total(self, layers: int, full: int, embed: bool, head: bool) -> tuple[float, float]:
         """(forward, backward) seconds of a stage; ``full``: number of layers recomputed in backward."""
@@ -109,6 +112,15 @@ class UnitSeconds:
             layers * self.layer[i] + embed * self.embed[i] + head * self.head[i] + self.action for i in (0, 1)
         )
         return forward, backward + full * self.layer[0]
+
+    def weight(self, layers: int, head: bool) -> float:
+        """Seconds of a stage's W, where backward is split."""
+        return layers * self.layer_weight + head * self.head_weight
+
+    @property
+    def only_weights(self) -> UnitSeconds:
+        """The same for a W alone, as if it were the backward."""
+        return UnitSeconds((0.0, self.layer_weight), (0.0, 0.0), (0.0, self.head_weight))
 
 
 class CostModel:
@@ -203,12 +215,15 @@ class CostModel:
         forward, backward = operators.exchange(share, rows, length, swap)
         layer = operators.layer(share, rows, length, (SWAPS * forward, SWAPS * backward), SWAPS * posting)
         embed, head = (f(share, rows, length) for f in (operators.embed, operators.head))
+        layer_weight, head_weight = operators.weight_gradients(share, rows, length)
         again = operators.attention(share, rows, length)[0] if recompute == "selective" else 0.0
         return UnitSeconds(
             layer=(layer[0], layer[1] + again),
             embed=(embed[0] + forward, embed[1] + backward),
             head=(head[0] + forward, head[1] + backward),
             action=operators.rates.action_seconds if rows else 0.0,
+            layer_weight=layer_weight,
+            head_weight=head_weight,
         )
 
     def tp_exchange_seconds(self, tp: int, rows: int, link: LinkRates | None) -> float:

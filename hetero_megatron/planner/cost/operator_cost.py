@@ -90,6 +90,18 @@ class Operators:
         ratio = found[0] / modelled[0], found[1] / modelled[1]
         return ratio, ratio
 
+    def weight_gradients(self, share: float, rows: float, length: int) -> tuple[float, float]:
+        """Seconds of a backward that go to weight gradients: (of one layer, of the head). They are the products of a
+        forward once more, as far as measured backwards are as fast as modelled ones."""
+        if not rows:
+            return 0.0, 0.0
+        tokens, model = rows * length, self.model
+        product = self.gemm(tokens, share * model.vocab_size, model.hidden_size)
+        layer = self._products(share, tokens) * self.layer(share, rows, length)[1]
+        head = product * self.head(share, rows, length)[1]
+        modelled = self._layer_by_operators(share, rows, length)[1], self._head_by_operators(share, rows, length)[1]
+        return layer / modelled[0], head / modelled[1]
+
     def embed(self, share: float, rows: float, length: int) -> Seconds:
         return self._cached("embed", share, rows, length, self._embed_by_operators)
 
@@ -188,18 +200,25 @@ class Operators:
                 ratios[i].append((size, seconds / modelled[i]))
         return forward * _nearest(ratios[0], at), backward * _nearest(ratios[1], at)
 
+    def _products(self, share: float, tokens: float) -> float:
+        """Seconds of the matrix products of a layer's forward."""
+        model = self.model
+        h, q, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        columns = (2 if model.activation == "swiglu" else 1) * model.ffn_hidden_size
+        return (
+            self.gemm(tokens, share * (q + 2 * kv), h)
+            + self.gemm(tokens, h, share * q)
+            + self.gemm(tokens, share * columns, h)
+            + self.gemm(tokens, h, share * model.ffn_hidden_size)
+        )
+
     def _layer_by_operators(
         self, share: float, rows: float, length: int, exchange: Seconds = (0.0, 0.0), posting: float = 0.0
     ) -> Seconds:
         model, tokens = self.model, rows * length
         h, q, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         columns = (2 if model.activation == "swiglu" else 1) * model.ffn_hidden_size
-        products = (
-            self.gemm(tokens, share * (q + 2 * kv), h)
-            + self.gemm(tokens, h, share * q)
-            + self.gemm(tokens, share * columns, h)
-            + self.gemm(tokens, h, share * model.ffn_hidden_size)
-        )
+        products = self._products(share, tokens)
         # Read and written: norms and residuals (10 h, on the token shard), rotation (2 q + 2 kv), activation (2-3 f).
         local = 2 * (q + kv) * (model.position == "rope") + columns + model.ffn_hidden_size
         norms = 10 * h * (share if self.sequence_parallel else 1.0)

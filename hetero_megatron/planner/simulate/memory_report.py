@@ -23,6 +23,7 @@ from hetero_megatron.plan.memory import (
     host_bytes,
     state_bytes,
 )
+from hetero_megatron.plan.pipeline_schedule import ADAPTIVE, pipeline_schedule
 from hetero_megatron.planner.context.activations import context_activations
 from hetero_megatron.schedule import Held, generate, held_states
 from hetero_megatron.spec import ModelSpec
@@ -92,7 +93,10 @@ def plan_activations(
     out: dict[int, MemoryBytes] = {}
     known: dict[tuple[object, ...], MemoryBytes] = {}
     for pipeline in plan.pipelines:
-        states = _held_states(plan.schedule, len(pipeline.stages), pipeline.num_micro_batches, pipeline.chunks)
+        if plan.schedule == ADAPTIVE:
+            states = held_states(pipeline_schedule(plan, pipeline))
+        else:
+            states = _held_states(plan.schedule, len(pipeline.stages), pipeline.num_micro_batches, pipeline.chunks)
         for stage, held in zip(pipeline.stages, states, strict=True):
             limit = None
             if stage.head:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from hetero_megatron.plan import Pipeline
 from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plan.pipeline_schedule import pipeline_schedule
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.cost.link_model import LinkModel
 from hetero_megatron.planner.simulate.stage_cost import StageTransfers
 from hetero_megatron.planner.simulate.sync_structure import SyncStructure
-from hetero_megatron.schedule import Schedule, lowered
+from hetero_megatron.schedule import Schedule
 
 
 class PreparedPlan:
@@ -17,14 +19,14 @@ class PreparedPlan:
     def __init__(self, compiled: CompiledPlan) -> None:
         self.compiled, self.plan = compiled, compiled.plan
         self.transfers = StageTransfers()
-        self._schedules: dict[tuple[int, int], Schedule] = {}
+        self._schedules: dict[tuple[object, ...], Schedule] = {}
         self._structure: SyncStructure | None = None
 
-    def schedule(self, num_stages: int, num_micro_batches: int) -> Schedule:
-        """The lowered schedule of a pipeline of this shape."""
-        shape = (num_stages, num_micro_batches)
+    def schedule(self, pipeline: Pipeline) -> Schedule:
+        """The lowered schedule of a pipeline."""
+        shape = (len(pipeline.stages), pipeline.num_micro_batches, pipeline.chunks, pipeline.orders)
         if shape not in self._schedules:
-            self._schedules[shape] = lowered(self.plan.schedule, *shape)
+            self._schedules[shape] = pipeline_schedule(self.plan, pipeline)
         return self._schedules[shape]
 
     def structure(self, costs: CostModel, network: LinkModel) -> SyncStructure:

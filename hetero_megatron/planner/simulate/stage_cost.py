@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hetero_megatron.layout import Box, Layout, transfer
 from hetero_megatron.plan import Pipeline, Plan, Stage, Unit, token_intervals, unit_sequences
@@ -14,6 +14,7 @@ from hetero_megatron.planner.cost.link_model import ExchangePrice, Flow, LinkMod
 from hetero_megatron.planner.simulate.ring_attention import ContextSeconds
 from hetero_megatron.planner.simulate.ring_traffic import LayerTraffic
 from hetero_megatron.schedule import Costs
+from hetero_megatron.schedule.simulate import ChunkSeconds
 from hetero_megatron.spec import Share, shares
 from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, visible_pairs
 
@@ -66,7 +67,8 @@ class StageCosts:
         ranks = self.network.ranks
         rows: list[object] = [pipeline.micro_batch_size, pipeline.num_micro_batches]
         for stage in pipeline.stages:
-            rows.append((stage.num_layers, stage.embed, stage.head, stage.recompute, stage.optimizer, stage.kv))
+            sizes = tuple(b - a for a, b in stage.chunks)
+            rows.append((sizes, stage.embed, stage.head, stage.recompute, stage.optimizer, stage.kv))
             for unit in stage.units:
                 rows.append((unit.tp_split, unit.sequences, unit.tokens, unit.heads, unit.group))
                 for rank in unit.ranks:
@@ -83,32 +85,36 @@ class StageCosts:
 
     def _costs(self, pipeline: Pipeline) -> PipelineCosts:
         parts = [self._slowest(stage) for stage in pipeline.stages]
-        seconds = [
-            part.total(s.num_layers, _full(s), s.embed, s.head) for part, s in zip(parts, pipeline.stages, strict=True)
-        ]
+        chunks = [_chunk_seconds(part, stage) for part, stage in zip(parts, pipeline.stages, strict=True)]
         host: list[dict[str, float]] = [{} for _ in pipeline.stages]
         link, back, latency = [], [], []
-        for s, (up, down) in enumerate(zip(pipeline.stages, pipeline.stages[1:])):
+        last = len(pipeline.stages) - 1
+        boundaries = [(s, s + 1) for s in range(last)] + ([(last, 0)] if pipeline.chunks > 1 and last else [])
+        for s, t in boundaries:
+            up, down = pipeline.stages[s], pipeline.stages[t]
             flows = self.boundary(up, down, pipeline.micro_batch_size)
             there = self.network.exchange(flows, self.sharing)
             home = self.network.exchange([(b, a, size) for a, b, size in flows], self.sharing)
             sent, received = self._posting(flows, 0), self._posting(flows, 1)
-            host[s] |= {"SEND_F": sent, "RECV_B": sent}
-            host[s + 1] |= {"RECV_F": received, "SEND_B": received}
+            for at, kinds, seconds in ((s, ("SEND_F", "RECV_B"), sent), (t, ("RECV_F", "SEND_B"), received)):
+                for kind in kinds:
+                    host[at][kind] = max(host[at].get(kind, 0.0), seconds)
             if self.model.options.blocking:
                 for at, kind, busy in (
                     (s, "SEND_F", there),
-                    (s + 1, "RECV_F", there),
+                    (t, "RECV_F", there),
                     (s, "RECV_B", home),
-                    (s + 1, "SEND_B", home),
+                    (t, "SEND_B", home),
                 ):
                     host[at][kind] += busy.seconds + busy.latency
                 there = home = ExchangePrice({}, 0.0)
             link.append(there.seconds)
             back.append(home.seconds)
             latency.append(max(there.latency, home.latency))
-        forward, backward = zip(*seconds)
-        costs = Costs(forward, backward, link, link_back=back, latency=latency, host=host)
+        forward, backward, weight = zip(*(map(sum, zip(*row)) for row in chunks))
+        costs = Costs(forward, backward, link, link_back=back, latency=latency, host=host, weight=weight)
+        if pipeline.chunks > 1:
+            costs = replace(costs, chunks=chunks)
         return PipelineCosts(costs, tuple(parts))
 
     def _posting(self, flows: list[Flow], end: int) -> float:
@@ -123,8 +129,9 @@ class StageCosts:
     def _slowest(self, stage: Stage) -> UnitSeconds:
         """Per part, the time of the slowest rank of the stage: collectives and boundaries make the others wait."""
         found = [self._rank_seconds(stage, unit, t) for unit in stage.units for t in range(unit.tp)]
-        worst = [max(column) for column in zip(*[(*u.layer, *u.embed, *u.head, u.action) for u in found])]
-        return UnitSeconds((worst[0], worst[1]), (worst[2], worst[3]), (worst[4], worst[5]), worst[6])
+        rows = [(*u.layer, *u.embed, *u.head, u.action, u.layer_weight, u.head_weight) for u in found]
+        worst = [max(column) for column in zip(*rows)]
+        return UnitSeconds((worst[0], worst[1]), (worst[2], worst[3]), (worst[4], worst[5]), *worst[6:])
 
     def computing(self, stage: Stage, unit: Unit, t: int) -> float:
         """Seconds per micro-batch that TP rank ``t`` computes, without the exchanges of its TP group; those of context
@@ -166,6 +173,18 @@ class StageCosts:
             rows = {r: u for u in up.units for r in u.ranks}
             return [(a, b, rows[a].micro_batch_tokens * width) for a, b in zip(up.ranks, down.ranks)]
         return [(up.ranks[i], down.ranks[j], n * width) for i, j, n in pieces[key, same, size]]
+
+
+def _chunk_seconds(part: UnitSeconds, stage: Stage) -> list[ChunkSeconds]:
+    """Of each of the stage's runs of layers; the first ones are recomputed where only some are."""
+    found, again, last = [], _full(stage), len(stage.chunks) - 1
+    for c, (a, b) in enumerate(stage.chunks):
+        full = min(again, b - a)
+        again -= full
+        head = stage.head and c == last
+        seconds = part.total(b - a, full, stage.embed and c == 0, head)
+        found.append(ChunkSeconds(*seconds, part.weight(b - a, head)))
+    return found
 
 
 def _full(stage: Stage) -> int:

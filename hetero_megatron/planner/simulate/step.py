@@ -163,12 +163,12 @@ def pipeline_seconds(prepared: PreparedPlan, costs: CostModel) -> float:
 
 
 def _timelines(prepared: PreparedPlan, pipelines: list[PipelineCosts]) -> tuple[Timeline, ...]:
-    known: dict[tuple[int, int], Timeline] = {}
+    known: dict[tuple[object, ...], Timeline] = {}
     out = []
     for costs, pipeline in zip(pipelines, prepared.plan.pipelines, strict=True):
-        key = (id(costs), pipeline.num_micro_batches)
+        key = (id(costs), pipeline.num_micro_batches, pipeline.orders)
         if key not in known:
-            schedule = prepared.schedule(len(pipeline.stages), pipeline.num_micro_batches)
+            schedule = prepared.schedule(pipeline)
             known[key] = simulate(schedule, costs.costs)
         out.append(known[key])
     return tuple(out)
@@ -265,10 +265,15 @@ class _Step:
             for s, stage in enumerate(pipeline.stages):
                 row = timeline.schedule.stages[s]
                 at = next(i for i in range(len(row) - 1, -1, -1) if row[i].kind in ("B", "W"))
+                start, part = timeline.starts[s][at], costs.parts[s]
+                if row[at].kind == "W":
+                    part = part.only_weights
+                if len(stage.chunks) > 1:  # as if the backwards of all its chunks came last, one after the other
+                    start = timeline.ends[s][at] - costs.costs.backward[s]
                 for rank in stage.ranks:
                     ended[rank] = timeline.ends[s][-1] - saved + late
-                    begin[rank] = timeline.starts[s][at] - saved + late
-                    parts[rank] = costs.parts[s]
+                    begin[rank] = start - saved + late
+                    parts[rank] = part
         return ended, begin, parts
 
     def _saved_seconds(self, rank: int) -> float:
