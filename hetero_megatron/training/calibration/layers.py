@@ -23,6 +23,7 @@ from hetero_megatron.training.calibration.pipelines import Run, steady
 from hetero_megatron.training.runtime import Runtime, StepStats
 
 TABLES = ("layers", "embed", "head")
+NOISE = 3  # standard deviations of an action by which a straggler is slower, at least
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def observe(run: Run, chip: str, job: Job, steps: int) -> StageTimes | None:
     """Take part in ``run``: ``steps`` steps after one that warms up. Every rank of the job calls it with its own chip
     type, also those that the plan leaves out (None)."""
     runtime, clock = job.runtime(run), job.comm.clock
-    if runtime is None:
+    if runtime is None or runtime.optimizer is None:
         return None
     train(runtime, run, run.warm_up)
     place, stage = runtime.place, runtime.stage
@@ -114,14 +115,13 @@ def observe(run: Run, chip: str, job: Job, steps: int) -> StageTimes | None:
             seconds[kind] += found
             waited[kind] += steady(kind, [t.end - t.start - t.computed for t in actions], later)
         saved.append(median(found) - actions[0].computed)
-    assert runtime.optimizer is not None
     parts = stage.num_layers, int(stage.embed), int(stage.head)
     held = sum(p.numel() * p.element_size() for p in runtime.model.parameters())
     return StageTimes(
         chip, stage.ranks, run.plan.pipelines[0].micro_batch_size, parts,
         median(seconds["F"]), median(seconds["B"]), max(map(relative_spread, seconds.values())),
         (median(waited["F"]), median(waited["B"])), median(saved) / held, median(outside),
-        sum(master.numel() for _, _, master in runtime.optimizer.owned()), len(run.plan.pipelines) == 1,
+        sum(m.numel() for _, _, m in runtime.optimizer.owned()), len(run.plan.pipelines) == 1,
     )  # fmt: skip
 
 
@@ -145,10 +145,11 @@ def fit_stages(
 
 
 def stragglers(seen: Sequence[StageTimes], tolerance: float) -> dict[tuple[int, ...], float]:
-    """Groups that take longer for the same work than their chip type by more than ``tolerance``: ranks -> times."""
-    took: dict[str, dict[tuple[int, ...], float]] = {}
+    """Groups that take longer than their chip type by more than ``tolerance``, and than noise: ranks -> times."""
+    took: dict[str, dict[tuple[int, ...], tuple[float, float]]] = {}
     for o in seen:
         groups = took.setdefault(o.chip, {})
-        groups[o.ranks] = max(groups.get(o.ranks, 0.0), o.forward + o.backward)
-    slower = {r: s / median_low(groups.values()) for groups in took.values() for r, s in groups.items()}
-    return {ranks: times for ranks, times in slower.items() if times > 1 + tolerance}
+        groups[o.ranks] = max(groups.get(o.ranks, (0.0, 0.0)), (o.forward + o.backward, o.spread))
+    usual = {chip: median_low(seconds for seconds, _ in groups.values()) for chip, groups in took.items()}
+    slower = [(r, s / usual[chip], noise) for chip, groups in took.items() for r, (s, noise) in groups.items()]
+    return {ranks: times for ranks, times, noise in slower if times > 1 + max(tolerance, NOISE * noise)}

@@ -42,5 +42,4 @@ def robust_fit(
         lambda x: weighted / scale @ x - wanted * weights, np.maximum(start, 1e-9), lambda _: weighted / scale,
         bounds=(0, np.inf), loss="huber", f_scale=OUTLIER, xtol=1e-12, ftol=1e-12, gtol=1e-12,
     )  # fmt: skip
-    off = (weighted / scale @ found.x) / weights - wanted
-    return (found.x / scale).tolist(), NORMAL * float(np.median(np.abs(off) / least))
+    return (found.x / scale).tolist(), NORMAL * float(np.median(np.abs(found.fun) / weights / least))
