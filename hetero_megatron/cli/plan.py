@@ -122,6 +122,8 @@ def _parser() -> ArgumentParser:
         help="context groups: for long sequences and where nothing fits without (auto), or as said")  # fmt: skip
     add("--unlike-tp", action="store_true",
         help="also try tensor-parallel groups of unlike chips, with shares by speed (small clusters)")  # fmt: skip
+    add("--more-schedules", default="auto", choices=("auto", "always", "never"),
+        help="zero-bubble, interleaved and adaptive ones for the best plans: up to 64 chips (auto), or as said")  # fmt: skip
     add("--offload", default="auto", choices=("auto", "always", "never"),
         help="optimizers in host memory: where nothing fits without (auto), also to be faster, or never")  # fmt: skip
     add("--memory-margin", type=float, default=CostOptions.margin, metavar="X",
@@ -185,6 +187,7 @@ def _options(args: Namespace) -> SearchOptions:
             recompute=args.recompute,
             context=args.context,
             offload=args.offload,
+            more_schedules=args.more_schedules,
             unlike_tp=args.unlike_tp,
         ),
         costs=CostOptions(margin=args.memory_margin, moments=moments_of(args.optimizer)),

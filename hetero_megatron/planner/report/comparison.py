@@ -98,8 +98,7 @@ class Summary:
 
     @property
     def hethub_tokens_per_second(self) -> float | None:
-        """HETHUB's bound: tokens per second of each chip type alone, added up; None where no type can train the model.
-        """
+        """HETHUB's bound: tokens per second of each chip type alone, added up; None where no type trains the model."""
         total = sum(b.tokens_per_second for b in self.alone)
         return total or None
 
@@ -145,7 +144,8 @@ def compare(
     """
     result, started = summary.result, time.monotonic()
     problem = problem.on(result.best.cluster)
-    plain = not (result.context_tried or result.unlike_groups)  # others are bound by their work alone
+    # Others are bound by their work alone.
+    plain = not (result.context_tried or result.unlike_groups or result.more_schedules)
     prices = plain and (what.bound or result.method == "enumeration")
     summary.tighter = plain and not prices
     if prices and progress is not None:

@@ -138,7 +138,8 @@ def _why_idle(summary: Summary) -> str:
     result = summary.result
     if not result.complete:
         return "the search was cut short before a faster plan used them"
-    others = result.context_tried or result.unlike_groups  # which the enumeration's bound is not over
+    # The enumeration's bound is not over these.
+    others = result.context_tried or result.unlike_groups or result.more_schedules
     if result.lower_bound >= result.best.step_seconds * (1 - 1e-9) and not others:
         return "using them would not help"
     return "no plan that was tried is faster with them"

@@ -35,6 +35,7 @@ from hetero_megatron.planner.search.incumbent import (
 from hetero_megatron.planner.search.infeasible import refuse
 from hetero_megatron.planner.search.local_search import LocalSearch
 from hetero_megatron.planner.search.pipeline_dp import EachTypeDP, PipelineDP
+from hetero_megatron.planner.search.schedule_search import ScheduleSearch
 from hetero_megatron.planner.search.tp_moves import TPMoves
 from hetero_megatron.planner.search.uniform import UniformSeeds
 from hetero_megatron.planner.template.device_pool import DeviceGroup, DevicePool
@@ -48,18 +49,18 @@ EVERY_SUBSET = 3  # up to so many chip types, every subset is tried with optimiz
 @dataclass
 class SearchResult:
     """Attributes:
-        others: the runners-up, best first.
-        ranked: the best templates by estimate, simulated or not.
-        seconds: duration of the search.
-        evaluated: number of scored templates; rejected: numbers of rejected ones by reason.
-        complete: nothing was cut short by the time limit or Ctrl-C.
-        method: "enumeration", "programs" or "islands".
-        lower_bound: seconds that no plan of the space beats (0: not computed).
-        context: outcome of trying context groups; context_tried: whether they were tried.
-        offload_tried: plans with optimizers in host memory were considered.
-        unlike_groups: the best plan has TP groups of unlike chips.
-        alone: by chip type, the result of searching its chips alone.
-        parts: outcome of searching parts of the cluster, for objectives other than speed."""
+    others: the runners-up, best first.
+    ranked: the best templates by estimate, simulated or not.
+    seconds: duration of the search.
+    evaluated: number of scored templates; rejected: numbers of rejected ones by reason.
+    complete: nothing was cut short by the time limit or Ctrl-C.
+    method: "enumeration", "programs" or "islands".
+    lower_bound: seconds that no plan of the space beats (0: not computed).
+    context: outcome of trying context groups; context_tried: whether they were tried.
+    offload_tried: plans with optimizers in host memory were considered.
+    unlike_groups: the best plan has TP groups of unlike chips; more_schedules: it splits backwards or stages.
+    alone: by chip type, the result of searching its chips alone.
+    parts: outcome of searching parts of the cluster, for objectives other than speed."""
 
     best: JudgedPlan
     others: list[JudgedPlan]
@@ -75,6 +76,7 @@ class SearchResult:
     context_tried: bool = False
     offload_tried: bool = False
     unlike_groups: bool = False
+    more_schedules: bool = False
     ranked: tuple[PlanTemplate, ...] = ()
     alone: dict[str, SearchResult | UserError] = field(default_factory=dict)
     parts: str = ""
@@ -105,6 +107,8 @@ def search(
         with budget.catching():
             _add_types_alone(result, problem, budget)
             _add_unlike_groups(result, problem, budget)
+    with budget.catching():
+        _add_schedules(result, problem, budget)
     result.complete = result.complete and not budget.cut
     result.seconds = time.monotonic() - started
     return result
@@ -211,6 +215,18 @@ class Offloaded:
     def _sets(chips: Sequence[str]) -> list[frozenset[str]]:
         counts = range(len(chips), 0, -1) if len(chips) <= EVERY_SUBSET else (len(chips), 1)
         return [frozenset(x) for n in counts for x in itertools.combinations(chips, n)]
+
+
+def _add_schedules(result: SearchResult, problem: PlanningProblem, budget: TimeBudget) -> None:
+    """The best plans under schedules that split backwards or stages, where that is faster."""
+    if budget.over():
+        return
+    incumbent = Incumbent(problem, result.scorer, budget)
+    incumbent.plans[:] = [result.best, *result.others]
+    ScheduleSearch().propose(problem, incumbent)
+    if incumbent.plans[0] is not result.best:
+        result.best, result.others = incumbent.plans[0], incumbent.plans[1:]
+        result.lower_bound, result.more_schedules = 0.0, True  # the enumeration's bound does not cover these
 
 
 def _add_unlike_groups(result: SearchResult, problem: PlanningProblem, budget: TimeBudget) -> None:

@@ -21,7 +21,10 @@ from hetero_megatron.plan.memory import (
     buffer_bytes,
     chunk_limit,
     host_bytes,
+    kept_bytes,
+    operand_bytes,
     state_bytes,
+    working_bytes,
 )
 from hetero_megatron.plan.pipeline_schedule import ADAPTIVE, pipeline_schedule
 from hetero_megatron.planner.context.activations import context_activations
@@ -98,10 +101,7 @@ def plan_activations(
         else:
             states = _held_states(plan.schedule, len(pipeline.stages), pipeline.num_micro_batches, pipeline.chunks)
         for stage, held in zip(pipeline.stages, states, strict=True):
-            limit = None
-            if stage.head:
-                sizes = [(unit.micro_batch_tokens, unit.tp_split) for unit in stage.units]
-                limit = chunk_limit(spec, sizes, item, logits_bytes)
+            limit = _logits_limit(stage, spec, item, logits_bytes)
             for unit in stage.units:
                 for rank, weight in zip(unit.ranks, unit.tp_split, strict=True):
                     chunks = _chunks(stage, unit, sum(unit.tp_split) / weight, item, limit)
@@ -111,6 +111,24 @@ def plan_activations(
                     out[rank] = known[chunks, held]
             out |= context_activations(plan, spec, stage, chunks, held, item)
     return out
+
+
+def micro_batch_bytes(stage: Stage, spec: ModelSpec, item: int) -> dict[int, tuple[int, int, int]]:
+    """By rank, bytes of one micro-batch in a stage of one chunk without context groups: (from F to its backward, from
+    B_INPUT to W, what a backward works with)."""
+    limit, found = _logits_limit(stage, spec, item, LOGITS_BYTES), {}
+    for unit in stage.units:
+        for rank, weight in zip(unit.ranks, unit.tp_split, strict=True):
+            (work,) = _chunks(stage, unit, sum(unit.tp_split) / weight, item, limit)
+            found[rank] = kept_bytes(spec, work), operand_bytes(spec, work), working_bytes(spec, work)
+    return found
+
+
+def _logits_limit(stage: Stage, spec: ModelSpec, item: int, logits_bytes: int) -> int | None:
+    if not stage.head:
+        return None
+    sizes = [(unit.micro_batch_tokens, unit.tp_split) for unit in stage.units]
+    return chunk_limit(spec, sizes, item, logits_bytes)
 
 
 def _chunks(stage: Stage, unit: Unit, tp: float, item: int, limit: int | None) -> tuple[RankWork, ...]:
