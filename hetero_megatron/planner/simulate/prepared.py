@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hetero_megatron.plan import Pipeline
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.cost.link_model import LinkModel
@@ -20,12 +21,12 @@ class PreparedPlan:
     def __init__(self, compiled: CompiledPlan) -> None:
         self.compiled, self.plan = compiled, compiled.plan
         self.transfers = StageTransfers()
-        self._schedules: dict[tuple[int, int], Schedule] = {}
+        self._schedules: dict[tuple[int, int, int], Schedule] = {}
         self._structure: SyncStructure | None = None
 
-    def schedule(self, num_stages: int, num_micro_batches: int) -> Schedule:
-        """Of pipelines of this shape, up to the last backward."""
-        shape = (num_stages, num_micro_batches)
+    def schedule(self, pipeline: Pipeline) -> Schedule:
+        """Of a pipeline of the plan, up to the last backward."""
+        shape = (len(pipeline.stages), pipeline.num_micro_batches, pipeline.chunks)
         if shape not in self._schedules:
             self._schedules[shape] = lowered(self.plan.schedule, *shape)
         return self._schedules[shape]

@@ -13,7 +13,7 @@ from hetero_megatron.planner.cost.layer_cost import CostModel, UnitSeconds
 from hetero_megatron.planner.cost.link_model import ExchangePrice, Flow, LinkModel
 from hetero_megatron.planner.simulate.ring_attention import ContextSeconds
 from hetero_megatron.planner.simulate.ring_traffic import LayerTraffic
-from hetero_megatron.schedule import Costs
+from hetero_megatron.schedule import ChunkSeconds, Costs
 from hetero_megatron.spec import Share, shares
 from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, visible_pairs
 
@@ -54,7 +54,7 @@ class StageCosts:
         users: dict[str, set[int]] = defaultdict(set)
         ranks = self.network.ranks
         for p, pipeline in enumerate(self.plan.pipelines):
-            for before, after in zip(pipeline.stages, pipeline.stages[1:]):
+            for before, after in boundaries(pipeline):
                 up, down = ({ranks[r].node for r in s.ranks} for s in (before, after))
                 if len(up | down) > 1:
                     for node in up | down:
@@ -67,7 +67,8 @@ class StageCosts:
         ranks = self.network.ranks
         rows: list[object] = [pipeline.micro_batch_size, pipeline.num_micro_batches]
         for stage in pipeline.stages:
-            rows.append((stage.num_layers, stage.embed, stage.head, stage.recompute, stage.optimizer, stage.kv))
+            layers = tuple(b - a for a, b in stage.layers)
+            rows.append((layers, stage.embed, stage.head, stage.recompute, stage.optimizer, stage.kv))
             for unit in stage.units:
                 rows.append((unit.tp_split, unit.sequences, unit.tokens, unit.heads, unit.group))
                 for rank in unit.ranks:
@@ -89,19 +90,20 @@ class StageCosts:
         ]
         host: list[dict[str, float]] = [{} for _ in pipeline.stages]
         link, back, latency = [], [], []
-        for s, (up, down) in enumerate(zip(pipeline.stages, pipeline.stages[1:])):
+        for s, (up, down) in enumerate(boundaries(pipeline)):
+            t = (s + 1) % len(pipeline.stages)
             flows = self.boundary(up, down, pipeline.micro_batch_size)
             there = self.network.exchange(flows, self.sharing)
             home = self.network.exchange([(b, a, size) for a, b, size in flows], self.sharing)
             sent, received = self._posting(flows, 0), self._posting(flows, 1)
             host[s] |= {"SEND_F": sent, "RECV_B": sent}
-            host[s + 1] |= {"RECV_F": received, "SEND_B": received}
+            host[t] |= {"RECV_F": received, "SEND_B": received}
             if self.model.options.blocking:
                 for at, kind, busy in (
                     (s, "SEND_F", there),
-                    (s + 1, "RECV_F", there),
+                    (t, "RECV_F", there),
                     (s, "RECV_B", home),
-                    (s + 1, "SEND_B", home),
+                    (t, "SEND_B", home),
                 ):
                     host[at][kind] += busy.seconds + busy.latency
                 there = home = ExchangePrice({}, 0.0)
@@ -109,8 +111,33 @@ class StageCosts:
             back.append(home.seconds)
             latency.append(max(there.latency, home.latency))
         forward, backward = zip(*seconds)
-        costs = Costs(forward, backward, link, link_back=back, latency=latency, host=host)
+        chunks = [self._chunks(stage, part) for stage, part in zip(pipeline.stages, parts, strict=True)]
+        weight = [sum(chunk.weight for chunk in row) for row in chunks]
+        costs = Costs(
+            forward, backward, link, link_back=back, latency=latency, host=host, weight=weight,
+            chunks=chunks if pipeline.chunks > 1 else (),
+        )  # fmt: skip
         return PipelineCosts(costs, tuple(parts))
+
+    def _chunks(self, stage: Stage, part: UnitSeconds) -> list[ChunkSeconds]:
+        """Of each chunk of a stage."""
+        weights, found, before = self.weights(part), [], 0
+        for c, (a, b) in enumerate(stage.chunks):
+            count, embed, head = b - a, stage.embed and c == 0, stage.head and c + 1 == len(stage.chunks)
+            full = min(max(_full(stage) - before, 0), count)
+            weight = weights.total(count, 0, False, head)[1]
+            found.append(ChunkSeconds(*part.total(count, full, embed, head), weight))
+            before += count
+        return found
+
+    def weights(self, part: UnitSeconds) -> UnitSeconds:
+        """What W takes where backward is split: the part of a layer's backward that its weight gradients have in the
+        FLOPs, and half of the head's."""
+        spec = self.model.model
+        matrices = layer_matmul_flops(spec) * self.model.seq_length
+        core = layer_attention_flops(spec, visible_pairs(self.model.seq_length, spec.sliding_window))
+        share = matrices / (2 * (matrices + core))
+        return UnitSeconds((0.0, share * part.layer[1]), (0.0, 0.0), (0.0, 0.5 * part.head[1]))
 
     def _posting(self, flows: list[Flow], end: int) -> float:
         """Host seconds of the rank at this end that has most messages."""
@@ -167,6 +194,13 @@ class StageCosts:
             rows = {r: u for u in up.units for r in u.ranks}
             return [(a, b, rows[a].micro_batch_tokens * width) for a, b in zip(up.ranks, down.ranks)]
         return [(up.ranks[i], down.ranks[j], n * width) for i, j, n in pieces[key, same, size]]
+
+
+def boundaries(pipeline: Pipeline) -> list[tuple[Stage, Stage]]:
+    """Stages between which activations move; with several chunks also from the last one to the first."""
+    stages = pipeline.stages
+    wrapped = [(stages[-1], stages[0])] if pipeline.chunks > 1 and len(stages) > 1 else []
+    return [*zip(stages, stages[1:]), *wrapped]
 
 
 def _full(stage: Stage) -> int:

@@ -170,8 +170,7 @@ def _timelines(prepared: PreparedPlan, pipelines: list[PipelineCosts]) -> tuple[
     for costs, pipeline in zip(pipelines, prepared.plan.pipelines, strict=True):
         key = (id(costs), pipeline.num_micro_batches)
         if key not in known:
-            schedule = prepared.schedule(len(pipeline.stages), pipeline.num_micro_batches)
-            known[key] = simulate(schedule, costs.costs)
+            known[key] = simulate(prepared.schedule(pipeline), costs.costs)
         out.append(known[key])
     return tuple(out)
 
@@ -258,7 +257,7 @@ class _Step:
     def _last_backwards(
         self, pipelines: list[PipelineCosts], timelines: tuple[Timeline, ...], late: float
     ) -> tuple[dict[int, float], dict[int, float], dict[int, UnitSeconds]]:
-        """By rank: when its last action has ended, when its last backward began, the parts of that.
+        """By rank: when its last action has ended, when its last backward (or W) began, the parts of that.
 
         The first backward of a step has nothing to add its gradients to; where the pipeline waits for its busiest
         stage, all ends are earlier by what that stage saves. ``late``: all are later by it.
@@ -270,10 +269,11 @@ class _Step:
             for s, stage in enumerate(pipeline.stages):
                 row = timeline.schedule.stages[s]
                 at = next(i for i in range(len(row) - 1, -1, -1) if row[i].kind in ("B", "W"))
+                part = self.stages.weights(costs.parts[s]) if row[at].kind == "W" else costs.parts[s]
                 for rank in stage.ranks:
                     ended[rank] = timeline.ends[s][-1] - saved + late
                     begin[rank] = timeline.starts[s][at] - saved + late
-                    parts[rank] = costs.parts[s]
+                    parts[rank] = part
         return ended, begin, parts
 
     def _saved_seconds(self, rank: int) -> float:
