@@ -123,7 +123,7 @@ def _parser() -> ArgumentParser:
     add("--unlike-tp", action="store_true",
         help="also try tensor-parallel groups of unlike chips, with shares by speed (small clusters)")  # fmt: skip
     add("--more-schedules", default="auto", choices=("auto", "always", "never"),
-        help="zero-bubble, interleaved and adaptive ones for the best plans: up to 64 chips (auto), or as said")  # fmt: skip
+        help="zero-bubble, interleaved, adaptive for the best plans: up to 64 chips (auto), or as said")  # fmt: skip
     add("--offload", default="auto", choices=("auto", "always", "never"),
         help="optimizers in host memory: where nothing fits without (auto), also to be faster, or never")  # fmt: skip
     add("--memory-margin", type=float, default=CostOptions.margin, metavar="X",

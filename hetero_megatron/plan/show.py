@@ -94,7 +94,7 @@ def _bar(stage: Stage, num_layers: int) -> str:
     """The whole model as a line, with this stage's layers filled."""
     cells = ["░"] * INNER
     edges = [a for a, _ in cut(INNER, [1] * num_layers)] + [INNER] if num_layers else [INNER]
-    for a, b in stage.layers:
+    for a, b in (r for r in stage.layers if r[0] < r[1]):
         first = min(edges[a], INNER - 1)
         for i in range(first, max(edges[b], first + 1)):
             cells[i] = "█"
@@ -102,7 +102,7 @@ def _bar(stage: Stage, num_layers: int) -> str:
 
 
 def _content(stage: Stage) -> str:
-    held = ",".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in stage.layers)
+    held = ",".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in stage.layers if a < b)
     layers = (
         f"{'layer' if stage.num_layers == 1 else 'layers'} {held} ({stage.num_layers})"
         if held

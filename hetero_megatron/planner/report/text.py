@@ -12,6 +12,7 @@ from hetero_megatron.plan import dump_yaml, to_dict
 from hetero_megatron.plan.made_for import MadeFor
 from hetero_megatron.planner.report.comparison import Summary, choice_text
 from hetero_megatron.planner.report.prediction import format_seconds, format_step_seconds
+from hetero_megatron.planner.report.timeline import format_layers
 from hetero_megatron.planner.search.incumbent import JudgedPlan
 from hetero_megatron.planner.whatif.objective import cost_per_hour, tokens_per_cost
 from hetero_megatron.planner.whatif.replan import NodeLoss
@@ -159,7 +160,7 @@ def _memory_lines(best: JudgedPlan) -> list[str]:
             continue
         for s, stage in enumerate(pipeline.stages):
             worst = max(stage.ranks, key=lambda r: best.prediction.memory[r].total)
-            layers = f"{stage.layers[0][0]}-{stage.layers[0][1] - 1}" if stage.layers else "none"
+            layers = format_layers(stage)
             lines.append(
                 f"{f'{p}.{s}':<10}{stage.chip or '':<18}{rank_ranges(stage.ranks):<20}{layers:<12}"
                 f"{str(stage.recompute):<12}{format_bytes(best.prediction.memory[worst].total):>12}"

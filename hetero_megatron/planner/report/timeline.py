@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from hetero_megatron.plan import Stage
 from hetero_megatron.planner.simulate.grad_sync import BucketSpan
 from hetero_megatron.planner.simulate.step import Prediction
 from hetero_megatron.words import rank_ranges
@@ -26,11 +27,16 @@ def groups(found: Prediction) -> list[TimelineGroup]:
     return [TimelineGroup(tuple(indices)) for indices in same.values()]
 
 
+def format_layers(stage: Stage) -> str:
+    """``0-7``, or ``0-3, 8-11`` with several chunks; ``none`` of one without layers."""
+    return ", ".join(f"{a}-{b - 1}" if a < b else "none" for a, b in stage.chunks)
+
+
 def stage_label(found: Prediction, pipeline: int, stage: int) -> str:
     """``stage 1, ranks 4-7, A100-80-SXM, layers 8-15``."""
     chosen = found.plan.pipelines[pipeline].stages[stage]
     chips = "+".join(dict.fromkeys(found.chips[r] for r in chosen.ranks))
-    layers = ", ".join(f"{a}-{b - 1}" for a, b in chosen.layers) or "none"
+    layers = format_layers(chosen)
     return f"stage {stage}, ranks {rank_ranges(chosen.ranks)}, {chips}, layers {layers}"
 
 

@@ -118,6 +118,12 @@ class GradSync:
         # Recomputed layers run again just before their backward, so they are spread evenly over it.
         full = {"full": stage.num_layers, "first": stage.recompute.layers}.get(stage.recompute.kind, 0)
         each = part.layer[1] + (full * part.layer[0] / stage.num_layers if stage.num_layers else 0.0)
+        if len(stage.chunks) > 1:  # the last backward is of the first chunk; what others have is there before it
+            a, b = stage.chunks[0]
+            if "embed" in layers and stage.embed:
+                return part.action + (b - a) * each + part.embed[1]
+            first = min((i for i in decoder if a <= i < b), default=b)
+            return part.action + (b - first) * each
         if "embed" in layers and stage.embed:
             return part.action + head + stage.num_layers * each + part.embed[1]
         if decoder:

@@ -54,7 +54,7 @@ class StageCosts:
         users: dict[str, set[int]] = defaultdict(set)
         ranks = self.network.ranks
         for p, pipeline in enumerate(self.plan.pipelines):
-            for before, after in zip(pipeline.stages, pipeline.stages[1:]):
+            for before, after in boundaries(pipeline):
                 up, down = ({ranks[r].node for r in s.ranks} for s in (before, after))
                 if len(up | down) > 1:
                     for node in up | down:
@@ -88,10 +88,8 @@ class StageCosts:
         chunks = [_chunk_seconds(part, stage) for part, stage in zip(parts, pipeline.stages, strict=True)]
         host: list[dict[str, float]] = [{} for _ in pipeline.stages]
         link, back, latency = [], [], []
-        last = len(pipeline.stages) - 1
-        boundaries = [(s, s + 1) for s in range(last)] + ([(last, 0)] if pipeline.chunks > 1 and last else [])
-        for s, t in boundaries:
-            up, down = pipeline.stages[s], pipeline.stages[t]
+        for s, (up, down) in enumerate(boundaries(pipeline)):
+            t = (s + 1) % len(pipeline.stages)
             flows = self.boundary(up, down, pipeline.micro_batch_size)
             there = self.network.exchange(flows, self.sharing)
             home = self.network.exchange([(b, a, size) for a, b, size in flows], self.sharing)
@@ -173,6 +171,13 @@ class StageCosts:
             rows = {r: u for u in up.units for r in u.ranks}
             return [(a, b, rows[a].micro_batch_tokens * width) for a, b in zip(up.ranks, down.ranks)]
         return [(up.ranks[i], down.ranks[j], n * width) for i, j, n in pieces[key, same, size]]
+
+
+def boundaries(pipeline: Pipeline) -> list[tuple[Stage, Stage]]:
+    """Stages between which activations move; with several chunks also from the last one to the first."""
+    stages = pipeline.stages
+    wrapped = [(stages[-1], stages[0])] if pipeline.chunks > 1 and len(stages) > 1 else []
+    return [*zip(stages, stages[1:]), *wrapped]
 
 
 def _chunk_seconds(part: UnitSeconds, stage: Stage) -> list[ChunkSeconds]:

@@ -268,8 +268,6 @@ class _Step:
                 start, part = timeline.starts[s][at], costs.parts[s]
                 if row[at].kind == "W":
                     part = part.only_weights
-                if len(stage.chunks) > 1:  # as if the backwards of all its chunks came last, one after the other
-                    start = timeline.ends[s][at] - costs.costs.backward[s]
                 for rank in stage.ranks:
                     ended[rank] = timeline.ends[s][-1] - saved + late
                     begin[rank] = start - saved + late
