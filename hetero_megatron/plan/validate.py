@@ -186,6 +186,9 @@ def schedule_runs_the_chunks(plan: Plan, source: Source) -> None:
 
 
 def stored_schedules_are_adaptive(plan: Plan, source: Source) -> None:
+    if plan.schedule == "adaptive" and not any(pipeline.orders for pipeline in plan.pipelines):
+        accepted = "a plan that hetero-megatron plan wrote, or another schedule"
+        raise source.error("no pipeline stores its schedule", "schedule", plan.schedule, accepted)
     for p, pipeline in enumerate(plan.pipelines):
         if pipeline.orders and plan.schedule != "adaptive":
             accepted = "schedule: adaptive at the top of the plan, or no stored schedule"

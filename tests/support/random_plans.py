@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
+
+from hetero_megatron.cluster.document import from_data
+from hetero_megatron.plan.pipeline_schedule import stored_schedule
+from hetero_megatron.plan.schema import expand
+from hetero_megatron.schedule.adaptive import adaptive
+from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
+from hetero_megatron.schedule.stage_orders import orders_of
+from hetero_megatron.schedule.stored import compress
 
 
 def composition(rng: random.Random, total: int, parts: int, least: int = 0) -> list[int]:
@@ -99,7 +108,7 @@ def random_pipeline(
 def random_plan(rng: random.Random, num_layers: int, heads: int, seq_length: int, ranks: int) -> dict[str, Any]:
     """A plan over exactly ``ranks`` ranks with 1 to 3 pipelines; ranks in random order over the pipelines' stages."""
     pipelines = []
-    schedule = rng.choice(["1f1b", "1f1b", "gpipe", "interleaved", "interleaved", "zero-bubble", "zero-bubble"])
+    schedule = rng.choice(["1f1b", "gpipe", "interleaved", "interleaved", "zero-bubble", "zero-bubble", "adaptive"])
     order = list(range(ranks))
     rng.shuffle(order)
     start = 0
@@ -115,6 +124,8 @@ def random_plan(rng: random.Random, num_layers: int, heads: int, seq_length: int
         "schedule": schedule,
         "pipelines": pipelines,
     }
+    if schedule == "adaptive":
+        adapt(rng, plan, heads)
     if ranks > 2 and rng.random() < 0.6:
         rng.shuffle(order)
         plan["islands"] = [
@@ -123,6 +134,28 @@ def random_plan(rng: random.Random, num_layers: int, heads: int, seq_length: int
             for i, size in enumerate(sizes)
         ]
     return plan
+
+
+def adapt(rng: random.Random, plan: dict[str, Any], heads: int) -> None:
+    """Store schedules that were made for stages of random speed and memory; ``1f1b`` where all of them are that."""
+    canonical, _ = expand(from_data({**plan, "schedule": "1f1b"}), heads)
+    made = False
+    for spelled, pipeline in zip(plan["pipelines"], canonical.pipelines, strict=True):
+        count = pipeline.num_micro_batches
+        stages = tuple(
+            StageTimes(
+                forward_seconds=rng.uniform(0.5, 2), input_gradient_seconds=rng.uniform(0.5, 2),
+                weight_gradient_seconds=rng.uniform(0.2, 1), memory_bytes=rng.randint(1, 2 * len(pipeline.stages)),
+            )
+            for _ in pipeline.stages
+        )  # fmt: skip
+        links = tuple(LinkTimes(rng.uniform(0, 0.5), rng.uniform(0, 0.5)) for _ in stages[1:])
+        found = adaptive(PipelineTimes(stages, links), count, effort=20_000)
+        if found.name == "adaptive":
+            made = True
+            orders = tuple(map(compress, orders_of(found)))
+            spelled["schedule"] = stored_schedule(replace(pipeline, orders=orders))
+    plan["schedule"] = "adaptive" if made else "1f1b"
 
 
 def random_model(rng: random.Random) -> dict[str, Any]:

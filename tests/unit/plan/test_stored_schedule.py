@@ -1,0 +1,97 @@
+"""Plans that store the schedules of their pipelines."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan import Plan, dump_yaml, load_plan, plan_from_dict, to_dict
+from hetero_megatron.plan.pipeline_schedule import pipeline_schedule
+from hetero_megatron.schedule import simulate
+from hetero_megatron.schedule.simulate import Costs
+from hetero_megatron.spec import ModelSpec, from_hf_config
+from tests.support.random_plans import adapt
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64, "hidden_act": "silu",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def spec() -> ModelSpec:
+    return from_hf_config(LLAMA, where="test")
+
+
+def plan_data() -> dict[str, Any]:
+    stages = [{"ranks": s, "layers": [s, s + 1] if s < 2 else [2 * s - 2, 2 * s]} for s in range(3)]
+    pipeline = {"micro_batch_size": 1, "num_micro_batches": 6, "stages": stages}
+    data = {"version": 1, "seq_length": 16, "global_batch_size": 6, "schedule": "adaptive", "pipelines": [pipeline]}
+    adapt(random.Random(3), data, 4)
+    return data
+
+
+@pytest.fixture(scope="module")
+def plan(spec: ModelSpec) -> Plan:
+    found = plan_from_dict(plan_data(), spec)
+    assert found.schedule == "adaptive" and found.pipelines[0].orders
+    return found
+
+
+def test_the_file_keeps_the_schedule(plan: Plan, spec: ModelSpec, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(dump_yaml(plan))
+    again = load_plan(path, spec)
+    assert again == plan and again.fingerprint() == plan.fingerprint()
+    assert plan_from_dict(to_dict(plan), spec) == plan
+    (pipeline,) = plan.pipelines
+    timeline = simulate(pipeline_schedule(plan, pipeline), Costs([1.0] * 3, [2.0] * 3))
+    assert timeline.schedule.name == "adaptive" and timeline.step_seconds > 0
+
+
+def test_the_schedule_is_part_of_the_plan(plan: Plan) -> None:
+    other = replace(plan, schedule="1f1b", pipelines=(replace(plan.pipelines[0], orders=()),))
+    assert other.fingerprint() != plan.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "says"),
+    [
+        ({"version": 2}, "version", "another version"),
+        ({"made_for": "0" * 12}, "made_for", "another plan"),
+        ({"num_micro_batches": 5}, "num_micro_batches", "another plan"),
+        ({"stages": ["FFFFFFBBBBBB"]}, "stages", "another plan"),
+        ({"stages": ["B*6 F*6", "F*6 B*6", "F*6 B*6"]}, "stages[0]", "before its forward"),
+        ({"stages": ["FB*6", "F*6 B*6", "F*6 B*6"]}, "", "deadlock"),
+        ({"stages": "F*6"}, "stages", "list"),
+        ({"stages": ["F*6 B*5", "F*6 B*6", "F*6 B*6"]}, "stages[0]", "missing"),
+        ({"colour": 1}, "colour", "unknown key"),
+    ],
+)
+def test_a_stored_schedule_that_cannot_run_is_refused(
+    change: dict[str, Any], field: str, says: str, spec: ModelSpec, tmp_path: Path
+) -> None:
+    data = plan_data()
+    data["pipelines"][0]["schedule"] |= change
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump(data, sort_keys=False))
+    with pytest.raises(UserError) as caught:
+        load_plan(path, spec)
+    assert str(path) in str(caught.value) and says in str(caught.value)
+    assert (caught.value.field or "").endswith(field)
+
+
+def test_a_schedule_that_the_plan_does_not_ask_for_is_refused(spec: ModelSpec) -> None:
+    with pytest.raises(UserError, match=r"the plan says 1f1b"):
+        plan_from_dict({**plan_data(), "schedule": "1f1b"}, spec)
+
+
+def test_another_number_of_micro_batches_is_refused(plan: Plan) -> None:
+    with pytest.raises(UserError, match="stored schedule is for 6 micro-batches"):
+        pipeline_schedule(plan, plan.pipelines[0], 4)
