@@ -44,13 +44,13 @@ class Companion:
         said = ""
         if text is not None:
             write_text(self.path, "--out", MARK + text)
-            said = f"the plan's ranks count in {self.path}"
+            said = f"the plan's ranks refer to {self.path}"
         elif not self.keep and self.path.exists():
             try:
                 self.path.unlink()
             except OSError as error:
                 raise unwritable(error, str(self.path), "--out") from None
-            said = f"removed {self.path} of an earlier plan: this one's ranks count in --cluster"
+            said = f"removed {self.path} of an earlier plan: this one's ranks refer to --cluster"
         if said and not quiet:
             print(said, file=sys.stderr)
 

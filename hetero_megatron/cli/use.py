@@ -21,7 +21,7 @@ def check_use(args: Arguments, data: DataConfig | None) -> None:
     """Refuse flags that have no effect; harmless ones get a notice.
 
     Args:
-        data: None: a dry run without data, in which flags about data are ignored.
+        data: None: a dry run without data; any kind of data is assumed.
 
     Raises:
         UserError: lists all such flags.

@@ -83,7 +83,7 @@ class Summary:
     unusable: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # chip -> ranks, where it lacks the dtype
     dtype: str = ""
     assumptions: tuple[str, ...] = ()  # of the bound
-    left_out: tuple[str, ...] = ()  # nodes that are not of the cluster which the plan's ranks count in
+    left_out: tuple[str, ...] = ()  # nodes outside the cluster that the plan's ranks refer to
     deadline: Deadline | None = None
     skipped: str = ""  # why no chip type is compared alone
     rejected: list[Rejected] = field(default_factory=list)  # uniform plans that would be fast, if they fitted
@@ -137,7 +137,7 @@ def compare(
     budget: TimeBudget,
     progress: Progress | None = None,
 ) -> None:
-    """Add the bound and the comparisons, all of the cluster that the plan's ranks count in.
+    """Add the bound and the comparisons, all for the cluster that the plan's ranks refer to.
 
     Args:
         budget: that of the search; when it is over, no chip type is searched alone.
