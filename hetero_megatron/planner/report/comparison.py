@@ -112,11 +112,11 @@ class Summary:
 
 
 def outline(result: SearchResult, problem: PlanningProblem, deadline: Deadline | None = None) -> Summary:
-    """The report without comparisons: the plan, its memory, what is idle.
+    """The report without comparisons: the plan, its memory, idle chips.
 
     Args:
-        problem: that was searched. An objective beside speed makes a part of its cluster the one that the plan's ranks
-            count in: nodes of the rest are idle.
+        problem: the searched problem. With an objective other than speed the plan's ranks refer to a part of its
+            cluster; the nodes outside it are idle.
         deadline: that of the objective.
     """
     nodes = dict.fromkeys(rank.node for rank in problem.cluster.ranks)
@@ -141,7 +141,7 @@ def compare(
 
     Args:
         budget: that of the search; when it is over, no chip type is searched alone.
-        progress: told what is begun that takes long.
+        progress: receives a message before each long computation.
     """
     result, started = summary.result, time.monotonic()
     problem = problem.on(result.best.cluster)
