@@ -61,7 +61,7 @@ class RemoteError:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PlannedBox:
     """A box that a rank is going to write; ``shape``: of the whole tensor."""
 
     name: str
@@ -71,11 +71,11 @@ class Chunk:
     dtype: str
 
     @staticmethod
-    def of(item: WriteItem) -> Chunk:
+    def of(item: WriteItem) -> PlannedBox:
         data = item.tensor_data
         assert data is not None and item.type is WriteItemType.SHARD, "only boxes are written"
         dtype = str(data.properties.dtype).removeprefix("torch.")
-        return Chunk(item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes), tuple(data.size), dtype)
+        return PlannedBox(item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes), tuple(data.size), dtype)
 
     def item(self) -> WriteItem:
         dtype = getattr(torch, self.dtype, None)
@@ -105,11 +105,11 @@ def save_boxes(tensors: Mapping[str, BoxedTensor], writer: BoxWriter, group: Gro
     """
     first, planner = group.index == 0, BoxSavePlanner()
 
-    def plan() -> list[Chunk]:
+    def plan() -> list[PlannedBox]:
         planner.set_up_planner(dict(tensors), is_coordinator=first)
-        return [Chunk.of(item) for item in planner.create_local_plan().items]
+        return [PlannedBox.of(item) for item in planner.create_local_plan().items]
 
-    chunks = _run_together(group, plan, list[Chunk])
+    chunks = _run_together(group, plan, list[PlannedBox])
 
     def begin() -> None:
         if first:  # DCP's planner refuses boxes that overlap, and holes

@@ -1,4 +1,4 @@
-"""argparse for sub-commands: whatever is wrong with the command line is a UserError, as everywhere else."""
+"""argparse for sub-commands; every error in a command line is a UserError."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hetero_megatron.errors import UserError
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Refuses by UserError; no abbreviated flags, no empty values; has --version."""
+    """Raises UserError; no abbreviated flags, no empty values; has --version."""
 
     def __init__(self, program: str, description: str) -> None:
         super().__init__(prog=program, description=description, allow_abbrev=False)
@@ -38,7 +38,8 @@ def version_line() -> str:
 
 
 def refuse_empty(words: Sequence[str]) -> None:
-    """``--out "$OUT"`` without OUT would write nothing, and ``--directory`` be the working directory."""
+    """Refuse empty values: with an unset variable, ``--out "$OUT"`` would write nothing and ``--directory`` would be
+    the working directory."""
     before = ""
     for word in words:
         name, separator, value = word.partition("=")

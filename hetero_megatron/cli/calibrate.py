@@ -63,7 +63,7 @@ def _refuse_repeated(values: Sequence[object], text: str, flag: str) -> None:
 
 
 def _check_dtypes(names: Sequence[str], cluster: Cluster) -> None:
-    """Each has to be one that every chip computes in: pipelines over all of them are run."""
+    """Every dtype must be supported by every chip, because pipelines over all chips are run."""
     chips = {group.chip: cluster.chips[group.chip].dtypes for group in cluster.nodes}
     common = [name for name in DTYPES if all(name in dtypes for dtypes in chips.values())]
     for name in names:

@@ -1,6 +1,6 @@
 """The conformance run of one plugin: registrations, platforms, kernels; a report for screen, JSON and planner.
 
-Here is decided what is run next and who is to blame; what is a plugin's runs in another process
+This module decides what runs next and attributes failures. The plugin's code runs in another process
 (:mod:`check_process`, :mod:`check_worker`).
 """
 
@@ -24,8 +24,8 @@ DEATHS, HANGS = 10, 2  # of one kernel, after which the rest of it is not run
 
 @dataclass
 class Report:
-    """What a conformance run found. ``profile``: measured rates of ``chip`` as a cluster file has them; ``notes``:
-    what limits the worth of the results."""
+    """Result of a conformance run. ``profile``: measured rates of ``chip`` as in a cluster file; ``notes``: limitations
+    of the results."""
 
     plugin: str
     platform: str
@@ -41,7 +41,7 @@ class Report:
 
 
 class Show(Protocol):
-    """Who is told as the run goes on."""
+    """Receives progress events."""
 
     def start(self, report: Report) -> None: ...
 
@@ -83,7 +83,7 @@ def _unknown_dtype(name: str) -> UserError:
 
 @dataclass
 class _PluginCheck:
-    """One run: its report, and the process that is replaced when it dies."""
+    """One run: its report, and the worker process, which is replaced when it dies."""
 
     asked: Event
     report: Report
@@ -111,7 +111,7 @@ class _PluginCheck:
             self._time(told["kernels"], told["chip"], dtypes)
 
     def _load(self) -> Event:
-        """Start the process and have it load all plugins; one that ends it is left out the next time."""
+        """Start the process and load all plugins; a plugin that kills it is left out on the next try."""
         while True:
             name = module = ""
             last: Event = {}
@@ -134,7 +134,7 @@ class _PluginCheck:
             print(f"plugin {name} is left out: {self.without[module]}", file=sys.stderr)
 
     def _request(self, subject: str, /, **asked: Any) -> list[Event]:
-        """Events of a request; findings are kept, those of a step that ends the process too."""
+        """Events of a request; findings are stored, including one for a step that kills the process."""
         if not self.worker.alive:
             self._load()
         events = []
@@ -147,7 +147,7 @@ class _PluginCheck:
         return events
 
     def _kernel(self, index: int, name: str) -> None:
-        """All checks of one kernel. A step that ends the process is the only one that is lost."""
+        """All checks of one kernel. A step that kills the process only loses its own result."""
         after: list[str] | None = None
         deaths = hangs = 0
         while True:
@@ -168,7 +168,7 @@ class _PluginCheck:
             after = steps[-1]
 
     def _blame(self, index: int, name: str, step: list[str], reason: str) -> None:
-        """A process that ended after several steps: by the last, or by memory that an earlier one has damaged?"""
+        """Attribute a crash after several steps: to the last one, or to memory damage by an earlier one."""
         place = self.worker.place
         last = self._request(name, kernel=index, only=step)[-1]
         if last["event"] == "died":
@@ -188,7 +188,7 @@ class _PluginCheck:
         self._keep(found)
 
     def _time(self, kernels: Sequence[Event], chip: str, dtypes: Sequence[str]) -> None:
-        """Speeds, and the profile for the planner, of kernels in which nothing is wrong."""
+        """Speeds of the kernels without failures, and their profile for the planner."""
         failed = {f["kernel"] for f in self.report.findings if f["status"] == FAIL}
         able = [(i, k) for i, k in enumerate(kernels) if k["name"] not in failed and not k["interpreted"]]
         rows: dict[str, Any] = {}

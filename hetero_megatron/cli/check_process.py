@@ -1,7 +1,7 @@
-"""The process that runs a plugin's code for ``plugins check``, as seen from outside: started, watched, ended, replaced.
+"""The worker process of ``plugins check`` from outside: started, supervised, killed, replaced.
 
-Nothing that a plugin does may end the check itself: it may crash, exit, hang, take all memory, print, or close
-descriptors. No module of this file's imports loads torch, so that it is imported once, where it is used.
+A plugin may crash, exit, hang, exhaust memory, print, or close descriptors without ending the check itself. This module
+and its imports do not load torch.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ LAST_WORDS = 1.0  # seconds in which a process that hangs may write its stack
 
 @dataclass(frozen=True)
 class CheckLimits:
-    """Of one check: seconds, and bytes by which its process may grow."""
+    """Limits of one check: seconds, and bytes by which its process may grow."""
 
     seconds: float = 300.0
     memory: int = 4 << 30
 
 
 class Worker:
-    """The process, and the requests that it serves one after the other.
+    """The process and its requests, one after the other.
 
     Attributes:
-        place: [check, dtype, case] that was under way last.
+        place: the latest [check, dtype, case].
     """
 
     def __init__(self, limits: CheckLimits) -> None:
@@ -186,7 +186,7 @@ class _Call:
             yield event
 
     def _look(self, ready: bool) -> None:
-        """Ends what has hung, grown too much, or lost its parent."""
+        """Kill a worker that hangs, has grown too much, or has lost its parent."""
         limits = self._worker._limits
         if not ready and self._process.poll() is not None:  # and a child of it holds the channel open
             self._died("it ended the process that started its own", lost=True)
@@ -196,7 +196,7 @@ class _Call:
             self._end(f"its process took more than {limits.memory / 2**30:.3g} GiB of memory")
 
     def _end(self, reason: str, hung: bool = False) -> None:
-        """Its stack is written at SIGABRT; SIGKILL follows."""
+        """SIGABRT, on which it writes its stack; then SIGKILL."""
         inside = self._pid == self._process.pid  # no child: the process serves requests itself
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGABRT)
@@ -234,7 +234,7 @@ class _Call:
         return f"it ended its process by {name}" + (f": {said or guess}" if said or guess else "")
 
     def _where(self) -> str:
-        """The innermost frame of the plugin's in the stack that was written at the fatal signal, else of any."""
+        """The innermost frame of the plugin in the stack written at the fatal signal, else of any code."""
         self._worker._trace.seek(0)
         text = self._worker._trace.read(1 << 20).decode("utf-8", "replace")
         frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', text)

@@ -1,4 +1,4 @@
-"""What the process that checks a plugin and the one that watches it agree on."""
+"""The protocol between the worker process of ``plugins check`` and its supervisor."""
 
 from __future__ import annotations
 

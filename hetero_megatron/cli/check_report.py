@@ -1,4 +1,4 @@
-"""The table of ``plugins check``: printed line by line, as checks are finished."""
+"""The table of ``plugins check``, printed as checks finish."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hetero_megatron.words import plural
 
 
 def _on_one_line(text: str) -> str:
-    """What a plugin says, without what a terminal would obey or cannot show."""
+    """Text of a plugin without control or unprintable characters."""
     return printable(text).replace("\n", "\\n")
 
 
@@ -24,12 +24,12 @@ class Table:
         self._live = sys.stderr.isatty()
 
     def start(self, report: Report) -> None:
-        """The first line: what is checked where, and what limits the worth of the results."""
+        """The first line: what is checked where, and limitations of the results."""
         notes = "".join(f"; {note}" for note in report.notes)
         print(f"plugin {report.plugin} on platform {report.platform}{notes}", flush=True)
 
     def under_way(self, kernel: str, place: Sequence[str]) -> None:
-        """The check that is under way, where somebody looks on."""
+        """The running check, on a terminal."""
         if self._live:
             words = _on_one_line(" ".join(filter(None, (kernel, *place))))
             print(f"\r\033[K  {words[:76]}", end="", file=sys.stderr, flush=True)

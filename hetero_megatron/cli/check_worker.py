@@ -1,9 +1,9 @@
-"""The process in which ``plugins check`` runs what a plugin brings; :mod:`check_process` starts and watches it.
+"""The worker process in which ``plugins check`` runs a plugin's code; started and supervised by :mod:`check_process`.
 
-A line of JSON on standard input is a request, a line on the channel (a file descriptor of its own) an event. What
-plugins print goes to stderr. On the CPU every request is served by a child, forked where nothing of the plugin's
-kernels has run yet: what one kernel does to its process cannot reach the next. A device outlives no fork, so there
-the process serves requests itself, and is replaced when it ends.
+A line of JSON on standard input is a request, a line on the channel (a separate file descriptor) an event; plugins'
+output goes to stderr. On the CPU every request is served by a forked child, so that a kernel cannot damage the process
+for the next one. Devices do not survive a fork, so there the process serves requests itself and is replaced when it
+ends.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from hetero_megatron.testbed.process import die_with_parent
 
 
 class Channel:
-    """Where events go. The descriptor is not among the low ones that a kernel may close by accident."""
+    """The event channel, on a descriptor high enough that a kernel is unlikely to close it by accident."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
@@ -57,7 +57,7 @@ class Channel:
 
 
 class CheckJob:
-    """What is checked: one plugin on one platform, with what was asked for on the command line."""
+    """One plugin on one platform, with the options of the command line."""
 
     def __init__(self, asked: Event, channel: Channel) -> None:
         self.asked, self.channel = asked, channel
@@ -79,7 +79,7 @@ class CheckJob:
         self.dtypes = [getattr(torch, name) for name in asked["dtypes"]]
 
     def describe(self) -> Event:
-        """What the process that prints and decides has to know."""
+        """What the supervising process needs to know."""
         plugin, here = self.plugin, self.accelerator
         problems = list(self.problems)
         if self.asked["platform"] is None and plugin.platforms and here not in plugin.platforms:
@@ -140,7 +140,7 @@ class CheckJob:
         self.channel.send(event="begin", check=check, dtype=dtype, case=case)
 
     def _require_device(self) -> None:
-        """After an illegal access most devices fail every later call of the process: it has to be replaced."""
+        """After an illegal access most devices fail every later call of the process, which must then be replaced."""
         _, problem = attempt(self.accelerator.synchronize)
         if problem:
             self.channel.send(event="broken", detail=problem)
@@ -184,7 +184,7 @@ def _accelerator(found: Plugins, plugin: Plugin, platform: str | None) -> Accele
 
 
 def _registrations(plugin: Plugin) -> tuple[list[Kernel], list[Finding]]:
-    """(kernels that can be run, what is wrong with the others)."""
+    """(kernels that can be run, errors of the others)."""
     registry, sound, problems = torch_registry(), list[Kernel](), list[Finding]()
     if plugin.source.module == "hetero_megatron.ops":
         return plugin.kernels, []
@@ -218,7 +218,7 @@ _NOT_INTERPRETED = (
 
 
 def _notes(job: CheckJob) -> list[str]:
-    """What limits the worth of this run, for its first line."""
+    """Limitations of this run, for its first line."""
     if job.accelerator.device_type != "cpu" or not _uses_triton(job.plugin):
         return []
     interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes")
@@ -239,7 +239,7 @@ def _uses_triton(plugin: Plugin) -> bool:
 
 
 def _is_single_threaded() -> bool:
-    """Whether a fork is safe: what other threads hold (of a plugin that started some) is held for ever in a child."""
+    """Whether a fork is safe: locks held by other threads would stay locked in a child."""
     try:
         return len(os.listdir("/proc/self/task")) == 1
     except OSError:
@@ -247,7 +247,7 @@ def _is_single_threaded() -> bool:
 
 
 def _import_all() -> None:
-    """What torch imports only when it is first used, by checks of a kernel of our own: two seconds of every child."""
+    """Import what torch loads lazily for our kernels' checks: two seconds that every child would spend."""
     kernel, device = torch_registry().kernel("rope", "reference"), torch.device("cpu")
     asked = lambda dtype: Signature("rope", "cpu", dtype, "cpu")  # noqa: E731
     first, *_, last = kernel_steps(SPECS["rope"], kernel, device, asked, (torch.float32,), quick=True)
@@ -256,7 +256,7 @@ def _import_all() -> None:
 
 
 def _forked(channel: Channel, serve: Callable[[], None]) -> None:
-    """``serve`` in a child process; how it ended is the last event."""
+    """``serve`` in a child process; its exit is the last event."""
     parent, child = os.getpid(), os.fork()
     if child == 0:
         die_with_parent(parent)

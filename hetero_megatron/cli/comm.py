@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 0: all is well; 1: something is wrong, which was printed; 3: ranks are lost."""
+    """Returns 0: no problem; 1: problems, which were printed; 3: lost ranks."""
     words = list(argv)
     if words[:1] != ["check"]:
         if words and words[0] not in ("-h", "--help"):
@@ -145,7 +145,7 @@ def _run(
 
 
 def _pairs(comm: Comm) -> list[tuple[int, int]]:
-    """Two ranks of every island, and one of each two islands."""
+    """A pair of ranks of every island, and of each two islands."""
     assert comm.islands is not None
     members = comm.islands.members
     inside = [(m[0], m[1]) for m in members if len(m) > 1]
@@ -153,7 +153,7 @@ def _pairs(comm: Comm) -> list[tuple[int, int]]:
 
 
 def _promised(speed: LinkSpeed, cluster: Cluster | None) -> float | None:
-    """Bytes/s by the cluster file, or as the testbed is to emulate it; None: it does not say."""
+    """Bytes/s by the cluster file, or as emulated by the testbed; None: unknown."""
     link = cluster.link(speed.source, speed.target) if cluster is not None else None
     if link is None:
         return None

@@ -1,7 +1,7 @@
-"""FILE.cluster.yaml beside a plan FILE: the cluster that its ranks count in, where that is not --cluster itself.
+"""FILE.cluster.yaml beside a plan FILE: the cluster that its ranks refer to, if that is not --cluster itself.
 
-The one of an earlier call must not stay beside a new plan, and a file of the user's must not be lost: ours say so in
-their first line.
+A stale one must not stay beside a new plan, and a user's file must not be overwritten: ours have a mark in their first
+line.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ MARK = "# By hetero-megatron plan, which also removes it: the cluster that the r
 
 
 class Companion:
-    """Built before the search, which refuses what could not be done after it.
+    """Created before the search, so that errors are raised before it.
 
     Args:
         out: the plan file; None: none is written.
-        cluster: the file that --cluster names; it is left alone where it is the companion of an earlier call.
+        cluster: the file of --cluster; left alone even if it is the companion of an earlier call.
         may_write: the plan may be for another cluster.
     """
 
@@ -44,13 +44,13 @@ class Companion:
         said = ""
         if text is not None:
             write_text(self.path, "--out", MARK + text)
-            said = f"the plan's ranks count in {self.path}"
+            said = f"the plan's ranks refer to {self.path}"
         elif not self.keep and self.path.exists():
             try:
                 self.path.unlink()
             except OSError as error:
                 raise unwritable(error, str(self.path), "--out") from None
-            said = f"removed {self.path} of an earlier plan: this one's ranks count in --cluster"
+            said = f"removed {self.path} of an earlier plan: this one's ranks refer to --cluster"
         if said and not quiet:
             print(said, file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""A command line -> a RunConfig. Nothing here or below imports torch, so refusals come at once."""
+"""From a command line to a RunConfig. Does not import torch, so errors come immediately."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path",
 
 
 def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
-    """Parse, build and check everything that can be known before the ranks start.
+    """Parse the flags and check everything that can be known before the ranks start.
 
     Args:
-        environment: a launcher's; what it says of ranks is read from it.
+        environment: the launcher's, which gives the ranks.
 
     Raises:
-        UserError: the first thing that cannot be honoured.
+        UserError: the first error.
     """
     args, launcher = parse(argv), read_launcher(environment, joins=False)
     take_defaults(args)
@@ -106,8 +106,8 @@ def _data(args: Arguments) -> DataConfig | None:
 
 
 def _own_tokenizer(args: Arguments, data: DataConfig | None) -> DataConfig | None:
-    """Text for a model from a directory is read with the model's own tokenizer, unless flags name another: that of
-    --load-hf, or else of --model."""
+    """Text for a model from a directory is tokenized with the model's own tokenizer (of --load-hf, else of --model),
+    unless flags name another."""
     if data is None or not reads_text(data) or args.has("tokenizer_type", "tokenizer_model", "vocab_file"):
         return data
     directories = {"--load-hf": args["load_hf"], "--model": model_folder(args["model"])}

@@ -1,4 +1,4 @@
-"""``hetero-megatron doctor``: what this machine has, what is missing, how to mend it."""
+"""``hetero-megatron doctor``: what this machine has, what is missing, and how to fix it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OK, OPTIONAL, BROKEN = "ok", "missing (optional)", "MISSING"
 
 @dataclass(frozen=True)
 class DoctorLine:
-    """One line: what was looked for, what was found, and how to mend it where that is not enough."""
+    """One line of the report: name, status, finding, and how to fix it."""
 
     name: str
     status: str
@@ -32,7 +32,7 @@ class DoctorLine:
 
 
 def examine() -> list[DoctorLine]:
-    """Look at everything; nothing is changed, and no accelerator is started."""
+    """Examine everything without changes and without starting an accelerator."""
     checks: list[Callable[[], DoctorLine]] = [_python, _torch, _compiler, _cores, _memory, _loopback]
     packages = {
         "numpy": ("", True), "yaml": ("plans and clusters", True), "safetensors": ("Hugging Face weights", False),

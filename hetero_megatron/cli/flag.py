@@ -1,4 +1,4 @@
-"""What a flag is: one entry of the table that parser, refusals, help and docs/flags.md all read."""
+"""Definition of a flag: the entry of the table that parser, refusals, help and docs/flags.md use."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ SUPPORTED, NOTICE, REFUSED = "supported", "notice", "refused"
 
 @dataclass(frozen=True)
 class Need:
-    """What a flag has no effect without. Given without it, the flag is an error, so that nobody waits for its effect.
+    """A condition without which a flag has no effect. Giving the flag without it is an error.
 
     Args:
-        any_of: one of these has to hold: ``--flag`` (it has a value that is neither off nor 0), ``--flag VALUE`` (it
-            has this value, by default perhaps), or the words of a fact about the data (see ``cli.use``).
-        harmless: launch lines of Megatron's have the flag anyway, and a run without its effect is what they mean: a
-            notice is enough.
+        any_of: one of these must hold: ``--flag`` (neither off nor 0), ``--flag VALUE`` (has this value, possibly by
+            default), or a fact about the data (see ``cli.use``).
+        harmless: only give a notice, because Megatron launch lines commonly have the flag anyway.
     """
 
     any_of: tuple[str, ...]
@@ -25,7 +24,7 @@ class Need:
 
 
 def needs(*any_of: str, harmless: bool = False) -> tuple[Need, ...]:
-    """For ``Flag.needs``: one of these has to hold. Several of them are added up."""
+    """A condition for ``Flag.needs``: one of these must hold; several conditions are combined by "and"."""
     return (Need(any_of, harmless),)
 
 
@@ -129,7 +128,7 @@ def only(
     needs: tuple[Need, ...] = (),
     summary: str = "",
 ) -> Flag:
-    """A flag that changes something which this version cannot do: only these values are accepted."""
+    """A flag for a feature that this version lacks: only these values are accepted."""
     return Flag(
         name, SUPPORTED, nargs, type, default, reason, remedy, choices, differs, says=says, needs=needs, summary=summary
     )
@@ -144,7 +143,7 @@ def notice(
     differs: str = "",
     aliases: tuple[str, ...] = (),
 ) -> Flag:
-    """A harmless flag: accepted, without effect, and the start of the run says why."""
+    """A harmless flag: accepted without effect; the start of the run gives the reason."""
     return Flag(name, NOTICE, nargs, type, None, reason, differs=differs, aliases=aliases)
 
 
@@ -156,7 +155,7 @@ def refused(
     nargs: int | str = 0,
     aliases: tuple[str, ...] = (),
 ) -> Flag:
-    """A flag that this version cannot honour."""
+    """A flag that this version does not support."""
     return Flag(name, REFUSED, nargs, str, None, reason, remedy, aliases=aliases)
 
 

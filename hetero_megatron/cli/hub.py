@@ -1,4 +1,4 @@
-"""Models by name: ``--load-hf org/name`` is the hub's model of that name, from its cache where it is there already."""
+"""Models by name: ``--load-hf org/name`` is a model of the Hugging Face hub, taken from its cache if possible."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def model_directory(name: str, field: str) -> str:
 
 
 def _why(error: Exception) -> str:
-    """In our words: huggingface_hub's own run over many lines, and advise on its Python interface."""
+    """The reason in one line; huggingface_hub's messages span many lines and refer to its Python API."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     for kind, words in _REASONS.items():
         if kind in kinds:

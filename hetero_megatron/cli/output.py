@@ -1,4 +1,4 @@
-"""Files that commands write: refused before the work that fills them, and with a message of one line after it."""
+"""Files that commands write: checked before long work, with one-line error messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hetero_megatron.errors import UserError
 
 
 def check_writable(name: str | None, flag: str) -> None:
-    """UserError if ``name`` cannot be written. Called before work that takes long; an existing file stays as it is."""
+    """UserError if ``name`` cannot be written. Called before long work; an existing file is not changed."""
     if not name:
         return
     path = Path(name)

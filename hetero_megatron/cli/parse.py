@@ -1,4 +1,4 @@
-"""Words of a command line -> checked values. Exact names only: no abbreviations, no guesses."""
+"""Parses a command line into checked values. Exact flag names only."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _NUMBERS = {  # Python's own int() and float() also take "1_000", "infinity" and
 
 @dataclass
 class Arguments:
-    """Values by key (``--num-layers`` is ``num_layers``), defaults included.
+    """Values by key (``--num-layers`` is ``num_layers``), including defaults.
 
     Attributes:
-        given: keys of the supported flags that stood on the command line.
-        idle: (flag, why) of flags that were accepted without effect.
-        notices: other sentences for the start of the run.
-        facts: what holds about the data, for ``Flag.needs``.
+        given: keys of the supported flags on the command line.
+        idle: (flag, reason) of flags that were accepted without effect.
+        notices: other messages for the start of the run.
+        facts: facts about the data, for ``Flag.needs``.
     """
 
     values: dict[str, Any]
@@ -81,11 +81,10 @@ def index(flags: Sequence[Flag] = ALL) -> Mapping[str, Flag]:
 
 
 def parse(argv: Sequence[str]) -> Arguments:
-    """Read all words; of a flag that stands twice the last one counts, as in Megatron, with a notice.
+    """Parse all words; if a flag is repeated the last one counts, as in Megatron, with a notice.
 
     Raises:
-        UserError: unknown or refused flags, missing, superfluous or unreadable values: all that are wrong in one
-            message, so that one edit of the command line is enough.
+        UserError: unknown or unsupported flags, missing, superfluous or malformed values; all in one message.
     """
     flags = index()
     result = Arguments({flag.key: flag.default for flag in ALL})
@@ -103,7 +102,7 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 
 class _At(Exception):
-    """An error of one flag, and the word to go on with."""
+    """An error of one flag, and the word to continue with."""
 
     def __init__(self, error: UserError, next: int) -> None:
         super().__init__()
@@ -111,7 +110,7 @@ class _At(Exception):
 
 
 def _read(argv: Sequence[str], at: int, flags: Mapping[str, Flag], result: Arguments) -> int:
-    """Store the flag at a word with its values; returns where the next one begins. Raises _At."""
+    """Store the flag at a word with its values; returns the position of the next one. Raises _At."""
     name, separator, attached = argv[at].partition("=")
     end = at + 1
     while not separator and end < len(argv) and not _OPTION.match(argv[end]):
@@ -136,13 +135,13 @@ def _read(argv: Sequence[str], at: int, flags: Mapping[str, Flag], result: Argum
 
 
 def _refusal(flag: Flag, words: Sequence[str]) -> UserError:
-    """Of a flag, or a value of it, that Megatron knows and this version cannot honour."""
+    """Error for a flag, or a value, that Megatron knows and this version does not support."""
     value = " ".join(words) if words else "given"
     return UserError(flag.help, field=flag.name, value=value, accepted=flag.remedy, where=WHERE)
 
 
 def together(errors: Sequence[UserError]) -> UserError:
-    """One error that lists all of them, those of one reason together; a single one as it is.
+    """One error that lists all errors, grouped by reason; a single one is unchanged.
 
     Its field, value and remedy are those of the first.
     """

@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def stretched(model: ModelSpec, seq_length: int) -> ModelSpec:
-    """The model with at least so many positions where they are not learned; training needs the flag that is named."""
+    """The model with at least so many positions, if they are not learned; training needs the flag that is named."""
     if seq_length <= model.max_position_embeddings or model.position != "rope":
         return model
     needs = f"training at {seq_length} needs --max-position-embeddings {seq_length}"

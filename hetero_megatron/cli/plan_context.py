@@ -48,10 +48,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_context_only(args: argparse.Namespace) -> int:
-    """Schedule, print the plan and what it is compared with, write it to ``args.out``; the exit code.
+    """Schedule, print the plan and its comparisons, and write it to ``args.out``; returns the exit code.
 
     Raises:
-        UserError: anything that cannot be honoured, before anything is printed.
+        UserError: unsupported requests, before anything is printed.
     """
     check_writable(args.out, "--out")
     companion = Companion(args.out, args.cluster, may_write=False)

@@ -1,4 +1,4 @@
-"""--plan, Megatron's parallel flags, or FlagScale's meshes -> a Plan."""
+"""From --plan, Megatron's parallel flags, or FlagScale's meshes to a Plan."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _from_file(
 
 
 def take_defaults(args: Arguments) -> None:
-    """What a plan file was made for is what a run with it does; a flag that says otherwise is refused."""
+    """Apply the ``made_for`` settings of a plan file; flags that contradict them are refused."""
     if args["plan"] is None or args["auto_plan"]:
         return
     for key in (*_UNIFORM, *_MESHES, "micro_batch_size"):
@@ -128,7 +128,7 @@ def take_defaults(args: Arguments) -> None:
 def _searched(
     args: Arguments, spec: ModelSpec, launcher: LauncherEnvironment, cluster: Cluster | None, dtype: str | None
 ) -> Plan:
-    """--auto-plan: every rank searches by itself and finds the same plan, because the search has no randomness."""
+    """--auto-plan: every rank searches and finds the same plan, because the search is deterministic."""
     from hetero_megatron.plan.memory import moments_of
     from hetero_megatron.planner.cost.layer_cost import CostOptions
     from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
@@ -219,10 +219,7 @@ def _check_chip(args: Arguments, plan: Plan, launcher: LauncherEnvironment) -> N
 
 
 def _ranks(args: Arguments, launcher: LauncherEnvironment, needed: int) -> int:
-    """Number of ranks: torchrun's, or in a dry run --world-size, else what is needed.
-
-    ``needed`` is by the plan, at least; 0: any number will do.
-    """
+    """Number of ranks: torchrun's, or in a dry run --world-size, else ``needed`` (the plan's minimum; 0: any)."""
     if args["world_size"] is not None:
         count, source = int(args["world_size"]), "--world-size"
     else:

@@ -1,4 +1,4 @@
-"""``hetero-megatron plugins list | new NAME | check NAME``: what there is, a new plugin, and whether one is sound."""
+"""``hetero-megatron plugins list | new NAME | check NAME``: list plugins, create one, check one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Refuses as the rest of the program does: one line, exit code 2."""
+    """Errors as in the rest of the program: one line, exit code 2."""
 
     def error(self, message: str) -> Any:
         raise UserError(message, field="plugins", accepted="hetero-megatron plugins --help")

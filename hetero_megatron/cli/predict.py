@@ -27,7 +27,7 @@ from hetero_megatron.words import dtype_name, notice_line
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the prediction; 1 if it says that the plan does not fit into memory, which is also said on stderr."""
+    """Print the prediction; returns 1 if the plan does not fit into memory, which is also printed on stderr."""
     parser = ArgumentParser("predict", "Step time, memory and timeline of one plan, without running it.")
     parser.add_argument("--plan", required=True, metavar="FILE", help="plan file")
     parser.add_argument(

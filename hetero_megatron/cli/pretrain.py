@@ -1,4 +1,4 @@
-"""What ``pretrain_gpt.py`` does: flags -> configuration -> a dry run or a training run."""
+"""Implementation of ``pretrain_gpt.py``: flags -> configuration -> a dry run or a training run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PEER_ERROR = 3  # a peer died or does not answer
 
 
 def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
-    """Returns the exit code; a refusal is one line on standard error."""
+    """Returns the exit code; an error is one line on standard error."""
     if "-h" in argv or "--help" in argv:
         from hetero_megatron.cli.flags import help_text
 
@@ -79,7 +79,7 @@ def _peer_error(error: CommError, launcher: LauncherEnvironment, environment: Ma
 
 
 def _end(error: Exception, launcher: LauncherEnvironment, environment: Mapping[str, str]) -> None:
-    """End the process from a thread: its main one waits for the device, which waits for a peer."""
+    """End the process from a thread, while the main thread waits for a device that waits for a peer."""
     code = USER_ERROR
     if _is_lost_peer(error):
         code = _peer_error(error, launcher, environment)
@@ -99,8 +99,8 @@ def _is_lost_peer(error: Exception) -> TypeGuard[CommError]:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """For what plans of thousands of ranks are made of, millions of small objects without cycles: looking through them
-    for garbage takes a sixth of the time and finds none."""
+    """Disable garbage collection while plans of thousands of ranks are built: millions of small objects without cycles,
+    on which it would spend a sixth of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -112,7 +112,7 @@ def _without_collector() -> Iterator[None]:
 
 @contextmanager
 def _frozen() -> Iterator[None]:
-    """What there is by now is not looked through for garbage."""
+    """Exclude existing objects from garbage collection."""
     gc.freeze()
     try:
         yield
@@ -158,8 +158,8 @@ def _memory(config: RunConfig) -> Mapping[int, MemoryBytes]:
 
 
 def refuse_over_memory(config: RunConfig, memory: Mapping[int, MemoryBytes], notify: bool) -> None:
-    """UserError for a plan with ranks that need more than their chips in the cluster file have, all of them named, or
-    that was made for more than these have; with --allow-over-memory a notice of the process that is to ``notify``."""
+    """UserError for a plan with ranks that need more memory than their chips have, or that was made for larger chips;
+    all are named. With --allow-over-memory a notice, given to ``notify``."""
     if config.cluster is None:
         return
     made = config.plan.made_for

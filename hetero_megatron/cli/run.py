@@ -1,4 +1,4 @@
-"""``hetero-megatron run``: start the ranks of a plan on this host, and go on when some fail."""
+"""``hetero-megatron run``: start the ranks of a plan on this host, and continue when some fail."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _testbed(options: dict[str, str], cluster: Path | None) -> list[str] | None:
 
 
 def first_that_fits(words: Sequence[str], plans: Sequence[Path]) -> Planner:
-    """The first plan whose ranks and chips are there."""
+    """The first plan whose ranks and chips are available."""
 
     def choose(seats: Sequence[Seat], cluster: Path | None) -> Path | None:
         for plan in plans:
@@ -129,7 +129,7 @@ def first_that_fits(words: Sequence[str], plans: Sequence[Path]) -> Planner:
 
 
 def searched(words: Sequence[str], config: RunConfig, scratch: Path) -> Planner:
-    """The planner's best plan for what is left, with the same batch and sequence length."""
+    """The planner's best plan for the remaining chips, with the same batch and sequence length."""
 
     def choose(seats: Sequence[Seat], cluster: Path | None) -> Path | None:
         from hetero_megatron.cli.configure import configure
@@ -153,7 +153,7 @@ def searched(words: Sequence[str], config: RunConfig, scratch: Path) -> Planner:
 
 
 def replanned(words: Sequence[str], scratch: Path) -> Replanner:
-    """Plans again with the measured rates of the ranks that drifted; keeps the plan where a new one gains little."""
+    """Replan with the measured rates of the ranks that drifted; keeps the plan if a new one gains little."""
 
     def choose(setup: Setup, drift: Mapping[str, Any], number: int) -> tuple[Setup, str]:
         assert setup.cluster is not None, "--replan-on-drift needs --cluster"
@@ -179,7 +179,7 @@ def replanned(words: Sequence[str], scratch: Path) -> Replanner:
 
 
 def _any_chip(plan: Plan) -> Plan:
-    """Without the chips' names, which change with their rates."""
+    """The plan without chip names, which change with their rates."""
     pipelines = (replace(p, stages=tuple(replace(s, chip=None) for s in p.stages)) for p in plan.pipelines)
     return replace(plan, pipelines=tuple(pipelines))
 
@@ -205,7 +205,7 @@ def _seats(config: RunConfig) -> tuple[Seat, ...]:
 
 
 def _same_work(other: RunConfig, config: RunConfig, path: Path) -> None:
-    """A fallback plan must not change what is computed."""
+    """Check that a fallback plan computes the same."""
     for what in ("global_batch_size", "seq_length"):
         mine, theirs = getattr(config.plan, what), getattr(other.plan, what)
         if mine != theirs:

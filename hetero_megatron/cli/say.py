@@ -1,7 +1,7 @@
-"""How a command says what went wrong: one line on standard error, once for all ranks of a node that say the same.
+"""Error output of commands: one line on standard error, printed once for all ranks of a node with the same error.
 
-torchrun gives each rank a file for its error, which its own summary shows (as for functions under ``@record``), in a
-directory that the ranks of the node share. There, under a lock, they also note what was said. No torch.
+torchrun gives each rank a file for its error, which its summary shows (as for functions under ``@record``), in a
+directory shared by the node's ranks. Printed lines are recorded there under a lock.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def say_error(text: str, environment: Mapping[str, str] = os.environ) -> None:
 
 
 def record_error(text: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Leave an error where the launcher looks for it, if it does."""
+    """Write an error to the launcher's error file, if there is one."""
     name = environment.get(ERROR_FILE)
     if not name:
         return
@@ -42,9 +42,9 @@ def record_error(text: str, environment: Mapping[str, str] = os.environ) -> None
 
 
 def _say_once(line: str, file: Path) -> bool:
-    """Whether a rank of this node has printed the line, maybe this one, just now; False: it could not be found out.
+    """Whether a rank of this node has just printed the line; False if unknown.
 
-    A rank notes a line after printing it, so none is lost when one is killed in between.
+    A rank records a line after printing it, so none is lost if a rank is killed in between.
     """
     try:
         handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

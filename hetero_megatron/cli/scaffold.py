@@ -1,4 +1,4 @@
-"""The files of a new plugin package. ``plugins/example_vendor`` is what this writes, and a test keeps it so."""
+"""The files of a new plugin package. ``plugins/example_vendor`` is its output, which a test checks."""
 
 from __future__ import annotations
 

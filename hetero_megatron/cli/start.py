@@ -1,4 +1,4 @@
-"""Where the programs begin: what holds from their first moment on, before anything that takes long is imported."""
+"""Entry points of the programs: settings that must hold before slow imports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def console() -> int:
 
 
 def pretrain() -> NoReturn:
-    """``pretrain_gpt.py``, by whatever it is started."""
+    """``pretrain_gpt.py``, however it is started."""
     code = INTERRUPTED
     with suppress(KeyboardInterrupt):
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent

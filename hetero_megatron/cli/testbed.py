@@ -32,7 +32,7 @@ _SWITCHES = ("--memory-limit",)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code; of ``run``, the command's."""
+    """Returns the exit code; for ``run``, the command's."""
     words = list(argv)
     if not words or words[0] in ("-h", "--help"):
         print(USAGE, end="")

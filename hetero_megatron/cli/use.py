@@ -1,7 +1,7 @@
-"""Flags that are given and have no effect: each flag's ``needs`` against what the command line asks for.
+"""Flags without effect: checks each flag's ``needs`` against the command line.
 
-Defaults that depend on others (dtype, tokenizer) stand resolved in the arguments by then. Conditions that are no flag
-are facts about the data, found here.
+Defaults that depend on other flags (dtype, tokenizer) are already resolved. Conditions that are not flags are facts
+about the data, determined here.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ FILES, KEYED = "data files", "a *.jsonl or *.parquet corpus"
 
 
 def check_use(args: Arguments, data: DataConfig | None) -> None:
-    """Refuse what is given and not used; where that is harmless, say so instead.
+    """Refuse flags that have no effect; harmless ones get a notice.
 
     Args:
-        data: None: a dry run without data: flags about them are those of the run.
+        data: None: a dry run without data; any kind of data is assumed.
 
     Raises:
         UserError: lists all such flags.
@@ -60,7 +60,7 @@ def _holds(condition: str, args: Arguments) -> bool:
 
 
 def _facts(args: Arguments) -> set[str]:
-    """What follows from several flags, or from other values than off and 0."""
+    """Facts that follow from several flags, or from values other than off and 0."""
     meshes = args["hetero_process_meshes"] or ()
     holds = {
         "a learning rate that decays": args["lr_decay_style"] != "constant",

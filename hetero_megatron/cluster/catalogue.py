@@ -1,7 +1,7 @@
-"""Chips that are known by name, with data-sheet values: dense TFLOP/s per dtype, memory, bandwidths.
+"""Known chips with data-sheet values: dense TFLOP/s per dtype, memory, bandwidths.
 
-These are cold-start defaults only; calibration replaces them. ``source`` says where the values are from, as
-docs/chips.md explains; its table is what ``hetero-megatron doctor --chips`` prints.
+These are defaults before calibration. ``source`` says where the values are from, as explained in docs/chips.md; its
+table is printed by ``hetero-megatron doctor --chips``.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ CHIPS: dict[str, Chip] = {
 
 
 def markdown() -> str:
-    """The table of docs/chips.md; a dash: not known."""
+    """The table of docs/chips.md; a dash: unknown."""
     lines = [f"| chip | memory | {' | '.join(DTYPES)} | memory TB/s | link GB/s | host GB/s | source |"]
     lines.append("|---" * (len(DTYPES) + 6) + "|")
     for chip in CHIPS.values():

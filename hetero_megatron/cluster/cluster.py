@@ -1,4 +1,4 @@
-"""The cluster file: which chips stand in which nodes, and how they are linked."""
+"""The cluster file: the chips of each node, and the links between them."""
 
 from __future__ import annotations
 
@@ -38,15 +38,20 @@ class NodeGroup:
     chips_per_node: int
 
     def node(self, index: int) -> str:
-        """Name of one of its nodes: the group's own when it is the only one, else ``name-index``."""
+        """Name of a node: the group's name if it has a single node, else ``name-index``."""
         return self.name if self.count == 1 else f"{self.name}-{index}"
 
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of a link: bytes/s and seconds; ``emulated`` bytes/s and ``emulated_latency`` when the testbed
-    is to shape it otherwise. ``transport``: one of ``TRANSPORTS``; None: the bridge between chips of unlike vendors,
-    else direct (:meth:`Cluster.transport`)."""
+    """One direction of a link.
+
+    Attributes:
+        bandwidth, latency: bytes/s, seconds.
+        emulated, emulated_latency: the values that the testbed emulates, if different.
+        transport: one of ``TRANSPORTS``; None: the bridge between chips of unlike vendors, else direct
+            (:meth:`Cluster.transport`).
+    """
 
     bandwidth: float
     latency: float = 0.0
@@ -57,7 +62,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Rank:
-    """The chip behind a rank: its node, the group of that, its type, and its index inside the node."""
+    """The chip of a rank: its node, node group, chip type, and index inside the node."""
 
     rank: int
     node: str
@@ -68,8 +73,12 @@ class Rank:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster; ``pairs`` holds links by unordered pair of node groups, ``ranks`` is in file order of
-    the nodes."""
+    """A cluster.
+
+    Attributes:
+        pairs: links by unordered pair of node groups.
+        ranks: in file order of the nodes.
+    """
 
     nodes: tuple[NodeGroup, ...]
     chips: Mapping[str, Chip]
@@ -97,11 +106,11 @@ class Cluster:
         return self.chips[self.ranks[rank].chip]
 
     def emulated_vendor(self, rank: int | None) -> str:
-        """The vendor that the file gives the emulated chip of a rank: that of the platform which the rank is to use."""
+        """The vendor of a rank's emulated chip, which selects the platform of the rank."""
         return "" if rank is None or self.chip_of(rank).speed is None else self.chip_of(rank).vendor
 
     def link(self, a: int, b: int) -> Link | None:
-        """The link from rank ``a`` to ``b``; None when the file and the catalogue say nothing about it."""
+        """The link from rank ``a`` to ``b``; None if neither the file nor the catalogue has it."""
         first, second = self.ranks[a], self.ranks[b]
         if first.node == second.node:
             known = self.chip_of(a).link_bandwidth
@@ -109,25 +118,25 @@ class Cluster:
         return self.link_between(first.group, second.group)
 
     def link_between(self, group: str, other: str) -> Link | None:
-        """The link between nodes of two groups, or of one; None when the file says nothing about it."""
+        """The link between nodes of two groups, or of one; None if the file does not have it."""
         return self.pairs.get(frozenset((group, other)), self.inter_node)
 
     @property
     def forces_bridge(self) -> bool:
-        """Whether a link is written to use the bridge, which a run then does wherever no library joins ranks."""
+        """Whether a link of the file has ``transport: bridge``; a run then uses the bridge between all islands."""
         return any(link is not None and link.transport == BRIDGE for link in (*self.pairs.values(), self.inter_node))
 
     def group_of(self, rank: int) -> NodeGroup:
         return self._groups[self.ranks[rank].group][0]
 
     def library_of(self, rank: int) -> int:
-        """Number of the communication library that joins a rank's chip with others: of chips of unlike vendors one all
-        the same where their link is direct."""
+        """Index of the communication library that connects a rank's chip with others; chips of unlike vendors with a
+        direct link share one."""
         return self._groups[self.ranks[rank].group][1]
 
     @cached_property
     def _groups(self) -> dict[str, tuple[NodeGroup, int]]:
-        """By name: a node group, and its library."""
+        """By name: a node group, and the index of its library."""
         library = list(range(len(self.nodes)))
         for i, a in enumerate(self.nodes):
             for j, b in enumerate(self.nodes[:i]):
@@ -137,24 +146,28 @@ class Cluster:
         return {group.name: (group, library[i]) for i, group in enumerate(self.nodes)}
 
     def transport(self, link: Link, a: NodeGroup, b: NodeGroup) -> str:
-        """How messages between chips of ``a`` and ``b`` go over their link: ``direct``, from device to device by a
-        library of both; ``bridge``, through the memory of the hosts in chunks, as this project's runtime sends where
-        there is none; or ``host-staged``, copied there whole, sent, and copied on."""
+        """Transport of messages between chips of ``a`` and ``b``: ``direct``: from device to device by a common
+        library; ``bridge``: through host memory in chunks, as our runtime does without one; ``host-staged``: copied to
+        host memory whole, sent, and copied to the device."""
         if link.transport is not None:
             return link.transport
         return DIRECT if self.one_library(a, b) else BRIDGE
 
     def one_library(self, a: NodeGroup, b: NodeGroup) -> bool:
-        """Whether chips of both groups are of one vendor; where only one vendor is known, all are taken to be its."""
+        """Whether chips of both groups have the same vendor; unknown vendors count as the only known one."""
         one, two = self.chips[a.chip].vendor, self.chips[b.chip].vendor
         return one == two or len({chip.vendor for chip in self.chips.values() if chip.vendor}) == 1
 
     def seconds_per_byte(
         self, link: Link, a: NodeGroup, b: NodeGroup, shared: bool, rate: float | None = None, share: float = 1.0
     ) -> float:
-        """Of messages from ``a`` to ``b``. ``shared``: by all chips of a node at a time, each of which has a host link
-        of its own; ``rate``: bytes/s of the link itself, instead of its bandwidth; ``share``: achieved, of host
-        links'."""
+        """Seconds per byte of messages from ``a`` to ``b``.
+
+        Args:
+            shared: all chips of a node send at the same time, each over its own host link.
+            rate: bytes/s of the link itself; None: its bandwidth.
+            share: achieved share of host links' bandwidth.
+        """
         way, wire = self.transport(link, a, b), 1 / (rate or link.bandwidth)
         if way == DIRECT:
             return wire
@@ -166,14 +179,14 @@ class Cluster:
         return max(wire, *copies) if way == BRIDGE else wire + sum(copies)
 
     def first_chunk_seconds(self, link: Link, a: NodeGroup, b: NodeGroup) -> float:
-        """What the copies of a message's first chunk add to its latency on a bridge."""
+        """Latency that copying the first chunk of a message adds on a bridge."""
         if self.transport(link, a, b) != BRIDGE:
             return 0.0
         rates = [self.chips[group.chip].host_bandwidth for group in (a, b)]
         return sum(BRIDGE_CHUNK / rate for rate in rates if rate)
 
     def find(self, node: str, local: int) -> Rank:
-        """The rank of a chip by node name and local index; UserError when the cluster has no such chip."""
+        """The rank of a chip by node name and local index; UserError if there is none."""
         for rank in self.ranks:
             if rank.node == node and rank.local == local:
                 return rank
@@ -224,7 +237,7 @@ def _cluster(document: Entry) -> Cluster:
 
 
 def _check_hosts(links: Mapping[str, Entry], cluster: Cluster) -> None:
-    """Refuse links through hosts of chips about whose host links nothing is known."""
+    """Refuse links through host memory for chips without a known host bandwidth."""
     pairs = links["pairs"].items() if "pairs" in links else []
     rows = {frozenset(e.value for e in row.any_mapping()["between"].items()): row for row in pairs}
     for i, a in enumerate(cluster.nodes):
@@ -278,7 +291,7 @@ def _nodes(entry: Entry, chips: Mapping[str, Chip]) -> tuple[NodeGroup, ...]:
 
 
 def _same_node_name(groups: list[NodeGroup]) -> str:
-    """A name that both the newest group and an earlier one give to a node; empty when there is none."""
+    """A node name that the newest group shares with an earlier one; empty if there is none."""
     new = groups[-1]
     for other in groups[:-1]:
         for one, several in ((new, other), (other, new)):
@@ -290,7 +303,7 @@ def _same_node_name(groups: list[NodeGroup]) -> str:
 
 
 def _chip(name: str, entry: Entry) -> Chip:
-    """A chip of the file; a chip of the catalogue with the same name gives what is not written."""
+    """A chip of the file; missing values come from the catalogue's chip of the same name."""
     keys = entry.mapping(CHIP_KEYS, required=() if name in CHIPS else ("memory",))
     chip = CHIPS.get(name) or Chip(name, 0, source="cluster file")
     changes: dict[str, Any] = {"vendor": keys["vendor"].text()} if "vendor" in keys else {}

@@ -1,9 +1,7 @@
-"""YAML and JSON files read with the line of every value, so that each complaint can say where the value
-stands.
+"""YAML and JSON files with the line of every value, for error messages.
 
-An :class:`Entry` is one value of the document together with its path (``pipelines[0].stages[1].tp``)
-and its line. The readers of plans and cluster files ask it for what they expect; it raises
-:class:`UserError` for anything else.
+An :class:`Entry` is one value of the document with its path (``pipelines[0].stages[1].tp``) and line. Readers of plans
+and cluster files ask it for the type that they expect; it raises :class:`UserError` otherwise.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ class Entry:
                 yield from child.lines()
 
     def mapping(self, keys: Collection[str], required: Collection[str] = ()) -> dict[str, Entry]:
-        """The entries of a mapping with no keys but ``keys`` and all of ``required``."""
+        """The entries of a mapping that has no keys outside ``keys`` and all of ``required``."""
         entries = self.any_mapping()
         for key, entry in entries.items():
             if key not in keys:
@@ -117,7 +115,7 @@ class Entry:
         return float(self.value)
 
     def text(self) -> str:
-        """A name: not empty, on one line, without characters that a terminal obeys instead of showing."""
+        """A name: not empty, on one line, without control characters."""
         if not isinstance(self.value, str) or not self.value:
             self.fail(f"a word was expected, not {_kind(self.value)}")
         if not self.value.isprintable() or len(self.value) > LONGEST_NAME:
@@ -151,8 +149,8 @@ def parse_document(text: str, file: str) -> Entry:
 
 
 def _parse_json(text: str, file: str) -> Entry:
-    """Most JSON is YAML, whose reader knows the lines; where it is not (surrogate pairs, some control characters), the
-    entries have none."""
+    """Most JSON is valid YAML, whose reader knows lines; other JSON (surrogate pairs, some control characters) has
+    entries without lines."""
     value = parse_json(text, file)
     with suppress(NotYAML):
         root = compose(text.replace("\t", " "), file)  # tabs are legal between JSON's tokens, not in YAML
@@ -177,7 +175,7 @@ def join(path: str, key: str) -> str:
 
 
 def _entry(node: Node, path: str, file: str, line: int) -> Entry:
-    """``line``: of a value in a mapping that of its key, which is where a reader looks for it."""
+    """``line``: for a value in a mapping, the line of its key."""
     value = node.value
     if isinstance(value, list):
         value = [_entry(child, f"{path}[{i}]", file, child.line) for i, child in enumerate(value)]

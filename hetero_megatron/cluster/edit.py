@@ -1,4 +1,4 @@
-"""Cluster files with some nodes gone, or of another chip: the rest of the document stays as it was written."""
+"""Edits of cluster files: nodes removed, or with another chip; the rest of the document is unchanged."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from itertools import product
 from typing import Any
 
-Choose = Callable[[str, str], str | None]  # (node, its chip) -> the chip that it has now; None: the node is gone
+Choose = Callable[[str, str], str | None]  # (node, its chip) -> its new chip; None: remove the node
 
 
 def without_nodes(document: Mapping[str, Any], lost: set[str]) -> dict[str, Any]:
@@ -15,10 +15,10 @@ def without_nodes(document: Mapping[str, Any], lost: set[str]) -> dict[str, Any]
 
 
 def with_nodes(document: Mapping[str, Any], choose: Choose) -> dict[str, Any]:
-    """The content of a cluster file after each node kept or changed its chip, or went.
+    """The content of a cluster file after ``choose`` kept, changed or removed each node.
 
-    A group whose nodes are all as before stays one entry; of another, every node becomes an entry of its own, and
-    what was written about links of the group is written about each.
+    A group whose nodes are unchanged stays one entry; otherwise every node becomes an entry of its own, and links of
+    the group are repeated for each.
     """
     nodes: list[dict[str, Any]] = []
     names: dict[str, list[str]] = {}
@@ -52,7 +52,7 @@ def with_nodes(document: Mapping[str, Any], choose: Choose) -> dict[str, Any]:
 def _ends(
     between: list[str], names: Mapping[str, list[str]], counts: Mapping[str, int], one_way: bool
 ) -> list[list[str]]:
-    """The pairs of groups that a pair of groups has become; a group of one node has no link to itself."""
+    """The pairs of new groups for a pair of groups; a group of one node has no link to itself."""
     found: dict[object, list[str]] = {}
     for a, b in product(names[between[0]], names[between[1]]):
         if a != b or counts[a] > 1:

@@ -1,4 +1,4 @@
-"""The ``rates:`` of a cluster file: reading them, and writing them without touching the rest of it."""
+"""Reading and writing the ``rates:`` section of a cluster file without changing the rest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECONDS = {  # by table: how many columns at the end of a row are seconds
 
 
 def read_rates(entry: Entry) -> dict[str, Any]:
-    """``{chips: {name: {dtype: {…}}}, links: [{…}]}``, both optional; what is inside is checked where it is used.
+    """``{chips: {name: {dtype: {…}}}, links: [{…}]}``, both optional; values are checked where they are used.
 
     Raises:
         UserError: another structure.
@@ -39,7 +39,7 @@ def read_rates(entry: Entry) -> dict[str, Any]:
 
 
 def check_numbers(entry: Entry) -> None:
-    """Refuse numbers of measured rates that no hardware has and that would overflow where they are multiplied."""
+    """Refuse implausible measured rates, which could overflow."""
     if isinstance(entry.value, list | dict):
         for child in entry.value if isinstance(entry.value, list) else entry.value.values():
             check_numbers(child)
@@ -51,7 +51,7 @@ def check_numbers(entry: Entry) -> None:
 
 def merge_rates(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """``new`` over ``old``: by chip, dtype and key; in tables by what was timed (model, shape, TP degree), so that
-    calibrations of other shapes add up; measured links replace links with the same ends."""
+    calibrations of other shapes accumulate; measured links replace links with the same ends."""
     chips = {name: dict(by_dtype) for name, by_dtype in old.get("chips", {}).items()}
     for name, by_dtype in new.get("chips", {}).items():
         for dtype, rows in by_dtype.items():
@@ -73,8 +73,8 @@ def _ends(link: Mapping[str, Any]) -> str:
 
 
 def write_rates(cluster_file: str | os.PathLike[str], rates: Mapping[str, Any], out: str | os.PathLike[str]) -> None:
-    """Write the cluster file with its ``rates:`` section replaced to ``out`` (which may be the same file, whole or not
-    at all); comments and the order of everything else stay.
+    """Write the cluster file with a new ``rates:`` section to ``out`` (which may be the same file) atomically; comments
+    and order are kept.
 
     Raises:
         UserError: ``out`` cannot be written.
@@ -109,7 +109,7 @@ def _without_section(text: str, key: str) -> str:
 
 
 def _dump(rates: Mapping[str, Any]) -> str:
-    """Rows on one line each, everything else in blocks."""
+    """YAML with table rows on one line each."""
 
     class Dumper(yaml.SafeDumper):
         pass

@@ -1,4 +1,4 @@
-"""Parts of a cluster, and clusters with more nodes."""
+"""Parts of a cluster, and clusters with additional nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULT_PER_NODE = 8
 
 def shrink(cluster: Cluster, keep: Sequence[int]) -> Cluster:
     """The cluster with only the ranks ``keep``, in the same order. Nodes keep their names; chips of a node that loses
-    some are numbered anew."""
+    some are renumbered."""
     left: dict[str, int] = defaultdict(int)
     for rank in keep:
         left[cluster.ranks[rank].node] += 1
@@ -65,7 +65,7 @@ def shrink(cluster: Cluster, keep: Sequence[int]) -> Cluster:
 
 
 def _link_rows(rows: Sequence[Mapping[str, object]], origin: Mapping[str, str]) -> list[dict[str, object]]:
-    """Measured links under the names of the groups that are left."""
+    """Measured links under the names of the remaining groups."""
     found: list[dict[str, object]] = []
     for row in rows:
         if "within" in row:
@@ -119,10 +119,10 @@ def without(cluster: Cluster, names: Sequence[str]) -> Cluster:
 
 def with_more(cluster: Cluster, text: str) -> Cluster:
     """The cluster with more nodes: ``2xNAME`` or ``2xNAME-node``, where NAME is a node group, a chip of the cluster or
-    the beginning of a chip of the catalogue (then nodes of 8 chips).
+    a prefix of a chip of the catalogue (then nodes of 8 chips).
 
     Raises:
-        UserError: not of that form, or an unknown name.
+        UserError: malformed, or an unknown name.
     """
     match = re.fullmatch(r"(\d+)x(.+)", text)
     if not match or int(match[1]) < 1:

@@ -1,4 +1,4 @@
-"""Quantities as people write them: ``80 GiB``, ``25 GB/s``, ``5 us``, ``312 TFLOP/s``."""
+"""Quantities with units: ``80 GiB``, ``25 GB/s``, ``5 us``, ``312 TFLOP/s``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""YAML text -> nodes with lines, bounded before anything is expanded.
+"""YAML text as nodes with lines; size is limited before anything is expanded.
 
-The text is read as a stream of events, so that depth and size are refused where they are exceeded (PyYAML's own
-composer recurses, and ends the process on 100,000 brackets). Scalars follow YAML 1.2's core schema: 1.1 reads ``1:04``
-as 64, ``010`` as 8 and ``on`` as true.
+The text is read as a stream of events, so excessive depth and size are refused early (PyYAML's composer recurses, and
+crashes on 100,000 brackets). Scalars follow YAML 1.2's core schema: 1.1 reads ``1:04`` as 64, ``010`` as 8 and ``on``
+as true.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _TAGS = {"int": int, "float": float, "bool": bool, "null": type(None), "str": st
 
 
 class NotYAML(UserError):
-    """The text breaks YAML's grammar."""
+    """The text is not valid YAML."""
 
 
 @dataclass
 class Node:
-    """A scalar, a list of nodes, or a mapping from keys to (line of the key, node). ``line`` counts from 1; ``size``
-    is the number of values in it, with aliases expanded; ``depth`` the levels below it."""
+    """A scalar, a list of nodes, or a mapping from keys to (line of the key, node). ``line`` counts from 1; ``size``:
+    number of values in it with aliases expanded; ``depth``: levels below it."""
 
     value: Any
     line: int
@@ -47,7 +47,7 @@ class Node:
 
 @dataclass
 class _Open:
-    """A list or mapping whose end has not come."""
+    """A list or mapping that is not closed yet."""
 
     node: Node
     anchor: str | None
@@ -56,7 +56,7 @@ class _Open:
 
 @dataclass
 class _TreeBuilder:
-    """The tree so far."""
+    """Builds the tree from events."""
 
     file: str
     open: list[_Open] = field(default_factory=list)
@@ -101,12 +101,12 @@ class _TreeBuilder:
         parent.key = (key, line)
 
     def _path(self) -> str:
-        """Of what is open, as in ``pipelines[0].stages[1].tp``."""
+        """Path of the open value, as in ``pipelines[0].stages[1].tp``."""
         parts = [f".{o.key[0]}" if o.key else f"[{len(o.node.value)}]" for o in self.open]
         return "".join(parts).removeprefix(".")
 
     def _add(self, node: Node, anchor: str | None, line: int) -> None:
-        """Put a whole node into the list or mapping that is open."""
+        """Add a complete node to the open list or mapping."""
         if anchor is not None:
             self.anchors[anchor] = node
         if not self.open:
@@ -146,7 +146,7 @@ class _TreeBuilder:
         return value
 
     def _check_tag(self, tag: str | None, node: Node) -> None:
-        """An explicit tag has to say what the value is anyway."""
+        """An explicit tag must match the value's type."""
         if tag in (None, "!"):
             return
         kind = _TAGS.get(str(tag).removeprefix(_TAG)) if str(tag).startswith(_TAG) else None
@@ -156,10 +156,10 @@ class _TreeBuilder:
 
 
 def compose(text: str, file: str) -> Node | None:
-    """The root of a document; None if there is no value in it.
+    """The root of a document; None if it has no value.
 
     Raises:
-        UserError: not YAML, over a bound, a key that is written twice, a number that is not finite.
+        UserError: not YAML, over a limit, a duplicate key, a number that is not finite.
     """
     builder = _TreeBuilder(file)
     try:

@@ -1,4 +1,4 @@
-"""Data addressed by global sample index, so that who computes a sample never changes what it is.
+"""Datasets addressed by global sample index, so that the content of a sample does not depend on which rank computes it.
 
 ``build_datasets`` and everything up to a ``Sample`` is NumPy; only ``data.batch`` and ``data.loader`` import torch.
 """

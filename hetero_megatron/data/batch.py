@@ -1,4 +1,4 @@
-"""Samples -> the tensors of one micro-batch."""
+"""Samples as the tensors of one micro-batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class Batch:
         return self.labels.numel() if self.loss_mask is None else int(self.loss_mask.sum())
 
     def select(self, intervals: Sequence[tuple[int, int]]) -> Batch:
-        """The tokens of some intervals of every sequence, strung together; the whole sequences as they are."""
+        """The tokens of some intervals of every sequence, concatenated; ``documents`` stay those of the whole
+        sequences."""
         if tuple(intervals) == ((0, self.tokens.shape[1]),):
             return self
 

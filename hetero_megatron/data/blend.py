@@ -1,9 +1,9 @@
-"""Blends: which dataset a global sample index comes from.
+"""Blends: which dataset each global sample index comes from.
 
-The law: after any number n of samples, dataset d has given ``n * weight_d`` of them, less than one more or less.
-Always taking the dataset that lags most does not guarantee that for more than two datasets; Tijdeman's rule for the
-chairman assignment problem (1980) does: among datasets that may go, take the one whose deadline is earliest. With
-integer weights the choice repeats after sum(weights) samples, so one period serves every index.
+After any number n of samples, dataset d has given ``n * weight_d`` of them, within one sample. Always taking the
+dataset that lags most does not guarantee that for more than two datasets; Tijdeman's algorithm for the chairman
+assignment problem (1980) does: among datasets that are eligible, take the one with the earliest deadline. With integer
+weights the sequence repeats after sum(weights) samples, so one period serves every index.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_PERIOD = 2**18  # longer periods are rounded to this one: weights are then e
 
 
 def integer_weights(weights: Sequence[float | Fraction]) -> tuple[int, ...]:
-    """The smallest integers in proportion to positive weights; rounded if they add up to more than ``MAX_PERIOD``."""
+    """The smallest integers in proportion to positive weights; rounded if their sum exceeds ``MAX_PERIOD``."""
     exact = [w if isinstance(w, Fraction) else Fraction(repr(w)) for w in weights]
     scale = math.lcm(*(w.denominator for w in exact))
     whole = [int(w * scale) for w in exact]
@@ -56,7 +56,7 @@ def blend_period(weights: Sequence[int]) -> np.ndarray:
 
 
 class BlendedDataset:
-    """Samples of several datasets, mixed by weight; UserError for weights that are no positive numbers."""
+    """Samples of several datasets mixed by weight; UserError for weights that are not positive numbers."""
 
     def __init__(
         self, datasets: Sequence[Dataset], weights: Sequence[float | Fraction], field: str = "--data-path"

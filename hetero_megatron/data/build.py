@@ -1,4 +1,4 @@
-"""DataConfig -> datasets. Every rank builds for itself and waits for nobody."""
+"""Builds datasets from a DataConfig. Every rank builds its own, without waiting for others."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ _ALL: tuple[Fraction, Fraction, Fraction] = (Fraction(1), Fraction(0), Fraction(
 
 @dataclass(frozen=True)
 class Datasets:
-    """Attributes: train, valid, test: None where no samples were asked for; eod: the id that ends a document (None:
-    the tokenizer has none); streams: those of them that have a state to save.
-    """
+    """Attributes:
+        train, valid, test: None if no samples were requested.
+        eod: id of the end-of-document token; None: the tokenizer has none.
+        streams: the datasets that have a state to save."""
 
     train: Dataset | None
     valid: Dataset | None
@@ -43,7 +44,7 @@ class Datasets:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id of the tokenizer; a model needs rows for those that occur."""
+        """One more than the tokenizer's largest id; a model needs embedding rows for the ids that occur."""
         return self.tokenizer.vocab_size
 
     @cached_property
@@ -52,11 +53,11 @@ class Datasets:
         return {"train": data_fingerprint(self.train), "valid": data_fingerprint(self.valid)}
 
     def state_dict(self, consumed_train_samples: int) -> dict[str, Any]:
-        """What a checkpoint must hold besides the number of samples; empty unless streaming. Fit for JSON."""
+        """State to save besides the number of samples (JSON); empty unless streaming."""
         return {"streams": [s.state_dict(consumed_train_samples) for s in self.streams]} if self.streams else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state_dict`` was taken; without a state, streams read from the beginning."""
+        """Continue from a saved state; without one, streams start from the beginning."""
         for stream, saved in zip(self.streams, state.get("streams", [])):
             stream.load_state_dict(saved)
 
@@ -72,9 +73,9 @@ def build_datasets(
     """Datasets for training, validation and test.
 
     Args:
-        num_samples: how many of each will be used; 0: that one is not built. Content does not depend on it.
-        model_vocab_size: rows of the model's embedding; UserError for a token of the data that has none.
-        log: called with progress messages.
+        num_samples: samples needed of each; 0: not built. The content does not depend on it.
+        model_vocab_size: rows of the model's embedding; UserError for a token beyond them.
+        log: receives progress messages.
     """
     if seq_length < 1:
         raise UserError("must be positive", field="--seq-length", value=seq_length, accepted="an integer >= 1")
@@ -97,13 +98,14 @@ def build_datasets(
 
 
 def reads_text(config: DataConfig) -> bool:
-    """Whether the data are to be tokenized: neither mock data nor .bin/.idx."""
+    """Whether the data must be tokenized: neither mock data nor .bin/.idx."""
     paths = [p for words in (config.data_path, *map(config.paths_of, SPLITS)) for p in words or ()]
     return not config.mock_data and not any(is_indexed(p) for p in paths)
 
 
 def refuse_bytes(config: DataConfig, model_vocab_size: int | None) -> None:
-    """UserError where text would be read byte by byte because nothing was said, for a model with many more ids."""
+    """UserError if text would be read as bytes because no tokenizer was given, although the model has a larger
+    vocabulary."""
     chosen = config.tokenizer_type is not None or not reads_text(config)
     if model_vocab_size is not None and model_vocab_size > MOST_BYTE_ROWS and not chosen:
         raise UserError(
@@ -116,7 +118,7 @@ def refuse_bytes(config: DataConfig, model_vocab_size: int | None) -> None:
 
 
 def _limit(tokenizer: Tokenizer, model_vocab_size: int | None) -> int:
-    """Tokens have to be smaller: what the model has rows for, and for a NullTokenizer also what it was told."""
+    """Upper bound on token ids: the model's embedding rows, and for a NullTokenizer also its given vocabulary."""
     if model_vocab_size is None:
         return tokenizer.vocab_size
     told = isinstance(tokenizer, NullTokenizer)
@@ -133,7 +135,7 @@ def _tokenizer_line(config: DataConfig, tokenizer: Tokenizer, rows: int) -> str:
 
 
 def config_tokenizer(config: DataConfig, model_vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer of a config; UserError for bytes that nobody asked for."""
+    """The tokenizer of a config; UserError for unintended byte tokenization."""
     refuse_bytes(config, model_vocab_size)
     kind = config.tokenizer_type
     size = config.vocab_size
@@ -166,7 +168,7 @@ class _SplitBuilder:
 
     @property
     def eod(self) -> int | None:
-        """The tokenizer's; mock data, which can choose, keeps it inside the model's vocabulary."""
+        """The tokenizer's; for mock data an id inside the model's vocabulary."""
         return self._mock_eod() if self.config.mock_data else self.tokenizer.eod
 
     def _mock_eod(self) -> int:
@@ -223,7 +225,8 @@ class _SplitBuilder:
         return self._stores[path]
 
     def _cache(self) -> Path | None:
-        """Indices are cached only where the user said so: building one takes under a second per million documents."""
+        """The index cache folder; None unless the user gave one: building an index takes under a second per million
+        documents."""
         return cache_folder(self.config.data_cache_path) if self.config.data_cache_path else None
 
     def _stream(self, which: int, paths: list[str], weights: list[float] | None, flag: str) -> Dataset:

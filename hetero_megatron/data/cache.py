@@ -1,7 +1,7 @@
-"""Files that any rank may build at any time, and that appear only when complete.
+"""Cache files that any rank may build at any time and that appear only when complete.
 
-No rank waits for another: whoever lacks a file builds it. The name holds a hash of everything that the content depends
-on, so two builders write the same bytes, and the later rename replaces like by like.
+No rank waits for another: a rank without the file builds it. The name contains a hash of everything that the content
+depends on, so concurrent builders write the same bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def cache_key(*parts: Any) -> str:
 
 
 def cache_folder(path: str | None) -> Path:
-    """--data-cache-path, or the user's cache folder, created; UserError if nothing can be written there."""
+    """--data-cache-path, or the user's cache folder; created if missing. UserError if not writable."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(path).expanduser() if path else Path(base) / "hetero_megatron"
     try:
@@ -52,7 +52,7 @@ def cache_folder(path: str | None) -> Path:
 def cached_arrays(
     folder: Path | None, name: str, build: Callable[[], dict[str, np.ndarray]], log: Log
 ) -> dict[str, np.ndarray]:
-    """Arrays from ``folder/name.npz``, built and stored if they are not there (or damaged); no folder: only built."""
+    """Arrays from ``folder/name.npz``; built and stored if missing or damaged. Without a folder only built."""
     if folder is None:
         return build()
     path = folder / f"{name}.npz"

@@ -1,4 +1,4 @@
-"""What data to train on: the fields are Megatron's flags of the same names."""
+"""Data configuration; the fields are Megatron's flags of the same names."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class DataConfig:
 
 
 def parse_split(text: str, field: str = "--split") -> tuple[Fraction, Fraction, Fraction]:
-    """Shares of train, valid and test, adding up to 1. One to three numbers; those left out are 0."""
+    """Shares of train, valid and test with sum 1, from one to three numbers; missing ones are 0."""
     accepted = "one to three numbers >= 0 for train,valid,test, not all 0, e.g. 99,1,0"
     parts = [part.strip() for part in text.replace("/", ",").split(",")]
     if not all(map(_NUMBER.fullmatch, parts)):

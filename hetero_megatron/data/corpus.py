@@ -1,4 +1,4 @@
-"""A corpus is a list of files of one kind, read in order as documents; ``find_corpus`` says what a path means."""
+"""A corpus is a list of files of one kind, read in order as documents; ``find_corpus`` resolves a path to one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _ACCEPTED = "stdlib, a .bin/.idx prefix, or a file, folder or glob of text, *.js
 
 @dataclass(frozen=True)
 class Corpus:
-    """Attributes: name: as given on the command line; kind: text, jsonl, parquet or stdlib; key: of the text."""
+    """Attributes:
+        name: as given on the command line.
+        kind: text, jsonl, parquet or stdlib.
+        key: key or column of the text."""
 
     name: str
     kind: str
@@ -36,7 +39,7 @@ class Corpus:
     key: str = "text"
 
     def documents(self, cursor: Cursor = START) -> Iterator[tuple[str, Cursor]]:
-        """(text, cursor after it) from a cursor to the end of the last file; UserError for bad content."""
+        """(text, cursor after it) from a cursor to the end of the last file; UserError for invalid content."""
         first, position = (cursor[0], cursor[1:]) if cursor else (0, ())
         for number in range(first, len(self.files)):
             for document, after in _READERS[self.kind](self.files[number], self.key, position):
@@ -44,17 +47,17 @@ class Corpus:
             position = ()
 
     def place(self, cursor: Cursor) -> str:
-        """For messages: where the document that ends at a cursor was read."""
+        """File and position of the document that ends at a cursor, for messages."""
         file, *position = cursor
         return f"{self.files[file]}:{position[-1]}" if self.kind == "jsonl" else str(self.files[file])
 
     def identity(self) -> str:
-        """Changes when a file does; cache keys are made of it."""
+        """A string that changes when a file does; part of cache keys."""
         stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in self.files]
         return json.dumps([self.kind, self.key, stats])
 
     def check_ends(self) -> None:
-        """UserError for a file that is cut off at its end, which a stream would find out only when it gets there."""
+        """UserError for a file that is truncated at its end, which a stream would only notice on reaching it."""
         for file in self.files:
             if self.kind == "jsonl":
                 jsonl.check_end(file, self.key)
@@ -66,7 +69,7 @@ class Corpus:
 
 
 def is_indexed(path: str) -> bool:
-    """Does a path name a .bin/.idx pair? UserError when only one of the two is there."""
+    """Whether a path names a .bin/.idx pair. UserError if only one of the two exists."""
     prefix = indexed_prefix(path)
     found = [os.path.isfile(prefix + end) for end in (".idx", ".bin")]
     if any(found) and not all(found) and not os.path.exists(prefix):
@@ -78,7 +81,7 @@ def is_indexed(path: str) -> bool:
 
 
 def may_have_keys(path: str) -> bool:
-    """Whether documents of a path may have keys or columns; True also for what is not there (yet)."""
+    """Whether documents of a path may have keys or columns; also True for paths that do not exist (yet)."""
     if path == stdlib.NAME or is_indexed(path):
         return False
     return Path(path).suffix in _KEYED or not os.path.isfile(path)
@@ -89,7 +92,7 @@ def indexed_prefix(path: str) -> str:
 
 
 def find_corpus(path: str, key: str = "text", field: str = "--data-path") -> Corpus:
-    """What a path means: the built-in corpus, a file, all files below a folder, or a glob, in sorted order."""
+    """The corpus of a path: the built-in corpus, a file, all files below a folder, or a glob, in sorted order."""
     if path == stdlib.NAME:
         return Corpus(path, "stdlib", tuple(stdlib.stdlib_files()), key)
     files = _files(path, field)

@@ -1,4 +1,4 @@
-"""The loss of the best model that ignores context: what a trained model must fall below."""
+"""Unigram entropy: the loss of the best model that ignores context, which a trained model must undercut."""
 
 from __future__ import annotations
 

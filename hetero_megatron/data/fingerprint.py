@@ -1,4 +1,4 @@
-"""Which data a run reads, in a few digits."""
+"""A short fingerprint of the data that a run reads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ SAMPLES = 4  # the first ones: windows from all over the data, because they are 
 
 
 def data_fingerprint(dataset: Dataset | None) -> str:
-    """16 hex digits that depend on documents, tokenizer, split, seed and sequence length; empty for a stream, which
-    would have to be read for it, and where there is no dataset."""
+    """16 hex digits that depend on documents, tokenizer, split, seed and sequence length; empty without a dataset, and
+    for a stream, which would have to be read."""
     if dataset is None or isinstance(dataset, StreamingDataset):
         return ""
     digest = hashlib.sha256()

@@ -1,7 +1,7 @@
-"""Megatron's token files: ``prefix.bin`` holds the tokens, ``prefix.idx`` says where each document begins.
+"""Megatron's token files: ``prefix.bin`` holds the tokens, ``prefix.idx`` the offsets of documents.
 
-The .idx file, little-endian: magic ``MMIDIDX\\0\\0``; version u64 = 1; token type u8; sequences u64; documents u64
-(one more than there are); length of each sequence i32[]; its byte offset in .bin i64[]; first sequence of each document
+The .idx file, little-endian: magic ``MMIDIDX\\0\\0``; version u64 = 1; token type u8; number of sequences u64; number
+of documents + 1 u64; length of each sequence i32[]; its byte offset in .bin i64[]; first sequence of each document
 i64[], and the number of sequences at the end.
 """
 
@@ -51,14 +51,15 @@ class TokenStore:
 
 
 def token_dtype(vocab_size: int) -> type[np.generic]:
-    """The type that Megatron writes for a vocabulary of this size."""
+    """The token type that Megatron writes for a vocabulary of this size."""
     return np.uint16 if vocab_size < 65500 else np.int32
 
 
 class IndexedWriter:
     """Writes ``prefix.bin`` and ``prefix.idx``, one sequence per document; a context manager.
 
-    Both appear under their names only when complete: first .bin, then .idx. Safe against others who write the same.
+    Both appear under their names only when complete: first .bin, then .idx. Safe with concurrent writers of the same
+    content.
     """
 
     def __init__(self, prefix: str, dtype: type[np.generic]) -> None:
@@ -102,7 +103,7 @@ def write_indexed(prefix: str, documents: Iterable[np.ndarray], dtype: type[np.g
 
 
 def open_indexed(prefix: str, field: str = "--data-path") -> TokenStore:
-    """Map a .bin/.idx pair; UserError if the two are not what they should be, checked against each other."""
+    """Memory-map a .bin/.idx pair; UserError if they are malformed or inconsistent."""
     index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
     try:
         with open_file(index, field) as file:

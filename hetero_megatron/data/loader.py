@@ -12,13 +12,13 @@ _Key = tuple[int, ...]
 
 
 class BatchLoader:
-    """A function from global sample indices to their batch; what it returns never depends on what was prefetched.
+    """Maps global sample indices to their batch, with prefetching that never changes the result.
 
-    Call ``advance(n)`` once per step, after its batches were fetched: the same requests, ``n`` samples further on, are
-    then prepared in the background. An error in the background is raised by the request that it belongs to.
+    Call ``advance(n)`` once per step, after fetching its batches: the same requests, ``n`` samples later, are then
+    prepared in the background. A background error is raised by the request that it belongs to.
 
     Args:
-        num_workers: threads; 0: nothing is prepared ahead.
+        num_workers: threads; 0: no prefetching.
     """
 
     def __init__(self, dataset: Dataset, options: BatchOptions, num_workers: int = 2) -> None:
@@ -39,7 +39,7 @@ class BatchLoader:
         self.prefetch([[i + samples for i in key] for key in requests])
 
     def prefetch(self, requests: Sequence[Sequence[int]]) -> None:
-        """Prepare these batches, and forget those prepared before and not fetched."""
+        """Prepare these batches and drop prepared ones that were not fetched."""
         for future in self._prepared.values():
             future.cancel()
         self._prepared.clear()

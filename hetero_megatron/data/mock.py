@@ -1,4 +1,4 @@
-"""--mock-data: samples computed from (seed, index), no files. They can be learned, so the loss falls."""
+"""--mock-data: samples computed from (seed, index) without files, with learnable structure."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _DOCUMENTS_PER_SAMPLE = 4
 
 
 class MockDataset:
-    """A walk over the vocabulary: each token is the one before plus a random step from a short, skewed list.
+    """A random walk over the vocabulary: each token is the previous one plus a step from a short, skewed distribution.
 
     Args:
-        eod: ends a document, on average four per sample; all other tokens are smaller.
+        eod: end-of-document token, on average four per sample; all other tokens are smaller.
     """
 
     def __init__(self, seq_length: int, seed: int, eod: int) -> None:

@@ -1,9 +1,9 @@
 """Documents packed into samples of seq_length + 1 tokens, as in Megatron's GPT dataset.
 
-Epoch e is all documents in an order drawn from (seed, e). The epochs, one after another, are one endless stream of
-tokens; window k is ``stream[k*s : k*s + s + 1]``, so neighbours share one token and no token is dropped between epochs.
-The windows that begin in an epoch are shuffled among themselves. Nothing depends on how many samples are asked for, so
-a sample is a function of (data, seed, seq_length, index).
+Epoch e is all documents in an order drawn from (seed, e). The epochs form one endless stream of tokens; window k is
+``stream[k*s : k*s + s + 1]``, so neighbours share one token and no token is dropped between epochs. The windows that
+begin in an epoch are shuffled among themselves. A sample is a function of (data, seed, seq_length, index); the number
+of requested samples does not matter.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Epoch:
 
 
 def permutation(n: int, seed: int, epoch: int, purpose: int) -> np.ndarray:
-    """A fixed permutation of ``n``. RandomState, not Generator: its stream is frozen for all NumPy versions."""
+    """A fixed permutation of ``n``. RandomState instead of Generator: its stream is stable across NumPy versions."""
     state = np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, epoch, purpose])
     return state.permutation(n).astype(np.int32 if n < 2**31 else np.int64)
 
@@ -45,9 +45,9 @@ class PackedDataset:
     """Endless samples from the documents ``[first, last)`` of a store.
 
     Args:
-        eod: token that ends a document inside a stored document too; None: only stored documents count.
-        vocab_size: every token must be smaller; checked on the beginning of the data and on each sample.
-        cache: folder for the index of each epoch; None: kept in memory only.
+        eod: token that ends a document, also inside a stored document; None: only stored documents count.
+        vocab_size: upper bound on tokens; checked on the beginning of the data and on each sample.
+        cache: folder for the index of each epoch; None: in memory only.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class PackedDataset:
         return self.store.tokens[self._base : self._base + self.num_tokens]
 
     def num_epochs(self, num_samples: int) -> int:
-        """How many epochs the first samples reach into."""
+        """Number of epochs that the first samples touch."""
         return -(-(num_samples * self.seq_length + 1) // self.num_tokens) if num_samples else 0
 
     def __getitem__(self, index: int) -> Sample:
@@ -106,7 +106,7 @@ class PackedDataset:
         return Sample(tokens, document_starts(tokens, np.array(starts, np.int64), self._eod))
 
     def _read(self, number: int, offset: int, count: int) -> list[tuple[np.ndarray, bool]]:
-        """(tokens, do they begin a document) from ``offset`` in an epoch: ``count`` tokens, or up to its end."""
+        """(tokens, whether they begin a document) from ``offset`` in an epoch: ``count`` tokens, or up to its end."""
         epoch = self._epoch(number)
         place = int(np.searchsorted(epoch.starts, offset, side="right")) - 1
         pieces = []
@@ -152,7 +152,7 @@ class PackedDataset:
         check_tokens(tokens, self._vocab_size, self.store.name, self._field, self._place)
 
     def _place(self, token: int) -> str:
-        """For messages: the first stored document that holds a token."""
+        """The first stored document with a token, for messages."""
         stored = self.all_tokens()
         for start in range(0, len(stored), _CHECKED_TOKENS):
             found = np.flatnonzero(stored[start : start + _CHECKED_TOKENS] == token)
@@ -163,9 +163,9 @@ class PackedDataset:
 
 
 def document_starts(tokens: np.ndarray, starts: np.ndarray, eod: int | None) -> np.ndarray:
-    """Starts of documents in ``tokens[:-1]``, int32: 0, the known ``starts``, and every place after an ``eod``.
+    """Starts of documents in ``tokens[:-1]``, int32: 0, the known ``starts``, and every position after an ``eod``.
 
-    An end of document belongs to the document that it ends.
+    An end-of-document token belongs to the document that it ends.
     """
     found = [np.zeros(1, np.int64), starts]
     if eod is not None:

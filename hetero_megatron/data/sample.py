@@ -15,6 +15,6 @@ class Sample(NamedTuple):
 
 
 class Dataset(Protocol):
-    """Samples by global index: who asks never changes what comes."""
+    """Samples by global index, independent of the caller."""
 
     def __getitem__(self, index: int) -> Sample: ...

@@ -1,7 +1,7 @@
-"""--dataloader-type streaming: a corpus read once from front to back, never indexed, its cursor saved in checkpoints.
+"""--dataloader-type streaming: a corpus read sequentially without an index; its cursor is saved in checkpoints.
 
 Documents keep their order; sample i is tokens ``[i*s, i*s + s + 1)`` of the endless repetition of the corpus. Samples
-are to be asked for nearly in order: a window of them is kept, going back further reads again from the beginning.
+should be requested nearly in order: a window of them is kept; going back further reads again from the beginning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WINDOW = 4096
 
 
 class _SampleReader:
-    """Samples one after another, with what is needed to begin again at each of them."""
+    """Consecutive samples, each with the cursor needed to restart at it."""
 
     def __init__(
         self, corpus: Corpus, tokenizer: Tokenizer, seq_length: int, sample: int, cursor: Cursor, skip: int,
@@ -45,7 +45,7 @@ class _SampleReader:
         while self._have < self._length + 1:
             self._push(*next(self._documents), 0)
         cursor, _, skip = self._pending[0]
-        # Not more than is needed: a document may be a whole file, and is cut here once per sample.
+        # Only what is needed: a document may be a whole file, and is sliced here once per sample.
         tokens = np.concatenate([piece[used : used + self._length + 1] for _, piece, used in self._pending])
         lengths = [len(piece) - used for _, piece, used in self._pending]
         starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
@@ -84,11 +84,11 @@ class _SampleReader:
 
 
 class StreamingDataset:
-    """Samples of a corpus in its own order. Thread-safe; every rank that asks reads for itself.
+    """Samples of a corpus in its own order. Thread-safe; every rank reads for itself.
 
     Args:
-        vocab_size: every token must be smaller; None: not checked.
-        window: how many samples before the newest one can be had again cheaply.
+        vocab_size: upper bound on tokens; None: not checked.
+        window: number of samples before the newest one that are kept.
     """
 
     def __init__(
@@ -112,9 +112,9 @@ class StreamingDataset:
             return self._recent[index][0]
 
     def state_dict(self, sample: int) -> dict[str, Any]:
-        """Small, for JSON: where to read from so that ``sample`` and those after it can be had.
+        """A small JSON state from which ``sample`` and later samples can be read.
 
-        If this rank has not read so far, the state is of an earlier sample, which is as good but slower.
+        If this rank has not read that far, the state is of an earlier sample, which is correct but slower.
         """
         with self._lock:
             known = [i for i in self._recent if i <= sample]
@@ -122,7 +122,7 @@ class StreamingDataset:
             return {"sample": start, "cursor": list(cursor), "skip": skip, "corpus": self._size()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin where ``state_dict`` said; UserError if the files are not of the same number and size."""
+        """Restart from a ``state_dict``; UserError if the number or sizes of the files differ."""
         if state["corpus"] != self._size():
             raise _other_corpus(self.corpus)
         with self._lock:
@@ -136,7 +136,7 @@ class StreamingDataset:
         )
 
     def _size(self) -> list[int]:
-        """What a cursor relies on: which file is which. Paths and times may differ between machines."""
+        """File sizes, on which cursors rely. Paths and times may differ between machines."""
         return [len(self.corpus.files), self.corpus.num_bytes()]
 
     def _step(self) -> None:

@@ -1,4 +1,4 @@
-"""Text corpus -> token store, once: large ones are kept as .bin/.idx in the cache."""
+"""Tokenises a text corpus into a token store; large ones are cached as .bin/.idx."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _REPORT_SECONDS = 10.0
 def tokenize(
     corpus: Corpus, tokenizer: Tokenizer, cache_path: str | None, log: Log, limit: int | None = None
 ) -> TokenStore:
-    """The documents of a corpus, each with ``eod`` at its end; empty documents are left out.
+    """The documents of a corpus, each followed by ``eod``; empty documents are skipped.
 
     Args:
-        limit: rows of the model; UserError names the document with a token beyond them.
+        limit: rows of the model's embedding; UserError names the document of a token beyond them.
     """
     key = cache_key("tokens", corpus.identity(), tokenizer.fingerprint)
     dtype = token_dtype(tokenizer.vocab_size)
@@ -60,7 +60,7 @@ def encode_document(text: str, tokenizer: Tokenizer) -> np.ndarray:
 def encode_checked(
     text: str, tokenizer: Tokenizer, corpus: Corpus, after: Cursor, limit: int | None
 ) -> np.ndarray:
-    """:func:`encode_document` for the document that ends at a cursor; UserError names it."""
+    """:func:`encode_document` for the document that ends at a cursor; a UserError names it."""
     try:
         document = encode_document(text, tokenizer)
     except UserError as error:
@@ -83,5 +83,5 @@ def _documents(corpus: Corpus, tokenizer: Tokenizer, log: Log, limit: int | None
 
 
 def empty_corpus(corpus: Corpus) -> UserError:
-    """For a corpus without a single character."""
+    """The error for a corpus without any text."""
     return UserError("the corpus is empty (no text)", field="--data-path", value=corpus.name, accepted="some text")

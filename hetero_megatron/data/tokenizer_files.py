@@ -1,7 +1,7 @@
-"""Files of tokenizers, checked before a library reads them, and what its failures mean in our words.
+"""Checks tokenizer files before a library reads them, and translates the library's failures.
 
-transformers and tokenizers open whatever a directory holds: a FIFO would block them, and damage ends in errors of many
-kinds, some of which (a panic of Rust code) are not even an ``Exception``.
+transformers and tokenizers open whatever a directory contains: a FIFO would block them, and damaged files cause many
+kinds of errors, some of which (panics of Rust code) are not even an ``Exception``.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _EXTRA = "pip install 'hetero-megatron[sentencepiece]', or a directory with toke
 
 
 def check_directory(model: str) -> str:
-    """What transformers is to load: a directory whose tokenizer files are sound as files, or a name on the hub.
+    """The argument for transformers: a directory with intact tokenizer files, or a name on the hub.
 
     Raises:
-        UserError: no such directory, a file in place of it, or a file in it that is damaged or not a regular one.
+        UserError: no such directory, or a file in it that is damaged or not a regular file.
     """
     require_text(model, field=_FIELD)
     path = Path(os.path.expanduser(model))
@@ -53,7 +53,7 @@ def check_directory(model: str) -> str:
 
 
 def cannot_load(model: str, error: Exception) -> UserError:
-    """transformers failed on a directory or name: what that means."""
+    """The error for a directory or name that transformers cannot load."""
     path = Path(os.path.expanduser(model))
     if os.path.isdir(path) and not os.path.isfile(path / "tokenizer.json"):
         models = [*path.glob("*.model"), *path.glob("*.tiktoken")]
@@ -96,7 +96,7 @@ def read_vocabulary(path: str, field: str) -> dict[str, int]:
 
 @contextmanager
 def refuse_panics() -> Iterator[None]:
-    """Turn a panic of Rust code, which derives from BaseException, into an Exception."""
+    """Turn a Rust panic, which derives from BaseException, into an Exception."""
     try:
         yield
     except BaseException as error:

@@ -183,13 +183,13 @@ class GPT2BPETokenizer:
 def choose_type(
     type: str | None, model: str | None, vocab_file: str | None, merge_file: str | None
 ) -> str | None:
-    """The tokenizer type that is meant: the one given, or the one that reads the files given, as in Megatron.
+    """The tokenizer type: the given one, or the one that reads the given files, as in Megatron.
 
     Returns:
-        None where neither a type nor a file is given.
+        None if neither a type nor a file is given.
 
     Raises:
-        UserError: files that no one type reads.
+        UserError: no single type reads the given files.
     """
     if type is not None:
         return type
@@ -210,10 +210,10 @@ def build_tokenizer(
     vocab_size: int | None = None,
     trust_remote_code: bool = False,
 ) -> Tokenizer:
-    """The tokenizer that Megatron's flags of these names ask for.
+    """The tokenizer for Megatron's flags of these names.
 
     Raises:
-        UserError: a flag that it needs is missing, or one is given that it does not read; damaged files.
+        UserError: a required flag is missing, or one is given that the type does not use; damaged files.
     """
     given = {"--tokenizer-model": model, "--vocab-file": vocab_file, "--merge-file": merge_file,
              "--trust-remote-code": trust_remote_code}  # fmt: skip
@@ -251,7 +251,7 @@ def _needed(flag: str, value: str | None, type: str) -> str:
 
 
 def required_eod(tokenizer: Tokenizer, why: str) -> int:
-    """The id that ends a document; UserError where it is needed and the tokenizer has none."""
+    """The end-of-document id; UserError if the tokenizer has none."""
     if tokenizer.eod is None:
         raise UserError(
             f"the tokenizer has no end-of-sequence token (eos_token), but {why}", field="tokenizer",
@@ -263,7 +263,7 @@ def required_eod(tokenizer: Tokenizer, why: str) -> int:
 
 
 def _size(ids: Any, field: str, value: str) -> int:
-    """One more than the largest id: ids may have gaps, so that their number says too little."""
+    """One more than the largest id (ids may have gaps)."""
     largest = max(ids, default=-1)
     if not 0 <= largest <= MAX_ID:
         problem = "has no tokens" if largest < 0 else f"has token id {largest}"
@@ -272,7 +272,7 @@ def _size(ids: Any, field: str, value: str) -> int:
 
 
 def _encoded(name: str, encode: Callable[[], Sequence[int]]) -> np.ndarray:
-    """Ids as int64. A damaged tokenizer may load and fail only here."""
+    """Ids as int64. A damaged tokenizer may only fail here."""
     try:
         with refuse_panics():
             return np.asarray(encode(), dtype=np.int64)
@@ -284,7 +284,7 @@ def _encoded(name: str, encode: Callable[[], Sequence[int]]) -> np.ndarray:
 
 
 def _fingerprint(inner: Any) -> str:
-    """Of everything that decides ids: the whole fast tokenizer, or else the vocabulary and the class."""
+    """Hash of everything that determines ids: the whole fast tokenizer, or else the vocabulary and the class."""
     if getattr(inner, "backend_tokenizer", None) is not None:
         text = str(inner.backend_tokenizer.to_str())
     else:

@@ -1,8 +1,8 @@
-"""Control groups that limit the memory of the ranks, in cgroups v1 and v2.
+"""Control groups that limit the memory of the ranks (cgroups v1 and v2).
 
-A testbed's groups are children of the launcher's own group where the kernel allows it (v1), so that whatever limits
-hold for the launcher hold for its ranks too. v2 does not allow a group to hold both processes and limited children:
-there the groups are made below the first ancestor that holds no processes (or the root).
+A testbed's groups are children of the launcher's own group where the kernel allows it (v1), so that the launcher's
+limits apply to its ranks. A v2 group cannot have both processes and limited children: there the groups are made below
+the first ancestor without processes (or the root).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OWN = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """The kernel's memory controller: where it is mounted, and this process' group in it."""
+    """The kernel's memory controller: its mount point, and this process' group in it."""
 
     version: int
     root: Path
@@ -34,7 +34,7 @@ class Hierarchy:
 
 
 def memory_hierarchy() -> Hierarchy | None:
-    """The one that is mounted; None: there is none."""
+    """The mounted hierarchy; None: there is none."""
     try:
         mounts = [line.split() for line in MOUNTS.read_text().splitlines()]
         lines = [line.split(":", 2) for line in OWN.read_text().splitlines()]
@@ -53,7 +53,7 @@ def memory_hierarchy() -> Hierarchy | None:
 
 
 def _visible(root: Path, path: str) -> Path:
-    """A group's directory; the mounted root when the path is one outside this container."""
+    """A group's directory; the mounted root if the path is outside this container."""
     directory = root / path.lstrip("/")
     return directory if directory.is_dir() else root
 
@@ -66,7 +66,7 @@ def _read(path: Path) -> str:
 
 
 def parent_for(hierarchy: Hierarchy) -> Path:
-    """Below which group a testbed's groups are made; on v2 the controller is passed down to it.
+    """The group below which a testbed's groups are made; on v2 the controller is enabled down to it.
 
     Raises:
         UserError: the kernel refuses.
@@ -89,7 +89,7 @@ def parent_for(hierarchy: Hierarchy) -> Path:
 
 @contextmanager
 def _writing(group: Path) -> Iterator[None]:
-    """UserError where the kernel refuses what is written in here."""
+    """Raise UserError if a write in this block fails."""
     try:
         yield
     except OSError as error:
@@ -106,13 +106,13 @@ def attach(group: Path, pid: int) -> None:
 
 
 def oom_kills(group: Path) -> int:
-    """How often the kernel killed something in the group for its memory limit."""
+    """Number of processes of the group that were killed for exceeding its memory limit."""
     text = _read(group / "memory.oom_control") or _read(group / "memory.events")  # v1, v2
     return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
 
 
 def set_memory(group: Path, limit: int) -> None:
-    """Limit the memory of the group to ``limit`` bytes; no swap beyond it, where the kernel counts swap by group.
+    """Limit the memory of the group to ``limit`` bytes, without swap beyond it where the kernel counts swap by group.
 
     Raises:
         UserError: the kernel refuses.
@@ -127,7 +127,7 @@ def set_memory(group: Path, limit: int) -> None:
 
 
 def make_group(hierarchy: Hierarchy, testbed: str, rank: int) -> Path:
-    """``PARENT/hetero-testbed-ID/rank-R``; on v2 with the controller switched on in between.
+    """Make ``PARENT/hetero-testbed-ID/rank-R``; on v2 with the controller enabled in between.
 
     Raises:
         UserError: the kernel refuses.
@@ -154,8 +154,8 @@ def testbeds_with_groups() -> set[str]:
 
 
 def _all_tops() -> list[Path]:
-    """Every group named as ours: below our own group, its ancestors, or any child of the root (an earlier launcher may
-    have been in another group)."""
+    """Top groups of all testbeds: below our own group, its ancestors, or any child of the root (a launcher may have
+    been in another group)."""
     found: list[Path] = []
     hierarchy = memory_hierarchy()
     for directory, names, _ in os.walk(hierarchy.root) if hierarchy is not None else ():
@@ -165,7 +165,7 @@ def _all_tops() -> list[Path]:
 
 
 def remove_groups(groups: Iterable[Path], patience: float = 5.0) -> list[Path]:
-    """Kill what is in the groups and remove them; returns those that would not go."""
+    """Kill the processes of the groups and remove them; returns those that could not be removed."""
     left = list(groups)
     end = time.monotonic() + patience
     while left:

@@ -1,4 +1,4 @@
-"""How far emulated clocks could be kept: judged once, for the launcher, training and calibration."""
+"""Quality of emulated clocks, used by the launcher, training and calibration."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ OVERRUN_LIMIT = 0.01  # share of emulated seconds by which real CPU time may exc
 
 @dataclass(frozen=True)
 class Kept:
-    """The largest of all ranks, as shares of their emulated seconds.
+    """Deviation of emulated clocks: the largest of all ranks, as shares of their emulated seconds.
 
     Args:
         overrun: CPU time beyond the emulated chip's; worst_rank: the lowest rank with that overrun.
-        late: seconds behind the clock that were not made up; maybe another rank's.
-        spread: see :func:`spread`; None where it is not known, or 0 by construction (chips: clock).
+        late: delay that was not made up; possibly of another rank.
+        spread: see :func:`spread`; None if unknown, or 0 by construction (chips: clock).
     """
 
     overrun: float
@@ -30,7 +30,7 @@ class Kept:
 
     @property
     def invalid(self) -> bool:
-        """Nothing that was measured can be believed."""
+        """Whether the overrun makes measurements worthless."""
         return self.overrun > OVERRUN_LIMIT
 
     def facts(self) -> dict[str, Any]:
@@ -39,7 +39,7 @@ class Kept:
         return {**known, "invalid": self.invalid}
 
     def complaint(self) -> str:
-        """Why it is invalid, and what to do; empty if it is not."""
+        """Why it is invalid and what to do; empty if valid."""
         if not self.invalid:
             return ""
         took = f"rank {self.worst_rank} took {self.overrun:.1%} more CPU time than its emulated chip"
@@ -52,13 +52,13 @@ class Kept:
 
 
 def spread(steps: Sequence[Sequence[float]]) -> float | None:
-    """Largest of all ranks: standard deviation of the compute seconds of like steps, as a share of their mean.
+    """The largest standard deviation of a rank's compute seconds per step, relative to their mean.
 
     Args:
-        steps: seconds by rank, of each step; the first one, which allocates, does not count.
+        steps: seconds by rank, per step; the first step (allocations) is ignored.
 
     Returns:
-        None for fewer than two other steps.
+        None for fewer than two further steps.
     """
     ranks = [seconds for seconds in zip(*steps[1:], strict=True) if any(seconds)]
     if len(steps) < 3 or not ranks:
@@ -67,7 +67,7 @@ def spread(steps: Sequence[Sequence[float]]) -> float | None:
 
 
 def worst_clock(reports: Mapping[int, Mapping[str, float]]) -> Kept | None:
-    """Of all ranks' clocks, by rank as ``Clock.report`` gives them; None where no chip is emulated."""
+    """Summary of all ranks' ``Clock.report``; None if no chip is emulated."""
     clocks = {rank: reports[rank] for rank in sorted(reports) if reports[rank]}
     if not clocks:
         return None
@@ -76,7 +76,7 @@ def worst_clock(reports: Mapping[int, Mapping[str, float]]) -> Kept | None:
 
 
 def read_clocks(directory: Path) -> Kept | None:
-    """Of a testbed, as its ranks have written their clocks down so far; None where none has."""
+    """Summary of the clocks that a testbed's ranks have written so far; None if none has."""
     try:
         data = (directory / CLOCKS).read_bytes()
     except OSError:

@@ -1,7 +1,7 @@
-"""Faults on demand, in a testbed that runs: kill or freeze a rank, cut or slow a link, slow a chip.
+"""Faults in a running testbed: kill or freeze a rank, cut or slow a link, slow a chip.
 
-Ranks that pace themselves (chips: clock or soft, links: paced) read ``control.json`` once a second; the rest is done
-to the kernel's things from here.
+Ranks that pace themselves (chips: clock or soft, links: paced) read ``control.json`` once a second; other faults act on
+kernel objects from here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def kill_rank(testbed: Testbed, rank: int) -> str:
 
 
 def freeze_rank(testbed: Testbed, rank: int) -> str:
-    """SIGSTOP: the rank is there and does not answer."""
+    """SIGSTOP: the rank stays but does not answer."""
     signal_all([_pid(testbed, rank)], signal.SIGSTOP, group=True)
     return f"rank {rank} is frozen"
 
@@ -37,7 +37,7 @@ def thaw_rank(testbed: Testbed, rank: int) -> str:
 
 
 def slow_chip(testbed: Testbed, rank: int, speed: float) -> str:
-    """Give one rank another speed (1.0 = one core)."""
+    """Change the speed of one rank (1.0 = one core)."""
     record = testbed.record()
     if not 0 < speed <= 1:
         raise UserError("out of range", field="speed", value=speed, accepted="above 0, at most 1.0 (one core)")
@@ -51,7 +51,7 @@ def slow_chip(testbed: Testbed, rank: int, speed: float) -> str:
 
 
 def slow_link(testbed: Testbed, a: str, b: str, rate: float) -> str:
-    """Give the link between two nodes another rate in bytes/s, both ways."""
+    """Change the rate of the link between two nodes (bytes/s, both directions)."""
     record, ends = _link(testbed, a, b)
     if record["links"] == "paced":
         _pace(testbed, record, ends, rate)
@@ -69,7 +69,7 @@ def slow_link(testbed: Testbed, a: str, b: str, rate: float) -> str:
 
 
 def cut_link(testbed: Testbed, a: str, b: str) -> str:
-    """Nothing comes through between two nodes any more; nobody is told."""
+    """Drop all packets between two nodes silently."""
     record, ends = _link(testbed, a, b)
     if record["links"] == "paced":
         _pace(testbed, record, ends, 0.0)
@@ -80,7 +80,7 @@ def cut_link(testbed: Testbed, a: str, b: str) -> str:
 
 
 def mend_link(testbed: Testbed, a: str, b: str) -> str:
-    """What was cut or slowed carries again what the cluster file says."""
+    """Undo cut and slow: the link has the cluster file's rate again."""
     record, ends = _link(testbed, a, b)
     if record["links"] == "paced":
         _pace(testbed, record, ends, None)
@@ -98,7 +98,7 @@ def mend_link(testbed: Testbed, a: str, b: str) -> str:
 
 
 def _pace(testbed: Testbed, record: dict[str, Any], ends: list[Node], rate: float | None) -> None:
-    """None: what the cluster file says."""
+    """``rate`` None: the cluster file's."""
     ranks = [_ranks_of(record, end) for end in ends]
     pairs = [(x, y) for x in ranks[0] for y in ranks[1]] + [(y, x) for x in ranks[0] for y in ranks[1]]
     with testbed.control() as control:
@@ -132,7 +132,7 @@ def _ranks_of(record: dict[str, Any], node: Node) -> list[int]:
 
 
 def _link(testbed: Testbed, a: str, b: str) -> tuple[dict[str, Any], list[Node]]:
-    """(record of the testbed, the two nodes) of a link that it made."""
+    """(record of the testbed, the two nodes) of an emulated link."""
     record = testbed.record()
     ends = [_node(record, a), _node(record, b)]
     if a == b:

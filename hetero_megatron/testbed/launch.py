@@ -1,7 +1,7 @@
-"""Starts one process per rank of a cluster file, watches them, and leaves nothing behind.
+"""Starts one process per rank of a cluster file, supervises them, and cleans up.
 
-Ways to end: all ranks end; one fails (the rest get a grace time, then SIGTERM, then SIGKILL); Ctrl-C or SIGTERM; the
-launcher is killed (its ranks die with it, and the reaper removes the rest).
+A run ends when all ranks end; when one fails (the rest get a grace time, then SIGTERM, then SIGKILL); by Ctrl-C or
+SIGTERM; or when the launcher is killed (its ranks die with it, and the reaper removes the rest).
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class LaunchOptions:
 
     Args:
         grace: seconds that the other ranks have to end by themselves after one has failed.
-        output: ``rank0`` or ``all``; log_dir: where every rank's output and ``testbed.json`` go.
+        output: ``rank0`` or ``all``.
+        log_dir: directory for every rank's output and ``testbed.json``.
     """
 
     command: tuple[str, ...]
@@ -64,7 +65,7 @@ class LaunchOptions:
 
 
 def find_command(words: Sequence[str]) -> tuple[str, ...]:
-    """The command with an interpreter before a ``.py`` file; UserError when it cannot be run."""
+    """The command, with an interpreter in front of a ``.py`` file; UserError if it cannot be run."""
     if not words:
         raise UserError("no command to run", field="testbed run", accepted="-- CMD ... at the end")
     if words[0].endswith(".py"):
@@ -81,8 +82,8 @@ class Launcher:
     """One run; :meth:`run` is called once, from the main thread.
 
     Attributes:
-        codes: exit codes of ranks that ended by themselves (128 + signal for those that were killed).
-        latencies: measured seconds one way, by name of the pair of node groups (links: namespaces).
+        codes: exit codes of ranks that ended by themselves (128 + signal if killed).
+        latencies: measured one-way seconds, by pair of node groups (links: namespaces).
     """
 
     settings: Settings
@@ -105,7 +106,7 @@ class Launcher:
         self._secret = os.environ.get(SECRET) or secrets.token_hex(32)
 
     def run(self) -> int:
-        """Returns the exit code: the worst of the ranks, or 128 + signal when interrupted."""
+        """Returns the exit code: the worst of the ranks, or 128 + signal if interrupted."""
         with self._catch_signals():
             self._testbed = new_testbed()
             self._output = Output(self.options.output, self.options.log_dir)
@@ -143,7 +144,7 @@ class Launcher:
         )  # fmt: skip
 
     def _make(self) -> None:
-        """Namespaces, groups and files: all that has to be there before the first rank."""
+        """Make everything that must exist before the first rank: namespaces, groups, files."""
         settings, directory = self.settings, self._testbed.directory
         self._record()
         if settings.links == "namespaces":
@@ -179,7 +180,7 @@ class Launcher:
             cgroups.set_memory(self._groups[rank], limit)
 
     def _record(self) -> None:
-        """Write down what there is, for status, faults and clean-up."""
+        """Write the record for status, faults and clean-up."""
         settings, network = self.settings, self._network
         reaper = status(self._reaper.pid) if self._reaper else None
         ranks = []
@@ -206,7 +207,7 @@ class Launcher:
         })  # fmt: skip
 
     def _environment(self, rank: int) -> dict[str, str]:
-        """torchrun's, and the testbed's."""
+        """torchrun's variables, and the testbed's."""
         settings, place = self.settings, self.settings.cluster.ranks[rank]
         node = settings.node_of[rank]
         self._port = self._port or (PORT if self._network else _free_port())
@@ -263,7 +264,7 @@ class Launcher:
         self._load.sessions.append(child.pid)
 
     def _watch(self) -> None:
-        """Until all ranks have ended, one has failed and the grace time is over, or a signal came."""
+        """Wait until all ranks have ended, a failure's grace time is over, or a signal came."""
         deadline, sampled = float("inf"), time.monotonic()
         while len(self.codes) < len(self._ranks) and not self._signals and time.monotonic() < deadline:
             begun = time.monotonic()
@@ -289,7 +290,7 @@ class Launcher:
         self._clock = read_clocks(self._testbed.directory)
 
     def _ended(self) -> list[int]:
-        """The ranks that have ended since the last call; notes their codes."""
+        """The ranks that have ended since the last call; stores their codes."""
         new = [r for r, child in self._ranks.items() if r not in self.codes and child.poll() is not None]
         for rank in new:
             code = self._ranks[rank].returncode
@@ -304,11 +305,11 @@ class Launcher:
         return f"rank {rank} ({place.node}, {place.chip}) {how}"
 
     def _note_ready(self) -> None:
-        """The ranks that have said that their start-up is over."""
+        """Record the ranks that have finished starting up."""
         self._ready |= {rank for rank in self._ranks if (self._testbed.directory / READY.format(rank)).exists()}
 
     def _close(self) -> None:
-        """End what still runs, then have the reaper remove the rest; again here in case it cannot."""
+        """Stop running ranks, then let the reaper clean up; done here again in case it cannot."""
         self._stop_ranks()
         end = time.monotonic() + 1.0
         while time.monotonic() < end and self._output.pump(0.05):
@@ -349,7 +350,7 @@ class Launcher:
 
 
 def _package_environment() -> dict[str, str]:
-    """Of modules of this package, wherever they are started."""
+    """Makes modules of this package importable in child processes."""
     root = str(Path(hetero_megatron.__file__).parent.parent)
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))}
 

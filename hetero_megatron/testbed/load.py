@@ -1,11 +1,11 @@
-"""Foreign load: CPU time that this machine spends on others while something is measured. Pure /proc.
+"""Foreign load: CPU time used by other processes during a measurement, from /proc.
 
     with watch_load(sessions) as load:
         ...
     load.disturbed, load.foreign, load.summary()
 
-Foreign is what the cores were busy with, less this testbed's own processes, less the kernel's threads (which do its
-network traffic), plus time that a hypervisor took away.
+Foreign load is the cores' busy time minus this testbed's own processes and the kernel's threads (which handle its
+network traffic), plus time stolen by a hypervisor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Sample:
 
 
 def _sample(sessions: Collection[int], extra: Collection[int]) -> _Sample | None:
-    """None where there is no /proc/stat. ``own``: all processes of ``sessions``, and the processes ``extra``."""
+    """None without /proc/stat. Own processes: those of ``sessions``, and ``extra``."""
     try:
         with open("/proc/stat", "rb") as file:
             ticks = [int(word) for word in file.readline().split()[1:]]
@@ -55,10 +55,11 @@ class LoadMonitor:
     """Call :meth:`sample` every second or two while measuring.
 
     Args:
-        sessions: session ids (``setsid``) whose processes are one's own; may grow.
-        processes: further own processes, with their children that were waited for.
+        sessions: session ids (``setsid``) of own processes; may grow.
+        processes: further own processes, including children that were waited for.
+
     Attributes:
-        foreign: mean foreign load in cores; peak: the largest between two samples that are at least 1 s apart.
+        foreign: mean foreign load in cores; peak: the largest between two samples at least 1 s apart.
     """
 
     sessions: Collection[int] = ()
@@ -104,7 +105,7 @@ def _foreign(a: _Sample, b: _Sample) -> float:
 
 @contextmanager
 def watch_load(sessions: Collection[int] | None = None) -> Iterator[LoadMonitor]:
-    """Foreign load during a block; without ``sessions``, this process' session is one's own."""
+    """Measure foreign load during a block; without ``sessions``, this process' session counts as own."""
     if sessions is None:
         mine = status(os.getpid())
         sessions = () if mine is None else (mine.session,)

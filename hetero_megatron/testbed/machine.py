@@ -1,4 +1,4 @@
-"""What this machine allows a testbed to do, and how to mend what it does not. Used by the launcher and by doctor."""
+"""What this machine supports for a testbed, and how to fix what is missing. Used by the launcher and by doctor."""
 
 from __future__ import annotations
 
@@ -23,15 +23,12 @@ MODULES = {"veth": "veth", "bridge": "bridge", "htb": "sch_htb", "u32": "cls_u32
 
 @dataclass(frozen=True)
 class Machine:
-    """What was found.
-
-    Attributes:
+    """Attributes:
         root: effective user is root.
         tools: missing tools.
-        lacks: missing features of the kernel, in words; None: could not be tried.
-        memory_groups: version of the cgroups that can limit memory here; 0: there are none.
-        cores: usable ones.
-    """
+        lacks: missing kernel features, in words; None: could not be tried.
+        memory_groups: version of the cgroups that can limit memory here; 0: none.
+        cores: usable cores."""
 
     root: bool
     tools: tuple[str, ...]
@@ -40,7 +37,7 @@ class Machine:
     cores: tuple[int, ...]
 
     def no_namespaces(self) -> str:
-        """Why links cannot be namespaces; empty when they can."""
+        """Why links cannot use namespaces; empty if they can."""
         if platform.system() != "Linux":
             return "this is not Linux"
         if not self.root:
@@ -52,14 +49,14 @@ class Machine:
         return f"the kernel lacks {', '.join(self.lacks)}" if self.lacks else ""
 
     def no_memory_limit(self) -> str:
-        """Why there are no cgroups that limit memory to be had; empty when there are."""
+        """Why memory cannot be limited by cgroups; empty if it can."""
         if not self.root:
             return "not root"
         return "" if self.memory_groups else "no writable cgroup hierarchy with the controller memory"
 
 
 def examine() -> Machine:
-    """Look, and try in a scratch namespace; nothing stays."""
+    """Examine the machine, using a scratch namespace; leaves nothing behind."""
     root = hasattr(os, "geteuid") and os.geteuid() == 0
     tools = tuple(name for name in ("ip", "tc") if shutil.which(name) is None)
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)

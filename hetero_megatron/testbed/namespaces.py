@@ -1,7 +1,7 @@
-"""The network of a testbed: each node a network namespace, a veth pair from each to a bridge in one of their own.
+"""The network of a testbed: one network namespace per node, each with a veth pair to a bridge in another namespace.
 
-The namespaces have no names: they are held by file descriptors of the launcher and by the ranks inside, so the
-kernel removes them, with every link in them, when the last of these is gone, whatever happened.
+The namespaces are anonymous: they are held by file descriptors of the launcher and by the ranks inside, so the kernel
+removes them, with every link in them, when the last of these is gone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def address(node: int) -> str:
 
 
 def port(node: int) -> str:
-    """The name of a node's port at the bridge."""
+    """Name of a node's port at the bridge."""
     return f"port{node}"
 
 
@@ -52,7 +52,8 @@ class VirtualNetwork:
     """The namespaces of ``count`` nodes with links between them.
 
     Args:
-        rates: bytes/s by (source node, destination node); pairs that are not in it are not shaped.
+        rates: bytes/s by (source node, destination node); missing pairs are not shaped.
+
     Attributes:
         switch, nodes: file descriptors of the namespaces.
     """
@@ -63,7 +64,7 @@ class VirtualNetwork:
     nodes: list[int] = field(default_factory=list)
 
     def open(self) -> None:
-        """Make everything; on failure nothing stays.
+        """Make everything; on failure everything is removed.
 
         Raises:
             OSError, RuntimeError: the kernel or a tool refuses.
@@ -98,7 +99,7 @@ class VirtualNetwork:
 
     @staticmethod
     def path(fd: int) -> str:
-        """A name of the namespace for other processes, while this one lives: nsenter --net=PATH."""
+        """A path to the namespace for other processes, valid while this one lives: nsenter --net=PATH."""
         return f"/proc/{os.getpid()}/fd/{fd}"
 
     def close(self) -> None:
@@ -108,7 +109,7 @@ class VirtualNetwork:
         self.nodes, self.switch = [], -1
 
     def latency(self, a: int, b: int, repeats: int = 31) -> float:
-        """Measured seconds from ``a`` to ``b``: half the median round trip of one byte over TCP."""
+        """Measured one-way seconds from ``a`` to ``b``: half the median round trip of one byte over TCP."""
         with inside(self.nodes[b]), socket.socket() as listener:
             listener.bind((address(b), 0))
             listener.listen()

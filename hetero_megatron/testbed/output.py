@@ -1,4 +1,4 @@
-"""What the ranks print: passed on with the rank's number, and kept in files."""
+"""Output of the ranks: forwarded with the rank's number, and stored in files."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ class Output:
     """Reads the ranks' pipes.
 
     Args:
-        which: ``rank0`` shows rank 0's standard output as it is, and everybody's standard error with ``[rank]`` before
-            each line; ``all`` shows both of everybody, with the rank.
-        directory: where ``rank-N.out`` and ``rank-N.err`` go; None: nowhere.
+        which: ``rank0``: rank 0's standard output unchanged, and all ranks' standard error with ``[rank]`` before each
+            line; ``all``: both streams of all ranks, with the rank.
+        directory: for ``rank-N.out`` and ``rank-N.err``; None: not stored.
+
     Attributes:
-        unread: nobody reads what is shown any more (as after ``| head``).
+        unread: nobody reads our output any more (as after ``| head``).
     """
 
     def __init__(self, which: str, directory: Path | None) -> None:
@@ -49,7 +50,7 @@ class Output:
         self._selector.register(pipe, selectors.EVENT_READ, stream)
 
     def pump(self, seconds: float) -> bool:
-        """Pass on what comes within ``seconds``; True while any pipe is open."""
+        """Forward output for up to ``seconds``; returns whether any pipe is open."""
         if not self._selector.get_map():
             return False
         for key, _ in self._selector.select(seconds):

@@ -1,4 +1,4 @@
-"""What Python's standard library lacks about processes on Linux: namespaces, death signals, /proc."""
+"""Linux process functions missing from the standard library: namespaces, death signals, /proc."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def current_namespace() -> int:
 
 
 def new_namespace() -> int:
-    """A file descriptor of a new, nameless network namespace: it lives as long as somebody is in it or holds it."""
+    """A file descriptor of a new anonymous network namespace, which exists while somebody is in it or holds it."""
     home = current_namespace()
     try:
         _call("unshare", CLONE_NEWNET)
@@ -43,13 +43,13 @@ def new_namespace() -> int:
 
 
 def enter_namespace(fd: int) -> None:
-    """What ``nsenter --net`` does. (``ip netns exec`` would also remount /sys, and so hide the cgroups.)"""
+    """Like ``nsenter --net``. (``ip netns exec`` would also remount /sys and hide the cgroups.)"""
     _call("setns", fd, CLONE_NEWNET)
 
 
 @contextmanager
 def inside(fd: int) -> Iterator[None]:
-    """This thread is in another network namespace; its sockets made there stay there."""
+    """Move this thread into another network namespace; sockets made there stay there."""
     home = current_namespace()
     try:
         enter_namespace(fd)
@@ -60,7 +60,7 @@ def inside(fd: int) -> Iterator[None]:
 
 
 def die_with_parent(parent: int) -> None:
-    """For a child before its exec: SIGKILL when the parent is gone, however it went."""
+    """For a child before exec: SIGKILL when the parent ends for whatever reason."""
     if hasattr(_libc, "prctl"):
         _call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before prctl took effect
@@ -69,7 +69,7 @@ def die_with_parent(parent: int) -> None:
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """A line of /proc/PID/stat; ``ticks`` is CPU time of it and of its children that were waited for."""
+    """A line of /proc/PID/stat; ``ticks``: CPU time including waited-for children."""
 
     pid: int
     state: str
@@ -81,7 +81,7 @@ class ProcessStatus:
 
 
 def status(pid: int | str) -> ProcessStatus | None:
-    """None when there is no such process (or no /proc)."""
+    """None if there is no such process (or no /proc)."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()
@@ -108,13 +108,13 @@ def all_status() -> list[ProcessStatus]:
 
 
 def alive(pid: int, start: int) -> bool:
-    """Is it still the process that began at ``start`` (clock ticks since boot)? A zombie is not alive."""
+    """Whether it is still the process that began at ``start`` (clock ticks since boot); zombies are not alive."""
     found = status(pid)
     return found is not None and found.start == start and found.state not in "ZX"
 
 
 def marked() -> dict[int, str]:
-    """The processes of all testbeds: pid -> directory of the testbed, as their environment says."""
+    """Processes of all testbeds: pid -> directory of the testbed, from their environment."""
     result = {}
     for entry in all_status():
         if entry.kernel or entry.state in "ZX":
@@ -131,7 +131,7 @@ def marked() -> dict[int, str]:
 
 
 def kill_marked(directory: str, patience: float = 10.0) -> list[int]:
-    """Kill every process of the testbed in ``directory``; returns those that would not die in time."""
+    """Kill every process of the testbed in ``directory``; returns those still alive after ``patience`` seconds."""
     end = time.monotonic() + patience
     while True:
         left = [pid for pid, where in marked().items() if where == directory and pid != os.getpid()]
@@ -142,7 +142,7 @@ def kill_marked(directory: str, patience: float = 10.0) -> list[int]:
 
 
 def signal_all(pids: Iterable[int], number: int, group: bool = False) -> None:
-    """Send a signal to processes (or to their process groups); those that are gone are passed over."""
+    """Signal processes (or their process groups), ignoring those that are gone."""
     for pid in pids:
         try:
             if group:

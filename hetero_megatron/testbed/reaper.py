@@ -1,9 +1,9 @@
-"""The process that outlives the launcher and removes what it left, however the launcher ended.
+"""The process that outlives the launcher and removes what it left, however it ended.
 
     python -m hetero_megatron.testbed.reaper DIRECTORY
 
-It waits until its standard input is closed, which the kernel does when the launcher is gone, kill -9 included. It has
-a session of its own and ignores the signals of the terminal.
+It waits until its standard input is closed, which the kernel does when the launcher ends, also by kill -9. It has a
+session of its own and ignores the terminal's signals.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the launcher says: what the testbed is and why, and how the run ended."""
+"""Messages of the launcher: the testbed's configuration with reasons, and how the run ended."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class RunOutcome:
 
     Args:
         code: the launcher's exit code; codes: those of ranks that ended by themselves.
-        latencies: measured seconds one way, by pair of node groups.
-        unheard: ranks that should have been slowed and never said that their start-up was over.
-        clock: how far emulated clocks could be kept; None where none was, or no rank has computed yet.
+        latencies: measured one-way seconds, by pair of node groups.
+        unheard: ranks that should have been slowed but never reported that their start-up was over.
+        clock: quality of emulated clocks; None if there were none, or no rank has computed yet.
     """
 
     code: int
@@ -39,7 +39,7 @@ class RunOutcome:
 
 
 def describe(settings: Settings, latencies: Mapping[str, float]) -> list[str]:
-    """What the testbed is, and why, for people."""
+    """The testbed's configuration and its reasons."""
     chips = ", ".join(f"{name} {chip.speed:g}" for name, chip in settings.cluster.chips.items() if chip.speed)
     lines = [f"chips: {settings.chips} ({settings.reasons['chips']})" + (f"; speeds {chips}" if chips else "")]
     lines.append(f"links: {settings.links} ({settings.reasons['links']})")
@@ -54,12 +54,12 @@ def describe(settings: Settings, latencies: Mapping[str, float]) -> list[str]:
 
 
 def say(text: str) -> None:
-    """The launcher's own words go to standard error: standard output is the command's."""
+    """Print to standard error; standard output belongs to the command."""
     print(f"testbed: {text}" if not text.startswith("testbed ") else text, file=sys.stderr, flush=True)
 
 
 def report(settings: Settings, outcome: RunOutcome, log_dir: Path | None) -> None:
-    """The closing lines, and ``testbed.json`` among the logs."""
+    """Print the closing lines, and write ``testbed.json`` to the logs."""
     if outcome.unheard:
         what = f"chips {settings.chips}" + (", links paced" if settings.links == "paced" else "")
         ranks = ", ".join(map(str, outcome.unheard))

@@ -1,4 +1,4 @@
-"""What a testbed is to be: the best that the machine allows, or what was asked for, or a refusal."""
+"""Settings of a testbed: the best that the machine supports, or what was asked for, or a refusal."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FAST_LINK = 500e6  # bytes/s; above it the cores, not the shaping, may set the r
 
 @dataclass(frozen=True)
 class Settings:
-    """How chips are slow and how links are slow, and why so.
+    """How chips and links are emulated.
 
     Attributes:
-        speeds: per rank; None where the cluster file gives none (chips: none).
+        speeds: per rank; None where the cluster file has none (chips: none).
         cores: the core that each rank is pinned to.
-        node_names: names of the nodes in rank order; node_of: node index of each rank.
+        node_names: in rank order; node_of: node index of each rank.
         reasons: one sentence per choice.
-        notes: what a reader of the results should know.
+        notes: caveats for readers of the results.
     """
 
     cluster: Cluster
@@ -42,14 +42,14 @@ class Settings:
 
     @property
     def node_rates(self) -> dict[tuple[int, int], float]:
-        """Bytes/s by (source, destination) node, where the cluster file gives one."""
+        """Bytes/s by (source, destination) node, where the cluster file has one."""
         first = {node: rank for rank, node in reversed(list(enumerate(self.node_of)))}
         pairs = ((a, b) for a in first for b in first if a != b)
         rates = {(a, b): rate_of(self.cluster.link(first[a], first[b])) for a, b in pairs}
         return {pair: rate for pair, rate in rates.items() if rate is not None}
 
     def pace(self) -> dict[str, list[list[float | None]]]:
-        """Bytes/s and seconds by source and destination rank, for links that ranks pace themselves; None: not paced."""
+        """(bytes/s, seconds) by source and destination rank, for links that ranks pace themselves; None: not paced."""
         links = [[self._paced(a, b) for b in range(len(self.node_of))] for a in range(len(self.node_of))]
         return {
             "bandwidth": [[rate_of(link) for link in row] for row in links],
@@ -64,7 +64,7 @@ class Settings:
 
 
 def rate_of(link: Link | None) -> float | None:
-    """The bytes/s that the testbed makes of a link: what is to be emulated, else what the file says it has."""
+    """The bytes/s that the testbed gives a link: the emulated rate, else the file's bandwidth."""
     if link is None:
         return None
     return link.bandwidth if link.emulated is None else link.emulated
@@ -73,10 +73,10 @@ def rate_of(link: Link | None) -> float | None:
 def decide(
     cluster: Cluster, machine: Machine, chips: str | None = None, links: str | None = None, memory_limit: bool = False
 ) -> Settings:
-    """Choose what was not asked for, check what was.
+    """Choose settings that were not asked for and check the others.
 
     Raises:
-        UserError: the cluster or the machine cannot do it; names the field and what would do.
+        UserError: the cluster or the machine does not allow it; names the field and an alternative.
     """
     if cluster.world_size > MAX_RANKS:
         raise UserError(
@@ -161,7 +161,7 @@ def _all_links(cluster: Cluster) -> dict[str, Link]:
 
 
 def _emulated_latency(cluster: Cluster) -> str:
-    """The first link with an emulated latency, by its path; empty when there is none."""
+    """Path of the first link with an emulated latency; empty if there is none."""
     return next((path for path, link in _all_links(cluster).items() if link.emulated_latency is not None), "")
 
 
@@ -192,12 +192,12 @@ def _check_cores(settings: Settings, machine: Machine) -> None:
 
 
 def _on_core(settings: Settings, core: int) -> list[tuple[int, float]]:
-    """(rank, speed) of those that share it."""
+    """(rank, speed) of the ranks on a core."""
     return [(rank, speed or 0.0) for rank, speed in enumerate(settings.speeds) if settings.cores[rank] == core]
 
 
 def pin(speeds: Sequence[float], cores: Sequence[int]) -> tuple[int, ...]:
-    """A core for every rank: the fastest first, each to the core that has least so far."""
+    """A core for every rank: fastest ranks first, each to the least loaded core."""
     load = dict.fromkeys(cores, 0.0)
     result = [0] * len(speeds)
     for rank in sorted(range(len(speeds)), key=lambda r: (-speeds[r], r)):
@@ -230,7 +230,7 @@ def _notes(settings: Settings) -> list[str]:
 
 
 def describe_links(settings: Settings) -> list[tuple[str, int, int, float | None]]:
-    """One (name, node, node, bytes/s) per pair of node groups that has two nodes."""
+    """One (name, node, node, bytes/s) per pair of node groups with two nodes."""
     groups: dict[str, list[int]] = {}
     for rank, node in enumerate(settings.node_of):
         nodes = groups.setdefault(settings.cluster.ranks[rank].group, [])

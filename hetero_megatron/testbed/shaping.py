@@ -1,10 +1,10 @@
-"""The ``tc`` commands that shape a node's link; text in, text out.
+"""The ``tc`` commands that shape a node's link, as text.
 
-One htb class per destination, chosen by a u32 filter on its address, below one class for the node itself, as fast as
-its fastest link. The kernels this was made for have tbf, htb and u32 (no netem, prio, flower or police). A packet is
-at most one MTU (``GSO_BYTES``) and the burst is small, since whatever fits into a burst goes unshaped: at 25 MB/s a
-message of 64 KiB should take 2.62 ms; measured with burst 4k 2.49 ms, with tbf of 16k 2.15 ms, with packets of 64 KiB
-2.10 ms. Rates are of payload: what TCP/IP and Ethernet add is added here.
+One htb class per destination, selected by a u32 filter on its address, below one class for the node, as fast as its
+fastest link. Only tbf, htb and u32 are required of the kernel. A packet is at most one MTU (``GSO_BYTES``) and the
+burst is small, because bursts are not shaped: at 25 MB/s a message of 64 KiB should take 2.62 ms; measured 2.49 ms with
+burst 4k, 2.15 ms with tbf of 16k, 2.10 ms with packets of 64 KiB. Rates are of payload; headers of TCP/IP and Ethernet
+are added here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEVICE = "eth0"
 
 
 def packet_bytes(rate: float) -> int:
-    """The largest packet that a node with this rate hands to its link."""
+    """The largest packet of a node with this rate."""
     return GSO_BYTES if rate <= BIG_PACKETS else 65536
 
 
@@ -32,7 +32,7 @@ def wire_rate(payload: float) -> int:
 
 
 def class_id(node: int) -> str:
-    """The class of what goes to the node."""
+    """The class of traffic to a node."""
     return f"1:{node + 16:x}"
 
 
@@ -46,7 +46,7 @@ def shape_commands(rates: Mapping[int, float], addresses: Mapping[int, str]) -> 
     """Lines for ``tc -batch`` in the node's namespace.
 
     Args:
-        rates: bytes/s of payload by destination node; nodes that are not in it are reached unshaped.
+        rates: bytes/s of payload by destination node; other nodes are not shaped.
         addresses: IPv4 address by node.
     """
     if not rates:
@@ -60,5 +60,5 @@ def shape_commands(rates: Mapping[int, float], addresses: Mapping[int, str]) -> 
 
 
 def change_command(node: int, rate: float) -> str:
-    """A line for ``tc -batch`` that gives the link to ``node`` another rate, while it is in use."""
+    """A line for ``tc -batch`` that changes the rate of the link to ``node`` while in use."""
     return _class("change", "1:1", class_id(node), rate)

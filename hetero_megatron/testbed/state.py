@@ -1,9 +1,9 @@
-"""What testbeds exist, alive or dead, and how to remove what a dead one left.
+"""Existing testbeds, alive or dead, and removal of dead ones.
 
-A testbed is a directory ``/tmp/hetero-testbed-UID/ID``. The ID holds the launcher's pid and start time, so whether it
-is alive can be read from the name alone, and two never collide. Everything outside that directory carries the ID:
-processes in their environment (``HETERO_TESTBED_DIR``), cgroups in their names. Network namespaces, bridges and links
-have no names outside: the kernel removes them when the last process that is in them or holds them is gone.
+A testbed is a directory ``/tmp/hetero-testbed-UID/ID``. The ID contains the launcher's pid and start time, so it tells
+whether the launcher is alive and is unique. Everything outside that directory carries the ID: processes in their
+environment (``HETERO_TESTBED_DIR``), cgroups in their names. Network namespaces, bridges and links are anonymous; the
+kernel removes them with the last process that is in them or holds them.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _ID = re.compile(r"p(\d+)s(\d+)")
 
 
 def home() -> Path:
-    """Where this user's testbeds are recorded (HETERO_TESTBED_HOME overrides it); it is there only while one is.
+    """Directory of this user's testbeds (HETERO_TESTBED_HOME overrides it); exists only while there is one.
 
     Raises:
-        UserError: it belongs to somebody else, or is no directory.
+        UserError: it belongs to another user, or is no directory.
     """
     path = Path(os.environ.get("HETERO_TESTBED_HOME") or f"/tmp/hetero-testbed-{os.getuid()}").absolute()
     if path.is_symlink() or (path.exists() and path.stat().st_uid != os.getuid()):
@@ -53,7 +53,7 @@ def _no_home(path: Path, problem: str) -> UserError:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Replaces the file at once, so that a reader never sees half of it."""
+    """Replace the file atomically."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.write_text(json.dumps(data), encoding="utf-8")
     part.replace(path)
@@ -80,7 +80,7 @@ class Testbed:
         return found is not None and process.alive(int(found[1]), int(found[2]))
 
     def record(self) -> dict[str, Any]:
-        """What the launcher wrote down; {} when it did not come so far."""
+        """What the launcher recorded; {} if it ended before."""
         try:
             return dict(json.loads((self.directory / RECORD).read_text(encoding="utf-8")))
         except (OSError, ValueError):
@@ -88,7 +88,7 @@ class Testbed:
 
     @contextmanager
     def control(self) -> Iterator[dict[str, Any]]:
-        """Read, change and replace what faults are in force; one at a time."""
+        """Read, change and replace the active faults, under a lock."""
         path = self.directory / CONTROL
         with open(self.directory / ".lock", "w", encoding="ascii") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -101,7 +101,7 @@ class Testbed:
 
 
 def new_testbed() -> Testbed:
-    """A directory for the testbed of this process; one per process.
+    """Make a directory for the testbed of this process; one per process.
 
     Raises:
         UserError: it cannot be made.
@@ -122,7 +122,7 @@ def new_testbed() -> Testbed:
 
 
 def all_testbeds() -> list[Testbed]:
-    """Alive and dead ones of this user."""
+    """Alive and dead testbeds of this user."""
     try:
         found = [entry for entry in home().iterdir() if _ID.fullmatch(entry.name)]
     except FileNotFoundError:
@@ -131,7 +131,7 @@ def all_testbeds() -> list[Testbed]:
 
 
 def live_testbed(name: str | None) -> Testbed:
-    """The live testbed called ``name``, or the only one; UserError when there is none or more than one."""
+    """The live testbed ``name``, or the only one; UserError if there is none or more than one."""
     live = [testbed for testbed in all_testbeds() if testbed.alive]
     names = ", ".join(t.id for t in live)
     if name is not None:
@@ -145,10 +145,10 @@ def live_testbed(name: str | None) -> Testbed:
 
 
 def clean(testbed: Testbed) -> dict[str, Any]:
-    """Remove everything of a testbed that has ended, also when it left only a part; says what there was.
+    """Remove everything of a testbed that has ended, also after an incomplete clean-up; returns what there was.
 
     Raises:
-        RuntimeError: something would not go; the directory stays, so that a later clean finds it.
+        RuntimeError: something cannot be removed; the directory stays, so that a later clean finds it.
     """
     directory = str(testbed.directory)
     before = sorted(pid for pid, where in process.marked().items() if where == directory)
@@ -164,7 +164,7 @@ def clean(testbed: Testbed) -> dict[str, Any]:
 
 
 def clean_dead() -> list[dict[str, Any]]:
-    """Remove what dead testbeds of this user left; live ones are not touched."""
+    """Remove the remains of this user's dead testbeds."""
     directories = {testbed.directory for testbed in all_testbeds()}
     base = home()
     directories |= {Path(where) for where in process.marked().values() if Path(where).parent == base}
@@ -173,7 +173,7 @@ def clean_dead() -> list[dict[str, Any]]:
 
 
 def _cleaning(testbed: Testbed) -> bool:
-    """Is its reaper at work? Then it needs a moment, not help."""
+    """Whether its reaper is still working."""
     reaper = testbed.record().get("reaper")
     if not reaper:
         return False

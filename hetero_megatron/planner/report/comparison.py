@@ -83,7 +83,7 @@ class Summary:
     unusable: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # chip -> ranks, where it lacks the dtype
     dtype: str = ""
     assumptions: tuple[str, ...] = ()  # of the bound
-    left_out: tuple[str, ...] = ()  # nodes that are not of the cluster which the plan's ranks count in
+    left_out: tuple[str, ...] = ()  # nodes outside the cluster that the plan's ranks refer to
     deadline: Deadline | None = None
     skipped: str = ""  # why no chip type is compared alone
     rejected: list[Rejected] = field(default_factory=list)  # uniform plans that would be fast, if they fitted
@@ -111,11 +111,11 @@ class Summary:
 
 
 def outline(result: SearchResult, problem: PlanningProblem, deadline: Deadline | None = None) -> Summary:
-    """The report without comparisons: the plan, its memory, what is idle.
+    """The report without comparisons: the plan, its memory, idle chips.
 
     Args:
-        problem: that was searched. An objective beside speed makes a part of its cluster the one that the plan's ranks
-            count in: nodes of the rest are idle.
+        problem: the searched problem. With an objective other than speed the plan's ranks refer to a part of its
+            cluster; the nodes outside it are idle.
         deadline: that of the objective.
     """
     nodes = dict.fromkeys(rank.node for rank in problem.cluster.ranks)
@@ -136,11 +136,11 @@ def compare(
     budget: TimeBudget,
     progress: Progress | None = None,
 ) -> None:
-    """Add the bound and the comparisons, all of the cluster that the plan's ranks count in.
+    """Add the bound and the comparisons, all for the cluster that the plan's ranks refer to.
 
     Args:
         budget: that of the search; when it is over, no chip type is searched alone.
-        progress: told what is begun that takes long.
+        progress: receives a message before each long computation.
     """
     result, started = summary.result, time.monotonic()
     problem = problem.on(result.best.cluster)

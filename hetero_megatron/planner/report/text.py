@@ -43,7 +43,7 @@ def format_plan(summary: Summary) -> str:
     if summary.left_out:
         names = ", ".join(summary.left_out[:SHOWN]) + (", …" if len(summary.left_out) > SHOWN else "")
         idle = plural(len(summary.left_out), "node")
-        lines.append(f"  idle: {idle} ({names}), not of the cluster that the ranks count in")
+        lines.append(f"  idle: {idle} ({names}), not part of the cluster that the plan's ranks refer to")
     if summary.idle:
         ranks = f"{word(len(summary.idle), 'rank')} {rank_ranges(summary.idle)}"
         idle = f"{plural(len(summary.idle), 'chip')} ({ranks})"
@@ -70,10 +70,10 @@ def format_comparisons(summary: Summary) -> str:
             slower = f"+{v.step_seconds / best.step_seconds - 1:.1%}" if v.step_seconds else "—"
             parts[-1].append(f"  {slower:>8}  {v.text}: {v.why}")
     if summary.losses:
-        parts.append(["after the loss of one node, planned again from the search's warm state"])
+        parts.append(["plans after the loss of one node, from the search's warm state"])
         parts[-1] += [f"  without {loss.node:<20}{_loss_text(loss, best.step_seconds)}" for loss in summary.losses]
     if summary.rejected:
-        parts.append(["uniform plans (Megatron) that do not fit, with about the step that they would have"])
+        parts.append(["uniform plans (Megatron) that do not fit, with their approximate step times"])
         for r in summary.rejected:
             alone = f"{r.of} alone: " if r.of else ""
             parts[-1] += [f"  {format_seconds(r.step_seconds):>8}  {alone}{r.text}", f"{'':>12}{r}"]
@@ -91,7 +91,7 @@ def _bound_lines(summary: Summary) -> list[str]:
         f"no plan of this space does more than {tokens:,.0f} tokens/s under these rates: within {gap:.1%} of the bound "
         f"(by {bound.method}{tighter})",
         *textwrap.wrap(
-            "it is over: " + "; ".join(summary.assumptions), 118, initial_indent=" " * 2, subsequent_indent=" " * 4
+            "it covers: " + "; ".join(summary.assumptions), 118, initial_indent=" " * 2, subsequent_indent=" " * 4
         ),
     ]
 
@@ -101,7 +101,7 @@ def _loss_text(loss: NodeLoss, before: float) -> str:
     if loss.plan is None:
         return f"no plan{of}: {loss.problem}"
     slower = f"{loss.step_seconds / before:.2f} x as long"
-    how = "" if loss.warm else ", searched anew: no pipeline of the search fits"
+    how = "" if loss.warm else ", by a new search: no pipeline of the first one fits"
     return f"{format_seconds(loss.step_seconds)} per step, {slower}, found in {loss.seconds:.3f} s{how}{of}"
 
 
