@@ -19,7 +19,7 @@ from hetero_megatron.data.tokenizers import choose_type
 from hetero_megatron.launcher import read_launcher
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.kernels import with_kernels
-from hetero_megatron.schedule.generators import SPLITTING
+from hetero_megatron.plan.pipeline_schedule import splits_backward
 from hetero_megatron.spec import ModelSpec, model_folder
 from hetero_megatron.training.config import RunConfig
 
@@ -149,7 +149,7 @@ def _as_rank(args: Arguments, plan: Plan) -> int | None:
 
 
 def _compile(args: Arguments, plan: Plan) -> str | None:
-    if args["compile"] and plan.schedule in SPLITTING:
+    if args["compile"] and splits_backward(plan):
         problem = f"a compiled layer cannot put off its weight gradients, as the {plan.schedule} schedule does"
         raise flag_error("compile", True, problem, "leave the flag out, or another schedule")
     return str(args["compile_backend"]) if args["compile"] else None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,40 +9,12 @@ from hetero_megatron.plan.canonical import Pipeline, Plan, Recompute, Stage
 from hetero_megatron.plan.fields import first_layers
 from hetero_megatron.plan.flag_source import Blame, FlagSource, flag_error
 from hetero_megatron.plan.megatron_context import context_flags, context_members
+from hetero_megatron.plan.megatron_parallel import MegatronParallel
 from hetero_megatron.plan.megatron_stages import VIRTUAL, stage_layers
 from hetero_megatron.words import plural, word
 
 if TYPE_CHECKING:
     from hetero_megatron.spec import ModelSpec
-
-
-@dataclass(frozen=True)
-class MegatronParallel:
-    """Megatron's parallel flags, named like them; ``world_size`` is the number of ranks that were started."""
-
-    world_size: int
-    seq_length: int
-    micro_batch_size: int = 1
-    global_batch_size: int | None = None
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    context_parallel_size: int = 1
-    cp_comm_type: Sequence[str] = ("p2p",)
-    hierarchical_context_parallel_sizes: Sequence[int] | None = None
-    expert_model_parallel_size: int = 1
-    decoder_first_pipeline_num_layers: int | None = None
-    decoder_last_pipeline_num_layers: int | None = None
-    account_for_embedding_in_pipeline_split: bool = False
-    account_for_loss_in_pipeline_split: bool = False
-    pipeline_model_parallel_layout: str | None = None
-    num_layers_per_virtual_pipeline_stage: int | None = None
-    num_virtual_stages_per_pipeline_rank: int | None = None
-    recompute_granularity: str | None = None
-    recompute_method: str | None = None
-    recompute_num_layers: int | None = None
-    recompute_activations: bool = False
-    use_tp_pp_dp_mapping: bool = False
-    schedule: str | None = None  # interleaved where there are virtual stages, else 1f1b
 
 
 def from_megatron(flags: MegatronParallel, spec: ModelSpec) -> Plan:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from hetero_megatron.plan.canonical import Interval
 from hetero_megatron.plan.flag_source import flag_error
+from hetero_megatron.plan.megatron_parallel import MegatronParallel
 from hetero_megatron.words import plural
-
-if TYPE_CHECKING:
-    from hetero_megatron.plan.from_megatron import MegatronParallel
 
 Ranges = tuple[Interval, ...]
 MAX_LAYOUT = 1 << 16

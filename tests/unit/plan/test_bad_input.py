@@ -305,4 +305,4 @@ def test_every_schedule_is_in_the_capabilities_table() -> None:
     from hetero_megatron.plan.capabilities import TABLE, supports
 
     assert all(f"schedule.{name}" in TABLE for name in SCHEDULES)
-    assert supports("schedule.1f1b") and supports("context") and not supports("schedule.adaptive")
+    assert supports("schedule.1f1b") and supports("context") and not supports("expert")
