@@ -19,6 +19,7 @@ from hetero_megatron.data.tokenizers import choose_type
 from hetero_megatron.launcher import read_launcher
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.kernels import with_kernels
+from hetero_megatron.plan.pipeline_schedule import splits_backward
 from hetero_megatron.spec import ModelSpec, model_folder
 from hetero_megatron.training.config import RunConfig
 
@@ -77,7 +78,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
         logits_bytes=int(args["max_logits_mib"]) << 20,
         alignment=training.build_alignment(args),
         platform=args["platform"],
-        compile=_compile(args),
+        compile=_compile(args, plan),
         skip_train=args["skip_train"],
         load_hf=args["load_hf"],
         model_directory=model_folder(args["model"]),
@@ -147,5 +148,8 @@ def _as_rank(args: Arguments, plan: Plan) -> int | None:
     return rank
 
 
-def _compile(args: Arguments) -> str | None:
+def _compile(args: Arguments, plan: Plan) -> str | None:
+    if args["compile"] and splits_backward(plan):
+        problem = f"a compiled layer cannot put off its weight gradients, as the {plan.schedule} schedule does"
+        raise flag_error("compile", True, problem, "leave the flag out, or another schedule")
     return str(args["compile_backend"]) if args["compile"] else None

@@ -20,8 +20,9 @@ _UNIFORM = (
     "hierarchical_context_parallel_sizes", "expert_model_parallel_size",
     "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-    "pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank", "recompute_granularity",
-    "recompute_method", "recompute_num_layers", "recompute_activations", "use_tp_pp_dp_mapping", "schedule",
+    "pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
+    "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations",
+    "use_tp_pp_dp_mapping", "schedule",
 )  # fmt: skip
 _LISTS = (
     "recompute_granularity_per_stage_micro_batch", "recompute_method_per_stage_micro_batch",
@@ -32,6 +33,7 @@ _MESHES = (
     *_LISTS,
 )  # fmt: skip
 _WITH_MESHES = (
+    "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
     "pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "use_tp_pp_dp_mapping",
     "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations",
@@ -181,7 +183,7 @@ def _from_meshes(args: Arguments, spec: ModelSpec, launcher: LauncherEnvironment
             micro_batch_size=args["micro_batch_size"],
             global_batch_size=args["global_batch_size"],
             world_size=_ranks(args, launcher, total) if total > 0 and len(numbers) % 5 == 0 else None,
-            schedule=args["schedule"],
+            schedule=args["schedule"] or "1f1b",
             cp_comm_type=args["cp_comm_type"] or ("p2p",),
             **{key: args[key] for key in _LISTS},
         ),

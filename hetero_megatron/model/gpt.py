@@ -181,7 +181,7 @@ class Embedding(nn.Module):
 
 
 @dataclass(frozen=True)
-class Chunk:
+class StagePart:
     """A part of a stage that a micro-batch passes at once: some of its layers, with its embedding or head or not."""
 
     layers: Sequence[int]
@@ -198,7 +198,7 @@ class GPTStage(nn.Module):
         kernels: which provider serves which operator; None: the default ones for ``dtype`` and ``device``.
 
     ``forward(x, batch)`` maps tokens [b, s] (with ``embed``) or hidden states [b, s, h] to hidden states, or
-    (with ``head``) to logits [b, s, vocabulary share]; with a ``chunk``, that part of it only. Parameters are left
+    (with ``head``) to logits [b, s, vocabulary share]; with a ``part``, only that of it. Parameters are left
     uninitialised.
     """
 
@@ -237,9 +237,9 @@ class GPTStage(nn.Module):
     def layers(self) -> Iterable[Layer]:
         return cast(Iterable[Layer], cast(nn.ModuleDict, self.model["layers"]).values())
 
-    def forward(self, x: torch.Tensor, batch: StageBatch, chunk: Chunk | None = None) -> torch.Tensor:
-        layers = self.layers() if chunk is None else [self.model["layers"][str(i)] for i in chunk.layers]  # type: ignore[index]
-        if self.has_embed and (chunk is None or chunk.embed):
+    def forward(self, x: torch.Tensor, batch: StageBatch, part: StagePart | None = None) -> torch.Tensor:
+        layers = self.layers() if part is None else [self.model["layers"][str(i)] for i in part.layers]  # type: ignore[index]
+        if self.has_embed and (part is None or part.embed):
             x = self.model["embed_tokens"](x)
             if "embed_positions" in self.model:
                 x = x + self.model["embed_positions"](batch.positions)
@@ -247,7 +247,7 @@ class GPTStage(nn.Module):
         context = Context(batch.documents, rope)
         for layer in layers:
             x = layer(x, context)
-        return self.lm_head(self.model["norm"](x)) if self.has_head and (chunk is None or chunk.head) else x
+        return self.lm_head(self.model["norm"](x)) if self.has_head and (part is None or part.head) else x
 
 
 class _default_dtype:

@@ -17,8 +17,9 @@ from hetero_megatron.layout import cut
 from hetero_megatron.plan.canonical import Interval, Pipeline, Plan, Recompute, Stage
 from hetero_megatron.plan.fields import first_layers
 from hetero_megatron.plan.flag_source import Blame, FlagSource, flag_error
-from hetero_megatron.plan.from_megatron import intervals, micro_batches
+from hetero_megatron.plan.from_megatron import micro_batches
 from hetero_megatron.plan.megatron_context import context_flags, context_members
+from hetero_megatron.plan.megatron_stages import intervals
 from hetero_megatron.words import plural, word
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from typing import Any
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan.canonical import Pipeline, Plan
 from hetero_megatron.schedule import Schedule, lower, lowered
+from hetero_megatron.schedule.generators import SPLITTING
 from hetero_megatron.schedule.stage_orders import schedule_of
 from hetero_megatron.schedule.stored import VERSION, expand, schedule_from_dict
 
@@ -42,6 +43,11 @@ def pipeline_schedule(plan: Plan, pipeline: Pipeline, num_micro_batches: int | N
 @lru_cache(maxsize=16)
 def _stored(orders: tuple[str, ...], num_micro_batches: int) -> Schedule:
     return lower(schedule_of(ADAPTIVE, [expand(text, 3 * num_micro_batches) for text in orders]))
+
+
+def splits_backward(plan: Plan) -> bool:
+    """Whether some pipeline puts off weight gradients: B_INPUT, and later W."""
+    return plan.schedule in SPLITTING or any("W" in order for p in plan.pipelines for order in p.orders)
 
 
 def made_for(pipeline: Pipeline) -> str:

@@ -107,6 +107,7 @@ GENERATORS: dict[str, Generator] = {
     "1f1b": one_f_one_b, "gpipe": gpipe, "interleaved": interleaved, "zero-bubble": zero_bubble,
 }  # fmt: skip
 CHUNKED = ("interleaved",)  # schedules that take a number of chunks as well
+SPLITTING = ("zero-bubble",)  # schedules whose backward is B_INPUT and W
 
 
 def schedule_names() -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, cut
-from hetero_megatron.model import Chunk, GPTStage
+from hetero_megatron.model import GPTStage, StagePart
 from hetero_megatron.model.gpt import Linear
 from hetero_megatron.ops import KernelPlan, default_kernels
 from hetero_megatron.ops.tile_kernels import tile_kernel
@@ -169,9 +169,9 @@ class Runtime:
         stages, s = self.plan.pipelines[self.place.pipeline].stages, self.place.stage
         alone, final = len(stages) == 1, number + 1 == len(self.stage.chunks)
         first, last = s == 0 and number == 0, s + 1 == len(stages) and final
-        part = Chunk(range(*self.stage.chunks[number]), self.stage.embed and number == 0, self.stage.head and final)
+        part = StagePart(range(*self.stage.chunks[number]), self.stage.embed and number == 0, self.stage.head and final)
         return StageChunk(
-            self.model if len(self.stage.chunks) == 1 else partial(self.model, chunk=part),
+            self.model if len(self.stage.chunks) == 1 else partial(self.model, part=part),
             self._loss if part.head else None,
             None if first or alone else partial(self._boundary, (s - 1) % len(stages)),
             None if last or alone else partial(self._boundary, s),

@@ -209,8 +209,9 @@ def check_case(case: Case, pool: Any) -> None:
     for rank, got in enumerate(ranks):
         where = f"rank {rank}: {case.describe()}"
         np.testing.assert_allclose(got["losses"], want.losses, rtol=tol.loss, atol=0, err_msg=f"loss, {where}")
-        # After an AdamW step, fp32 weights differ by Adam's amplified noise, and so does the next gradient.
-        later = 100 * tol.norm if (case.dtype, case.optimizer) == ("fp32", "adamw") else tol.norm
+        # AdamW divides by the size of a gradient, so it amplifies the rounding noise of elements that are nearly zero:
+        # after a step their weights differ by that, and so does the next gradient (all schedules and one process).
+        later = 100 * tol.norm if case.dtype != "bf16" and case.optimizer == "adamw" else tol.norm
         bounds = np.array([tol.norm] + [later] * (STEPS - 1)) * want.norms
         assert (np.abs(np.subtract(got["norms"], want.norms)) <= bounds).all(), f"{got['norms']} {want.norms}, {where}"
         for name, box, _ in got["grads"]:

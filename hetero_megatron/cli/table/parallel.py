@@ -13,7 +13,7 @@ _MESHES = needs("--hetero-process-meshes")
 _CONTEXT = needs("context parallelism")
 _PIPELINE = needs("pipeline parallelism", harmless=True)
 _EXPERTS = "expert parallelism is not supported by this version"
-_CHUNKS = "virtual pipeline stages are not supported by this version"
+_GROUPS = "groups are of as many micro-batches as there are stages"
 _SHARDING = "sharding of weights between steps is not supported by this version"
 _TRANSPORT = "it changes how messages travel, not results"
 _TRANSPORT_SWITCHES = (
@@ -51,7 +51,11 @@ PLAN = (
     value(
         "--world-size", int, None, "number of ranks, for --dry-run without torchrun", needs=needs("--dry-run"),
     ),
-    value("--schedule", str, "1f1b", "pipeline schedule of a plan that is built from flags", choices=("1f1b", "gpipe")),
+    value(
+        "--schedule", str, None,
+        "pipeline schedule of a plan that is built from flags: interleaved with virtual stages, else 1f1b if left out",
+        choices=("1f1b", "gpipe", "interleaved", "zero-bubble"),
+    ),
     value(
         "--dtype",
         dtype_name,
@@ -107,12 +111,14 @@ FLAGS = (
     notice("--no-align-grad-reduce", _TRANSPORT, aliases=("--disable-align-grad-reduce",)),
     *(notice(name, _TRANSPORT, nargs=1) for name in _TRANSPORT_VALUES),
     notice("--tp-comm-overlap", "it needs Transformer Engine and does not change results"),
-    refused("--num-layers-per-virtual-pipeline-stage", _CHUNKS, nargs=1),
-    only("--num-virtual-stages-per-pipeline-rank", int, (1,), _CHUNKS, "1, or leave the flag out"),
-    refused("--microbatch-group-size-per-virtual-pipeline-stage", _CHUNKS, nargs=1),
+    count("--num-layers-per-virtual-pipeline-stage", None, "layers of a virtual stage; the schedule is interleaved",
+          needs=_PIPELINE),
+    count("--num-virtual-stages-per-pipeline-rank", None, "virtual stages of every stage; the schedule is interleaved"),
+    refused("--microbatch-group-size-per-virtual-pipeline-stage", _GROUPS, nargs=1),
     count("--decoder-first-pipeline-num-layers", None, "layers of the first stage; the rest is spread evenly", least=0),
     count("--decoder-last-pipeline-num-layers", None, "layers of the last stage; the rest is spread evenly", least=0),
-    value("--pipeline-model-parallel-layout", str, None, "layers per stage in Megatron's language, e.g. Et*3|t*4L"),
+    value("--pipeline-model-parallel-layout", str, None, "layers per stage in Megatron's language, e.g. Et*3|t*4L; "
+          "more than there are stages are virtual stages"),
     switch("--account-for-embedding-in-pipeline-split", "count the embedding as one layer", needs=_PIPELINE),
     switch("--account-for-loss-in-pipeline-split", "count the loss as one layer", needs=_PIPELINE),
     value(

@@ -121,9 +121,32 @@ MEGATRON = {
     "expert": ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size", "expert parallelism"),
     "zero": ({"micro_batch_size": 0}, "--micro-batch-size", "too small"),
     "virtual": (
-        {"num_layers_per_virtual_pipeline_stage": 1},
+        {"num_layers_per_virtual_pipeline_stage": 2},
         "--num-layers-per-virtual-pipeline-stage",
-        "virtual pipeline stages",
+        "6 layers over 2 stages cannot be divided",
+    ),
+    "virtual stages": (
+        {"num_virtual_stages_per_pipeline_rank": 2}, "--num-virtual-stages-per-pipeline-rank", "cannot be divided",
+    ),
+    "virtual twice": (
+        {"num_virtual_stages_per_pipeline_rank": 3, "num_layers_per_virtual_pipeline_stage": 1},
+        "--num-layers-per-virtual-pipeline-stage",
+        "contradicts",
+    ),
+    "virtual of one stage": (
+        {"num_virtual_stages_per_pipeline_rank": 2, "pipeline_model_parallel_size": 1},
+        "--num-virtual-stages-per-pipeline-rank",
+        "several pipeline stages",
+    ),
+    "virtual with 1f1b": (
+        {"num_virtual_stages_per_pipeline_rank": 3, "schedule": "1f1b"},
+        "--num-virtual-stages-per-pipeline-rank",
+        "the 1f1b schedule runs one range",
+    ),
+    "virtual beside a layout": (
+        {"num_virtual_stages_per_pipeline_rank": 3, "pipeline_model_parallel_layout": "Ett|t|tt|tL"},
+        "--num-virtual-stages-per-pipeline-rank",
+        "has 2 virtual stages",
     ),
     "first": (
         {"decoder_first_pipeline_num_layers": 9},
@@ -145,15 +168,10 @@ MEGATRON = {
         "--pipeline-model-parallel-layout",
         "'m'",
     ),
-    "layout virtual": (
-        {"pipeline_model_parallel_layout": "Et|(tt|)*2tL"},
+    "layout stages": (
+        {"pipeline_model_parallel_layout": "Ett|tt|ttL"},
         "--pipeline-model-parallel-layout",
-        "4 stages for 2 pipeline-parallel ranks: 2 virtual",
-    ),
-    "layout vpp": (
-        {"pipeline_model_parallel_layout": "Et|tt|tt|tL"},
-        "--pipeline-model-parallel-layout",
-        "2 virtual",
+        "3 stages for 2 pipeline-parallel ranks",
     ),
     "layout count": (
         {"pipeline_model_parallel_layout": "Et*4|t*3L"},
