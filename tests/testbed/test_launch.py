@@ -323,6 +323,7 @@ print(sorted(emulation.facts()))
 """
 
 
+@pytest.mark.slow
 def test_a_clock_that_could_not_be_kept_is_written_down(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
     log = tmp_path / "log"

@@ -23,6 +23,7 @@ from tests.distributed.checkpoint.test_hf_load import MODELS, PLANS, save
 from tests.support.hf_reference import hf_loss_sum, make_exact
 from tests.support.parity import Case, RandomSamples, fixed_case
 from tests.support.pool import shared_pool
+from tests.support.selection import quick
 
 
 def convert(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def evaluate(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, wrong: Any, pa
     return runtime.evaluate(RandomSamples(case, spec.vocab_size).fetch, 0, plan.global_batch_size)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", quick(MODELS, ["llama tied", "gpt2", "qwen3"]))
 def test_there_and_back(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save(tmp_path / "in", name, shards=True)
     (tmp_path / "in" / "tokenizer.json").write_text("{}")

@@ -16,6 +16,7 @@ from hetero_megatron.checkpoint.directory import CheckpointDirectory
 from tests.distributed.training.test_end_to_end import ASYMMETRIC, LENGTH, MODEL_AND_DATA, PACKING, RATES
 from tests.support.paths import ROOT
 from tests.support.programs import ENVIRONMENT, SINGLE, Program, command, inside, run_ranks
+from tests.support.selection import quick
 from tests.support.small_plans import LLAMA
 
 
@@ -35,7 +36,7 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
     return [line for line in lines if "loss" in line]
 
 
-@pytest.mark.parametrize("kind", ["packed", "streaming"])
+@pytest.mark.parametrize("kind", quick(["packed", "streaming"], ["packed"]))
 def test_four_ranks_stop_and_one_goes_on(kind: str, tmp_path: Path) -> None:
     """Ramp-up, cosine decay and evaluation in the middle; --exit-interval saves."""
     more = PACKING if kind == "packed" else ["--dataloader-type", "streaming", "--split", "1", "--eval-iters", "0"]

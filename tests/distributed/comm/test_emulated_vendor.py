@@ -79,6 +79,7 @@ def test_host_code_that_touches_device_memory_faults() -> None:
     assert done.returncode == -signal.SIGSEGV
 
 
+@pytest.mark.slow
 def test_it_passes_the_conformance_kit() -> None:
     done = call("-m", "hetero_megatron.cli.main", "plugins", "check", "emulated_vendor", "--json", "--no-speed")
     assert done.returncode == 0, done.stdout + done.stderr

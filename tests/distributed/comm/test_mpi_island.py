@@ -128,6 +128,7 @@ def test_every_operation_equals_gloos() -> None:
 
 
 @needs_mpi
+@pytest.mark.slow
 def test_islands_reach_each_other_over_gloo_only() -> None:
     zero, one, two, three = every = case([2, 2], "islands")
     for found, others, mine in ((zero, "2, 3", [0, 1]), (one, "2, 3", [0, 1]), (two, "0, 1", [2, 3])):
@@ -140,6 +141,7 @@ def test_islands_reach_each_other_over_gloo_only() -> None:
 
 
 @needs_mpi
+@pytest.mark.slow
 def test_a_peer_that_does_not_come_or_was_killed_is_named_in_time() -> None:
     zero, one, two = case([3], "absent", code=128 + signal.SIGKILL)
     for found in (zero, one):
@@ -190,6 +192,7 @@ def test_a_layer_s_group_across_islands_is_refused(tmp_path: Path) -> None:
 
 
 @needs_mpi
+@pytest.mark.slow
 def test_the_conformance_kit_passes(tmp_path: Path) -> None:
     """As a process of its own MPI world, without mpiexec."""
     words = [sys.executable, "-m", "hetero_megatron.cli.main", "plugins", "check", "mpi_island", "--json", "--no-speed"]

@@ -17,12 +17,13 @@ WRONG = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)  # building the device takes minutes
 @pytest.mark.parametrize(
     "others",
     [
         pytest.param(("emulated_vendor", "other"), id="another vendor"),
-        pytest.param(("cpu", ""), id="the host", marks=pytest.mark.slow),
+        pytest.param(("cpu", ""), id="the host"),
     ],
 )
 def test_a_route_by_the_wrong_library_ends_the_job_in_time(others: tuple[str, str], tmp_path: Path) -> None:

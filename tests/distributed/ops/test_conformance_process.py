@@ -104,6 +104,7 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")  # a pool of threads in the process that forks would hang its children
 
 
+@pytest.mark.slow
 def test_late_harm_is_not_blamed_on_the_case_that_it_hits(plugins: None, capsys: pytest.CaptureFixture[str]) -> None:
     """And a plugin that ends the process that imports it is left out by name."""
     assert main(["plugins", "check", "late", "--dtypes", "fp32", "--quick", "--no-speed"]) == 1

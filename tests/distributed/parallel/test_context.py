@@ -26,6 +26,7 @@ from hetero_megatron.spec import ModelSpec, from_hf_config
 from tests.support.parity import Case, check_case
 from tests.support.pool import shared_pool
 from tests.support.random_plans import random_context
+from tests.support.selection import quick
 
 LLAMA = {
     "model_type": "llama",
@@ -144,7 +145,7 @@ def random_documents(rng: random.Random, length: int, batch: int) -> list[list[i
     return [sorted({0, *(t for t in range(1, length) if rng.random() < 0.08)}) for _ in range(batch)]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", quick(range(40), range(8)))
 def test_random_ragged_groups_equal_whole_attention(seed: int) -> None:
     rng = random.Random(seed)
     heads, kv_heads = rng.choice([(4, 4), (4, 2), (8, 1), (8, 2), (6, 3), (6, 2), (7, 7), (5, 1), (8, 8)])
@@ -195,7 +196,7 @@ BY_FLAGS = {
 }
 
 
-@pytest.mark.parametrize("name", BY_FLAGS)
+@pytest.mark.parametrize("name", quick(BY_FLAGS, ["both", "with_tp_and_pp"]))
 def test_megatron_flags_equal_one_process(name: str) -> None:
     ranks, flags = BY_FLAGS[name]
     size = MegatronParallel(ranks, 11, micro_batch_size=2, global_batch_size=8, **flags)  # type: ignore[arg-type]

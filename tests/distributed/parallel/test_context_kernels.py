@@ -127,6 +127,7 @@ def count_merges(comm: Comm) -> tuple[int, str]:
     return len(calls), summary
 
 
+@pytest.mark.slow
 def test_context_groups_merge_by_the_operator_of_their_kernel_plan() -> None:
     for calls, summary in shared_pool().run(count_merges)[: len(CONTEXT["ranks"])]:
         assert calls >= 2 * 2 * STEPS, "at least once per layer, micro-batch and step"

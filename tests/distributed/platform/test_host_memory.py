@@ -36,6 +36,7 @@ def _faults(how: str, mib: int, rounds: int) -> tuple[list[int], int]:
     return [int(word) for word in done.stdout.split()], (mib << 20) // resource.getpagesize()
 
 
+@pytest.mark.slow
 def test_memory_that_was_freed_is_used_again() -> None:
     given_back, pages = _faults("plain", 32, 32)
     if sum(given_back) < 24 * pages:

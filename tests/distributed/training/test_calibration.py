@@ -332,6 +332,7 @@ def _calibrate(comm, speeds):  # type: ignore[no-untyped-def]
     return found.rates, found.slow
 
 
+@pytest.mark.slow
 def test_a_calibration_gives_what_the_clock_says() -> None:
     speeds = [4.0] * 4 + [2.0, 1.0, 2.0, 2.0]  # rank 5 is a straggler
     answers = shared_pool().run(_calibrate, speeds)

@@ -151,6 +151,7 @@ def test_chunks_and_weight_gradients_that_wait_are_in_the_estimate(
         assert 0.75 * dry.peak <= estimates[rank].total <= 1.6 * dry.peak, rank
 
 
+@pytest.mark.slow
 def test_the_estimate_goes_through_chunks_where_the_run_does(tmp_path: Path) -> None:
     """A vocabulary that outweighs the model, replicas of seven rows and of one: either both go through chunks or none,
     also where the logits of one row alone are within the limit."""

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.paths import ROOT
-from tests.support.programs import ENVIRONMENT, SINGLE, Program, command, inside
+from tests.support.programs import ENVIRONMENT, SINGLE, Program, command, run_ranks
+from tests.support.selection import quick
 
 MODEL_AND_DATA = ["--model", "tiny", "--data-path", "stdlib", "--split", "95,5,0", "--fp64", "--seed", "7"]
 PACKING = ["--eod-mask-loss", "--reset-attention-mask", "--reset-position-ids"]
@@ -30,14 +31,14 @@ pipelines:
       - {ranks: 2, layers: [4, 6]}
   - {micro_batch_size: 1, num_micro_batches: 2, stages: [{ranks: 3, layers: [0, 6], recompute: selective}]}
 """
-def train(directory: Path, plan: str, ranks: int) -> list[dict[str, Any]]:
+def train(directory: Path, plan: str, ranks: int, launcher: str = "none") -> list[dict[str, Any]]:
     """Lines of metrics.jsonl."""
     directory.mkdir()
     (directory / "plan.yaml").write_text(plan)
     words = ["--plan", str(directory / "plan.yaml"), "--save", str(directory / "run")]
     words += [*MODEL_AND_DATA, *PACKING, *LENGTH, *RATES]
-    if ranks == 1:
-        inside(words)
+    if launcher == "none":
+        run_ranks(ranks, words)
     else:
         pipe = subprocess.PIPE
         done = subprocess.run([*command(ranks), *words], cwd=ROOT, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True)
@@ -46,10 +47,11 @@ def train(directory: Path, plan: str, ranks: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_an_asymmetric_run_equals_a_single_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", quick(["none", "torchrun"], ["none"]))
+def test_an_asymmetric_run_equals_a_single_rank(launcher: str, tmp_path: Path) -> None:
     """Ramp-up, evaluation, packed documents and masked tokens included; fp64."""
     one = train(tmp_path / "one", SINGLE, 1)
-    four = train(tmp_path / "four", ASYMMETRIC, 4)
+    four = train(tmp_path / "four", ASYMMETRIC, 4, launcher)
     assert [r["global_batch_size"] for r in one if "loss" in r] == [2, 2, 4, 6]
     assert len(one) == len(four) >= 6
     for a, b in zip(one, four, strict=True):

@@ -14,11 +14,13 @@ from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.spec import ModelSpec
 from tests.support.parity import STEPS, Case, check_case, fixed_case, random_case, reference, run_rank
 from tests.support.pool import shared_pool
+from tests.support.selection import quick
 from tests.support.small_plans import LLAMA, plan
 from tests.support.vendors import build_emulated
 
 SEED = int(os.environ.get("SEED", "34"))
 COUNT = int(os.environ.get("N", "20"))
+QUICK = range(COUNT // 2 if "N" in os.environ else 2)  # of each kind in `make test`
 # So that most groups cross.
 HOSTS = ("cpu", "walled", "walled", "cpu", "walled", "cpu", "cpu", "walled")
 DEVICES = ("emulated", "walled", "emulated", "cpu", "walled", "emulated", "cpu", "emulated")
@@ -32,13 +34,13 @@ def devices() -> tuple[str, ...]:
 
 
 @pytest.mark.timeout(1800)  # building the device takes minutes
-@pytest.mark.parametrize("index", range(COUNT // 2))
+@pytest.mark.parametrize("index", quick(range(COUNT // 2), QUICK))
 def test_random_plan_over_unlike_devices_equals_one_process(index: int, devices: tuple[str, ...]) -> None:
     case = random_case(SEED + 1000 + index)
     check_case(replace(case, plan=case.plan | {"allow_bridge": True}), shared_pool(devices))
 
 
-@pytest.mark.parametrize("index", range(COUNT // 2))
+@pytest.mark.parametrize("index", quick(range(COUNT // 2), QUICK))
 def test_random_plan_over_islands_equals_one_process(index: int) -> None:
     case = random_case(SEED + index)
     check_case(replace(case, plan=case.plan | {"allow_bridge": True}), shared_pool(HOSTS))
@@ -72,7 +74,7 @@ def crossed(comm: Comm, case: Case, run: Plan, spec: ModelSpec, initial: dict[st
     return comm.crossed_bytes - before
 
 
-@pytest.mark.parametrize("name", TRAFFIC)
+@pytest.mark.parametrize("name", quick(TRAFFIC, ["tp against stages", "inner replicas"]))
 def test_every_element_crosses_once_each_way(name: str) -> None:
     """Its partial sum towards the island of its owner, its new value back."""
     case = fixed_case(LLAMA, plan(TRAFFIC[name]))

@@ -27,6 +27,7 @@ from hetero_megatron.training.loop import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
 from tests.support.pool import shared_pool
 from tests.support.programs import run_ranks
+from tests.support.selection import quick
 
 MODEL = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
@@ -108,7 +109,8 @@ def compare(plan: Plan, other: Plan, spec: ModelSpec, backend: str | None = None
     return [summary for _, _, summary in gots[: len(other.ranks)]]
 
 
-@pytest.mark.parametrize("model", [MODEL, pytest.param(GPT2, marks=pytest.mark.slow)], ids=["llama", "gpt2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [MODEL, GPT2], ids=["llama", "gpt2"])
 def test_five_steps_with_interpreted_kernels_equal_the_references(model: dict[str, Any]) -> None:
     spec = from_hf_config(model)
     plan = make_plan(spec, {"ranks": 0, "layers": [0, 2]})
@@ -126,7 +128,7 @@ def test_unlike_kernel_plans_per_stage_equal_one_provider() -> None:
     assert "aten: " in last and "swiglu" in last.split("triton: ")[0]
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", quick(["none", "selective", "full"], ["selective"]))
 def test_compiled_layers_equal_uncompiled_ones(recompute: str) -> None:
     spec = from_hf_config(MODEL)
     plan = make_plan(spec, {"ranks": [0, 1], "layers": [0, 2], "tp": 2, "recompute": recompute})

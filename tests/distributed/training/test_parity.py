@@ -8,12 +8,14 @@ import pytest
 
 from tests.support.parity import check_case, fixed_case, random_case
 from tests.support.pool import shared_pool
+from tests.support.selection import quick
 from tests.support.small_plans import LLAMA, pipe, plan, stage
 
 SEED = int(os.environ.get("SEED", "2026"))
 COUNT = int(os.environ.get("N", "48"))
+QUICK = range(COUNT if "N" in os.environ else 16)  # in `make test`
 
-@pytest.mark.parametrize("index", range(COUNT))
+@pytest.mark.parametrize("index", quick(range(COUNT), QUICK))
 def test_random_plan_equals_one_process(index: int) -> None:
     """Every fourth case also runs in fp32, every eighth in bf16."""
     check_case(random_case(SEED + index), shared_pool())
@@ -136,7 +138,7 @@ HAND_WRITTEN = {
 
 
 @pytest.mark.parametrize("name", HAND_WRITTEN)
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", quick([False, True], [False, True] if "N" in os.environ else [True]))
 def test_cases_that_peers_get_wrong(name: str, packed: bool) -> None:
     from dataclasses import replace
 

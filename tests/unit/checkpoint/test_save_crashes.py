@@ -107,7 +107,7 @@ def check(path: Path, allowed: set[tuple[int, int] | None]) -> tuple[int, int] |
     return step, seed
 
 
-@pytest.mark.parametrize("name", SAVES)
+@pytest.mark.parametrize("name", quick(SAVES, ["next", "replacing the latest", "pruning"]))
 def test_every_moment_of_a_save(name: str, tmp_path: Path) -> None:
     """After each, a run goes on from the newest complete save, and its own next save is as good as any."""
     before, (step, seed), keep = SAVES[name]
@@ -125,7 +125,8 @@ def test_every_moment_of_a_save(name: str, tmp_path: Path) -> None:
     assert seen == sorted(seen, key=[*newest, (step, seed)].index), "it went back"
 
 
-@pytest.mark.parametrize("first", quick([True, False], [False]))
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [True, False])
 def test_a_run_that_is_ended_again_and_again(first: bool, tmp_path: Path) -> None:
     """Every moment of the save that follows where a first one, or a replacement, was ended while it was published."""
     start, published = tmp_path / "run", 0

@@ -211,6 +211,7 @@ def test_the_bound_for_many_clusters_is_that_of_each() -> None:
         assert most == pytest.approx(4 * 2048 / work_bound(scorer, MODEL, 4), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_small_and_single_type_parts_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six types, the cheapest far from the largest: by size its parts were never among those searched."""
     monkeypatch.setattr(objective, "MOST_SEARCHED", 5)

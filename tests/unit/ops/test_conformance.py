@@ -120,6 +120,7 @@ def test_one_wrong_row_and_small_truths_do_not_hide_behind_tolerances() -> None:
     assert "one element is off" in judge(off.bfloat16(), many, many.bfloat16(), 5e-3, 2.0)
 
 
+@pytest.mark.slow
 def test_a_plugin_whose_device_is_absent_was_not_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,7 @@ from hetero_megatron.planner.context.problem import (
 from hetero_megatron.planner.context.scheduler import schedule_context
 from hetero_megatron.spec import ModelSpec, load_model
 from tests.support.context_exact import compositions, exact_context
+from tests.support.selection import quick
 
 BIG = 1e15
 
@@ -72,7 +73,7 @@ def exact_seconds(problem: ContextProblem, found_block: int) -> float:
 # ---- against the exact solver
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", quick(range(12), range(4)))
 def test_close_to_the_exact_optimum_on_three_members(seed: int) -> None:
     rng = random.Random(seed)
     problem = random_problem(rng, 3, units=6)
@@ -88,7 +89,7 @@ def test_close_to_the_exact_optimum_on_four_members(seed: int) -> None:
     assert choice.seconds <= exact_seconds(problem, choice.layout.block) * 1.02
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", quick(range(6), range(3)))
 def test_topology_clusters_alone_come_near_the_exact_optimum(seed: int) -> None:
     rng = random.Random(200 + seed)
     problem = random_problem(rng, 3, units=6)
@@ -398,7 +399,7 @@ def test_ring_rate_by_counting_messages(seed: int) -> None:
     assert rate == pytest.approx(max([*own.values(), *cards.values()]))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", quick(range(6), range(2)))
 def test_close_to_the_exact_optimum_where_memory_binds(seed: int) -> None:
     rng = random.Random(600 + seed)
     problem = random_problem(rng, 3, units=6)

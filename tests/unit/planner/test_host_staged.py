@@ -25,6 +25,7 @@ from hetero_megatron.planner.template.plan_template import StageTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace
 from tests.distributed.parallel.test_islands import SPEC, replicas
 from tests.support.planner_reference import Case, Exhaustive, random_case
+from tests.support.selection import quick
 
 SPEEDS = {"A100-80-SXM": 40e9, "MI300X": 10e9}  # of host links, as written here
 
@@ -137,7 +138,7 @@ def search_as_good_as_exhaustive(case: Case) -> tuple[SearchResult, TemplateScor
 SEVERAL_NODES = [i for i in range(100, 140) if sum(g.count for g in random_case(i, "open").cluster.nodes) > 1]
 
 
-@pytest.mark.parametrize("seed", SEVERAL_NODES[:12])
+@pytest.mark.parametrize("seed", quick(SEVERAL_NODES[:12], SEVERAL_NODES[:5]))
 def test_plans_over_staged_links(seed: int) -> None:
     """As good as exhaustive search; bounds hold; the plan is never predicted faster than over direct links."""
     plain = random_case(seed, "open")

@@ -37,6 +37,7 @@ from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.schedule import Costs, generate, lower, simulate
 from hetero_megatron.spec import load_model
 from tests.support.planner_reference import Case, Exhaustive, random_case, unequal_directions
+from tests.support.selection import quick
 
 SLOW = (0, 26, 5, 7, 9, 11, 12, 16, 17, 19, 23)  # seconds to a minute of exhaustive search each
 TIMES = st.floats(0.01, 10)
@@ -119,7 +120,7 @@ def _search(case: Case, **options: object) -> tuple[float, float]:
     return best, result.lower_bound
 
 
-@pytest.mark.parametrize("seed", [i for i in range(30) if i not in SLOW])
+@pytest.mark.parametrize("seed", quick([i for i in range(30) if i not in SLOW], (1, 3, 8, 13, 18, 22, 24, 29)))
 def test_as_good_as_exhaustive_search(seed: int) -> None:
     """A sample; benchmarks/bench_planner_optimal.py runs hundreds."""
     case = random_case(100 + seed, "open")
@@ -131,7 +132,7 @@ def test_as_good_as_exhaustive_search(seed: int) -> None:
         assert bound <= best * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", [6, 7, 10, 25, 28, 37, 38])
+@pytest.mark.parametrize("seed", quick([6, 7, 10, 25, 28, 37, 38], (6, 10, 28)))
 def test_links_of_unequal_directions(seed: int) -> None:
     """As good as exhaustive search, and the bound holds by prediction, which knows nothing of the search's prices."""
     case = unequal_directions(random_case(100 + seed, "open"), seed)

@@ -17,6 +17,7 @@ from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.islands import transport_of
 from tests.support.planner_reference import Case, random_case
+from tests.support.selection import quick
 from tests.unit.planner.test_host_staged import search_as_good_as_exhaustive, seconds
 from tests.unit.training.test_islands_of_vendors import one_stage, plan
 
@@ -120,7 +121,7 @@ def of_vendors(case: Case, seed: int) -> Case:
 UNLIKE = [i for i in range(100, 160) if len({g.chip for g in random_case(i, "open").cluster.nodes}) > 1]
 
 
-@pytest.mark.parametrize("seed", UNLIKE[:12])
+@pytest.mark.parametrize("seed", quick(UNLIKE[:12], UNLIKE[:5]))
 def test_plans_over_vendors(seed: int) -> None:
     """As good as exhaustive search, no better than over one vendor's links, and without groups that cross."""
     plain = random_case(seed, "open")

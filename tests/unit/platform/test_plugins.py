@@ -370,6 +370,7 @@ def test_check_prints_one_json_object_and_writes_the_profile(
     assert read.bytes_per_second == rates["bytes_per_second"], "the planner reads what the kit writes"
 
 
+@pytest.mark.slow
 def test_new_plugin_passes_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without installing it: found by the environment list. The slow test installs it."""
     assert main(["plugins", "new", "acme", "--directory", str(tmp_path)]) == 0
