@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from hetero_megatron.schedule.actions import COMPUTE
-from hetero_megatron.schedule.simulate import Timeline
 from hetero_megatron.schedule.held import in_flight
+from hetero_megatron.schedule.simulate import Timeline
 
 # Told apart with any colour vision, and readable on white and on black with white digits in them.
 COLOURS = {"F": "#0072b2", "B": "#c4500a", "B_INPUT": "#a8588a", "W": "#00785a"}

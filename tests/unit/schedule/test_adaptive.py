@@ -64,7 +64,7 @@ def by_count(times: PipelineTimes) -> PipelineTimes:
     return replace(times, stages=tuple(stages))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(seeds)
 def test_it_is_valid_within_memory_and_takes_what_is_simulated(seed: int) -> None:
     times, count = drawn(seed)
@@ -106,7 +106,7 @@ def test_small_pipelines_are_within_two_percent_of_the_exact_solver() -> None:
     assert solved >= 20
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(seeds, st.sampled_from([0, 1, 3, math.inf]), st.booleans(), st.sampled_from([0.0, 0.7]))
 def test_any_rule_makes_a_valid_schedule_within_memory(
     seed: int, most_deferred: float, forward_first: bool, patience: float
@@ -120,7 +120,7 @@ def test_any_rule_makes_a_valid_schedule_within_memory(
     assert seconds == simulated_seconds(schedule, times)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(seeds)
 def test_orders_are_timed_as_simulated_or_found_to_deadlock(seed: int) -> None:
     times, count = drawn(seed, most_micro_batches=6)
@@ -153,9 +153,9 @@ def test_the_same_question_has_the_same_answer() -> None:
 
 def test_more_effort_is_never_slower() -> None:
     draw = random.Random(4)
-    for _ in range(20):
-        times = random_times(draw, draw.randint(2, 5))
-        seconds = [search_adaptive(times, 9, effort).seconds for effort in (0, 2_000, 20_000, 200_000)]
+    for _ in range(10):
+        times = random_times(draw, draw.randint(2, 4))
+        seconds = [search_adaptive(times, 9, effort).seconds for effort in (0, 2_000, 20_000, 100_000)]
         assert seconds == sorted(seconds, reverse=True)
 
 
