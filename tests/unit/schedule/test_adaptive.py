@@ -55,6 +55,12 @@ def drawn(seed: int, most_stages: int = 6, most_micro_batches: int = 12) -> tupl
     times = random_times(draw, draw.randint(1, most_stages), by_count=draw.random() < 0.5)
     if draw.random() < 0.2:
         times = replace(times, stages=tuple(replace(s, memory_bytes=math.inf) for s in times.stages))
+    if draw.random() < 0.4:  # links that are slower than the stages, so that transfers queue up
+        links = (
+            replace(k, forward_seconds=5 * k.forward_seconds, backward_seconds=5 * k.backward_seconds)
+            for k in times.links
+        )
+        times = replace(times, links=tuple(links))
     return times, draw.randint(0, most_micro_batches)
 
 
