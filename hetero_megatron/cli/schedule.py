@@ -9,8 +9,9 @@ from typing import Any
 from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.errors import UserError
-from hetero_megatron.schedule import generate, lower, schedule_names, simulate
+from hetero_megatron.schedule import Schedule, generate, lower, schedule_names, simulate
 from hetero_megatron.schedule.adaptive import search_adaptive
+from hetero_megatron.schedule.generators import CHUNKED
 from hetero_megatron.schedule.picture import Picture, svg, table
 from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
 from hetero_megatron.schedule.stored import schedule_to_dict
@@ -28,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
             schedule = search_adaptive(times, args.micro_batches, args.effort).schedule
             stored = schedule_to_dict(schedule, made_for="")["stages"]
         else:
-            schedule = generate(name, args.stages, args.micro_batches)
+            schedule = _generated(name, args, times)
         pictures.append(Picture(name, simulate(lower(schedule), times.costs())))
     if args.out:
         write_text(args.out, "--out", svg(pictures))
@@ -44,6 +45,11 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _generated(name: str, args: Any, times: PipelineTimes) -> Schedule:
+    caps = [int(stage.memory_bytes) for stage in times.stages] if name == "zero-bubble" else []
+    return generate(name, args.stages, args.micro_batches, args.chunks if name in CHUNKED else 1, caps)
+
+
 def _parser() -> ArgumentParser:
     parser = ArgumentParser("schedule", "One pipeline under every schedule: step time, bubble, memory, and a picture.")
     add = parser.add_argument
@@ -54,7 +60,14 @@ def _parser() -> ArgumentParser:
     add("--input-gradient", type=float, nargs="+", metavar="S", help=f"seconds of B_INPUT: {per_stage} (those of F)")
     add("--weight-gradient", type=float, nargs="+", metavar="S", help=f"seconds of W: {per_stage} (those of F)")
     add("--link", type=float, nargs="+", default=[0.0], metavar="S", help="seconds of a transfer: one number, or P - 1")
-    add("--in-flight", type=int, nargs="+", metavar="N", help=f"most micro-batches for adaptive: {per_stage} (1F1B's)")
+    add(
+        "--in-flight",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help=f"memory of adaptive and zero-bubble, in micro-batches: {per_stage} (P)",
+    )
+    add("--chunks", type=int, default=2, metavar="N", help="runs of layers per stage of interleaved (2)")
     names = ", ".join((*schedule_names(), "adaptive"))
     add("--schedules", nargs="+", metavar="NAME", help=f"of {names} (all)")
     add("--effort", type=int, default=1_000_000, metavar="N", help="actions that adaptive may time (1,000,000)")
@@ -78,7 +91,7 @@ def _times(args: Any) -> PipelineTimes:
     forward = _each(args.forward, args.stages, "--forward")
     inputs = _each(args.input_gradient or forward, args.stages, "--input-gradient")
     weights = _each(args.weight_gradient or forward, args.stages, "--weight-gradient")
-    caps = _each(args.in_flight or [args.stages - s for s in range(args.stages)], args.stages, "--in-flight")
+    caps = _each(args.in_flight or [args.stages], args.stages, "--in-flight")
     links = _each(args.link, args.stages - 1, "--link")
     stages = tuple(StageTimes(f, i, w, memory_bytes=c) for f, i, w, c in zip(forward, inputs, weights, caps))
     return PipelineTimes(stages, tuple(LinkTimes(s, s) for s in links))

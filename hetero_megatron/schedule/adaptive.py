@@ -13,7 +13,14 @@ from hetero_megatron.schedule.generators import generate
 from hetero_megatron.schedule.list_scheduling import ListRule, list_schedule
 from hetero_megatron.schedule.order_search import improve_orders
 from hetero_megatron.schedule.pipeline_times import ROUNDING, PipelineTimes, lower_bound_seconds
-from hetero_megatron.schedule.stage_orders import Orders, join_backwards, schedule_of, time_orders
+from hetero_megatron.schedule.stage_orders import (
+    Orders,
+    join_backwards,
+    keeps_memory,
+    orders_of,
+    schedule_of,
+    time_orders,
+)
 
 EFFORT = 1_000_000  # 32 stages x 256 micro-batches: 40 schedules, about a second
 RULES_TRIED = 300  # changes of single values of the best rule
@@ -62,6 +69,7 @@ def search_adaptive(times: PipelineTimes, num_micro_batches: int, effort: int = 
         raise UserError("is negative", field="effort", value=effort, accepted="0 or more")
     search = _Search(times, num_micro_batches, effort)
     plain = search.seconds
+    search.try_zero_bubble()
     search.try_uniform_rules()
     search.try_other_rules()
     search.improve()
@@ -104,6 +112,17 @@ class _Search:
     def goal(self) -> float:
         """Nothing is faster than the bound, but sums of seconds differ in their last digits."""
         return self.bound * (1 + ROUNDING)
+
+    def try_zero_bubble(self) -> None:
+        """Zero-bubble with as many micro-batches per stage as fit."""
+        if self.ended():
+            return
+        caps = [int(min(stage.capacity, max(self.count, 1))) for stage in self.times.stages]
+        orders = orders_of(generate("zero-bubble", len(caps), self.count, caps=caps))
+        timing = time_orders(self.times, orders)
+        self.timed += self.size
+        if timing is not None and all(map(keeps_memory, self.times.stages, orders)):
+            self._offer(timing.seconds, orders)
 
     def try_uniform_rules(self) -> None:
         """The same rule on all stages."""

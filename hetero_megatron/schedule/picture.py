@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 
 from hetero_megatron.schedule.actions import COMPUTE
 from hetero_megatron.schedule.held import in_flight
-from hetero_megatron.schedule.simulate import Timeline
+from hetero_megatron.schedule.simulate import Timed, Timeline
 
 # Told apart with any colour vision, and readable on white and on black with white digits in them.
 COLOURS = {"F": "#0072b2", "B": "#c4500a", "B_INPUT": "#a8588a", "W": "#00785a"}
@@ -37,14 +37,16 @@ rect.idle { fill: #eaeef2 }
 
 @dataclass(frozen=True)
 class Picture:
-    """One schedule's picture; ``in_flight``: per stage, the most micro-batches that it holds at once."""
+    """One schedule's picture."""
 
     title: str
     timeline: Timeline
 
     @property
-    def in_flight(self) -> tuple[int, ...]:
-        return in_flight(self.timeline.schedule)
+    def in_flight(self) -> tuple[float, ...]:
+        """Per stage, the most micro-batches that it holds at once; one in one of two chunks counts half."""
+        schedule = self.timeline.schedule
+        return tuple(most / schedule.chunks for most in in_flight(schedule))
 
     @property
     def bubble(self) -> float:
@@ -86,19 +88,22 @@ def _panel(picture: Picture, top: int, scale: float) -> Iterator[str]:
     for s, (row, most) in enumerate(zip(timeline.stages, picture.in_flight, strict=True)):
         y = top + _HEAD + s * _ROW
         yield f'<text x="8" y="{y + 14}">stage {s}</text>'
-        yield f'<text x="{_WIDTH - _RIGHT + 8}" y="{y + 14}">{most} in flight</text>'
+        yield f'<text x="{_WIDTH - _RIGHT + 8}" y="{y + 14}">{most:g} in flight</text>'
         width = timeline.step_seconds * scale
         yield f'<rect class="idle" x="{_LEFT}" y="{y + 1}" width="{width:.2f}" height="{_ROW - 2}"/>'
         for timed in row:
             if timed.action.kind in COLOURS:
-                yield from _action(timed.action.kind, timed.action.micro_batch, timed.start, timed.end, y, scale)
+                yield from _action(timed, y, scale)
 
 
-def _action(kind: str, micro_batch: int, start: float, end: float, y: int, scale: float) -> Iterator[str]:
+def _action(timed: Timed, y: int, scale: float) -> Iterator[str]:
+    """Later chunks are a little paler."""
+    (kind, micro_batch, chunk), start, end = timed
     x, width = _LEFT + start * scale, (end - start) * scale
+    pale = ' fill-opacity="0.8"' if chunk else ""
     yield (
         f'<rect x="{x:.2f}" y="{y + 1}" width="{max(width - 0.6, 0.2):.2f}" height="{_ROW - 2}" '
-        f'fill="{COLOURS[kind]}"/>'
+        f'fill="{COLOURS[kind]}"{pale}/>'
     )
     if width > _DIGIT * len(str(micro_batch)) + 2:
         yield f'<text class="number" x="{x + width / 2:.2f}" y="{y + 14}">{micro_batch}</text>'
@@ -112,6 +117,6 @@ def table(pictures: Sequence[Picture], against: str = "1f1b") -> str:
     for p in pictures:
         step = p.timeline.step_seconds
         speed = f"{reference[against] / step:.3f}x" if against in reference and step else "-"
-        most = " ".join(map(str, p.in_flight))
+        most = " ".join(f"{n:g}" for n in p.in_flight)
         lines.append(f"{p.title:{width}}  {step:9.4g}  {speed:>7}  {p.bubble:7.1%}  {most}")
     return "\n".join(lines)

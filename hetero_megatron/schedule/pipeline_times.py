@@ -45,7 +45,9 @@ class StageMemory:
     @property
     def capacity(self) -> float:
         """Micro-batches that fit at once, no W deferred; may be infinite."""
-        return self.memory_bytes // self.activation_bytes if self.activation_bytes else math.inf
+        if self.memory_bytes == math.inf or not self.activation_bytes:
+            return math.inf
+        return self.memory_bytes // self.activation_bytes
 
 
 @dataclass(frozen=True)

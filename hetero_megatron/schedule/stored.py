@@ -68,7 +68,8 @@ def expand(text: str, most: int, field: str = "stages") -> str:
     for item in re.finditer(r"\S+", text):
         found = _ITEM.fullmatch(item[0])
         if found is None:
-            raise _text_error("is no item of a stage's order", text, item.start(), field)
+            good = _ITEM.match(item[0])
+            raise _text_error("cannot be read", text, item.start() + (good.end() if good else 0), field)
         letters, count = found[1], int(found[2] or 1)
         total += len(letters) * count
         if total > most:
@@ -80,8 +81,8 @@ def expand(text: str, most: int, field: str = "stages") -> str:
 def _text_error(problem: str, text: str, at: int, field: str) -> UserError:
     shown = text[max(0, at - 40) : at + 40]
     mark = " " * min(at, 40) + "^"
-    accepted = "letters of F, I (B_INPUT), W and B, each item with *COUNT or without"
-    return UserError(f"character {at + 1} {problem}:\n{shown}\n{mark}\n", field=field, accepted=accepted)
+    form = "letters of F, I (B_INPUT), W and B, with *COUNT or without"
+    return UserError(f"character {at + 1} {problem} ({form})\n{shown}\n{mark}", field=field)
 
 
 def schedule_to_dict(schedule: Schedule, made_for: str) -> dict[str, Any]:
@@ -212,7 +213,7 @@ def _order_error(problem: str, row: str, at: int, field: str) -> UserError:
         number = sum(a.kind == "W" for a in actions)
     action = Action(kind, number)
     shown = format_rows({"order": (*actions, action)}, ("order", at))
-    return UserError(f"{action}, action {at + 1}, {problem}\n{shown}\n", field=field)
+    return UserError(f"{action}, action {at + 1}, {problem}\n{shown}", field=field)
 
 
 def _around_mark(text: str) -> str:

@@ -53,6 +53,14 @@ def simulated_seconds(schedule: Schedule, times: PipelineTimes) -> float:
 def drawn(seed: int, most_stages: int = 6, most_micro_batches: int = 12) -> tuple[PipelineTimes, int]:
     draw = random.Random(seed)
     times = random_times(draw, draw.randint(1, most_stages), by_count=draw.random() < 0.5)
+    if draw.random() < 0.2:
+        times = replace(times, stages=tuple(replace(s, memory_bytes=math.inf) for s in times.stages))
+    if draw.random() < 0.4:  # links that are slower than the stages, so that transfers queue up
+        links = (
+            replace(k, forward_seconds=5 * k.forward_seconds, backward_seconds=5 * k.backward_seconds)
+            for k in times.links
+        )
+        times = replace(times, links=tuple(links))
     return times, draw.randint(0, most_micro_batches)
 
 
@@ -64,7 +72,7 @@ def by_count(times: PipelineTimes) -> PipelineTimes:
     return replace(times, stages=tuple(stages))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(seeds)
 def test_it_is_valid_within_memory_and_takes_what_is_simulated(seed: int) -> None:
     times, count = drawn(seed)
@@ -106,7 +114,7 @@ def test_small_pipelines_are_within_two_percent_of_the_exact_solver() -> None:
     assert solved >= 20
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(seeds, st.sampled_from([0, 1, 3, math.inf]), st.booleans(), st.sampled_from([0.0, 0.7]))
 def test_any_rule_makes_a_valid_schedule_within_memory(
     seed: int, most_deferred: float, forward_first: bool, patience: float
@@ -120,7 +128,7 @@ def test_any_rule_makes_a_valid_schedule_within_memory(
     assert seconds == simulated_seconds(schedule, times)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(seeds)
 def test_orders_are_timed_as_simulated_or_found_to_deadlock(seed: int) -> None:
     times, count = drawn(seed, most_micro_batches=6)
@@ -153,23 +161,20 @@ def test_the_same_question_has_the_same_answer() -> None:
 
 def test_more_effort_is_never_slower() -> None:
     draw = random.Random(4)
-    for _ in range(20):
-        times = random_times(draw, draw.randint(2, 5))
-        seconds = [search_adaptive(times, 9, effort).seconds for effort in (0, 2_000, 20_000, 200_000)]
+    for _ in range(10):
+        times = random_times(draw, draw.randint(2, 4))
+        seconds = [search_adaptive(times, 9, effort).seconds for effort in (0, 2_000, 20_000, 100_000)]
         assert seconds == sorted(seconds, reverse=True)
 
 
 def test_where_it_gains_nothing_it_is_1f1b() -> None:
-    # The last stage is so slow that it is never idle after its first forward arrives.
-    stages = tuple(StageTimes(f, f, f, memory_bytes=3 - s) for s, f in enumerate((1, 1, 50)))
-    # What is left is the way back of the last gradient, which a split backward shortens: forbid that by memory.
-    alone = PipelineTimes((StageTimes(1, 1, 1),), ())
-    assert adaptive(alone, 5) == generate("1f1b", 1, 5)
+    assert adaptive(PipelineTimes((StageTimes(1, 1, 1),), ()), 5) == generate("1f1b", 1, 5)
+    stages = tuple(StageTimes(f, f, f, deferred_bytes=10, memory_bytes=3 - s) for s, f in enumerate((1, 1, 50)))
     times = PipelineTimes(stages, (LinkTimes(), LinkTimes()))
-    assert adaptive(times, 0) == generate("1f1b", 3, 0)
-    assert adaptive(times, 8, effort=0) == generate("1f1b", 3, 8)
-    unsplit = tuple(replace(s, deferred_bytes=10) for s in stages)
-    assert adaptive(PipelineTimes(unsplit, times.links), 8) == generate("1f1b", 3, 8)
+    assert adaptive(times, 8) == generate("1f1b", 3, 8)  # no memory to split, and the last stage never waits
+    split = PipelineTimes(tuple(replace(s, deferred_bytes=1) for s in stages), times.links)
+    assert adaptive(split, 0) == generate("1f1b", 3, 0)
+    assert adaptive(split, 8, effort=0) == generate("1f1b", 3, 8) != adaptive(split, 8)
 
 
 def test_a_stage_with_a_long_reduction_ends_first() -> None:
@@ -197,7 +202,7 @@ def test_splitting_needs_memory() -> None:
 def test_bounds_of_simple_pipelines_are_exact() -> None:
     even = PipelineTimes((StageTimes(1, 1, 1),) * 2, (LinkTimes(),))
     assert lower_bound_seconds(even, 1) == 5  # F F I I W
-    assert lower_bound_seconds(even, 8) == 1 + 8 * 3 == search_adaptive(even, 8).seconds
+    assert lower_bound_seconds(even, 8) == 1 + 8 * 3 == search_adaptive(even, 8).seconds  # memory has no limit
     assert lower_bound_seconds(PipelineTimes((StageTimes(1, 1, 1, tail_seconds=7),), ()), 0) == 7
 
 

@@ -50,7 +50,23 @@ def test_an_empty_step_has_a_picture() -> None:
 
 
 def test_the_command_compares_all_schedules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["schedule", "--stages", "3", "--micro-batches", "6", "--forward", "1", "0.5", "1", "--link", "0.2"]
+    words = [
+        "schedule",
+        "--stages",
+        "3",
+        "--micro-batches",
+        "6",
+        "--forward",
+        "1",
+        "0.5",
+        "1",
+        "--link",
+        "0.2",
+        "--in-flight",
+        "3",
+        "2",
+        "1",
+    ]
     assert main([*words, "--json", "--out", str(tmp_path / "x.svg")]) == 0
     found = {s["name"]: s for s in json.loads(capsys.readouterr().out)["schedules"]}
     assert found["adaptive"]["step_seconds"] <= found["1f1b"]["step_seconds"]
