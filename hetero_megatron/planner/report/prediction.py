@@ -40,6 +40,12 @@ def format_step_seconds(found: Prediction) -> str:
     return f"{number} {unit} ({low:.{digits}f}-{high:.{digits}f})"
 
 
+def bubble_share(found: Prediction) -> float:
+    """Share of the time of all stages, until the last backward of the step, in which they do not compute."""
+    busy = sum(sum(timeline.busy) for timeline in found.timelines)
+    return 1 - busy / (max(found.pipeline_seconds) * sum(len(timeline.busy) for timeline in found.timelines))
+
+
 def format_prediction(found: Prediction) -> str:
     """Step time and its parts, use of the chips, memory, and what was assumed."""
     share = f", {found.mfu:.1%} of the chips' peak (MFU)" if found.mfu is not None else ""

@@ -11,7 +11,7 @@ from hetero_megatron.cluster import format_bytes
 from hetero_megatron.plan import dump_yaml, to_dict
 from hetero_megatron.plan.made_for import MadeFor
 from hetero_megatron.planner.report.comparison import Summary, choice_text
-from hetero_megatron.planner.report.prediction import format_seconds, format_step_seconds
+from hetero_megatron.planner.report.prediction import bubble_share, format_seconds, format_step_seconds
 from hetero_megatron.planner.report.timeline import format_layers
 from hetero_megatron.planner.search.incumbent import JudgedPlan
 from hetero_megatron.planner.whatif.objective import cost_per_hour, tokens_per_cost
@@ -38,6 +38,7 @@ def format_plan(summary: Summary) -> str:
         f"  found in {result.seconds:.2f} s, {plural(result.evaluated, 'plan')} evaluated exactly"
         + ("" if result.complete else "; cut short, the best so far"),
     ]
+    lines += _schedule_lines(summary)
     lines += _cost_lines(summary)
     lines.append(f"  context groups: {result.context}")
     if summary.left_out:
@@ -103,6 +104,23 @@ def _loss_text(loss: NodeLoss, before: float) -> str:
     slower = f"{loss.step_seconds / before:.2f} x as long"
     how = "" if loss.warm else ", by a new search: no pipeline of the first one fits"
     return f"{format_seconds(loss.step_seconds)} per step, {slower}, found in {loss.seconds:.3f} s{how}{of}"
+
+
+def _schedule_lines(summary: Summary) -> list[str]:
+    """Why the schedule is not the one under which the plan was searched; nothing where it is."""
+    best = summary.result.best
+    plain = [x for x in summary.result.others if x.template == best.template and x.plan.schedule in ("1f1b", "gpipe")]
+    if not summary.result.more_schedules or not plain:
+        return []
+    other, ranks = plain[0], best.plan.ranks
+    bubbles, most = zip(*((bubble_share(x.prediction), max(x.prediction.memory[r].total for r in ranks))
+                          for x in (best, other)))  # fmt: skip
+    ratio = other.step_seconds / best.step_seconds
+    return [
+        f"  schedule: {best.plan.schedule}, {ratio:.3f} x as fast as the same plan under {other.plan.schedule}: bubble "
+        f"{bubbles[0]:.1%} instead of {bubbles[1]:.1%}, at most {format_bytes(most[0])} on a rank instead of "
+        f"{format_bytes(most[1])}"
+    ]
 
 
 def _cost_lines(summary: Summary) -> list[str]:
