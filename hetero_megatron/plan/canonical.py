@@ -143,12 +143,14 @@ class Stage:
 class Pipeline:
     """One replica of the model: micro-batches of ``micro_batch_size`` sequences, ``num_micro_batches``
     of them a step. ``orders``: per stage its actions in order, as ``schedule.stored`` spells them, with ``schedule:
-    adaptive``; empty: 1F1B."""
+    adaptive``; empty: 1F1B. ``in_flight``: per stage, the most micro-batches that it holds at once under zero-bubble;
+    empty: as many as there are stages."""
 
     micro_batch_size: int
     num_micro_batches: int
     stages: tuple[Stage, ...]
     orders: tuple[str, ...] = ()
+    in_flight: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -236,5 +238,4 @@ class Plan:
 
 
 def _pipeline_json(pipeline: Pipeline) -> dict[str, Any]:
-    data = asdict(pipeline)
-    return data if pipeline.orders else {key: value for key, value in data.items() if key != "orders"}
+    return {key: value for key, value in asdict(pipeline).items() if value or key not in ("orders", "in_flight")}

@@ -27,6 +27,8 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         }
         if copies > 1:
             entry["repeat"] = copies
+        if first.in_flight:
+            entry["in_flight"] = list(first.in_flight)
         if first.orders:
             entry["schedule"] = stored_schedule(first)
         entry["stages"] = [_stage(first, s) for s in range(len(first.stages))]

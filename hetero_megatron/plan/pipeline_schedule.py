@@ -29,7 +29,7 @@ def pipeline_schedule(plan: Plan, pipeline: Pipeline, num_micro_batches: int | N
     count = pipeline.num_micro_batches if num_micro_batches is None else num_micro_batches
     stages = len(pipeline.stages)
     if plan.schedule != ADAPTIVE:
-        return lowered(plan.schedule, stages, count, pipeline.chunks)
+        return lowered(plan.schedule, stages, count, pipeline.chunks, pipeline.in_flight)
     if not pipeline.orders:  # one stage, or where nothing beats it
         return lowered("1f1b", stages, count)
     if count != pipeline.num_micro_batches:

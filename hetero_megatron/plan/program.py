@@ -36,7 +36,7 @@ def step_schedules(plan: Plan, buckets: Sequence[Bucket], batch_size: int | None
         for key, stage in zip(held, pipeline.stages, strict=True):
             if key not in rows:
                 rows[key] = sync_actions(buckets, stage.ranks[0])
-        shape = (held, count, pipeline.orders)
+        shape = (held, count, pipeline.orders, pipeline.in_flight)
         if shape not in known:
             plain = pipeline_schedule(plan, pipeline, count)
             known[shape] = with_synchronisation(plain, [rows[key] for key in held])

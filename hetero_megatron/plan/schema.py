@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 PLAN_KEYS = (
     "version", "seq_length", "global_batch_size", "schedule", "islands", "allow_bridge", "made_for", "pipelines",
 )  # fmt: skip
-PIPELINE_KEYS = ("micro_batch_size", "num_micro_batches", "schedule", "repeat", "stages")
+PIPELINE_KEYS = ("micro_batch_size", "num_micro_batches", "schedule", "repeat", "in_flight", "stages")
 STAGE_KEYS = (
     "ranks", "layers", "tp", "tp_split", "dp_split", "context", "embed", "head",
     "recompute", "optimizer", "kernels", "chip", "kv", "order",
@@ -152,6 +152,8 @@ def _pipelines(entry: Entry, seq_length: int, num_heads: int) -> list[Pipeline]:
     first = Pipeline(size, count, stages)
     if "schedule" in keys:
         first = replace(first, orders=_orders(keys["schedule"], first))
+    if "in_flight" in keys:
+        first = replace(first, in_flight=_in_flight(keys["in_flight"], len(stages)))
     repeat = keys["repeat"].integer(1) if "repeat" in keys else 1
     if repeat == 1:
         return [first]
@@ -163,6 +165,14 @@ def _pipelines(entry: Entry, seq_length: int, num_heads: int) -> list[Pipeline]:
             accepted="1, or pipelines written out",
         )
     return [shifted(first, k * len(ranks)) for k in range(repeat)]
+
+
+def _in_flight(entry: Entry, stages: int) -> tuple[int, ...]:
+    """One number for all stages, or one for each; () where that is what it would be anyway."""
+    found = entry.integers(1) if isinstance(entry.value, list) else (entry.integer(1),) * stages
+    if len(found) != stages:
+        entry.fail(f"{plural(len(found), 'number')} for {plural(stages, 'stage')}", accepted="one per stage, or one")
+    return () if found == (stages,) * stages else tuple(found)
 
 
 def _orders(entry: Entry, pipeline: Pipeline) -> tuple[str, ...]:

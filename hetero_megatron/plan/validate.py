@@ -58,6 +58,7 @@ def validate(
         tokens_suffice_for_tp(stage, path, source)
     schedule_runs_the_chunks(plan, source)
     stored_schedules_are_adaptive(plan, source)
+    caps_are_of_zero_bubble(plan, source)
     batch_adds_up(plan, source)
     step_is_short_enough(plan, source)
     sequence_fits_the_model(plan, spec, source)
@@ -193,6 +194,13 @@ def stored_schedules_are_adaptive(plan: Plan, source: Source) -> None:
         if pipeline.orders and plan.schedule != "adaptive":
             accepted = "schedule: adaptive at the top of the plan, or no stored schedule"
             raise source.error(f"the plan says {plan.schedule}", f"pipelines[{p}].schedule", "adaptive", accepted)
+
+
+def caps_are_of_zero_bubble(plan: Plan, source: Source) -> None:
+    for p, pipeline in enumerate(plan.pipelines):
+        if pipeline.in_flight and plan.schedule != "zero-bubble":
+            problem, accepted = f"the {plan.schedule} schedule has no caps", "schedule: zero-bubble, or leave it out"
+            raise source.error(problem, f"pipelines[{p}].in_flight", list(pipeline.in_flight), accepted)
 
 
 def ends_are_held_once(pipeline: Pipeline, path: str, source: Source) -> None:

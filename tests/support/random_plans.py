@@ -115,6 +115,9 @@ def random_plan(rng: random.Random, num_layers: int, heads: int, seq_length: int
     for size in composition(rng, ranks, rng.randint(1, min(3, ranks)), least=1):
         chunks = rng.choice([1, 2, 2, 3]) if schedule == "interleaved" else 1
         pipelines.append(random_pipeline(rng, order[start : start + size], num_layers, heads, seq_length, chunks))
+        if schedule == "zero-bubble" and rng.random() < 0.5:
+            stages = len(pipelines[-1]["stages"])
+            pipelines[-1]["in_flight"] = [rng.randint(1, 2 * stages) for _ in range(stages)]
         start += size
     batch = sum(p["micro_batch_size"] * p["num_micro_batches"] for p in pipelines)
     plan = {

@@ -99,7 +99,8 @@ def plan_activations(
         if plan.schedule == ADAPTIVE:
             states = held_states(pipeline_schedule(plan, pipeline))
         else:
-            states = _held_states(plan.schedule, len(pipeline.stages), pipeline.num_micro_batches, pipeline.chunks)
+            stages, count = len(pipeline.stages), pipeline.num_micro_batches
+            states = _held_states(plan.schedule, stages, count, pipeline.chunks, pipeline.in_flight)
         for stage, held in zip(pipeline.stages, states, strict=True):
             limit = _logits_limit(stage, spec, item, logits_bytes)
             for unit in stage.units:
@@ -147,8 +148,10 @@ def _chunks(stage: Stage, unit: Unit, tp: float, item: int, limit: int | None) -
 
 
 @lru_cache(maxsize=64)
-def _held_states(schedule: str, stages: int, micro_batches: int, chunks: int) -> tuple[tuple[Held, ...], ...]:
-    return held_states(generate(schedule, stages, micro_batches, chunks))
+def _held_states(
+    schedule: str, stages: int, micro_batches: int, chunks: int, caps: tuple[int, ...]
+) -> tuple[tuple[Held, ...], ...]:
+    return held_states(generate(schedule, stages, micro_batches, chunks, caps))
 
 
 @dataclass(frozen=True)

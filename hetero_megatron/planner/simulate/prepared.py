@@ -24,7 +24,7 @@ class PreparedPlan:
 
     def schedule(self, pipeline: Pipeline) -> Schedule:
         """The lowered schedule of a pipeline."""
-        shape = (len(pipeline.stages), pipeline.num_micro_batches, pipeline.chunks, pipeline.orders)
+        shape = (len(pipeline.stages), pipeline.num_micro_batches, pipeline.chunks, pipeline.orders, pipeline.in_flight)
         if shape not in self._schedules:
             self._schedules[shape] = pipeline_schedule(self.plan, pipeline)
         return self._schedules[shape]

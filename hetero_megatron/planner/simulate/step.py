@@ -166,7 +166,7 @@ def _timelines(prepared: PreparedPlan, pipelines: list[PipelineCosts]) -> tuple[
     known: dict[tuple[object, ...], Timeline] = {}
     out = []
     for costs, pipeline in zip(pipelines, prepared.plan.pipelines, strict=True):
-        key = (id(costs), pipeline.num_micro_batches, pipeline.orders)
+        key = (id(costs), pipeline.num_micro_batches, pipeline.orders, pipeline.in_flight)
         if key not in known:
             schedule = prepared.schedule(pipeline)
             known[key] = simulate(schedule, costs.costs)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from hetero_megatron.comm import Comm
-from tests.support.parity import check_case, random_case, run_rank
+from tests.support.parity import check_case, fixed_case, random_case, run_rank
 from tests.support.pool import RANKS, Pool, shared_pool
+from tests.support.small_plans import LLAMA, pipe, plan, stage
 
 
 def untagged(comm: Comm, *arguments: Any) -> Any:
@@ -35,3 +36,14 @@ class UntaggedPool:
 @pytest.mark.parametrize("seed", range(6))
 def test_messages_need_no_tags_where_each_way_keeps_their_order(seed: int) -> None:
     check_case(random_case(1000 + seed), UntaggedPool(shared_pool(("walled",) * RANKS)))
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_activations_and_gradients_of_two_stages_with_chunks_keep_their_order(chunks: int) -> None:
+    """One way between the two go activations of some chunks and gradients of others."""
+    layers = [[[2 * c + s, 2 * c + s + 1] for c in range(chunks)] for s in range(2)]
+    stages = [stage([0], layers[0]), stage([2, 1], layers[1], tp=2)]
+    case = fixed_case(
+        LLAMA | {"num_hidden_layers": 2 * chunks}, plan([pipe(1, 5, *stages)], schedule="interleaved")
+    )
+    check_case(case, UntaggedPool(shared_pool(("walled",) * RANKS)))

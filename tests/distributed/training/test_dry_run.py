@@ -129,6 +129,7 @@ SPLIT = plan(
     ],
     seq_length=48, schedule="zero-bubble",
 )  # fmt: skip
+SPLIT["pipelines"][0]["in_flight"] = [5, 3, 2]
 CHUNKS = plan(
     [
         pipe(2, 5, stage([0, 1], [[0, 1], [3, 5]], tp=2, recompute={"first": 2}), stage([2], [[1, 3], [5, 6]])),

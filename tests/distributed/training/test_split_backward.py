@@ -83,6 +83,34 @@ def test_gradients_leave_as_soon_as_their_last_product_is_there() -> None:
         assert left[0] == "B3.1"
 
 
+def evaluate(comm: Comm, chosen: Plan, spec: ModelSpec) -> tuple[float, int]:
+    compiled = CompiledPlan(chosen, spec)
+    comm.create_groups(compiled.groups)
+    if comm.rank not in chosen.ranks:
+        return 0.0, 0
+    runtime = Runtime(compiled, comm, torch.float64, lambda t, box: initial_values(t, box, spec, 7).double(), None)
+    data = RandomSamples(Case(3, len(chosen.ranks), {}, {"seq_length": chosen.seq_length}), spec.vocab_size)
+    return runtime.evaluate(data.fetch, 0, chosen.global_batch_size)
+
+
+def test_evaluation_runs_the_forwards_of_every_schedule() -> None:
+    spec = model(tie_word_embeddings=True)
+    every = {
+        "1f1b": [stage([0], [0, 2]), stage([1], [2, 4])],
+        "zero-bubble": [stage([0], [0, 2]), stage([1], [2, 4])],
+        "interleaved": [
+            stage([0, 1], [[0, 1], [2, 2]], tp=2), stage([2], [[1, 2], [2, 3]]), stage([3], [[2, 2], [3, 4]]),
+        ],
+        "interleaved ": [stage([0], [[0, 1], [1, 3], [3, 4]])],
+    }  # fmt: skip
+    found = set()
+    for name, stages in every.items():
+        chosen = plan_from_dict(plan([pipe(1, 5, *stages)], schedule=name.strip()), spec)
+        ((loss, tokens),) = set(shared_pool().run(evaluate, chosen, spec)[: len(chosen.ranks)])
+        found.add((round(loss, 9), tokens))
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_fp16_with_a_loss_scale_equals_1f1b(tied: bool) -> None:
     spec = model(tie_word_embeddings=tied)
