@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.testbed_schedules import schedule_plans
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.cluster.neighbours import tp_groups
 from hetero_megatron.cluster.subset import without
@@ -112,8 +113,10 @@ def end(work: dict[str, Any], comm: Comm, world: Group, rows: list[Any], found: 
 
 def choose(cluster: Cluster, spec: ModelSpec, work: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
     """(name, kind, plan) of the kinds that are asked for: the planner's, the two best uniform ones, the best on each
-    chip type alone, and plans that the planner would not choose."""
+    chip type alone, and plans that the planner would not choose; or one pipeline under each schedule."""
     seq_length, batch = work["seq_length"], work["batch"]
+    if "schedules" in work["kinds"]:
+        return schedule_plans(cluster, spec, seq_length, batch, DTYPE)
     options = SearchOptions(dtype=DTYPE, time_limit=15.0)
     plans: list[tuple[str, str, Plan]] = []
     problem = PlanningProblem(spec, cluster, seq_length, batch, options)

@@ -18,7 +18,8 @@ from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan
 from hetero_megatron.planner.simulate.memory_report import micro_batch_bytes
 from hetero_megatron.planner.simulate.stage_cost import PipelineCosts, StageCosts
-from hetero_megatron.planner.simulate.step import predict
+from hetero_megatron.planner.simulate.step import Prediction, predict
+from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.schedule.adaptive import search_adaptive
 from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
 from hetero_megatron.schedule.stage_orders import orders_of
@@ -35,8 +36,9 @@ class ScheduleSearch:
     """Proposes the best judged plans under other schedules, where the space allows it."""
 
     def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
-        wanted = problem.space.more_schedules
-        if wanted == "never" or (wanted == "auto" and incumbent.scorer.pool.chips > FEW):
+        space = problem.space
+        restricted = space.schedules != SearchSpace.schedules or incumbent.scorer.pool.chips > FEW
+        if space.more_schedules == "never" or (space.more_schedules == "auto" and restricted):
             return True
         costs = incumbent.scorer.costs
         for start in list(incumbent.plans[:STARTS]):
@@ -70,7 +72,7 @@ class ScheduleSearch:
             if cut is not None:
                 yield cut
         if supports("schedule.adaptive"):
-            made = adapted(start, costs)
+            made = adapted(plan, start.prediction, costs)
             if made is not None:
                 yield made
 
@@ -96,15 +98,19 @@ def interleaved(plan: Plan, chunks: int) -> Plan | None:
     return replace(plan, schedule="interleaved", pipelines=tuple(pipelines))
 
 
-def adapted(start: JudgedPlan, costs: CostModel) -> Plan | None:
-    """The plan with a schedule made for each of its pipelines; None where it stays 1F1B."""
-    plan, prices = start.plan, StageCosts(start.plan, costs)
+def adapted(plan: Plan, prediction: Prediction, costs: CostModel) -> Plan | None:
+    """The plan with a schedule made for each of its pipelines; None where it stays 1F1B.
+
+    Args:
+        prediction: of the plan under 1F1B.
+    """
+    prices = StageCosts(plan, costs)
     if any(has_context(stage, plan.seq_length) for pipeline in plan.pipelines for stage in pipeline.stages):
         return None
     known: dict[PipelineTimes, tuple[str, ...]] = {}
     pipelines = []
     for pipeline in plan.pipelines:
-        times = pipeline_times(start, pipeline, prices.of(pipeline), costs)
+        times = pipeline_times(prediction, pipeline, prices.of(pipeline), costs)
         if times is None:
             return None
         if times not in known:
@@ -117,11 +123,11 @@ def adapted(start: JudgedPlan, costs: CostModel) -> Plan | None:
 
 
 def pipeline_times(
-    start: JudgedPlan, pipeline: Pipeline, priced: PipelineCosts, costs: CostModel
+    prediction: Prediction, pipeline: Pipeline, priced: PipelineCosts, costs: CostModel
 ) -> PipelineTimes | None:
     """Seconds of the pipeline's stages and links, and the bytes that its activations may take beside all else that
-    ``start.prediction`` counts; None where a stage has no room for one micro-batch."""
-    seconds, memory, limits = priced.costs, start.prediction.memory, start.prediction.limits
+    ``prediction`` counts; None where a stage has no room for one micro-batch."""
+    seconds, memory, limits = priced.costs, prediction.memory, prediction.limits
     stages = []
     for s, stage in enumerate(pipeline.stages):
         host, weight = seconds.host[s], seconds.weight[s]

@@ -185,7 +185,7 @@ def test_two_hops_are_priced() -> None:
     seconds = []
     for plan in (plan_from_dict(replicas(4), SPEC), plan_from_dict(replicas(4, ["0-1", "2-3"]), SPEC)):
         sync = GradSync(plan, costs, network)
-        hops = [row for b in sync.buckets for row in sync.meetings(b, False)]
+        hops = [row for b in sync.buckets for row in sync.actions(b, False)]
         seconds.append(sum(max(sync.price(m, 4.0, spread=False).seconds for m in row) for row in hops))
     assert seconds[1] < 0.6 * seconds[0]
 

@@ -77,7 +77,7 @@ def test_the_cluster_of_an_earlier_plan_does_not_stay(tmp_path: Path, capsys: py
     words = [*PLAN, "--dtype", "fp32", "--no-baselines", "--quiet", "--out", str(out)]
     assert main([*words, "--add", "1xfast"]) == 0
     assert load_cluster(str(companion(out))).world_size == load_cluster(CLUSTER[1]).world_size + 1
-    assert f"count in {companion(out)}" in capsys.readouterr().err
+    assert f"ranks refer to {companion(out)}" in capsys.readouterr().err
     assert main(words) == 0 and not companion(out).exists()
     assert f"removed {companion(out)} of an earlier plan" in capsys.readouterr().err
     assert main(words) == 0 and "removed" not in capsys.readouterr().err

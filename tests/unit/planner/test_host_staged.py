@@ -120,13 +120,10 @@ def search_as_good_as_exhaustive(case: Case) -> tuple[SearchResult, TemplateScor
     """(result, scorer, its best seconds, those of exhaustive search) of a search, asserted to be within 1 % of that
     and to have a bound that holds; None where nothing fits."""
     scorer = make_scorer(PlanningProblem(case.model, case.cluster, case.seq_length, 1))
+    options = SearchOptions(space=SearchSpace(offload="never", more_schedules="never"))
+    problem = PlanningProblem(case.model, case.cluster, case.seq_length, case.batch, options)
     try:
-        result = search(
-            PlanningProblem(
-                case.model, case.cluster, case.seq_length, case.batch, SearchOptions(space=SearchSpace(offload="never"))
-            ),
-            scorer=scorer,
-        )
+        result = search(problem, scorer=scorer)
     except UserError:
         return None
     mine = min(s.step_seconds for c in (result.best, *result.others) if (s := scorer.score(c.template)))

@@ -44,7 +44,7 @@ DATA: dict[str, Any] = {
     ],
     "links": {"inter_node": {"bandwidth": "25 GB/s", "latency": "10 us"}},
 }
-OPTIONS = SearchOptions(exhaustive=False, top=3, space=SearchSpace(offload="never"))
+OPTIONS = SearchOptions(exhaustive=False, top=3, space=SearchSpace(offload="never", more_schedules="never"))
 PROBLEM = PlanningProblem(MODEL, cluster_from_dict(DATA), LENGTH, BATCH, OPTIONS)
 
 
@@ -205,6 +205,7 @@ def test_the_command_compares_when_asked(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(DATA))
     words = ["plan", "--model", "llama2-7b", "--cluster", str(tmp_path / "c.yaml"), "--seq-length", str(LENGTH)]
     words += ["--global-batch-size", str(BATCH), "--offload", "never", "--micro-batch-size", "1", "--json"]
+    words += ["--more-schedules", "never"]
     assert main(words) == 0
     brief, said = json.loads((captured := capsys.readouterr()).out), captured.err
     assert main([*words, "--compare", "--bound"]) == 0
