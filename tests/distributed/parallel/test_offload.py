@@ -25,7 +25,8 @@ from tests.support.small_plans import LLAMA, pipe, plan, stage
 
 HOST = {"optimizer": {"offload": True}}
 OFFLOADED = plan(
-    [pipe(2, 2, stage([0, 1], [0, 2], tp=2, **HOST), stage([2], [2, 3])), pipe(1, 2, stage([3], [0, 3], **HOST))]
+    [pipe(2, 2, stage([0, 1], [0, 2], tp=2, **HOST), stage([2], [2, 3])), pipe(1, 2, stage([3], [0, 3], **HOST))],
+    schedule="zero-bubble",
 )
 PLAIN = plan([pipe(2, 2, stage([0], [0, 3])), pipe(1, 2, stage([1, 2], [0, 3], tp=2))])
 
