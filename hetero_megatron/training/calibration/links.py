@@ -58,7 +58,8 @@ def _measure(comm: Comm, a: int, b: int, tag: int, same_node: bool) -> LinkRates
 
     back = message(SMALL, PINGS)[0] / 2
     rate = FIRST / max(message(FIRST, 3)[0] - back, 1e-6)
-    sizes = group.gather_vectors(torch.tensor([min(MAX_LARGE, max(2 * FIRST, rate * LARGE_SECONDS))]))
+    wanted = min(MAX_LARGE, max(2 * FIRST, rate * LARGE_SECONDS))
+    sizes = group.gather_vectors(torch.tensor([wanted], dtype=torch.float64))  # an int at the limits, else a float
     large = int(sizes[ends.index(a), 0])
     (small, _), (big, spread) = message(FIRST, REPEATS), message(large, REPEATS)
     alpha, beta = _line(FIRST, small - back, large, big - back)

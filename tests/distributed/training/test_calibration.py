@@ -28,6 +28,7 @@ from hetero_megatron.schedule import Costs as StageSeconds
 from hetero_megatron.schedule import generate, lower, simulate
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.training.calibration import CalibrationOptions, Job, calibrate
+from hetero_megatron.training.calibration import links
 from hetero_megatron.training.calibration.layers import StageTimes, fit_stages, observe, stragglers
 from hetero_megatron.training.calibration.measure import relative_spread, repeated, robust_fit
 from hetero_megatron.training.calibration.pipelines import MICRO_BATCHES, Run, Runs, degrees, depths, steady
@@ -378,6 +379,22 @@ def test_ranks_of_a_tp_group_over_nodes_wait_for_each_other() -> None:
         ends = [getattr(o, compute) + o.waited[way] for o in (fast, slow)]
         assert ends[0] == pytest.approx(ends[1], rel=0.1)
         assert fast.waited[way] - slow.waited[way] > 0.5 * getattr(fast, compute)
+
+
+def _measure_links_at_a_limit(comm, seconds):  # type: ignore[no-untyped-def]
+    """Where the ranks of a pair want messages of unlike sizes, one of them the least size (an int, not a float)."""
+    nodes = {"nodes": [{"name": "slow", "count": 8, "chip": "small"}], "chips": {"small": CLUSTER["chips"]["small"]}}
+    before = links.LARGE_SECONDS, links.MAX_LARGE
+    links.LARGE_SECONDS, links.MAX_LARGE = seconds[comm.rank], 2.5 * links.FIRST  # type: ignore[assignment]
+    try:
+        return len(links.measure_links(comm, cluster_from_dict({**CLUSTER, **nodes})))
+    finally:
+        links.LARGE_SECONDS, links.MAX_LARGE = before
+
+
+@pytest.mark.parametrize("seconds", [[1e-9, 1e3], [1e3, 1e-9]])
+def test_ranks_that_want_messages_of_unlike_sizes_agree(seconds: list[float]) -> None:
+    assert set(shared_pool().run(_measure_links_at_a_limit, seconds * 4)) == {1}
 
 
 def test_one_call_measures_every_dtype_and_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
