@@ -27,8 +27,7 @@ from hetero_megatron.planner.cost.rates import load_rates
 from hetero_megatron.schedule import Costs as StageSeconds
 from hetero_megatron.schedule import generate, lower, simulate
 from hetero_megatron.spec import ModelSpec, load_model
-from hetero_megatron.training.calibration import CalibrationOptions, Job, calibrate
-from hetero_megatron.training.calibration import links
+from hetero_megatron.training.calibration import CalibrationOptions, Job, calibrate, links
 from hetero_megatron.training.calibration.layers import StageTimes, fit_stages, observe, stragglers
 from hetero_megatron.training.calibration.measure import relative_spread, repeated, robust_fit
 from hetero_megatron.training.calibration.pipelines import MICRO_BATCHES, Run, Runs, degrees, depths, steady
