@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,8 @@ def one_rank_of_the_job(options: argparse.Namespace) -> None:
     positions = torch.arange(options.run_tokens)[None]
     batch = Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), positions, mask)
     seen: dict[str, Any] = {"grads": []}
-    step, loss = runtime.optimizer.step, runtime.executor.loss
+    (chunk,) = runtime.executor.chunks
+    step, loss = runtime.optimizer.step, chunk.loss
     assert loss is not None
 
     def recording_loss(out: Any, part: Batch) -> Any:
@@ -117,7 +119,7 @@ def one_rank_of_the_job(options: argparse.Namespace) -> None:
                 seen["grads"].append((piece.name, piece.box.slices(), (tensor * coefficient).cpu()))
         step(grads, coefficient)
 
-    runtime.executor.loss = recording_loss
+    runtime.executor.chunks = [replace(chunk, loss=recording_loss)]
     runtime.optimizer.step = recording_step  # type: ignore[method-assign]
     before, start = peak_rss(), time.perf_counter()
     stats = runtime.train_step(lambda _: batch, 0, 1, 0.0)

@@ -138,11 +138,20 @@ def test_plans_with_context_groups_stop_and_go_on(name: str, tmp_path: Path) -> 
     check_pair(other, context, tmp_path / "back")
 
 
+def of_any_batch(described: dict[str, Any], size: int) -> dict[str, Any]:
+    """The plan for steps of ``size`` samples: a stored schedule is only for the plan's own number of micro-batches."""
+    if described.get("schedule") != "adaptive" or described["global_batch_size"] == size:
+        return described
+    pipelines = [{k: v for k, v in pipeline.items() if k != "schedule"} for pipeline in described["pipelines"]]
+    return {**described, "schedule": "1f1b", "pipelines": pipelines}
+
+
 def check_pair(a: Case, b: Case, path: Path) -> None:
     """Five steps under ``b`` after a checkpoint of ``a`` equal the uninterrupted run; under ``a`` bit for bit."""
     path.mkdir(exist_ok=True)
     spec, initial, wrong = start(a)
     size = max(a.plan["global_batch_size"], b.plan["global_batch_size"])
+    a, b = (replace(case, plan=of_any_batch(case.plan, size)) for case in (a, b))
     pool, folder = shared_pool(), str(path)
     want = pool.run(uninterrupted, a, plan_from_dict(a.plan, spec), spec, initial, size, folder)
     got = pool.run(resumed, b, plan_from_dict(b.plan, spec), spec, wrong, size, folder)
