@@ -22,7 +22,11 @@ from benchmarks.bench_testbed import MODEL, MODES, error_of
 from benchmarks.common import machine
 from benchmarks.testbed_run import emulated_cluster, notes, run_job
 
-SPEEDS = {"3 stages": (0.6, 0.4, 0.25), "4 stages": (0.5, 0.5, 0.25, 0.2), "6 stages": (0.35, 0.35, 0.25, 0.2, 0.15, 0.15)}
+SPEEDS = {
+    "3 stages": (0.6, 0.4, 0.25),
+    "4 stages": (0.5, 0.5, 0.25, 0.2),
+    "6 stages": (0.35, 0.35, 0.25, 0.2, 0.15, 0.15),
+}
 LINKS = {"fast links": "100 MB/s", "slow links": "15 MB/s"}
 LAYERS = 3  # per stage, in the mean
 
