@@ -28,7 +28,7 @@ from hetero_megatron.schedule import Action, Schedule, generate, in_flight, lowe
 from hetero_megatron.schedule.adaptive import search_adaptive
 from hetero_megatron.schedule.generators import schedule_names
 from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
-from hetero_megatron.schedule.stored import schedule_to_dict
+from hetero_megatron.schedule.stored import stored_orders
 from tests.support.exact_schedule import cp_sat_installed, exact_seconds
 from tests.support.pipelines import random_times
 
@@ -126,7 +126,7 @@ def large(num_stages: int, micro_batches: int) -> None:
     begin = time.process_time()
     found = search_adaptive(times, micro_batches)
     seconds = time.process_time() - begin
-    text = sum(map(len, schedule_to_dict(found.schedule, "")["stages"]))
+    text = sum(map(len, stored_orders(found.schedule)))
     print(f"{num_stages} stages x {micro_batches} micro-batches: {seconds:.2f} CPU s, "
           f"{found.timed_actions:,} actions timed; "
           f"{found.one_f_one_b_seconds / found.seconds:.3f} x 1F1B, {found.seconds / found.bound_seconds - 1:.1%} over "

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.testbed_schedules import schedule_plans
+from benchmarks.testbed_schedules import cuts_by_speed, schedule_plans
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.cluster.neighbours import tp_groups
 from hetero_megatron.cluster.subset import without
@@ -176,7 +176,7 @@ def others(cluster: Cluster, spec: ModelSpec, seq_length: int, batch: int) -> li
 def _pipeline(cluster: Cluster, spec: ModelSpec, batch: int, groups: Sequence[tuple[int, ...]]) -> dict[str, Any]:
     """A stage on each TP group, with layers by speed."""
     speeds = [sum(cluster.chip_of(r).speed or 1.0 for r in group) for group in groups]
-    cuts = [round(spec.num_layers * sum(speeds[:i]) / sum(speeds)) for i in range(len(groups) + 1)]
+    cuts = cuts_by_speed(spec.num_layers, speeds)
     stages: list[dict[str, Any]] = [
         {"ranks": list(group), "tp": len(group), "layers": [a, b]}
         for group, a, b in zip(groups, cuts, cuts[1:])

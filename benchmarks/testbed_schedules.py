@@ -49,13 +49,18 @@ def schedule_plans(
     return [(schedule, schedule, to_dict(plan)) for schedule, plan in best.items()]
 
 
+def cuts_by_speed(num_layers: int, speeds: Sequence[float]) -> list[int]:
+    """Where stages of such speeds begin, and the end of the last: as many layers each as it is fast."""
+    return [round(num_layers * sum(speeds[:i]) / sum(speeds)) for i in range(len(speeds) + 1)]
+
+
 def _divisions(cluster: Cluster, spec: ModelSpec, seq_length: int, batch: int) -> Iterator[Plan]:
     """Of the layers, in the order of the ranks."""
     ranks = range(cluster.world_size)
     speeds = [cluster.chip_of(r).speed or 1.0 for r in ranks]
-    cuts = [round(spec.num_layers * sum(speeds[:i]) / sum(speeds)) for i in range(1, len(ranks))]
+    first, *cuts, last = cuts_by_speed(spec.num_layers, speeds)
     for moved in itertools.product((-1, 0, 1), repeat=len(cuts)):
-        ends = [0, *(cut + by for cut, by in zip(cuts, moved)), spec.num_layers]
+        ends = [first, *(cut + by for cut, by in zip(cuts, moved)), last]
         if all(a < b for a, b in itertools.pairwise(ends)):
             yield plan_from_dict(_described(ranks, ends, seq_length, batch), spec, cluster)
 

@@ -14,7 +14,7 @@ from hetero_megatron.schedule.adaptive import search_adaptive
 from hetero_megatron.schedule.generators import CHUNKED
 from hetero_megatron.schedule.picture import Picture, svg, table
 from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
-from hetero_megatron.schedule.stored import schedule_to_dict
+from hetero_megatron.schedule.stored import stored_orders
 
 MOST_ACTIONS = 100_000  # of one schedule: pictures of more are of no use
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     for name in args.schedules or (*schedule_names(), "adaptive"):
         if name == "adaptive":
             schedule = search_adaptive(times, args.micro_batches, args.effort).schedule
-            stored = schedule_to_dict(schedule, made_for="")["stages"]
+            stored = stored_orders(schedule)
         else:
             schedule = _generated(name, args, times)
         pictures.append(Picture(name, simulate(lower(schedule), times.costs())))

@@ -63,10 +63,14 @@ class MemoryBytes:
     host: int = 0
 
     @property
+    def lasting(self) -> int:
+        """What is there all step long."""
+        return self.overhead + self.weights + self.gradients + self.optimizer
+
+    @property
     def total(self) -> int:
         # Buckets travel when most activations of the last micro-batch are gone.
-        state = self.weights + self.gradients + self.optimizer
-        return self.overhead + state + max(self.activations, self.buffers)
+        return self.lasting + max(self.activations, self.buffers)
 
     def parts(self) -> dict[str, int]:
         """What ``total`` is made of."""
@@ -250,14 +254,3 @@ def buffer_bytes(held: Any, owned: Any, copies: float, item: int, dense: bool) -
         come = wide * (taken + (owned if copies > 2 else 0))
         return come, come
     return wide * (held - owned + taken), wide * (taken + owned)
-
-
-def most_buffered(buckets: Iterable[tuple[float, float]]) -> float:
-    """The most bytes that buckets need, one after the other, of which so many are under way at once; the first of those
-    is added up while the others still are."""
-    most = 0.0
-    window: list[tuple[float, float]] = []
-    for moving, adding in buckets:
-        window = [*window, (moving, adding)][-IN_FLIGHT:]
-        most = max(most, max(window[0]) + sum(m for m, _ in window[1:]), moving, adding)
-    return most

@@ -12,7 +12,7 @@ from hetero_megatron.plan.canonical import Pipeline, Plan
 from hetero_megatron.schedule import Schedule, lower, lowered
 from hetero_megatron.schedule.generators import SPLITTING
 from hetero_megatron.schedule.stage_orders import schedule_of
-from hetero_megatron.schedule.stored import VERSION, expand, schedule_from_dict
+from hetero_megatron.schedule.stored import expand, schedule_from_dict, schedule_to_dict
 
 ADAPTIVE = "adaptive"
 
@@ -62,13 +62,7 @@ def made_for(pipeline: Pipeline) -> str:
 
 def stored_schedule(pipeline: Pipeline) -> dict[str, Any]:
     """The pipeline's schedule as plan-file data."""
-    return {
-        "version": VERSION,
-        "name": ADAPTIVE,
-        "made_for": made_for(pipeline),
-        "num_micro_batches": pipeline.num_micro_batches,
-        "stages": list(pipeline.orders),
-    }
+    return schedule_to_dict(ADAPTIVE, pipeline.orders, pipeline.num_micro_batches, made_for(pipeline))
 
 
 def read_stored_schedule(stored: Any, pipeline: Pipeline, field: str) -> tuple[str, ...]:

@@ -85,11 +85,8 @@ def _text_error(problem: str, text: str, at: int, field: str) -> UserError:
     return UserError(f"character {at + 1} {problem} ({form})\n{shown}\n{mark}", field=field)
 
 
-def schedule_to_dict(schedule: Schedule, made_for: str) -> dict[str, Any]:
-    """A schedule of one chunk, with micro-batches in order, as a plan file keeps it.
-
-    Args:
-        made_for: what it was made for, e.g. the fingerprint of the plan without its schedules.
+def stored_orders(schedule: Schedule) -> tuple[str, ...]:
+    """The actions of every stage of a schedule of one chunk, with micro-batches in order, as a plan keeps them.
 
     Raises:
         UserError: a schedule that this form cannot say.
@@ -100,13 +97,18 @@ def schedule_to_dict(schedule: Schedule, made_for: str) -> dict[str, Any]:
         raise UserError(
             "cannot be stored", field="schedule", value=schedule.name, accepted="one chunk, micro-batches in order"
         )
-    return {
-        "version": VERSION,
-        "name": schedule.name,
-        "made_for": made_for,
-        "num_micro_batches": orders[0].count("F"),
-        "stages": [compress(row) for row in orders],
-    }
+    return tuple(map(compress, orders))
+
+
+def schedule_to_dict(name: str, orders: Sequence[str], num_micro_batches: int, made_for: str) -> dict[str, Any]:
+    """A schedule as a plan file keeps it, and :func:`schedule_from_dict` reads it.
+
+    Args:
+        orders: of its stages, from :func:`stored_orders`.
+        made_for: what it was made for, e.g. the fingerprint of the plan without its schedules.
+    """
+    values = VERSION, name, made_for, num_micro_batches, list(orders)
+    return dict(zip(KEYS, values, strict=True))
 
 
 def schedule_from_dict(

@@ -11,8 +11,7 @@ from hetero_megatron.plan.pipeline_schedule import stored_schedule
 from hetero_megatron.plan.schema import expand
 from hetero_megatron.schedule.adaptive import adaptive
 from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
-from hetero_megatron.schedule.stage_orders import orders_of
-from hetero_megatron.schedule.stored import compress
+from hetero_megatron.schedule.stored import stored_orders
 
 
 def composition(rng: random.Random, total: int, parts: int, least: int = 0) -> list[int]:
@@ -156,8 +155,7 @@ def adapt(rng: random.Random, plan: dict[str, Any], heads: int) -> None:
         found = adaptive(PipelineTimes(stages, links), count, effort=20_000)
         if found.name == "adaptive":
             made = True
-            orders = tuple(map(compress, orders_of(found)))
-            spelled["schedule"] = stored_schedule(replace(pipeline, orders=orders))
+            spelled["schedule"] = stored_schedule(replace(pipeline, orders=stored_orders(found)))
     plan["schedule"] = "adaptive" if made else "1f1b"
 
 

@@ -22,8 +22,7 @@ from hetero_megatron.planner.simulate.step import Prediction, predict
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.schedule.adaptive import search_adaptive
 from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
-from hetero_megatron.schedule.stage_orders import orders_of
-from hetero_megatron.schedule.stored import compress
+from hetero_megatron.schedule.stored import stored_orders
 
 STARTS = 2  # plans that are tried under other schedules
 FEW = 64  # chips, up to which this is done without being asked for
@@ -42,7 +41,7 @@ class ScheduleSearch:
             return True
         costs = incumbent.scorer.costs
         for start in list(incumbent.plans[:STARTS]):
-            if len(start.plan.pipelines) == sum(len(p.stages) == 1 for p in start.plan.pipelines):
+            if all(len(pipeline.stages) == 1 for pipeline in start.plan.pipelines):
                 continue
             for plan in self._variants(start, costs):
                 if incumbent.should_stop():
@@ -117,7 +116,7 @@ def adapted(plan: Plan, prediction: Prediction, costs: CostModel) -> Plan | None
             if len(known) == MOST_PIPELINES:
                 return None
             found = search_adaptive(times, pipeline.num_micro_batches, EFFORT).schedule
-            known[times] = tuple(map(compress, orders_of(found))) if found.name == ADAPTIVE else ()
+            known[times] = stored_orders(found) if found.name == ADAPTIVE else ()
         pipelines.append(replace(pipeline, orders=known[times]))
     return replace(plan, schedule=ADAPTIVE, pipelines=tuple(pipelines)) if any(known.values()) else None
 
@@ -133,10 +132,7 @@ def pipeline_times(
         host, weight = seconds.host[s], seconds.weight[s]
         rows = micro_batch_bytes(stage, costs.model, costs.item)
         kept, waiting = (max(row[i] for row in rows.values()) for i in (0, 1))
-        room = min(
-            limits[rank] - (memory[rank].total - max(memory[rank].activations, memory[rank].buffers)) - row[2]
-            for rank, row in rows.items()
-        )
+        room = min(limits[rank] - memory[rank].lasting - row[2] for rank, row in rows.items())
         if room < kept:
             return None
         stages.append(StageTimes(

@@ -16,8 +16,13 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.schedule import Action, Schedule, generate
 from hetero_megatron.schedule.adaptive import adaptive
 from hetero_megatron.schedule.pipeline_times import StageMemory
-from hetero_megatron.schedule.stored import compress, expand, schedule_from_dict, schedule_to_dict
+from hetero_megatron.schedule.stored import compress, expand, schedule_from_dict, schedule_to_dict, stored_orders
 from tests.support.pipelines import random_times
+
+
+def as_stored(schedule: Schedule, made_for: str) -> dict[str, Any]:
+    count = sum(action.kind == "F" for action in schedule.stages[0])
+    return schedule_to_dict(schedule.name, stored_orders(schedule), count, made_for)
 
 
 @settings(max_examples=300, deadline=None)
@@ -37,12 +42,12 @@ def test_schedules_survive_being_stored(seed: int) -> None:
     draw = random.Random(seed)
     times, count = random_times(draw, draw.randint(1, 5)), draw.randint(0, 10)
     schedule = adaptive(times, count, effort=5_000)
-    text = json.dumps(schedule_to_dict(schedule, "plan-1"))
+    text = json.dumps(as_stored(schedule, "plan-1"))
     assert schedule_from_dict(json.loads(text), len(times.stages), count, "plan-1", times.stages) == schedule
 
 
 def test_long_schedules_are_short_texts() -> None:
-    stored = schedule_to_dict(generate("1f1b", 32, 256), "x")
+    stored = as_stored(generate("1f1b", 32, 256), "x")
     assert stored["stages"][0] == "F*32 BF*224 B*32"
     assert schedule_from_dict(stored, 32, 256, "x") == generate("1f1b", 32, 256)
 
@@ -52,7 +57,7 @@ def test_what_the_form_cannot_say_is_refused() -> None:
     newest_first = Schedule("x", ((Action("F", 0), Action("F", 1), Action("B", 1), Action("B", 0)),))
     for schedule in (chunked, newest_first):
         with pytest.raises(UserError, match="cannot be stored"):
-            schedule_to_dict(schedule, "x")
+            as_stored(schedule, "x")
 
 
 GOOD = {
