@@ -12,6 +12,7 @@ import torch
 from hetero_megatron.comm.errors import CommError
 from hetero_megatron.comm.hooks import Clock, Work
 from hetero_megatron.errors import UserError
+from hetero_megatron.platform.accelerator import Accelerator
 
 
 class Works:
@@ -63,6 +64,7 @@ class Transport(Protocol):
     rank: int
     activity: str
     device: torch.device
+    accelerator: Accelerator | None
     clock: Clock
     sent_bytes: dict[int, int]
 

@@ -44,7 +44,8 @@ class HopExchange:
         self.routes, self.group, self.me = routes, group, group.comm.rank
         self.sources, self.targets, self.runs = sources, targets, routes.runs
         self._handle: Handle | None = None
-        self._used: list[torch.Tensor] = []  # by the exchange, on whatever stream
+        self._used: list[torch.Tensor] = []  # by the exchange, on other streams of a device than their own
+        self._queued = group.comm.accelerator is not None
 
     @property
     def size(self) -> int:
@@ -89,7 +90,7 @@ class HopExchange:
                 parts = [arrays[i][at] for i, at in self.routes.given]
                 rows = send.split([part.numel() for part in parts])
                 torch._foreach_copy_([row.view(part.shape) for row, part in zip(rows, parts, strict=True)], parts)
-            self._used.append(send)
+            self._hold(send)
             self._handle = self.group.all_to_all(send, self.routes.give_counts, self.routes.take_counts)
             return
         assert memory is not None
@@ -112,7 +113,7 @@ class HopExchange:
         if self.group.size == 1:
             return [_part(arrays, i, at) for i, at in self.routes.give.get(self.me, ())]
         received = self._wait()
-        self._used.append(received)
+        self._hold(received)
         if self.runs is not None:
             assert memory is not None
             own = memory[self.runs[self.group.index]]
@@ -211,6 +212,10 @@ class HopExchange:
         if targets:  # one launch, however many pieces
             parts = received.split([t.numel() for t in targets])
             torch._foreach_copy_(targets, [part.view(t.shape) for part, t in zip(parts, targets, strict=True)])
+
+    def _hold(self, tensor: torch.Tensor) -> None:
+        if self._queued:
+            self._used.append(tensor)
 
     def forget(self) -> None:
         """Hold on to nothing: all streams have done what was started."""

@@ -32,9 +32,9 @@ class GradientSync:
     waits inside backward, where a neighbour may be waiting for what comes after.
 
     Where a device's library moves the gradients, the host does not ask whether they have come: what arrives is summed
-    up on a stream of its own, and before a bucket starts, the compute stream waits for the sums of the one ``IN_FLIGHT``
-    buckets before it. Elsewhere a bucket is summed up when it has come, and others start later, during backward or at
-    its end.
+    up on a stream of its own, and before a bucket starts, the compute stream waits for the sums of the bucket
+    ``IN_FLIGHT`` places before it. Elsewhere a bucket is summed up when it has come, and others start later, during
+    backward or at its end.
 
     Args:
         params: local parameters by logical name; boxes: the box of each in its logical tensor. Those of a dense bucket
@@ -152,8 +152,6 @@ class GradientSync:
             return False
         with self._aside.current():
             sums = exchange.finish_reduce(hop)
-        if self._aside.same:
-            exchange.hops[hop].forget()
         if hop + 1 == len(exchange.hops):
             self._owned.append(sums)
             self._summed.append((bucket, self._aside.moment()))

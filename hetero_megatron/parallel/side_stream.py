@@ -20,7 +20,7 @@ class SideStream:
 
     def __init__(self, accelerator: Accelerator | None) -> None:
         self._accelerator = accelerator
-        self._stream = accelerator.stream() if accelerator is not None else None
+        self._stream: Any = accelerator.stream() if accelerator is not None else None
 
     @property
     def same(self) -> bool:
