@@ -106,7 +106,7 @@ def _reference_fwd_bwd(
     kind = wide(x.dtype)
     leaves = [t.detach().to(kind).requires_grad_() for t in (x, weight)]
     with torch.enable_grad():
-        (loss,) = definition(*leaves, labels)
+        (loss,) = definition(leaves[0], leaves[1], labels)
         dx, dw = torch.autograd.grad(loss, leaves, dloss.to(kind))
     if into is not None:
         dw = into.add_(dw) if beta else into.copy_(dw)
