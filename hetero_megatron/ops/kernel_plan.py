@@ -17,6 +17,7 @@ from hetero_megatron.ops.bind import bind
 from hetero_megatron.ops.gemm import WeightGradients, bind_gemm
 from hetero_megatron.ops.kernel import ORDER, REFERENCE, Kernel, Signature
 from hetero_megatron.ops.library import compiled_call
+from hetero_megatron.ops.linear_cross_entropy import bind_linear_cross_entropy
 from hetero_megatron.ops.registry import Registry, unknown
 
 EVERY = "all"  # the key that asks one provider for every operator that it has
@@ -61,6 +62,8 @@ class KernelPlan:
             return compiled_call(spec, kernel)
         if spec.name == "gemm":
             return bind_gemm(kernel, self.weight_gradients, choice.signature.compiled)
+        if spec.name == "linear_cross_entropy":
+            return bind_linear_cross_entropy(spec, kernel, self.weight_gradients)
         return bind(spec, kernel, choice.signature.compiled)
 
     def __getattr__(self, name: str) -> Any:  # reached only for operators that are not in the plan
