@@ -24,8 +24,8 @@ nodes:
   - {name: big, chip: large}
   - {name: small, chip: little}
 chips:
-  large: {memory: 2 GiB, peak_flops: {fp32: 1 T}, memory_bandwidth: 20 GB/s}
-  little: {memory: 1 GiB, peak_flops: {fp32: 0.5 T}, memory_bandwidth: 10 GB/s}
+  large: {memory: 2 GiB, tflops: {fp32: 1}, memory_bandwidth: 20 GB/s}
+  little: {memory: 1 GiB, tflops: {fp32: 0.5}, memory_bandwidth: 10 GB/s}
 links:
   intra_node: {bandwidth: 2 GB/s, latency: 20 us}
   inter_node: {bandwidth: 100 MB/s, latency: 100 us}
@@ -38,6 +38,10 @@ def run(command: list[str], folder: Path) -> str:
     done = subprocess.run(command, cwd=folder, env=kept, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
+
+
+def words(text: str) -> list[str]:
+    return text.split()
 
 
 def build(kind: str, source: Path, out: Path) -> Path:
@@ -79,22 +83,22 @@ def test_the_wheel_alone_trains_plans_and_writes_a_plugin(wheel: Path, tmp_path:
     try:
         run([str(bare / "pip"), "install", "-q", "-c", str(ROOT / "constraints.txt"), f"{wheel}[planner]"], tmp_path)
         hetero = str(bare / "hetero-megatron")
-        text = "--model tiny --data-path stdlib --split 1 --seq-length 64 --micro-batch-size 2"
-        run([hetero, "pretrain", *text.split(), *"--train-iters 2 --lr 1e-3 --save run --load run".split()], tmp_path)
+        sizes = words("--model tiny --seq-length 64 --micro-batch-size 2 --train-iters 2 --lr 1e-3")
+        corpus = words("--data-path stdlib --split 1 --save run --load run")
+        run([hetero, "pretrain", *sizes, *corpus], tmp_path)
         assert (tmp_path / "run" / "latest").exists()
-        two = [str(bare / "torchrun"), "--nproc-per-node", "2", "-m", "hetero_megatron", "pretrain"]
-        two += "--model tiny --mock-data --seq-length 64 --micro-batch-size 2 --train-iters 2 --lr 1e-3".split()
+        two = [str(bare / "torchrun"), *words("--nproc-per-node 2 -m hetero_megatron pretrain --mock-data"), *sizes]
         run([*two, "--tensor-model-parallel-size", "2", "--sequence-parallel"], tmp_path)
         (tmp_path / "cluster.yaml").write_text(CLUSTER)
-        words = "--model tiny --cluster cluster.yaml --seq-length 64 --global-batch-size 8 --dtype fp32 --out plan.yaml"
-        run([hetero, "plan", *words.split()], tmp_path)
-        run([hetero, "pretrain", "--plan", "plan.yaml", "--model", "tiny", "--dry-run", "--as-rank", "0"], tmp_path)
+        task = words("--seq-length 64 --global-batch-size 8 --dtype fp32 --out plan.yaml")
+        run([hetero, "plan", "--model", "tiny", "--cluster", "cluster.yaml", *task], tmp_path)
+        run([hetero, *words("pretrain --plan plan.yaml --model tiny --dry-run --as-rank 0")], tmp_path)
         (tmp_path / "text.jsonl").write_text('{"text": "words"}\n' * 50)
-        words = "--input text.jsonl --output-prefix text --tokenizer-type ByteTokenizer --append-eod --workers 2"
-        run([hetero, "preprocess", *words.split()], tmp_path)
+        tool = words("--input text.jsonl --output-prefix text --tokenizer-type ByteTokenizer --append-eod --workers 2")
+        run([hetero, "preprocess", *tool], tmp_path)
         assert (tmp_path / "text_text_document.bin").exists()
         run([hetero, "plugins", "new", "acme"], tmp_path)
-        run([str(bare / "pip"), "install", "-q", "--no-deps", "--no-build-isolation", "./acme"], tmp_path)
+        run([str(bare / "pip"), "install", "-q", "--no-deps", "./acme"], tmp_path)
         run([hetero, "plugins", "check", "acme", "--quick"], tmp_path)
     finally:
         shutil.rmtree(tmp_path / "bare", ignore_errors=True)
