@@ -107,8 +107,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if context.rope is not None:
-            rope = self.kernels.rope
-            q, k = rope(q, *context.rope), rope(k, *context.rope)
+            q, k = self.kernels.rope(q, k, *context.rope)
         if self.kv_of_query is not None:
             k, v = k[:, :, self.kv_of_query], v[:, :, self.kv_of_query]
         out = self.core_attention(q, k, v, context).reshape(b, s, self.heads * self.head_dim)

@@ -18,6 +18,7 @@ from hetero_megatron.ops.gemm import WeightGradients, bind_gemm
 from hetero_megatron.ops.grouped_gemm import bind_grouped_gemm
 from hetero_megatron.ops.kernel import ORDER, REFERENCE, Kernel, Signature
 from hetero_megatron.ops.library import compiled_call
+from hetero_megatron.ops.linear_cross_entropy import bind_linear_cross_entropy
 from hetero_megatron.ops.registry import Registry, unknown
 
 _PRODUCTS = {"gemm": bind_gemm, "grouped_gemm": bind_grouped_gemm}
@@ -43,7 +44,8 @@ class KernelPlan:
 
     Attributes:
         choices: by operator name.
-        weight_gradients: who takes the weight gradients of ``gemm`` and ``grouped_gemm``, and where they wait while they are deferred.
+        weight_gradients: who takes those of ``gemm`` and ``grouped_gemm``, and where they wait while they
+            are deferred.
         rms_norm, rope, …: one callable per operator of the plan.
     """
 
@@ -63,6 +65,8 @@ class KernelPlan:
             return compiled_call(spec, kernel)
         if spec.name in _PRODUCTS:
             return _PRODUCTS[spec.name](kernel, self.weight_gradients, choice.signature.compiled)
+        if spec.name == "linear_cross_entropy":
+            return bind_linear_cross_entropy(spec, kernel, self.weight_gradients)
         return bind(spec, kernel, choice.signature.compiled)
 
     def __getattr__(self, name: str) -> Any:  # reached only for operators that are not in the plan

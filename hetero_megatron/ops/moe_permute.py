@@ -25,7 +25,7 @@ def unpermute_definition(
     """out[t] = sum over j of weights[t, j] y[slots[t, j]] in at least fp32, without the slots that are -1.
 
     Args:
-        y: [n, h]; weights: [tokens, k], at least fp32; rows: [n] int64, the token of each row; slots: [tokens, k] int64.
+        y: [n, h]; weights: [tokens, k], at least fp32; rows: [n] int64, each row's token; slots: [tokens, k] int64.
     """
     w = wide(y.dtype)
     live = slots >= 0

@@ -42,12 +42,19 @@ SPECS: dict[str, OpSpec] = {
 }
 
 
+_REFERENCE_PARTS = {
+    "gemm": gemm.REFERENCE_PARTS,
+    "grouped_gemm": grouped_gemm.REFERENCE_PARTS,
+    "linear_cross_entropy": linear_cross_entropy.REFERENCE_PARTS,
+}
+
+
 def reference_kernel(spec: OpSpec) -> Kernel:
     """The definition itself as a provider: any device, any dtype."""
-    parts = {"gemm": gemm.REFERENCE_PARTS, "grouped_gemm": grouped_gemm.REFERENCE_PARTS}.get(spec.name, {})
     return Kernel(
-        spec.name, REFERENCE, REFERENCE, spec.forward, spec.backward, version=spec.version, parts=parts, traceable=True
-    )
+        spec.name, REFERENCE, REFERENCE, spec.forward, spec.backward, version=spec.version,
+        parts=_REFERENCE_PARTS.get(spec.name, {}), traceable=True,
+    )  # fmt: skip
 
 
 ATEN_KERNELS: tuple[Kernel, ...] = (

@@ -96,12 +96,14 @@ def _layer_norm_backward(
     return _kernels().layer_norm_bwd(dy, x, weight, mean, rstd)  # type: ignore[no-any-return]
 
 
-def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (_kernels().rope_fwd(x, None, cos, sin)[0],)
+def _rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return _kernels().rope_fwd(q, k, cos, sin)  # type: ignore[no-any-return]
 
 
-def _rope_backward(dy: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (_kernels().rope_bwd(dy, None, cos, sin)[0],)
+def _rope_backward(
+    dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    return _kernels().rope_bwd(dq, dk, cos, sin)  # type: ignore[no-any-return]
 
 
 def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -163,6 +165,16 @@ def _linear_cross_entropy_backward(
 ) -> tuple[torch.Tensor, ...]:
     dx, dw = _kernels().linear_cross_entropy_bwd(dloss, x, weight, labels, lse, ignore_index=NO_LABEL)
     return dx, dw.to(weight.dtype)
+
+
+def _linear_cross_entropy_fwd_bwd(
+    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, dloss: torch.Tensor,
+    into: torch.Tensor | None = None, beta: float = 1.0,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    loss, _, dx, dw = _kernels().linear_cross_entropy_fwd_bwd(
+        x, weight, labels, dloss, ignore_index=NO_LABEL, grad_weight=into, accumulate=beta != 0.0
+    )
+    return loss, dx, dw
 
 
 def _bounds(q: torch.Tensor, documents: Any, window: int | None) -> Any:
@@ -263,9 +275,11 @@ def _grouped_gemm_backward(
 
 _PARTS: dict[str, dict[str, Callable[..., Any]]] = {
     "grouped_gemm": {"input": _grouped_input, "weight": _grouped_weight},
-    "attention": {"share": _attention_share, "delta": lambda dout, out: _kernels().attention_delta(dout, out)}
+    "attention": {"share": _attention_share, "delta": lambda dout, out: _kernels().attention_delta(dout, out)},
+    "linear_cross_entropy": {"fwd_bwd": _linear_cross_entropy_fwd_bwd},
 }
-_VERSIONS = {"adamw": 3, "attn_merge": 2}  # of the operators' contracts; others: 1
+# Of the operators' contracts; others: 1.
+_VERSIONS = {"adamw": 3, "attn_merge": 2, "linear_cross_entropy": 2, "rope": 2}
 # operator, file of hetero_kernels, forward, backward
 _TABLE: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any] | None], ...] = (
     ("rms_norm", "rms_norm", _rms_norm, _rms_norm_backward),

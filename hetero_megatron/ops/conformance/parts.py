@@ -3,6 +3,7 @@ attention that is composed of tiles, equal bits, and torch.compile."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,7 +23,8 @@ from hetero_megatron.ops.tile_kernels import tile_kernel
 
 
 def weight_gradient(subject: Subject, case: Case, args: tuple[Any, ...], dy: torch.Tensor) -> Iterator[Finding]:
-    """``weight`` of gemm and grouped_gemm adds to a sum of at least fp32, in that precision; with beta 0 nothing is there yet.
+    """``weight`` of gemm and grouped_gemm adds to a sum of at least fp32, in that precision; with beta 0 nothing is
+    there yet.
 
     The sum is 16 times the product, so that adding in 16 bits is off by more than the bound.
     """
@@ -46,6 +48,39 @@ def weight_gradient(subject: Subject, case: Case, args: tuple[Any, ...], dy: tor
             problem = f"the sum of {into.dtype} is off by {error / (float(want.norm()) or 1.0):.2g} of what was added"
         yield subject.finding("weight gradient", f"{case.name}, beta {beta:g}", problem)
         yield subject.finding("bounds", f"{case.name}, weight gradient, beta {beta:g}", "; ".join(box.damage()))
+
+
+def loss_and_gradients(
+    subject: Subject, case: Case, args: tuple[Any, ...], dloss: torch.Tensor,
+    wants: tuple[list[torch.Tensor], list[torch.Tensor]], eager: CallOutcome,
+) -> Iterator[Finding]:  # fmt: skip
+    """``fwd_bwd`` of linear_cross_entropy: the loss and both gradients at once, the weight's added to a sum."""
+    x, weight, labels = args
+    (want_loss,), (want_dx, want_dw) = wants
+    forward_cap, cap = subject.spec.bounds.of(subject.dtype)
+    for beta in (None, 0.0, 1.0):
+        name = f"{case.name}, {'no sum' if beta is None else f'beta {beta:g}'}"
+        box, into = Sandbox(), None
+        if beta is not None:
+            start = normal(*weight.shape, seed=5) if beta else torch.full(weight.shape, math.nan)
+            into = box.place(start.to(subject.device, wide(subject.dtype)), may_change=True)
+        before = into.cpu().double() if into is not None and beta else torch.zeros_like(want_dw)
+        placed = *(box.place(t) for t in (x, weight, labels, dloss)), into, 1.0 if beta is None else beta
+        call = functools.partial(subject.kernel.parts["fwd_bwd"], *placed)
+        with box, torch.no_grad():
+            made, problem = subject.attempt("loss and gradients", name, call)
+        if not problem:
+            loss, dx, dw = made
+            dw = dw if into is None else into  # what lies there counts, not what was returned
+            problem = judge_all([loss, dx], [want_loss, want_dx], [eager.results[0], eager.gradients[0]],
+                                max(forward_cap, cap), 3.0, ("loss", "dx"))  # fmt: skip
+            error, size = float((dw.cpu().double() - before - want_dw).norm()), float(want_dw.norm())
+            if not problem and not error <= cap * size + 1e-6 * float(before.norm()) + 1e-6:
+                problem = f"dweight is off by {error / (size or 1.0):.2g} of what was added"
+            if not problem and dw.dtype != wide(subject.dtype):
+                problem = f"dweight is {dw.dtype}: it is added up in at least fp32"
+        yield subject.finding("loss and gradients", name, problem)
+        yield subject.finding("bounds", f"{name}, loss and gradients", "; ".join(box.damage()))
 
 
 class _Watched:
