@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ def weight_gradient(subject: Subject, case: Case, args: tuple[Any, ...], dy: tor
     The sum is 16 times the product, so that adding in 16 bits is off by more than the bound.
     """
     x, weight, _, *ends = args
-    want = reference_kernel(subject.spec).parts["weight"](dy.cpu().double(), x.cpu().double(), *(e.cpu() for e in ends))
+    product: Callable[..., Any] = reference_kernel(subject.spec).parts["weight"]
+    want = product(dy.cpu().double(), x.cpu().double(), *(e.cpu() for e in ends))
     typical = float(want.norm()) / max(want.numel(), 1) ** 0.5
     _, cap = subject.spec.bounds.of(subject.dtype)
     for beta in (0.0, 1.0):
