@@ -257,7 +257,7 @@ def required_eod(tokenizer: Tokenizer, why: str) -> int:
             f"the tokenizer has no end-of-sequence token (eos_token), but {why}", field="tokenizer",
             value=tokenizer.name,
             accepted="a tokenizer whose tokenizer_config.json sets eos_token (or a vocab.json with <|endoftext|>), or "
-            ".bin/.idx that tools/preprocess_data.py wrote without --append-eod",
+            ".bin/.idx that hetero-megatron preprocess wrote without --append-eod",
         )  # fmt: skip
     return tokenizer.eod
 

@@ -143,8 +143,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
-            tables = context.ropes[self.rope]
-            q, k = self._turn(q, *tables), self._turn(k, *tables)
+            q, k = self._turn(q, k, *context.ropes[self.rope])
         if self.query_scale != 1.0:
             q = q * self.query_scale
         if self.kv_of_query is not None:
@@ -153,16 +152,21 @@ class Attention(nn.Module):
         return cast(torch.Tensor, self.o_proj(out))
 
 
-    def _turn(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x [b, s, heads, d] by its rotary embedding. Interleaved pairs come out as halves: queries and keys alike, so
+    def _turn(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q and k [b, s, heads, d] by the rotary embedding. Interleaved pairs come out as halves: of both alike, so
         that their products are the same."""
-        turned = 2 * cos.shape[-1]
-        part, rest = (x, None) if turned == x.shape[-1] else (x[..., :turned], x[..., turned:])
         assert self.rope is not None
+        turned, both = 2 * cos.shape[-1], (q, k)
+        parts = [x[..., :turned] for x in both] if turned < self.head_dim else [*both]
         if self.rope.interleaved:
-            part = part.unflatten(-1, (turned // 2, 2)).transpose(-1, -2).flatten(-2)
-        part = self.kernels.rope(part, cos, sin)
-        return part if rest is None else torch.cat([part, rest], dim=-1)
+            parts = [x.unflatten(-1, (turned // 2, 2)).transpose(-1, -2).flatten(-2) for x in parts]
+        q, k = self.kernels.rope(*parts, cos, sin)
+        if turned == self.head_dim:
+            return q, k
+        q, k = (torch.cat([x, rest[..., turned:]], dim=-1) for x, rest in zip((q, k), both, strict=True))
+        return q, k
 
 
 class MLP(nn.Module):

@@ -118,14 +118,17 @@ def test_rope(heads: int, dtype: torch.dtype) -> None:
     cos, sin = rope_tables(positions, freqs, dtype)
     assert cos.dtype == torch.promote_types(dtype, torch.float32) and cos.shape == (2, 5, 1, 4)
     exact = rope_tables(positions, freqs, torch.float64)
-    x = rand(2, 5, heads, 8)
-    compare(lambda x: apply_rope(x, cos, sin), lambda x: rope_reference(x, *exact), [x], dtype)
-    compare(
-        lambda x: apply_rope(x.transpose(1, 2).contiguous().transpose(1, 2), cos, sin),
-        lambda x: rope_reference(x, *exact),
-        [x],
-        dtype,
-    )
+    q, k = rand(2, 5, heads, 8), rand(2, 5, (heads + 1) // 2, 8, seed=1)
+
+    def both(pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return torch.cat(pair, 2)
+
+    def want(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return both((rope_reference(q, *exact), rope_reference(k, *exact)))
+
+    compare(lambda q, k: both(apply_rope(q, k, cos, sin)), want, [q, k], dtype)
+    turned = lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)  # noqa: E731
+    compare(lambda q, k: both(apply_rope(turned(q), turned(k), cos, sin)), want, [q, k], dtype)
 
 
 def test_rope_turns_pairs_in_half_layout() -> None:
@@ -133,7 +136,7 @@ def test_rope_turns_pairs_in_half_layout() -> None:
     cos, sin = rope_tables(torch.tensor([[3]]), rope_frequencies(Rope(100.0), 4), torch.float64)
     x = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64).view(1, 1, 1, 4)
     want = torch.tensor([math.cos(3), 0.0, math.sin(3), 0.0], dtype=torch.float64).view(1, 1, 1, 4)
-    torch.testing.assert_close(apply_rope(x, cos, sin), want)
+    torch.testing.assert_close(apply_rope(x, 2 * x, cos, sin), (want, 2 * want))
     assert rope_frequencies(Rope(100.0, RopeScaling("linear", 2.0)), 4).tolist() == [0.5, 0.05]
 
 
