@@ -22,6 +22,7 @@ from hetero_megatron.checkpoint.state import (
     owned_tensors,
     weight_dtypes,
 )
+from hetero_megatron.checkpoint.stored_spec import stored_spec
 from hetero_megatron.comm.refusals import together
 from hetero_megatron.data import Datasets
 from hetero_megatron.errors import UserError
@@ -277,11 +278,11 @@ def furthest(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 def check_spec(found: Checkpoint, config: RunConfig, finetune: bool) -> None:
     """The checkpoint is of this model; with ``finetune`` only shapes must fit, which loading checks."""
-    saved, mine = found.state["model"], asdict(config.spec)
+    saved, mine = stored_spec(found.state["model"]), config.spec
     differ = [
-        f"{f.name} {saved.get(f.name)!r} (here {mine[f.name]!r})"
-        for f in fields(config.spec)
-        if f.name not in _NO_IDENTITY and saved.get(f.name) != mine[f.name]
+        f"{f.name} {getattr(saved, f.name)!r} (here {getattr(mine, f.name)!r})"
+        for f in fields(mine)
+        if f.name not in _NO_IDENTITY and getattr(saved, f.name) != getattr(mine, f.name)
     ]
     if differ and not finetune:
         raise UserError(
