@@ -169,7 +169,7 @@ def test_large_axes_are_cut_where_matrix_products_are_fast(units: int, weights: 
     assert all(a % 64 == 0 for a, _ in found)
     for (a, b), weight in zip(found, weights, strict=True):
         exact = units * weight / sum(weights)
-        assert abs(b - a - exact) <= exact / 32
+        assert abs(b - a - exact) <= exact / 32 + 1e-9
 
 
 def test_equal_shares_stay_equal_and_small_axes_are_cut_anywhere() -> None:
