@@ -36,7 +36,6 @@ from hetero_megatron.planner.search.infeasible import refuse
 from hetero_megatron.planner.search.local_search import LocalSearch
 from hetero_megatron.planner.search.pipeline_dp import EachTypeDP, PipelineDP
 from hetero_megatron.planner.search.schedule_search import ScheduleSearch
-from hetero_megatron.planner.search.tp_moves import TPMoves
 from hetero_megatron.planner.search.uniform import UniformSeeds
 from hetero_megatron.planner.template.device_pool import DeviceGroup, DevicePool
 from hetero_megatron.planner.template.plan_template import PlanTemplate
@@ -193,7 +192,7 @@ def _templates(
 def _by_programs(many: bool) -> list[Proposer]:
     """Proposers for clusters that are too large to enumerate; ``many``: many kinds of nodes, which are partitioned
     first."""
-    return [GraphPartition(), LocalSearch()] if many else [PipelineDP(), LocalSearch(), EachTypeDP(), TPMoves()]
+    return [GraphPartition(), LocalSearch()] if many else [PipelineDP(), LocalSearch(), EachTypeDP()]
 
 
 class Offloaded:
