@@ -160,6 +160,11 @@ class ModelSpec:
                 )  # fmt: skip
 
     @property
+    def base(self) -> ModelSpec:
+        """The model without adapters."""
+        return self if self.lora is None else replace(self, lora=None)
+
+    @property
     def queries_per_kv(self) -> int:
         return self.num_heads // self.num_kv_heads
 
@@ -213,8 +218,3 @@ def _shortest(kinds: tuple[LayerKind, ...], layers: int) -> tuple[LayerKind, ...
         if all(whole[i] == whole[i - n] for i in range(n, layers)):
             return kinds[:n]
     return kinds
-
-    @property
-    def base(self) -> ModelSpec:
-        """The model without adapters."""
-        return self if self.lora is None else replace(self, lora=None)
