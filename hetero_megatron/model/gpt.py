@@ -137,7 +137,8 @@ class Attention(nn.Module):
         local = max(kv1 - kv0, 1)
         each = max(len(users) // local, 1)
         even = len(users) % local == 0 and users == [i // each for i in range(len(users))]
-        self.kv_of_query = None if even else users
+        # On the device from the start: a list would be uploaded at every use.
+        self.kv_of_query = None if even else torch.tensor(users)
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         b, s, _ = x.shape
@@ -151,7 +152,7 @@ class Attention(nn.Module):
         if self.query_scale != 1.0:
             q = q * self.query_scale
         if self.kv_of_query is not None:
-            k, v = k[:, :, self.kv_of_query], v[:, :, self.kv_of_query]
+            k, v = k.index_select(2, self.kv_of_query), v.index_select(2, self.kv_of_query)
         out = self.core_attention(q, k, v, context).reshape(b, s, self.heads * self.head_dim)
         return cast(torch.Tensor, self.o_proj(out))
 

@@ -18,6 +18,8 @@ from hetero_megatron.checkpoint.hf_save import check_target, save_hf
 from hetero_megatron.checkpoint.names import name_table
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import Comm, CommError, start_comm, stop_comm
+from hetero_megatron.comm.device_clock import DeviceClock
+from hetero_megatron.comm.hooks import Clock
 from hetero_megatron.data import Datasets, build_datasets, unigram_entropy
 from hetero_megatron.data.batch import BatchOptions
 from hetero_megatron.data.chat.build import show_sample
@@ -93,6 +95,8 @@ def train(
     transport = transport_of(config.distributed.transport, config.cluster)
     comm = start_comm(platform, timeout, place, launcher, emulation.hooks(), transport, lost)
     say_joined(comm.rank, launcher.diagnoses)
+    if comm.accelerator is not None and type(comm.clock) is Clock:  # a device queues its work: the host's seconds
+        comm.clock = DeviceClock(comm.accelerator)  # would say nothing about it
     code, everyone = 0, tuple(range(world))
     try:
         comm.create_groups([everyone])
@@ -295,11 +299,9 @@ class Training:
             torch.use_deterministic_algorithms(True)
 
     def _watch(self) -> StragglerWatch | None:
-        failure, plan, comm = self.config.failure, self.config.plan, self.runtime.comm
+        failure, plan = self.config.failure, self.config.plan
         if not (failure.stragglers or failure.replan_on_drift):
             return None
-        if comm.device.type != "cpu":  # which queues its work: the host's seconds would say nothing about it
-            comm.clock.synchronize = self.platform.synchronize
         if not self.reporter.speaks:
             return None
         factor = failure.replan_on_drift or FACTOR

@@ -15,6 +15,7 @@ import torch
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.data.batch import Batch
+from hetero_megatron.data.upload import UploadedBatches, Uploader
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, cut
 from hetero_megatron.model import GPTStage, StagePart
@@ -44,6 +45,7 @@ from hetero_megatron.plan import (
 )
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.context_plan import stage_contexts
+from hetero_megatron.platform.scalars import ScalarReader
 from hetero_megatron.schedule import Action, receive_order
 from hetero_megatron.spec import LogicalTensor, shares, stage_tensors, tensor_box
 from hetero_megatron.spec.flops import LOGITS_BYTES
@@ -123,6 +125,9 @@ class Runtime:
         assert self.loss_chunk is None or "vocab_cross_entropy" in self.kernels.choices, "a plan for other logits_bytes"
         if self.loss_chunk is not None or self.fused_loss:  # the loss applies the head itself
             self.model.lm_head.forward = lambda x: x  # type: ignore[method-assign]
+        accelerator = comm.accelerator
+        self.uploader = Uploader(accelerator, comm.device) if accelerator is not None else None
+        self.reader = ScalarReader(accelerator)
         self.executor = self._build_executor()
         self._schedules: dict[tuple[int, bool], tuple[tuple[Action, ...], tuple[Action, ...]]] = {}
         self._boundaries: dict[tuple[int, int], Boundary] = {}
@@ -241,7 +246,12 @@ class Runtime:
         """What this rank does for the global samples ``[first_sample, first_sample + batch_size)``."""
         sizes, rows = self.samples(first_sample, batch_size)
         tokens = self.unit.tokens
-        batches = [fetch(indices).select(tokens).to(self.comm.device) if indices else None for indices in rows]
+        batches: Sequence[Batch | None]
+        if self.uploader is None:
+            batches = [fetch(indices).select(tokens) if indices else None for indices in rows]
+        else:
+            make = [partial(_selected, fetch, indices, tokens) if indices else None for indices in rows]
+            batches = UploadedBatches(make, self.uploader)
         actions, receives = self._actions(batch_size, forward_only)
         return StageWork(actions, batches, sizes, receives)
 
@@ -332,9 +342,15 @@ class Runtime:
             loss_sum, tokens = self.gather(result, 0.0)[:, :2].sum(0).tolist()
         return loss_sum, int(tokens)
 
-    def gather(self, result: StepResult, square: float, stop: bool = False) -> torch.Tensor:
+    def gather(self, result: StepResult, square: float | torch.Tensor, stop: bool = False) -> torch.Tensor:
         """One row per rank, fp64: loss sum, tokens, squared norm, stop, seconds. A TP group counts its loss once."""
         counts = self.place.tp_rank == 0
-        row = [float(result.loss_sum) * counts, result.tokens * counts, square, float(stop)]
+        loss_sum, square = self.reader.read(result.loss_sum, square)  # the only wait for a device in a step
+        result.read(self.comm.clock)
+        row = [loss_sum * counts, result.tokens * counts, square, float(stop)]
         seconds = [result.busy_seconds, result.bubble_seconds, result.communication_seconds]
         return self.world.gather_vectors(torch.tensor(row + seconds, dtype=torch.float64))
+
+
+def _selected(fetch: Fetch, indices: Sequence[int], tokens: Sequence[tuple[int, int]]) -> Batch:
+    return fetch(indices).select(tokens)
