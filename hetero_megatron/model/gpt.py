@@ -44,8 +44,12 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x W^T + ``bias``; adapters replace it (``parallel/lora.py``)."""
+        return self.kernels.gemm(x, self.weight, bias)  # type: ignore[no-any-return]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.kernels.gemm(x, self.weight, self.bias)  # type: ignore[no-any-return]
+        return self.product(x, self.bias)
 
 
 class Norm(nn.Module):

@@ -260,6 +260,8 @@ class PipelineExecutor:
             grad = torch.full_like(out, work.seed)
         else:
             grad = self.output_gradient(key, live)
+        if not out.requires_grad:  # nothing of what came before is trained
+            return
         with self.comm.clock.work():
             torch.autograd.backward(out, grad)
 

@@ -10,6 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.spec.lora import Lora
 from hetero_megatron.spec.rope import Rope
 
 # Beyond these, sizes overflow (int64 bytes) or exhaust memory before anything can be said about them.
@@ -71,6 +72,7 @@ class ModelSpec:
         attn_scale: of the scores; None: 1 / sqrt(head_dim).
         attn_softcap, logit_softcap: x becomes c tanh(x / c), of scores and of logits.
         sinks: every query head has a learned logit that takes part in the softmax, with no value (gpt-oss).
+        lora: adapters; all that is not of them is frozen.
     """
 
     name: str
@@ -102,6 +104,7 @@ class ModelSpec:
     attn_softcap: float | None = None
     logit_softcap: float | None = None
     sinks: bool = False
+    lora: Lora | None = None
     init_std: float = 0.02
     notices: tuple[str, ...] = field(default=(), compare=False)
 
@@ -155,6 +158,11 @@ class ModelSpec:
                     f"makes a matrix of more than 2^48 elements with hidden_size {self.hidden_size}", field=name,
                     value=getattr(self, name), accepted="sizes that fit some memory",
                 )  # fmt: skip
+
+    @property
+    def base(self) -> ModelSpec:
+        """The model without adapters."""
+        return self if self.lora is None else replace(self, lora=None)
 
     @property
     def queries_per_kv(self) -> int:

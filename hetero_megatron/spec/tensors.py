@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from hetero_megatron.errors import UserError
+from hetero_megatron.spec.lora import TARGETS, Lora
 from hetero_megatron.spec.model_spec import ModelSpec
 
 
@@ -16,7 +18,7 @@ from hetero_megatron.spec.model_spec import ModelSpec
 class Axis:
     """What an axis counts, and the ``unit`` of elements on whose multiples cuts fall.
 
-    ``role``: q_heads, kv_heads, ffn, vocab, hidden, head_dim or position.
+    ``role``: q_heads, kv_heads, ffn, vocab, hidden, head_dim, position or rank (of an adapter).
     """
 
     role: str
@@ -25,12 +27,14 @@ class Axis:
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """One parameter of the whole model. ``layer`` is its decoder layer, ``"embed"`` or ``"head"``."""
+    """One parameter of the whole model. ``layer`` is its decoder layer, ``"embed"`` or ``"head"``; ``trained``: it has
+    a gradient and optimizer states, and checkpoints hold it."""
 
     name: str
     shape: tuple[int, ...]
     axes: tuple[Axis, ...]
     layer: int | str
+    trained: bool = True
 
     @property
     def size(self) -> int:
@@ -53,7 +57,36 @@ def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
     out += _norm(spec, "model.norm", "head")
     if not spec.tied:
         out.append(LogicalTensor("lm_head.weight", (spec.vocab_size, h), (vocab, _HIDDEN), "head"))
-    return tuple(out)
+    return tuple(out if spec.lora is None else _with_adapters(out, spec.lora))
+
+
+def _with_adapters(tensors: Iterable[LogicalTensor], lora: Lora) -> Iterator[LogicalTensor]:
+    """The frozen base, and after each adapted matrix its A and B, which are cut where it is."""
+    rank = Axis("rank")
+    for tensor in tensors:
+        yield replace(tensor, trained=False)
+        module, _, kind = tensor.name.rpartition(".")
+        if kind == "weight" and len(tensor.shape) == 2 and module.rpartition(".")[2] in lora.targets:
+            (outputs, inputs), (rows, columns) = tensor.shape, tensor.axes
+            yield LogicalTensor(f"{module}.lora_A.weight", (lora.rank, inputs), (rank, columns), tensor.layer)
+            yield LogicalTensor(f"{module}.lora_B.weight", (outputs, lora.rank), (rows, rank), tensor.layer)
+
+
+def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
+    """The model with adapters. UserError for a projection that it does not have."""
+    found = replace(spec, lora=lora)
+    has = {t.name.split(".")[-3] for t in logical_tensors(found) if t.trained}
+    if lacking := [name for name in lora.targets if name not in has]:
+        raise UserError(
+            f"{spec.name} has no such projection", field="targets", value=lacking[0],
+            accepted=", ".join(name for name in TARGETS if name in has),
+        )  # fmt: skip
+    return found
+
+
+def trained_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
+    """Those that an optimizer changes: all, or with adapters only these."""
+    return tuple(t for t in logical_tensors(spec) if t.trained)
 
 
 def _layer(spec: ModelSpec, i: int) -> Iterator[LogicalTensor]:

@@ -39,6 +39,7 @@ from hetero_megatron.plan.islands import format_islands
 from hetero_megatron.platform import Platform, choose_platform
 from hetero_megatron.platform.plugins import Plugins, load_plugins
 from hetero_megatron.spec import LogicalTensor
+from hetero_megatron.training.adapters import adapters_of
 from hetero_megatron.training.agreement import check_agreement, run_facts
 from hetero_megatron.training.alignment.session import Alignment
 from hetero_megatron.training.checkpointing import WRITE_TIMEOUT, Checkpointing, ConsumedSamples
@@ -257,8 +258,9 @@ class Training:
         lock = claim_directory(config, world)
         make_folders(config, world)
         if config.save_hf is not None:
-            check_target(config.save_hf, config.spec, world)
-        self.weights = HFWeights(config.load_hf, config.spec) if config.load_hf is not None else None
+            check_target(config.save_hf, config.spec.base, world)
+        self.weights = HFWeights(config.load_hf, config.spec.base) if config.load_hf is not None else None
+        self.adapters = adapters_of(config, world)
         dtype = DTYPES[config.dtype]
         check_offload(config.plan, config.optimizer.name, config.dtype)
         offload = stage_at(config.plan, locate(config.plan, comm.rank)).optimizer.offload
@@ -285,7 +287,7 @@ class Training:
             flags.reset_position_ids or apart, flags.reset_attention_mask or apart, flags.eod_mask_loss, self.data.eod
         )
         self._loader: Callable[[Dataset], BatchLoader] = lambda d: BatchLoader(d, options, flags.num_workers)
-        source_dtypes = self.weights.dtypes() if self.weights is not None else None
+        source_dtypes = self.weights.dtypes() if self.weights is not None and self.adapters is None else None
         self.checkpoints = Checkpointing(config, self.runtime, self.data, platform.synchronize, lock, source_dtypes)
         config, start, self.loss_scale = self.checkpoints.load()
         self.config = config
@@ -334,16 +336,21 @@ class Training:
             print(text, flush=True)
 
     def _initialize(self, tensor: LogicalTensor, box: Box) -> torch.Tensor:
+        if self.adapters is not None and tensor.trained:
+            return self.adapters.initialize(tensor, box)
         if self.weights is not None:
             return self.weights.read(tensor, box)
         return initial_values(tensor, box, self.config.spec, self.config.seed)
 
     def _complete_import(self) -> None:
         """Master weights as exact as the files are, and what a user should know about these."""
+        assert self.runtime.optimizer is not None
+        if self.adapters is not None:
+            self.adapters.complete(self.runtime)
         if self.weights is None:
             return
-        assert self.runtime.optimizer is not None
-        self.weights.read_masters(self.runtime.optimizer.owned(), self.runtime.dtype)
+        if self.adapters is None:
+            self.weights.read_masters(self.runtime.optimizer.owned(), self.runtime.dtype)
         world = self.runtime.world
         ranks: list[Any] = world.gather_objects(list(self.weights.nonfinite))
         nonfinite = [name for names in ranks for name in names]
@@ -379,22 +386,39 @@ class Training:
             self.checkpoints.save(ConsumedSamples(self.step, self.consumed), self.loss_scale)
         if config.evaluation.iterations:
             self._evaluate()
-        goes_on = self.checkpoints.active and self.step < config.steps  # stopped: the directory must be free then
-        if config.save_hf is not None and goes_on:
-            self.say(notice_line(f"--save-hf {config.save_hf} is written at the end of training, step {config.steps}"))
-        elif config.save_hf is not None:
-            assert self.runtime.optimizer is not None
-            owned, dtypes = self.runtime.optimizer.owned(), self.checkpoints.source_dtypes
-            if config.save_hf_dtype is not None or dtypes is None:
-                dtypes = dict.fromkeys(name_table(config.spec), DTYPES[config.save_hf_dtype or config.dtype])
-            along = self.checkpoints.companions
-            self.say(save_hf(config.save_hf, config.spec, owned, dtypes, self.runtime.world, along))
+        self._export()
         self.checkpoints.wait()
         self.reporter.finish(self.step, self.exit.reason)
         if self.drift and self.exit.reason == self.drift_reason and self.step < config.steps:
             write_drift(config, self.step, self.drift)
             return DRIFT
         return INTERRUPTED if self.exit.interrupted and not self.checkpoints.active else 0
+
+    def _export(self) -> None:
+        """Write --save-hf and --save-adapter, unless the run was stopped to go on later."""
+        config, adapters = self.config, self.adapters
+        wanted = {"--save-hf": config.save_hf, "--save-adapter": config.adapter.save}
+        if self.checkpoints.active and self.step < config.steps:  # stopped: the directories must be free then
+            for flag, directory in wanted.items():
+                if directory is not None:
+                    self.say(notice_line(f"{flag} {directory} is written at the end of training, step {config.steps}"))
+            return
+        if adapters is not None and config.adapter.save is not None:
+            self.say(adapters.save(self.runtime))
+        if config.save_hf is None:
+            return
+        assert self.runtime.optimizer is not None
+        dtypes = self.checkpoints.source_dtypes
+        if adapters is not None:
+            dtypes = self.weights.dtypes() if self.weights is not None else None
+        if config.save_hf_dtype is not None or dtypes is None:
+            dtypes = dict.fromkeys(name_table(config.spec.base), DTYPES[config.save_hf_dtype or config.dtype])
+        along = self.checkpoints.companions
+        if adapters is not None:
+            self.say(adapters.save_merged(self.runtime, dtypes, along))
+        else:
+            owned = self.runtime.optimizer.owned()
+            self.say(save_hf(config.save_hf, config.spec, owned, dtypes, self.runtime.world, along))
 
     def _describe_data(self, data: Dataset) -> None:
         assert self.config.data is not None

@@ -26,6 +26,7 @@ from hetero_megatron.parallel.compile import apply_compile
 from hetero_megatron.parallel.context import apply_context_parallel
 from hetero_megatron.parallel.gradients import GradientSync
 from hetero_megatron.parallel.long_loss import chunked_loss, loss_chunk
+from hetero_megatron.parallel.lora import apply_lora
 from hetero_megatron.parallel.optimizer import ShardedOptimizer, squared_norm
 from hetero_megatron.parallel.recompute import apply_recompute
 from hetero_megatron.parallel.tensor import RowParallelLinear, apply_tensor_parallel
@@ -130,7 +131,7 @@ class Runtime:
         self.executor = self._build_executor()
         self._schedules: dict[tuple[int, bool], tuple[tuple[Action, ...], tuple[Action, ...]]] = {}
         self._boundaries: dict[tuple[int, int], Boundary] = {}
-        params = dict(self.model.named_parameters())
+        params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.sync = GradientSync(comm, params, self.boxes, compiled.buckets, self._chunk_names())
         if compile_backend is None:
             self.sync.take_products(self._products(), self.kernels.weight_gradients)
@@ -146,6 +147,8 @@ class Runtime:
         )  # fmt: skip
         held = {t.name: t for t in stage_tensors(spec, stage.layer_indices(), stage.embed, stage.head)}
         boxes = {name: tensor_box(tensor, self.share) for name, tensor in held.items()}
+        if spec.lora is not None:
+            apply_lora(model, spec.lora, self.dtype, self.comm.device)
         params = dict(model.named_parameters())
         assert params.keys() == held.keys(), f"model and spec disagree: {params.keys() ^ held.keys()}"
         with torch.no_grad():
@@ -186,20 +189,22 @@ class Runtime:
         )
 
     def _chunk_names(self) -> list[list[str]]:
-        """Parameters of each chunk; the embedding of a tied head is in the chunk of either."""
+        """Trained parameters of each chunk; the embedding of a tied head is in the chunk of either."""
         chunks = self.stage.chunks
         return [
             [t.name for t in stage_tensors(
                 self.spec, range(a, b), self.stage.embed and c == 0, self.stage.head and c + 1 == len(chunks)
-            )]
+            ) if t.trained]
             for c, (a, b) in enumerate(chunks)
         ]  # fmt: skip
 
     def _products(self) -> Iterator[torch.Tensor]:
-        """Weights that a forward uses once, in ``gemm``; a tied head's is the embedding's, too."""
+        """Trained weights that a forward uses once, in ``gemm``; a tied head's is the embedding's, too."""
         for module in self.model.modules():
-            if isinstance(module, (Linear, RowParallelLinear)):
+            if isinstance(module, (Linear, RowParallelLinear)) and module.weight.requires_grad:
                 yield module.weight
+        if self.spec.lora is not None:
+            return
         if self.stage.head and not self.spec.tied and self.loss_chunk is None and not self.fused_loss:
             yield self.model.lm_head.matrix
 
