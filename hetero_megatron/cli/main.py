@@ -16,9 +16,11 @@ from hetero_megatron.training.exit import INTERRUPTED, at_once, outlive_terminal
 # Each is a module of this package with a function main(arguments) -> exit code, imported when it is called.
 _COMMANDS = {
     "calibrate": "measure the chips and links of a cluster, and write the rates into its file",
+    "cluster": "discover: a cluster file of hosts that are asked what they have",
     "comm": "check that all ranks reach each other, byte by byte, and measure how fast",
     "convert": "Hugging Face checkpoint <-> native checkpoint",
     "doctor": "what this machine has, what is missing, how to mend it",
+    "launch": "start a command on all hosts of a cluster: ssh, SLURM, Kubernetes",
     "plan": "search for the best plan of a model on a cluster",
     "plugins": "platforms and kernels: list, scaffold, conformance kit",
     "predict": "simulate one plan: step time, memory, timeline",
