@@ -145,9 +145,9 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "restarts": (["launch", "--cluster", "GOOD", "--max-restarts", "-1", "--", "x.py"], ("--max-restarts",)),
     "submit without slurm": (["launch", "--cluster", "GOOD", "--submit", "--", "x.py"], ("--submit", "slurm")),
     "out of ssh": (["launch", "--cluster", "GOOD", "--out", "x", "--", "x.py"], ("--out", "print")),
-    "an empty ssh command": (["launch", "--cluster", "GOOD", "--ssh-command", " ", "--", "x"], ("--ssh-command",)),
+    "no ssh command": (["launch", "--cluster", "GOOD", "--ssh-command", " ", "--", "x"], ("ssh-command",)),
     "a name that Kubernetes has not": (
-        ["launch", "--cluster", "GOOD", "--via", "kubernetes", "--job-name", "My_Job", "--", "x.py"], ("My_Job", "letters")
+        ["launch", "--cluster", "GOOD", "--via", "kubernetes", "--job-name", "My_Job", "--", "x"], ("My_Job", "letters")
     ),
     "two kinds of workers": (
         ["launch", "--cluster", "GOOD", "--via", "kubernetes", "--kind", "pytorchjob", "--", "x.py"], ("jobset",)
