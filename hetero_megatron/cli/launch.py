@@ -14,7 +14,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.foreign_launcher import find_task
 from hetero_megatron.launch.connection import LEASE, SSH
 
-_LAUNCH = ("-m", "hetero_megatron.cli.main", "launch")
+_LAUNCH = ("-m", "hetero_megatron", "launch")
 WAYS = ("ssh", "slurm", "kubernetes", "print", "srun")
 
 
