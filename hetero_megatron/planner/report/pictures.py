@@ -128,9 +128,9 @@ def cluster_blocks(nodes: Mapping[str, Sequence[tuple[int, str]]], used: set[int
             for (_, chip), on in zip(chips, busy, strict=True)
         )
         shown = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)} nodes)"
-        kinds = ", ".join(dict.fromkeys(chip for _, chip in chips))
+        types = ", ".join(dict.fromkeys(chip for _, chip in chips))
         idle = "" if all(busy) else f", {busy.count(False)} idle"
-        text = f"{len(chips)} x {kinds}{idle}"
+        text = f"{len(chips)} x {types}{idle}"
         parts.append(f"<div class='node'>{html.escape(shown)}<br>{squares}<br>{html.escape(text)}</div>")
     more = f"<p>and {len(groups) - MOST_NODES} more kinds of nodes</p>" if len(groups) > MOST_NODES else ""
     return f"<div class='nodes'>{''.join(parts)}</div>{more}"
