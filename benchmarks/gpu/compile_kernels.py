@@ -185,6 +185,18 @@ def attentions(limits: hk.Limits, dim: int, dtype: torch.dtype) -> None:
     hk.attention_merge(q, lse, q, lse, limits=limits)
 
 
+def grouped(limits: hk.Limits, dtype: torch.dtype) -> None:
+    """Experts of Qwen3-30B-A3B (128, 768 wide) and of Mixtral-8x7B (8, 14336 wide)."""
+    for groups, n, k in ((128, 768, 2048), (8, 14336, 4096)):
+        x, dy, w = empty(8192, k, dtype=dtype), empty(8192, n, dtype=dtype), empty(groups, n, k, dtype=dtype)
+        ends = empty(groups, dtype=torch.int64)
+        hk.grouped_gemm_fwd(x, w, ends, limits=limits)
+        hk.grouped_gemm_fwd(x, w, ends, empty(groups, n, dtype=dtype), limits=limits)
+        hk.grouped_gemm_dx(dy, w, ends, limits=limits)
+        hk.grouped_gemm_dw(dy, x, ends, limits=limits)
+        hk.grouped_gemm_dw(dy, x, ends, into=empty(groups, n, k, dtype=FP32), limits=limits)
+
+
 def optimizers(limits: hk.Limits) -> None:
     state = [empty(1 << 20, dtype=FP32)]
     call = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 2}
@@ -203,6 +215,8 @@ def cases(limits: hk.Limits) -> dict[str, Callable[[], None]]:
         "elementwise": lambda: elementwise(limits),
         "softmax": lambda: softmaxes(limits),
         "loss": lambda: losses(limits),
+        "grouped gemm bf16": lambda: grouped(limits, BF16),
+        "grouped gemm fp32": lambda: grouped(limits, FP32),
         "optimizer": lambda: optimizers(limits),
     }
     for dim, dtype in ((128, BF16), (64, BF16), (80, BF16), (256, BF16), (128, FP32)):

@@ -46,14 +46,22 @@ def weight_gradient(
     """dy^T x, [n, k]; ``into``: fp32 (or wider) sum that it is added to in that precision, after times ``beta``: 1, or
     0 where nothing is there yet."""
     dy, x = dy.flatten(0, -2), x.flatten(0, -2)
-    if into is None:
-        return dy.t() @ x
-    if into.dtype != x.dtype and _adds_to_wider(into.device.type):
-        return torch.ops.aten.addmm.dtype_out(into, dy.t(), x, into.dtype, beta=beta, out=into)  # type: ignore[no-any-return]
-    if into.dtype != x.dtype and into.device.type != "cpu":  # accelerators multiply 16 bits many times as fast
-        product = dy.t() @ x  # rounded once more than where the product is added in the sum's precision
-        return into.add_(product) if beta else into.copy_(product)
-    return into.addmm_(dy.t().to(into.dtype), x.to(into.dtype), beta=beta)
+    return dy.t() @ x if into is None else add_product(dy.t(), x, into, beta)
+
+
+def add_product(a: torch.Tensor, b: torch.Tensor, into: torch.Tensor, beta: float) -> torch.Tensor:
+    """``into`` = beta into + a b, accumulated in the precision of ``into``, which may be wider than that of a and b."""
+    if into.dtype != b.dtype and _adds_to_wider(into.device.type):
+        return torch.ops.aten.addmm.dtype_out(into, a, b, into.dtype, beta=beta, out=into)  # type: ignore[no-any-return]
+    if into.dtype != b.dtype and into.device.type != "cpu":  # accelerators multiply 16 bits many times as fast
+        found = a @ b  # rounded once more than where the product is added in the sum's precision
+        return into.add_(found) if beta else into.copy_(found)
+    return into.addmm_(a.to(into.dtype), b.to(into.dtype), beta=beta)
+
+
+def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """a b in ``dtype``, which may be wider than that of a and b."""
+    return add_product(a, b, a.new_empty(a.shape[0], b.shape[1], dtype=dtype), 0.0)
 
 
 def linear_backward(

@@ -93,7 +93,10 @@ def define(spec: OpSpec, kernel: Kernel) -> Any:
 
     def backward_fake(*values: Any) -> Any:
         saved = dict(zip(spec.saves, values[live : live + len(spec.saves)], strict=True))
-        out = tuple(_gradient_like(saved.get(name, values[0]), values[0]) for name in spec.gradients)
+        out = tuple(
+            _gradient_like(saved.get(name, values[min(i, live - 1)]), values[0])
+            for i, name in enumerate(spec.gradients)
+        )
         return out[0] if len(out) == 1 else out
 
     for target, function, shape in (

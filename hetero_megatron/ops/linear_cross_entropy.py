@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
+from hetero_megatron.ops.bind import bind
 from hetero_megatron.ops.cross_entropy import cross_entropy_reference, labels_for
+from hetero_megatron.ops.gemm import WeightGradients, add_product, product
 from hetero_megatron.ops.kernel import ATEN, Kernel
 from hetero_megatron.ops.spec import Bounds, Case, OpSpec, autograd_backward, normal, reference_forward, wide
 
-CHUNK_ELEMENTS = 1 << 22  # logits at once; 16 MiB in fp32, small beside weights, large enough for the product
+TILE = 128  # tokens; a chunk is a multiple, because products run at full speed only on whole tiles
+# Logits at once, in fp32: few beside the weights, and enough for the product to be fast.
+CPU_CHUNK_ELEMENTS, CHUNK_ELEMENTS = 1 << 22, 1 << 27
 
 
 def definition(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor]:
@@ -19,21 +24,34 @@ def definition(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> t
     return (cross_entropy_reference(x.to(kind) @ weight.to(kind).t(), labels),)
 
 
-def _chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
-    rows = max(1, CHUNK_ELEMENTS // max(vocabulary, 1))
+def _chunks(tokens: int, vocabulary: int, device: torch.device) -> Iterator[slice]:
+    elements = CPU_CHUNK_ELEMENTS if device.type == "cpu" else CHUNK_ELEMENTS
+    rows = max(elements // max(vocabulary, 1) // TILE, 1) * TILE
     return (slice(i, min(i + rows, tokens)) for i in range(0, tokens, rows))
 
 
 def forward(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, log-sum-exp), each [...]. 16-bit products are rounded to 16 bits, as the unfused head's are."""
+    """(loss, log-sum-exp), each [...]. Logits of 16-bit operands are in fp32."""
     kind = wide(x.dtype)
     flat, targets = x.flatten(0, -2), labels.flatten()
-    loss, lse = flat.new_empty(len(flat), dtype=kind), flat.new_empty(len(flat), dtype=kind)
-    for part in _chunks(len(flat), len(weight)):
-        logits = _logits(flat[part], weight, kind)
+    loss, lse = (flat.new_empty(len(flat), dtype=kind) for _ in range(2))
+    for part in _chunks(len(flat), len(weight), x.device):
+        logits = product(flat[part], weight.t(), kind)
         lse[part] = logits.logsumexp(-1)
         loss[part] = lse[part] - logits.gather(-1, targets[part, None]).squeeze(-1)
     return loss.view(labels.shape), lse.view(labels.shape)
+
+
+def _gradients(
+    logits: torch.Tensor, lse: torch.Tensor, seeds: torch.Tensor, labels: torch.Tensor, x: torch.Tensor,
+    weight: torch.Tensor, dw: torch.Tensor, beta: float,
+) -> torch.Tensor:  # fmt: skip
+    """dx of a chunk, from logits, which are used up; adds its weight gradient to ``dw`` times ``beta``."""
+    dlogits = logits.sub_(lse[:, None]).exp_().mul_(seeds[:, None])
+    dlogits.scatter_add_(-1, labels[:, None], -seeds[:, None].to(dlogits.dtype))
+    dlogits = dlogits.to(x.dtype) if x.device.type != "cpu" else dlogits  # accelerators multiply 16 bits much faster
+    add_product(dlogits.t(), x.to(dlogits.dtype), dw, beta)
+    return dlogits @ weight.to(dlogits.dtype)
 
 
 def backward(
@@ -41,21 +59,106 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes the logits again; the weight gradient is summed over chunks in at least fp32."""
     kind = wide(x.dtype)
-    flat, targets, total = x.flatten(0, -2), labels.flatten(), lse.flatten()
-    dx = torch.empty_like(flat)
-    dw = torch.zeros_like(weight, dtype=kind)
-    seeds = grad.flatten()
-    for part in _chunks(len(flat), len(weight)):
-        logits = _logits(flat[part], weight, kind)
-        probs = logits.sub_(total[part, None]).exp_().mul_(seeds[part, None])
-        probs.scatter_add_(-1, targets[part, None], -seeds[part, None].to(kind))
-        dx[part] = (probs @ weight.to(kind)).to(dx.dtype)
-        dw.addmm_(probs.t(), flat[part].to(kind))
+    flat, targets, total, seeds = x.flatten(0, -2), labels.flatten(), lse.flatten(), grad.flatten()
+    dx, dw = torch.empty_like(flat), torch.zeros_like(weight, dtype=kind)
+    for part in _chunks(len(flat), len(weight), x.device):
+        logits = product(flat[part], weight.t(), kind)
+        dx[part] = _gradients(logits, total[part], seeds[part], targets[part], flat[part], weight, dw, 1.0)
     return dx.view(x.shape), dw.to(weight.dtype)
 
 
-def _logits(x: torch.Tensor, weight: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    return x.to(kind) @ weight.to(kind).t()
+def fwd_bwd(
+    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, dloss: torch.Tensor,
+    into: torch.Tensor | None = None, beta: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Loss and gradients in one pass, where the gradient of each token's loss is known beforehand: three products
+    instead of four.
+
+    Args:
+        x: [..., h]; weight: [V, h]; labels: [...] int64.
+        dloss: [...], gradient of each token's loss.
+        into: [V, h] in at least fp32: the weight gradient is added to it, after times ``beta``: 1, or 0 where nothing
+            is there yet. None: to a new one.
+
+    Returns:
+        loss [...] in at least fp32; dx like x; ``into`` or its like.
+    """
+    kind = wide(x.dtype)
+    flat, targets, seeds = x.flatten(0, -2), labels.flatten(), dloss.flatten()
+    loss, dx = flat.new_empty(len(flat), dtype=kind), torch.empty_like(flat)
+    if into is None:
+        into, beta = torch.empty_like(weight, dtype=kind), 0.0
+    for part in _chunks(len(flat), len(weight), x.device):
+        logits = product(flat[part], weight.t(), kind)
+        lse = logits.logsumexp(-1)
+        loss[part] = lse - logits.gather(-1, targets[part, None]).squeeze(-1)
+        first = beta if part.start == 0 else 1.0
+        dx[part] = _gradients(logits, lse, seeds[part], targets[part], flat[part], weight, into, first)
+    if not len(flat) and not beta:
+        into.zero_()
+    return loss.view(labels.shape), dx.view(x.shape), into
+
+
+def _reference_fwd_bwd(
+    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, dloss: torch.Tensor,
+    into: torch.Tensor | None = None, beta: float = 1.0,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    kind = wide(x.dtype)
+    leaves = [t.detach().to(kind).requires_grad_() for t in (x, weight)]
+    with torch.enable_grad():
+        (loss,) = definition(leaves[0], leaves[1], labels)
+        dx, dw = torch.autograd.grad(loss, leaves, dloss.to(kind))
+    if into is not None:
+        dw = into.add_(dw) if beta else into.copy_(dw)
+    return loss.detach(), dx.to(x.dtype), dw
+
+
+def bind_linear_cross_entropy(spec: OpSpec, kernel: Kernel, gradients: WeightGradients) -> Callable[..., torch.Tensor]:
+    """The differentiable operator of one kernel plan: ``call(x, weight, labels, dloss=None)`` gives the losses [...].
+
+    With ``dloss`` [...], which must be the gradient that the losses will get, forward computes the gradients too, in
+    three products, and backward only hands them on. The weight's goes to its taker in ``gradients``, during forward,
+    where it has one (``taker(dloss, x, kernel)``: see :class:`~hetero_megatron.ops.gemm.WeightGradients`).
+    """
+    apart, together = bind(spec, kernel), kernel.parts["fwd_bwd"]
+
+    class LinearCrossEntropy(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, dloss: torch.Tensor
+        ) -> torch.Tensor:
+            taker = gradients.takers.get(id(weight)) if weight.requires_grad else None
+            made: list[torch.Tensor] = []
+
+            def head(
+                dy: torch.Tensor, x: torch.Tensor, into: torch.Tensor | None = None, beta: float = 1.0
+            ) -> torch.Tensor:
+                made.extend(together(x, weight, labels, dy, into, beta))  # type: ignore[arg-type]
+                return made[2]
+
+            if taker is None:
+                ctx.dw = head(dloss, x).to(weight.dtype)
+            else:
+                taker(dloss, x, head)
+                ctx.dw = None
+            ctx.dx = made[1]
+            return made[0]
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            assert ctx.dx is not None, "backward of head and loss in one runs once"
+            dx, dw = ctx.dx, ctx.dw
+            ctx.dx = ctx.dw = None
+            return dx, dw, None, None
+
+    def call(
+        x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, dloss: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if dloss is None or not torch.is_grad_enabled():
+            return apart(x, weight, labels)  # type: ignore[no-any-return]
+        return LinearCrossEntropy.apply(x, weight, labels, dloss)  # type: ignore[no-any-return]
+
+    return call
 
 
 def _lse(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor]:
@@ -73,7 +176,8 @@ def _cases() -> Iterable[Case]:
 
 
 SPEC = OpSpec(
-    name="linear_cross_entropy", tensors=("x", "weight", "labels"), options=(), results=("loss",), extras=("lse",),
+    name="linear_cross_entropy", version=2, parts=("fwd_bwd",),
+    tensors=("x", "weight", "labels"), options=(), results=("loss",), extras=("lse",),
     saves=("x", "weight", "labels", "lse"), gradients=("x", "weight"), definition=definition,
     forward=reference_forward(definition, _lse),
     backward=autograd_backward(definition, lambda x, w, labels, lse: (x, w, labels), 1, (0, 1)),
@@ -82,4 +186,8 @@ SPEC = OpSpec(
     bounds=Bounds((1e-6, 1e-5), (1e-4, 2e-3), (1e-4, 6e-3)),
     speed=lambda: Case("256x256x8192", (normal(256, 256, seed=1), normal(8192, 256, seed=2), labels_for((256,), 8192))),
 )  # fmt: skip
-KERNELS = (Kernel("linear_cross_entropy", "aten", ATEN, forward, backward, traceable=True),)
+REFERENCE_PARTS: dict[str, Callable[..., object]] = {"fwd_bwd": _reference_fwd_bwd}
+PARTS: dict[str, Callable[..., object]] = {"fwd_bwd": fwd_bwd}
+KERNELS = (
+    Kernel("linear_cross_entropy", "aten", ATEN, forward, backward, version=2, parts=PARTS, traceable=True),
+)

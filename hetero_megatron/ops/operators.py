@@ -6,10 +6,13 @@ from hetero_megatron.ops import (
     activation,
     attention_op,
     gemm,
+    grouped_gemm,
     linear_cross_entropy,
+    moe_permute,
     norm,
     optimizer_ops,
     rope,
+    router,
     softmax,
     vocab_cross_entropy,
 )
@@ -31,17 +34,27 @@ SPECS: dict[str, OpSpec] = {
         linear_cross_entropy.SPEC,
         *attention_op.SPECS,
         gemm.SPEC,
+        grouped_gemm.SPEC,
+        *moe_permute.SPECS,
+        router.SPEC,
         *optimizer_ops.SPECS,
     )
 }
 
 
+_REFERENCE_PARTS = {
+    "gemm": gemm.REFERENCE_PARTS,
+    "grouped_gemm": grouped_gemm.REFERENCE_PARTS,
+    "linear_cross_entropy": linear_cross_entropy.REFERENCE_PARTS,
+}
+
+
 def reference_kernel(spec: OpSpec) -> Kernel:
     """The definition itself as a provider: any device, any dtype."""
-    parts = gemm.REFERENCE_PARTS if spec.name == "gemm" else {}
     return Kernel(
-        spec.name, REFERENCE, REFERENCE, spec.forward, spec.backward, version=spec.version, parts=parts, traceable=True
-    )
+        spec.name, REFERENCE, REFERENCE, spec.forward, spec.backward, version=spec.version,
+        parts=_REFERENCE_PARTS.get(spec.name, {}), traceable=True,
+    )  # fmt: skip
 
 
 ATEN_KERNELS: tuple[Kernel, ...] = (
@@ -54,6 +67,9 @@ ATEN_KERNELS: tuple[Kernel, ...] = (
     *linear_cross_entropy.KERNELS,
     *attention_op.KERNELS,
     *gemm.KERNELS,
+    *grouped_gemm.KERNELS,
+    *moe_permute.KERNELS,
+    *router.KERNELS,
     *optimizer_ops.KERNELS,
 )
 

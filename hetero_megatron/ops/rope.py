@@ -10,29 +10,65 @@ import torch
 from hetero_megatron.ops.bind import bind
 from hetero_megatron.ops.kernel import ATEN, Kernel
 from hetero_megatron.ops.spec import Bounds, Case, OpSpec, normal, reference_forward
-from hetero_megatron.spec import RopeScaling
+from hetero_megatron.spec import Rope, RopeScaling
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
-    """Radians per position, [head_dim / 2] fp64 on the CPU."""
-    freqs = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+def rope_frequencies(rope: Rope, head_dim: int, long: bool = False) -> torch.Tensor:
+    """Radians per position of every pair of features, fp64 on the CPU: half as many as features turn; where they are
+    ``proportional``, [head_dim / 2] with zeros for those that do not.
+
+    Args:
+        long: the run's sequences are longer than the length that a ``longrope`` was made from.
+    """
+    scaling, turned = rope.scaling, rope.turned(head_dim)
+    kind = scaling.kind if scaling is not None else "default"
+    across = head_dim if kind == "proportional" else turned
+    freqs = 1.0 / rope.theta ** (torch.arange(0, turned, 2, dtype=torch.float64) / across)
     if scaling is None:
         return freqs
-    if scaling.kind == "linear":
+    if kind == "linear":
         return freqs / scaling.factor
-    # Llama 3: long wavelengths are stretched, short ones kept, those between are blended.
+    if kind == "proportional":
+        return torch.cat([freqs / scaling.factor, freqs.new_zeros((head_dim - turned) // 2)])
+    if kind == "longrope":
+        return freqs / torch.tensor(scaling.long_factor if long else scaling.short_factor, dtype=torch.float64)
     context = scaling.original_max_position_embeddings
-    wavelength = 2 * math.pi / freqs
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    blend = ((context / wavelength - low) / (high - low)).clamp(0, 1)
-    return freqs / scaling.factor * (1 - blend) + freqs * blend
+    if kind == "yarn":
+        kept = 1 - _yarn_ramp(rope.theta, scaling, turned)
+    else:  # Llama 3: long wavelengths are stretched, short ones kept, those between are blended
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = ((context * freqs / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+    return freqs / scaling.factor * (1 - kept) + freqs * kept
 
 
-def rope_tables(positions: torch.Tensor, freqs: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin), each [b, s, 1, d / 2] in at least fp32; angles in fp64, so that long positions stay exact."""
+def _yarn_ramp(theta: float, scaling: RopeScaling, turned: int) -> torch.Tensor:
+    """0 for pairs that turn more than ``beta_fast`` times in the original length, 1 for those that turn less than
+    ``beta_slow`` times, [turned / 2] (Peng et al., 2023)."""
+
+    def pair(rotations: float) -> float:
+        full = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return turned * math.log(full) / (2 * math.log(theta))
+
+    low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, turned - 1)
+    if low == high:
+        high += 0.001  # as everybody does
+    return ((torch.arange(turned // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+
+
+def rope_tables(
+    positions: torch.Tensor, freqs: torch.Tensor, dtype: torch.dtype, factor: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin) times ``factor``, each [b, s, 1, pairs] in at least fp32; angles in fp64, so that long positions stay
+    exact."""
     angles = positions.to(torch.float64)[..., None, None] * freqs.to(positions.device)
     wide = torch.promote_types(dtype, torch.float32)
-    return angles.cos().to(wide), angles.sin().to(wide)
+    cos, sin = angles.cos(), angles.sin()
+    if factor != 1.0:
+        cos, sin = cos.mul_(factor), sin.mul_(factor)
+    return cos.to(wide), sin.to(wide)
 
 
 def rope_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -54,54 +90,70 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> t
     return out.to(x.dtype)
 
 
-def rope_forward(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor]:
-    return (_turn(x, cos, sin, 1),)
+def rope_forward(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _turn(q, cos, sin, 1), _turn(k, cos, sin, 1)
 
 
-def rope_backward(grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor]:
-    """A rotation: backward is the rotation by the opposite angle, so x need not be saved."""
-    return (_turn(grad, cos, sin, -1),)
+def rope_backward(
+    dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rotation: backward is the rotation by the opposite angle, so q and k need not be saved."""
+    return _turn(dq, cos, sin, -1), _turn(dk, cos, sin, -1)
 
 
-def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor]:
-    return (rope_reference(x, cos, sin),)
+def _rope(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [b, s, heads, d] and k [b, s, kv_heads, d] turned by cos, sin [b, s, 1, d / 2]."""
+    return rope_reference(q, cos, sin), rope_reference(k, cos, sin)
 
 
-def _reference_backward(grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor]:
-    return (rope_reference(grad, cos, -sin),)
+def _reference_backward(
+    dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return rope_reference(dq, cos, -sin), rope_reference(dk, cos, -sin)
 
 
-def _case(name: str, b: int, s: int, heads: int, d: int, first: int = 0) -> Case:
+def _case(name: str, b: int, s: int, heads: int, kv_heads: int, d: int, first: int = 0) -> Case:
     positions = torch.arange(first, first + s).repeat(b, 1)
-    cos, sin = rope_tables(positions, rope_frequencies(d, 1e4, None), torch.float64)
-    return Case(name, (normal(b, s, heads, d, seed=4), cos, sin))
+    cos, sin = rope_tables(positions, rope_frequencies(Rope(), d), torch.float64)
+    return Case(name, (normal(b, s, heads, d, seed=4), normal(b, s, kv_heads, d, seed=5), cos, sin))
 
 
 def _cases() -> Iterable[Case]:
-    yield _case("plain", 2, 6, 3, 16)
-    yield _case("far", 1, 5, 2, 8, first=100_000)
-    yield _case("one", 1, 1, 1, 2)
-    yield _case("no heads", 2, 3, 0, 8)
-    yield _case("no tokens", 2, 0, 2, 8)
-    yield _case("odd half", 1, 7, 3, 10)
-    yield _case("many tokens", 1, 65_537, 1, 4)
-    case = _case("transposed", 2, 5, 4, 8)
-    yield Case(case.name, (case.args[0].transpose(1, 2).contiguous().transpose(1, 2), *case.args[1:]))
-    case = _case("part of a wider buffer", 2, 5, 6, 8)
-    yield Case(case.name, (case.args[0][:, :, 1:4], *case.args[1:]))
+    yield _case("plain", 2, 6, 3, 3, 16)
+    yield _case("far", 1, 5, 4, 2, 8, first=100_000)
+    yield _case("one", 1, 1, 1, 1, 2)
+    yield _case("no heads", 2, 3, 0, 0, 8)
+    yield _case("no KV heads", 2, 3, 2, 0, 8)
+    yield _case("no tokens", 2, 0, 2, 1, 8)
+    yield _case("odd half", 1, 7, 3, 1, 10)
+    yield _case("many tokens", 1, 65_537, 1, 1, 4)
+    case = _case("transposed", 2, 5, 4, 2, 8)
+    turned = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in case.args[:2])
+    yield Case(case.name, (*turned, *case.args[2:]))
+    case = _case("parts of a wider buffer", 2, 5, 8, 1, 8)
+    buffer = case.args[0]
+    yield Case(case.name, (buffer[:, :, 1:4], buffer[:, :, 4:6], *case.args[2:]))
 
 
 SPEC = OpSpec(
-    name="rope", tensors=("x", "cos", "sin"), options=(), results=("y",), saves=("cos", "sin"), gradients=("x",),
-    definition=_rope, forward=reference_forward(_rope), backward=_reference_backward, wide=("cos", "sin"),
-    fake=lambda x, cos, sin: (torch.empty_like(x),), flops=lambda x, cos, sin: 3 * x.numel(), cases=_cases,
+    name="rope", version=2, tensors=("q", "k", "cos", "sin"), options=(), results=("q_out", "k_out"),
+    saves=("cos", "sin"), gradients=("q", "k"), definition=_rope, forward=reference_forward(_rope),
+    backward=_reference_backward, wide=("cos", "sin"),
+    fake=lambda q, k, cos, sin: (torch.empty_like(q), torch.empty_like(k)),
+    flops=lambda q, k, cos, sin: 3 * (q.numel() + k.numel()), cases=_cases,
     bounds=Bounds((1e-6, 1e-6), (1e-3, 1e-3), (6e-3, 6e-3)), backward_flops=1.0,
-    speed=lambda: _case("1024 tokens, 16 heads", 1, 1024, 16, 64),
+    speed=lambda: _case("1024 tokens, 16 heads", 1, 1024, 16, 4, 64),
 )  # fmt: skip
-KERNELS = (Kernel("rope", "aten", ATEN, rope_forward, rope_backward, traceable=True),)
+KERNELS = (Kernel("rope", "aten", ATEN, rope_forward, rope_backward, version=2, traceable=True),)
 _apply = bind(SPEC, KERNELS[0])
 
 
-def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """See :func:`rope_reference`."""
-    return _apply(x, cos, sin)  # type: ignore[no-any-return]
+def apply_rope(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys turned; see :func:`rope_reference`."""
+    return _apply(q, k, cos, sin)  # type: ignore[no-any-return]

@@ -28,9 +28,9 @@ Inputs may be views; outputs are contiguous. On the CPU set TRITON_INTERPRET=1 b
     vocab_stats_bwd(dloss, logits, target, vocab_start, lse, *, ignore_index=-100, inplace=False) -> dlogits
     linear_cross_entropy_fwd(x[..., h], weight[v, h], target[...], *, ignore_index=-100, chunk=None)
         -> loss[...], lse[...]                        (the logits are never there as a whole)
-    linear_cross_entropy_bwd(dloss, x, weight, target, lse, *, vocab_start=0, ignore_index=-100, grad_weight=None)
-        -> dx, dweight                                (dweight is fp32; grad_weight: fp32 [v, h] to add to, returned)
-    linear_cross_entropy_fwd_bwd(x, weight, target, dloss, *, ignore_index=-100, grad_weight=None)
+    linear_cross_entropy_bwd(dloss, x, weight, target, lse, *, vocab_start=0, ignore_index=-100, grad_weight=None,
+        accumulate=True) -> dx, dweight               (dweight is fp32; grad_weight: fp32 [v, h] to add to, returned)
+    linear_cross_entropy_fwd_bwd(x, weight, target, dloss, *, ignore_index=-100, grad_weight=None, accumulate=True)
         -> loss, lse, dx, dweight                     (3 GEMMs instead of 4, where dloss is known in forward)
     linear_vocab_stats(x, weight[v_local, h], target, vocab_start, *, ignore_index=-100)
         -> maximum, sum_exp, target_logit
@@ -63,6 +63,7 @@ from hetero_kernels.attention_rows import (
 )
 from hetero_kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_reference
 from hetero_kernels.gelu import gelu_bwd, gelu_fwd, gelu_reference
+from hetero_kernels.grouped_gemm import grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_fwd, grouped_gemm_reference
 from hetero_kernels.l2norm import l2norm, l2norm_reference
 from hetero_kernels.layer_norm import layer_norm_bwd, layer_norm_fwd, layer_norm_reference
 from hetero_kernels.limits import INTERPRETED, INTERPRETER, Limits, limits_of
@@ -111,6 +112,10 @@ __all__ = [
     "gelu_bwd",
     "gelu_fwd",
     "gelu_reference",
+    "grouped_gemm_dw",
+    "grouped_gemm_dx",
+    "grouped_gemm_fwd",
+    "grouped_gemm_reference",
     "l2norm",
     "l2norm_reference",
     "layer_norm_bwd",

@@ -105,8 +105,8 @@ def linear_vocab_stats(
 
 def linear_cross_entropy_bwd(
     dloss: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, *,
-    vocab_start: int = 0, ignore_index: int = -100, grad_weight: torch.Tensor | None = None, chunk: int | None = None,
-    limits: Limits | None = None,
+    vocab_start: int = 0, ignore_index: int = -100, grad_weight: torch.Tensor | None = None, accumulate: bool = True,
+    chunk: int | None = None, limits: Limits | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """-> dx in x's dtype, dweight [v, h] in at least fp32. The logits are made again: 4 GEMMs with forward's.
 
@@ -115,22 +115,25 @@ def linear_cross_entropy_bwd(
         lse: [...] over the whole vocabulary; ``weight`` may be the rows vocab_start .. of it (dx is then this rank's
             share of a sum).
         grad_weight: at least fp32 [v, h]; the gradient is added to it, and it is what is returned.
+        accumulate: False: ``grad_weight`` has no value yet, and is overwritten.
     """
     limits = limits or limits_of(x.device)
     walk = _Chunks(x, weight, target, chunk, limits)
     dx, dw, dlogits = _gradient_buffers(walk, grad_weight)
+    add = accumulate and grad_weight is not None
     scales, stats = dloss.expand(target.shape).reshape(-1), lse.reshape(-1)
     for part, inputs, labels, logits in walk:
         _chunk_gradient(
-            scales[part], stats[part], inputs, labels, logits, weight, dx[part], dw, dlogits, vocab_start, ignore_index,
-            limits,
+            scales[part], stats[part], inputs, labels, logits, weight, dx[part], dw, dlogits, add or part.start > 0,
+            vocab_start, ignore_index, limits,
         )  # fmt: skip
-    return dx.view(x.shape), dw
+    return dx.view(x.shape), dw if add or len(walk.target) else dw.zero_()
 
 
 def linear_cross_entropy_fwd_bwd(
     x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, dloss: torch.Tensor, *, ignore_index: int = -100,
-    grad_weight: torch.Tensor | None = None, chunk: int | None = None, limits: Limits | None = None,
+    grad_weight: torch.Tensor | None = None, accumulate: bool = True, chunk: int | None = None,
+    limits: Limits | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Loss and gradients in one go, 3 GEMMs: for where the gradient of each token's loss is known beforehand.
 
@@ -140,12 +143,15 @@ def linear_cross_entropy_fwd_bwd(
     loss, lse = (torch.empty(target.numel(), dtype=wide(x.dtype), device=x.device) for _ in range(2))
     walk = _Chunks(x, weight, target, chunk, limits)
     dx, dw, dlogits = _gradient_buffers(walk, grad_weight)
+    add = accumulate and grad_weight is not None
     scales = dloss.expand(target.shape).reshape(-1)
     for part, inputs, labels, logits in walk:
         _forward(logits, labels, loss[part], lse[part], None, 0, ignore_index, (0.0, 0.0, 0.0, False), limits)
         _chunk_gradient(
-            scales[part], lse[part], inputs, labels, logits, weight, dx[part], dw, dlogits, 0, ignore_index, limits
-        )
+            scales[part], lse[part], inputs, labels, logits, weight, dx[part], dw, dlogits, add or part.start > 0, 0,
+            ignore_index, limits,
+        )  # fmt: skip
+    dw = dw if add or len(walk.target) else dw.zero_()
     return loss.view(target.shape), lse.view(target.shape), dx.view(x.shape), dw
 
 
@@ -156,7 +162,7 @@ def _gradient_buffers(
     x, weight = walk.x, walk.weight
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if grad_weight is None:
-        grad_weight = torch.zeros(weight.shape, dtype=wide(weight.dtype), device=x.device)
+        grad_weight = torch.empty(weight.shape, dtype=wide(weight.dtype), device=x.device)
     assert grad_weight.shape == weight.shape and grad_weight.dtype == wide(grad_weight.dtype), (
         "grad_weight: fp32 [v, h]"
     )
@@ -166,10 +172,10 @@ def _gradient_buffers(
 
 def _chunk_gradient(
     dloss: torch.Tensor, lse: torch.Tensor, x: torch.Tensor, target: torch.Tensor, logits: torch.Tensor,
-    weight: torch.Tensor, dx: torch.Tensor, dw: torch.Tensor, dlogits: torch.Tensor | None, vocab_start: int,
-    ignore_index: int, limits: Limits,
+    weight: torch.Tensor, dx: torch.Tensor, dw: torch.Tensor, dlogits: torch.Tensor | None, add: bool,
+    vocab_start: int, ignore_index: int, limits: Limits,
 ) -> None:  # fmt: skip
     out = logits if dlogits is None else dlogits[: logits.shape[0]]
     _backward(dloss, logits, target, lse, vocab_start, ignore_index, 1, (0.0, 0.0, 0.0), out, limits)
     _gemm(out, weight, dx)
-    _gemm(out.t(), x, dw, add=True)
+    _gemm(out.t(), x, dw, add)

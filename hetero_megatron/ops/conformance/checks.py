@@ -14,7 +14,13 @@ from typing import Any
 import torch
 
 from hetero_megatron.ops.conformance.compare import cast, flatten, judge, oracle
-from hetero_megatron.ops.conformance.parts import compiles, repeatable, tiles, weight_gradient
+from hetero_megatron.ops.conformance.parts import (
+    compiles,
+    loss_and_gradients,
+    repeatable,
+    tiles,
+    weight_gradient,
+)
 from hetero_megatron.ops.conformance.run import CallOutcome, call_backward, call_forward, call_trained, seeds
 from hetero_megatron.ops.conformance.sandbox import OUT_OF_BOUNDS
 from hetero_megatron.ops.conformance.subject import FAIL, SKIP, CheckHooks, Finding, Subject, describe, judge_all
@@ -160,8 +166,10 @@ def _check_case(subject: Subject, case: Case, first: bool) -> Iterator[Finding]:
             yield from _expanded(subject, case, args, eager)
         if first or kernel.apply is not None or spec.parts:
             yield from _trained(subject, case, args, grads, eager, (wants, want_grads))
-        if spec.name == "gemm":
+        if "weight" in spec.parts:
             yield from weight_gradient(subject, case, args, grads[0])
+        if spec.name == "linear_cross_entropy":
+            yield from loss_and_gradients(subject, case, args, grads[0], (wants, want_grads), eager)
         if spec.name == "attention":
             yield from tiles(subject, case, args, grads[0], eager, (wants, want_grads))
 

@@ -3,8 +3,9 @@ attention that is composed of tiles, equal bits, and torch.compile."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,24 +17,27 @@ from hetero_megatron.ops.conformance.run import CallOutcome, call_backward, call
 from hetero_megatron.ops.conformance.sandbox import OUT_OF_BOUNDS, Sandbox
 from hetero_megatron.ops.conformance.subject import SKIP, Finding, Subject, judge_all
 from hetero_megatron.ops.library import NAMESPACE, define, operator_name
+from hetero_megatron.ops.operators import reference_kernel
 from hetero_megatron.ops.spec import Case, normal, wide
 from hetero_megatron.ops.tile_kernels import tile_kernel
 
 
 def weight_gradient(subject: Subject, case: Case, args: tuple[Any, ...], dy: torch.Tensor) -> Iterator[Finding]:
-    """``weight`` of gemm adds to a sum of at least fp32, in that precision; with beta 0 nothing is there yet.
+    """``weight`` of gemm and grouped_gemm adds to a sum of at least fp32, in that precision; with beta 0 nothing is
+    there yet.
 
     The sum is 16 times the product, so that adding in 16 bits is off by more than the bound.
     """
-    x, weight, _ = args
-    want = dy.cpu().double().flatten(0, -2).t() @ x.cpu().double().flatten(0, -2)
+    x, weight, _, *ends = args
+    product: Callable[..., Any] = reference_kernel(subject.spec).parts["weight"]
+    want = product(dy.cpu().double(), x.cpu().double(), *(e.cpu() for e in ends))
     typical = float(want.norm()) / max(want.numel(), 1) ** 0.5
     _, cap = subject.spec.bounds.of(subject.dtype)
     for beta in (0.0, 1.0):
         start = 16 * (typical or 1.0) * normal(*weight.shape, seed=5) if beta else torch.full(weight.shape, math.nan)
         box = Sandbox()
         into = box.place(start.to(wide(subject.dtype)).to(subject.device), may_change=True)
-        placed = box.place(dy), box.place(x), into, beta
+        placed = box.place(dy), box.place(x), *map(box.place, ends), into, beta
         before = into.cpu().double() if beta else 0.0
         with box, torch.no_grad():
             _, problem = subject.attempt(
@@ -45,6 +49,39 @@ def weight_gradient(subject: Subject, case: Case, args: tuple[Any, ...], dy: tor
             problem = f"the sum of {into.dtype} is off by {error / (float(want.norm()) or 1.0):.2g} of what was added"
         yield subject.finding("weight gradient", f"{case.name}, beta {beta:g}", problem)
         yield subject.finding("bounds", f"{case.name}, weight gradient, beta {beta:g}", "; ".join(box.damage()))
+
+
+def loss_and_gradients(
+    subject: Subject, case: Case, args: tuple[Any, ...], dloss: torch.Tensor,
+    wants: tuple[list[torch.Tensor], list[torch.Tensor]], eager: CallOutcome,
+) -> Iterator[Finding]:  # fmt: skip
+    """``fwd_bwd`` of linear_cross_entropy: the loss and both gradients at once, the weight's added to a sum."""
+    x, weight, labels = args
+    (want_loss,), (want_dx, want_dw) = wants
+    forward_cap, cap = subject.spec.bounds.of(subject.dtype)
+    for beta in (None, 0.0, 1.0):
+        name = f"{case.name}, {'no sum' if beta is None else f'beta {beta:g}'}"
+        box, into = Sandbox(), None
+        if beta is not None:
+            start = normal(*weight.shape, seed=5) if beta else torch.full(weight.shape, math.nan)
+            into = box.place(start.to(subject.device, wide(subject.dtype)), may_change=True)
+        before = into.cpu().double() if into is not None and beta else torch.zeros_like(want_dw)
+        placed = *(box.place(t) for t in (x, weight, labels, dloss)), into, 1.0 if beta is None else beta
+        call = functools.partial(subject.kernel.parts["fwd_bwd"], *placed)
+        with box, torch.no_grad():
+            made, problem = subject.attempt("loss and gradients", name, call)
+        if not problem:
+            loss, dx, dw = made
+            dw = dw if into is None else into  # what lies there counts, not what was returned
+            problem = judge_all([loss, dx], [want_loss, want_dx], [eager.results[0], eager.gradients[0]],
+                                max(forward_cap, cap), 3.0, ("loss", "dx"))  # fmt: skip
+            error, size = float((dw.cpu().double() - before - want_dw).norm()), float(want_dw.norm())
+            if not problem and not error <= cap * size + 1e-6 * float(before.norm()) + 1e-6:
+                problem = f"dweight is off by {error / (size or 1.0):.2g} of what was added"
+            if not problem and dw.dtype != wide(subject.dtype):
+                problem = f"dweight is {dw.dtype}: it is added up in at least fp32"
+        yield subject.finding("loss and gradients", name, problem)
+        yield subject.finding("bounds", f"{name}, loss and gradients", "; ".join(box.damage()))
 
 
 class _Watched:

@@ -83,6 +83,7 @@ class CallRecorder:
             layer = self._place
             if not self.active or (self.layers and not any(part in f"{layer}." for part in self.layers)):
                 return call(*args)
+            args = args[: len(spec.args)]  # what comes after (of head and loss) only saves a product
             key = (op, layer)
             index = self._count[key] = self._count.get(key, -1) + 1
             kept = tuple(a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args)  # some are overwritten

@@ -26,7 +26,7 @@ DEFECTS = {
     "gelu:beyond_the_end": ("bounds", "out of bounds: 1 after"),
     "softmax:last_row_missing": ("forward", "were not written"),
     "squared_relu:noisy": ("deterministic", "unequal bits"),
-    "rope:wrong_sign": ("backward", "x: error"),
+    "rope:wrong_sign": ("backward", "q: error"),
     "cross_entropy:other_state": ("saved state", "lse"),
     "add_rms_norm:eats_input": ("bounds", "changed an argument"),
     "gemm:half_the_gradient": ("backward", "weight: "),
@@ -42,6 +42,7 @@ DEFECTS = {
     "swiglu:apply_loses_a_gradient": ("training", "gate: error"),
     "l2norm:nowhere": ("supports", "nothing of it was checked: device cpu, not acme"),
     "linear_cross_entropy:one_value": ("backward", "not a tuple of 2"),
+    "linear_cross_entropy:forgets_the_sum": ("loss and gradients", "dweight is off by"),
 }
 
 
@@ -114,6 +115,10 @@ def _sums_in_16_bits(dy: torch.Tensor, x: torch.Tensor, into: Any = None, beta: 
     return into.copy_(into.to(x.dtype) + product if beta else product)  # type: ignore[no-any-return]
 
 
+def _forgets_the_loss_sum(x: Any, weight: Any, labels: Any, dloss: Any, into: Any = None, beta: float = 1.0) -> Any:
+    return _good("linear_cross_entropy").parts["fwd_bwd"](x, weight, labels, dloss, into, 0.0)
+
+
 def _forgets_the_sum(dy: torch.Tensor, x: torch.Tensor, into: Any = None, beta: float = 1.0) -> Any:
     return _good("gemm").parts["weight"](dy, x, into, 0.0)
 
@@ -175,7 +180,7 @@ def register(api: PluginApi) -> None:
     api.kernel(_bad("gelu:beyond_the_end", forward=_beyond))
     api.kernel(_bad("softmax:last_row_missing", forward=_missing))
     api.kernel(_bad("squared_relu:noisy", forward=_noisy))
-    api.kernel(_bad("rope:wrong_sign", backward=lambda dy, cos, sin: SPECS["rope"].forward(dy, cos, sin)))
+    api.kernel(_bad("rope:wrong_sign", backward=SPECS["rope"].forward))
     api.kernel(_bad("cross_entropy:other_state", forward=_then("cross_entropy", lambda made: (made[0], 2 * made[1]))))
     api.kernel(_bad("add_rms_norm:eats_input", forward=_eats))
     api.kernel(
@@ -198,3 +203,4 @@ def register(api: PluginApi) -> None:
     api.kernel(
         _bad("linear_cross_entropy:one_value", backward=_then("linear_cross_entropy", lambda g: g[:1], forward=False))
     )
+    api.kernel(_bad("linear_cross_entropy:forgets_the_sum", parts={"fwd_bwd": _forgets_the_loss_sum}))
