@@ -128,9 +128,9 @@ class StageCosts:
         """Per part, the time of the slowest rank of the stage: collectives and boundaries make the others wait."""
         found = [self._rank_seconds(stage, unit, t) for unit in stage.units for t in range(unit.tp)]
         pairs = zip(*((u.layer, u.embed, u.head, u.layer_split, u.head_split) for u in found))
-        layer, embed, head, *split = ((max(a for a, _ in pair), max(b for _, b in pair)) for pair in pairs)
-        actions = (max(getattr(u, name) for u in found) for name in ("action", "weight_action"))
-        return UnitSeconds(layer, embed, head, next(actions), *split, next(actions))
+        layer, embed, head, *split = [(max(a for a, _ in pair), max(b for _, b in pair)) for pair in pairs]
+        action, weight_action = max(u.action for u in found), max(u.weight_action for u in found)
+        return UnitSeconds(layer, embed, head, action, split[0], split[1], weight_action)
 
     def computing(self, stage: Stage, unit: Unit, t: int) -> float:
         """Seconds per micro-batch that TP rank ``t`` computes, without the exchanges of its TP group; those of context
