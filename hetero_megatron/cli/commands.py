@@ -27,6 +27,9 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("run", "start the ranks of a plan here, and go on when some fail",
                 "hetero-megatron run --plan plan.yaml -- --model tiny --mock-data --train-iters 10 --lr 1e-3 "
                 "--save runs/tiny --load runs/tiny"),
+        Command("launch", "start a command on all hosts of a cluster: ssh, SLURM, Kubernetes",
+                "hetero-megatron launch --cluster cluster.yaml -- pretrain_gpt.py --cluster cluster.yaml "
+                "--plan plan.yaml --model llama3-8b --mock-data --train-iters 10 --lr 1e-4"),
         Command("report", "one page about a run: plan, timeline, loss, throughput, events",
                 "hetero-megatron report runs/tiny"),
     ),
@@ -50,6 +53,8 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     ),
     "Machines": (
         Command("doctor", "what this machine has, what is missing, how to mend it", "hetero-megatron doctor"),
+        Command("cluster", "a cluster file of hosts that are asked what they have",
+                "hetero-megatron cluster discover 10.0.0.1 10.0.0.2 --out cluster.yaml", ("discover",)),
         Command("comm", "check that all ranks reach each other, byte by byte, and measure how fast",
                 "torchrun --nproc-per-node 2 -m hetero_megatron comm check", ("check",)),
         Command("plugins", "platforms and kernels: list, scaffold, conformance kit",
