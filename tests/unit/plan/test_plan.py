@@ -323,7 +323,6 @@ def test_megatron_ranks_run_through_tp_then_dp_then_pp() -> None:
     assert [[s.ranks for s in p.stages] for p in plan.pipelines] == [[(0, 1), (4, 5)], [(2, 3), (6, 7)]]
     assert [(p.micro_batch_size, p.num_micro_batches) for p in plan.pipelines] == [(2, 2), (2, 2)]
     assert plan_from_dict(to_dict(plan), small_spec()) == plan
-    from dataclasses import replace
 
     other = from_megatron(replace(flags, use_tp_pp_dp_mapping=True), small_spec())
     assert [p.ranks for p in other.pipelines] == [(0, 1, 2, 3), (4, 5, 6, 7)]
@@ -492,11 +491,3 @@ def test_chips_of_a_cluster_may_be_idle_and_leave_gaps() -> None:
     assert plan.ranks == (0, 2) and idle_ranks(plan, cluster) == (1, 3)
     with pytest.raises(UserError, match="rank 1 is not used"):
         plan_from_dict(data, spec)
-
-
-def test_pictures_show_what_an_uneven_group_gets() -> None:
-    spec = replace(small_spec(heads=8), ffn_hidden_size=14336, vocab_size=128256)
-    stages = [{"ranks": [0, 1], "layers": [0, 3], "tp_split": [3, 2]}, {"ranks": [2, 3], "layers": [3, 6], "tp": 2}]
-    picture = format_plan(plan_from_dict(spelled(stages), spec), spec)
-    assert "ffn 8576:5760" in picture and "vocab 76928:51328" in picture
-    assert "7168" not in picture  # equal shares speak for themselves
