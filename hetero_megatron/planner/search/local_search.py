@@ -69,12 +69,13 @@ def _neighbours(scorer: TemplateScorer, template: PlanTemplate, space: SearchSpa
     if template.pipelines > 1:
         yield replace(template, order="pipeline" if template.order == "stage" else "stage")
     for p, part in enumerate(template.parts):
-        for shape, m in _shapes(part, space):
+        for shape, m in shapes_near(part, space):
             parts = (*template.parts[:p], PipelineReplicas(shape, part.copies, m), *template.parts[p + 1 :])
             yield from _fitted(scorer, replace(template, parts=parts), space)
 
 
-def _shapes(part: PipelineReplicas, space: SearchSpace) -> Iterator[tuple[PipelineTemplate, int]]:
+def shapes_near(part: PipelineReplicas, space: SearchSpace) -> Iterator[tuple[PipelineTemplate, int]]:
+    """(pipeline, its micro-batches) that differ from a part of a template by one move."""
     stages, m, size = part.shape.stages, part.num_micro_batches, part.shape.micro_batch_size
     last = len(stages) - 1
     if space.offload == "always":
