@@ -141,8 +141,8 @@ class Profiler:
         except OSError as error:
             raise UserError(f"{FOLDER} cannot be written: {error.strerror}", field="--save",
                             value=str(self.folder.parent)) from None  # fmt: skip
-        error = max(offset.error for offset in known)
-        return f"profile: {self.folder / TRACE}; clocks of ranks agree within {1e6 * error:.0f} us{self._overhead()}"
+        apart = 1e6 * max(offset.error for offset in known)
+        return f"profile: {self.folder / TRACE}; clocks of ranks agree within {apart:.0f} us{self._overhead()}"
 
     def _overhead(self) -> str:
         """What profiled steps took beyond the others, of which the first two count for neither."""
