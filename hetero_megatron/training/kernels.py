@@ -62,14 +62,14 @@ def shape_kernels(config: RunConfig, rank: int, dtype: torch.dtype) -> KernelPla
 
 
 def agree_on_kernels(runtime: Runtime, reasons: bool = False) -> None:
-    """The ranks of a stage use the same kernels; the first rank prints every stage's.
+    """The ranks of a stage use the same kernels; the first rank prints every stage's, and what could not serve.
 
-    ``reasons``: with a line per operator, and what was passed over.
+    ``reasons``: with a line per operator, and all that was passed over.
 
     Stages may differ: that is the point. Ranks of one stage with other sizes (uneven TP) may not differ in providers.
     """
     place, plan = runtime.place, runtime.kernels
-    text = plan.summary() + ("\n" + plan.format() if reasons else "")
+    text = "\n".join([plan.summary(), *([plan.format()] if reasons else plan.why())])
     mine = (place.pipeline, place.stage, plan.providers(), plan.digest(), text)
     everyone = runtime.world.gather_objects(mine, tuple[int, int, dict[str, str], str, str])
     first: dict[tuple[int, int], tuple[str, str]] = {}
