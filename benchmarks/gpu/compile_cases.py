@@ -3,6 +3,7 @@ memory. To have a kernel watched, add its call here and run ``compile_kernels.py
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -102,4 +103,17 @@ def optimizers() -> Iterator[Call]:
     yield "l2norm, bf16", partial(hk.l2norm, grads)
 
 
-CASES = (norms, elementwise, softmaxes, losses, attentions, optimizers)
+def grouped() -> Iterator[Call]:
+    """Experts of Qwen3-30B-A3B (128, 768 wide) and of Mixtral-8x7B (8, 14336 wide)."""
+    for dtype, (groups, n, k) in itertools.product((BF16, FP32), ((128, 768, 2048), (8, 14336, 4096))):
+        name = f"{groups}x{n}x{k}{', fp32' * (dtype == FP32)}"
+        x, dy, w = empty(8192, k, dtype=dtype), empty(8192, n, dtype=dtype), empty(groups, n, k, dtype=dtype)
+        ends, bias, into = empty(groups, dtype=torch.int64), empty(groups, n, dtype=dtype), empty(*w.shape, dtype=FP32)
+        yield f"grouped_gemm_fwd {name}", partial(hk.grouped_gemm_fwd, x, w, ends)
+        yield f"grouped_gemm_fwd {name}, bias", partial(hk.grouped_gemm_fwd, x, w, ends, bias)
+        yield f"grouped_gemm_dx {name}", partial(hk.grouped_gemm_dx, dy, w, ends)
+        yield f"grouped_gemm_dw {name}", partial(hk.grouped_gemm_dw, dy, x, ends)
+        yield f"grouped_gemm_dw {name}, into", partial(hk.grouped_gemm_dw, dy, x, ends, into=into)
+
+
+CASES = (norms, elementwise, softmaxes, losses, attentions, grouped, optimizers)

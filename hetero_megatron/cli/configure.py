@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hetero_megatron.cli import training_flags as training
+from hetero_megatron.cli.adapter_flags import build_adapter, with_adapters
 from hetero_megatron.cli.checkpoint_flags import build_checkpoint, build_failure
 from hetero_megatron.cli.hub import model_directory
 from hetero_megatron.cli.model_flags import build_spec
@@ -49,7 +50,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
     data = _own_tokenizer(args, data)
     args.values["dtype"] = dtype
     check_use(args, data)
-    spec = build_spec(args, data)
+    spec = with_adapters(args, build_spec(args, data))
     if data is not None:
         refuse_bytes(data, spec.vocab_size)
         _check_vocabulary(args, data, spec)
@@ -70,6 +71,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
         evaluation=evaluation,
         exit=stop,
         checkpoint=build_checkpoint(args),
+        adapter=build_adapter(args),
         failure=build_failure(args, launcher.supervised),
         logging=logging,
         distributed=distributed,

@@ -10,12 +10,12 @@ from hetero_megatron.cli.flag import NOTICE, REFUSED, SUPPORTED, Flag
 from hetero_megatron.cli.table import ALL, GROUPS
 
 _INTRO = """\
-# Flags of `pretrain_gpt.py`
+# Flags of `hetero-megatron pretrain` (`pretrain_gpt.py`)
 
 Written by `python -m hetero_megatron.cli.flags --markdown` from the table in `hetero_megatron/cli/table/`; do not edit.
 
-Names are Megatron's unless they stand under *Plan and run*. A flag is **supported**; or accepted with a
-**notice**, because it cannot change results or what has to fit into memory; or **refused**. Unknown flags are
+Names are Megatron's unless they stand under *Plan and run* or *Fine-tuning*. A flag is **supported**; or accepted
+with a **notice**, because it cannot change results or what has to fit into memory; or **refused**. Unknown flags are
 refused, and so are abbreviations. Of a flag that stands twice the last one counts.
 """
 
@@ -64,12 +64,24 @@ def _default(flag: Flag) -> str:
     )  # fmt: skip
 
 
-def help_text() -> str:
-    """What ``--help`` prints: the supported flags."""
-    lines = ["usage: pretrain_gpt.py --plan FILE | Megatron's parallel flags, --model M, data, training ...",
-             "       pretrain_gpt.py --help | --version", ""]
+# What `--help` shows; `--help-all` shows the rest.
+_COMMON = {
+    "--plan", "--auto-plan", "--cluster", "--dry-run", "--as-rank", "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size", "--context-parallel-size", "--model", "--load-hf", "--seq-length", "--bf16",
+    "--data-path", "--split", "--mock-data", "--tokenizer-model", "--reset-attention-mask", "--micro-batch-size",
+    "--global-batch-size", "--train-iters", "--lr", "--min-lr", "--lr-warmup-iters", "--clip-grad", "--seed",
+    "--eval-interval", "--eval-iters", "--save", "--load", "--save-interval", "--save-hf", "--log-interval",
+    "--tensorboard-dir",
+}
+
+
+def help_text(command: str = "pretrain", everything: bool = True) -> str:
+    """What ``--help-all`` prints, the supported flags; or ``--help``, those that most runs have."""
+    lines = [f"usage: hetero-megatron {command} --plan FILE | --auto-plan --cluster FILE | Megatron's parallel flags",
+             "                                --model M, data, training ...",
+             f"       hetero-megatron {command} --help | --help-all | --version", ""]
     for group, flags in GROUPS.items():
-        shown = [flag for flag in flags if _in_help(flag)]
+        shown = [flag for flag in flags if _in_help(flag) and (everything or _common(flag, command))]
         if shown:
             lines.append(f"{group}:")
         for flag in shown:
@@ -82,9 +94,17 @@ def help_text() -> str:
             lines += first + [" " * 43 + more for more in text[1:]]
         if shown:
             lines.append("")
+    if not everything:
+        return "\n".join(lines) + "--help-all lists all flags."
     accepted = sum(flag.status == NOTICE for flag in ALL)
     lines.append(f"{accepted} more of Megatron's flags are accepted without effect; docs/flags.md lists all of them.")
     return "\n".join(lines)
+
+
+def _common(flag: Flag, command: str) -> bool:
+    if flag in GROUPS["Fine-tuning"]:
+        return command == "finetune" and flag.name != "--sft"
+    return flag.name in _COMMON
 
 
 def _in_help(flag: Flag) -> bool:

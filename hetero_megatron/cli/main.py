@@ -4,42 +4,30 @@ from __future__ import annotations
 
 import difflib
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from hetero_megatron.cli.arguments import version_line
+from hetero_megatron.cli.commands import COMMANDS, GROUPS
 from hetero_megatron.cli.say import say_error
 from hetero_megatron.errors import UserError
 from hetero_megatron.out_of_memory import out_of_memory
 from hetero_megatron.training.exit import INTERRUPTED, at_once, outlive_terminal
-
-# Each is a module of this package with a function main(arguments) -> exit code, imported when it is called.
-_COMMANDS = {
-    "calibrate": "measure the chips and links of a cluster, and write the rates into its file",
-    "comm": "check that all ranks reach each other, byte by byte, and measure how fast",
-    "convert": "Hugging Face checkpoint <-> native checkpoint",
-    "doctor": "what this machine has, what is missing, how to mend it",
-    "plan": "search for the best plan of a model on a cluster",
-    "plugins": "platforms and kernels: list, scaffold, conformance kit",
-    "predict": "simulate one plan: step time, memory, timeline",
-    "report": "one page about a run: plan, timeline, loss, throughput, events",
-    "schedule": "one pipeline under every schedule: step, bubble, memory, picture",
-    "run": "start the ranks of a plan here, and go on when some fail",
-    "testbed": "run a command on a heterogeneous cluster that is emulated on this machine",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
-        print(_usage())
+        print(usage())
         return 0 if words else 2
     if words == ["--version"]:
         print(version_line())
         return 0
     try:
-        return _command(words[0])(words[1:])
+        command = load_command(words[0])
+        return _help(command, words) if words[1:] in (["-h"], ["--help"]) else command(words[1:])
     except UserError as error:
         say_error(str(error))
         return 2
@@ -56,20 +44,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 3
 
 
-def _command(name: str) -> Callable[[Sequence[str]], int]:
-    if name in _COMMANDS:
+def load_command(name: str) -> Callable[[Sequence[str]], int]:
+    """The function of a command, whose module is imported now; UserError for an unknown one."""
+    if name in COMMANDS:
         with at_once():
             command: Callable[[Sequence[str]], int] = import_module(f"hetero_megatron.cli.{name}").main
         return command
-    near = difflib.get_close_matches(name, _COMMANDS, n=1)
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    raise UserError(f"no such command{hint}", field="command", value=name, accepted=", ".join(_COMMANDS))
+    raise UserError(f"no such command{hint}", field="command", value=name, accepted=", ".join(COMMANDS))
 
 
-def _usage() -> str:
-    lines = ["usage: hetero-megatron COMMAND ...", ""]
-    lines += [f"  {name:<10} {text}" for name, text in _COMMANDS.items()]
-    lines += ["", "training: python pretrain_gpt.py --help"]
+def _help(command: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
+    """A command's own help, and an example."""
+    try:
+        code = command(words[1:])
+    except SystemExit as end:  # argparse's help
+        code = int(end.code or 0)
+    print(example(words[0]))
+    return code
+
+
+def example(name: str) -> str:
+    """The example of a command, with line breaks that a shell takes."""
+    breaks = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False, subsequent_indent="      ")
+    return "\nexample:\n  " + " \\\n".join(breaks.wrap(COMMANDS[name].example))
+
+
+def usage() -> str:
+    """What ``hetero-megatron --help`` prints."""
+    lines = ["usage: hetero-megatron COMMAND ...      (hetero-megatron COMMAND --help: its flags)"]
+    for group, commands in GROUPS.items():
+        lines += ["", f"{group}:", *(f"  {command.name:<11} {command.does}" for command in commands)]
     return "\n".join(lines)
 
 

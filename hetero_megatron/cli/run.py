@@ -48,7 +48,7 @@ _SINGLE = (
 WORTH = 0.03  # a new plan must save this share of the step, else the old one stays
 _ENOUGH = 1 << 16  # ranks: how many there are is not asked yet
 _POLICIES = ("stop", "restart", "replan")
-PRETRAIN = (sys.executable, "-c", "from hetero_megatron.cli.start import pretrain; pretrain()")
+PRETRAIN = (sys.executable, "-m", "hetero_megatron", "pretrain")
 TESTBED_RUN = (sys.executable, "-m", "hetero_megatron.cli.main", "testbed", "run")
 
 

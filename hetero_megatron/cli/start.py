@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 from typing import NoReturn
 
 from hetero_megatron.launcher import is_first
 from hetero_megatron.training.exit import INTERRUPTED, at_once, end_with_parent, outlive_terminal
 
+# Commands that run as the ranks of a job, started alone or once per rank by a launcher.
+RANKS = ("pretrain", "finetune")
+
 
 def console() -> int:
-    """``hetero-megatron``. Returns the exit code."""
+    """``hetero-megatron``. Returns the exit code; a command of ranks ends the process."""
+    if sys.argv[1:2] and sys.argv[1] in RANKS and sys.argv[2:] not in (["-h"], ["--help"]):
+        train(sys.argv[1], sys.argv[2:])
     try:
         outlive_terminal()
         with at_once():
@@ -22,16 +29,16 @@ def console() -> int:
         return INTERRUPTED
 
 
-def pretrain() -> NoReturn:
-    """``pretrain_gpt.py``, however it is started."""
+def train(command: str, words: Sequence[str]) -> NoReturn:
+    """One of the commands of ``RANKS``, however it is started."""
     code = INTERRUPTED
     with suppress(KeyboardInterrupt):
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent
             end_with_parent()
         outlive_terminal()
         with at_once(is_first()):
-            from hetero_megatron.cli.pretrain import main
-        code = main(sys.argv[1:])
+            main = import_module(f"hetero_megatron.cli.{command}").main
+        code = main(words)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # nobody reads it any more
             stream.flush()

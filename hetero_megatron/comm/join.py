@@ -73,8 +73,9 @@ def start_comm(
             raise meeting.failed(error) from error
         reach = Reach(rank, [member.address for member in members], beacon, hooks.cut_ranks)
     comm = Comm(rank, platform.device, timeout, hooks, reach, launcher)
+    copies = copies_of(platform)
+    comm.accelerator = copies.accelerator if copies is not None else None
     if total > 1:
-        copies = copies_of(platform)
         if copies is not None and lost is not None:
             comm.watch_devices(copies.aside, lost)
         everyone = Group(comm, tuple(range(total)), dist.group.WORLD)

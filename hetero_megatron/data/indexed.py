@@ -124,7 +124,7 @@ def open_indexed(prefix: str, field: str = "--data-path") -> TokenStore:
         raise UserError(
             f"{data} has {size:,} bytes, but {index} describes {total * dtype.itemsize:,} "
             f"({total:,} tokens of {dtype.itemsize} bytes): they do not belong together or one is incomplete",
-            field=field, value=prefix, accepted="the .bin and .idx of one run of tools/preprocess_data.py",
+            field=field, value=prefix, accepted="the .bin and .idx of one run of hetero-megatron preprocess",
         )  # fmt: skip
     if total == 0:
         raise UserError("the corpus is empty (no tokens)", field=field, value=prefix, accepted="data with tokens")
@@ -164,5 +164,5 @@ def _parse_index(raw: bytes, index: str, field: str) -> tuple[np.dtype, np.ndarr
 
 def _bad(index: str | Path, field: str, problem: str) -> UserError:
     return UserError(
-        problem, field=field, value=str(index), accepted="an .idx written by Megatron or tools/preprocess_data.py"
+        problem, field=field, value=str(index), accepted="an .idx written by Megatron or hetero-megatron preprocess"
     )

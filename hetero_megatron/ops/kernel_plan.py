@@ -15,11 +15,13 @@ from typing import Any
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops.bind import bind
 from hetero_megatron.ops.gemm import WeightGradients, bind_gemm
+from hetero_megatron.ops.grouped_gemm import bind_grouped_gemm
 from hetero_megatron.ops.kernel import ORDER, REFERENCE, Kernel, Signature
 from hetero_megatron.ops.library import compiled_call
 from hetero_megatron.ops.linear_cross_entropy import bind_linear_cross_entropy
 from hetero_megatron.ops.registry import Registry, unknown
 
+_PRODUCTS = {"gemm": bind_gemm, "grouped_gemm": bind_grouped_gemm}
 EVERY = "all"  # the key that asks one provider for every operator that it has
 
 
@@ -42,7 +44,8 @@ class KernelPlan:
 
     Attributes:
         choices: by operator name.
-        weight_gradients: who takes the weight gradients of ``gemm``, and where they wait while they are deferred.
+        weight_gradients: who takes those of ``gemm`` and ``grouped_gemm``, and where they wait while they
+            are deferred.
         rms_norm, rope, …: one callable per operator of the plan.
     """
 
@@ -60,8 +63,8 @@ class KernelPlan:
         spec, kernel = self.registry.spec(choice.kernel.op), choice.kernel
         if choice.signature.compiled and not kernel.traceable:
             return compiled_call(spec, kernel)
-        if spec.name == "gemm":
-            return bind_gemm(kernel, self.weight_gradients, choice.signature.compiled)
+        if spec.name in _PRODUCTS:
+            return _PRODUCTS[spec.name](kernel, self.weight_gradients, choice.signature.compiled)
         if spec.name == "linear_cross_entropy":
             return bind_linear_cross_entropy(spec, kernel, self.weight_gradients)
         return bind(spec, kernel, choice.signature.compiled)

@@ -6,10 +6,13 @@ from hetero_megatron.ops import (
     activation,
     attention_op,
     gemm,
+    grouped_gemm,
     linear_cross_entropy,
+    moe_permute,
     norm,
     optimizer_ops,
     rope,
+    router,
     softmax,
     vocab_cross_entropy,
 )
@@ -31,6 +34,9 @@ SPECS: dict[str, OpSpec] = {
         linear_cross_entropy.SPEC,
         *attention_op.SPECS,
         gemm.SPEC,
+        grouped_gemm.SPEC,
+        *moe_permute.SPECS,
+        router.SPEC,
         *optimizer_ops.SPECS,
     )
 }
@@ -38,6 +44,7 @@ SPECS: dict[str, OpSpec] = {
 
 _REFERENCE_PARTS = {
     "gemm": gemm.REFERENCE_PARTS,
+    "grouped_gemm": grouped_gemm.REFERENCE_PARTS,
     "linear_cross_entropy": linear_cross_entropy.REFERENCE_PARTS,
 }
 
@@ -62,6 +69,9 @@ ATEN_KERNELS: tuple[Kernel, ...] = (
     *linear_cross_entropy.KERNELS,
     *attention_op.KERNELS,
     *gemm.KERNELS,
+    *grouped_gemm.KERNELS,
+    *moe_permute.KERNELS,
+    *router.KERNELS,
     *optimizer_ops.KERNELS,
 )
 

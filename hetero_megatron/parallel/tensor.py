@@ -23,11 +23,13 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, linear: Linear, group: Group, shards: tuple[int, ...]) -> None:
         super().__init__()
-        self.weight, self.bias, self.kernels = linear.weight, linear.bias, linear.kernels
+        self.weight, self.bias, self.product = linear.weight, linear.bias, linear.product
+        for name, adapter in linear.named_children():
+            self.add_module(name, adapter)
         self.group, self.shards = group, shards
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = scatter_tokens(self.kernels.gemm(x, self.weight, None), self.group, self.shards)
+        y = scatter_tokens(self.product(x, None), self.group, self.shards)
         return y if self.bias is None else y + self.bias
 
 

@@ -148,6 +148,9 @@ class Accelerator:
     def stream(self) -> Any:
         return self.module().Stream()
 
+    def current_stream(self) -> Any:
+        return self.module().current_stream()
+
     def event(self, timing: bool = False) -> Any:
         return self.module().Event(enable_timing=timing)
 
@@ -216,6 +219,9 @@ class CPU(Accelerator):
 
     def stream(self) -> Any:
         return torch.Stream(device="cpu") if hasattr(torch, "Stream") else None
+
+    def current_stream(self) -> Any:
+        return self.stream()
 
     def event(self, timing: bool = False) -> Any:
         return _HostEvent()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.layout import Box, cut
+from hetero_megatron.layout import Box, cut, cut_in_tiles
 from hetero_megatron.spec.model_spec import ModelSpec
 from hetero_megatron.spec.tensors import LogicalTensor
 
@@ -32,8 +32,9 @@ def shares(spec: ModelSpec, tp_split: Sequence[int], heads: Interval | None = No
     """One share per TP rank, in proportion to ``tp_split``.
 
     Attention is cut at KV heads while there are at least as many as ranks, else at query heads, and then
-    ranks whose query heads use the same KV head hold copies of it. Feed-forward and vocabulary are cut at
-    single columns and rows. Shares of heads and vocabulary may be empty.
+    ranks whose query heads use the same KV head hold copies of it. Feed-forward and vocabulary are cut at multiples
+    of 128, 64 or 8 columns and rows where they are large enough (:func:`~hetero_megatron.layout.cut_in_tiles`). Shares
+    of heads and vocabulary may be empty.
 
     Args:
         heads: the query heads that the group computes (default all).
@@ -42,7 +43,7 @@ def shares(spec: ModelSpec, tp_split: Sequence[int], heads: Interval | None = No
         UserError: some rank would get no feed-forward column.
     """
     first, last = heads or (0, spec.num_heads)
-    ffn, vocab = cut(spec.ffn_hidden_size, tp_split), cut(spec.vocab_size, tp_split)
+    ffn, vocab = (cut_in_tiles(size, tuple(tp_split)) for size in (spec.ffn_hidden_size, spec.vocab_size))
     if any(a == b for a, b in ffn):
         raise UserError(
             f"gives a rank none of the {spec.ffn_hidden_size} feed-forward columns",

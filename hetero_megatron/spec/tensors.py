@@ -1,12 +1,16 @@
-"""The logical tensors of a model. Names are Hugging Face's Llama names, unfused, for every family."""
+"""The logical tensors of a model. Names are Hugging Face's Llama names, unfused, for every family; of norms, Gemma's
+and OLMo 2's where they stand elsewhere than Llama's: ``post_attention_layernorm`` is before the MLP with norm_placement
+``pre``, otherwise after attention."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from hetero_megatron.errors import UserError
+from hetero_megatron.spec.lora import TARGETS, Lora
 from hetero_megatron.spec.model_spec import ModelSpec
 
 
@@ -14,7 +18,7 @@ from hetero_megatron.spec.model_spec import ModelSpec
 class Axis:
     """What an axis counts, and the ``unit`` of elements on whose multiples cuts fall.
 
-    ``role``: q_heads, kv_heads, ffn, vocab, hidden, head_dim or position.
+    ``role``: q_heads, kv_heads, ffn, vocab, hidden, head_dim, position or rank (of an adapter).
     """
 
     role: str
@@ -23,12 +27,14 @@ class Axis:
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """One parameter of the whole model. ``layer`` is its decoder layer, ``"embed"`` or ``"head"``."""
+    """One parameter of the whole model. ``layer`` is its decoder layer, ``"embed"`` or ``"head"``; ``trained``: it has
+    a gradient and optimizer states, and checkpoints hold it."""
 
     name: str
     shape: tuple[int, ...]
     axes: tuple[Axis, ...]
     layer: int | str
+    trained: bool = True
 
     @property
     def size(self) -> int:
@@ -51,7 +57,36 @@ def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
     out += _norm(spec, "model.norm", "head")
     if not spec.tied:
         out.append(LogicalTensor("lm_head.weight", (spec.vocab_size, h), (vocab, _HIDDEN), "head"))
-    return tuple(out)
+    return tuple(out if spec.lora is None else _with_adapters(out, spec.lora))
+
+
+def _with_adapters(tensors: Iterable[LogicalTensor], lora: Lora) -> Iterator[LogicalTensor]:
+    """The frozen base, and after each adapted matrix its A and B, which are cut where it is."""
+    rank = Axis("rank")
+    for tensor in tensors:
+        yield replace(tensor, trained=False)
+        module, _, kind = tensor.name.rpartition(".")
+        if kind == "weight" and len(tensor.shape) == 2 and module.rpartition(".")[2] in lora.targets:
+            (outputs, inputs), (rows, columns) = tensor.shape, tensor.axes
+            yield LogicalTensor(f"{module}.lora_A.weight", (lora.rank, inputs), (rank, columns), tensor.layer)
+            yield LogicalTensor(f"{module}.lora_B.weight", (outputs, lora.rank), (rows, rank), tensor.layer)
+
+
+def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
+    """The model with adapters. UserError for a projection that it does not have."""
+    found = replace(spec, lora=lora)
+    has = {t.name.split(".")[-3] for t in logical_tensors(found) if t.trained}
+    if lacking := [name for name in lora.targets if name not in has]:
+        raise UserError(
+            f"{spec.name} has no such projection", field="targets", value=lacking[0],
+            accepted=", ".join(name for name in TARGETS if name in has),
+        )  # fmt: skip
+    return found
+
+
+def trained_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
+    """Those that an optimizer changes: all, or with adapters only these."""
+    return tuple(t for t in logical_tensors(spec) if t.trained)
 
 
 def _layer(spec: ModelSpec, i: int) -> Iterator[LogicalTensor]:
@@ -63,26 +98,35 @@ def _layer(spec: ModelSpec, i: int) -> Iterator[LogicalTensor]:
         spec.hidden_size,
         spec.ffn_hidden_size,
     )
-    yield from _norm(spec, f"{base}.input_layernorm", i)
+    if spec.norm_placement != "post":
+        yield from _norm(spec, f"{base}.input_layernorm", i)
     for letter, axis, rows in (("q", q, nq), ("k", kv, nkv), ("v", kv, nkv)):
         name = f"{base}.self_attn.{letter}_proj"
         yield LogicalTensor(f"{name}.weight", (rows, h), (axis, _HIDDEN), i)
         if spec.qkv_bias:
             yield LogicalTensor(f"{name}.bias", (rows,), (axis,), i)
     if spec.qk_norm:
-        for letter in "qk":
-            yield LogicalTensor(f"{base}.self_attn.{letter}_norm.weight", (spec.head_dim,), (Axis("head_dim"),), i)
+        per_head = ((spec.head_dim,), (Axis("head_dim"),))
+        for letter, axis, rows in (("q", q, nq), ("k", kv, nkv)):
+            shape, axes = per_head if spec.qk_norm == "head" else ((rows,), (axis,))
+            yield LogicalTensor(f"{base}.self_attn.{letter}_norm.weight", shape, axes, i)
+    if spec.sinks:
+        yield LogicalTensor(f"{base}.self_attn.sinks", (spec.num_heads,), (Axis("q_heads"),), i)
     yield LogicalTensor(f"{base}.self_attn.o_proj.weight", (h, nq), (_HIDDEN, q), i)
     if spec.out_bias:
         yield LogicalTensor(f"{base}.self_attn.o_proj.bias", (h,), (_HIDDEN,), i)
     yield from _norm(spec, f"{base}.post_attention_layernorm", i)
-    for column in ("gate_proj", "up_proj") if spec.activation == "swiglu" else ("up_proj",):
+    if spec.norm_placement == "pre_post":
+        yield from _norm(spec, f"{base}.pre_feedforward_layernorm", i)
+    for column in ("gate_proj", "up_proj") if spec.gated else ("up_proj",):
         yield LogicalTensor(f"{base}.mlp.{column}.weight", (f, h), (ffn, _HIDDEN), i)
         if spec.mlp_bias:
             yield LogicalTensor(f"{base}.mlp.{column}.bias", (f,), (ffn,), i)
     yield LogicalTensor(f"{base}.mlp.down_proj.weight", (h, f), (_HIDDEN, ffn), i)
     if spec.mlp_bias:
         yield LogicalTensor(f"{base}.mlp.down_proj.bias", (h,), (_HIDDEN,), i)
+    if spec.norm_placement != "pre":
+        yield from _norm(spec, f"{base}.post_feedforward_layernorm", i)
 
 
 def _norm(spec: ModelSpec, name: str, layer: int | str) -> Iterator[LogicalTensor]:

@@ -63,6 +63,7 @@ from hetero_kernels.attention_rows import (
 )
 from hetero_kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_reference
 from hetero_kernels.gelu import gelu_bwd, gelu_fwd, gelu_reference
+from hetero_kernels.grouped_gemm import grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_fwd, grouped_gemm_reference
 from hetero_kernels.l2norm import l2norm, l2norm_reference
 from hetero_kernels.layer_norm import layer_norm_bwd, layer_norm_fwd, layer_norm_reference
 from hetero_kernels.limits import INTERPRETED, INTERPRETER, Limits, limits_of
@@ -111,6 +112,10 @@ __all__ = [
     "gelu_bwd",
     "gelu_fwd",
     "gelu_reference",
+    "grouped_gemm_dw",
+    "grouped_gemm_dx",
+    "grouped_gemm_fwd",
+    "grouped_gemm_reference",
     "l2norm",
     "l2norm_reference",
     "layer_norm_bwd",

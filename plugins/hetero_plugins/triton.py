@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from hetero_megatron.ops.cross_entropy import NO_LABEL
+from hetero_megatron.ops.grouped_gemm import bias_gradient
 from hetero_megatron.ops.kernel import TRITON, Capability, Kernel, Signature
 from hetero_megatron.platform.plugins import PluginApi, load_plugins, source_file
 
@@ -253,7 +254,31 @@ def _l2norm(tensors: Many) -> tuple[torch.Tensor, ...]:
     return (_kernels().l2norm(full).double() if full else torch.zeros((), dtype=torch.float64),)
 
 
+def _grouped_gemm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    return (_kernels().grouped_gemm_fwd(x, weight, ends, bias),)
+
+
+def _grouped_input(dy: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return _kernels().grouped_gemm_dx(dy, weight, ends)  # type: ignore[no-any-return]
+
+
+def _grouped_weight(
+    dy: torch.Tensor, x: torch.Tensor, ends: torch.Tensor, into: torch.Tensor | None = None, beta: float = 1.0
+) -> torch.Tensor:
+    return _kernels().grouped_gemm_dw(dy, x, ends, into=into, beta=beta)  # type: ignore[no-any-return]
+
+
+def _grouped_gemm_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    dbias = None if bias is None else bias_gradient(dy, ends)
+    return _grouped_input(dy, weight, ends), _grouped_weight(dy, x, ends), dbias
+
+
 _PARTS: dict[str, dict[str, Callable[..., Any]]] = {
+    "grouped_gemm": {"input": _grouped_input, "weight": _grouped_weight},
     "attention": {"share": _attention_share, "delta": lambda dout, out: _kernels().attention_delta(dout, out)},
     "linear_cross_entropy": {"fwd_bwd": _linear_cross_entropy_fwd_bwd},
 }
@@ -272,6 +297,7 @@ _TABLE: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any] | None], ..
     ("vocab_cross_entropy", "vocab_parallel_cross_entropy", _vocab, _vocab_backward),
     ("linear_cross_entropy", "linear_cross_entropy", _linear_cross_entropy, _linear_cross_entropy_backward),
     ("attention", "attention", _attention, _attention_backward),
+    ("grouped_gemm", "grouped_gemm", _grouped_gemm, _grouped_gemm_backward),
     ("attn_delta", "attention", _delta, None),
     ("attn_merge", "attention", _merge, None),
     ("adamw", "adamw", _adamw, None),

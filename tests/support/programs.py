@@ -66,9 +66,9 @@ def _program(words: list[str], environment: dict[str, str], output: str) -> None
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.argv = ["pretrain_gpt.py", *words]
-    from hetero_megatron.cli.start import pretrain
+    from hetero_megatron.cli.start import train
 
-    pretrain()
+    train("pretrain", words)
 
 
 class Program:

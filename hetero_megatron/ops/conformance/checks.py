@@ -166,7 +166,7 @@ def _check_case(subject: Subject, case: Case, first: bool) -> Iterator[Finding]:
             yield from _expanded(subject, case, args, eager)
         if first or kernel.apply is not None or spec.parts:
             yield from _trained(subject, case, args, grads, eager, (wants, want_grads))
-        if spec.name == "gemm":
+        if "weight" in spec.parts:
             yield from weight_gradient(subject, case, args, grads[0])
         if spec.name == "linear_cross_entropy":
             yield from loss_and_gradients(subject, case, args, grads[0], (wants, want_grads), eager)

@@ -98,6 +98,9 @@ def judge(got: torch.Tensor, want: torch.Tensor, eager: torch.Tensor | None, cap
     """
     if got.shape != want.shape:
         return f"shape {tuple(got.shape)}, not {tuple(want.shape)}"
+    if not want.is_floating_point() and got.dtype == want.dtype:
+        wrong = int((got.cpu() != want).sum())
+        return f"{wrong} of {got.numel()} integers differ" if wrong else ""
     if not got.is_floating_point():
         return f"it is {got.dtype}, which is no floating-point dtype"
     if (got.isnan().cpu() & ~want.isnan()).any():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,24 +17,27 @@ from hetero_megatron.ops.conformance.run import CallOutcome, call_backward, call
 from hetero_megatron.ops.conformance.sandbox import OUT_OF_BOUNDS, Sandbox
 from hetero_megatron.ops.conformance.subject import SKIP, Finding, Subject, judge_all
 from hetero_megatron.ops.library import NAMESPACE, define, operator_name
+from hetero_megatron.ops.operators import reference_kernel
 from hetero_megatron.ops.spec import Case, normal, wide
 from hetero_megatron.ops.tile_kernels import tile_kernel
 
 
 def weight_gradient(subject: Subject, case: Case, args: tuple[Any, ...], dy: torch.Tensor) -> Iterator[Finding]:
-    """``weight`` of gemm adds to a sum of at least fp32, in that precision; with beta 0 nothing is there yet.
+    """``weight`` of gemm and grouped_gemm adds to a sum of at least fp32, in that precision; with beta 0 nothing is
+    there yet.
 
     The sum is 16 times the product, so that adding in 16 bits is off by more than the bound.
     """
-    x, weight, _ = args
-    want = dy.cpu().double().flatten(0, -2).t() @ x.cpu().double().flatten(0, -2)
+    x, weight, _, *ends = args
+    product: Callable[..., Any] = reference_kernel(subject.spec).parts["weight"]
+    want = product(dy.cpu().double(), x.cpu().double(), *(e.cpu() for e in ends))
     typical = float(want.norm()) / max(want.numel(), 1) ** 0.5
     _, cap = subject.spec.bounds.of(subject.dtype)
     for beta in (0.0, 1.0):
         start = 16 * (typical or 1.0) * normal(*weight.shape, seed=5) if beta else torch.full(weight.shape, math.nan)
         box = Sandbox()
         into = box.place(start.to(wide(subject.dtype)).to(subject.device), may_change=True)
-        placed = box.place(dy), box.place(x), into, beta
+        placed = box.place(dy), box.place(x), *map(box.place, ends), into, beta
         before = into.cpu().double() if beta else 0.0
         with box, torch.no_grad():
             _, problem = subject.attempt(

@@ -12,6 +12,7 @@ from hetero_megatron.ops.bind import bind
 from hetero_megatron.ops.conformance.compare import copy_args, flatten
 from hetero_megatron.ops.conformance.sandbox import Sandbox
 from hetero_megatron.ops.gemm import WeightGradients, bind_gemm
+from hetero_megatron.ops.grouped_gemm import bind_grouped_gemm
 from hetero_megatron.ops.kernel import Kernel
 from hetero_megatron.ops.spec import OpSpec
 
@@ -104,7 +105,8 @@ def call_trained(
 ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]], list[str]]:
     """(results, gradients of each of ``times`` backwards, illegal writes) through autograd, as the model calls the
     kernel."""
-    call = bind_gemm(kernel, WeightGradients()) if spec.name == "gemm" else bind(spec, kernel)
+    bound = {"gemm": bind_gemm, "grouped_gemm": bind_grouped_gemm}.get(spec.name)
+    call = bind(spec, kernel) if bound is None else bound(kernel, WeightGradients())
     box = Sandbox()
     own = list(place(spec, kernel, args, box))
     incoming = [box.place(g) for g in grads]

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hetero_megatron.cli import preprocess
 from hetero_megatron.data import DataConfig, build_datasets, build_tokenizer, open_indexed, write_indexed
 from hetero_megatron.data.corpus import is_indexed
 from hetero_megatron.data.indexed import IndexedWriter, token_dtype
 from hetero_megatron.errors import UserError
-from tools import preprocess_data
 
 # Three sequences of int32 tokens in two documents: [5 6 7] [8] | [9 10]
 INDEX = (
@@ -141,9 +141,9 @@ def lines(folder: Path, *records: object) -> Path:
     return path
 
 
-def preprocess(folder: Path, *more: str) -> int:
+def run_preprocess(folder: Path, *more: str) -> int:
     words = ["--input", str(folder / "in.jsonl"), "--output-prefix", str(folder / "out"), *more]
-    return preprocess_data.main(words if "--tokenizer-type" in more else [*words, "--tokenizer-type", "ByteTokenizer"])
+    return preprocess.program(words if "--tokenizer-type" in more else [*words, "--tokenizer-type", "ByteTokenizer"])
 
 
 def documents_of(prefix: Path) -> list[list[int]]:
@@ -153,7 +153,7 @@ def documents_of(prefix: Path) -> list[list[int]]:
 
 def test_preprocess_writes_what_training_reads(tmp_path: Path) -> None:
     lines(tmp_path, *({"text": t, "title": t.upper()} for t in ("one", "", "zwölf", "three" * 20)))
-    assert preprocess(tmp_path, "--append-eod", "--json-keys", "text", "title") == 0
+    assert run_preprocess(tmp_path, "--append-eod", "--json-keys", "text", "title") == 0
     assert documents_of(tmp_path / "out_text_document") == [[*t.encode(), 256] for t in ("one", "zwölf", "three" * 20)]
     assert documents_of(tmp_path / "out_title_document")[0] == [*b"ONE", 256]
     config = DataConfig(data_path=(str(tmp_path / "out_text_document"),), tokenizer_type="ByteTokenizer", split="1")
@@ -168,9 +168,9 @@ def test_preprocess_writes_what_training_reads(tmp_path: Path) -> None:
 
 def test_preprocess_gives_the_same_with_several_workers(tmp_path: Path) -> None:
     lines(tmp_path, *({"text": f"document {i} " * (i % 7)} for i in range(300)))
-    assert preprocess(tmp_path) == 0
+    assert run_preprocess(tmp_path) == 0
     alone = [(tmp_path / f"out_text_document{end}").read_bytes() for end in (".bin", ".idx")]
-    assert preprocess(tmp_path, "--workers", "2") == 0
+    assert run_preprocess(tmp_path, "--workers", "2") == 0
     assert [(tmp_path / f"out_text_document{end}").read_bytes() for end in (".bin", ".idx")] == alone
 
 
@@ -198,7 +198,7 @@ def test_preprocess_refuses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], prepare: Callable[[Path], list[str]], says: list[str]
 ) -> None:
     lines(tmp_path, {"text": "fine"})
-    assert preprocess(tmp_path, *prepare(tmp_path)) == 2
+    assert run_preprocess(tmp_path, *prepare(tmp_path)) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1
     assert all(part in message for part in says), message

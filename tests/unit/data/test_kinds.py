@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hetero_megatron.cli import preprocess
 from hetero_megatron.data import DataConfig, build_datasets, build_tokenizer, open_indexed, write_indexed
 from hetero_megatron.data.sources import parquet
 from hetero_megatron.errors import UserError
-from tools import preprocess_data
 
 TEXTS = [f"the quick brown fox {i} jumps" for i in range(40)]
 
@@ -95,8 +95,8 @@ def test_without_an_end_of_document_only_what_needs_it_is_refused(tmp_path: Path
     write_lines(tmp_path / "c.jsonl", TEXTS)
     words = ["--input", str(tmp_path / "c.jsonl"), "--output-prefix", str(tmp_path / "c"), "--tokenizer-model",
     str(tokenizer)]
-    assert preprocess_data.main([*words, "--append-eod"]) == 2
-    assert preprocess_data.main(words) == 0
+    assert preprocess.program([*words, "--append-eod"]) == 2
+    assert preprocess.program(words) == 0
     prefix = tmp_path / "c_text_document"
     assert len(build(prefix, tokenizer, 281))
     for wrong in ({"eod_mask_loss": True}, {"data": "c.jsonl"}):
@@ -267,7 +267,7 @@ def test_what_is_no_regular_file_is_refused_at_once(name: str, make: Callable[[P
 def test_preprocess_counts_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_lines(tmp_path / "c.jsonl", [*TEXTS, "", "", ""])
     words = ["--input", str(tmp_path / "c.jsonl"), "--output-prefix", str(tmp_path / "c"), "--log-interval", "20"]
-    assert preprocess_data.main([*words, "--tokenizer-type", "ByteTokenizer"]) == 0
+    assert preprocess.program([*words, "--tokenizer-type", "ByteTokenizer"]) == 0
     progress, _, last = capsys.readouterr().out.strip().splitlines()
     written = open_indexed(str(tmp_path / "c_text_document"))
     assert written.num_documents == len(TEXTS)
@@ -278,7 +278,7 @@ def test_preprocess_counts_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_preprocess_shows_progress_by_time() -> None:
-    counts = preprocess_data.Counts(1000, 10**9)
+    counts = preprocess.Counts(1000, 10**9)
     counts.add([5, 0], 250)
     line = counts.progress(250, 60.0)
     assert "25% read: 1 document, 5 tokens" in line and line.endswith("60 s so far, ETA 3 min 00 s")
@@ -291,5 +291,5 @@ def test_preprocess_refuses_what_its_tokenizer_does_not_read(
 ) -> None:
     write_lines(tmp_path / "c.jsonl", TEXTS)
     words = ["--input", str(tmp_path / "c.jsonl"), "--output-prefix", str(tmp_path / "c"), flag, "9"]
-    assert preprocess_data.main([*words, "--tokenizer-type", "ByteTokenizer"]) == 2
+    assert preprocess.program([*words, "--tokenizer-type", "ByteTokenizer"]) == 2
     assert f"{flag} = 9: ByteTokenizer does not read it" in capsys.readouterr().err

@@ -1,0 +1,63 @@
+"""The sub-commands of ``hetero-megatron``: what each does, and an example, for help and shell completion."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """``name`` is also the module of this package whose ``main(words)`` runs it; ``parts``: its own sub-commands."""
+
+    name: str
+    does: str
+    example: str
+    parts: tuple[str, ...] = ()
+
+
+GROUPS: dict[str, tuple[Command, ...]] = {
+    "Train": (
+        Command("pretrain", "train under a plan, with Megatron's flags (pretrain_gpt.py)",
+                "torchrun --nproc-per-node 4 -m hetero_megatron pretrain --plan plan.yaml --model tiny --mock-data "
+                "--train-iters 10 --lr 1e-3"),
+        Command("finetune", "the same on conversations; what the assistant wrote counts",
+                "hetero-megatron finetune --load-hf model --data-path chats.jsonl --split 1 --seq-length 1024 "
+                "--micro-batch-size 1 --global-batch-size 8 --train-iters 100 --lr 1e-5 --save-hf tuned"),
+        Command("run", "start the ranks of a plan here, and go on when some fail",
+                "hetero-megatron run --plan plan.yaml -- --model tiny --mock-data --train-iters 10 --lr 1e-3 "
+                "--save runs/tiny --load runs/tiny"),
+        Command("report", "one page about a run: plan, timeline, loss, throughput, events",
+                "hetero-megatron report runs/tiny"),
+    ),
+    "Plan": (
+        Command("plan", "search for the best plan of a model on a cluster",
+                "hetero-megatron plan --model llama3-8b --cluster cluster.yaml --seq-length 4096 "
+                "--global-batch-size 64 --out plan.yaml"),
+        Command("predict", "simulate one plan: step time, memory, timeline",
+                "hetero-megatron predict --plan plan.yaml --cluster cluster.yaml --html timeline.html"),
+        Command("schedule", "one pipeline under every schedule: step, bubble, memory, picture",
+                "hetero-megatron schedule --stages 4 --micro-batches 8"),
+        Command("calibrate", "measure the chips and links of a cluster, and write the rates into its file",
+                "torchrun --nproc-per-node 4 -m hetero_megatron calibrate --cluster cluster.yaml --model tiny"),
+    ),
+    "Data and checkpoints": (
+        Command("preprocess", "tokenize JSON lines once: Megatron's .bin/.idx",
+                "hetero-megatron preprocess --input corpus.jsonl --output-prefix corpus --append-eod "
+                "--tokenizer-model gpt2 --workers 4"),
+        Command("convert", "Hugging Face checkpoint <-> native checkpoint",
+                "hetero-megatron convert runs/tiny exported"),
+    ),
+    "Machines": (
+        Command("doctor", "what this machine has, what is missing, how to mend it", "hetero-megatron doctor"),
+        Command("comm", "check that all ranks reach each other, byte by byte, and measure how fast",
+                "torchrun --nproc-per-node 2 -m hetero_megatron comm check", ("check",)),
+        Command("plugins", "platforms and kernels: list, scaffold, conformance kit",
+                "hetero-megatron plugins new acme && hetero-megatron plugins check acme",
+                ("list", "new", "check", "compare", "drift")),
+        Command("testbed", "run a command on a heterogeneous cluster that is emulated on this machine",
+                "hetero-megatron testbed run --cluster cluster.yaml -- hetero-megatron pretrain --plan plan.yaml "
+                "--model tiny --mock-data --train-iters 2 --lr 1e-3", ("run", "status", "clean", "fault")),
+        Command("completion", "a script for bash, zsh or fish that completes commands and flags",
+                'eval "$(hetero-megatron completion bash)"', ("bash", "zsh", "fish")),
+    ),
+}  # fmt: skip
+COMMANDS = {command.name: command for group in GROUPS.values() for command in group}
