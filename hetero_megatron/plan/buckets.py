@@ -17,6 +17,7 @@ from functools import cached_property
 from hetero_megatron.layout import Box, Layout, assign_owners, crossing_elements, representatives
 from hetero_megatron.plan.canonical import Plan
 from hetero_megatron.plan.context_plan import context_groups
+from hetero_megatron.plan.experts import rank_shares, routing_groups
 from hetero_megatron.schedule import Action
 from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors, shares, stage_tensors, tensor_box
 
@@ -212,7 +213,7 @@ def bucket_actions(bucket: Bucket, spread: bool) -> tuple[Action, ...]:
 
 
 def plan_groups(plan: Plan, buckets: Sequence[Bucket]) -> list[tuple[int, ...]]:
-    """All groups that some ranks of the plan exchange data in: TP and context groups, bucket holders, the world.
+    """All groups that some ranks of the plan exchange data in: TP, context and expert groups, bucket holders, the world.
 
     Gradients travel during the last backward, as its own exchanges do, and start when they can; so a group that both
     need is listed twice, and the second one is for gradients.
@@ -223,7 +224,8 @@ def plan_groups(plan: Plan, buckets: Sequence[Bucket]) -> list[tuple[int, ...]]:
 
 
 def layer_groups(plan: Plan) -> set[tuple[int, ...]]:
-    """TP and context groups: those that meet in forward and backward."""
+    """TP, context and expert groups: those that meet in forward and backward."""
     stages = [s for p in plan.pipelines for s in p.stages]
     units = {tuple(sorted(u.ranks)) for s in stages for u in s.units}
+    units |= {group for s in stages for group in routing_groups(s)}
     return units | {tuple(sorted(g)) for s in stages for g in context_groups(s, plan.seq_length)}
