@@ -23,7 +23,8 @@ from benchmarks.common import machine
 from benchmarks.testbed_run import emulated_cluster, notes, run_job, speed_ceiling
 
 MODEL = {
-    "name": "long", "naming": "llama", "num_layers": 1, "hidden_size": 128, "ffn_hidden_size": 256, "num_heads": 12,
+    "name": "long", "hf_model_type": "llama", "num_layers": 1,
+    "hidden_size": 128, "ffn_hidden_size": 256, "num_heads": 12,
     "num_kv_heads": 4, "head_dim": 16, "vocab_size": 257, "max_position_embeddings": 1 << 16,
 }  # fmt: skip
 SAME_LOSS = 1e-5  # relative; all layouts start from the same weights, in fp32

@@ -34,7 +34,8 @@ from hetero_megatron.spec import ModelSpec
 ROOT = Path(__file__).resolve().parent.parent
 LEAST = 300e6  # bytes
 MODEL = {
-    "name": "bench", "naming": "llama", "num_layers": 12, "hidden_size": 512, "ffn_hidden_size": 1408, "num_heads": 8,
+    "name": "bench", "hf_model_type": "llama", "num_layers": 12,
+    "hidden_size": 512, "ffn_hidden_size": 1408, "num_heads": 8,
     "num_kv_heads": 4, "head_dim": 64, "vocab_size": 2048, "max_position_embeddings": 2048,
 }  # fmt: skip
 SMALL = {**MODEL, "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_heads": 2, "num_kv_heads": 1,

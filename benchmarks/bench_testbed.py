@@ -29,7 +29,8 @@ from benchmarks.common import machine
 from benchmarks.testbed_run import emulated_cluster, notes, run_job, speed_ceiling
 
 MODEL = {
-    "name": "bench", "naming": "llama", "num_layers": 8, "hidden_size": 128, "ffn_hidden_size": 352, "num_heads": 8,
+    "name": "bench", "hf_model_type": "llama", "num_layers": 8,
+    "hidden_size": 128, "ffn_hidden_size": 352, "num_heads": 8,
     "num_kv_heads": 4, "head_dim": 16, "vocab_size": 257, "max_position_embeddings": 2048,
 }  # fmt: skip
 SEQ_LENGTH = 128  # under an emulated clock, whose nominal seconds are long

@@ -39,7 +39,7 @@ from hetero_megatron.checkpoint.names import name_table
 from hetero_megatron.checkpoint.native import Checkpoint, damaged_error, open_checkpoint
 from hetero_megatron.checkpoint.safefile import Files, write_file
 from hetero_megatron.checkpoint.state import MODEL, check_model, weight_dtypes
-from hetero_megatron.checkpoint.typed import typed
+from hetero_megatron.checkpoint.stored_spec import stored_spec
 from hetero_megatron.comm import Comm, Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
@@ -53,7 +53,7 @@ def spec_of(checkpoint: Checkpoint) -> ModelSpec:
     """The model that a checkpoint's state describes."""
     path = checkpoint.path / METADATA
     try:
-        spec: ModelSpec = typed(checkpoint.state.get("model"), ModelSpec, "state.model")
+        spec: ModelSpec = stored_spec(checkpoint.state.get("model"))
         if checkpoint.state.get("dtype") not in DTYPES:
             raise UserError("unknown value", field="state.dtype", value=checkpoint.state.get("dtype"))
     except UserError as error:

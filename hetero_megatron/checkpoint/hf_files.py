@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hetero_megatron.checkpoint.names import HFSource, name_table
+from hetero_megatron.checkpoint.names import name_table
 from hetero_megatron.spec import ModelSpec, logical_tensors
+from hetero_megatron.spec.hf_names import HFSource
 
 SHARD_BYTES = 4 << 30
 # dtype -> (safetensors' name, what NumPy stores; bf16 has no NumPy type and travels as its 16 bits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch
 from hetero_megatron.checkpoint.finite import is_finite
 from hetero_megatron.checkpoint.hf_directory import WeightFiles, shown
 from hetero_megatron.checkpoint.hf_files import DTYPES
-from hetero_megatron.checkpoint.names import HFSource, hf_source
+from hetero_megatron.checkpoint.names import hf_source
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors
+from hetero_megatron.spec.hf_names import HFSource
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _DTYPE_OF = {label: dtype for dtype, (label, _) in DTYPES.items()}
@@ -55,8 +57,8 @@ class HFWeights:
     def _source(self, name: str) -> HFSource:
         """Where a logical tensor is in these files."""
         source = hf_source(self.spec, name)
-        if self.spec.naming == "gpt2" and not self._prefix:
-            source = HFSource(source.name.removeprefix("transformer."), source.start, source.stop, source.transpose)
+        if self.spec.hf_model_type == "gpt2" and not self._prefix:
+            source = replace(source, name=source.name.removeprefix("transformer."))
         if self.spec.tied and name == EMBEDDING and source.name not in self._shapes and HEAD in self._shapes:
             return HFSource(HEAD)  # of a tied pair, either may be in the files
         return source

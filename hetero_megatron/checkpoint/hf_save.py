@@ -33,12 +33,13 @@ from hetero_megatron.checkpoint.hf_files import (
     plan_files,
     put_box,
 )
-from hetero_megatron.checkpoint.names import HFSource, name_table
+from hetero_megatron.checkpoint.names import name_table
 from hetero_megatron.comm import Group
 from hetero_megatron.comm.refusals import together
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import ModelSpec, export_config, to_hf_config
+from hetero_megatron.spec.hf_names import HFSource
 from hetero_megatron.words import plural
 
 Owned = tuple[str, Box, torch.Tensor]  # logical name, box, its values

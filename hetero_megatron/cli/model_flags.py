@@ -7,7 +7,7 @@ from dataclasses import replace
 from hetero_megatron.cli.parse import Arguments, flag_error, flag_name
 from hetero_megatron.data import DataConfig, config_tokenizer
 from hetero_megatron.errors import UserError
-from hetero_megatron.spec import ModelSpec, RopeScaling, load_model
+from hetero_megatron.spec import LayerKind, ModelSpec, Rope, RopeScaling, load_model
 
 
 def build_spec(args: Arguments, data: DataConfig | None) -> ModelSpec:
@@ -47,6 +47,8 @@ def _stretched(args: Arguments, spec: ModelSpec) -> ModelSpec:
 def _check_agreement(args: Arguments, spec: ModelSpec) -> None:
     """Architecture flags beside --model must say what it says. Not --vocab-size: it sizes a NullTokenizer there."""
     rope, grouped = spec.position == "rope", spec.num_kv_heads < spec.num_heads
+    turning = spec.ropes[0] if len(spec.ropes) == 1 else None
+    scaling = turning.scaling if turning is not None else None
     said: dict[str, object] = {
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
@@ -58,9 +60,9 @@ def _check_agreement(args: Arguments, spec: ModelSpec) -> None:
         "max_position_embeddings": spec.max_position_embeddings,
         "position_embedding_type": "rope" if rope else "learned_absolute",
         "use_rotary_position_embeddings": rope,
-        "rotary_base": spec.rope_theta if rope else None,
-        "use_rope_scaling": spec.rope_scaling is not None and spec.rope_scaling.kind == "llama3",
-        "rope_scaling_factor": spec.rope_scaling.factor if spec.rope_scaling is not None else None,
+        "rotary_base": turning.theta if turning is not None else None,
+        "use_rope_scaling": scaling is not None and scaling.kind == "llama3",
+        "rope_scaling_factor": scaling.factor if scaling is not None else None,
         "normalization": {"rms": "RMSNorm", "layer": "LayerNorm"}[spec.norm],
         "norm_epsilon": spec.norm_eps,
         "swiglu": spec.activation == "swiglu",
@@ -69,10 +71,10 @@ def _check_agreement(args: Arguments, spec: ModelSpec) -> None:
         "no_bias_gelu_fusion": spec.activation != "gelu_tanh",
         "disable_bias_linear": not (spec.out_bias or spec.mlp_bias),
         "add_qkv_bias": spec.qkv_bias,
-        "qk_layernorm": spec.qk_norm,
+        "qk_layernorm": spec.qk_norm == "head",
         "untie_embeddings_and_output_weights": not spec.tied,
         "init_method_std": spec.init_std,
-        "window_size": spec.sliding_window,
+        "window_size": spec.windows[0] if len(spec.windows) == 1 else spec.windows,
     }
     for key, model_says in said.items():
         if key not in args.given:
@@ -94,10 +96,10 @@ def _spec(args: Arguments, vocab_size: int) -> ModelSpec:
     rope, norm = _rope(args), {"RMSNorm": "rms", "LayerNorm": "layer"}[args["normalization"]]
     bias = not args["disable_bias_linear"]
     window = _window(args["window_size"])
-    naming = "gpt2" if norm == "layer" and not rope else "llama"
+    scaling = RopeScaling("llama3", args["rope_scaling_factor"]) if args["use_rope_scaling"] else None
     return ModelSpec(
         name="flags",
-        naming=naming,
+        hf_model_type="gpt2" if norm == "layer" and not rope else _family(args, window),
         num_layers=args["num_layers"],
         hidden_size=args["hidden_size"],
         ffn_hidden_size=_ffn(args),
@@ -112,14 +114,11 @@ def _spec(args: Arguments, vocab_size: int) -> ModelSpec:
         qkv_bias=bias or args["add_qkv_bias"],
         out_bias=bias,
         mlp_bias=bias,
-        qk_norm=args["qk_layernorm"],
+        qk_norm="head" if args["qk_layernorm"] else None,
         tied=not args["untie_embeddings_and_output_weights"],
         position="rope" if rope else "learned",
-        rope_theta=args["rotary_base"],
-        rope_scaling=RopeScaling("llama3", args["rope_scaling_factor"]) if args["use_rope_scaling"] else None,
-        sliding_window=window,
+        layer_kinds=(LayerKind(window, Rope(args["rotary_base"], scaling)),),
         init_std=args["init_method_std"],
-        hf_model_type="gpt2" if naming == "gpt2" else _family(args, window),
     )
 
 
@@ -211,7 +210,7 @@ def _vocabulary(args: Arguments, data: DataConfig | None) -> int:
 
 _FLAG_OF = {
     "num_heads": "--num-attention-heads", "num_kv_heads": "--num-query-groups", "head_dim": "--kv-channels",
-    "norm_eps": "--norm-epsilon", "rope_theta": "--rotary-base",
+    "norm_eps": "--norm-epsilon", "theta": "--rotary-base",
 }  # fmt: skip
 
 

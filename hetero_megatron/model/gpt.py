@@ -7,15 +7,16 @@ names of ``spec/tensors.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, cast
 
 import torch
 from torch import nn
 
-from hetero_megatron.ops import KernelPlan, default_kernels, rope_frequencies, rope_tables
-from hetero_megatron.spec import ModelSpec, Share
+from hetero_megatron.ops import KernelPlan, default_kernels, rope_frequencies, rope_tables, softcap
+from hetero_megatron.spec import LayerKind, ModelSpec, Rope, Share
 
 
 class StageBatch(Protocol):
@@ -27,10 +28,11 @@ class StageBatch(Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """Per micro-batch values that all layers share; rope is (cos, sin), each [b, s, 1, head_dim / 2]."""
+    """Per micro-batch values that all layers share; ropes: of each of the model's rotary embeddings (cos, sin), each
+    [b, s, 1, pairs of features]."""
 
     documents: Sequence[Sequence[int]] | None
-    rope: tuple[torch.Tensor, torch.Tensor] | None
+    ropes: Mapping[Rope, tuple[torch.Tensor, torch.Tensor]]
 
 
 class Linear(nn.Module):
@@ -49,29 +51,56 @@ class Linear(nn.Module):
 class Norm(nn.Module):
     def __init__(self, spec: ModelSpec, width: int, kernels: KernelPlan, kind: str | None = None) -> None:
         super().__init__()
-        self.kernels, self.eps = kernels, spec.norm_eps
+        self.kernels, self.eps, self.offset = kernels, spec.norm_eps, spec.norm_offset
         self.weight = nn.Parameter(torch.empty(width))
         self.bias = nn.Parameter(torch.empty(width)) if (kind or spec.norm) == "layer" else None
 
+    def gain(self) -> torch.Tensor:
+        """What the normalised x is multiplied with: 1 + w of a small w needs more than 16 bits."""
+        if not self.offset:
+            return self.weight
+        return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) + self.offset
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.bias is None:
-            return self.kernels.rms_norm(x, self.weight, self.eps)  # type: ignore[no-any-return]
-        return self.kernels.layer_norm(x, self.weight, self.bias, self.eps)  # type: ignore[no-any-return]
+            return self.kernels.rms_norm(x, self.gain(), self.eps)  # type: ignore[no-any-return]
+        return self.kernels.layer_norm(x, self.gain(), self.bias, self.eps)  # type: ignore[no-any-return]
 
     def after_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of x + residual, x + residual)."""
         if self.bias is None:
-            return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)  # type: ignore[no-any-return]
+            return self.kernels.add_rms_norm(x, residual, self.gain(), self.eps)  # type: ignore[no-any-return]
         total = x + residual
         return self.forward(total), total
+
+
+class ProjectionNorm(nn.Module):
+    """RMS norm over all heads of a projection [..., heads, d] of ``width`` features in the whole model, of which this
+    copy has some.
+
+    ``sum_squares`` maps this copy's sums of squares [..., heads, 1] to those of the whole projection [..., 1, 1];
+    tensor parallelism replaces it.
+    """
+
+    def __init__(self, spec: ModelSpec, heads: int, width: int) -> None:
+        super().__init__()
+        self.eps, self.width = spec.norm_eps, width
+        self.weight = nn.Parameter(torch.empty(heads * spec.head_dim))
+        self.sum_squares: Callable[[torch.Tensor], torch.Tensor] = partial(torch.sum, dim=-2, keepdim=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        total = self.sum_squares(wide.square().sum(-1, keepdim=True))
+        normed = (wide * torch.rsqrt(total / self.width + self.eps)).to(x.dtype)
+        return normed * self.weight.view(x.shape[-2:])
 
 
 class CoreAttention(nn.Module):
     """Softmax attention; a module of its own so that it can be recomputed or distributed."""
 
-    def __init__(self, window: int | None, kernels: KernelPlan) -> None:
+    def __init__(self, spec: ModelSpec, kind: LayerKind, kernels: KernelPlan) -> None:
         super().__init__()
-        self.window, self.kernels = window, kernels
+        self.window, self.kernels = kind.window, kernels
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
         out, _ = self.kernels.attention(q, k, v, context.documents, self.window, 0, 0)
@@ -79,9 +108,9 @@ class CoreAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, spec: ModelSpec, share: Share, kernels: KernelPlan) -> None:
+    def __init__(self, spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) -> None:
         super().__init__()
-        self.kernels = kernels
+        self.kernels, self.rope = kernels, kind.rope
         d, h = spec.head_dim, spec.hidden_size
         (q0, q1), (kv0, kv1) = share.q_heads, share.kv_heads
         self.heads, self.kv_heads, self.head_dim = q1 - q0, kv1 - kv0, d
@@ -89,9 +118,16 @@ class Attention(nn.Module):
         self.k_proj = Linear(h, self.kv_heads * d, bias=spec.qkv_bias, kernels=kernels)
         self.v_proj = Linear(h, self.kv_heads * d, bias=spec.qkv_bias, kernels=kernels)
         self.o_proj = Linear(self.heads * d, h, bias=spec.out_bias, kernels=kernels)
-        self.q_norm = Norm(spec, d, kernels, "rms") if spec.qk_norm else None
-        self.k_norm = Norm(spec, d, kernels, "rms") if spec.qk_norm else None
-        self.core_attention = CoreAttention(spec.sliding_window, kernels)
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        if spec.qk_norm == "head":
+            self.q_norm, self.k_norm = (Norm(spec, d, kernels, "rms") for _ in "qk")
+        elif spec.qk_norm == "projection":
+            self.q_norm = ProjectionNorm(spec, self.heads, spec.num_heads * d)
+            self.k_norm = ProjectionNorm(spec, self.kv_heads, spec.num_kv_heads * d)
+        self.core_attention = CoreAttention(spec, kind, kernels)
+        # Scores are computed with 1 / sqrt(d); a family's other scale goes into the queries.
+        self.query_scale = 1.0 if spec.attn_scale is None else spec.attn_scale * d**0.5
         # Where the query heads do not use the local key-value heads evenly, each one's head is looked up.
         users = [i // spec.queries_per_kv - kv0 for i in range(q0, q1)]
         local = max(kv1 - kv0, 1)
@@ -106,12 +142,31 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(b, s, self.kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if context.rope is not None:
-            q, k = self.kernels.rope(q, k, *context.rope)
+        if self.rope is not None:
+            q, k = self._turn(q, k, *context.ropes[self.rope])
+        if self.query_scale != 1.0:
+            q = q * self.query_scale
         if self.kv_of_query is not None:
             k, v = k[:, :, self.kv_of_query], v[:, :, self.kv_of_query]
         out = self.core_attention(q, k, v, context).reshape(b, s, self.heads * self.head_dim)
         return cast(torch.Tensor, self.o_proj(out))
+
+
+    def _turn(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q and k [b, s, heads, d] by the rotary embedding. Interleaved pairs come out as halves: of both alike, so
+        that their products are the same."""
+        assert self.rope is not None
+        turned, both = 2 * cos.shape[-1], (q, k)
+        parts = [x[..., :turned] for x in both] if turned < self.head_dim else [*both]
+        if self.rope.interleaved:
+            parts = [x.unflatten(-1, (turned // 2, 2)).transpose(-1, -2).flatten(-2) for x in parts]
+        q, k = self.kernels.rope(*parts, cos, sin)
+        if turned == self.head_dim:
+            return q, k
+        q, k = (torch.cat([x, rest[..., turned:]], dim=-1) for x, rest in zip((q, k), both, strict=True))
+        return q, k
 
 
 class MLP(nn.Module):
@@ -120,43 +175,79 @@ class MLP(nn.Module):
         self.kernels = kernels
         h, f = spec.hidden_size, share.ffn[1] - share.ffn[0]
         self.activation = spec.activation
-        self.gate_proj = Linear(h, f, bias=spec.mlp_bias, kernels=kernels) if spec.activation == "swiglu" else None
+        self.gate_proj = Linear(h, f, bias=spec.mlp_bias, kernels=kernels) if spec.gated else None
         self.up_proj = Linear(h, f, bias=spec.mlp_bias, kernels=kernels)
         self.down_proj = Linear(f, h, bias=spec.mlp_bias, kernels=kernels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.up_proj(x)
-        if self.gate_proj is not None:
+        if self.gate_proj is None:
+            squared = self.activation == "squared_relu"
+            y = self.kernels.squared_relu(y) if squared else self.kernels.gelu(y, self.activation == "gelu_tanh")
+        elif self.activation == "swiglu":
             y = self.kernels.swiglu(self.gate_proj(x), y)
-        elif self.activation == "squared_relu":
-            y = self.kernels.squared_relu(y)
         else:
-            y = self.kernels.gelu(y, self.activation == "gelu_tanh")
+            y = self.kernels.gelu(self.gate_proj(x), self.activation == "geglu_tanh") * y
         return cast(torch.Tensor, self.down_proj(y))
 
 
 class Layer(nn.Module):
-    """A pre-norm decoder layer."""
+    """A decoder layer: attention and MLP, each with a norm before it, after it or both, added to the residual stream.
 
-    def __init__(self, spec: ModelSpec, share: Share, kernels: KernelPlan) -> None:
+    The norms have the names of ``spec/tensors.py``; ``before`` and ``after`` say what they are for.
+    """
+
+    def __init__(self, spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) -> None:
         super().__init__()
-        self.input_layernorm = Norm(spec, spec.hidden_size, kernels)
-        self.self_attn = Attention(spec, share, kernels)
-        self.post_attention_layernorm = Norm(spec, spec.hidden_size, kernels)
+        self.residual_scale = spec.residual_scale
+        norm = partial(Norm, spec, spec.hidden_size, kernels)
+        if spec.norm_placement != "post":
+            self.input_layernorm = norm()
+        self.self_attn = Attention(spec, kind, share, kernels)
+        self.post_attention_layernorm = norm()
+        if spec.norm_placement == "pre_post":
+            self.pre_feedforward_layernorm = norm()
         self.mlp = MLP(spec, share, kernels)
+        if spec.norm_placement != "pre":
+            self.post_feedforward_layernorm = norm()
+        names: dict[str, tuple[str | None, ...]] = {
+            "pre": ("input_layernorm", None, "post_attention_layernorm", None),
+            "pre_post": (
+                "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
+                "post_feedforward_layernorm",
+            ),
+            "post": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+        }  # fmt: skip
+        self._names = names[spec.norm_placement]
+
+    def norms(self) -> tuple[Norm | None, ...]:
+        """Before attention, after it, before the MLP, after it."""
+        return tuple(None if name is None else getattr(self, name) for name in self._names)
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        attended = self.self_attn(self.input_layernorm(x), context)
-        normed, x = self.post_attention_layernorm.after_sum(attended, x)
-        return x + cast(torch.Tensor, self.mlp(normed))
+        before_attention, after_attention, before_mlp, after_mlp = self.norms()
+        y = x if before_attention is None else before_attention(x)
+        y = self._scaled(self.self_attn(y, context), after_attention)
+        if before_mlp is not None:
+            y, x = before_mlp.after_sum(y, x)
+        else:
+            y = x = x + y
+        return x + self._scaled(self.mlp(y), after_mlp)
+
+    def _scaled(self, y: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        """What a block adds to the residual stream."""
+        y = y if norm is None else norm(y)
+        return y if self.residual_scale == 1.0 else y * self.residual_scale
 
 
 class Head(nn.Module):
     """Logits of this share's vocabulary rows; holds no parameters where the embedding is tied."""
 
-    def __init__(self, weight: nn.Parameter | None, rows: int, width: int, kernels: KernelPlan) -> None:
+    def __init__(
+        self, spec: ModelSpec, weight: nn.Parameter | None, rows: int, width: int, kernels: KernelPlan
+    ) -> None:
         super().__init__()
-        self.kernels = kernels
+        self.kernels, self.softcap = kernels, spec.logit_softcap
         if weight is None:
             self.weight = nn.Parameter(torch.empty(rows, width))
         self._tied = [weight] if weight is not None else []  # a list hides it from named_parameters
@@ -167,7 +258,8 @@ class Head(nn.Module):
         return self._tied[0] if self._tied else self.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.kernels.gemm(x, self.matrix, None)  # type: ignore[no-any-return]
+        logits: torch.Tensor = self.kernels.gemm(x, self.matrix, None)
+        return logits if self.softcap is None else softcap(logits, self.softcap)
 
 
 class Embedding(nn.Module):
@@ -195,6 +287,7 @@ class GPTStage(nn.Module):
         share: this copy's part of heads, feed-forward columns and vocabulary rows.
         layers: global indices of its decoder layers, ascending.
         kernels: which provider serves which operator; None: the default ones for ``dtype`` and ``device``.
+        seq_length: of the run, which decides between the short and long factors of ``longrope``.
 
     ``forward(x, batch)`` maps tokens [b, s] (with ``embed``) or hidden states [b, s, h] to hidden states, or
     (with ``head``) to logits [b, s, vocabulary share]; with a ``part``, only that of it. Parameters are left
@@ -211,15 +304,20 @@ class GPTStage(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         kernels: KernelPlan | None = None,
+        seq_length: int = 0,
     ) -> None:
         super().__init__()
         self.kernels = kernels = kernels or default_kernels(spec, share, head, dtype, device)
         self.has_embed, self.has_head = embed, head
-        self._freqs = None
-        if spec.position == "rope":
-            # On the device from the start (no parameter or buffer: no checkpoint holds it): a copy in each forward
-            # would make the host wait for all that the device has queued.
-            self._freqs = rope_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling).to(device)
+        # As the dtype of the weights has it: Gemma was trained with that number.
+        self.embed_scale, self.logit_scale = torch.tensor(spec.embed_scale, dtype=dtype).item(), spec.logit_scale
+        # On the device from the start (no parameter or buffer: no checkpoint holds it): a copy in each forward
+        # would make the host wait for all that the device has queued.
+        used = dict.fromkeys(spec.layer(i).rope for i in layers)
+        self._freqs = {
+            rope: rope_frequencies(rope, spec.head_dim, rope.is_long(seq_length)).to(device)
+            for rope in used if rope is not None
+        }  # fmt: skip
         rows, h = share.vocab[1] - share.vocab[0], spec.hidden_size
         with _default_dtype(dtype), torch.device(device):
             self.model = nn.ModuleDict()
@@ -227,11 +325,11 @@ class GPTStage(nn.Module):
                 self.model["embed_tokens"] = Embedding(rows, h)
             if embed and spec.position == "learned":
                 self.model["embed_positions"] = Embedding(spec.max_position_embeddings, h)
-            self.model["layers"] = nn.ModuleDict({str(i): Layer(spec, share, kernels) for i in layers})
+            self.model["layers"] = nn.ModuleDict({str(i): Layer(spec, spec.layer(i), share, kernels) for i in layers})
             if head:
                 self.model["norm"] = Norm(spec, h, kernels)
                 tied = cast(Embedding, self.model["embed_tokens"]).weight if spec.tied else None
-                self.lm_head = Head(tied, rows, h, kernels)
+                self.lm_head = Head(spec, tied, rows, h, kernels)
 
     def layers(self) -> Iterable[Layer]:
         return cast(Iterable[Layer], cast(nn.ModuleDict, self.model["layers"]).values())
@@ -240,13 +338,21 @@ class GPTStage(nn.Module):
         layers = self.layers() if part is None else [self.model["layers"][str(i)] for i in part.layers]  # type: ignore[index]
         if self.has_embed and (part is None or part.embed):
             x = self.model["embed_tokens"](x)
+            x = x if self.embed_scale == 1.0 else x * self.embed_scale
             if "embed_positions" in self.model:
                 x = x + self.model["embed_positions"](batch.positions)
-        rope = None if self._freqs is None else rope_tables(batch.positions, self._freqs, x.dtype)
-        context = Context(batch.documents, rope)
+        context = Context(batch.documents, self._rope_tables(batch.positions, x.dtype))
         for layer in layers:
             x = layer(x, context)
-        return self.lm_head(self.model["norm"](x)) if self.has_head and (part is None or part.head) else x
+        if not (self.has_head and (part is None or part.head)):
+            return x
+        x = self.model["norm"](x)  # the logits are scaled through it, however head and loss are computed
+        return self.lm_head(x if self.logit_scale == 1.0 else x * self.logit_scale)
+
+    def _rope_tables(
+        self, positions: torch.Tensor, dtype: torch.dtype
+    ) -> dict[Rope, tuple[torch.Tensor, torch.Tensor]]:
+        return {rope: rope_tables(positions, f, dtype, rope.attention_factor) for rope, f in self._freqs.items()}
 
 
 class _default_dtype:

@@ -1,6 +1,6 @@
 """Operators: what each means, who serves it, and which provider a stage uses."""
 
-from hetero_megatron.ops.activation import gelu, squared_relu, swiglu
+from hetero_megatron.ops.activation import gelu, softcap, squared_relu, swiglu
 from hetero_megatron.ops.attention import attention
 from hetero_megatron.ops.cross_entropy import cross_entropy
 from hetero_megatron.ops.kernel import Capability, Kernel, Signature
@@ -31,6 +31,7 @@ __all__ = [
     "rms_norm",
     "rope_frequencies",
     "rope_tables",
+    "softcap",
     "squared_relu",
     "stage_operators",
     "swiglu",

@@ -12,6 +12,12 @@ from hetero_megatron.ops.kernel import ATEN, Kernel
 from hetero_megatron.ops.spec import Bounds, Case, OpSpec, autograd_backward, normal, reference_forward, wide
 
 
+def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap tanh(x / cap): values beyond ``cap`` are squeezed (Gemma 2); in at least fp32, returned in x's dtype."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (cap * torch.tanh(x.to(wide) / cap)).to(x.dtype)
+
+
 def swiglu_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     kind = wide(gate.dtype)
     return (F.silu(gate.to(kind)) * up.to(kind)).to(gate.dtype)

@@ -10,29 +10,65 @@ import torch
 from hetero_megatron.ops.bind import bind
 from hetero_megatron.ops.kernel import ATEN, Kernel
 from hetero_megatron.ops.spec import Bounds, Case, OpSpec, normal, reference_forward
-from hetero_megatron.spec import RopeScaling
+from hetero_megatron.spec import Rope, RopeScaling
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
-    """Radians per position, [head_dim / 2] fp64 on the CPU."""
-    freqs = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+def rope_frequencies(rope: Rope, head_dim: int, long: bool = False) -> torch.Tensor:
+    """Radians per position of every pair of features, fp64 on the CPU: half as many as features turn; where they are
+    ``proportional``, [head_dim / 2] with zeros for those that do not.
+
+    Args:
+        long: the run's sequences are longer than the length that a ``longrope`` was made from.
+    """
+    scaling, turned = rope.scaling, rope.turned(head_dim)
+    kind = scaling.kind if scaling is not None else "default"
+    across = head_dim if kind == "proportional" else turned
+    freqs = 1.0 / rope.theta ** (torch.arange(0, turned, 2, dtype=torch.float64) / across)
     if scaling is None:
         return freqs
-    if scaling.kind == "linear":
+    if kind == "linear":
         return freqs / scaling.factor
-    # Llama 3: long wavelengths are stretched, short ones kept, those between are blended.
+    if kind == "proportional":
+        return torch.cat([freqs / scaling.factor, freqs.new_zeros((head_dim - turned) // 2)])
+    if kind == "longrope":
+        return freqs / torch.tensor(scaling.long_factor if long else scaling.short_factor, dtype=torch.float64)
     context = scaling.original_max_position_embeddings
-    wavelength = 2 * math.pi / freqs
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    blend = ((context / wavelength - low) / (high - low)).clamp(0, 1)
-    return freqs / scaling.factor * (1 - blend) + freqs * blend
+    if kind == "yarn":
+        kept = 1 - _yarn_ramp(rope.theta, scaling, turned)
+    else:  # Llama 3: long wavelengths are stretched, short ones kept, those between are blended
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = ((context * freqs / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+    return freqs / scaling.factor * (1 - kept) + freqs * kept
 
 
-def rope_tables(positions: torch.Tensor, freqs: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin), each [b, s, 1, d / 2] in at least fp32; angles in fp64, so that long positions stay exact."""
+def _yarn_ramp(theta: float, scaling: RopeScaling, turned: int) -> torch.Tensor:
+    """0 for pairs that turn more than ``beta_fast`` times in the original length, 1 for those that turn less than
+    ``beta_slow`` times, [turned / 2] (Peng et al., 2023)."""
+
+    def pair(rotations: float) -> float:
+        full = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return turned * math.log(full) / (2 * math.log(theta))
+
+    low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, turned - 1)
+    if low == high:
+        high += 0.001  # as everybody does
+    return ((torch.arange(turned // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+
+
+def rope_tables(
+    positions: torch.Tensor, freqs: torch.Tensor, dtype: torch.dtype, factor: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin) times ``factor``, each [b, s, 1, pairs] in at least fp32; angles in fp64, so that long positions stay
+    exact."""
     angles = positions.to(torch.float64)[..., None, None] * freqs.to(positions.device)
     wide = torch.promote_types(dtype, torch.float32)
-    return angles.cos().to(wide), angles.sin().to(wide)
+    cos, sin = angles.cos(), angles.sin()
+    if factor != 1.0:
+        cos, sin = cos.mul_(factor), sin.mul_(factor)
+    return cos.to(wide), sin.to(wide)
 
 
 def rope_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -82,7 +118,7 @@ def _reference_backward(
 
 def _case(name: str, b: int, s: int, heads: int, kv_heads: int, d: int, first: int = 0) -> Case:
     positions = torch.arange(first, first + s).repeat(b, 1)
-    cos, sin = rope_tables(positions, rope_frequencies(d, 1e4, None), torch.float64)
+    cos, sin = rope_tables(positions, rope_frequencies(Rope(), d), torch.float64)
     return Case(name, (normal(b, s, heads, d, seed=4), normal(b, s, kv_heads, d, seed=5), cos, sin))
 
 

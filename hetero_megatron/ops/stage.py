@@ -22,15 +22,16 @@ def stage_operators(spec: ModelSpec, share: Share, head: bool, tp: int) -> Itera
     heads, kv_heads = (b - a for a, b in (share.q_heads, share.kv_heads))
     ffn, vocabulary = share.ffn[1] - share.ffn[0], share.vocab[1] - share.vocab[0]
     yield "gemm", {"inputs": (h, heads * d, ffn), "outputs": (heads * d, kv_heads * d, h, ffn)}
-    rms_widths = ((h,) if spec.norm == "rms" else ()) + ((d,) if spec.qk_norm else ())
+    rms_widths = ((h,) if spec.norm == "rms" else ()) + ((d,) if spec.qk_norm == "head" else ())
     if rms_widths:
         yield "rms_norm", {"width": rms_widths}
-    if spec.norm == "rms":
+    if spec.norm == "rms" and spec.norm_placement != "post":
         yield "add_rms_norm", {"width": (h,)}
-    else:
+    elif spec.norm == "layer":
         yield "layer_norm", {"width": (h,)}
-    if spec.position == "rope":
-        yield "rope", {"head_dim": (d,), "heads": (heads, kv_heads)}
+    if spec.ropes:
+        turned = tuple(dict.fromkeys(rope.width(d) for rope in spec.ropes))
+        yield "rope", {"head_dim": turned, "heads": (heads, kv_heads)}
     activation = {"swiglu": "swiglu", "squared_relu": "squared_relu"}.get(spec.activation, "gelu")
     yield activation, {"width": (ffn,)}
     yield "attention", {"head_dim": (d,), "heads": (heads,), "kv_heads": (kv_heads,)}

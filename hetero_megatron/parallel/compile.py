@@ -20,5 +20,7 @@ def apply_compile(stage: GPTStage, backend: str) -> None:
             again = module is not layer and is_recomputed(module)  # a whole layer's blocks are compiled inside it
             if again or isinstance(module, (RowParallelLinear, ContextAttention)):
                 module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
-        for block in (layer.input_layernorm, layer.self_attn, layer.mlp):
+        for block in (layer.norms()[0], layer.self_attn, layer.mlp):
+            if block is None:
+                continue
             block.forward = torch.compile(block.forward, backend=backend)  # type: ignore[method-assign]

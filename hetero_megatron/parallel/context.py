@@ -37,7 +37,8 @@ PROGRAMS = 8  # kept by documents: a micro-batch's layers, its backward, and som
 
 
 class StageAttention:
-    """What all layers of a context-parallel stage share on one rank: exchanges, and programs by documents."""
+    """What all layers with one window of a context-parallel stage share on one rank: exchanges, and programs by
+    documents."""
 
     def __init__(
         self, context: StageContext, comm: Comm, window: int | None, kernel: TileKernel | None = None,
@@ -123,12 +124,14 @@ class ContextAttention(nn.Module):
 
 
 def apply_context_parallel(
-    stage: GPTStage, context: StageContext, comm: Comm, window: int | None, kernel: TileKernel | None = None,
+    stage: GPTStage, context: StageContext, comm: Comm, kernel: TileKernel | None = None,
     merge: Callable[..., Any] = attn_merge_,
-) -> StageAttention:  # fmt: skip
+) -> None:  # fmt: skip
     """Make the layers of ``stage`` attend across the context groups, by ``kernel`` and the operator ``attn_merge``."""
-    shared = StageAttention(context, comm, window, kernel, merge)
+    shared: dict[int | None, StageAttention] = {}  # by window
     for layer in stage.layers():
+        window = layer.self_attn.core_attention.window
+        if window not in shared:
+            shared[window] = StageAttention(context, comm, window, kernel, merge)
         layer.self_attn.kv_of_query = None  # keys travel as they are; heads are matched where they are computed
-        setattr(layer.self_attn, "core_attention", ContextAttention(shared))  # noqa: B010 (its type is another)
-    return shared
+        setattr(layer.self_attn, "core_attention", ContextAttention(shared[window]))  # noqa: B010 (another type)

@@ -71,7 +71,7 @@ class StageContext:
     @property
     def blocks(self) -> tuple[Block, ...]:
         """What travels round the ring. With a window whole runs: fewer groups need each."""
-        return make_blocks(self.groups, self.block, mirrored=self.spec.sliding_window is None)
+        return make_blocks(self.groups, self.block, mirrored=self.spec.widest_window is None)
 
 
 def has_context(stage: Stage, seq_length: int) -> bool:

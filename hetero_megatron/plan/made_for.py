@@ -6,6 +6,7 @@ It gives the defaults of a run with the plan, and what is asked for otherwise is
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,10 +23,6 @@ if TYPE_CHECKING:
 
 KEYS = ("model", "model_hash", "dtype", "optimizer", "memory")
 OPTIMIZERS = ("adam", "sgd")
-SHAPE = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "norm",
-    "activation", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "tied", "position", "sliding_window",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,8 +83,7 @@ class MadeFor:
 
 def model_hash(model: ModelSpec) -> str:
     """12 hex digits of the shapes of a model. Positions that are not learned, and constants, are not in it."""
-    text = "; ".join(f"{key}={getattr(model, key)}" for key in SHAPE)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(model.shape(), sort_keys=True).encode()).hexdigest()[:12]
 
 
 def made_for(model: ModelSpec, dtype: str, optimizer: str, cluster: Cluster, ranks: Iterable[int]) -> MadeFor:

@@ -143,8 +143,7 @@ def kept_bytes(spec: ModelSpec, held: RankWork) -> int:
     sizes = (held.item, held.tp, held.shards)
     total = held.full * layer_activation_bytes(spec, held.tokens, "full", *sizes)
     total += (held.layers - held.full) * layer_activation_bytes(spec, held.tokens, rest, *sizes)
-    if spec.position == "rope":
-        total += held.tokens * spec.head_dim * max(held.item, 4)
+    total += sum(held.tokens * rope.width(spec.head_dim) * max(held.item, 4) for rope in spec.ropes)
     if held.head:
         return total + head_activation_bytes(spec, held.tokens, *sizes, held.limit)
     return total + boundary_bytes(spec, held)

@@ -6,6 +6,9 @@ not counted: these are *model* FLOPs. Backward is twice forward, because each pr
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 from hetero_megatron.spec.model_spec import ModelSpec
 from hetero_megatron.spec.tensors import logical_tensors
 
@@ -18,21 +21,34 @@ def visible_pairs(length: int, window: int | None = None) -> int:
     return full * (full + 1) // 2 + (length - full) * full
 
 
+def attention_pairs(spec: ModelSpec, length: int, layers: Iterable[int] | None = None) -> int:
+    """(query, key) pairs of causal attention in a document of ``length`` tokens, summed over ``layers`` (all)."""
+    kinds = spec.layers if layers is None else [spec.layer(i) for i in layers]
+    return sum(count * visible_pairs(length, window) for window, count in Counter(k.window for k in kinds).items())
+
+
+def mean_attention_pairs(spec: ModelSpec, length: int) -> float:
+    """The same of an average layer: where layers have unlike windows, what a cost that counts layers goes by."""
+    if len(spec.windows) == 1:
+        return visible_pairs(length, spec.windows[0])
+    return attention_pairs(spec, length) / spec.num_layers
+
+
 def layer_matmul_flops(spec: ModelSpec) -> int:
     """Forward FLOPs per token of one layer's projections and MLP: 2 x its matrix elements."""
     h, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    matrices = 3 if spec.activation == "swiglu" else 2
+    matrices = 3 if spec.gated else 2
     return 2 * (h * (2 * q + 2 * kv) + matrices * h * spec.ffn_hidden_size)
 
 
-def layer_attention_flops(spec: ModelSpec, pairs: int) -> int:
+def layer_attention_flops(spec: ModelSpec, pairs: float) -> float:
     """Forward FLOPs of one layer's softmax(q k^T) v: 4 d per head and visible (query, key) pair."""
     return 4 * spec.num_heads * spec.head_dim * pairs
 
 
-def layer_flops(spec: ModelSpec, seq_length: int) -> int:
-    """Forward FLOPs of one layer for one sequence of one document."""
-    pairs = visible_pairs(seq_length, spec.sliding_window)
+def layer_flops(spec: ModelSpec, seq_length: int) -> float:
+    """Forward FLOPs of one (average) layer for one sequence of one document."""
+    pairs = mean_attention_pairs(spec, seq_length)
     return seq_length * layer_matmul_flops(spec) + layer_attention_flops(spec, pairs)
 
 
@@ -43,7 +59,9 @@ def head_flops(spec: ModelSpec, seq_length: int) -> int:
 
 def sequence_flops(spec: ModelSpec, seq_length: int) -> int:
     """Forward and backward FLOPs of the whole model for one sequence: about 6 N per token, plus attention."""
-    return 3 * (spec.num_layers * layer_flops(spec, seq_length) + head_flops(spec, seq_length))
+    layers = spec.num_layers * seq_length * layer_matmul_flops(spec)
+    attention = round(layer_attention_flops(spec, attention_pairs(spec, seq_length)))
+    return 3 * (layers + attention + head_flops(spec, seq_length))
 
 
 def parameter_count(spec: ModelSpec) -> int:
@@ -54,6 +72,19 @@ def parameter_count(spec: ModelSpec) -> int:
 def layer_parameters(spec: ModelSpec) -> int:
     """Parameters of one decoder layer."""
     return sum(t.size for t in logical_tensors(spec) if t.layer == 0)
+
+
+def mlp_widths(spec: ModelSpec) -> int:
+    """What an MLP keeps between its projections, in widths of its hidden layer: gate, up and their product with SwiGLU
+    (another gate keeps its activation too), otherwise up and its activation."""
+    if not spec.gated:
+        return 2
+    return 3 if spec.activation == "swiglu" else 4
+
+
+def extra_norm_widths(spec: ModelSpec) -> int:
+    """Inputs of norms beside the two of a pre-norm layer, in hidden sizes."""
+    return 2 if spec.norm_placement == "pre_post" else 0
 
 
 def layer_activation_bytes(
@@ -81,9 +112,9 @@ def layer_activation_bytes(
     h, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     if recompute == "full":
         return round(tokens * h / (shards or tp)) * itemsize
-    shard = 2 * h / (shards or tp)
+    shard = (2 + extra_norm_widths(spec)) * h / (shards or tp)
     gathered = 2 * h
-    cut = 2 * q + 2 * kv + (3 if spec.activation == "swiglu" else 2) * spec.ffn_hidden_size
+    cut = 2 * q + 2 * kv + mlp_widths(spec) * spec.ffn_hidden_size
     if spec.qk_norm:
         cut += q + kv
     lse = 0 if recompute == "selective" else 4 * spec.num_heads
@@ -106,7 +137,7 @@ def layer_backward_bytes(
     h, f = spec.hidden_size, spec.ffn_hidden_size / tp
     row = tokens * itemsize
     weight = h * f
-    inside = (2 if spec.activation == "swiglu" else 1) * f
+    inside = (2 if spec.gated else 1) * f
     worst = max(row * inside, row * (h + f) + weight * itemsize)
     if itemsize == 2:
         worst = max(worst, weight * (itemsize + 4))
@@ -123,7 +154,7 @@ def layer_operand_bytes(spec: ModelSpec, tokens: int, itemsize: int = 2, tp: flo
     up (and, with SwiGLU, gate), and ``down_proj``'s input, 2 q + 2 kv + 2 f (3 f).
     """
     h, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    cut = 2 * q + 2 * kv + (3 if spec.activation == "swiglu" else 2) * spec.ffn_hidden_size
+    cut = 2 * q + 2 * kv + (3 if spec.gated else 2) * spec.ffn_hidden_size
     return round(tokens * itemsize * (4 * h + cut / tp))
 
 

@@ -1,6 +1,6 @@
 """Every key of a Hugging Face config.json that transformers obeys or writes for our families, in one of three tables.
 
-HONOURED is read by ``hf_config``; FIXED may only say what our model is anyway; HARMLESS changes no loss and no
+``Family.keys`` are read; FIXED may only say what our model is anyway; HARMLESS changes no loss and no
 gradient of a causal language model, and says why. Any other key is refused by name: transformers may obey it.
 """
 
@@ -11,33 +11,10 @@ from typing import Any
 
 from hetero_megatron.errors import UserError
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
-DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-GPT2_ALIASES = {  # transformers' attribute_map of GPT-2: other name -> own name
-    "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
-    "max_position_embeddings": "n_positions",
-}  # fmt: skip
 
-
-def _words(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
-
-_LLAMA = _words(
-    "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size vocab_size"
-    " max_position_embeddings rms_norm_eps hidden_act initializer_range tie_word_embeddings attention_bias mlp_bias"
-    " attention_dropout rope_theta rope_scaling rope_parameters original_max_position_embeddings"
-    " partial_rotary_factor sliding_window use_sliding_window max_window_layers layer_types"
-)
-_GPT2 = _words(
-    "n_embd n_layer n_head n_positions n_inner vocab_size activation_function layer_norm_epsilon initializer_range"
-    " tie_word_embeddings scale_attn_weights scale_attn_by_inverse_layer_idx reorder_and_upcast_attn"
-    " add_cross_attention"
-)
-HONOURED: dict[str, frozenset[str]] = {
-    **dict.fromkeys(FAMILIES, _LLAMA | {"architectures"}),
-    "gpt2": _GPT2 | {"architectures", *DROPOUTS, *GPT2_ALIASES},
-}
 
 # Key -> the values that it may have; all of them mean the model that is built here.
 FIXED: dict[str, tuple[Any, ...]] = {
@@ -108,12 +85,11 @@ _REASONS: dict[str, str] = {
 HARMLESS: dict[str, str] = {key: reason for reason, keys in _REASONS.items() for key in keys.split()}
 
 
-def check_keys(config: Mapping[str, Any], family: str, where: str) -> None:
+def check_keys(config: Mapping[str, Any], family: str, honoured: frozenset[str], where: str) -> None:
     """Refuse, all at once, keys that are in no table; and values that FIXED does not allow.
 
     A key that nobody knows is accepted with the value ``null``: it says nothing.
     """
-    honoured = HONOURED[family]
     for key in config.keys() & FIXED.keys() - honoured:
         require_one_of(config[key], FIXED[key], key, where)
     known = honoured | FIXED.keys() | HARMLESS.keys()

@@ -1,39 +1,80 @@
-"""The configuration of a GPT-family decoder: everything that changes its numbers, nothing else."""
+"""The configuration of a GPT-family decoder: everything that changes its numbers, nothing else.
+
+What differs between layers is data of each layer (:class:`LayerKind`); what differs between families is data too. There
+is no class per family.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.spec.rope import Rope
 
 # Beyond these, sizes overflow (int64 bytes) or exhaust memory before anything can be said about them.
 MAX_SIZE = 2**31 - 1
 MAX_LAYERS = 100_000
 MAX_ELEMENTS = 2**48  # of one matrix
 
+GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}  # activation -> what is applied to the gate
+CHOICES = {
+    "norm": ("rms", "layer"), "norm_placement": ("pre", "pre_post", "post"), "position": ("rope", "learned"),
+    "activation": (*GATED, "gelu", "gelu_tanh", "squared_relu"), "qk_norm": (None, "head", "projection"),
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are stretched: ``linear`` (by ``factor``) or ``llama3`` (by wavelength)."""
+class LayerKind:
+    """What one decoder layer may have otherwise than its neighbours.
 
-    kind: str
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    ``window``: a token sees itself and the ``window - 1`` tokens before it; None: all. ``rope``: None for a layer
+    without rotary positions. ``mlp``: ``dense``.
+    """
+
+    window: int | None = None
+    rope: Rope | None = Rope()
+    mlp: str = "dense"
+
+    def __post_init__(self) -> None:
+        if self.window is not None and (type(self.window) is not int or self.window < 1):
+            raise UserError("must be a positive integer", field="window", value=self.window, accepted="1 or more, none")
+        if self.mlp not in MLP_KINDS:
+            raise UserError("unknown value", field="mlp", value=self.mlp, accepted=" | ".join(MLP_KINDS))
+
+
+MLP_KINDS = ("dense",)
+
+
+# Fields that change numbers, but neither memory nor time.
+_CONSTANTS = (
+    "name", "hf_model_type", "max_position_embeddings", "norm_eps", "norm_offset", "embed_scale", "residual_scale",
+    "logit_scale", "attn_scale", "init_std", "notices",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One decoder-only model; ``naming`` picks the Hugging Face name table (``llama`` covers Mistral and Qwen).
+    """One decoder-only model; ``hf_model_type`` is the Hugging Face family whose config and names say it.
 
-    ``num_kv_heads`` < ``num_heads`` is grouped-query attention. ``sliding_window``: a token sees itself and
-    the ``sliding_window - 1`` tokens before it. ``tied``: the output head is the embedding matrix. ``notices``:
-    what reading the configuration changed, for the user to see; no part of the model's identity.
+    ``num_kv_heads`` < ``num_heads`` is grouped-query attention. ``tied``: the output head is the embedding matrix.
+    ``notices``: what reading the configuration changed, for the user to see; no part of the model's identity.
+
+    Args:
+        layer_kinds: of layer i, entry i modulo their number; stored as the shortest such period.
+        norm_placement: ``pre``: before attention and MLP; ``post``: after them, before the residual sum (OLMo 2);
+            ``pre_post``: both (Gemma 2).
+        norm_offset: added to a norm's weight (Gemma's 1 + w).
+        qk_norm: of queries and keys, per ``head``, or over the whole ``projection`` (OLMo 2).
+        embed_scale, residual_scale, logit_scale: factors of the embedding's rows, of what attention and MLP add to the
+            residual stream, and of the logits.
+        attn_scale: of the scores; None: 1 / sqrt(head_dim).
+        attn_softcap, logit_softcap: x becomes c tanh(x / c), of scores and of logits.
+        sinks: every query head has a learned logit that takes part in the softmax, with no value (gpt-oss).
     """
 
     name: str
-    naming: str
+    hf_model_type: str
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
@@ -42,20 +83,26 @@ class ModelSpec:
     head_dim: int
     vocab_size: int
     max_position_embeddings: int
-    norm: str = "rms"  # rms | layer
+    norm: str = "rms"
     norm_eps: float = 1e-5
-    activation: str = "swiglu"  # swiglu | gelu | gelu_tanh | squared_relu
+    norm_placement: str = "pre"
+    norm_offset: float = 0.0
+    activation: str = "swiglu"
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: str | None = None
     tied: bool = False
-    position: str = "rope"  # rope | learned
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    sliding_window: int | None = None
+    position: str = "rope"
+    layer_kinds: tuple[LayerKind, ...] = (LayerKind(),)
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    attn_scale: float | None = None
+    attn_softcap: float | None = None
+    logit_softcap: float | None = None
+    sinks: bool = False
     init_std: float = 0.02
-    hf_model_type: str = "llama"
     notices: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
@@ -79,20 +126,22 @@ class ModelSpec:
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads evenly",
                 field="num_kv_heads", value=self.num_kv_heads, accepted=f"a divisor of {self.num_heads}",
             )  # fmt: skip
-        if self.position == "rope" and self.head_dim % 2:
-            raise UserError(
-                "rotary embedding turns pairs of features",
-                field="head_dim",
-                value=self.head_dim,
-                accepted="an even number",
-            )
-        choices = {
-            "naming": ("llama", "gpt2"), "norm": ("rms", "layer"), "position": ("rope", "learned"),
-            "activation": ("swiglu", "gelu", "gelu_tanh", "squared_relu"),
-        }  # fmt: skip
-        for name, known in choices.items():
+        for name, known in CHOICES.items():
             if getattr(self, name) not in known:
-                raise UserError("unknown value", field=name, value=getattr(self, name), accepted=" | ".join(known))
+                raise UserError(
+                    "unknown value", field=name, value=getattr(self, name), accepted=" | ".join(map(str, known))
+                )
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        kinds = self.layer_kinds
+        if not kinds:
+            raise UserError("no layer has a kind", field="layer_kinds", value=[], accepted="at least one")
+        if self.position != "rope":
+            kinds = tuple(replace(kind, rope=None) for kind in kinds)
+        object.__setattr__(self, "layer_kinds", _shortest(kinds, self.num_layers))
+        for rope in self.ropes:
+            rope.check(self.head_dim)
 
     def _check_bounds(self) -> None:
         wide = {"ffn_hidden_size": 1, "vocab_size": 1, "num_heads": self.head_dim, "max_position_embeddings": 1}
@@ -110,3 +159,54 @@ class ModelSpec:
     @property
     def queries_per_kv(self) -> int:
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def gated(self) -> bool:
+        """The MLP multiplies two projections."""
+        return self.activation in GATED
+
+    def layer(self, i: int) -> LayerKind:
+        """The kind of decoder layer ``i``."""
+        return self.layer_kinds[i % len(self.layer_kinds)]
+
+    @property
+    def layers(self) -> tuple[LayerKind, ...]:
+        """The kind of every layer."""
+        return tuple(map(self.layer, range(self.num_layers)))
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The different rotary embeddings of its layers, in order of first use."""
+        return tuple(dict.fromkeys(kind.rope for kind in self.layer_kinds if kind.rope is not None))
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The different windows of its layers, in order of first use."""
+        return tuple(dict.fromkeys(kind.window for kind in self.layer_kinds))
+
+    def shape(self) -> dict[str, Any]:
+        """What counts for memory and time, as JSON: what the optional fields say only where it is not their default, so
+        that a field that a later version adds changes nothing for models without it."""
+        found: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name not in _CONSTANTS and f.name != "layer_kinds" and (f.default is MISSING or value != f.default):
+                found[f.name] = value
+        kinds = [(k.window, k.mlp, k.rope and k.rope.turned(self.head_dim)) for k in self.layer_kinds]
+        plain = (None, "dense", self.head_dim if self.position == "rope" else None)
+        return found if set(kinds) == {plain} else found | {"layer_kinds": kinds}
+
+    @property
+    def widest_window(self) -> int | None:
+        """The largest window of its layers; None where one has none."""
+        return None if None in self.windows else max(w for w in self.windows if w is not None)
+
+
+def _shortest(kinds: tuple[LayerKind, ...], layers: int) -> tuple[LayerKind, ...]:
+    """The shortest period that repeated gives the same ``layers`` kinds."""
+    kinds = tuple(kinds[i % len(kinds)] for i in range(min(layers, len(kinds))))
+    whole = [kinds[i % len(kinds)] for i in range(layers)]
+    for n in range(1, len(kinds)):
+        if all(whole[i] == whole[i - n] for i in range(n, layers)):
+            return kinds[:n]
+    return kinds

@@ -18,7 +18,7 @@ def gpt(
     return ModelSpec(
         name, "gpt2", layers, hidden, 4 * hidden, heads, heads, hidden // heads, vocab, positions, norm="layer",
         activation="gelu_tanh", qkv_bias=True, out_bias=True, mlp_bias=True, tied=True, position="learned",
-        hf_model_type="gpt2", notices=(notice,) if notice else (),
+        notices=(notice,) if notice else (),
     )  # fmt: skip
 
 

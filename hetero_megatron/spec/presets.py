@@ -10,8 +10,9 @@ from pathlib import Path
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import member, read_json_object
 from hetero_megatron.spec.hf_config import from_hf_config
-from hetero_megatron.spec.model_spec import ModelSpec, RopeScaling
+from hetero_megatron.spec.model_spec import LayerKind, ModelSpec
 from hetero_megatron.spec.paper_models import PAPER_MODELS
+from hetero_megatron.spec.rope import Rope, RopeScaling
 
 
 def _llama(
@@ -27,6 +28,10 @@ def _llama(
     return ModelSpec(name, "llama", layers, hidden, ffn, heads, kv_heads, hidden // heads, vocab, positions)
 
 
+def _rope(theta: float, scaling: RopeScaling | None = None) -> tuple[LayerKind, ...]:
+    return (LayerKind(rope=Rope(theta, scaling)),)
+
+
 _LLAMA31 = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
 
 _PRESETS: dict[str, ModelSpec] = {
@@ -38,27 +43,27 @@ _PRESETS: dict[str, ModelSpec] = {
         _llama("llama2-13b", 40, 5120, 13824, 40, 40),
         _llama("llama-30b", 60, 6656, 17920, 52, 52, positions=2048),
         _llama("llama2-70b", 80, 8192, 28672, 64, 8),
-        replace(_llama("llama3-8b", 32, 4096, 14336, 32, 8, 128256, 8192), rope_theta=5e5),
-        replace(_llama("llama3-70b", 80, 8192, 28672, 64, 8, 128256, 8192), rope_theta=5e5),
+        replace(_llama("llama3-8b", 32, 4096, 14336, 32, 8, 128256, 8192), layer_kinds=_rope(5e5)),
+        replace(_llama("llama3-70b", 80, 8192, 28672, 64, 8, 128256, 8192), layer_kinds=_rope(5e5)),
         replace(
             _llama("llama3.1-8b", 32, 4096, 14336, 32, 8, 128256, 131072),
-            rope_theta=5e5, rope_scaling=_LLAMA31,
+            layer_kinds=_rope(5e5, _LLAMA31),
         ),
         replace(
             _llama("mistral-7b", 32, 4096, 14336, 32, 8, 32000, 32768),
-            sliding_window=4096, hf_model_type="mistral",
+            layer_kinds=(LayerKind(window=4096),), hf_model_type="mistral",
         ),
         replace(
             _llama("qwen2.5-7b", 28, 3584, 18944, 28, 4, 152064, 131072),
-            norm_eps=1e-6, qkv_bias=True, rope_theta=1e6, hf_model_type="qwen2",
+            norm_eps=1e-6, qkv_bias=True, layer_kinds=_rope(1e6), hf_model_type="qwen2",
         ),
         ModelSpec(
-            "qwen3-8b", "llama", 36, 4096, 12288, 32, 8, 128, 151936, 40960,
-            norm_eps=1e-6, qk_norm=True, rope_theta=1e6, hf_model_type="qwen3",
+            "qwen3-8b", "qwen3", 36, 4096, 12288, 32, 8, 128, 151936, 40960,
+            norm_eps=1e-6, qk_norm="head", layer_kinds=_rope(1e6),
         ),
         ModelSpec(
             "gpt2", "gpt2", 12, 768, 3072, 12, 12, 64, 50257, 1024, norm="layer", activation="gelu_tanh",
-            qkv_bias=True, out_bias=True, mlp_bias=True, tied=True, position="learned", hf_model_type="gpt2",
+            qkv_bias=True, out_bias=True, mlp_bias=True, tied=True, position="learned",
         ),
         *PAPER_MODELS,
     )

@@ -1,4 +1,6 @@
-"""The logical tensors of a model. Names are Hugging Face's Llama names, unfused, for every family."""
+"""The logical tensors of a model. Names are Hugging Face's Llama names, unfused, for every family; of norms, Gemma's
+and OLMo 2's where they stand elsewhere than Llama's: ``post_attention_layernorm`` is before the MLP with norm_placement
+``pre``, otherwise after attention."""
 
 from __future__ import annotations
 
@@ -63,26 +65,35 @@ def _layer(spec: ModelSpec, i: int) -> Iterator[LogicalTensor]:
         spec.hidden_size,
         spec.ffn_hidden_size,
     )
-    yield from _norm(spec, f"{base}.input_layernorm", i)
+    if spec.norm_placement != "post":
+        yield from _norm(spec, f"{base}.input_layernorm", i)
     for letter, axis, rows in (("q", q, nq), ("k", kv, nkv), ("v", kv, nkv)):
         name = f"{base}.self_attn.{letter}_proj"
         yield LogicalTensor(f"{name}.weight", (rows, h), (axis, _HIDDEN), i)
         if spec.qkv_bias:
             yield LogicalTensor(f"{name}.bias", (rows,), (axis,), i)
     if spec.qk_norm:
-        for letter in "qk":
-            yield LogicalTensor(f"{base}.self_attn.{letter}_norm.weight", (spec.head_dim,), (Axis("head_dim"),), i)
+        per_head = ((spec.head_dim,), (Axis("head_dim"),))
+        for letter, axis, rows in (("q", q, nq), ("k", kv, nkv)):
+            shape, axes = per_head if spec.qk_norm == "head" else ((rows,), (axis,))
+            yield LogicalTensor(f"{base}.self_attn.{letter}_norm.weight", shape, axes, i)
+    if spec.sinks:
+        yield LogicalTensor(f"{base}.self_attn.sinks", (spec.num_heads,), (Axis("q_heads"),), i)
     yield LogicalTensor(f"{base}.self_attn.o_proj.weight", (h, nq), (_HIDDEN, q), i)
     if spec.out_bias:
         yield LogicalTensor(f"{base}.self_attn.o_proj.bias", (h,), (_HIDDEN,), i)
     yield from _norm(spec, f"{base}.post_attention_layernorm", i)
-    for column in ("gate_proj", "up_proj") if spec.activation == "swiglu" else ("up_proj",):
+    if spec.norm_placement == "pre_post":
+        yield from _norm(spec, f"{base}.pre_feedforward_layernorm", i)
+    for column in ("gate_proj", "up_proj") if spec.gated else ("up_proj",):
         yield LogicalTensor(f"{base}.mlp.{column}.weight", (f, h), (ffn, _HIDDEN), i)
         if spec.mlp_bias:
             yield LogicalTensor(f"{base}.mlp.{column}.bias", (f,), (ffn,), i)
     yield LogicalTensor(f"{base}.mlp.down_proj.weight", (h, f), (_HIDDEN, ffn), i)
     if spec.mlp_bias:
         yield LogicalTensor(f"{base}.mlp.down_proj.bias", (h,), (_HIDDEN,), i)
+    if spec.norm_placement != "pre":
+        yield from _norm(spec, f"{base}.post_feedforward_layernorm", i)
 
 
 def _norm(spec: ModelSpec, name: str, layer: int | str) -> Iterator[LogicalTensor]:

@@ -22,6 +22,7 @@ from hetero_megatron.checkpoint.state import (
     owned_tensors,
     weight_dtypes,
 )
+from hetero_megatron.checkpoint.stored_spec import stored_spec
 from hetero_megatron.comm.refusals import together
 from hetero_megatron.data import Datasets
 from hetero_megatron.errors import UserError
@@ -270,18 +271,18 @@ def _had_momentum(found: Checkpoint) -> bool:
 def furthest(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Of every stream the state of the rank that has read furthest (all are valid, later ones are cheaper)."""
     best: dict[str, Any] = dict(states[0])
-    if best.get("streams"):
-        best["streams"] = [max(column, key=lambda s: s["sample"]) for column in zip(*(s["streams"] for s in states))]
+    for kind in best:
+        best[kind] = [max(column, key=lambda s: s["sample"]) for column in zip(*(s[kind] for s in states))]
     return best
 
 
 def check_spec(found: Checkpoint, config: RunConfig, finetune: bool) -> None:
     """The checkpoint is of this model; with ``finetune`` only shapes must fit, which loading checks."""
-    saved, mine = found.state["model"], asdict(config.spec)
+    saved, mine = stored_spec(found.state["model"]), config.spec
     differ = [
-        f"{f.name} {saved.get(f.name)!r} (here {mine[f.name]!r})"
-        for f in fields(config.spec)
-        if f.name not in _NO_IDENTITY and saved.get(f.name) != mine[f.name]
+        f"{f.name} {getattr(saved, f.name)!r} (here {getattr(mine, f.name)!r})"
+        for f in fields(mine)
+        if f.name not in _NO_IDENTITY and getattr(saved, f.name) != getattr(mine, f.name)
     ]
     if differ and not finetune:
         raise UserError(

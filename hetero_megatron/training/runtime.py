@@ -137,7 +137,7 @@ class Runtime:
         stage, spec = self.stage, self.spec
         model = GPTStage(
             spec, self.share, stage.layer_indices(), stage.embed, stage.head, dtype=self.dtype,
-            device=self.comm.device, kernels=self.kernels,
+            device=self.comm.device, kernels=self.kernels, seq_length=self.plan.seq_length,
         )  # fmt: skip
         held = {t.name: t for t in stage_tensors(spec, stage.layer_indices(), stage.embed, stage.head)}
         boxes = {name: tensor_box(tensor, self.share) for name, tensor in held.items()}
@@ -151,7 +151,7 @@ class Runtime:
         if self.context is not None:
             kernel = tile_kernel(self.comm.device, self.kernels.choices["attention"].kernel)
             merge = self.kernels.choices["attn_merge"].kernel.forward
-            apply_context_parallel(model, self.context, self.comm, spec.sliding_window, kernel, merge)
+            apply_context_parallel(model, self.context, self.comm, kernel, merge)
         apply_recompute(model, stage.recompute)
         return model, boxes
 

@@ -13,8 +13,9 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hetero_megatron.checkpoint.names import HFSource, name_table
-from hetero_megatron.spec import ModelSpec, from_hf_config
+from hetero_megatron.checkpoint.names import name_table
+from hetero_megatron.layout import Box
+from hetero_megatron.spec import ModelSpec, from_hf_config, logical_tensors
 
 
 def make_hf(config: dict[str, Any], seed: int, dtype: torch.dtype = torch.float64) -> tuple[torch.nn.Module, ModelSpec]:
@@ -41,36 +42,73 @@ def make_exact(model: torch.nn.Module, dtype: torch.dtype) -> None:
             module.forward = _exact_rms_norm(module)  # type: ignore[method-assign]
         elif kind.endswith("RotaryEmbedding"):
             module.forward = _exact_rotary(module, dtype)  # type: ignore[method-assign]
+        elif "ScaledWordEmbedding" in kind:
+            module.embed_scale = torch.tensor(module.scalar_embed_scale, dtype=dtype)
 
 
 def _exact_rms_norm(module: Any) -> Any:
-    return lambda x: F.rms_norm(x, (x.shape[-1],), module.weight, module.variance_epsilon)
+    """Gemma's multiplies with 1 + w."""
+    gemma, eps = type(module).__name__.startswith("Gemma"), getattr(module, "variance_epsilon", None)
+    eps = module.eps if eps is None else eps
+    return lambda x: F.rms_norm(x, (x.shape[-1],), 1.0 + module.weight if gemma else module.weight, eps)
 
 
 def _exact_rotary(module: Any, dtype: torch.dtype) -> Any:
-    inv_freq = exact_frequencies(module.config)
-    # transformers computes the same numbers in fp32: so the rule below is not wrong in the same way as ours.
-    torch.testing.assert_close(inv_freq.float(), module.inv_freq.float(), rtol=2e-6, atol=0)
+    """Of a module with one rotary embedding, or one per kind of layer."""
 
-    def forward(x: torch.Tensor, position_ids: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def tables(position_ids: torch.Tensor, kind: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+        rope = module.config.rope_parameters if kind is None else module.config.rope_parameters[kind]
+        prefix = "" if kind is None else f"{kind}_"
+        inv_freq = exact_frequencies(module.config, rope, int(position_ids.max()) + 1)
+        if rope["rope_type"] != "longrope":
+            # transformers computes the same numbers in fp32: so the rules below are not wrong in the same way as ours.
+            theirs = getattr(module, f"{prefix}inv_freq").float()
+            torch.testing.assert_close(inv_freq.float(), theirs, rtol=2e-6, atol=1e-10)
         angles = position_ids[..., None].double() * inv_freq
-        both = torch.cat([angles, angles], dim=-1)
-        return both.cos().to(dtype), both.sin().to(dtype)
+        both, factor = torch.cat([angles, angles], dim=-1), getattr(module, f"{prefix}attention_scaling")
+        return (both.cos() * factor).to(dtype), (both.sin() * factor).to(dtype)
+
+    def forward(
+        x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return tables(position_ids, layer_type)
 
     return forward
 
 
-def exact_frequencies(config: Any) -> torch.Tensor:
-    """[head_dim / 2] fp64: the rules of transformers/modeling_rope_utils.py, pair by pair."""
-    rope = config.rope_parameters
+def exact_frequencies(config: Any, rope: dict[str, Any], length: int = 0) -> torch.Tensor:
+    """fp64: the rules of transformers/modeling_rope_utils.py, pair by pair, for positions up to ``length``."""
     d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kind, share = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
+    if kind == "proportional":
+        turned = int(share * d // 2)
+        plain = [rope["rope_theta"] ** (-2 * i / d) / rope.get("factor", 1.0) for i in range(turned)]
+        return torch.tensor(plain + [0.0] * (d // 2 - turned), dtype=torch.float64)
+    d = int(d * share)
     plain = [rope["rope_theta"] ** (-2 * i / d) for i in range(d // 2)]
-    kind = rope.get("rope_type", "default")
     if kind == "linear":
         plain = [f / rope["factor"] for f in plain]
     elif kind == "llama3":
         plain = [_llama3_frequency(f, rope) for f in plain]
+    elif kind == "yarn":
+        plain = [_yarn_frequency(i, f, d, rope) for i, f in enumerate(plain)]
+    elif kind == "longrope":
+        long = length > rope["original_max_position_embeddings"]
+        plain = [f / x for f, x in zip(plain, rope["long_factor" if long else "short_factor"], strict=True)]
     return torch.tensor(plain, dtype=torch.float64)
+
+
+def _yarn_frequency(i: int, frequency: float, d: int, rope: dict[str, Any]) -> float:
+    def pair(rotations: float) -> float:
+        full = rope["original_max_position_embeddings"] / (rotations * 2 * math.pi)
+        return d * math.log(full) / (2 * math.log(rope["rope_theta"]))
+
+    low, high = pair(rope.get("beta_fast") or 32), pair(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, d - 1)
+    ramp = min(max((i - low) / ((high - low) or 0.001), 0), 1)
+    return frequency / rope["factor"] * ramp + frequency * (1 - ramp)
 
 
 def _llama3_frequency(frequency: float, rope: dict[str, Any]) -> float:
@@ -84,29 +122,24 @@ def _llama3_frequency(frequency: float, rope: dict[str, Any]) -> float:
     return (1 - smooth) * frequency / rope["factor"] + smooth * frequency
 
 
-def sliding_window(config: Any) -> int | None:
-    """The window of all layers, as transformers reads it; layers of unlike kind are not tested here."""
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
-    assert len(kinds) == 1, kinds
-    return getattr(config, "sliding_window", None) if kinds == {"sliding_attention"} else None
-
-
-def _read(source: HFSource, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    value = tensors[source.name]
-    if source.start is not None:
-        value = value[..., source.start : source.stop]
-    return value.T if source.transpose else value
+def _logical(values: dict[str, torch.Tensor], spec: ModelSpec) -> dict[str, torch.Tensor]:
+    table, found = name_table(spec), {}
+    for tensor in logical_tensors(spec):
+        source = table[tensor.name]
+        value = values[source.name][source.slices(Box.whole(tensor.shape))]
+        found[tensor.name] = (value.T if source.transpose else value).contiguous()
+    return found
 
 
 def hf_to_logical(model: torch.nn.Module, spec: ModelSpec) -> dict[str, torch.Tensor]:
     """Views of the model's parameters by logical name (contiguous copies where transposed)."""
-    state = {n: p.detach() for n, p in model.named_parameters()}
-    return {name: _read(source, state).contiguous() for name, source in name_table(spec).items()}
+    return _logical({n: p.detach() for n, p in model.named_parameters()}, spec)
 
 
 def hf_grads(model: torch.nn.Module, spec: ModelSpec) -> dict[str, torch.Tensor]:
-    grads = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in model.named_parameters()}
-    return {name: _read(source, grads).contiguous() for name, source in name_table(spec).items()}
+    return _logical(
+        {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in model.named_parameters()}, spec
+    )
 
 
 def hf_logits(
@@ -114,17 +147,16 @@ def hf_logits(
 ) -> torch.Tensor:
     """Logits [b, s, V]; packed documents through an explicit block-diagonal causal mask."""
     b, s = tokens.shape
-    kwargs: dict[str, Any] = {"position_ids": positions, "use_cache": False}
-    dtype = next(model.parameters()).dtype
+    dtype, window = next(model.parameters()).dtype, getattr(model.config, "sliding_window", None)
     allowed = torch.ones(s, s, dtype=torch.bool).tril().expand(b, 1, s, s).clone()
     for row, starts in enumerate(documents or []):
         for start in starts:
             allowed[row, :, start:, :start] = False
-    window = sliding_window(model.config)
-    if window is not None:
-        allowed &= torch.ones(s, s, dtype=torch.bool).triu(1 - window)
-    kwargs["attention_mask"] = torch.zeros(b, 1, s, s, dtype=dtype).masked_fill(~allowed, float("-inf"))
-    return model(input_ids=tokens, **kwargs).logits  # type: ignore[no-any-return]
+    near = allowed if window is None else allowed & torch.ones(s, s, dtype=torch.bool).triu(1 - window)
+    full, sliding = (torch.zeros(b, 1, s, s, dtype=dtype).masked_fill(~x, float("-inf")) for x in (allowed, near))
+    kinds = getattr(model.config, "layer_types", None)
+    mask: Any = sliding if kinds is None else {"full_attention": full, "sliding_attention": sliding}
+    return model(input_ids=tokens, position_ids=positions, use_cache=False, attention_mask=mask).logits  # type: ignore[no-any-return]
 
 
 def hf_loss_sum(

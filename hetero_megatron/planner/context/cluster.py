@@ -16,7 +16,7 @@ from hetero_megatron.planner.context.problem import ContextMember, ContextOption
 from hetero_megatron.planner.cost.operator_cost import Operators
 from hetero_megatron.planner.cost.rates import ChipRates, Rates, load_rates
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, visible_pairs
+from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, mean_attention_pairs
 
 MARGIN = 0.06  # share of a chip's memory kept free for fragmentation and workspaces, as in CostOptions
 
@@ -118,7 +118,7 @@ def _member(
     chip, group = at.chip, at.group
     known = rates.chips[chip]
     linear, core = _layer_seconds(model, known, seq_length, share, tp, item)
-    pairs = layer_attention_flops(model, visible_pairs(seq_length, model.sliding_window))
+    pairs = layer_attention_flops(model, mean_attention_pairs(model, seq_length))
     inside = rates.between(group, group, same_node=True) if tp > 1 else None
     # Two gathers and two scatter-sums of the hidden state per layer and forward (sequence parallelism).
     tp_seconds = 4 * model.hidden_size * item * (tp - 1) / tp * inside.beta if inside else 0.0

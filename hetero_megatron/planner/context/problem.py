@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.spec.flops import layer_matmul_flops, visible_pairs
+from hetero_megatron.spec.flops import layer_matmul_flops, mean_attention_pairs
 
 TRANSPORTS = ("ring", "gather")  # between groups; a single group only uses all-to-all
 RECOMPUTE = ("none", "selective", "full")
@@ -145,7 +145,7 @@ class ContextProblem:
         """Forward attention FLOPs per query head and token, averaged over the sequence. Under nested zigzag every share
         of the tokens, however uneven, sees the average number of keys: causal work between shards i and j is s_i s_j /
         2."""
-        pairs = visible_pairs(self.seq_length, self.model.sliding_window) / self.seq_length
+        pairs = mean_attention_pairs(self.model, self.seq_length) / self.seq_length
         return 4.0 * self.model.head_dim * pairs * self.options.micro_batch
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from hetero_megatron.planner.cost.rates import ChipRates, LayerRow, model_fingerprint
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.spec.flops import layer_attention_flops, visible_pairs
+from hetero_megatron.spec.flops import layer_attention_flops, mean_attention_pairs, visible_pairs
 
 Seconds = tuple[float, float]  # forward, backward
 ATTENTION_BACKWARD = 2.5  # a flash backward runs five products for the forward's two
@@ -119,7 +119,7 @@ class Operators:
 
     def attention(self, share: float, rows: float, length: int) -> Seconds:
         """The attention core: softmax(q k^T) v of this rank's heads."""
-        flops = layer_attention_flops(self.model, visible_pairs(length, self.model.sliding_window)) * share * rows
+        flops = layer_attention_flops(self.model, mean_attention_pairs(self.model, length)) * share * rows
         found = self.rates.attention
         if not found:
             forward = flops / self.rates.attention_flops
@@ -204,7 +204,7 @@ class Operators:
         """Seconds of the matrix products of a layer's forward."""
         model = self.model
         h, q, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        columns = (2 if model.activation == "swiglu" else 1) * model.ffn_hidden_size
+        columns = (2 if model.gated else 1) * model.ffn_hidden_size
         return (
             self.gemm(tokens, share * (q + 2 * kv), h)
             + self.gemm(tokens, h, share * q)
@@ -217,10 +217,10 @@ class Operators:
     ) -> Seconds:
         model, tokens = self.model, rows * length
         h, q, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        columns = (2 if model.activation == "swiglu" else 1) * model.ffn_hidden_size
+        columns = (2 if model.gated else 1) * model.ffn_hidden_size
         products = self._products(share, tokens)
         # Read and written: norms and residuals (10 h, on the token shard), rotation (2 q + 2 kv), activation (2-3 f).
-        local = 2 * (q + kv) * (model.position == "rope") + columns + model.ffn_hidden_size
+        local = 2 * (q + kv) * bool(model.ropes) + columns + model.ffn_hidden_size
         norms = 10 * h * (share if self.sequence_parallel else 1.0)
         small = tokens * self.item * (norms + share * local) / self.rates.bytes_per_second
         core = self.attention(share, rows, length)

@@ -57,7 +57,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hetero_megatron.cluster import Chip, Cluster, Link
@@ -199,11 +199,8 @@ def scaled_rows(table: str, rows: Sequence[Row | LayerRow], factor: float) -> tu
 
 def model_fingerprint(spec: ModelSpec) -> str:
     """12 hex digits of what one layer, the embedding and the head are: everything but depth, names and positions."""
-    skip = {
-        "name", "naming", "num_layers", "max_position_embeddings", "init_std", "hf_model_type", "notices", "norm_eps",
-        "rope_theta", "rope_scaling",
-    }  # fmt: skip
-    data = {f.name: getattr(spec, f.name) for f in fields(spec) if f.name not in skip}
+    data = spec.shape()
+    del data["num_layers"]
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -20,7 +20,7 @@ from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.cost.operator_cost import Operators
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, visible_pairs
+from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, mean_attention_pairs
 
 ROWS, DEGREES, PARTS = (1, 4, 32), (1, 2, 4, 8), (1, 2, 8, 64)
 
@@ -63,7 +63,7 @@ def _problem(model: ModelSpec, costs: CostModel, members: Sequence[ContextMember
 def _fastest(model: ModelSpec, costs: CostModel, chip: str) -> ContextMember:
     operators: Operators = costs.operators(chip)
     flops = layer_matmul_flops(model)
-    pairs = layer_attention_flops(model, visible_pairs(costs.seq_length, model.sliding_window))
+    pairs = layer_attention_flops(model, mean_attention_pairs(model, costs.seq_length))
     gemm = core = back = 0.0
     for rows in ROWS:
         for tp in DEGREES:

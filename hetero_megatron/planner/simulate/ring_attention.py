@@ -17,7 +17,7 @@ from hetero_megatron.planner.cost.layer_cost import SWAPS, CostModel, UnitSecond
 from hetero_megatron.planner.cost.link_model import ExchangePrice, LinkModel, Port
 from hetero_megatron.planner.simulate.ring_traffic import LayerTraffic, Passage, Volumes
 from hetero_megatron.spec import shares
-from hetero_megatron.spec.flops import visible_pairs
+from hetero_megatron.spec.flops import mean_attention_pairs
 
 Pair = tuple[float, float]  # forward, backward
 ByGroup = dict[int, float]
@@ -42,7 +42,7 @@ class ContextSeconds:
         if stage not in self._traffic:
             spec = self.model.model
             contexts = stage_contexts(spec, stage, self.plan.seq_length)
-            self._traffic[stage] = [LayerTraffic(context, spec.sliding_window) for context in contexts]
+            self._traffic[stage] = [LayerTraffic(context, spec.widest_window) for context in contexts]
         return self._traffic[stage]
 
     def sent(self, stage: Stage) -> dict[tuple[int, int], int]:
@@ -114,7 +114,7 @@ class _Layer:
         self.floor: Pair = (0.0, 0.0)
         self._prices: dict[object, ExchangePrice] = {}
         self._posting: dict[Passage, float] = {}
-        whole = visible_pairs(self.context.seq_length, model.model.sliding_window)
+        whole = mean_attention_pairs(model.model, self.context.seq_length)
         for unit in units:
             swap, posting = prices._swap(unit, rows)
             for t, rank in enumerate(unit.ranks):

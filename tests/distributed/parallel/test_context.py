@@ -73,7 +73,7 @@ def visible_pairs(length: int, documents: list[list[int]] | None, window: int | 
 def reference(spec: ModelSpec, whole: list[torch.Tensor], documents: list[list[int]] | None) -> list[torch.Tensor]:
     """out, dq, dk, dv by torch's scaled_dot_product_attention with an explicit mask, in the tensors' dtype."""
     q, k, v = (x.clone().requires_grad_() for x in whole[:3])
-    mask = visible_pairs(q.shape[1], documents, spec.sliding_window, q.shape[0])[:, None]
+    mask = visible_pairs(q.shape[1], documents, spec.widest_window, q.shape[0])[:, None]
     repeat = spec.queries_per_kv
     keys, values = (x.repeat_interleave(repeat, dim=2).transpose(1, 2) for x in (k, v))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
@@ -93,7 +93,7 @@ def run_rank(
         return {}
     (context,) = stage_contexts(spec, stage, plan.seq_length)
     member = context.member(comm.rank)
-    shared = StageAttention(context, comm, spec.sliding_window)
+    shared = StageAttention(context, comm, spec.widest_window)
     tokens = [t for a, b in member.tokens for t in range(a, b)]
     (q0, q1), (kv0, kv1) = member.held.q_heads, member.held.kv_heads
     heads = [(q0, q1), (kv0, kv1), (kv0, kv1), (q0, q1)]

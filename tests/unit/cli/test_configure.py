@@ -148,10 +148,11 @@ def test_architecture_flags() -> None:
         "--use-rope-scaling --kv-channels 32 --window-size 15,0 --norm-epsilon 1e-6 --max-position-embeddings 128"
     ).spec
     assert (spec.activation, spec.norm, spec.position, spec.tied) == ("swiglu", "rms", "rope", False)
-    assert (spec.qkv_bias, spec.out_bias, spec.mlp_bias, spec.qk_norm) == (True, False, False, True)
-    assert (spec.num_kv_heads, spec.head_dim, spec.sliding_window, spec.max_position_embeddings) == (2, 32, 16, 128)
+    assert (spec.qkv_bias, spec.out_bias, spec.mlp_bias, spec.qk_norm) == (True, False, False, "head")
+    assert (spec.num_kv_heads, spec.head_dim, spec.windows[0], spec.max_position_embeddings) == (2, 32, 16, 128)
     assert spec.ffn_hidden_size == 128  # 2/3 of 4 x 64, down to a multiple of 64
-    assert spec.rope_scaling is not None and spec.rope_scaling.factor == 8.0
+    scaling = spec.ropes[0].scaling
+    assert scaling is not None and scaling.factor == 8.0
     assert config(f"{FLAGS} --no-bias-gelu-fusion").spec.activation == "gelu"
 
 

@@ -18,6 +18,7 @@ from hetero_megatron.cli.flag import NOTICE, REFUSED, SUPPORTED
 from hetero_megatron.cli.flags import help_text, markdown
 from hetero_megatron.cli.table import ALL, GROUPS
 from hetero_megatron.errors import UserError
+from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.config import RunConfig
 from tests.support.paths import FIXTURES, ROOT
 from tests.support.refusals import refused
@@ -130,7 +131,7 @@ def test_plan_from_flagscale_flags() -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("", {"activation": "gelu_tanh", "position": "learned", "norm": "layer", "tied": True, "naming": "gpt2"}),
+        ("", {"activation": "gelu_tanh", "position": "learned", "norm": "layer", "tied": True}),
         ("--no-bias-gelu-fusion", {"activation": "gelu"}),
         ("--squared-relu --disable-bias-linear", {"activation": "squared_relu", "qkv_bias": False, "mlp_bias": False}),
         ("--swiglu", {"activation": "swiglu", "ffn_hidden_size": 128}),
@@ -138,21 +139,21 @@ def test_plan_from_flagscale_flags() -> None:
         ("--group-query-attention --num-query-groups 2", {"num_kv_heads": 2}),
         ("--disable-bias-linear --add-qkv-bias", {"qkv_bias": True, "out_bias": False}),
         ("--position-embedding-type rope --rotary-base 5e5", {"position": "rope", "rope_theta": 5e5}),
-        ("--use-rotary-position-embeddings --window-size 15,0", {"position": "rope", "sliding_window": 16}),
+        ("--use-rotary-position-embeddings --window-size 15,0", {"position": "rope", "windows": (16,)}),
         ("--normalization RMSNorm --norm-epsilon 1e-6 --qk-layernorm", {"norm": "rms", "norm_eps": 1e-6}),
-        ("--qk-layernorm", {"qk_norm": True}),
+        ("--qk-layernorm", {"qk_norm": "head"}),
         ("--tokenizer-type NullTokenizer", {"vocab_size": 101}),
         ("--untie-embeddings-and-output-weights --init-method-std 0.01", {"tied": False, "init_std": 0.01}),
     ],
 )
 def test_architecture(words: str, expected: dict[str, object]) -> None:
     spec = config(f"{FLAGS} {words}").spec
-    assert {key: getattr(spec, key) for key in expected} == expected
+    assert {key: said(spec, key) for key in expected} == expected
 
 
 def test_rope_scaling_is_that_of_llama_3_1() -> None:
     spec = config(f"{FLAGS} --position-embedding-type rope --use-rope-scaling --rope-scaling-factor 4").spec
-    scaling = spec.rope_scaling
+    scaling = spec.ropes[0].scaling
     assert scaling is not None
     assert (scaling.kind, scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor) == ("llama3", 4, 1, 4)
     assert scaling.original_max_position_embeddings == 8192
@@ -249,6 +250,10 @@ def without(words: list[str], flags: set[str]) -> list[str]:
     return kept
 
 
+def said(spec: ModelSpec, key: str) -> object:
+    return spec.ropes[0].theta if key == "rope_theta" else getattr(spec, key)
+
+
 def agrees(value: object, text: str) -> bool:
     return str(value) == text
 
@@ -273,7 +278,7 @@ def test_launch_line(path: Path, tmp_path: Path) -> None:
             words += text.split()
         elif kind == "spec":
             spec = configure(words, environment).spec
-            assert [(k, getattr(spec, k), v) for k, v in pairs if not agrees(getattr(spec, k), v)] == []
+            assert [(k, said(spec, k), v) for k, v in pairs if not agrees(said(spec, k), v)] == []
         elif kind == "plan":
             pipelines = configure(words, environment).plan.pipelines
             stages = pipelines[0].stages

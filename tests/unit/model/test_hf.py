@@ -133,12 +133,8 @@ def test_shares_of_a_layer_sum_to_the_whole(family: str, split: tuple[int, ...])
     weights = hf_to_logical(hf, spec)
     batch = micro_batch(spec.vocab_size, DOCUMENTS)
     x = torch.randn(3, 17, spec.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
-    rope = None
-    if spec.position == "rope":
-        rope = rope_tables(
-            batch.positions, rope_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling), x.dtype
-        )
-    context = Context(batch.documents, rope)
+    ropes = {r: rope_tables(batch.positions, rope_frequencies(r, spec.head_dim), x.dtype) for r in spec.ropes}
+    context = Context(batch.documents, ropes)
 
     def parts(stage: GPTStage) -> tuple[torch.Tensor, torch.Tensor]:
         (layer,) = stage.layers()

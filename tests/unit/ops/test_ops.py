@@ -32,7 +32,7 @@ from hetero_megatron.ops.attention import attention_reference
 from hetero_megatron.ops.cross_entropy import cross_entropy_reference
 from hetero_megatron.ops.norm import layer_norm_reference, rms_norm_reference
 from hetero_megatron.ops.rope import rope_reference
-from hetero_megatron.spec import RopeScaling, load_model, shares
+from hetero_megatron.spec import Rope, RopeScaling, load_model, shares
 
 Op = Callable[..., torch.Tensor]
 # Relative Frobenius error against fp64: forward, gradients.
@@ -114,7 +114,7 @@ def test_activations(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("heads", [0, 1, 3])
 def test_rope(heads: int, dtype: torch.dtype) -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1], [100_000, 7, 8, 9, 10]])
-    freqs = rope_frequencies(8, 5e5, RopeScaling("llama3", 8.0))
+    freqs = rope_frequencies(Rope(5e5, RopeScaling("llama3", 8.0)), 8)
     cos, sin = rope_tables(positions, freqs, dtype)
     assert cos.dtype == torch.promote_types(dtype, torch.float32) and cos.shape == (2, 5, 1, 4)
     exact = rope_tables(positions, freqs, torch.float64)
@@ -133,11 +133,11 @@ def test_rope(heads: int, dtype: torch.dtype) -> None:
 
 def test_rope_turns_pairs_in_half_layout() -> None:
     """Feature 0 of head_dim 4 turns with feature 2 by position x 1 radian."""
-    cos, sin = rope_tables(torch.tensor([[3]]), rope_frequencies(4, 100.0, None), torch.float64)
+    cos, sin = rope_tables(torch.tensor([[3]]), rope_frequencies(Rope(100.0), 4), torch.float64)
     x = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64).view(1, 1, 1, 4)
     want = torch.tensor([math.cos(3), 0.0, math.sin(3), 0.0], dtype=torch.float64).view(1, 1, 1, 4)
     torch.testing.assert_close(apply_rope(x, 2 * x, cos, sin), (want, 2 * want))
-    assert rope_frequencies(4, 100.0, RopeScaling("linear", 2.0)).tolist() == [0.5, 0.05]
+    assert rope_frequencies(Rope(100.0, RopeScaling("linear", 2.0)), 4).tolist() == [0.5, 0.05]
 
 
 @ALL
@@ -255,4 +255,5 @@ def test_the_model_keeps_its_frequencies_on_its_device() -> None:
     assert set(stage.state_dict()) == {name for name, _ in stage.named_parameters()}
     whole = GPTStage(spec, shares(spec, (1,))[0], [0], False, False, dtype=torch.bfloat16)
     assert whole._freqs is not None
-    assert torch.equal(whole._freqs, rope_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling))
+    (rope,) = spec.ropes
+    assert torch.equal(whole._freqs[rope], rope_frequencies(rope, spec.head_dim))

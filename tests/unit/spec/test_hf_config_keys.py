@@ -20,7 +20,9 @@ from transformers.generation.configuration_utils import GenerationConfig
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import export_config, from_hf_config, load_model
-from hetero_megatron.spec.hf_keys import FAMILIES, FIXED, GPT2_ALIASES, HARMLESS, HONOURED
+from hetero_megatron.spec.families import FAMILIES
+from hetero_megatron.spec.families.gpt2 import GPT2_ALIASES
+from hetero_megatron.spec.hf_keys import FIXED, HARMLESS
 from tests.support.hf_reference import hf_to_logical, make_exact
 from tests.unit.model.test_hf import build, error, micro_batch
 
@@ -36,7 +38,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def base(family: str) -> dict[str, Any]:
     if family == "gpt2":
         return {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 61, "n_positions": 64}
-    return {"model_type": family} | BASE | ({"head_dim": 16} if family == "qwen3" else {})
+    return {"model_type": family} | BASE | ({"head_dim": 16} if family in ("qwen3", "ministral") else {})
 
 
 ROPE: list[dict[str, Any]] = [
@@ -195,7 +197,9 @@ def _accepted(config: dict[str, Any]) -> bool:
     ("family", "change", "outcome"),
     [
         ("qwen3", {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": {"rope_theta": 1e4}}, "equal"),
-        ("qwen3", {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 1e4}}, "refused"),
+        ("qwen3", {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 1e4}}, "equal"),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "refused"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "layer_types": [FULL, SLIDING]}, "equal"),
         ("llama", {"rope_scaling": LLAMA3, "original_max_position_embeddings": 16}, "equal"),
         ("llama", {"is_causal": False}, "refused"),
         ("qwen2", {"layer_types": [SLIDING] * 2}, "refused"),
@@ -228,7 +232,7 @@ def test_every_attribute_of_transformers_classes_is_in_a_table(family: str) -> N
     theirs |= {"experts_implementation", "per_layer_config"}
     if family != "gpt2":
         theirs |= {"rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
-    assert not theirs - HONOURED[family] - FIXED.keys() - HARMLESS.keys()
+    assert not theirs - FAMILIES[family].keys - FIXED.keys() - HARMLESS.keys()
 
 
 @pytest.mark.parametrize("key", sorted(FIXED))

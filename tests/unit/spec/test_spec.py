@@ -112,7 +112,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (LLAMA | {"attention_dropout": 0.1}, "attention_dropout"),
     (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config"),
-    (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type"),
+    (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": -4.0}}, "rope_scaling.factor"),
     (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling.type"),
     (LLAMA | {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor"),
     (
@@ -132,19 +132,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (LLAMA | {"head_dim": 7}, "head_dim"),
     (LLAMA | {"model_type": "mistral", "attention_bias": True}, "attention_bias"),
     (LLAMA | {"model_type": "qwen2", "mlp_bias": True}, "mlp_bias"),
-    (
-        LLAMA | {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1},
-        "use_sliding_window",
-    ),
-    (
-        LLAMA
-        | {
-            "model_type": "qwen3",
-            "use_sliding_window": True,
-            "layer_types": ["full_attention", "sliding_attention"],
-        },
-        "use_sliding_window",
-    ),
+    (LLAMA | {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": -1}, "max_window_layers"),
+    (LLAMA | {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["full_attention"]}, "layer_types"),
     (GPT2 | {"resid_pdrop": 0.2}, "resid_pdrop"),
     (GPT2 | {"activation_function": "swish"}, "activation_function"),
     (GPT2 | {"n_head": 5}, "n_head"),
@@ -164,11 +153,11 @@ def test_what_would_change_numbers_is_refused_by_name(config: dict[str, Any], fi
 
 def test_sliding_windows_are_read_as_transformers_reads_them() -> None:
     qwen = LLAMA | {"model_type": "qwen2", "sliding_window": 8}
-    assert from_hf_config(qwen).sliding_window is None
-    assert from_hf_config(qwen | {"use_sliding_window": True}).sliding_window is None  # first 28 layers are full
-    assert from_hf_config(qwen | {"use_sliding_window": True, "max_window_layers": 0}).sliding_window == 8
-    assert from_hf_config(LLAMA | {"model_type": "mistral"}).sliding_window == 4096
-    assert from_hf_config(LLAMA | {"model_type": "mistral", "sliding_window": None}).sliding_window is None
+    assert from_hf_config(qwen).windows == (None,)
+    assert from_hf_config(qwen | {"use_sliding_window": True}).windows == (None,)  # first 28 layers are full
+    assert from_hf_config(qwen | {"use_sliding_window": True, "max_window_layers": 0}).windows == (8,)
+    assert from_hf_config(LLAMA | {"model_type": "mistral"}).windows == (4096,)
+    assert from_hf_config(LLAMA | {"model_type": "mistral", "sliding_window": None}).windows == (None,)
 
 
 def test_gpt2_default_dropout_is_ignored_with_a_notice() -> None:
@@ -185,7 +174,7 @@ def test_gpt2_default_dropout_is_ignored_with_a_notice() -> None:
         ({"norm": "layer"}, "norm"),
         ({"qkv_bias": True}, "qkv_bias"),
         ({"activation": "gelu"}, "activation"),
-        ({"qk_norm": True}, "qk_norm"),
+        ({"qk_norm": "head"}, "qk_norm"),
     ],
 )
 def test_models_that_no_family_has_are_not_exported(changes: dict[str, Any], field: str) -> None:
@@ -215,7 +204,7 @@ def random_spec(rng: random.Random) -> ModelSpec:
     kv = rng.choice([1, 2, 3, 4, 8])
     return ModelSpec(
         name="random",
-        naming="llama",
+        hf_model_type="llama",
         num_layers=rng.randint(1, 3),
         hidden_size=rng.choice([8, 24]),
         ffn_hidden_size=rng.randint(24, 60),
@@ -229,7 +218,7 @@ def random_spec(rng: random.Random) -> ModelSpec:
         qkv_bias=rng.random() < 0.5,
         out_bias=rng.random() < 0.5,
         mlp_bias=rng.random() < 0.5,
-        qk_norm=rng.random() < 0.3,
+        qk_norm=rng.choice([None, None, "head", "projection"]),
         tied=rng.random() < 0.5,
         position=rng.choice(["rope", "learned"]),
     )
@@ -321,7 +310,7 @@ def test_activation_bytes_match_what_autograd_saves() -> None:
 
     from hetero_megatron.model import GPTStage
 
-    for changes in ({}, {"qk_norm": True}, {"activation": "gelu", "norm": "layer"}):
+    for changes in ({}, {"qk_norm": "head"}, {"activation": "gelu", "norm": "layer"}):
         spec = replace(load_model("tiny"), **changes)
         stage = GPTStage(spec, whole_share(spec), [0], False, False)
         for p in stage.parameters():
