@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hetero_megatron.checkpoint.names import name_table
-from hetero_megatron.spec import ModelSpec, logical_tensors
+from hetero_megatron.checkpoint.names import name_table, stored_tensors
+from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.hf_names import HFSource
 
 SHARD_BYTES = 4 << 30
@@ -45,8 +45,8 @@ def _stored(spec: ModelSpec, dtypes: Mapping[str, torch.dtype]) -> dict[str, tup
     """Shapes and dtypes of the Hugging Face tensors, in model order; parts of a fused tensor have a common dtype."""
     table = name_table(spec)
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for tensor in logical_tensors(spec):
-        source, dtype = table[tensor.name], dtypes[tensor.name]
+    for tensor, logical in stored_tensors(spec):
+        source, dtype = table[tensor.name], dtypes[logical.name]
         before = found.get(source.name, (None, dtype))[1]
         found[source.name] = source.shape(tensor.shape), torch.promote_types(before, dtype)
     return found

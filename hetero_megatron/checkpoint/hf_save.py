@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import NoneType
@@ -33,12 +33,12 @@ from hetero_megatron.checkpoint.hf_files import (
     plan_files,
     put_box,
 )
-from hetero_megatron.checkpoint.names import name_table
+from hetero_megatron.checkpoint.names import name_table, stored_boxes
 from hetero_megatron.comm import Group
 from hetero_megatron.comm.refusals import together
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
-from hetero_megatron.spec import ModelSpec, export_config, to_hf_config
+from hetero_megatron.spec import LogicalTensor, ModelSpec, export_config, logical_tensors, to_hf_config
 from hetero_megatron.spec.hf_names import HFSource
 from hetero_megatron.words import plural
 
@@ -76,7 +76,9 @@ def save_hf(
     """
     first, final = world.index == 0, Path(directory)
     work, table = work_of(final), name_table(spec)
-    by_name = dtypes if isinstance(dtypes, Mapping) else dict.fromkeys(table, dtypes)
+    logical = {tensor.name: tensor for tensor in logical_tensors(spec)}
+    by_name = dtypes if isinstance(dtypes, Mapping) else dict.fromkeys(logical, dtypes)
+    owned = _stored_pieces(owned, logical)
     plan, found = plan_files(spec, by_name, shard_bytes), dict[str, None]()
     world.comm.activity = f"writing {FLAG}"
     _together(world, lambda: _create(final, work, spec, plan, source) if first else None)
@@ -89,6 +91,14 @@ def save_hf(
     else:
         _require_finite(directory, work, found, world)
     return str(_together(world, lambda: _publish(final) if first else "", str)[0])
+
+
+def _stored_pieces(owned: Iterable[Owned], logical: Mapping[str, LogicalTensor]) -> Iterator[Owned]:
+    """The same values by the names and boxes of the tensors in files."""
+    for name, box, values in owned:
+        parts = list(stored_boxes(logical[name], box))
+        for (stored, inside), value in zip(parts, values if len(box.lo) == 3 else [values], strict=True):
+            yield stored.name, inside, value
 
 
 def _require_finite(directory: str, work: Path, nonfinite: Iterable[str], world: Group) -> None:

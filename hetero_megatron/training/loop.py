@@ -15,7 +15,6 @@ import torch
 from hetero_megatron.checkpoint.finite import listed
 from hetero_megatron.checkpoint.hf_load import HFWeights
 from hetero_megatron.checkpoint.hf_save import check_target, save_hf
-from hetero_megatron.checkpoint.names import name_table
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import Comm, CommError, start_comm, stop_comm
 from hetero_megatron.data import Datasets, build_datasets, unigram_entropy
@@ -36,7 +35,7 @@ from hetero_megatron.plan import format_plan, idle_ranks, locate, stage_at
 from hetero_megatron.plan.islands import format_islands
 from hetero_megatron.platform import Platform, choose_platform
 from hetero_megatron.platform.plugins import Plugins, load_plugins
-from hetero_megatron.spec import LogicalTensor
+from hetero_megatron.spec import LogicalTensor, logical_tensors
 from hetero_megatron.training.agreement import check_agreement, run_facts
 from hetero_megatron.training.alignment.session import Alignment
 from hetero_megatron.training.checkpointing import WRITE_TIMEOUT, Checkpointing, ConsumedSamples
@@ -374,7 +373,7 @@ class Training:
             assert self.runtime.optimizer is not None
             owned, dtypes = self.runtime.optimizer.owned(), self.checkpoints.source_dtypes
             if config.save_hf_dtype is not None or dtypes is None:
-                dtypes = dict.fromkeys(name_table(config.spec), DTYPES[config.save_hf_dtype or config.dtype])
+                dtypes = dict.fromkeys((t.name for t in logical_tensors(config.spec)), DTYPES[config.save_hf_dtype or config.dtype])
             along = self.checkpoints.companions
             self.say(save_hf(config.save_hf, config.spec, owned, dtypes, self.runtime.world, along))
         self.checkpoints.wait()
