@@ -74,7 +74,8 @@ def from_native(
         raise UserError("holds no checkpoint", field="SOURCE", value=source, accepted="a directory that --save wrote")
     spec = spec_of(checkpoint)
     check_model(checkpoint, spec)
-    dtypes = dict.fromkeys((t.name for t in logical_tensors(spec)), DTYPES[dtype]) if dtype else weight_dtypes(checkpoint, spec)
+    names = [tensor.name for tensor in logical_tensors(spec)]
+    dtypes = dict.fromkeys(names, DTYPES[dtype]) if dtype else weight_dtypes(checkpoint, spec)
     along, chunks, nonfinite = checkpoint.companions(), _chunks(checkpoint, spec), dict[str, None]()
     alone = Group(Comm(0, torch.device("cpu"), timedelta(0)), (0,), None)
     try:

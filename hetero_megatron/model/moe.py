@@ -35,8 +35,8 @@ class GroupedLinear(nn.Module):
 class Experts(nn.Module):
     """The experts that this rank has, or some columns of each.
 
-    ``forward(x [n, h], weights [n, k], chosen [n, k])``: for each row the weighted sum [n, h] of what its chosen experts
-    (numbers on this rank; -1: none, or one elsewhere) make of it.
+    ``forward(x [n, h], weights [n, k], chosen [n, k])``: for each row the weighted sum [n, h] of what its chosen
+    experts (numbers on this rank; -1: none, or one elsewhere) make of it.
     """
 
     def __init__(self, spec: ModelSpec, share: Share, kernels: KernelPlan) -> None:

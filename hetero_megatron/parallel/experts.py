@@ -1,4 +1,4 @@
-"""Expert parallelism, applied to a plain model stage from outside: routed tokens go to the ranks that have their experts.
+"""Expert parallelism, applied to a plain model stage from outside: routed tokens go to where their experts are.
 
 A group of ranks exchanges tokens. Each token goes once to every rank that has some of its experts (or some columns of
 them), with its weights; the rank sends back the weighted sum of what its experts made of it, and the sums of all ranks
@@ -125,7 +125,8 @@ class _Dispatch(torch.autograd.Function):
         back = routes.swap(list(_pack(dweights, dx).split(routes.counts)), routes.sent)
         parts = [_unpack(part, *ctx.like) for part in back]
         here = [part[0].where(mask, 0.0) for part, mask in zip(parts, routes.here, strict=True)]
-        return routes.scatter_sum([part[1] for part in parts], ctx.tokens), routes.scatter_sum(here, ctx.tokens), *[None] * 3
+        dx = routes.scatter_sum([part[1] for part in parts], ctx.tokens)
+        return dx, routes.scatter_sum(here, ctx.tokens), None, None, None
 
 
 class _Combine(torch.autograd.Function):

@@ -221,7 +221,7 @@ def bucket_actions(bucket: Bucket, spread: bool) -> tuple[Action, ...]:
 
 
 def plan_groups(plan: Plan, buckets: Sequence[Bucket]) -> list[tuple[int, ...]]:
-    """All groups that some ranks of the plan exchange data in: TP, context and expert groups, bucket holders, the world.
+    """All groups that some ranks of the plan exchange data in: those of layers, bucket holders, the world.
 
     Gradients travel during the last backward, as its own exchanges do, and start when they can; so a group that both
     need is listed twice, and the second one is for gradients.

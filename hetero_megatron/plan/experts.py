@@ -61,7 +61,7 @@ def _group(entry: Entry) -> ExpertGroup:
     if "split" in keys:
         splits = [item.integers(1) for item in keys["split"].items()]
         if [len(s) for s in splits] != [len(member) for member in ranks]:
-            keys["split"].fail("it does not match ranks", accepted="a list of one weight per rank for each entry of ranks")
+            keys["split"].fail("it does not match ranks", accepted="a list of weights per entry of ranks, one per rank")
     return ExpertGroup(
         tuple(ExpertMember(r, e, reduced(s)) for r, e, s in zip(ranks, intervals, splits, strict=True))
     )

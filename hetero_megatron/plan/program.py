@@ -51,8 +51,9 @@ SyncActions = tuple[tuple[Action, ...], tuple[Action, ...]]  # REDUCEs, SPREADs
 class Collectives:
     """Which groups of ranks meet in an action: ``collectives(rank, action)``, in the order in which they first meet.
 
-    F and B: the rank's TP group, then the groups of its context and of its experts. REDUCE and SPREAD: the holders of the bucket, or those
-    in the rank's island. UPDATE: all ranks, for loss and norm. Groups of one rank exchange nothing and are left out.
+    F and B: the rank's TP group, then the groups of its context and of its experts. REDUCE and SPREAD: the holders of
+    the bucket, or those in the rank's island. UPDATE: all ranks, for loss and norm. Groups of one rank exchange nothing
+    and are left out.
     """
 
     def __init__(self, plan: Plan, buckets: Sequence[Bucket]) -> None:

@@ -375,7 +375,8 @@ def experts_are_held(plan: Plan, spec: ModelSpec, source: Source) -> None:
             end = 0
             for a, b in held:
                 if b > moe.num_experts:
-                    raise source.error(f"the model has {plural(moe.num_experts, 'expert')}", f"{field}[{g}].experts", [a, b])
+                    there = plural(moe.num_experts, "expert")
+                    raise source.error(f"the model has {there}", f"{field}[{g}].experts", [a, b])
                 if a > end:
                     break
                 end = max(end, b)

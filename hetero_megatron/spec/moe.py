@@ -43,15 +43,15 @@ class MoE:
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "ffn_hidden_size", "groups", "top_groups", "group_size"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise UserError("must be a positive integer", field=name, value=getattr(self, name), accepted="1 or more")
+                raise _error(name, getattr(self, name), "must be a positive integer", "1 or more")
         if self.top_k > self.num_experts:
             raise _error("top_k", self.top_k, f"there are {self.num_experts} experts", f"1 to {self.num_experts}")
         if self.num_experts % self.groups:
             raise _error("groups", self.groups, f"does not divide {self.num_experts} experts", "a divisor")
         size = self.num_experts // self.groups
         if self.top_groups > self.groups or self.top_groups * size < self.top_k:
-            raise _error("top_groups", self.top_groups, f"{self.groups} groups of {size} experts for top_k {self.top_k}",
-                         f"at most {self.groups}, with at least top_k experts")  # fmt: skip
+            problem = f"{self.groups} groups of {size} experts for top_k {self.top_k}"
+            raise _error("top_groups", self.top_groups, problem, f"at most {self.groups}, with at least top_k experts")
         if self.group_size > size:
             raise _error("group_size", self.group_size, f"a group has {size} experts", f"1 to {size}")
         if self.score not in SCORES:

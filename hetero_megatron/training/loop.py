@@ -373,7 +373,8 @@ class Training:
             assert self.runtime.optimizer is not None
             owned, dtypes = self.runtime.optimizer.owned(), self.checkpoints.source_dtypes
             if config.save_hf_dtype is not None or dtypes is None:
-                dtypes = dict.fromkeys((t.name for t in logical_tensors(config.spec)), DTYPES[config.save_hf_dtype or config.dtype])
+                names = [tensor.name for tensor in logical_tensors(config.spec)]
+                dtypes = dict.fromkeys(names, DTYPES[config.save_hf_dtype or config.dtype])
             along = self.checkpoints.companions
             self.say(save_hf(config.save_hf, config.spec, owned, dtypes, self.runtime.world, along))
         self.checkpoints.wait()

@@ -14,8 +14,8 @@ MOE_FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": _BASE | {"model_type": "mixtral", "num_local_experts": 4, "head_dim": 8},
     "qwen2_moe": _QWEN | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 14, "norm_topk_prob": False},
     "qwen2_moe_dense_layers": _QWEN
-    | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 9, "num_hidden_layers": 4, "decoder_sparse_step": 2,
-       "mlp_only_layers": [3]},
+    | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 9, "num_hidden_layers": 4,
+       "decoder_sparse_step": 2, "mlp_only_layers": [3]},
     "qwen3_moe": _QWEN
     | {"model_type": "qwen3_moe", "head_dim": 8, "norm_topk_prob": True, "num_experts_per_tok": 3,
        "tie_word_embeddings": True},

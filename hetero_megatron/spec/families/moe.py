@@ -9,7 +9,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hetero_megatron.spec.families.family import DECODER_KEYS, Defaults, Family, decoder, num_layers, silu_config
+from hetero_megatron.spec.families.family import (
+    DECODER_KEYS,
+    FULL,
+    Defaults,
+    Family,
+    decoder,
+    layer_types,
+    num_layers,
+    silu_config,
+)
 from hetero_megatron.spec.hf_keys import words
 from hetero_megatron.spec.hf_names import NameTable
 from hetero_megatron.spec.hf_reader import ConfigReader
@@ -17,8 +26,8 @@ from hetero_megatron.spec.model_spec import ModelSpec
 from hetero_megatron.spec.moe import MoE
 
 _MIXTRAL = Defaults(positions=131072, kv_heads=8, kv_nullable=False, head_dim_nullable=True, eps=1e-5, theta=1e6)
-_QWEN2 = Defaults(positions=32768, kv_heads=16)
-_QWEN3 = Defaults(positions=32768, kv_heads=4)
+_QWEN2 = Defaults(positions=32768, kv_heads=16, kv_nullable=False)
+_QWEN3 = Defaults(positions=32768, kv_heads=4, kv_nullable=False)
 _OLMOE = Defaults(positions=4096, eps=1e-5)
 _KEYS = DECODER_KEYS | words("hidden_act router_aux_loss_coef output_router_logits num_experts_per_tok")
 _QWEN_KEYS = _KEYS | words(
@@ -49,6 +58,7 @@ def _fixed(read: ConfigReader) -> None:
 def _read_mixtral(read: ConfigReader, name: str) -> ModelSpec:
     _fixed(read)
     read.must_be("router_jitter_noise", 0)
+    read.must_be("num_experts", read.config.get("num_local_experts"))  # the same by another name
     window = None if read.value("sliding_window", None) is None else read.integer("sliding_window")
     spec = decoder(read, "mixtral", name, _MIXTRAL, windows=(window,))
     moe = read_moe(read, "num_local_experts", ffn_hidden_size=spec.ffn_hidden_size, normalize=True)
@@ -72,9 +82,17 @@ def _sparse_layers(read: ConfigReader) -> list[str]:
     return ["dense" if i in dense or (i + 1) % step else "moe" for i in range(layers)]
 
 
+def _unused_window(read: ConfigReader) -> None:
+    """transformers asks for a whole number also where no layer has a window."""
+    if read.value("sliding_window", None) is not None:
+        read.integer("sliding_window", least=0)
+
+
 def _read_qwen2(read: ConfigReader, name: str) -> ModelSpec:
     _fixed(read)
     read.must_be("use_sliding_window", False)
+    _unused_window(read)
+    layer_types(read, [FULL] * num_layers(read), None)
     spec = decoder(read, "qwen2_moe", name, _QWEN2, qkv_bias=read.flag("qkv_bias", True))
     moe = read_moe(
         read, "num_experts", ffn_hidden_size=read.integer("moe_intermediate_size", 1408),
@@ -87,6 +105,7 @@ def _read_qwen2(read: ConfigReader, name: str) -> ModelSpec:
 def _read_qwen3(read: ConfigReader, name: str) -> ModelSpec:
     _fixed(read)
     bias, window = read.flag("attention_bias"), None
+    _unused_window(read)
     if read.flag("use_sliding_window") and read.value("sliding_window", 4096) is not None:
         window = read.integer("sliding_window", 4096)
     spec = decoder(
@@ -126,6 +145,9 @@ def _write_qwen3(spec: ModelSpec) -> dict[str, Any]:
 def _read_olmoe(read: ConfigReader, name: str) -> ModelSpec:
     _fixed(read)
     read.must_be("clip_qkv", None)
+    hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
+    if read.value("head_dim", hidden // heads) != hidden // heads:  # its norms are hidden_size wide
+        raise read.refuse(f"is not hidden_size {hidden} / {heads} heads", "head_dim", str(hidden // heads))
     bias = read.flag("attention_bias")
     spec = decoder(read, "olmoe", name, _OLMOE, qkv_bias=bias, out_bias=bias, qk_norm="projection")
     moe = read_moe(
@@ -137,13 +159,14 @@ def _read_olmoe(read: ConfigReader, name: str) -> ModelSpec:
 def _write_olmoe(spec: ModelSpec) -> dict[str, Any]:
     assert spec.moe is not None
     return silu_config(spec) | {
-        "num_experts": spec.moe.num_experts, "num_experts_per_tok": spec.moe.top_k, "norm_topk_prob": spec.moe.normalize,
-        "attention_bias": spec.qkv_bias and spec.out_bias, "intermediate_size": spec.moe.ffn_hidden_size,
+        "num_experts": spec.moe.num_experts, "num_experts_per_tok": spec.moe.top_k,
+        "norm_topk_prob": spec.moe.normalize, "attention_bias": spec.qkv_bias and spec.out_bias,
+        "intermediate_size": spec.moe.ffn_hidden_size,
     }  # fmt: skip
 
 
 MIXTRAL = Family(
-    "mixtral", "MixtralForCausalLM", _KEYS | words("num_local_experts sliding_window router_jitter_noise"),
+    "mixtral", "MixtralForCausalLM", _KEYS | words("num_local_experts num_experts sliding_window router_jitter_noise"),
     _read_mixtral, _write_mixtral, examples="Mixtral 8x7B and 8x22B",
     names=NameTable(modules={
         "mlp.gate": "block_sparse_moe.gate", "mlp.experts.{}.gate_proj": "block_sparse_moe.experts.{}.w1",
