@@ -45,8 +45,12 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x W^T + ``bias``; adapters replace it (``parallel/lora.py``)."""
+        return self.kernels.gemm(x, self.weight, bias)  # type: ignore[no-any-return]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.kernels.gemm(x, self.weight, self.bias)  # type: ignore[no-any-return]
+        return self.product(x, self.bias)
 
 
 class Norm(nn.Module):
@@ -134,7 +138,8 @@ class Attention(nn.Module):
         local = max(kv1 - kv0, 1)
         each = max(len(users) // local, 1)
         even = len(users) % local == 0 and users == [i // each for i in range(len(users))]
-        self.kv_of_query = None if even else users
+        # On the device from the start: a list would be uploaded at every use.
+        self.kv_of_query = None if even else torch.tensor(users)
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         b, s, _ = x.shape
@@ -148,7 +153,7 @@ class Attention(nn.Module):
         if self.query_scale != 1.0:
             q = q * self.query_scale
         if self.kv_of_query is not None:
-            k, v = k[:, :, self.kv_of_query], v[:, :, self.kv_of_query]
+            k, v = k.index_select(2, self.kv_of_query), v.index_select(2, self.kv_of_query)
         out = self.core_attention(q, k, v, context).reshape(b, s, self.heads * self.head_dim)
         return cast(torch.Tensor, self.o_proj(out))
 

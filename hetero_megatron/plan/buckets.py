@@ -107,10 +107,10 @@ def _boxes(spec: ModelSpec, tensor: LogicalTensor, stages: Sequence[Stage]) -> d
 
 
 def backward_order(tensors: tuple[LogicalTensor, ...]) -> list[list[LogicalTensor]]:
-    """Segments (head, last layer, …, first layer, embedding), and tensors in them, in the order in which their
+    """Segments (head, last layer, …, first layer, embedding), and trained tensors in them, in the order in which their
     gradients are complete: a bucket that ends inside a layer need not wait for the rest of it."""
     segments: dict[float, list[LogicalTensor]] = defaultdict(list)
-    for tensor in tensors:
+    for tensor in (t for t in tensors if t.trained):
         key = {"head": float("-inf"), "embed": float("inf")}.get(str(tensor.layer))
         segments[-float(tensor.layer) if key is None else key].append(tensor)
     return [segments[key][::-1] for key in sorted(segments)]

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from hetero_megatron.layout import cut
+from hetero_megatron.layout import cut_in_tiles
 from hetero_megatron.plan.canonical import ExpertGroup, ExpertMember, Interval, Plan, Stage, Unit
 from hetero_megatron.plan.fields import parse_ranks, reduced
 from hetero_megatron.words import plural
@@ -105,7 +105,7 @@ def _rank_shares(
     found = {rank: share for unit in units for rank, share in zip(unit.ranks, shares(spec, unit.tp_split), strict=True)}
     for member in (member for group in experts for member in group.members):
         assert spec.moe is not None
-        columns = cut(spec.moe.ffn_hidden_size, member.split)
+        columns = cut_in_tiles(spec.moe.ffn_hidden_size, member.split)
         for rank, part in zip(member.ranks, columns, strict=True):
             found[rank] = replace(found[rank], experts=member.experts, expert_ffn=part)
     return found

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.layout import cut
+from hetero_megatron.layout import cut_in_tiles
 from hetero_megatron.plan.canonical import SCHEDULES, Interval, Pipeline, Plan, Stage, Unit
 from hetero_megatron.plan.capabilities import TABLE, used_features
 from hetero_megatron.plan.source import Source
@@ -386,7 +386,7 @@ def experts_are_held(plan: Plan, spec: ModelSpec, source: Source) -> None:
                     f"intervals that cover [0, {moe.num_experts}]; they may overlap",
                 )  # fmt: skip
             for member in group.members:
-                if any(a == b for a, b in cut(moe.ffn_hidden_size, member.split)):
+                if any(a == b for a, b in cut_in_tiles(moe.ffn_hidden_size, member.split)):
                     raise source.error(
                         f"gives a rank none of the {moe.ffn_hidden_size} columns of each expert",
                         f"{field}[{g}].split", list(member.split), "weights that leave every rank at least one column",

@@ -10,6 +10,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.spec.lora import Lora
 from hetero_megatron.spec.moe import MoE
 from hetero_megatron.spec.rope import Rope
 
@@ -73,6 +74,7 @@ class ModelSpec:
         attn_softcap, logit_softcap: x becomes c tanh(x / c), of scores and of logits.
         moe: what the MLP of a layer of kind ``moe`` is.
         sinks: every query head has a learned logit that takes part in the softmax, with no value (gpt-oss).
+        lora: adapters; all that is not of them is frozen.
     """
 
     name: str
@@ -105,6 +107,7 @@ class ModelSpec:
     logit_softcap: float | None = None
     sinks: bool = False
     moe: MoE | None = None
+    lora: Lora | None = None
     init_std: float = 0.02
     notices: tuple[str, ...] = field(default=(), compare=False)
 
@@ -162,6 +165,11 @@ class ModelSpec:
                     f"makes a matrix of more than 2^48 elements with hidden_size {self.hidden_size}", field=name,
                     value=getattr(self, name), accepted="sizes that fit some memory",
                 )  # fmt: skip
+
+    @property
+    def base(self) -> ModelSpec:
+        """The model without adapters."""
+        return self if self.lora is None else replace(self, lora=None)
 
     @property
     def queries_per_kv(self) -> int:

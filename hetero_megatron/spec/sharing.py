@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.layout import Box, cut
+from hetero_megatron.layout import Box, cut, cut_in_tiles
 from hetero_megatron.spec.model_spec import ModelSpec
 from hetero_megatron.spec.tensors import LogicalTensor
 
@@ -38,9 +38,10 @@ def shares(spec: ModelSpec, tp_split: Sequence[int], heads: Interval | None = No
     """One share per TP rank, in proportion to ``tp_split``.
 
     Attention is cut at KV heads while there are at least as many as ranks, else at query heads, and then
-    ranks whose query heads use the same KV head hold copies of it. Feed-forward and vocabulary are cut at
-    single columns and rows. Shares of heads and vocabulary may be empty. Every rank has its columns of all experts,
-    unless a plan divides the experts themselves (``plan/experts.py``).
+    ranks whose query heads use the same KV head hold copies of it. Feed-forward and vocabulary are cut at multiples
+    of 128, 64 or 8 columns and rows where they are large enough (:func:`~hetero_megatron.layout.cut_in_tiles`). Shares
+    of heads and vocabulary may be empty. Every rank has its columns of all experts, unless a plan divides the experts
+    themselves (``plan/experts.py``).
 
     Args:
         heads: the query heads that the group computes (default all).
@@ -49,7 +50,7 @@ def shares(spec: ModelSpec, tp_split: Sequence[int], heads: Interval | None = No
         UserError: some rank would get no feed-forward column.
     """
     first, last = heads or (0, spec.num_heads)
-    ffn, vocab = cut(spec.ffn_hidden_size, tp_split), cut(spec.vocab_size, tp_split)
+    ffn, vocab = (cut_in_tiles(size, tuple(tp_split)) for size in (spec.ffn_hidden_size, spec.vocab_size))
     if any(a == b for a, b in ffn):
         raise UserError(
             f"gives a rank none of the {spec.ffn_hidden_size} feed-forward columns",
@@ -67,7 +68,8 @@ def shares(spec: ModelSpec, tp_split: Sequence[int], heads: Interval | None = No
     moe = spec.moe
     sizes = (0, 0, 0) if moe is None else (moe.num_experts, moe.ffn_hidden_size, moe.shared_ffn)
     experts = [(0, sizes[0])] * len(tp_split)
-    return tuple(map(Share, q, kv, ffn, vocab, experts, cut(sizes[1], tp_split), cut(sizes[2], tp_split)))
+    columns, shared = (cut_in_tiles(size, tuple(tp_split)) for size in sizes[1:])
+    return tuple(map(Share, q, kv, ffn, vocab, experts, columns, shared))
 
 
 def tensor_box(tensor: LogicalTensor, share: Share) -> Box:
