@@ -11,8 +11,9 @@ from hetero_megatron.ops.stage import stage_signatures
 from hetero_megatron.parallel.long_loss import loss_chunk
 from hetero_megatron.plan import Plan, locate, stage_at, unit_at
 from hetero_megatron.plan.context_plan import stage_contexts
+from hetero_megatron.plan.experts import rank_shares
 from hetero_megatron.platform import Platform
-from hetero_megatron.spec import ModelSpec, shares
+from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.runtime import Runtime
@@ -43,7 +44,7 @@ def rank_kernels(
         "", platform.device.type, dtype, platform.name, arch,
         compiled=compiled, deterministic=deterministic,
     )  # fmt: skip
-    share = shares(spec, unit.tp_split)[place.tp_rank]
+    share = rank_shares(spec, stage)[rank]
     requests = dict(stage.kernels)
     chunked = loss_chunk(stage, place.unit, spec, dtype, logits_bytes) is not None
     tiled = bool(stage_contexts(spec, stage, plan.seq_length))
@@ -55,7 +56,7 @@ def shape_kernels(config: RunConfig, rank: int, dtype: torch.dtype) -> KernelPla
     """Kernels for a dry run with fake tensors: torch's own, whatever the plan asks for; shapes and sizes are alike."""
     place = locate(config.plan, rank)
     stage, unit = stage_at(config.plan, place), unit_at(config.plan, place)
-    share = shares(config.spec, unit.tp_split)[place.tp_rank]
+    share = rank_shares(config.spec, stage)[rank]
     chunked = loss_chunk(stage, place.unit, config.spec, dtype, config.logits_bytes) is not None
     tiled = bool(stage_contexts(config.spec, stage, config.plan.seq_length))
     return default_kernels(config.spec, share, stage.head, dtype, tp=unit.tp, chunked=chunked, tiled=tiled)
