@@ -22,6 +22,8 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("finetune", "the same on conversations; what the assistant wrote counts",
                 "hetero-megatron finetune --load-hf model --data-path chats.jsonl --split 1 --seq-length 1024 "
                 "--micro-batch-size 1 --global-batch-size 8 --train-iters 100 --lr 1e-5 --save-hf tuned"),
+        Command("generate", "continue prompts with a model, to look at what came out",
+                "hetero-megatron generate --load-hf tuned --prompt 'What is a pipeline?' --chat"),
         Command("run", "start the ranks of a plan here, and go on when some fail",
                 "hetero-megatron run --plan plan.yaml -- --model tiny --mock-data --train-iters 10 --lr 1e-3 "
                 "--save runs/tiny --load runs/tiny"),

@@ -28,11 +28,12 @@ TOKENIZER = ("tokenizer.*", "tokenizer_config.json", "vocab.*", "spiece.model") 
 _SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data")
 
 
-def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
+def configure(argv: Sequence[str], environment: Mapping[str, str], model: ModelSpec | None = None) -> RunConfig:
     """Parse the flags and check everything that can be known before the ranks start.
 
     Args:
         environment: the launcher's, which gives the ranks.
+        model: that of a checkpoint, where flags name none.
 
     Raises:
         UserError: the first error.
@@ -50,7 +51,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
     data = _own_tokenizer(args, data)
     args.values["dtype"] = dtype
     check_use(args, data)
-    spec = with_adapters(args, build_spec(args, data))
+    spec = model if model is not None else with_adapters(args, build_spec(args, data))
     if data is not None:
         refuse_bytes(data, spec.vocab_size)
         _check_vocabulary(args, data, spec)
