@@ -1,7 +1,6 @@
 """Local search: small changes to the best templates, kept when the estimated step time falls.
 
-Moves: layers between stages, swapped stages, optimizers to host memory or back, other schedules, the other placement
-order.
+Moves: layers between stages, swapped stages, optimizers to host memory or back, other schedules.
 """
 
 from __future__ import annotations
@@ -60,8 +59,6 @@ def _neighbours(scorer: TemplateScorer, template: PlanTemplate, space: SearchSpa
     for schedule in space.schedules:
         if schedule != template.schedule:
             yield from _fitted(scorer, replace(template, schedule=schedule), space)
-    if template.pipelines > 1:
-        yield replace(template, order="pipeline" if template.order == "stage" else "stage")
     for p, part in enumerate(template.parts):
         for shape in _shapes(part.shape, space):
             parts = (*template.parts[:p], replace(part, shape=shape), *template.parts[p + 1 :])
