@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 MARK = "\x1e"
@@ -50,7 +51,7 @@ def _measured(device: str) -> dict[str, float]:
     for name, dtype in names.items():
         with suppress(RuntimeError):  # a dtype that the device lacks
             a = torch.ones(size, size, dtype=dtype, device=device)
-            found[name] = 2 * size**3 / _seconds(lambda a=a: a @ a, device)
+            found[name] = 2 * size**3 / _seconds(partial(torch.mm, a, a), device)
     big = torch.ones(16 << 20, device=device)
     found["copy"] = 2 * big.numel() * big.element_size() / _seconds(big.clone, device)
     return found
