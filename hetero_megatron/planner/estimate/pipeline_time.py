@@ -196,4 +196,4 @@ def _many_1f1b(forward: list[Floats], backward: list[Floats], link: Links, m: in
     return np.asarray(np.max(free, axis=0))
 
 
-FAST_MANY = {"1f1b": _many_1f1b, "gpipe": partial(_gpipe, later=np.maximum)}
+FAST_MANY: dict[str, Callable[..., Any]] = {"1f1b": _many_1f1b, "gpipe": partial(_gpipe, later=np.maximum)}
