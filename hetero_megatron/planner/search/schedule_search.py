@@ -15,7 +15,6 @@ from hetero_megatron.plan import Pipeline, Plan, supports, validate
 from hetero_megatron.plan.context_plan import has_context
 from hetero_megatron.plan.pipeline_schedule import ADAPTIVE
 from hetero_megatron.planner.cost.layer_cost import CostModel
-from hetero_megatron.planner.hill_climb import HillClimb
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judge_template
 from hetero_megatron.planner.search.local_search import shapes_near
@@ -33,7 +32,7 @@ FEW = 64  # chips, up to which this is done without being asked for
 CHUNKS = (2, 3, 4)  # per stage, of the interleaved schedule
 MOST_PIPELINES = 4  # unlike ones, that a schedule is made for
 EFFORT, CLIMBING = 300_000, 20_000  # actions that may be timed for one pipeline, at the end and while climbing
-MOVES, NEAR, LEAST_GAIN = 40, 1.02, 1e-6  # plans that climbing tries; it starts from what is so near to the best
+MOVES, NEAR, LEAST_GAIN = 60, 1.02, 1e-6  # plans that climbing tries; it starts from what is so near to the best
 
 
 class ScheduleSearch:
@@ -45,9 +44,8 @@ class ScheduleSearch:
         if space.more_schedules == "never" or (space.more_schedules == "auto" and restricted):
             return True
         costs, best = incumbent.scorer.costs, list[JudgedPlan]()
-        for start in list(incumbent.plans[:STARTS]):
-            if all(len(pipeline.stages) == 1 for pipeline in start.plan.pipelines):
-                continue
+        starts = [p for p in incumbent.plans if any(len(pipeline.stages) > 1 for pipeline in p.plan.pipelines)]
+        for start in starts[:STARTS]:
             for plan in self._variants(start, costs):
                 if incumbent.should_stop():
                     return False
@@ -82,8 +80,11 @@ class ScheduleSearch:
             best, plain = found, start
             return True
 
-        for _ in HillClimb[PlanTemplate](MOVES).run(best.template, lambda t: _near(t, problem.space), improves):
-            pass
+        seen, near = {best.template}, _near(best.template, problem.space)
+        while len(seen) <= MOVES and (template := next((t for t in near if t not in seen), None)) is not None:
+            seen.add(template)
+            if improves(template):
+                near = _near(template, problem.space)
         if plain is None or best.step_seconds >= incumbent.plans[0].step_seconds:
             return not incumbent.should_stop()
         if not plain.prediction.over:
@@ -123,13 +124,18 @@ class ScheduleSearch:
 def _near(template: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:
     """With one move in one part: those of local search, and recompute of a stage on or off."""
     for p, part in enumerate(template.parts):
-        shapes = list(shapes_near(part, space))
+        count, size = part.num_micro_batches, part.shape.micro_batch_size
+        shapes = [(shape, count) for shape in shapes_near(part.shape, space)]
+        if space.micro_batch_sizes is None and count % 2 == 0:
+            shapes.append((replace(part.shape, micro_batch_size=2 * size), count // 2))
+        if space.micro_batch_sizes is None and size % 2 == 0 and all(size // 2 % s.dp == 0 for s in part.shape.stages):
+            shapes.append((replace(part.shape, micro_batch_size=size // 2), 2 * count))
         for s, stage in enumerate(part.shape.stages if space.recompute is None else ()):
             other = replace(stage, recompute="none" if stage.recompute != "none" else "full", first=0)
             stages = (*part.shape.stages[:s], other, *part.shape.stages[s + 1 :])
-            shapes.append((replace(part.shape, stages=stages), part.num_micro_batches))
-        for shape, count in shapes:
-            parts = (*template.parts[:p], PipelineReplicas(shape, part.copies, count), *template.parts[p + 1 :])
+            shapes.append((replace(part.shape, stages=stages), count))
+        for shape, m in shapes:
+            parts = (*template.parts[:p], PipelineReplicas(shape, part.copies, m), *template.parts[p + 1 :])
             yield replace(template, parts=parts)
 
 
