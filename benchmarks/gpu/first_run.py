@@ -8,8 +8,8 @@ is a line on the page and leaves the others their time.
 
 - conformance: ``hetero-megatron plugins check`` of the platform and of every plugin that registers kernels for it
 - parity: 20 training steps against transformers with the same weights and batches, in fp32 and bf16
-- training: tokens/s, MFU and memory of a Llama, ours beside transformers, transformers + torch.compile, and Liger-Kernel
-  where it is installed; predicted beside measured memory; a profiler trace (``--trace``)
+- training: tokens/s, MFU and memory of a Llama, ours beside transformers, transformers + torch.compile, and
+  Liger-Kernel where it is installed; predicted beside measured memory; a profiler trace (``--trace``)
 - attention: every provider, and torch's own
 - kernels: benchmarks/gpu/bench_kernels.py where there is Triton and a GPU, else the speeds of ``plugins check``
 
@@ -101,15 +101,16 @@ def training_lines(found: dict[str, dict[str, Any]]) -> list[str]:
         "## Training", "", f"{first['model']}, {first['dtype']}, AdamW, clipped; {first['batch']}.", "",
         "| side | tokens/s | MFU | step ms | peak MiB |", "|---|---:|---:|---:|---:|",
     ]  # fmt: skip
-    for name, side in sides.items():
+    for _name, side in sides.items():
         lines.append(
             f"| {side['side']} | {side['rate']:,.0f} | {side['mfu']:.1%} | {side['step_ms']:.1f} | "
             f"{side['peak'] / 2**20:,.0f} |"
         )
     ours = found["ours"]
     if "predicted" in ours:
-        lines += ["", f"Memory of the step: predicted {ours['predicted'] / 2**20:,.0f} MiB, measured "
-                  f"{ours['measured'] / 2**20:,.0f} MiB ({ours['predicted'] / ours['measured'] - 1:+.1%})."]  # fmt: skip
+        said, seen = ours["predicted"], ours["measured"]
+        of_it = f"predicted {said / 2**20:,.0f} MiB, measured {seen / 2**20:,.0f} MiB ({said / seen - 1:+.1%})"
+        lines += ["", f"Memory of the step: {of_it}."]
     if "hosts" in ours:
         lines += ["", f"Host: {ours['hosts'] * 1e3:.1f} ms of a step of {ours['step_ms']:.1f} ms to queue its work."]
     if "operators" in ours:
@@ -160,7 +161,8 @@ def main() -> int:
     began, found = time.monotonic(), dict[str, dict[str, Any]]()
     for name, share in PARTS.items():
         left = options.seconds - (time.monotonic() - began)
-        found[name] = run_part(name, options, min(left, max(share * options.seconds, LEAST))) if left > 5 else {FAILED: "no time"}
+        given = min(left, max(share * options.seconds, LEAST))
+        found[name] = run_part(name, options, given) if left > 5 else {FAILED: "no time was left"}
         said = found[name].get(FAILED) or found[name].get("left_out") or "; ".join(found[name].get("wrong", [])) or "ok"
         print(f"[{time.monotonic() - began:5.0f} s] {name}: {said}", file=sys.stderr, flush=True)
         if name == "about" and FAILED in found[name]:

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from first_run_training import platform_of  # noqa: E402
+from first_run_training import platform_of
 
-from hetero_megatron.errors import UserError  # noqa: E402
-from hetero_megatron.ops.conformance.speed import best_seconds  # noqa: E402
-from hetero_megatron.ops.kernel import Signature  # noqa: E402
-from hetero_megatron.ops.kernel_plan import resolve  # noqa: E402
-from hetero_megatron.platform import Platform  # noqa: E402
-from hetero_megatron.platform.plugins import load_plugins  # noqa: E402
+from hetero_megatron.errors import UserError
+from hetero_megatron.ops.conformance.speed import best_seconds
+from hetero_megatron.ops.kernel import Signature
+from hetero_megatron.ops.kernel_plan import resolve
+from hetero_megatron.platform import Platform
+from hetero_megatron.platform.plugins import load_plugins
 
 SHAPES = {  # batch, tokens, heads, KV heads, head size
     "full": [(1, 16384, 32, 8, 128), (4, 4096, 32, 8, 128), (8, 2048, 32, 8, 64)],

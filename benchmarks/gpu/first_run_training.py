@@ -73,13 +73,18 @@ def build(platform: Platform, shape: tuple[int, ...], dtype: str, values: Callab
     return Runtime(compiled, comm, kind, lambda t, box: values(t.name)[box.slices()], factory, kernels=kernels)
 
 
-def hf_model(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+def of_torch(platform: Platform) -> bool:
+    """Whether torch itself knows the device: then its compiler and fused attention may."""
+    return platform.accelerator is None or not platform.accelerator.adapter
+
+
+def hf_model(shape: tuple[int, ...], dtype: torch.dtype, platform: Platform) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(1)
-    attention = "sdpa" if device.type in ("cpu", "cuda") else "eager"
+    attention = "sdpa" if of_torch(platform) else "eager"
     config = AutoConfig.for_model(**config_of(shape))
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).to(device)  # type: ignore[no-any-return]
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).to(platform.device)  # type: ignore[no-any-return]
 
 
 def batches(shape: tuple[int, ...], count: int) -> list[torch.Tensor]:
@@ -137,7 +142,7 @@ def parity(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
     """Losses of ``STEPS`` steps from the same weights on the same batches."""
     platform, shape = platform_of(options.platform), PARITY[options.size]
     data = batches(shape, 4)
-    model = hf_model(shape, DTYPES[dtype], platform.device)
+    model = hf_model(shape, DTYPES[dtype], platform)
     values = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
     reference = Reference(model)
     want = [float(reference.step(data[i % 4].to(platform.device))) for i in range(STEPS)]
@@ -211,10 +216,9 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
 
 def profiled(step: Callable[[], None], trace: str | None) -> dict[str, Any]:
     """The ten operators of a step that take most; the trace goes to a file."""
-    from torch.profiler import ProfilerActivity, profile
+    from torch.profiler import profile, supported_activities
 
-    here = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    with profile(activities=here) as profiler:
+    with profile(activities=supported_activities()) as profiler:
         step()
     if trace:
         profiler.export_chrome_trace(trace)
@@ -231,13 +235,13 @@ def peer(options: argparse.Namespace, name: str) -> dict[str, Any]:
     platform, shape = platform_of(options.platform), SHAPES[options.size]
     if name == "liger" and importlib.util.find_spec("liger_kernel") is None:
         return {"left_out": "Liger-Kernel is not installed"}
-    if name != "transformers" and platform.device.type not in ("cpu", "cuda"):
-        return {"left_out": f"it has no compiler for devices of the type {platform.device.type}"}
+    if name != "transformers" and not of_torch(platform):
+        return {"left_out": f"torch has no compiler for devices of the type {platform.device.type}"}
     if name == "liger":
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama()
-    model = hf_model(shape, torch.bfloat16, platform.device)
+    model = hf_model(shape, torch.bfloat16, platform)
     reference = Reference(model, torch.compile(model) if name != "transformers" else None)
     tokens = batches(shape, 1)[0].to(platform.device)
     seconds = timed(platform, lambda: reference.step(tokens, min(len(tokens), 2)), options.seconds / 4)
