@@ -22,14 +22,18 @@ def make_hf(config: dict[str, Any], seed: int, dtype: torch.dtype = torch.float6
     """A random Hugging Face model, its weights large enough that every term matters, and its spec."""
     torch.manual_seed(seed)
     hf_config = AutoConfig.for_model(**config)
-    hf_config._attn_implementation = "sdpa"
-    model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
+    # transformers' sdpa knows no soft-capping of scores.
+    capped = getattr(hf_config, "attn_logit_softcapping", None) is not None
+    model = AutoModelForCausalLM.from_config(
+        hf_config, dtype=dtype, attn_implementation="eager" if capped else "sdpa"
+    )
     with torch.no_grad():
         for name, param in model.named_parameters():
             noise = torch.randn(param.shape, dtype=torch.float32)
             is_norm = "norm" in name or ".ln_" in name
             scale = 0.02 if is_norm or name.endswith("bias") else 0.15
-            param.copy_(noise * scale + (1.0 if is_norm and name.endswith("weight") else 0.0))
+            offset = config["model_type"].startswith("gemma")  # 1 + w
+            param.copy_(noise * scale + (1.0 if is_norm and name.endswith("weight") and not offset else 0.0))
     model.eval()
     make_exact(model, dtype)
     return model, from_hf_config(config)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from hetero_megatron.spec.families import gpt2, llama, mistral, qwen
+from hetero_megatron.spec.families import gemma, glm, gpt2, granite, llama, mistral, olmo, phi3, qwen, smollm3
 from hetero_megatron.spec.families.family import Family
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (llama.FAMILY, mistral.MISTRAL, mistral.MINISTRAL, qwen.QWEN2, qwen.QWEN3, gpt2.FAMILY)
+    for family in (
+        llama.FAMILY, mistral.MISTRAL, mistral.MINISTRAL, qwen.QWEN2, qwen.QWEN3, gemma.GEMMA2, gemma.GEMMA3,
+        phi3.FAMILY, olmo.OLMO2, olmo.OLMO3, smollm3.FAMILY, glm.GLM, glm.GLM4, granite.FAMILY, gpt2.FAMILY,
+    )  # fmt: skip
 }
 
 __all__ = ["FAMILIES", "Family"]
