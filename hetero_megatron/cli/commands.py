@@ -19,6 +19,9 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("pretrain", "train under a plan, with Megatron's flags (pretrain_gpt.py)",
                 "torchrun --nproc-per-node 4 -m hetero_megatron pretrain --plan plan.yaml --model tiny --mock-data "
                 "--train-iters 10 --lr 1e-3"),
+        Command("finetune", "the same on conversations; what the assistant wrote counts",
+                "hetero-megatron finetune --load-hf model --data-path chats.jsonl --split 1 --seq-length 1024 "
+                "--micro-batch-size 1 --global-batch-size 8 --train-iters 100 --lr 1e-5 --save-hf tuned"),
         Command("run", "start the ranks of a plan here, and go on when some fail",
                 "hetero-megatron run --plan plan.yaml -- --model tiny --mock-data --train-iters 10 --lr 1e-3 "
                 "--save runs/tiny --load runs/tiny"),

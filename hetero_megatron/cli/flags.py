@@ -14,8 +14,8 @@ _INTRO = """\
 
 Written by `python -m hetero_megatron.cli.flags --markdown` from the table in `hetero_megatron/cli/table/`; do not edit.
 
-Names are Megatron's unless they stand under *Plan and run*. A flag is **supported**; or accepted with a
-**notice**, because it cannot change results or what has to fit into memory; or **refused**. Unknown flags are
+Names are Megatron's unless they stand under *Plan and run* or *Fine-tuning*. A flag is **supported**; or accepted
+with a **notice**, because it cannot change results or what has to fit into memory; or **refused**. Unknown flags are
 refused, and so are abbreviations. Of a flag that stands twice the last one counts.
 """
 
@@ -81,7 +81,7 @@ def help_text(command: str = "pretrain", everything: bool = True) -> str:
              "                                --model M, data, training ...",
              f"       hetero-megatron {command} --help | --help-all | --version", ""]
     for group, flags in GROUPS.items():
-        shown = [flag for flag in flags if _in_help(flag) and (everything or flag.name in _COMMON)]
+        shown = [flag for flag in flags if _in_help(flag) and (everything or _common(flag, command))]
         if shown:
             lines.append(f"{group}:")
         for flag in shown:
@@ -99,6 +99,12 @@ def help_text(command: str = "pretrain", everything: bool = True) -> str:
     accepted = sum(flag.status == NOTICE for flag in ALL)
     lines.append(f"{accepted} more of Megatron's flags are accepted without effect; docs/flags.md lists all of them.")
     return "\n".join(lines)
+
+
+def _common(flag: Flag, command: str) -> bool:
+    if flag in GROUPS["Fine-tuning"]:
+        return command == "finetune" and flag.name != "--sft"
+    return flag.name in _COMMON
 
 
 def _in_help(flag: Flag) -> bool:

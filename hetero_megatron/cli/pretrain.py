@@ -27,12 +27,12 @@ USER_ERROR = 2  # exit code of every refusal, on every rank
 PEER_ERROR = 3  # a peer died or does not answer
 
 
-def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
-    """Returns the exit code; an error is one line on standard error."""
+def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ, command: str = "pretrain") -> int:
+    """Returns the exit code; an error is one line on standard error. ``command``: whose help is meant."""
     if not {"-h", "--help", "--help-all"}.isdisjoint(argv):
         from hetero_megatron.cli.flags import help_text
 
-        print(help_text("pretrain", "--help-all" in argv))
+        print(help_text(command, "--help-all" in argv))
         return 0
     if "--version" in argv:
         from hetero_megatron.cli.arguments import version_line

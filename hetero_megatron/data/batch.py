@@ -76,6 +76,10 @@ def make_batch(dataset: Dataset, indices: Sequence[int], options: BatchOptions) 
         positions = np.stack([_positions(s.documents, length) for s in samples])
     # As in Megatron: a position whose *input* is the end of a document predicts across a boundary and is masked.
     mask = torch.from_numpy(inputs != options.eod) if options.eod_mask_loss else None
+    masks = [s.loss_mask for s in samples]
+    if any(m is not None for m in masks):
+        given = torch.from_numpy(np.stack([np.ones(length, bool) if m is None else m for m in masks]))
+        mask = given if mask is None else given & mask
     documents = [s.documents.tolist() for s in samples] if options.reset_attention_mask else None
     return Batch(
         torch.from_numpy(np.ascontiguousarray(inputs)),

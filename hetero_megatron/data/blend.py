@@ -78,6 +78,12 @@ class BlendedDataset:
         d = int(self._choice[slot])
         return d, period * self.weights[d] + int(self._rank[slot])
 
+    def taken(self, index: int) -> list[int]:
+        """How many samples of each dataset come before a global sample index."""
+        period, slot = divmod(index, len(self._choice))
+        before = np.bincount(self._choice[:slot], minlength=len(self.weights))
+        return [period * w + int(n) for w, n in zip(self.weights, before)]
+
     def __getitem__(self, index: int) -> Sample:
         if index < 0:
             raise IndexError(f"sample {index}")

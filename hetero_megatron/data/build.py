@@ -11,13 +11,15 @@ from typing import Any
 
 from hetero_megatron.data.blend import BlendedDataset
 from hetero_megatron.data.cache import Log, cache_folder, say
+from hetero_megatron.data.chat.build import ChatData
+from hetero_megatron.data.chat.packed import PackedConversations
 from hetero_megatron.data.config import DEFAULT_SPLIT, SPLITS, DataConfig, parse_blend, parse_split, split_documents
 from hetero_megatron.data.corpus import find_corpus, indexed_prefix, is_indexed
 from hetero_megatron.data.fingerprint import data_fingerprint
 from hetero_megatron.data.indexed import TokenStore, open_indexed
 from hetero_megatron.data.mock import MockDataset
 from hetero_megatron.data.packing import PackedDataset
-from hetero_megatron.data.sample import Dataset
+from hetero_megatron.data.sample import Dataset, Stream
 from hetero_megatron.data.streaming import StreamingDataset
 from hetero_megatron.data.tokenize import tokenize
 from hetero_megatron.data.tokenizers import NullTokenizer, Tokenizer, build_tokenizer, required_eod
@@ -40,7 +42,7 @@ class Datasets:
     test: Dataset | None
     tokenizer: Tokenizer
     eod: int | None
-    streams: tuple[StreamingDataset, ...] = ()
+    streams: tuple[Stream, ...] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -54,12 +56,16 @@ class Datasets:
 
     def state_dict(self, consumed_train_samples: int) -> dict[str, Any]:
         """State to save besides the number of samples (JSON); empty unless streaming."""
-        return {"streams": [s.state_dict(consumed_train_samples) for s in self.streams]} if self.streams else {}
+        state: dict[str, Any] = {}
+        for stream in self.streams:
+            state.setdefault(stream.kind, []).append(stream.state_dict(consumed_train_samples))
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state; without one, streams start from the beginning."""
-        for stream, saved in zip(self.streams, state.get("streams", [])):
-            stream.load_state_dict(saved)
+        for stream in self.streams:
+            for saved in state.get(stream.kind, [])[:1]:
+                stream.load_state_dict(saved)
 
 
 def build_datasets(
@@ -84,16 +90,20 @@ def build_datasets(
         required_eod(tokenizer, "--eod-mask-loss masks what follows it")
     limit = _limit(tokenizer, model_vocab_size)
     log(_tokenizer_line(config, tokenizer, limit))
-    builder = _SplitBuilder(config, seq_length, seed, tokenizer, limit, log)
+    builder: _SplitBuilder | ChatData = (ChatData if config.sft else _SplitBuilder)(
+        config, seq_length, seed, tokenizer, limit, log
+    )
     train, valid, test = (builder.split(i) if n else None for i, n in enumerate(num_samples))
     for name, dataset, n in zip(SPLITS, (train, valid, test), num_samples):
-        if isinstance(dataset, PackedDataset):
+        if isinstance(dataset, PackedConversations):
+            log(f"data: {name}: {plural(n, 'sample')} = {plural(dataset.num_epochs(n), 'epoch')}")
+        elif isinstance(dataset, PackedDataset):
             log(
                 f"data: {name}: {plural(n, 'sample')} = {plural(dataset.num_epochs(n), 'epoch')} of "
                 f"{plural(dataset.documents[1] - dataset.documents[0], 'document')}, "
                 f"{plural(dataset.num_tokens, 'token')}"
             )
-    streams = (train,) if isinstance(train, StreamingDataset) else ()
+    streams = (train,) if isinstance(train, Stream) else ()
     return Datasets(train, valid, test, tokenizer, builder.eod, streams)
 
 

@@ -30,6 +30,12 @@ class DataConfig:
             vocab_size.
         tokenizer_source: who chose the tokenizer, for what the run prints.
         json_keys: the key (jsonl) or column (parquet) that holds the text.
+        sft: the data are conversations (see ``data.chat``).
+        chat_template: file with a Jinja template; None: the tokenizer's own.
+        sft_loss: ``assistant``: what the assistant wrote counts; ``all``: every token of a conversation.
+        overlong_samples: what becomes of conversations longer than a sample.
+        no_packing: each conversation has a sample of its own.
+        shuffle_buffer: records of a stream that are shuffled together.
         dataloader_type: ``single``: packed and shuffled by global sample index; ``streaming``: read in order.
     """
 
@@ -53,6 +59,12 @@ class DataConfig:
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
     num_workers: int = 2
+    sft: bool = False
+    chat_template: str | None = None
+    sft_loss: str = "assistant"
+    overlong_samples: str = "keep-start"
+    no_packing: bool = False
+    shuffle_buffer: int = 1000
 
     def __post_init__(self) -> None:
         chosen = choose_type(self.tokenizer_type, self.tokenizer_model, self.vocab_file, self.merge_file)
@@ -80,6 +92,20 @@ class DataConfig:
             )  # fmt: skip
         if per_split and self.split is not None:
             raise UserError(f"not together with {per_split[0]}", field="--split", value=self.split)
+        if self.sft:
+            self._check_sft()
+
+    def _check_sft(self) -> None:
+        told = "a conversation is always one document: attention and positions do not cross to the next one"
+        others = {
+            "--mock-data": (self.mock_data, "fine-tuning needs conversations", "--data-path"),
+            "--reset-position-ids": (self.reset_position_ids, told, "leave the flag out"),
+            "--reset-attention-mask": (self.reset_attention_mask, told, "leave the flag out"),
+            "--eod-mask-loss": (self.eod_mask_loss, "what counts is decided by --sft-loss", "leave the flag out"),
+        }
+        for flag, (given, problem, accepted) in others.items():
+            if given:
+                raise UserError(problem, field=flag, value="given", accepted=accepted, where="with --sft")
 
     def paths_of(self, split: str) -> tuple[str, ...] | None:
         """Words of --train-data-path and so on."""

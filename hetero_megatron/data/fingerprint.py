@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from hetero_megatron.data.sample import Dataset
-from hetero_megatron.data.streaming import StreamingDataset
+from hetero_megatron.data.sample import Dataset, Stream
 
 SAMPLES = 4  # the first ones: windows from all over the data, because they are shuffled
 
@@ -13,9 +12,12 @@ SAMPLES = 4  # the first ones: windows from all over the data, because they are 
 def data_fingerprint(dataset: Dataset | None) -> str:
     """16 hex digits that depend on documents, tokenizer, split, seed and sequence length; empty without a dataset, and
     for a stream, which would have to be read."""
-    if dataset is None or isinstance(dataset, StreamingDataset):
+    if dataset is None or isinstance(dataset, Stream):
         return ""
     digest = hashlib.sha256()
     for index in range(SAMPLES):
-        digest.update(dataset[index].tokens.tobytes())
+        sample = dataset[index]
+        digest.update(sample.tokens.tobytes())
+        if sample.loss_mask is not None:
+            digest.update(sample.loss_mask.tobytes())
     return digest.hexdigest()[:16]

@@ -91,6 +91,8 @@ class StreamingDataset:
         window: number of samples before the newest one that are kept.
     """
 
+    kind = "streams"
+
     def __init__(
         self, corpus: Corpus, tokenizer: Tokenizer, seq_length: int, vocab_size: int | None = None, window: int = WINDOW
     ) -> None:

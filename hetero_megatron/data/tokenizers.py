@@ -29,7 +29,7 @@ _REFUSED = {  # Megatron's names that this version does not read, and what to us
     "TikTokenizer": _HUGGING_FACE,
     "NullMultimodalTokenizer": "--tokenizer-type NullTokenizer",
     "MultimodalTokenizer": "a text tokenizer: this version trains on text only",
-    "SFTTokenizer": "--tokenizer-type HuggingFaceTokenizer on conversations that are already rendered to text",
+    "SFTTokenizer": "--tokenizer-type HuggingFaceTokenizer with --sft: the tokenizer's chat template is used",
     "BertWordPieceLowerCase": "a tokenizer of a GPT model: this version trains no BERT",
     "BertWordPieceCase": "a tokenizer of a GPT model: this version trains no BERT",
 }
@@ -138,6 +138,35 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return str(self._inner.decode([int(i) for i in ids]))
+
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja text of its files (tokenizer_config.json or chat_template.jinja), the default one of several."""
+        found = self._inner.chat_template
+        if isinstance(found, dict):
+            found = found.get("default")
+        return None if found is None else str(found)
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Texts of bos_token and so on, which chat templates may use."""
+        return dict(self._inner.special_tokens_map)
+
+    @property
+    def pad(self) -> int:
+        """An id for places that nobody looks at."""
+        found = self._inner.pad_token_id
+        return int(found if found is not None else self.eod or 0)
+
+    @property
+    def has_offsets(self) -> bool:
+        return bool(self._inner.is_fast)
+
+    def encode_offsets(self, text: str, add_special_tokens: bool) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int64 [n], characters that each comes from int64 [n, 2], empty for tokens that the tokenizer adds)."""
+        options = {"add_special_tokens": add_special_tokens, "return_offsets_mapping": True, "verbose": False}
+        found = self._inner(text, **options)
+        return np.asarray(found.input_ids, np.int64), np.asarray(found.offset_mapping, np.int64).reshape(-1, 2)
 
     def special_ids(self) -> dict[str, int | None]:
         """Ids of the tokens that config.json names."""

@@ -271,8 +271,8 @@ def _had_momentum(found: Checkpoint) -> bool:
 def furthest(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Of every stream the state of the rank that has read furthest (all are valid, later ones are cheaper)."""
     best: dict[str, Any] = dict(states[0])
-    if best.get("streams"):
-        best["streams"] = [max(column, key=lambda s: s["sample"]) for column in zip(*(s["streams"] for s in states))]
+    for kind in best:
+        best[kind] = [max(column, key=lambda s: s["sample"]) for column in zip(*(s[kind] for s in states))]
     return best
 
 

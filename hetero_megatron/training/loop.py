@@ -20,6 +20,7 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import Comm, CommError, start_comm, stop_comm
 from hetero_megatron.data import Datasets, build_datasets, unigram_entropy
 from hetero_megatron.data.batch import BatchOptions
+from hetero_megatron.data.chat.build import show_sample
 from hetero_megatron.data.loader import BatchLoader
 from hetero_megatron.data.sample import Dataset
 from hetero_megatron.emulation import Emulation
@@ -265,7 +266,10 @@ class Training:
         check_agreement(world, {f"data ({name})": mark for name, mark in self.data.fingerprints.items()})
         flags = config.data
         assert flags is not None, "the command line refuses training without data"
-        options = BatchOptions(flags.reset_position_ids, flags.reset_attention_mask, flags.eod_mask_loss, self.data.eod)
+        apart = flags.sft  # conversations that share a sample do not see each other
+        options = BatchOptions(
+            flags.reset_position_ids or apart, flags.reset_attention_mask or apart, flags.eod_mask_loss, self.data.eod
+        )
         self._loader: Callable[[Dataset], BatchLoader] = lambda d: BatchLoader(d, options, flags.num_workers)
         source_dtypes = self.weights.dtypes() if self.weights is not None else None
         self.checkpoints = Checkpointing(config, self.runtime, self.data, platform.synchronize, lock, source_dtypes)
@@ -354,8 +358,7 @@ class Training:
         if not config.skip_train:
             assert self.data.train is not None
             if self.reporter.speaks and not self.step:  # a stream would have to go back to its beginning
-                entropy = unigram_entropy(self.data.train, num_samples=64)
-                print(f"data: unigram entropy {entropy:.3f} nats, the loss of counting tokens alone", flush=True)
+                self._describe_data(self.data.train)
             self.emulation.started()
             with self._loader(self.data.train) as loader:
                 self._train(loader)
@@ -380,6 +383,14 @@ class Training:
             write_drift(config, self.step, self.drift)
             return DRIFT
         return INTERRUPTED if self.exit.interrupted and not self.checkpoints.active else 0
+
+    def _describe_data(self, data: Dataset) -> None:
+        assert self.config.data is not None
+        if self.config.data.sft:
+            print(show_sample(data[0], self.data.tokenizer), flush=True)
+            return
+        entropy = unigram_entropy(data, num_samples=64)
+        print(f"data: unigram entropy {entropy:.3f} nats, the loss of counting tokens alone", flush=True)
 
     def _train(self, loader: BatchLoader) -> None:
         config, stop = self.config, False

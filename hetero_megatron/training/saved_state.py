@@ -56,8 +56,34 @@ class _StreamState:
 
 
 @dataclass(frozen=True)
+class _Conversations:
+    """Of one data set of conversations that is streamed: where its block begins."""
+
+    sample: int
+    epoch: int
+    block: int
+    records: int
+    size: int
+    name: str
+
+    def __post_init__(self) -> None:
+        least = min(self.sample, self.epoch, self.block, self.records, self.size - 1)
+        _require("sample, epoch, block, records or size", least, least >= 0)
+
+
+@dataclass(frozen=True)
+class _Blend:
+    sample: int
+    parts: list[_Conversations]
+
+    def __post_init__(self) -> None:
+        _require("sample", self.sample, self.sample >= 0)
+
+
+@dataclass(frozen=True)
 class _Data:
     streams: tuple[_StreamState, ...] = ()
+    conversations: tuple[_Blend, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from hetero_megatron.cli.flag import Flag
-from hetero_megatron.cli.table import alignment, checkpoint, data, logging, model, moe, parallel, training
+from hetero_megatron.cli.table import alignment, checkpoint, data, finetune, logging, model, moe, parallel, training
 
 GROUPS: Mapping[str, tuple[Flag, ...]] = {
     "Plan and run": parallel.PLAN,
@@ -15,6 +15,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
     "Precision": training.PRECISION,
     "Recompute": training.RECOMPUTE,
     "Data and tokenizer": data.FLAGS,
+    "Fine-tuning": finetune.FLAGS,
     "Checkpoint": checkpoint.FLAGS,
     "Logs, exits and faults": logging.FLAGS,
     "Precision alignment": alignment.FLAGS,

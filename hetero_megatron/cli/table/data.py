@@ -52,7 +52,6 @@ FLAGS = (
     refused("--legacy-tokenizer", _TOKENIZER, "--tokenizer-type HuggingFaceTokenizer"),
     refused("--tiktoken-pattern", _TOKENIZER, "--tokenizer-type HuggingFaceTokenizer", nargs=1),
     refused("--fim-data", "documents are never rearranged"),
-    refused("--sft", "instruction data is not supported: every token of a document counts in the loss"),
     refused("--full-validation", "evaluation takes a number of batches", "--eval-iters"),
     notice("--no-create-attention-mask-in-dataloader", "no attention mask is ever built"),
     switch(
@@ -69,9 +68,8 @@ FLAGS = (
     *family(refused, "--fim-rate= --fim-spm-rate= --fim-split-sample= --fim-fragment-rate= --fim-no-prefix= "
             "--fim-prefix-token= --fim-middle-token= --fim-suffix-token= --fim-pad-token= --fim-eod-token=",
             "documents are never rearranged", "leave the flag out"),
-    *family(refused, "--sft-tokenizer-prompt-format= --chat-template=",
-            "instruction data is not supported: every token of a document counts in the loss",
-            "conversations that are already rendered to text"),
+    *family(refused, "--sft-tokenizer-prompt-format=", "conversations are rendered by a chat template",
+            "--chat-template FILE, or the tokenizer's own"),
     *family(refused, "--tokenizer-metadata= --tokenizer-special-tokens=+ --tiktoken-num-special-tokens= "
             "--tokenizer-sentencepiece-legacy --tokenizer-hf-no-use-fast --tokenizer-hf-no-include-special-tokens "
             "--no-tokenizer-sentencepiece-ignore-extra-whitespaces/"

@@ -23,6 +23,19 @@ def read(path: Path, key: str, position: Position) -> Iterator[tuple[str, Positi
             yield text or "", (done,)
 
 
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """All columns of each row."""
+    file = _open_file(path)
+    at = 0
+    try:
+        for batch in file.iter_batches(_ROWS, use_threads=False):
+            rows = batch.to_pylist()
+            yield from rows
+            at += len(rows)
+    except Exception:  # pyarrow's own kinds, and UnicodeDecodeError
+        raise _unreadable(path, f"it is damaged after row {at}") from None
+
+
 def check(path: Path, key: str) -> None:
     """UserError unless this is a parquet file with a column of strings ``key``."""
     _open(path, key)
@@ -46,11 +59,10 @@ def _batches(path: Path, key: str, done: int) -> Iterator[tuple[int, list[str | 
         raise _unreadable(path, f"it is damaged after row {at}") from None
 
 
-def _open(path: Path, key: str) -> Any:
-    """A ParquetFile that has a column ``key`` of strings."""
+def _open_file(path: Path) -> Any:
+    """A ParquetFile."""
     require_regular(path, "--data-path")
     try:
-        import pyarrow as pa
         import pyarrow.parquet
     except ImportError:
         raise UserError(
@@ -59,10 +71,19 @@ def _open(path: Path, key: str) -> Any:
         ) from None  # fmt: skip
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        columns = {field.name: field.type for field in file.schema_arrow}
-        twice = len(columns) < len(file.schema_arrow)
+        len(file.schema_arrow)
+        return file
     except Exception:
         raise _unreadable(path, "it is damaged, or of another format") from None
+
+
+def _open(path: Path, key: str) -> Any:
+    """A ParquetFile that has a column ``key`` of strings."""
+    file = _open_file(path)
+    import pyarrow as pa
+
+    columns = {field.name: field.type for field in file.schema_arrow}
+    twice = len(columns) < len(file.schema_arrow)
     if key not in columns or twice:
         problem = "two columns have one name" if twice else "no such column"
         raise UserError(problem, field="--json-keys", value=key, accepted=shown_names(columns), where=str(path))

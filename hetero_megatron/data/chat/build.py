@@ -1,0 +1,168 @@
+"""The data sets of a fine-tuning run from its flags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hetero_megatron.data.blend import BlendedDataset
+from hetero_megatron.data.cache import Log
+from hetero_megatron.data.chat.encode import ChatEncoder
+from hetero_megatron.data.chat.overlong import Overlong
+from hetero_megatron.data.chat.packed import PackedConversations, encode_store
+from hetero_megatron.data.chat.records import find_records
+from hetero_megatron.data.chat.stream import StreamedConversations
+from hetero_megatron.data.config import DEFAULT_SPLIT, SPLITS, DataConfig, parse_blend, parse_split, split_documents
+from hetero_megatron.data.indexed import TokenStore
+from hetero_megatron.data.sample import Dataset, Sample
+from hetero_megatron.data.tokenizers import HuggingFaceTokenizer, Tokenizer
+from hetero_megatron.errors import UserError
+from hetero_megatron.files import read_text
+from hetero_megatron.words import plural
+
+_ALL = (Fraction(1), Fraction(0), Fraction(0))
+
+
+@dataclass
+class ChatData:
+    """Builds the data set of each split.
+
+    Args:
+        limit: rows of the model's embedding.
+    """
+
+    config: DataConfig
+    seq_length: int
+    seed: int
+    tokenizer: Tokenizer
+    limit: int
+    log: Log
+    _stores: dict[str, TokenStore] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tokenizer, HuggingFaceTokenizer):
+            raise UserError(
+                "conversations need a tokenizer with a chat template", field="--tokenizer-type",
+                value=self.tokenizer.name, accepted="--tokenizer-model DIR (or --load-hf with a tokenizer in it)",
+            )  # fmt: skip
+        self._tokens = self.tokenizer
+        path = self.config.chat_template
+        template = read_text(Path(path), "--chat-template") if path is not None else None
+        self.encoder = ChatEncoder(self.tokenizer, template, self.config.sft_loss == "all")
+
+    @property
+    def eod(self) -> int | None:
+        return self.tokenizer.eod
+
+    def split(self, which: int) -> Dataset:
+        """The data set of one split (train, valid, test): one, or a blend."""
+        config, name = self.config, SPLITS[which]
+        flag, words, shares = "--data-path", config.data_path, parse_split(config.split or DEFAULT_SPLIT)
+        if words is None:
+            flag, words, shares = f"--{name}-data-path", config.paths_of(name), _ALL
+            which = 0
+            if words is None:
+                raise UserError(
+                    f"{name} samples are needed, but no data is given for them", field=flag,
+                    accepted="a path, or " + ("--data-path" if name == "train" else "--eval-iters 0"),
+                )  # fmt: skip
+        paths, weights = parse_blend(words, flag)
+        if config.dataloader_type == "streaming":
+            return self._streams(paths, weights, flag, which)
+        packed = [self._packed(path, which, shares, flag, name) for path in paths]
+        if len(packed) == 1:
+            return packed[0]
+        return BlendedDataset(packed, weights or [Fraction(p.num_packs) for p in packed], flag)
+
+    def _packed(
+        self, path: str, which: int, shares: tuple[Fraction, Fraction, Fraction], flag: str, name: str
+    ) -> PackedConversations:
+        if path not in self._stores:
+            records = find_records(path, flag)
+            self._stores[path] = encode_store(
+                records, self.encoder, self.config.data_cache_path, self.limit, self.log
+            )
+        store = self._stores[path]
+        documents = split_documents(store.num_documents, shares)[which]
+        if documents[0] == documents[1]:
+            raise UserError(
+                f"leaves no conversation of {path} ({store.num_documents} in all) for {name}",
+                field="--split", value=self.config.split or f"{DEFAULT_SPLIT} (the default)",
+                accepted=f"a larger share, a --{name}-data-path of its own, or --eval-iters 0",
+            )  # fmt: skip
+        overlong = Overlong(self.config.overlong_samples, self.seq_length)
+        packing = not self.config.no_packing
+        data = PackedConversations(store, documents, self.seq_length, self.seed, self._tokens.pad, overlong, packing)
+        self.log(
+            f"data: {name}: {plural(data.num_conversations, 'conversation')} of {path} in "
+            f"{plural(data.num_packs, 'sample')}, {data.fill:.0%} full"
+        )
+        if report := overlong.report(f"{name}: {path}"):
+            self.log(report)
+        return data
+
+    def _streams(self, paths: Sequence[str], weights: list[float] | None, flag: str, which: int) -> Dataset:
+        if flag == "--data-path" and (which or parse_split(self.config.split or "1") != _ALL):
+            raise UserError(
+                "a stream cannot be split: its length is not known", field="--split",
+                value=self.config.split or "not given",
+                accepted="--train-data-path and --valid-data-path, or --split 1 and --eval-iters 0",
+            )  # fmt: skip
+        if len(paths) > 1 and weights is None:
+            raise UserError(
+                "streams have no known sizes to be mixed by", field=flag, value=" ".join(paths),
+                accepted="WEIGHT PATH WEIGHT PATH ...",
+            )  # fmt: skip
+        made = [
+            StreamedConversations(
+                find_records(path, flag, streaming=True), self.encoder, self.seq_length, self.seed + (i << 32),
+                self._tokens.pad, Overlong(self.config.overlong_samples, self.seq_length),
+                not self.config.no_packing, self.config.shuffle_buffer, self.limit,
+            )  # fmt: skip
+            for i, path in enumerate(paths)
+        ]
+        return StreamBlend(made, weights or [1.0], flag)
+
+
+class StreamBlend(BlendedDataset):
+    """One stream or a blend of them; its state is that of each at the sample where it is."""
+
+    kind = "conversations"
+
+    def __init__(self, parts: Sequence[StreamedConversations], weights: Sequence[float], field: str) -> None:
+        super().__init__(parts, weights, field)
+        self._streams = parts
+
+    def state_dict(self, sample: int) -> dict[str, Any]:
+        """JSON; ``sample``: of the blend."""
+        return {"sample": sample, "parts": [p.state_dict(n) for p, n in zip(self._streams, self.taken(sample))]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        parts = state["parts"]
+        if len(parts) != len(self._streams):
+            raise UserError("the checkpoint was made with another number of streams", field="--data-path")
+        for part, saved in zip(self._streams, parts):
+            part.load_state_dict(saved)
+
+
+def show_sample(sample: Sample, tokenizer: Tokenizer, most: int = 1200) -> str:
+    """The first conversations of a sample as text, with what counts in the loss in ⟦ ⟧; ``most`` characters."""
+    assert sample.loss_mask is not None
+    counts = np.concatenate([[False], sample.loss_mask])
+    ends = np.flatnonzero(np.diff(sample.documents, append=len(sample.tokens)))
+    last = int(sample.documents[min(len(ends), 2)]) if len(sample.documents) > 2 else len(sample.tokens)
+    parts, start = [], 0
+    edges = [*np.flatnonzero(np.diff(counts[:last])) + 1, last]
+    for edge in edges:
+        text = tokenizer.decode(sample.tokens[start:edge])
+        parts.append(f"⟦{text}⟧" if counts[start] else text)
+        start = edge
+    text = "".join(parts)
+    shown = text if len(text) <= most else f"{text[:most]} …"
+    total = f"{int(counts.sum()):,} of its {len(sample.tokens) - 1:,} tokens"
+    return f"data: the first sample; what stands in ⟦ ⟧ counts in the loss ({total}):\n{shown}"

@@ -1,0 +1,129 @@
+"""Conversations that are read as they come, block by block: each block is shuffled and packed by itself.
+
+A block of ``block`` records is the shuffle buffer. Sample i depends on the data, the seed and ``block`` only, and
+reading can start again at any block, so a checkpoint holds (sample, epoch, records before the block).
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hetero_megatron.data.chat.encode import ChatEncoder, Encoded
+from hetero_megatron.data.chat.overlong import Overlong
+from hetero_megatron.data.chat.packed import empty, encoded_records, epoch_packs
+from hetero_megatron.data.chat.packing import packed_sample
+from hetero_megatron.data.chat.records import Records
+from hetero_megatron.data.sample import Sample
+from hetero_megatron.errors import UserError
+
+WINDOW = 4096  # samples before the newest one that are kept
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a block begins: its first sample, its epoch, its number, and records of that epoch before it."""
+
+    sample: int = 0
+    epoch: int = 0
+    block: int = 0
+    records: int = 0
+
+
+class StreamedConversations:
+    """Samples in the order of the data, shuffled within blocks. Thread-safe."""
+
+    def __init__(
+        self, records: Records, encoder: ChatEncoder, seq_length: int, seed: int, pad: int, overlong: Overlong,
+        packing: bool = True, block: int = 1000, limit: int | None = None,
+    ) -> None:  # fmt: skip
+        self.records, self.seq_length, self.overlong = records, seq_length, overlong
+        self._encoder, self._seed, self._pad, self._packing = encoder, seed, pad, packing
+        self._block, self._limit, self._lock = block, limit, threading.Lock()
+        self._recent: dict[int, Sample] = {}
+        self._places: list[_Place] = []
+        self._broken: UserError | None = None
+        self._restart(_Place())
+
+    def __getitem__(self, index: int) -> Sample:
+        if index < 0:
+            raise IndexError(f"sample {index}")
+        with self._lock:
+            if index not in self._recent:
+                if index < self._next.sample:
+                    known = [p for p in self._places if p.sample <= index]
+                    self._restart(known[-1] if known else _Place())
+                while self._next.sample <= index:
+                    self._read_block()
+            return self._recent[index]
+
+    def state_dict(self, sample: int) -> dict[str, Any]:
+        """JSON from which ``sample`` and later ones can be read: the block that it is in, or an earlier one."""
+        with self._lock:
+            known = [p for p in self._places if p.sample <= sample]
+            place = known[-1] if known else _Place()
+        return {
+            "sample": place.sample, "epoch": place.epoch, "block": place.block, "records": place.records,
+            "size": self._block, "name": self.records.name,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """UserError for a state of other blocks, whose samples would be others."""
+        if state.get("size") != self._block:
+            raise UserError(
+                "the checkpoint was made with another one, and samples after it would be others",
+                field="--shuffle-buffer", value=self._block, accepted=str(state.get("size")),
+            )  # fmt: skip
+        with self._lock:
+            self._restart(_Place(*(int(state[key]) for key in ("sample", "epoch", "block", "records"))))
+
+    def _restart(self, place: _Place) -> None:
+        self._recent.clear()
+        self._broken = None
+        self._places = [p for p in self._places if p.sample < place.sample]
+        self._next = place
+        self._reader = self._read(place)
+
+    def _read(self, place: _Place) -> Iterator[tuple[Encoded, str]]:
+        return encoded_records(self.records, self._encoder, self._limit, place.records)
+
+    def _read_block(self) -> None:
+        """The samples of the next block; at the end of the data the next epoch begins."""
+        if self._broken is not None:
+            raise self._broken
+        place = self._next
+        try:
+            read = list(itertools.islice(self._reader, self._block))
+            fitted = [f for encoded, where in read if (f := self.overlong.fit(encoded, where)) is not None]
+            if not read and not place.records:
+                raise empty(self.records)
+            if len(read) < self._block and not fitted and not place.records:
+                raise UserError(
+                    "none of its conversations can be used", field="--data-path", value=self.records.name,
+                    accepted="conversations with an answer within --seq-length tokens",
+                )  # fmt: skip
+        except UserError as error:  # the reader ends there, and others may ask for samples beyond it
+            self._broken = error
+            raise
+        self._places.append(place)
+        del self._places[: -WINDOW // 8]
+        count = 0
+        if fitted:
+            lengths = np.array([len(f.ids) for f in fitted], np.int64)
+            seed = self._seed + (place.block << 34)
+            packs, order = epoch_packs(lengths, self.seq_length, self._packing, seed, place.epoch)
+            for count, at in enumerate(order.tolist(), 1):
+                parts = [fitted[i] for i in packs[at]]
+                self._recent[place.sample + count - 1] = packed_sample(parts, self.seq_length, self._pad)
+        for old in [i for i in self._recent if i < place.sample + count - WINDOW]:
+            del self._recent[old]
+        if len(read) < self._block:
+            self._next = _Place(place.sample + count, place.epoch + 1)
+            self._reader = self._read(self._next)
+        else:
+            self._next = _Place(place.sample + count, place.epoch, place.block + 1, place.records + len(read))
