@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hetero_megatron.ops import (
     activation,
+    attention_cpu,
     attention_op,
     gemm,
     grouped_gemm,
@@ -18,7 +19,7 @@ from hetero_megatron.ops import (
 )
 from hetero_megatron.ops.cross_entropy import KERNELS as CROSS_ENTROPY_KERNELS
 from hetero_megatron.ops.cross_entropy import SPEC as CROSS_ENTROPY_SPEC  # the package's `cross_entropy` is a function
-from hetero_megatron.ops.kernel import REFERENCE, Kernel
+from hetero_megatron.ops.kernel import REFERENCE, Capability, Kernel
 from hetero_megatron.ops.registry import Registry
 from hetero_megatron.ops.spec import OpSpec
 
@@ -52,8 +53,8 @@ _REFERENCE_PARTS = {
 def reference_kernel(spec: OpSpec) -> Kernel:
     """The definition itself as a provider: any device, any dtype."""
     return Kernel(
-        spec.name, REFERENCE, REFERENCE, spec.forward, spec.backward, version=spec.version,
-        parts=_REFERENCE_PARTS.get(spec.name, {}), traceable=True,
+        spec.name, REFERENCE, REFERENCE, spec.forward, spec.backward, Capability(features=spec.features),
+        version=spec.version, parts=_REFERENCE_PARTS.get(spec.name, {}), traceable=True,
     )  # fmt: skip
 
 
@@ -65,6 +66,7 @@ ATEN_KERNELS: tuple[Kernel, ...] = (
     *CROSS_ENTROPY_KERNELS,
     *vocab_cross_entropy.KERNELS,
     *linear_cross_entropy.KERNELS,
+    attention_cpu.KERNEL,
     *attention_op.KERNELS,
     *gemm.KERNELS,
     *grouped_gemm.KERNELS,

@@ -97,6 +97,11 @@ def stage_signatures(
                 accepted="vocab_cross_entropy or linear_cross_entropy instead, a smaller micro-batch, or more MiB",
             )
         operators["vocab_cross_entropy"] = operators.pop("cross_entropy")
+    used = tuple(name for name, on in (("softcap", spec.attn_softcap is not None), ("sinks", spec.sinks)) if on)
     return [
-        replace(base, op=op, dims=dims, compiled=base.compiled and op in _IN_LAYERS) for op, dims in operators.items()
-    ]
+        replace(
+            base, op=op, dims=dims, compiled=base.compiled and op in _IN_LAYERS,
+            features=used if op == "attention" else (),
+        )
+        for op, dims in operators.items()
+    ]  # fmt: skip

@@ -179,8 +179,10 @@ def ropes_by_kind(
     accepted = "null, or objects for " + " and ".join(theta)
     if not isinstance(whole, dict) or whole.keys() - theta.keys():
         raise read.refuse("has other keys than the kinds of layers", "rope_parameters", accepted)
-    if not isinstance(more, dict):
-        raise read.refuse("must be an object", "rope_scaling", 'null, or e.g. {"rope_type": "linear", "factor": 8}')
+    scaled = None not in (read.config.get("rope_scaling"), read.config.get("rope_parameters"))
+    if not isinstance(more, dict) or (scaled and not whole.get("full_attention")):
+        example = 'null, or e.g. {"rope_type": "linear", "factor": 8}'
+        raise read.refuse("must be an object, and beside rope_parameters one that it adds to", "rope_scaling", example)
     found = {}
     for kind, base in theta.items():
         given = whole.get(kind) or {}

@@ -147,9 +147,10 @@ class Runtime:
             for name, param in params.items():
                 param.copy_(initialize(held[name], boxes[name]))
         shards = tuple(b - a for a, b in cut(self.unit.num_tokens, [1] * self.unit.tp))
-        apply_tensor_parallel(model, self.tp_group, shards, self.share.vocab)
+        heads = [share.kv_heads for share in shares(spec, self.unit.tp_split)]
+        apply_tensor_parallel(model, self.tp_group, shards, self.share.vocab, heads)
         if self.context is not None:
-            kernel = tile_kernel(self.comm.device, self.kernels.choices["attention"].kernel)
+            kernel = tile_kernel(self.comm.device, self.kernels.choices["attention"].kernel, spec.attn_softcap)
             merge = self.kernels.choices["attn_merge"].kernel.forward
             apply_context_parallel(model, self.context, self.comm, kernel, merge)
         apply_recompute(model, stage.recompute)

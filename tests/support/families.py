@@ -1,4 +1,4 @@
-"""Small configurations of every family, as its config.json would say them; several shapes of the features that it has."""
+"""Small configurations of every family, as its config.json would say them; several shapes of its features."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import eager_mask
 
 from hetero_megatron.checkpoint.names import name_table
 from hetero_megatron.layout import Box
@@ -22,11 +23,7 @@ def make_hf(config: dict[str, Any], seed: int, dtype: torch.dtype = torch.float6
     """A random Hugging Face model, its weights large enough that every term matters, and its spec."""
     torch.manual_seed(seed)
     hf_config = AutoConfig.for_model(**config)
-    # transformers' sdpa knows no soft-capping of scores.
-    capped = getattr(hf_config, "attn_logit_softcapping", None) is not None
-    model = AutoModelForCausalLM.from_config(
-        hf_config, dtype=dtype, attn_implementation="eager" if capped else "sdpa"
-    )
+    model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=attention_of(config))
     with torch.no_grad():
         for name, param in model.named_parameters():
             noise = torch.randn(param.shape, dtype=torch.float32)
@@ -37,6 +34,31 @@ def make_hf(config: dict[str, Any], seed: int, dtype: torch.dtype = torch.float6
     model.eval()
     make_exact(model, dtype)
     return model, from_hf_config(config)
+
+
+def attention_of(config: dict[str, Any]) -> str:
+    """transformers' sdpa, where it knows what the family needs; its eager attention is in fp32."""
+    return "exact" if config["model_type"] in ("gemma2", "gpt_oss") else "sdpa"
+
+
+def _exact_attention(
+    module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: torch.Tensor, scaling: float,
+    softcap: float | None = None, s_aux: torch.Tensor | None = None, **_: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """transformers' eager attention of Gemma 2 and gpt-oss, without its casts."""
+    repeat = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(repeat, 1).transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores + attention_mask
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    probs = scores.softmax(-1)[..., : k.shape[2]]
+    return (probs @ v.repeat_interleave(repeat, 1)).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("exact", _exact_attention)
+AttentionMaskInterface.register("exact", eager_mask)
 
 
 def make_exact(model: torch.nn.Module, dtype: torch.dtype) -> None:
